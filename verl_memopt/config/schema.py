@@ -1,0 +1,498 @@
+"""Every setting, typed and frozen, with its one default.
+
+A field without a default is required. A field whose default is ``None`` and which appears in
+:mod:`verl_memopt.config.links` follows another key unless it is given. Nothing past the loader sees a Hydra object,
+and no other file in the project holds a default for a key.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+REQUIRED: Any = "???"
+"""Marks a key that has no default; the loader reports every one that is still missing."""
+
+
+@dataclass(frozen=True)
+class CustomClass:
+    path: str | None = None
+    """Python file that holds the class; null = the built-in one."""
+    name: str | None = None
+    """Class name inside ``path``."""
+
+
+@dataclass(frozen=True)
+class CustomSampler:
+    class_path: str | None = None
+    """Python file that holds a sampler class; it is called with (num_rows, seed, epoch) and yields row indices."""
+    class_name: str | None = None
+    """Class name inside ``class_path``."""
+
+
+@dataclass(frozen=True)
+class Data:
+    train_files: Any = REQUIRED
+    """A path or a list of paths: .parquet, .json, .jsonl."""
+    val_files: Any = REQUIRED
+    """As ``train_files``; null switches validation off."""
+    train_max_samples: int = -1
+    """Cap on training rows: a seeded random subset with ``shuffle``, else the first rows; -1 = all."""
+    val_max_samples: int = -1
+    """Cap on validation rows; -1 = all."""
+    max_prompt_length: int = 512
+    """Hard cap of a prompt in tokens; what happens beyond it is ``truncation``."""
+    max_response_length: int = 512
+    """Hard cap of a response in tokens."""
+    train_batch_size: int = 1024
+    """Prompts per step (each is answered ``rollout.n`` times)."""
+    val_batch_size: int | None = None
+    """Prompts per validation call; null = the whole validation set at once."""
+    shuffle: bool = True
+    """Draw a new order of the training rows each epoch."""
+    validation_shuffle: bool = False
+    """Shuffle the validation rows once."""
+    seed: int | None = None
+    """Seed of the data order; null = drawn once, logged, saved in the checkpoint."""
+    filter_overlong_prompts: bool = False
+    """Drop prompts over ``max_prompt_length`` when the dataset is read; the number dropped is logged."""
+    truncation: str = "error"
+    """What happens to a prompt over the cap: error, left, right, middle. Tokens lost are counted and logged."""
+    prompt_key: str = "prompt"
+    """Column that holds the prompt (a list of {role, content}, or text already rendered)."""
+    reward_fn_key: str = "data_source"
+    """Column that chooses the default reward and groups validation metrics."""
+    trust_remote_code: bool = False
+    """Let the tokenizer run code from its folder."""
+    apply_chat_template_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Extra arguments of the tokenizer's chat template."""
+    custom_cls: CustomClass = field(default_factory=CustomClass)
+    """A dataset class of the user's own."""
+    sampler: CustomSampler = field(default_factory=CustomSampler)
+    """A sampler of the user's own."""
+
+
+@dataclass(frozen=True)
+class Model:
+    path: str = REQUIRED
+    """Folder in Hugging Face format, or a hub id. ``tiny`` makes the tiny Qwen3 locally."""
+    hf_config_path: str | None = None
+    """Read config.json from this folder in place of ``path``."""
+    tokenizer_path: str | None = None
+    """Read the tokenizer from this folder in place of ``path``."""
+    trust_remote_code: bool = False
+    """Let transformers run code from the model's folder."""
+    external_lib: str | None = None
+    """Module imported before the model is built (it may register architectures)."""
+    custom_chat_template: str | None = None
+    """Jinja text that replaces the tokenizer's chat template."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Merged into the model's config.json; a name the config does not have is an error."""
+    enable_gradient_checkpointing: bool = True
+    """Recompute each decoder block in backward (non-reentrant): saves activations, costs one more forward."""
+    attn_implementation: str = "auto"
+    """auto, flash_attention_2, sdpa, eager. auto = flash kernels where device and dtype support them, else sdpa."""
+    logprob_chunk_tokens: int = 512
+    """Response tokens per chunk of LM head, log-prob and entropy; 0 = whole logits."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    loss_mode: str = "vanilla"
+    """vanilla = clipped ratio per token; sequence = per sequence, exp of the summed log-ratio (RLOO);
+    gspo = per sequence, length-normalised."""
+
+
+@dataclass(frozen=True)
+class Optim:
+    optimizer: str = "AdamW"
+    """Class name inside ``optimizer_impl``."""
+    optimizer_impl: str = "torch.optim"
+    """Module that holds the optimizer class."""
+    override_optimizer_config: dict[str, Any] | None = None
+    """Further arguments of the optimizer; the optimizer itself rejects names it does not know."""
+    lr: float = 1e-6
+    """Peak learning rate."""
+    weight_decay: float = 0.01
+    """Decoupled weight decay."""
+    betas: tuple[float, float] = (0.9, 0.999)
+    """Adam's moment decays."""
+    clip_grad: float = 1.0
+    """Global gradient-norm clip."""
+    lr_scheduler_type: str = "constant"
+    """constant or cosine, after the warm-up."""
+    min_lr_ratio: float = 0.0
+    """Floor of the cosine schedule as a share of ``lr``."""
+    num_cycles: float = 0.5
+    """Cosine half-waves over the run."""
+    lr_warmup_steps: int = -1
+    """Optimizer steps of linear warm-up; -1 = use ``lr_warmup_steps_ratio``."""
+    lr_warmup_steps_ratio: float = 0.0
+    """Warm-up as a share of the run's optimizer steps."""
+    total_training_steps: int = -1
+    """Length of the schedule in optimizer steps; -1 = the run's own number."""
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    reduce_dtype: str = "fp32"
+    """dtype of the gradient reduction."""
+
+
+@dataclass(frozen=True)
+class WrapPolicy:
+    transformer_layer_cls_to_wrap: list[str] | None = None
+    """Block classes that become shards; null = the model's own decoder blocks."""
+
+
+@dataclass(frozen=True)
+class Fsdp:
+    wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
+    """Which modules become FSDP units."""
+    reshard_after_forward: bool = True
+    """Free gathered parameters between forward and backward."""
+    forward_prefetch: bool = False
+    """Gather the next block while the present one computes."""
+    fsdp_size: int = -1
+    """Ranks per shard group; -1 = all (one flat mesh); smaller = replicate x shard (HSDP)."""
+    model_dtype: str = "fp32"
+    """dtype in which parameters rest (masters)."""
+    dtype: str = "bfloat16"
+    """dtype of compute."""
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    """Gradient reduction."""
+    seed: int = 42
+    """Seed of every worker's torch generator."""
+    full_determinism: bool = False
+    """Deterministic kernels on every worker."""
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    save_contents: list[str] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Parts to save: model, optimizer, extra (scheduler and RNG), hf_model (a Hugging Face folder)."""
+    load_contents: list[str] | None = None
+    """Parts to load on resume; follows ``save_contents``."""
+
+
+@dataclass(frozen=True)
+class Actor:
+    strategy: str = "fsdp2"
+    """Sharding backend; fsdp2 is the only one."""
+    ppo_mini_batch_size: int = 256
+    """Prompts per optimizer step."""
+    ppo_micro_batch_size_per_gpu: int | None = None
+    """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
+    use_dynamic_bsz: bool = False
+    """Pack micro-batches by tokens instead of by sequences."""
+    ppo_max_token_len_per_gpu: int = 16384
+    """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+    clip_ratio: float = 0.2
+    """Clip of the ratio on both sides."""
+    clip_ratio_low: float | None = None
+    """Lower clip; follows ``clip_ratio``."""
+    clip_ratio_high: float | None = None
+    """Upper clip; follows ``clip_ratio``."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: bound of the loss for negative advantages; above 1."""
+    loss_agg_mode: str = "token-mean"
+    """token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm; always over the global mini-batch."""
+    loss_scale_factor: int | None = None
+    """Divisor of seq-mean-token-sum-norm; follows ``data.max_response_length``."""
+    entropy_coeff: float = 0.0
+    """Weight of the entropy bonus."""
+    calculate_entropy: bool = False
+    """Report the entropy even when its weight is 0."""
+    use_kl_loss: bool = False
+    """Add a KL term against the reference to the loss."""
+    kl_loss_coef: float = 0.001
+    """Weight of that term."""
+    kl_loss_type: str = "low_var_kl"
+    """kl (k1), abs, mse (k2), low_var_kl (k3); a trailing + takes k2's gradient."""
+    use_torch_compile: bool = True
+    """Compile the per-chunk log-prob function (GPU only; off on CPU and under full_determinism)."""
+    ppo_epochs: int = 1
+    """Passes over the rollout batch."""
+    shuffle: bool = False
+    """Shuffle groups before they are cut into mini-batches."""
+    data_loader_seed: int = 42
+    """Seed of that shuffle."""
+    policy_loss: PolicyLoss = field(default_factory=PolicyLoss)
+    """The clipped objective."""
+    optim: Optim = field(default_factory=Optim)
+    """Optimizer and schedule."""
+    fsdp_config: Fsdp = field(default_factory=Fsdp)
+    """Sharding and precision of the policy."""
+    checkpoint: CheckpointContents = field(default_factory=CheckpointContents)
+    """What a checkpoint holds."""
+
+
+@dataclass(frozen=True)
+class RefModel:
+    path: str | None = None
+    """Another reference model with the same tokenizer; follows ``actor_rollout_ref.model.path``."""
+
+
+@dataclass(frozen=True)
+class Ref:
+    model: RefModel = field(default_factory=RefModel)
+    """Where the reference comes from."""
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """Sequences per forward of the reference; follows the actor's micro-batch size."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Follows ``actor.use_dynamic_bsz``."""
+    log_prob_max_token_len_per_gpu: int | None = None
+    """Follows ``actor.ppo_max_token_len_per_gpu``."""
+    use_torch_compile: bool | None = None
+    """Follows ``actor.use_torch_compile``."""
+    fsdp_config: Fsdp = field(default_factory=Fsdp)
+    """Sharding and precision of the reference."""
+
+
+@dataclass(frozen=True)
+class ValKwargs:
+    n: int = 1
+    """Samples per validation prompt."""
+    do_sample: bool = False
+    """false = greedy."""
+    temperature: float = 0.0
+    """Temperature when sampling."""
+    top_p: float = 1.0
+    """Nucleus when sampling."""
+    top_k: int = -1
+    """Top-k when sampling; -1 = off."""
+
+
+@dataclass(frozen=True)
+class BucketEngine:
+    update_weights_bucket_megabytes: int = 2048
+    """Upper bound in MiB of the buffer that carries weights from the trainer to the engine."""
+
+
+@dataclass(frozen=True)
+class EngineKwargs:
+    vllm: dict[str, Any] = field(default_factory=dict)
+    """Passed to vLLM last; a name that a rollout key already sets is an error."""
+
+
+@dataclass(frozen=True)
+class Rollout:
+    name: str = REQUIRED
+    """vllm, or hf (transformers generate)."""
+    mode: str = "async"
+    """Accepted for compatibility; the engine lives in the worker's process."""
+    n: int = 1
+    """Samples per prompt (the group size)."""
+    temperature: float = 1.0
+    """Sampling temperature; the trainer's log-probs use the same."""
+    top_k: int = -1
+    """-1 = off."""
+    top_p: float = 1.0
+    """1 = off."""
+    repetition_penalty: float = 1.0
+    """1 = off."""
+    do_sample: bool = True
+    """false = greedy."""
+    prompt_length: int | None = None
+    """Follows ``data.max_prompt_length``."""
+    response_length: int | None = None
+    """Exact cap of generated tokens; follows ``data.max_response_length``."""
+    ignore_eos: bool = False
+    """Generate exactly ``response_length`` tokens, for measurements."""
+    seed: int | None = None
+    """Seed of sampling, mixed with step, prompt and sample; follows ``data.seed``."""
+    dtype: str = "bfloat16"
+    """dtype of the engine's weights and KV cache."""
+    load_format: str = "dummy"
+    """dummy = weights come from the trainer at the first sync; auto = read from the model folder as well."""
+    gpu_memory_utilization: float = 0.5
+    """vLLM's share of total device memory (GPU)."""
+    kv_cache_memory_gb: float | None = None
+    """Size of the KV cache in GiB; null = from ``gpu_memory_utilization`` on a GPU, 1 GiB on a CPU."""
+    max_model_len: int | None = None
+    """Longest sequence; null = prompt_length + response_length."""
+    max_num_seqs: int = 256
+    """Sequences decoded at once."""
+    max_num_batched_tokens: int = 8192
+    """Prefill budget of one engine step."""
+    tensor_model_parallel_size: int = 1
+    """Ranks that share one engine."""
+    enforce_eager: bool = False
+    """No CUDA graphs."""
+    enable_chunked_prefill: bool = True
+    """Split long prefills."""
+    enable_prefix_caching: bool = True
+    """Share equal prompt blocks; reset after every weight sync."""
+    free_cache_engine: bool | None = None
+    """The engine sleeps outside rollout and validation; null = true on a GPU, false on a CPU (which cannot)."""
+    cudagraph_capture_sizes: list[int] | None = None
+    """Passed to vLLM."""
+    checkpoint_engine: BucketEngine = field(default_factory=BucketEngine)
+    """Weight sync."""
+    log_prob_micro_batch_size_per_gpu: int | None = None
+    """Sequences per forward of the old-log-prob pass; follows the actor's micro-batch size."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Follows ``actor.use_dynamic_bsz``."""
+    log_prob_max_token_len_per_gpu: int | None = None
+    """Follows ``actor.ppo_max_token_len_per_gpu``."""
+    calculate_log_probs: bool = True
+    """Return the engine's log-probs and log how far they are from the trainer's."""
+    logprobs_mode: str = "processed_logprobs"
+    """processed_logprobs (after temperature and filters) or raw_logprobs."""
+    max_logprob_diff: float | None = 0.5
+    """Stop the run when ``rollout/logprob_diff_mean`` passes this (nats); null = never."""
+    disable_log_stats: bool = True
+    """Passed to vLLM."""
+    scheduling_policy: str = "fcfs"
+    """Passed to vLLM: fcfs or priority."""
+    engine_kwargs: EngineKwargs = field(default_factory=EngineKwargs)
+    """Further engine arguments."""
+    val_kwargs: ValKwargs = field(default_factory=ValKwargs)
+    """Sampling in validation."""
+
+
+@dataclass(frozen=True)
+class ActorRolloutRef:
+    hybrid_engine: bool = True
+    """Trainer and engine share devices; only true exists."""
+    nccl_timeout: int = 600
+    """Timeout of process groups in seconds."""
+    model: Model = field(default_factory=Model)
+    """The policy's model."""
+    actor: Actor = field(default_factory=Actor)
+    """The update."""
+    ref: Ref = field(default_factory=Ref)
+    """The reference; built only when a KL is asked for."""
+    rollout: Rollout = field(default_factory=Rollout)
+    """Generation."""
+
+
+@dataclass(frozen=True)
+class KlControl:
+    type: str = "fixed"
+    """fixed or adaptive."""
+    kl_coef: float = 0.001
+    """Coefficient, or its first value."""
+    horizon: int = 10000
+    """Adaptive only: samples over which the coefficient moves."""
+    target_kl: float = 0.1
+    """Adaptive only."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    adv_estimator: str = "rloo"
+    """rloo or grpo."""
+    norm_adv_by_std_in_grpo: bool = True
+    """GRPO: divide by the group's standard deviation."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference from the reward."""
+    kl_penalty: str = "kl"
+    """Estimator of that KL: kl, abs, mse, low_var_kl."""
+    kl_ctrl: KlControl = field(default_factory=KlControl)
+    """Its coefficient."""
+    expansion: str = "string"
+    """How a prompt becomes ``rollout.n`` rows: string (as text, before one tokenization) or token (as ids)."""
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    reward_manager: str = "naive"
+    """How scores become rewards; naive = one score on the last response token."""
+    num_workers: int = 1
+    """Processes that run the reward function."""
+
+
+@dataclass(frozen=True)
+class CustomReward:
+    path: str | None = None
+    """Python file with the reward function; null = the rule that belongs to ``data_source``."""
+    name: str = "compute_score"
+    """Function name: (data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Fixed arguments of the function."""
+    timeout_seconds: float = 60.0
+    """Longest time one row may take."""
+    on_error: str = "raise"
+    """raise = a row that fails stops the run; score = it takes ``fallback_score``, is counted and logged."""
+    fallback_score: float = 0.0
+    """Score of a failed row with on_error=score."""
+
+
+@dataclass(frozen=True)
+class RayKwargs:
+    ray_init: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ray.init (num_cpus, address, ...)."""
+    timeline_json_file: str | None = None
+    """Write Ray's timeline here at the end."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    nnodes: int = 1
+    """Machines."""
+    n_gpus_per_node: int = 1
+    """Devices per machine; on a CPU, worker processes."""
+    device: str = "auto"
+    """auto, cuda, cpu."""
+    worker_group: str = "ray"
+    """ray = one process per device; local = the worker lives in this process (one device)."""
+    total_epochs: int = 30
+    """Passes over the training rows."""
+    total_training_steps: int | None = None
+    """Steps; wins over ``total_epochs``."""
+    logger: Any = field(default_factory=lambda: ["console", "jsonl"])
+    """console, jsonl, tensorboard, wandb."""
+    table_every_steps: int = 10
+    """Print the table of recent steps every so many steps."""
+    track_memory_every_steps: int = 10
+    """CPU only: count live tensor bytes in steps 1, 2 and every so many (a GPU reads its allocator every step);
+    0 = never."""
+    log_val_generations: int = 0
+    """Validation samples logged as a table."""
+    rollout_data_dir: str | None = None
+    """Write every training sample to {dir}/{step}.jsonl."""
+    validation_data_dir: str | None = None
+    """Write every validation sample to {dir}/{step}.jsonl."""
+    save_freq: int = -1
+    """Steps between checkpoints; > 0 also saves the last step."""
+    test_freq: int = -1
+    """Steps between validations; > 0 also validates the last step."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and exit."""
+    resume_mode: str = "auto"
+    """auto = newest whole checkpoint in ``default_local_dir``; disable; resume_path."""
+    resume_from_path: str | None = None
+    """A global_step_N folder, with resume_mode=resume_path."""
+    project_name: str = "verl_examples"
+    """Names the run in loggers and in ``default_local_dir``."""
+    experiment_name: str = "gsm8k"
+    """As ``project_name``."""
+    default_local_dir: str | None = None
+    """The run folder; null = checkpoints/{project_name}/{experiment_name}."""
+    max_actor_ckpt_to_keep: int | None = None
+    """Checkpoints kept; null = all."""
+    balance_batch: bool = True
+    """Even out tokens over ranks."""
+    ray_wait_register_center_timeout: int = 300
+    """Seconds for placement and worker start."""
+
+
+@dataclass(frozen=True)
+class Debug:
+    mode: str = "off"
+    """off, or dry (resolve the settings, print them, exit)."""
+
+
+@dataclass(frozen=True)
+class Settings:
+    data: Data = field(default_factory=Data)
+    actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
+    algorithm: Algorithm = field(default_factory=Algorithm)
+    reward_model: RewardModel = field(default_factory=RewardModel)
+    custom_reward_function: CustomReward = field(default_factory=CustomReward)
+    trainer: Trainer = field(default_factory=Trainer)
+    ray_kwargs: RayKwargs = field(default_factory=RayKwargs)
+    debug: Debug = field(default_factory=Debug)

@@ -1,0 +1,42 @@
+"""The errors a user can cause or meet, one class a kind, each with the exit code a run ends with.
+
+Every message follows one pattern: the key, file or row; what is wrong with it; the way out.
+"""
+
+
+class UserError(Exception):
+    """Something the user can mend. The command line prints the message alone, without a traceback."""
+
+    exit_code = 2
+
+
+class ConfigError(UserError):
+    """A setting is unknown, of the wrong type, in conflict with another, or impossible on this machine."""
+
+
+class DataError(UserError):
+    """A dataset file, row or column is missing, malformed or too long."""
+
+
+class RewardError(UserError):
+    """A reward function is missing, raised, hung, or returned something that is no score."""
+
+    exit_code = 1
+
+
+class RolloutError(UserError):
+    """The rollout engine is unavailable, asleep, or its log-probs are too far from the trainer's."""
+
+    exit_code = 1
+
+
+class WorkerError(UserError):
+    """A worker raised or died. The message carries the worker's own traceback."""
+
+    exit_code = 1
+
+
+class CheckpointError(UserError):
+    """A checkpoint could not be written, or none that is whole could be read."""
+
+    exit_code = 1
