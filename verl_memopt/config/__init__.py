@@ -1,0 +1,1 @@
+"""Settings: typed, frozen, composed by Hydra, under verl's key names."""

@@ -1,0 +1,1 @@
+"""Devices, process groups, sharding and checkpoint I/O."""

@@ -1,0 +1,107 @@
+"""The device a process computes on; the only file of the project that names an accelerator's API."""
+
+from __future__ import annotations
+
+import torch
+
+from verl_memopt.errors import ConfigError
+
+DEVICES = ("auto", "cuda", "cpu")
+
+
+def resolve_device(name: str) -> str:
+    """Gives ``cuda`` or ``cpu`` for ``trainer.device``; ``auto`` takes CUDA when a device is visible.
+
+    Errors: ConfigError for an unknown name, or for cuda where none is visible.
+    """
+    if name not in DEVICES:
+        raise ConfigError(f"trainer.device={name}: unknown device. Use one of {', '.join(DEVICES)}.")
+    if name == "cuda" and not torch.cuda.is_available():
+        raise ConfigError("trainer.device=cuda: no CUDA device is visible to this process. Use trainer.device=cpu or auto.")
+    if name == "auto":
+        return "cuda" if torch.cuda.is_available() else "cpu"
+    return name
+
+
+def local_device(kind: str, local_rank: int) -> torch.device:
+    """Gives this process's device and makes it current."""
+    if kind == "cpu":
+        return torch.device("cpu")
+    device = torch.device("cuda", local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def device_count(kind: str) -> int:
+    """Gives the number of visible devices of a kind; a CPU counts as one."""
+    return torch.cuda.device_count() if kind == "cuda" else 1
+
+
+def backend(device: torch.device) -> str:
+    """Gives the collective backend of a device; CPU tensors always have gloo beside it."""
+    return "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
+
+
+def is_gpu(device: torch.device) -> bool:
+    """Says whether the device has an allocator of its own to ask for bytes."""
+    return device.type == "cuda"
+
+
+def supports_flash(device: torch.device, dtype: torch.dtype) -> bool:
+    """Says whether flash-attention kernels run on this device with this dtype (compute capability 8.0 and up, half precision)."""
+    if device.type != "cuda" or dtype not in (torch.float16, torch.bfloat16):
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 8
+
+
+def memory_allocated(device: torch.device) -> int:
+    """Gives live tensor bytes as the allocator counts them. GPU only."""
+    return torch.cuda.memory_allocated(device)
+
+
+def max_memory_allocated(device: torch.device) -> int:
+    """Gives the peak of live tensor bytes since the last reset. GPU only."""
+    return torch.cuda.max_memory_allocated(device)
+
+
+def memory_reserved(device: torch.device) -> int:
+    """Gives bytes the caching allocator holds. GPU only."""
+    return torch.cuda.memory_reserved(device)
+
+
+def max_memory_reserved(device: torch.device) -> int:
+    """Gives the peak of bytes the caching allocator held since the last reset. GPU only."""
+    return torch.cuda.max_memory_reserved(device)
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Makes the present the new peak. GPU only."""
+    torch.cuda.reset_peak_memory_stats(device)
+
+
+def memory_info(device: torch.device) -> tuple[int, int]:
+    """Gives (free, total) bytes of the device as its driver sees it. GPU only."""
+    return torch.cuda.mem_get_info(device)
+
+
+def synchronize(device: torch.device) -> None:
+    """Waits for the device's queued work; nothing to wait for on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def empty_cache(device: torch.device) -> None:
+    """Returns the allocator's unused blocks to the driver; nothing to return on a CPU."""
+    if device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def device_rng_state(device: torch.device) -> torch.Tensor | None:
+    """Gives the device generator's state, or None on a CPU (whose generator is torch's own)."""
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else None
+
+
+def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
+    """Restores what :func:`device_rng_state` gave."""
+    if device.type == "cuda":
+        torch.cuda.set_rng_state(state, device)
