@@ -1,0 +1,84 @@
+"""A tiny language model in Hugging Face format, made locally in well under a second.
+
+It has the architecture of the real one (Qwen3 by default), a byte-level tokenizer and random weights, so a whole run can be
+tried on a laptop. The default shape is the smallest that vLLM's CPU attention accepts (``head_dim`` of 32).
+"""
+
+from __future__ import annotations
+
+import shutil
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_memopt.models.tokenizer import build_tokenizer
+
+
+@dataclass(frozen=True)
+class TinyShape:
+    model_type: str = "qwen3"
+    """Architecture by its transformers name: qwen3, qwen2, llama, mistral."""
+    vocab_size: int = 320
+    """Rows of the embedding. The tokenizer has at most a few hundred tokens, so larger values only cost bytes."""
+    hidden_size: int = 64
+    """Width."""
+    intermediate_size: int = 128
+    """Width of the MLP."""
+    num_layers: int = 2
+    """Decoder blocks."""
+    num_heads: int = 2
+    """Query heads."""
+    num_kv_heads: int = 1
+    """Key and value heads."""
+    head_dim: int = 32
+    """Size of a head. vLLM on a CPU takes 32, 64, 80, 96, 112, 128 and more."""
+    tie_embeddings: bool = True
+    """One matrix for the embedding and the LM head."""
+    max_positions: int = 2048
+    """Longest sequence."""
+    initializer_range: float = 0.02
+    """Standard deviation of the random weights."""
+
+
+def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed: int = 0) -> Path:
+    """The folder, written with config.json, model.safetensors (fp32), generation config and tokenizer.
+
+    The same shape and seed give the same bytes. Built aside and renamed, so a folder that exists is whole; an older one at
+    that place is replaced.
+    """
+    shape = TinyShape() if shape is None else shape
+    folder = Path(folder)
+    aside = folder.with_name(folder.name + ".partial")
+    shutil.rmtree(aside, ignore_errors=True)
+    tokenizer = build_tokenizer(min(shape.vocab_size, 320))
+    _random_model(shape, tokenizer, seed).save_pretrained(aside)
+    tokenizer.save_pretrained(aside)
+    shutil.rmtree(folder, ignore_errors=True)
+    aside.rename(folder)
+    return folder
+
+
+def _random_model(shape: TinyShape, tokenizer: Any, seed: int) -> Any:
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    config = AutoConfig.for_model(
+        shape.model_type,
+        vocab_size=shape.vocab_size,
+        hidden_size=shape.hidden_size,
+        intermediate_size=shape.intermediate_size,
+        num_hidden_layers=shape.num_layers,
+        num_attention_heads=shape.num_heads,
+        num_key_value_heads=shape.num_kv_heads,
+        head_dim=shape.head_dim,
+        tie_word_embeddings=shape.tie_embeddings,
+        max_position_embeddings=shape.max_positions,
+        initializer_range=shape.initializer_range,
+        bos_token_id=None,
+        eos_token_id=tokenizer.eos_token_id,
+        pad_token_id=tokenizer.pad_token_id,
+    )
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        return AutoModelForCausalLM.from_config(config, dtype=torch.float32)
