@@ -1,0 +1,68 @@
+"""The batch of one step: prompts, responses, and what the passes add to them, ragged and prompt-major."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from tensordict import TensorClass
+from torch import Tensor
+
+from verl_memopt.data.ragged import Ragged, token_index
+
+TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
+"""Fields that are flat over response tokens, in the order of ``responses.flat``."""
+
+
+class RolloutBatch(TensorClass):
+    """B answered prompts; row = prompt_index * n + sample_index.
+
+    group: int64 [B], the prompt a row answers. The optional fields are fp32 [R] over the response tokens of all rows.
+    """
+
+    prompts: Ragged
+    responses: Ragged
+    group: Tensor
+    rollout_log_probs: Tensor | None = None
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    advantages: Tensor | None = None
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.group.shape[0])
+
+    def computed_tokens(self) -> list[int]:
+        """Gives, per row, the tokens a pass computes: prompt and response without its last token, which predicts nothing.
+
+        A row with an empty response has nothing to score and costs nothing.
+        """
+        pairs = zip(self.prompts.sizes(), self.responses.sizes(), strict=True)
+        return [prompt + response - 1 if response else 0 for prompt, response in pairs]
+
+    def response_row(self) -> Tensor:
+        """Gives int64 [R]: the row of each response token."""
+        return torch.repeat_interleave(torch.arange(self.num_rows), self.responses.lengths)
+
+    def select(self, rows: Sequence[int]) -> RolloutBatch:
+        """Gives the chosen rows, in the order chosen, with every field that is there."""
+        tokens = token_index(self.responses.sizes(), rows)
+        flat = {name: getattr(self, name) for name in TOKEN_FIELDS}
+        return RolloutBatch(
+            prompts=self.prompts.select(rows),
+            responses=self.responses.select(rows),
+            group=self.group[torch.as_tensor(rows, dtype=torch.int64)],
+            **{name: value[tokens] for name, value in flat.items() if value is not None},
+            batch_size=[],
+        )
+
+
+def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Sequence[int]) -> Tensor:
+    """Gives fp32 [R] in batch order from parts that each hold the tokens of some rows.
+
+    parts: (rows, values [tokens of those rows]); together they hold every row once. lengths: response length of each row.
+    """
+    out = torch.empty(sum(lengths), dtype=torch.float32)
+    for rows, values in parts:
+        out[token_index(lengths, rows)] = values
+    return out

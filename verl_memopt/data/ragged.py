@@ -1,0 +1,58 @@
+"""Rows of unequal length in one flat tensor: nothing is ever padded, on the driver or on the wire."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from itertools import accumulate
+
+import torch
+from tensordict import TensorClass
+from torch import Tensor
+
+
+class Ragged(TensorClass):
+    """Rows of unequal length.
+
+    flat: [total, ...], the rows one after another. lengths: int64 [rows].
+    """
+
+    flat: Tensor
+    lengths: Tensor
+
+    @staticmethod
+    def from_rows(rows: Sequence[Sequence[int] | Sequence[float] | Tensor], dtype: torch.dtype) -> Ragged:
+        """Gives the ragged tensor of ``rows``; an empty list gives no rows, an empty row is a row of length 0."""
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        parts = [torch.as_tensor(row, dtype=dtype) for row in rows if len(row)]
+        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
+        return Ragged(flat=flat, lengths=lengths, batch_size=[])
+
+    @property
+    def num_rows(self) -> int:
+        return int(self.lengths.shape[0])
+
+    def sizes(self) -> list[int]:
+        """Gives the row lengths as Python integers."""
+        return self.lengths.tolist()
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Gives each row as a view of ``flat``."""
+        return self.flat.split(self.sizes())
+
+    def select(self, indices: Sequence[int]) -> Ragged:
+        """Gives the chosen rows, in the order chosen."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        return Ragged(flat=self.flat[token_index(self.sizes(), indices)], lengths=self.lengths[index], batch_size=[])
+
+    @staticmethod
+    def join(parts: Sequence[Ragged]) -> Ragged:
+        """Gives the rows of all parts, one part after another."""
+        flat = torch.cat([part.flat for part in parts])
+        return Ragged(flat=flat, lengths=torch.cat([part.lengths for part in parts]), batch_size=[])
+
+
+def token_index(lengths: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """Gives int64 [sum of the chosen lengths]: where the tokens of ``rows`` lie in the flat tensor of all rows."""
+    ends = list(accumulate(lengths))
+    parts = [torch.arange(ends[row] - lengths[row], ends[row]) for row in rows]
+    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
