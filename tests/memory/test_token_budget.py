@@ -1,0 +1,153 @@
+import itertools
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.token_budget import balance, lower_bound, pack, pack_fixed, split_to_count
+
+row_lengths = st.lists(st.integers(1, 60), max_size=40)
+
+
+def naive_lower_bound(lengths, budget):
+    """Martello and Toth's L2 straight from its definition, one threshold at a time."""
+    bounds = [math.ceil(sum(lengths) / budget)]
+    for threshold in range(budget // 2 + 1):
+        alone = [w for w in lengths if w > budget - threshold]
+        hosts = [w for w in lengths if budget / 2 < w <= budget - threshold]
+        guests = [w for w in lengths if threshold <= w <= budget / 2]
+        room = len(hosts) * budget - sum(hosts)
+        bounds.append(len(alone) + len(hosts) + max(0, math.ceil((sum(guests) - room) / budget)))
+    return max(bounds)
+
+
+def fewest_bins(lengths, budget):
+    """The optimum by trying every assignment of a few rows."""
+    for count in range(len(lengths) + 1):
+        for places in itertools.product(range(count), repeat=len(lengths)):
+            loads = [0] * count
+            for length, place in zip(lengths, places, strict=True):
+                loads[place] += length
+            if all(load <= budget for load in loads):
+                return count
+    return len(lengths)
+
+
+@given(row_lengths, st.integers(60, 200), st.integers(1, 8))
+def test_every_row_is_packed_once_and_no_bin_exceeds_the_cap(lengths, budget, at_least):
+    bins = pack(lengths, budget, num_bins_at_least=at_least)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(sum(lengths[row] for row in rows) <= budget for rows in bins)
+    assert len(bins) >= at_least
+
+
+@given(row_lengths, st.integers(60, 200))
+def test_packing_needs_at_least_the_lower_bound_and_at_most_twice_a_perfect_fill(lengths, budget):
+    bins = pack(lengths, budget, num_bins_at_least=0)
+    assert naive_lower_bound(lengths, budget) == lower_bound(lengths, budget) <= len(bins)
+    # No two bins fit into one, so all but one are more than half full: fewer than twice the bins a perfect fill needs.
+    assert len(bins) <= max(2 * math.ceil(sum(lengths) / budget), 1)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 12), max_size=6), st.integers(12, 20))
+def test_packing_a_few_rows_needs_the_fewest_bins_possible(lengths, budget):
+    assert len(pack(lengths, budget, num_bins_at_least=0)) == fewest_bins(lengths, budget)
+
+
+@pytest.mark.parametrize("shape", ["log-normal", "uniform", "prompt and response"])
+def test_99_of_100_random_batches_need_at_most_one_bin_over_the_lower_bound(shape):
+    draw = random.Random(shape)
+
+    def length():
+        if shape == "log-normal":
+            return max(1, min(8192, int(draw.lognormvariate(6.5, 0.8))))
+        return draw.randint(1, 8192) if shape == "uniform" else 512 + min(2048, int(draw.expovariate(1 / 700)))
+
+    misses = 0
+    for _ in range(200):
+        lengths = [length() for _ in range(draw.randint(4, 256))]
+        budget = int(max(lengths) * draw.uniform(1.5, 16))
+        misses += len(pack(lengths, budget)) > lower_bound(lengths, budget) + 1
+    assert misses <= 2
+
+
+def test_the_refinement_finds_a_perfect_packing_that_first_fit_decreasing_misses():
+    # First-fit-decreasing makes 4+4, 3+3+3, 3: three bins where 4+3+3 twice fills two.
+    assert pack([4, 4, 3, 3, 3, 3], 10) == [[0, 2, 3], [1, 4, 5]]
+
+
+def test_ten_thousand_rows_stay_within_the_refinement_work_bound_and_under_the_cap():
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 8192) for _ in range(10_000)]
+    bins = pack(lengths, 16_384)
+    assert max(sum(lengths[row] for row in rows) for rows in bins) <= 16_384
+    assert len(bins) <= lower_bound(lengths, 16_384) * 1.01
+
+
+def test_a_row_longer_than_the_cap_is_refused_with_the_key_the_row_its_length_and_the_smallest_budget():
+    with pytest.raises(ConfigError) as refusal:
+        pack([10, 700, 30], 512, names=["a", "train.jsonl:2", "c"], key="critic.ppo_max_token_len_per_gpu")
+    message = str(refusal.value)
+    assert message.startswith("critic.ppo_max_token_len_per_gpu=512: train.jsonl:2 has 700 tokens")
+    assert "at least 700" in message
+
+
+def test_a_row_exactly_as_long_as_the_cap_is_packed():
+    assert pack([512, 1, 511], 512) == [[0], [1, 2]]
+
+
+def test_equal_batches_pack_equally():
+    lengths = [random.Random(3).randint(1, 99) for _ in range(200)]
+    assert pack(lengths, 250) == pack(list(lengths), 250)
+
+
+def test_no_rows_pack_into_no_bins_unless_some_are_asked_for():
+    assert pack([], 10, num_bins_at_least=0) == []
+    assert pack([], 10, num_bins_at_least=2) == [[], []]
+
+
+def test_fixed_packing_cuts_consecutive_rows_and_leaves_the_rest_in_the_last_bin():
+    assert pack_fixed(5, 2) == [[0, 1], [2, 3], [4]]
+    assert pack_fixed(0, 2) == []
+
+
+@given(row_lengths, st.integers(0, 30))
+def test_splitting_keeps_every_row_and_gives_exactly_the_count(lengths, more):
+    bins = pack(lengths, 120, num_bins_at_least=0)
+    split = split_to_count(bins, len(bins) + more, lengths)
+    assert len(split) == len(bins) + more
+    assert sorted(row for rows in split for row in rows) == list(range(len(lengths)))
+    assert sum(not rows for rows in split) == max(0, len(split) - len(lengths))
+
+
+def test_the_largest_bin_is_split_first_and_single_rows_stay_whole():
+    lengths = [50, 10, 10, 10, 9]
+    assert split_to_count([[0], [1, 2], [3, 4]], 4, lengths) == [[0], [1], [3, 4], [2]]
+    assert split_to_count([[0], [1, 2, 3]], 3) == [[0], [1, 3], [2]]
+    assert split_to_count([[0]], 3, lengths) == [[0], [], []]
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_balanced_parts_hold_equal_numbers_of_whole_groups(num_parts, group, groups_per_part, draw):
+    costs = [draw.randint(1, 1000) for _ in range(num_parts * group * groups_per_part)]
+    parts = balance(costs, num_parts, group)
+    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
+    assert {len(part) for part in parts} == {group * groups_per_part}
+    for part in parts:
+        assert part == [row for start in part[::group] for row in range(start, start + group)]
+        assert all(start % group == 0 for start in part[::group])
+
+
+def test_256_log_normal_rows_are_balanced_within_one_percent_over_8_ranks():
+    draw = random.Random(1)
+    costs = [draw.lognormvariate(6.5, 0.8) for _ in range(256)]
+    totals = [sum(costs[row] for row in part) for part in balance(costs, 8)]
+    assert max(totals) <= 1.01 * sum(totals) / 8
+
+
+def test_two_long_rows_go_to_different_ranks():
+    assert balance([100, 100, 1, 1], 2) == [[0, 2], [1, 3]]

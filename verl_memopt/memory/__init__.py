@@ -1,0 +1,1 @@
+"""What holds memory and how to hold less of it: one file a knob."""
