@@ -1,0 +1,69 @@
+"""FSDP2's bytes by kind, on real tensors under the fake process group."""
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from verl_memopt.observe.byte_tracker import ByteTracker
+from verl_memopt.observe.fsdp_kinds import PATCHED, fsdp_kinds
+from verl_memopt.observe.kinds import optimizer_scope
+
+WORLD = 4
+
+
+@pytest.fixture
+def sharded() -> Iterator[nn.Module]:
+    dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    mesh = init_device_mesh("cpu", (WORLD,))
+    for layer in model:
+        fully_shard(layer, mesh=mesh, mp_policy=policy)
+    yield fully_shard(model, mesh=mesh, mp_policy=policy)
+    dist.destroy_process_group()
+
+
+@pytest.mark.parametrize("owner_and_name", PATCHED, ids=[name for _, name in PATCHED])
+def test_torch_still_has_the_function(owner_and_name: tuple[object, str]) -> None:
+    owner, name = owner_and_name
+    assert callable(getattr(owner, name, None)), f"this torch has no {name}; the kinds of FSDP2 need another place to look"
+
+
+def test_the_functions_are_put_back() -> None:
+    before = [getattr(owner, name) for owner, name in PATCHED]
+    with fsdp_kinds():
+        assert all(getattr(owner, name) is not old for (owner, name), old in zip(PATCHED, before, strict=True))
+    assert [getattr(owner, name) for owner, name in PATCHED] == before
+
+
+def test_parameters_gradients_and_optimizer_state_rest_at_a_shard_each(sharded: nn.Module) -> None:
+    layer = 64 * 64
+    optimizer = torch.optim.AdamW(sharded.parameters())
+    inputs = torch.ones(8, 64)
+    with ByteTracker() as tracker, fsdp_kinds():
+        tracker.mark("params", sharded.parameters())
+        tracker.mark("inputs", [inputs])
+        sharded(inputs).sum().backward()
+        held = tracker.kinds()
+        assert held["params"] == held["grads"] == 2 * layer * 4 // WORLD
+        assert "gathered parameters" not in held, "every layer is freed after its backward"
+        with optimizer_scope(optimizer):
+            optimizer.step()
+        assert tracker.kinds()["optimizer"] == 2 * (2 * layer * 4 // WORLD) + 2 * 4  # two moments, and a step count each
+        assert "optimizer scratch" not in tracker.kinds()
+
+
+def test_a_forward_gathers_parameters_in_compute_precision(sharded: nn.Module) -> None:
+    layer = 64 * 64
+    with ByteTracker() as tracker, fsdp_kinds(), torch.no_grad():
+        tracker.mark("params", sharded.parameters())
+        sharded(torch.ones(1, 64))
+        peak = tracker.peaks["device"].kinds
+        assert peak["gathered parameters"] in (layer * 2, 2 * layer * 2)
+        assert peak["collective buffers"] >= layer * 2

@@ -1,0 +1,107 @@
+"""Phase figures on a CPU. A GPU's counters are read by one method that only a GPU can show."""
+
+import gc
+import weakref
+
+import pytest
+import torch
+
+from verl_memopt.observe.byte_tracker import active_tracker
+from verl_memopt.observe.phase import MIB, MemoryProbe, PhaseMemory, combine, host_rss_bytes, memory_words
+
+CPU = torch.device("cpu")
+
+
+def memory(name: str = "update_actor", **figures: object) -> PhaseMemory:
+    values = {
+        "seconds": 1.0, "peak_allocated_bytes": None, "allocated_bytes": None, "peak_reserved_bytes": None,
+        "device_used_bytes": None, "host_rss_bytes": 0,
+    }  # fmt: skip
+    return PhaseMemory(name, **(values | figures))
+
+
+def test_a_tracked_phase_counts_resident_tensors_and_what_is_born_inside() -> None:
+    weight = torch.zeros(1000)
+    probe = MemoryProbe(CPU, lambda: [("params", weight)])
+    with probe.phase("old_log_prob", track=True) as measured:
+        temporary = weight + 1
+        del temporary
+    phase = measured()
+    assert (phase.name, phase.peak_allocated_bytes, phase.allocated_bytes) == ("old_log_prob", 8000, 4000)
+    assert phase.kinds == {"params": 4000, "activations": 4000}
+
+
+def test_each_phase_starts_from_a_fresh_peak() -> None:
+    probe = MemoryProbe(CPU, lambda: [])
+    with probe.phase("gen", track=True):
+        torch.zeros(1000)
+    with probe.phase("update_actor", track=True) as measured:
+        torch.zeros(10)
+    assert measured().peak_allocated_bytes == 40
+
+
+def test_an_untracked_phase_on_a_cpu_has_no_device_figure_rather_than_zero() -> None:
+    with MemoryProbe(CPU, lambda: []).phase("gen", track=False) as measured:
+        torch.zeros(1000)
+        assert active_tracker() is None
+    phase = measured()
+    assert (phase.peak_allocated_bytes, phase.allocated_bytes, phase.peak_reserved_bytes, phase.device_used_bytes) == (None,) * 4
+    assert phase.kinds == {}
+    assert phase.host_rss_bytes > MIB
+
+
+def test_the_probe_keeps_nothing_alive_that_the_phase_frees() -> None:
+    held = [torch.zeros(1000)]
+    death = weakref.ref(held[0])
+    probe = MemoryProbe(CPU, lambda: (("params", tensor) for tensor in held))
+    with probe.phase("sleep", track=True) as measured:
+        held.clear()
+        gc.collect()
+        assert death() is None
+    assert measured().allocated_bytes == 0
+
+
+def test_a_phase_that_raises_leaves_no_tracker_and_no_figures() -> None:
+    probe = MemoryProbe(CPU, lambda: [])
+    with pytest.raises(ZeroDivisionError), probe.phase("gen", track=True) as measured:
+        raise ZeroDivisionError
+    assert active_tracker() is None
+    with pytest.raises(IndexError):
+        measured()
+
+
+def test_over_processes_device_figures_take_the_largest_and_host_figures_the_sum() -> None:
+    small = memory(peak_allocated_bytes=10, allocated_bytes=8, host_rss_bytes=100, seconds=2.0, kinds={"params": 10})
+    large = memory(peak_allocated_bytes=30, allocated_bytes=5, host_rss_bytes=200, seconds=1.0, kinds={"params": 30})
+    whole = combine([small, large], driver_rss_bytes=50)
+    assert (whole.peak_allocated_bytes, whole.allocated_bytes, whole.host_rss_bytes, whole.seconds) == (30, 8, 350, 2.0)
+    assert whole.kinds == {"params": 30}
+    assert whole.peak_reserved_bytes is None
+
+
+def test_different_phases_are_not_combined() -> None:
+    with pytest.raises(AssertionError):
+        combine([memory("gen"), memory("ref")])
+
+
+def test_resident_memory_grows_with_what_the_process_touches() -> None:
+    before = host_rss_bytes()
+    block = torch.ones(64 * MIB // 4)
+    assert host_rss_bytes() - before > 32 * MIB
+    del block
+
+
+def test_log_words_say_not_available_where_a_device_has_no_counter() -> None:
+    words = memory_words(memory(peak_allocated_bytes=3 * MIB, allocated_bytes=MIB, host_rss_bytes=2 * MIB))
+    assert words == "mem_alloc_mb=1.0 mem_reserved_mb=n/a mem_max_alloc_mb=3.0 host_rss_mb=2.0"
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_peak_is_the_allocators_and_the_reserve_is_at_least_as_large() -> None:
+    """Only a GPU has these counters."""
+    device = torch.device("cuda", 0)
+    with MemoryProbe(device, lambda: []).phase("gen", track=False) as measured:
+        torch.zeros(MIB, device=device)
+    phase = measured()
+    assert phase.peak_allocated_bytes - phase.allocated_bytes == 4 * MIB
+    assert phase.device_used_bytes >= phase.peak_reserved_bytes >= phase.peak_allocated_bytes

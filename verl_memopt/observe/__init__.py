@@ -1,0 +1,1 @@
+"""What a run shows: bytes, seconds, metrics, charts and the run folder."""

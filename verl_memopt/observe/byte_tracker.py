@@ -1,0 +1,230 @@
+"""Live tensor bytes of a program, counted storage by storage without asking an allocator.
+
+The tracker sees what a program holds: neither what an allocator reserves nor what a kernel uses inside itself.
+Compile must be off while it is active: a compiled function runs eagerly under any dispatch mode, and stays eager after it.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch._guards import active_fake_mode
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._python_dispatch import (
+    TorchDispatchMode,
+    is_traceable_wrapper_subclass,
+    is_traceable_wrapper_subclass_type,
+)
+from torch.utils._pytree import tree_iter
+
+from verl_memopt.distributed.device import is_gpu
+
+DEVICE = "device"
+HOST = "host"
+
+_active: list[ByteTracker] = []
+
+
+@dataclass
+class Peak:
+    """The moment a tier held most: its bytes, their kinds, and the op that ended it."""
+
+    bytes: int = 0
+    kinds: dict[str, int] = field(default_factory=dict)
+    op: str = ""
+
+
+@dataclass
+class _Entry:
+    bytes: int
+    tier: str
+    kind: str
+    death: weakref.ref[torch.UntypedStorage]
+
+
+class ByteTracker(TorchDispatchMode):
+    """Counts live storage bytes by (tier, kind) while it is entered, and keeps each tier's peak.
+
+    The tier of a storage is its device when ``device`` is a GPU. On a CPU both tiers are ``cpu``, so the tier is what
+    the innermost ``scope(tier=...)`` says, ``device`` outside any. The kind is what ``mark`` or the innermost
+    ``scope(kind=...)`` says, ``default_kind`` outside any.
+
+    Tensors born before the tracker was entered are unknown to it, and a view of one counts as new: ``mark`` them first.
+    To count fake tensors enter a ``FakeTensorMode`` first. Outside one they are ignored: DTensor makes some of full size to
+    propagate shapes the first time it meets an op. Inside one these count once too, so read the second step.
+    Dispatch modes are per thread: what another thread allocates is not seen.
+    """
+
+    def __init__(self, device: torch.device | None = None, block_bytes: int = 1, default_kind: str = "activations") -> None:
+        super().__init__()
+        self.totals: Counter[tuple[str, str]] = Counter()
+        self.peaks = {DEVICE: Peak(), HOST: Peak()}
+        self.phase = ""
+        self._device = device or torch.device("cpu")
+        self._block_bytes = block_bytes
+        self._scopes: list[tuple[str, str | None]] = [(default_kind, None)]
+        self._entries: dict[int, _Entry] = {}
+        self._tier_bytes = {DEVICE: 0, HOST: 0}
+        self._op = ""
+        self._plans = False
+        self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
+
+    def total(self, tier: str = DEVICE) -> int:
+        """Gives the live bytes of a tier."""
+        return self._tier_bytes[tier]
+
+    def kinds(self, tier: str = DEVICE) -> dict[str, int]:
+        """Gives the live bytes of a tier by kind; kinds without a byte are left out."""
+        return {kind: held for (where, kind), held in self.totals.items() if where == tier and held}
+
+    def enter(self, phase: str) -> None:
+        """Names the phase that begins and makes the present the peak of both tiers, kinds included."""
+        self.phase = phase
+        self.peaks = {tier: Peak(self.total(tier), self.kinds(tier), f"start of {phase}") for tier in (DEVICE, HOST)}
+
+    def mark(self, kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) -> None:
+        """Labels the storages of tensors; those that were unknown are counted from here on."""
+        for storage, device in _storages(tensors):
+            entry = self._entries.get(storage._cdata)
+            if entry is None:
+                self._op = f"mark {kind}"
+                self._remember(storage, tier or self._tier(device), kind)
+            else:
+                self._relabel(entry, tier or entry.tier, kind)
+
+    @contextmanager
+    def scope(self, kind: str | None = None, tier: str | None = None) -> Iterator[None]:
+        """Labels the storages born inside; what is not given stays as the enclosing scope says."""
+        outer_kind, outer_tier = self._scopes[-1]
+        self._scopes.append((kind or outer_kind, tier or outer_tier))
+        try:
+            yield
+        finally:
+            self._scopes.pop()
+
+    def see(self, tensor: torch.Tensor) -> None:
+        """Counts a tensor's storage if it is new, and adjusts it if its size changed."""
+        for storage, device in _storages([tensor]):
+            self._see_storage(storage, device)
+
+    def _see_storage(self, storage: torch.UntypedStorage, device: torch.device) -> None:
+        entry = self._entries.get(storage._cdata)
+        if entry is None:
+            self._remember(storage, self._tier(device), self._scopes[-1][0])
+        elif entry.bytes != (size := self._rounded(storage.nbytes())):
+            self._add(entry.tier, entry.kind, size - entry.bytes)
+            entry.bytes = size
+
+    def _remember(self, storage: torch.UntypedStorage, tier: str, kind: str) -> None:
+        key, size = storage._cdata, self._rounded(storage.nbytes())
+        self._entries[key] = _Entry(size, tier, kind, weakref.ref(storage, lambda _: self._forget(key)))
+        self._add(tier, kind, size)
+
+    def _forget(self, key: int) -> None:
+        entry = self._entries.pop(key, None)
+        if entry is not None:
+            self._add(entry.tier, entry.kind, -entry.bytes)
+
+    def _relabel(self, entry: _Entry, tier: str, kind: str) -> None:
+        self._add(entry.tier, entry.kind, -entry.bytes)
+        entry.tier, entry.kind = tier, kind
+        self._add(tier, kind, entry.bytes)
+
+    def _add(self, tier: str, kind: str, size: int) -> None:
+        self.totals[tier, kind] += size
+        self._tier_bytes[tier] += size
+        if size > 0 and self._tier_bytes[tier] > self.peaks[tier].bytes:
+            self.peaks[tier] = Peak(self._tier_bytes[tier], self.kinds(tier), self._op)
+
+    def _rounded(self, size: int) -> int:
+        return -(-size // self._block_bytes) * self._block_bytes
+
+    def _tier(self, device: torch.device) -> str:
+        if is_gpu(self._device):
+            return DEVICE if device.type == self._device.type else HOST
+        return self._scopes[-1][1] or DEVICE
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        # A wrapper subclass runs its own dispatch, and the ops on its inner tensors come back here.
+        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+            return NotImplemented
+        result = func(*args, **(kwargs or {}))
+        if func is torch.ops._c10d_functional.wait_tensor.default:
+            # Eager gives the argument back; fake and meta kernels make a second tensor that no real run holds.
+            return args[0]
+        self._op = str(func)
+        for tensor in tree_iter(result):
+            if isinstance(tensor, torch.Tensor) and (self._plans or not isinstance(tensor, FakeTensor)):
+                self.see(tensor)
+        return result
+
+    def __enter__(self) -> ByteTracker:
+        assert not _active, "a ByteTracker is already active"
+        super().__enter__()
+        self._plans = active_fake_mode() is not None
+        self._patch_resize()
+        _active.append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _active.remove(self)
+        torch.UntypedStorage.resize_ = self._resize
+        super().__exit__(*exception)
+        # Storages that outlive the tracker must not keep it alive, nor change its figures after the phase.
+        self._entries.clear()
+
+    def _patch_resize(self) -> None:
+        original = self._resize = torch.UntypedStorage.resize_
+
+        # FSDP2 frees and refills its buffers with this method, which no dispatch mode sees.
+        def resize_(storage: torch.UntypedStorage, size: int) -> Any:
+            result = original(storage, size)
+            self._op = "storage.resize_"
+            if storage._cdata in self._entries or storage.device.type != "meta":
+                self._see_storage(storage, storage.device)
+            return result
+
+        torch.UntypedStorage.resize_ = resize_
+
+
+def active_tracker() -> ByteTracker | None:
+    """Gives the tracker that is counting, or None."""
+    return _active[-1] if _active else None
+
+
+@contextmanager
+def scope(kind: str | None = None, tier: str | None = None) -> Iterator[None]:
+    """Labels the storages born inside with the active tracker; changes nothing when none is active.
+
+    A pass opens it, and so may the forward and the backward of an autograd function.
+    """
+    tracker = active_tracker()
+    if tracker is None:
+        yield
+        return
+    with tracker.scope(kind, tier):
+        yield
+
+
+def mark(kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) -> None:
+    """Labels the storages of tensors with the active tracker; changes nothing when none is active."""
+    tracker = active_tracker()
+    if tracker is not None:
+        tracker.mark(kind, tensors, tier)
+
+
+def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
+    for tensor in tensors:
+        if is_traceable_wrapper_subclass(tensor):
+            # A DTensor names its device mesh beside its local tensor; only tensors hold bytes.
+            inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
+            yield from _storages(part for part in inner if isinstance(part, torch.Tensor))
+        elif tensor.layout is torch.strided and tensor.device.type != "meta":
+            # A fake tensor names the device it stands for; a meta one holds nothing.
+            yield tensor.untyped_storage(), tensor.device

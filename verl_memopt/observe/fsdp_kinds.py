@@ -1,0 +1,62 @@
+"""Labels for what FSDP2 allocates: gathered parameters, collective buffers and sharded gradients.
+
+The three functions are private to torch, and this is the only file that names them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import wraps
+from typing import Any
+
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
+
+from verl_memopt.observe.byte_tracker import mark, scope
+
+PATCHED = (
+    (fsdp, "foreach_all_gather"),
+    (fsdp, "foreach_reduce"),
+    (fsdp.FSDPParamGroup, "wait_for_unshard"),
+)
+"""Where the three functions are looked up when FSDP2 calls them."""
+
+
+@contextmanager
+def fsdp_kinds() -> Iterator[None]:
+    """Labels FSDP2's storages with the active tracker while it is entered.
+
+    Gathered parameters are those born while FSDP2 waits for the unshard; collective buffers those born in its all-gather
+    and reduce functions; the sharded gradient is ``grads`` from the moment the reduce returns.
+    """
+    originals = [getattr(owner, name) for owner, name in PATCHED]
+    gather, reduce, wait = originals
+    replacements = (_inside("collective buffers", gather), _marking_grads(reduce), _inside("gathered parameters", wait))
+    for (owner, name), replacement in zip(PATCHED, replacements, strict=True):
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for (owner, name), original in zip(PATCHED, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def _inside(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with scope(kind=kind):
+            return function(*args, **kwargs)
+
+    return scoped
+
+
+def _marking_grads(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    scoped = _inside("collective buffers", reduce)
+
+    @wraps(reduce)
+    def marking(fsdp_params: Any, *args: Any, **kwargs: Any) -> Any:
+        result = scoped(fsdp_params, *args, **kwargs)
+        mark("grads", [p.sharded_param.grad for p in fsdp_params if p.sharded_param.grad is not None])
+        return result
+
+    return marking

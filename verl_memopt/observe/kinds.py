@@ -1,0 +1,40 @@
+"""Labels for the bytes of an optimizer and of plain gradients; nothing happens when no tracker is active."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+import torch
+
+from verl_memopt.observe.byte_tracker import mark, scope
+
+
+@contextmanager
+def optimizer_scope(optimizer: torch.optim.Optimizer) -> Iterator[None]:
+    """Labels what ``step()`` allocates inside ``optimizer scratch``, and the state it leaves behind ``optimizer``."""
+    with scope(kind="optimizer scratch"):
+        yield
+    mark("optimizer", state_tensors(optimizer))
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Gives every tensor of an optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@contextmanager
+def gradient_kinds(module: torch.nn.Module) -> Iterator[None]:
+    """Labels the gradients of a module ``grads`` as they are accumulated; for modules FSDP2 has not sharded."""
+
+    def label(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            mark("grads", [parameter.grad])
+
+    hooks = [p.register_post_accumulate_grad_hook(label) for p in module.parameters() if p.requires_grad]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -1,0 +1,157 @@
+"""Peak memory of one phase in one process: the allocator's counters on a GPU, the byte tracker on a CPU."""
+
+from __future__ import annotations
+
+import logging
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import torch
+
+from verl_memopt.distributed import device as device_room
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+GIB = 2**30
+
+
+@dataclass(frozen=True)
+class PhaseMemory:
+    """What one phase held. A figure the device or the run does not have is None, never 0."""
+
+    name: str
+    seconds: float
+    """Wall time of the phase, in the process that measured it."""
+    peak_allocated_bytes: int | None
+    """Peak of live tensors: the allocator's on a GPU, the tracker's on a CPU."""
+    allocated_bytes: int | None
+    """Live tensors when the phase ended."""
+    peak_reserved_bytes: int | None
+    """Peak of what the caching allocator held. GPU only."""
+    device_used_bytes: int | None
+    """Total minus free of the device when the phase ended: other processes and the engine included. GPU only."""
+    host_rss_bytes: int
+    """Resident memory of the process when the phase ended. A host figure: no ratio and no test is made of it."""
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Bytes by kind at the peak, where the tracker ran."""
+
+
+class MemoryProbe:
+    """Measures the phases of one process on one device.
+
+    ``resident`` gives (kind, tensor) for everything that lives before a phase starts. It is asked only where the tracker runs.
+    """
+
+    def __init__(self, device: torch.device, resident: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+        self._device = device
+        self._resident = resident
+
+    @contextmanager
+    def phase(self, name: str, track: bool) -> Iterator[Callable[[], PhaseMemory]]:
+        """Measures the body; what it yields gives the figures once the body has ended.
+
+        ``track`` counts live tensor bytes on a CPU, at 1.25 times the phase's time; on a GPU the allocator counts anyway.
+        """
+        measured: list[PhaseMemory] = []
+        started = time.perf_counter()
+        counter = self._allocator if device_room.is_gpu(self._device) else self._tracker if track else _nothing
+        with counter(name) as figures:
+            yield lambda: measured[0]
+            device_room.synchronize(self._device)
+        memory = PhaseMemory(name, time.perf_counter() - started, **figures, host_rss_bytes=host_rss_bytes())
+        measured.append(memory)
+        logger.debug("%s: %.3f s %s", name, memory.seconds, memory_words(memory))
+
+    @contextmanager
+    def _allocator(self, name: str) -> Iterator[dict]:
+        device_room.synchronize(self._device)
+        device_room.reset_peak_memory(self._device)
+        figures: dict = {}
+        yield figures
+        free, total = device_room.memory_info(self._device)
+        figures.update(
+            peak_allocated_bytes=device_room.max_memory_allocated(self._device),
+            allocated_bytes=device_room.memory_allocated(self._device),
+            peak_reserved_bytes=device_room.max_memory_reserved(self._device),
+            device_used_bytes=total - free,
+        )
+
+    @contextmanager
+    def _tracker(self, name: str) -> Iterator[dict]:
+        figures: dict = {}
+        with ByteTracker(self._device) as tracker, fsdp_kinds():
+            self._mark_resident(tracker)
+            tracker.enter(name)
+            yield figures
+        peak = tracker.peaks[DEVICE]
+        figures.update(_no_figures())
+        figures.update(peak_allocated_bytes=peak.bytes, allocated_bytes=tracker.total(), kinds=peak.kinds)
+
+    def _mark_resident(self, tracker: ByteTracker) -> None:
+        # A function of its own, so that no name keeps alive what the phase frees.
+        for kind, tensor in self._resident():
+            tracker.mark(kind, [tensor])
+
+
+@contextmanager
+def _nothing(name: str) -> Iterator[dict]:
+    yield _no_figures()
+
+
+def _no_figures() -> dict[str, None]:
+    return dict.fromkeys(("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes"))
+
+
+def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> PhaseMemory:
+    """Gives one phase's figures over all processes: the largest of each device figure, the sum of resident memory.
+
+    Kinds are those of the process with the highest peak. ``driver_rss_bytes`` is added to the host's sum.
+    """
+    assert len({memory.name for memory in memories}) == 1, [memory.name for memory in memories]
+
+    def largest(name: str) -> int | None:
+        return max((value for memory in memories if (value := getattr(memory, name)) is not None), default=None)
+
+    return PhaseMemory(
+        name=memories[0].name,
+        seconds=max(memory.seconds for memory in memories),
+        peak_allocated_bytes=largest("peak_allocated_bytes"),
+        allocated_bytes=largest("allocated_bytes"),
+        peak_reserved_bytes=largest("peak_reserved_bytes"),
+        device_used_bytes=largest("device_used_bytes"),
+        host_rss_bytes=sum(memory.host_rss_bytes for memory in memories) + driver_rss_bytes,
+        kinds=max(memories, key=lambda memory: memory.peak_allocated_bytes or 0).kinds,
+    )
+
+
+def host_rss_bytes() -> int:
+    """Gives the resident memory of this process: the kernel's present figure, or the peak where there is no /proc.
+
+    It counts shared pages and freed blocks the allocator keeps, so it is a figure for the host's size, never for a ratio.
+    """
+    status = Path("/proc/self/status")
+    if status.exists():
+        line = next(line for line in status.read_text().splitlines() if line.startswith("VmRSS:"))
+        return int(line.split()[1]) * 1024
+    import resource
+    import sys
+
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def memory_words(memory: PhaseMemory) -> str:
+    """Gives a phase's figures as words of a log line, in MiB; ``n/a`` where the device has none."""
+    figures = {
+        "mem_alloc_mb": memory.allocated_bytes,
+        "mem_reserved_mb": memory.peak_reserved_bytes,
+        "mem_max_alloc_mb": memory.peak_allocated_bytes,
+        "host_rss_mb": memory.host_rss_bytes,
+    }
+    return " ".join(f"{name}={'n/a' if size is None else f'{size / MIB:.1f}'}" for name, size in figures.items())
