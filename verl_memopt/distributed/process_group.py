@@ -1,0 +1,40 @@
+"""Process groups and device meshes of the training ranks."""
+
+from __future__ import annotations
+
+import datetime
+
+import torch
+import torch.distributed as dist
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+from verl_memopt.distributed.device import backend
+
+
+def join_process_group(device: torch.device, rank: int, world_size: int, address: str, port: int, timeout_seconds: float) -> None:
+    """Joins the default process group; a world of one needs neither address nor port.
+
+    Does nothing where this process is already in one (a planner's fake group, a test's).
+    """
+    if dist.is_initialized():
+        return
+    timeout = datetime.timedelta(seconds=timeout_seconds)
+    if world_size == 1:
+        dist.init_process_group(backend(device), store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)
+        return
+    store = dist.TCPStore(address, port, world_size, is_master=rank == 0, timeout=timeout)
+    dist.init_process_group(backend(device), store=store, rank=rank, world_size=world_size, timeout=timeout)
+
+
+def leave_process_group() -> None:
+    """Leaves the default process group, if this process is in one."""
+    if dist.is_initialized():
+        dist.destroy_process_group()
+
+
+def training_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:
+    """Gives the mesh to shard over: flat for ``fsdp_size`` of -1 or the whole world, else replicate x shard (HSDP)."""
+    if fsdp_size in (-1, world_size):
+        return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
+    shape = (world_size // fsdp_size, fsdp_size)
+    return init_device_mesh(device_type, shape, mesh_dim_names=("replicate", "shard"))

@@ -1,0 +1,95 @@
+"""Training state to and from disk with torch's distributed checkpoint: each rank its shard, any number of ranks can load it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import torch.distributed.checkpoint as dcp
+from torch import nn
+from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.optim import Optimizer
+from torch.optim.lr_scheduler import LRScheduler
+
+from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
+from verl_memopt.errors import CheckpointError
+
+WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
+
+
+def save_training_state(
+    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, device: torch.device, contents: Sequence[str]
+) -> None:
+    """Writes the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, generators).
+
+    Shards are written from where they lie. Errors: CheckpointError naming the folder and the disk's free space.
+    """
+    try:
+        state = _state(model, optimizer, contents)
+        if state:
+            dcp.save(state, checkpoint_id=folder / "dcp")
+        if "extra" in contents:
+            folder.mkdir(parents=True, exist_ok=True)
+            torch.save(_extra(schedule, device), folder / f"extra_rank_{dist.get_rank()}.pt")
+    except WRITE_ERRORS as error:
+        raise CheckpointError(f"{folder}: the checkpoint could not be written: {_root(error)}.") from error
+
+
+def load_training_state(
+    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, device: torch.device, contents: Sequence[str]
+) -> None:
+    """Reads the chosen parts back, in place.
+
+    Schedule and generators come from this rank's file, or from rank 0's where the number of ranks has grown.
+    Errors: CheckpointError naming the folder and what is wrong.
+    """
+    try:
+        state = _state(model, optimizer, contents)
+        if state:
+            dcp.load(state, checkpoint_id=folder / "dcp")
+        if "optimizer" in state:
+            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+        if "extra" in contents:
+            own = folder / f"extra_rank_{dist.get_rank()}.pt"
+            source = own if own.is_file() else folder / "extra_rank_0.pt"
+            _restore_extra(torch.load(source, weights_only=True), schedule, device)
+    except (*WRITE_ERRORS, ValueError, KeyError) as error:
+        raise CheckpointError(f"{folder}: the checkpoint could not be read: {_root(error)}.") from error
+
+
+def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> dict[str, Any]:
+    state: dict[str, Any] = {}
+    if "model" in contents:
+        state["model"] = get_model_state_dict(model)
+    if "optimizer" in contents:
+        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+    return state
+
+
+def _extra(schedule: LRScheduler, device: torch.device) -> dict[str, Any]:
+    extra = {"schedule_steps": schedule.last_epoch, "rng": torch.get_rng_state()}
+    device_rng = device_rng_state(device)
+    return extra if device_rng is None else {**extra, "device_rng": device_rng}
+
+
+def _restore_extra(extra: dict[str, Any], schedule: LRScheduler, device: torch.device) -> None:
+    schedule.last_epoch = extra["schedule_steps"]
+    rates = [base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
+    for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):
+        group["lr"] = rate
+    schedule._last_lr = rates
+    torch.set_rng_state(extra["rng"])
+    if "device_rng" in extra:
+        set_device_rng_state(device, extra["device_rng"])
+
+
+def _root(error: BaseException) -> str:
+    """Gives the cause as a short line: a collective save wraps each rank's own error."""
+    if isinstance(error, CheckpointException):
+        failures = [failure for failure, _ in error.failures.values()]
+        return "; ".join(sorted({f"{type(failure).__name__}: {failure}" for failure in failures}))
+    return f"{type(error).__name__}: {error}"

@@ -1,0 +1,155 @@
+"""Builds a causal language model without weights, and fills a sharded one from safetensors, tensor by tensor."""
+
+from __future__ import annotations
+
+import importlib
+import json
+from collections.abc import Iterator
+from contextlib import ExitStack
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from verl_memopt.config.schema import Model
+from verl_memopt.errors import ConfigError
+from verl_memopt.models.attention import AttentionChoice
+
+UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
+"""Config fields of models whose logits are more than a product with the head's weight."""
+
+
+def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
+    """Gives the model's config with ``override_config`` merged in.
+
+    Errors: ConfigError for an unreadable config, an override it does not know, or a head that the chunked log-prob cannot
+    compute.
+    """
+    if model.external_lib is not None:
+        importlib.import_module(model.external_lib)
+    source = model.hf_config_path or str(folder)
+    key = "actor_rollout_ref.model"
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{key}.path={source}: its config.json cannot be read: {error}. Mend or replace the folder.") from error
+    for name, value in model.override_config.items():
+        if not hasattr(config, name):
+            raise ConfigError(f"{key}.override_config.{name}: {type(config).__name__} has no such field. Remove it.")
+        setattr(config, name, value)
+    scaled = [name for name in UNSUPPORTED_HEADS if getattr(config, name, None) not in (None, 1, 1.0)]
+    if scaled:
+        raise ConfigError(f"{key}.path={source}: {config.model_type} changes its logits after the head ({scaled[0]}), not supported.")
+    return config
+
+
+def empty_model(config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+    """Gives the model without storage (meta), or with fake storage inside a fake mode; buffers that are computed are real.
+
+    dtype: of the parameters at rest (the masters).
+    """
+    config = type(config).from_dict(config.to_dict())
+    config._attn_implementation = attention.registered
+    config.use_cache = False
+    with ExitStack() as stack:
+        if detect_fake_mode() is None:
+            stack.enter_context(torch.device("meta"))
+        model = AutoModelForCausalLM.from_config(
+            config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
+        )
+    return model.train()
+
+
+def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
+    """Fills the buffers that no checkpoint holds (rotary frequencies) by building their module again, off meta.
+
+    Errors: ConfigError naming a module whose buffers cannot be computed from its config alone.
+    """
+    for name, module in model.named_modules():
+        missing = [key for key in module._non_persistent_buffers_set if getattr(module, key) is not None]
+        if not missing:
+            continue
+        if not hasattr(module, "config"):
+            raise ConfigError(f"actor_rollout_ref.model.path: cannot rebuild the buffers {missing} of {name} ({type(module).__name__}).")
+        fresh = type(module)(module.config)
+        for key in missing:
+            setattr(module, key, getattr(fresh, key).to(device))
+
+
+class WeightFolder:
+    """The safetensors files of a model folder, read slice by slice; nothing is held beyond the slice asked for."""
+
+    def __init__(self, folder: Path) -> None:
+        """Errors: ConfigError when the folder holds no safetensors, or its index names a file that is not there."""
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        missing = [name for name in sorted(files) if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError(
+                f"actor_rollout_ref.model.path={folder}: {missing[0]} is missing. "
+                "Weights must be in safetensors format; save the model again with save_pretrained."
+            )
+        self._files = {name: self._open(folder / name) for name in sorted(files)}
+        self.names = {tensor: name for name, file in self._files.items() for tensor in file.keys()}
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except Exception as error:  # noqa: BLE001 - safetensors raises its own untyped error for a torn file
+            raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        return tuple(self._files[self.names[name]].get_slice(name).get_shape())
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """Gives a region of one tensor, in the file's dtype, on the host."""
+        part = self._files[self.names[name]].get_slice(name)
+        return part[region] if region else self._files[self.names[name]].get_tensor(name)
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Gives every parameter once, under the name it has in a Hugging Face checkpoint."""
+    for name, parameter in model.named_parameters():
+        yield name.removeprefix("lm."), parameter
+
+
+def fill_from_folder(model: nn.Module, folder: Path) -> None:
+    """Copies each parameter's own shard from safetensors into the (sharded) model, one tensor at a time.
+
+    Errors: ConfigError listing every tensor that is missing, left over, or of another shape.
+    """
+    weights = WeightFolder(folder)
+    parameters = dict(named_weights(model))
+    _check_names(weights, parameters, folder)
+    for name, parameter in parameters.items():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        region = local_region(parameter)
+        if local.numel():
+            local.detach().copy_(weights.read(name, region))
+
+
+def local_region(parameter: Tensor) -> tuple[slice, ...]:
+    """Gives the part of the whole tensor that this rank holds."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size) for size in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _check_names(weights: WeightFolder, parameters: dict[str, nn.Parameter], folder: Path) -> None:
+    problems = [f"missing {name}" for name in parameters if name not in weights.names]
+    tied = {"lm_head.weight"} - parameters.keys()
+    problems += [f"unexpected {name}" for name in weights.names if name not in parameters and name not in tied]
+    for name in parameters.keys() & weights.names.keys():
+        if weights.shape(name) != tuple(parameters[name].shape):
+            problems.append(f"{name} has shape {weights.shape(name)}, the config says {tuple(parameters[name].shape)}")
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ConfigError(f"actor_rollout_ref.model.path={folder}: weights and config disagree: {'; '.join(problems[:8])}{more}.")

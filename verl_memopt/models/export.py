@@ -1,0 +1,80 @@
+"""Writes a model folder in Hugging Face format, streamed: never more than one file's tensors on the host."""
+
+from __future__ import annotations
+
+import json
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from safetensors.torch import save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+FILE_BYTES = 2 * 2**30
+TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
+
+
+def export_folder(
+    folder: Path, config: PretrainedConfig, tokenizer_folder: Path, weights: Iterator[tuple[str, Tensor]] | None, writes: bool
+) -> None:
+    """Writes config, generation config, tokenizer and, when given, weights.
+
+    weights: (name, whole tensor), consumed by every rank in step; only the rank that ``writes`` keeps anything.
+    """
+    if writes:
+        folder.mkdir(parents=True, exist_ok=True)
+        _write_config(folder, config)
+        _copy_tokenizer(tokenizer_folder, folder)
+    if weights is not None:
+        _write_weights(folder, weights, writes)
+
+
+def _write_config(folder: Path, config: PretrainedConfig) -> None:
+    plain = config.to_dict()
+    plain["use_cache"] = True
+    plain.pop("_attn_implementation", None)
+    (folder / "config.json").write_text(json.dumps(plain, indent=2, default=str, sort_keys=True) + "\n")
+
+
+def _copy_tokenizer(source: Path, folder: Path) -> None:
+    for pattern in (*TOKENIZER_FILES, "generation_config.json"):
+        for file in source.glob(pattern):
+            if file.is_file() and not file.name.endswith(".safetensors"):
+                shutil.copyfile(file, folder / file.name)
+
+
+def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], writes: bool) -> None:
+    held: dict[str, Tensor] = {}
+    size, total, files = 0, 0, []
+    for name, tensor in weights:
+        if not writes:
+            continue
+        num_bytes = tensor.numel() * tensor.element_size()
+        if held and size + num_bytes > FILE_BYTES:
+            files.append(_flush(folder, held, len(files)))
+            held, size = {}, 0
+        held[name] = tensor.to("cpu", copy=True).contiguous()
+        size, total = size + num_bytes, total + num_bytes
+    if writes:
+        files.append(_flush(folder, held, len(files)))
+        _name_files(folder, files, total)
+
+
+def _flush(folder: Path, held: dict[str, Tensor], index: int) -> tuple[Path, list[str]]:
+    path = folder / f"part-{index:05d}.safetensors"
+    save_file(held, path, metadata={"format": "pt"})
+    return path, list(held)
+
+
+def _name_files(folder: Path, files: list[tuple[Path, list[str]]], total: int) -> None:
+    if len(files) == 1:
+        files[0][0].rename(folder / "model.safetensors")
+        return
+    weight_map = {}
+    for index, (path, names) in enumerate(files):
+        final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        path.rename(folder / final)
+        weight_map.update(dict.fromkeys(names, final))
+    index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)
+    (folder / "model.safetensors.index.json").write_text(index_text + "\n")

@@ -1,0 +1,80 @@
+"""The model of every pass: packed tokens in, log-probs (and entropy) of the response tokens out; no logits in between."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.chunked_logprob import head_log_probs
+from verl_memopt.models.pack import Pack
+
+
+class LogProbHead(nn.Module):
+    """The LM head, whose forward gives log-probs instead of logits.
+
+    The product runs inside this module's forward, so that a head sharded as a unit of its own is gathered for it.
+    """
+
+    def __init__(self, linear: nn.Linear, chunk_tokens: int, compiled: bool) -> None:
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.chunk_tokens = chunk_tokens
+        self.compiled = compiled
+
+    def forward(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        return head_log_probs(
+            hidden, self.weight, self.bias, targets, temperature, self.chunk_tokens, with_entropy, self.compiled
+        )
+
+
+class PolicyModel(nn.Module):
+    """A Hugging Face causal LM whose forward scores the response tokens of a pack.
+
+    lm: any causal LM with a decoder and a linear head. chunk_tokens: response tokens per chunk of the head, 0 = all.
+    compiled: compile the per-chunk functions.
+    """
+
+    def __init__(self, lm: PreTrainedModel, chunk_tokens: int, compiled: bool) -> None:
+        """Errors: ConfigError for a model whose head is no plain linear layer."""
+        super().__init__()
+        head = lm.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            raise ConfigError(f"actor_rollout_ref.model.path: the head of {type(lm).__name__} is {type(head).__name__}, not a linear layer.")
+        lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled))
+        self.lm = lm
+
+    @property
+    def tied(self) -> bool:
+        """Whether head and embedding are one tensor."""
+        return self.lm.get_output_embeddings().weight is self.lm.get_input_embeddings().weight
+
+    def blocks(self) -> list[nn.Module]:
+        """Gives the decoder blocks in order."""
+        return list(self.lm.get_decoder().layers)
+
+    def forward(self, pack: Pack, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+        """Gives log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked."""
+        output: Any = self.lm.get_decoder()(
+            input_ids=pack.input_ids,
+            position_ids=pack.position_ids,
+            use_cache=False,
+            pack_lengths=pack.lengths,
+            pack_starts=pack.starts,
+        )
+        hidden = output.last_hidden_state[0].index_select(0, pack.predicts)
+        return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy)
+
+
+DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+
+
+def dtype_of(name: str, key: str) -> torch.dtype:
+    """Gives the torch dtype of a setting's spelling. Errors: ConfigError naming the key."""
+    if name not in DTYPES:
+        raise ConfigError(f"{key}={name}: unknown dtype. Use one of {', '.join(DTYPES)}.")
+    return DTYPES[name]

@@ -1,0 +1,1 @@
+"""Policy weights to the rollout engine, bucket by bucket."""

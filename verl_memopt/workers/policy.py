@@ -1,0 +1,122 @@
+"""The policy: a sharded model with an optimizer; scores batches and takes update steps."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_
+
+from verl_memopt.algorithms.kl import kl_estimate
+from verl_memopt.algorithms.losses import policy_loss
+from verl_memopt.algorithms.reductions import GlobalCounts, aggregate
+from verl_memopt.config.schema import Actor
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.models.pack import Pack
+from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.workers.schedule import build_optimizer, build_schedule
+from verl_memopt.workers.scorer import Scores, micro_pack, score_batch
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """This rank's share of the rows of one optimizer step.
+
+    micro_batches: rows of ``batch`` per forward and backward, as many on every rank. counts: tokens and sequences of the
+    mini-batch over all ranks, so that the loss does not depend on how it is cut.
+    """
+
+    batch: RolloutBatch
+    micro_batches: list[list[int]]
+    counts: GlobalCounts
+
+
+class Policy:
+    """The trained model. All ranks call the same methods in the same order."""
+
+    def __init__(self, model: PolicyModel, actor: Actor, optimizer_steps: int, world_size: int, device: torch.device) -> None:
+        """model: sharded and filled. optimizer_steps: of the whole run, for the schedule."""
+        self.model = model
+        self.actor = actor
+        self.device = device
+        self.world_size = world_size
+        self.optimizer = build_optimizer(model.parameters(), actor.optim)
+        self.schedule = build_schedule(self.optimizer, actor.optim, optimizer_steps)
+
+    def score(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
+    ) -> Scores:
+        """Gives the log-probs of a batch under the present weights."""
+        return score_batch(self.model, batch, micro_batches, temperature, with_entropy, self.device)
+
+    def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
+        """Takes one optimizer step per mini-batch and gives the mean of their metrics.
+
+        The sums over ranks of everything but ``actor/grad_norm`` and ``actor/lr`` are the global values.
+        """
+        steps = [self.step(mini, temperature) for mini in mini_batches]
+        return _read(steps)
+
+    def step(self, mini: MiniBatch, temperature: float) -> dict[str, Tensor]:
+        """Takes one optimizer step and gives its metrics as tensors; nothing here waits for the device."""
+        learning_rate = self.schedule.get_last_lr()[0]
+        metrics = self.accumulate(mini, temperature)
+        norm = clip_grad_norm_(self.model.parameters(), self.actor.optim.clip_grad)
+        metrics["actor/grad_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        metrics["actor/lr"] = torch.tensor(learning_rate)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.schedule.step()
+        return metrics
+
+    def accumulate(self, mini: MiniBatch, temperature: float) -> dict[str, Tensor]:
+        """Adds the gradient of a mini-batch, micro-batch by micro-batch, and gives the summed metrics."""
+        total: dict[str, Tensor] = {}
+        for rows in mini.micro_batches:
+            batch = mini.batch.select(rows)
+            loss, metrics = self.loss(batch, micro_pack(batch, self.device), mini.counts, temperature)
+            # FSDP averages gradients over ranks; the loss is this rank's share of a global mean, so it is scaled back up.
+            (loss * self.world_size).backward()
+            for name, value in metrics.items():
+                total[name] = total[name] + value if name in total else value
+        return total
+
+    def loss(
+        self, batch: RolloutBatch, pack: Pack, counts: GlobalCounts, temperature: float
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Gives this micro-batch's share of the loss and of its metrics.
+
+        Without ``old_log_probs`` in the batch the policy is strictly on-policy and its own log-probs stand for them.
+        """
+        actor, to = self.actor, self.device
+        with_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy
+        log_probs, entropy = self.model(pack, temperature, with_entropy)
+        old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs.to(to, non_blocking=True)
+        advantages = batch.advantages.to(to, non_blocking=True)
+        loss, metrics = policy_loss(log_probs, old, advantages, pack.row, pack.row_lengths, counts, actor)
+        metrics["actor/pg_loss"] = loss.detach()
+
+        def mean(values: Tensor) -> Tensor:
+            return aggregate(values, pack.row, pack.row_lengths, actor.loss_agg_mode, counts, actor.loss_scale_factor)
+
+        if entropy is not None:
+            bonus = mean(entropy)
+            metrics["actor/entropy"] = bonus.detach()
+            if actor.entropy_coeff != 0:
+                loss = loss - actor.entropy_coeff * bonus
+        if actor.use_kl_loss:
+            reference = batch.ref_log_probs.to(to, non_blocking=True)
+            divergence = mean(kl_estimate(log_probs, reference, actor.kl_loss_type))
+            metrics["actor/kl_loss"] = divergence.detach()
+            loss = loss + actor.kl_loss_coef * divergence
+        return loss, metrics
+
+
+def _read(steps: Sequence[dict[str, Tensor]]) -> dict[str, float]:
+    """Gives the mean over steps of each metric as numbers: the one place where the update waits for the device."""
+    names = list(steps[0])
+    table = torch.stack([torch.stack([step[name].float().cpu() for name in names]) for step in steps])
+    return dict(zip(names, table.mean(0).tolist(), strict=True))

@@ -1,0 +1,110 @@
+"""A sharded model that gives log-probs: the policy and the reference alike."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.distributed.device_mesh import DeviceMesh
+
+from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.distributed.sharding import shard_model
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.activation_checkpointing import checkpoint_blocks
+from verl_memopt.models.attention import choose_attention
+from verl_memopt.models.build import empty_model, fill_from_folder, load_model_config, rebuild_buffers
+from verl_memopt.models.pack import Pack, pack_rows
+from verl_memopt.models.policy_model import PolicyModel, dtype_of
+
+
+@dataclass(frozen=True)
+class Scores:
+    """What a log-prob pass gives. log_probs: fp32 [R] on the host, in batch order; entropy: the same, when asked for."""
+
+    log_probs: Tensor
+    entropy: Tensor | None
+
+
+def build_scorer(
+    model: Model,
+    fsdp: Fsdp,
+    folder: Path,
+    mesh: DeviceMesh,
+    device: torch.device,
+    key: str,
+    compile_head: bool,
+    recompute: bool,
+) -> PolicyModel:
+    """Gives the sharded model without weights in it; :func:`materialize` fills it.
+
+    key: the settings section to name in errors. compile_head: compile the per-chunk functions. recompute: gradient
+    checkpointing.
+    """
+    masters = dtype_of(fsdp.model_dtype, f"{key}.fsdp_config.model_dtype")
+    compute = dtype_of(fsdp.dtype, f"{key}.fsdp_config.dtype")
+    reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{key}.fsdp_config.mixed_precision.reduce_dtype")
+    attention = choose_attention(model.attn_implementation, device, compute)
+    lm = empty_model(load_model_config(model, folder), attention, masters, model.trust_remote_code)
+    policy = PolicyModel(lm, model.logprob_chunk_tokens, compile_head)
+    blocks = _blocks(policy, fsdp)
+    if recompute:
+        checkpoint_blocks(blocks)
+    own = [] if policy.tied else [lm.get_input_embeddings()]
+    last = [] if policy.tied else [lm.get_output_embeddings()]
+    shard_model(policy, [*own, *blocks, *last], mesh, compute, reduce, fsdp.reshard_after_forward, fsdp.forward_prefetch)
+    return policy
+
+
+def _blocks(policy: PolicyModel, fsdp: Fsdp) -> list[torch.nn.Module]:
+    wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap
+    if wanted is None:
+        return policy.blocks()
+    blocks = [module for module in policy.modules() if type(module).__name__ in wanted]
+    if not blocks:
+        kinds = sorted({type(block).__name__ for block in policy.blocks()})
+        raise ConfigError(
+            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: the model has no such module. "
+            f"Its blocks are {', '.join(kinds)}; leave the key out to take them."
+        )
+    return blocks
+
+
+def materialize(policy: PolicyModel, folder: Path, device: torch.device) -> None:
+    """Gives the model its storage on the device and fills it from the folder, shard by shard."""
+    policy.to_empty(device=device)
+    rebuild_buffers(policy, device)
+    fill_from_folder(policy, folder)
+
+
+def micro_pack(batch: RolloutBatch, device: torch.device) -> Pack:
+    """Gives the pack of a micro-batch's rows on the device."""
+    prompts, responses = batch.prompts, batch.responses
+    return pack_rows(prompts.flat, prompts.sizes(), responses.flat, responses.sizes()).to(device)
+
+
+def score_batch(
+    policy: PolicyModel,
+    batch: RolloutBatch,
+    micro_batches: Sequence[Sequence[int]],
+    temperature: float,
+    with_entropy: bool,
+    device: torch.device,
+) -> Scores:
+    """Gives the log-probs of every response token, without gradients.
+
+    micro_batches: rows of each forward; together they hold every row once, and all ranks have the same number of them.
+    """
+    log_probs, entropies = [], []
+    with torch.no_grad():
+        for rows in micro_batches:
+            scored, entropy = policy(micro_pack(batch.select(rows), device), temperature, with_entropy)
+            log_probs.append((rows, scored))
+            if entropy is not None:
+                entropies.append((rows, entropy))
+    policy.reshard()  # type: ignore[operator]
+    sizes = batch.responses.sizes()
+    return Scores(scatter_tokens(log_probs, sizes), scatter_tokens(entropies, sizes) if with_entropy else None)

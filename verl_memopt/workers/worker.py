@@ -1,0 +1,219 @@
+"""One worker process: the roles it holds, each call measured as a phase of the step."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from verl_memopt.config.schema import ActorRolloutRef, Fsdp
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.distributed.device import empty_cache, local_device
+from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
+from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
+from verl_memopt.models.build import named_weights
+from verl_memopt.models.export import export_folder
+from verl_memopt.models.policy_model import PolicyModel, dtype_of
+from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
+from verl_memopt.rollout.engine import EnginePlace, RolloutEngine, build_engine
+from verl_memopt.rollout.sampling import Generation, SamplingSettings
+from verl_memopt.sync.full_weights import full_weights
+from verl_memopt.workers.group import Placement
+from verl_memopt.workers.policy import MiniBatch, Policy
+from verl_memopt.workers.scorer import Scores, build_scorer, materialize, score_batch
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """What a worker builds. Folders are local paths; optimizer_steps is the length of the whole run.
+
+    free_engine: the engine sleeps outside rollout and validation. track_init: count the bytes of the start on a CPU.
+    """
+
+    settings: ActorRolloutRef
+    folder: str
+    reference_folder: str | None
+    tokenizer_folder: str
+    eos_token_ids: tuple[int, ...]
+    optimizer_steps: int
+    free_engine: bool
+    train: bool
+    track_init: bool
+
+
+@dataclass(frozen=True)
+class Reply:
+    """A call's answer and what it cost in memory."""
+
+    value: Any
+    memory: PhaseMemory
+
+
+class Worker:
+    """The roles of one device. The driver calls :meth:`call`; all members of a group make the same calls in step."""
+
+    def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
+        self.plan = plan
+        self.settings = plan.settings
+        self.place = placement
+        self.device = local_device(placement.device, placement.local_rank)
+        self._make_deterministic(plan.settings.actor.fsdp_config)
+        self.probe = MemoryProbe(self.device, self._resident)
+        self.engine: RolloutEngine | None = None
+        self.policy: Policy | None = None
+        self.reference: PolicyModel | None = None
+        with self.probe.phase("init", plan.track_init) as report:
+            self._build()
+        self.init_memory = report()
+
+    def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
+        """Runs one method as a phase and gives its answer with the phase's memory."""
+        with self.probe.phase(phase, track) as report:
+            value = getattr(self, method)(*args)
+        return Reply(value, report())
+
+    def started(self) -> PhaseMemory:
+        """Gives what the start cost."""
+        return self.init_memory
+
+    # The methods a phase can run.
+
+    def generate(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> Generation:
+        """Answers each prompt once, under the weights of the last sync."""
+        assert self.engine is not None
+        if self.plan.free_engine:
+            self.engine.wake_up("kv_cache")
+        return self.engine.generate(prompt_ids, seeds, sampling)
+
+    def release_engine(self) -> None:
+        """Lets the engine give its device memory back, where it can."""
+        if self.plan.free_engine and self.engine is not None:
+            self.engine.sleep()
+            empty_cache(self.device)
+
+    def update_weights(self) -> None:
+        """Carries the policy's weights into the engine, bucket by bucket."""
+        assert self.engine is not None
+        assert self.policy is not None
+        rollout = self.settings.rollout
+        if self.plan.free_engine:
+            empty_cache(self.device)
+            self.engine.wake_up("weights")
+        dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
+        bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
+        self.engine.load_weights(full_weights(named_weights(self.policy.model), dtype, bucket))
+
+    def old_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], with_entropy: bool) -> Scores:
+        """Scores a batch under the policy."""
+        assert self.policy is not None
+        return self.policy.score(batch, micro_batches, self._temperature, with_entropy)
+
+    def ref_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Scores:
+        """Scores a batch under the reference."""
+        assert self.reference is not None
+        return score_batch(self.reference, batch, micro_batches, self._temperature, False, self.device)
+
+    def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Takes one optimizer step per mini-batch."""
+        assert self.policy is not None
+        return self.policy.update(mini_batches, self._temperature)
+
+    def save(self, folder: str, contents: Sequence[str]) -> None:
+        """Writes this rank's part of a checkpoint into ``folder``; with hf_model also a Hugging Face folder."""
+        assert self.policy is not None
+        save_training_state(Path(folder), self.policy.model, self.policy.optimizer, self.policy.schedule, self.device, contents)
+        self.export(str(Path(folder) / "huggingface"), weights="hf_model" in contents)
+
+    def export(self, folder: str, weights: bool) -> None:
+        """Writes config, tokenizer and (streamed, tensor by tensor) weights in Hugging Face format."""
+        assert self.policy is not None
+        masters = dtype_of(self.settings.actor.fsdp_config.model_dtype, "actor_rollout_ref.actor.fsdp_config.model_dtype")
+        bucket = self.settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
+        stream = full_weights(named_weights(self.policy.model), masters, bucket) if weights else None
+        export_folder(Path(folder), self.policy.model.lm.config, Path(self.plan.tokenizer_folder), stream, self.place.rank == 0)
+
+    def load(self, folder: str, contents: Sequence[str]) -> None:
+        """Reads this rank's part of a checkpoint; it may have been written by another number of ranks."""
+        assert self.policy is not None
+        load_training_state(Path(folder), self.policy.model, self.policy.optimizer, self.policy.schedule, self.device, contents)
+
+    def close(self) -> None:
+        """Releases the engine and leaves the process group."""
+        if self.engine is not None:
+            self.engine.shutdown()
+            self.engine = None
+        leave_process_group()
+
+    # Building.
+
+    def _build(self) -> None:
+        # The engine comes first: it measures the memory that is free, sleeps, and leaves the device to the trainer.
+        place, settings = self.place, self.settings
+        join_process_group(
+            self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout
+        )
+        self.engine = build_engine(settings.rollout, self._engine_place())
+        self.release_engine()
+        self.policy = self._build_policy()
+        if self.plan.reference_folder is not None:
+            self.reference = self._build_reference(Path(self.plan.reference_folder))
+
+    def _engine_place(self) -> EnginePlace:
+        place, plan = self.place, self.plan
+        return EnginePlace(
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            tensor_parallel_size=self.settings.rollout.tensor_model_parallel_size,
+            device=self.device,
+            model_folder=plan.folder,
+            tokenizer_folder=plan.tokenizer_folder,
+            trust_remote_code=self.settings.model.trust_remote_code,
+            eos_token_ids=plan.eos_token_ids,
+        )
+
+    def _build_policy(self) -> Policy:
+        actor, model = self.settings.actor, self.settings.model
+        policy = self._sharded(actor.fsdp_config, "actor", actor.use_torch_compile, model.enable_gradient_checkpointing)
+        materialize(policy, Path(self.plan.folder), self.device)
+        return Policy(policy, actor, self.plan.optimizer_steps, self.place.world_size, self.device)
+
+    def _build_reference(self, folder: Path) -> PolicyModel:
+        ref = self.settings.ref
+        model = self._sharded(ref.fsdp_config, "ref", bool(ref.use_torch_compile), False).requires_grad_(False)
+        materialize(model, folder, self.device)
+        return model
+
+    def _sharded(self, fsdp: Fsdp, role: str, compiled: bool, recompute: bool) -> PolicyModel:
+        compiles = compiled and self.device.type != "cpu" and not fsdp.full_determinism
+        mesh = training_mesh(self.device.type, self.place.world_size, fsdp.fsdp_size)
+        folder = self.plan.folder if role == "actor" else self.plan.reference_folder
+        key = f"actor_rollout_ref.{role}"
+        return build_scorer(self.settings.model, fsdp, Path(str(folder)), mesh, self.device, key, compiles, recompute)
+
+    def _make_deterministic(self, fsdp: Fsdp) -> None:
+        torch.manual_seed(fsdp.seed + self.place.rank)
+        if fsdp.full_determinism:
+            os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+            torch.use_deterministic_algorithms(True)
+
+    @property
+    def _temperature(self) -> float:
+        # Greedy rollouts are scored as the model is.
+        rollout = self.settings.rollout
+        return rollout.temperature if rollout.do_sample else 1.0
+
+    def _resident(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gives what lies on the device before a phase begins, by kind."""
+        if self.policy is not None:
+            yield from (("params", parameter) for parameter in self.policy.model.parameters())
+            yield from (("optimizer", value) for state in self.policy.optimizer.state.values() for value in state.values()
+                        if isinstance(value, torch.Tensor))
+        if self.reference is not None:
+            yield from (("params", parameter) for parameter in self.reference.parameters())
+        if self.engine is not None:
+            yield from self.engine.resident_tensors()
