@@ -1,0 +1,1 @@
+"""Data: prompts from files, their order, their ids, and batches without padding."""

@@ -1,0 +1,169 @@
+"""Prompts with what their reward needs, read from files in verl's schema and checked as a whole before a run starts."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import numpy as np
+
+from verl_memopt.config import schema
+from verl_memopt.data.encoder import overlong, tokenize
+from verl_memopt.data.files import RawRow, read_rows
+from verl_memopt.data.plugin import load_from_file
+from verl_memopt.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+REFUSED_COLUMNS = ("images", "videos")
+
+
+@dataclass(frozen=True)
+class PromptRow:
+    index: int
+    """Place in the dataset."""
+    text: str
+    """The prompt, rendered by the chat template or as the file gives it."""
+    data_source: str
+    """Chooses the default reward and groups validation metrics."""
+    ground_truth: Any
+    """What the reward compares with."""
+    extra_info: dict[str, Any]
+    """Handed to the reward function."""
+    address: str
+    """File and row, counted from 1."""
+
+
+class PromptDataset:
+    """The rows of ``files``, rendered and checked: ``len``, indexing, iteration.
+
+    ``split`` is train or val; it chooses ``{split}_max_samples`` and the keys that errors name. Raises DataError for
+    everything a file can have wrong, with the row.
+    """
+
+    def __init__(self, files: Any, data: schema.Data, tokenizer: Any, split: str) -> None:
+        self._data = data
+        self._tokenizer = tokenizer
+        self._split = split
+        limit, shuffle = {
+            "train": (data.train_max_samples, data.shuffle),
+            "val": (data.val_max_samples, data.validation_shuffle),
+        }[split]
+        chosen = _subset(read_rows(files, f"data.{split}_files"), limit, data.seed if shuffle else None)
+        rows = [self._row(address, columns) for address, columns in chosen]
+        self._rows = [replace(row, index=index) for index, row in enumerate(self._checked(rows))]
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        return iter(self._rows)
+
+    def _row(self, address: str, columns: dict[str, Any]) -> PromptRow:
+        for name in REFUSED_COLUMNS:
+            if name in columns:
+                raise DataError(f"{address}: the column {name!r} holds media, only text is trained on. Drop the column.")
+        source = _column(address, columns, self._data.reward_fn_key, "data.reward_fn_key")
+        if not isinstance(source, str):
+            raise DataError(f"{address}: {self._data.reward_fn_key} must be a text, it is {source!r}. Mend the row.")
+        return PromptRow(
+            index=-1,
+            text=self._render(address, _column(address, columns, self._data.prompt_key, "data.prompt_key")),
+            data_source=source,
+            ground_truth=_ground_truth(address, columns),
+            extra_info=_extra_info(address, columns),
+            address=address,
+        )
+
+    def _render(self, address: str, prompt: Any) -> str:
+        """A list of turns goes through the chat template; a text is taken as already rendered."""
+        if isinstance(prompt, str):
+            return prompt
+        if not _is_chat(prompt):
+            raise DataError(
+                f"{address}: {self._data.prompt_key} must be a text or a list of {{role, content}} with texts in them, "
+                f"it is {prompt!r:.200}. Mend the row."
+            )
+        arguments = self._data.apply_chat_template_kwargs
+        return self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **arguments)
+
+    def _checked(self, rows: list[PromptRow]) -> list[PromptRow]:
+        """The rows within ``max_prompt_length``; what happens to others is ``filter_overlong_prompts`` and ``truncation``."""
+        data = self._data
+        if data.truncation != "error" and not data.filter_overlong_prompts:
+            return rows
+        lengths = [len(ids) for ids in tokenize(self._tokenizer, [row.text for row in rows])]
+        too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
+        if not too_long:
+            return rows
+        first = too_long[0]
+        if not data.filter_overlong_prompts:
+            raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
+        logger.info("%s: dropped %d of %d prompts over data.max_prompt_length=%d tokens", self._split, len(too_long),
+                    len(rows), data.max_prompt_length)  # fmt: skip
+        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
+        if not kept:
+            raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
+        return kept
+
+
+def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> PromptDataset:
+    """The dataset of ``split``: :class:`PromptDataset`, or the class named by ``data.custom_cls``, called the same way.
+
+    Raises DataError when the user's class cannot be loaded, is no dataset, or has no rows.
+    """
+    custom = data.custom_cls
+    if custom.path is None:
+        return PromptDataset(files, data, tokenizer, split)
+    made = load_from_file(custom.path, custom.name, key="data.custom_cls.path", error=DataError)(files, data, tokenizer, split)
+    if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
+        raise DataError(f"data.custom_cls.name={custom.name}: the class needs __len__ and __getitem__. Add them.")
+    if not len(made) or not isinstance(made[0], PromptRow):
+        raise DataError(
+            f"data.custom_cls.name={custom.name}: indexing must give PromptRow, and at least one row. Mend the class."
+        )
+    return made
+
+
+def _subset(rows: list[RawRow], limit: int, seed: int | None) -> list[RawRow]:
+    """At most ``limit`` rows (-1 = all) in file order: the first, or with a seed a random choice."""
+    if limit < 0 or limit >= len(rows):
+        return rows
+    if seed is None:
+        return rows[:limit]
+    return [rows[i] for i in sorted(np.random.default_rng(seed).permutation(len(rows))[:limit].tolist())]
+
+
+def _column(address: str, columns: dict[str, Any], name: str, key: str) -> Any:
+    if columns.get(name) is None:
+        raise DataError(
+            f"{address}: there is no column {name!r}; the row has {', '.join(sorted(columns))}. Set {key}, or add it."
+        )
+    return columns[name]
+
+
+def _ground_truth(address: str, columns: dict[str, Any]) -> Any:
+    reward_model = _column(address, columns, "reward_model", "reward_model.ground_truth")
+    if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
+        raise DataError(f"{address}: reward_model has no ground_truth, it is {reward_model!r:.200}. Add {{ground_truth: ...}}.")
+    return reward_model["ground_truth"]
+
+
+def _extra_info(address: str, columns: dict[str, Any]) -> dict[str, Any]:
+    extra = columns.get("extra_info")
+    if extra is None:
+        return {}
+    if not isinstance(extra, dict):
+        raise DataError(f"{address}: extra_info must be an object, it is {extra!r:.200}. Mend the row.")
+    return extra
+
+
+def _is_chat(prompt: Any) -> bool:
+    if not isinstance(prompt, list) or not prompt:
+        return False
+    return all(isinstance(t, dict) and isinstance(t.get("role"), str) and isinstance(t.get("content"), str) for t in prompt)

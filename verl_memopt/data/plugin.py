@@ -1,0 +1,44 @@
+"""Classes and functions of the user's own, read from a Python file by name."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+import traceback
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.errors import UserError
+
+
+def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
+    """The object called ``name`` in the Python file ``path``.
+
+    ``key`` is the settings key that named the file. Raises ``error`` when the file is missing, does not run, or lacks the
+    name. The same file loaded twice is run once.
+    """
+    file = Path(path).expanduser()
+    if not file.is_file():
+        raise error(f"{key}={path}: there is no such file. Give the path of a Python file.")
+    module = _module_of(file.resolve(), key, error)
+    if name is None or not hasattr(module, name):
+        public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
+        raise error(f"{key}={path}: the file has no {name!r}; it defines {', '.join(public) or 'nothing'}. Name one of these.")
+    return getattr(module, name)
+
+
+def _module_of(file: Path, key: str, error: type[UserError]) -> Any:
+    module_name = f"verl_memopt_plugin_{file.stem}_{abs(hash(str(file))):x}"
+    if module_name in sys.modules:
+        return sys.modules[module_name]
+    spec = importlib.util.spec_from_file_location(module_name, file)
+    if spec is None or spec.loader is None:
+        raise error(f"{key}={file}: this is not a Python file. Give a file that ends in .py.")
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[module_name] = module
+    try:
+        spec.loader.exec_module(module)
+    except (Exception, SystemExit) as problem:  # a user's file may raise anything
+        del sys.modules[module_name]
+        raise error(f"{key}={file}: the file does not run. Mend it:\n{traceback.format_exc()}") from problem
+    return module
