@@ -215,7 +215,8 @@ def _tight_fill(lengths: list[int], budget: int, candidates: int, spread: bool) 
 def _best_single_or_pair(left: list[int], room: int, candidates: int, spread: bool) -> tuple[int, ...]:
     """Gives positions, descending, in the ascending list ``left`` whose sum comes closest to ``room``."""
     largest = bisect_right(left, room) - 1
-    best, choice = left[largest], (largest,)
+    choice: tuple[int, ...] = (largest,)
+    best = left[largest]
     step = max(1, largest // candidates) if spread else 1
     for first in range(largest, max(0, largest - candidates * step), -step):
         if best == room:

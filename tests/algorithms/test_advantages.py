@@ -1,0 +1,122 @@
+import math
+import statistics
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses import FakeTensorMode
+
+from verl_memopt.algorithms.advantages import ADVANTAGES, check_rewards, group_counts, grpo_advantages, rloo_advantages
+from verl_memopt.errors import RewardError
+
+NAN = float("nan")
+
+
+def naive_rloo(rewards, groups, valid):
+    """Leave-one-out row by row: the reward minus the mean of the other valid rewards of the group."""
+    result = []
+    for i, reward in enumerate(rewards):
+        others = [r for j, r in enumerate(rewards) if j != i and groups[j] == groups[i] and valid[j]]
+        result.append(reward - sum(others) / len(others) if valid[i] and others else 0.0)
+    return result
+
+
+def naive_grpo(rewards, groups, valid, by_std):
+    result = []
+    for i, reward in enumerate(rewards):
+        members = [r for j, r in enumerate(rewards) if groups[j] == groups[i] and valid[j]]
+        if not valid[i] or len(set(members)) < 2:
+            result.append(0.0)
+        else:
+            scale = statistics.stdev(members) + 1e-6 if by_std else 1.0
+            result.append((reward - statistics.fmean(members)) / scale)
+    return result
+
+
+def tensors(rewards, groups, valid=None):
+    valid = [not math.isnan(reward) for reward in rewards] if valid is None else valid
+    return torch.tensor(rewards), torch.tensor(groups), torch.tensor(valid, dtype=torch.bool)
+
+
+rows = st.lists(
+    st.tuples(st.sampled_from([-3.0, 0.0, 0.25, 0.5, 1.0]), st.sampled_from([-7, 0, 3, 2**40]), st.booleans()),
+    min_size=1,
+    max_size=24,
+)
+
+
+@settings(deadline=None)
+@given(rows)
+def test_advantages_equal_the_row_by_row_definitions_for_any_order_of_rows_and_any_group_ids(rows):
+    rewards, groups, valid = (list(column) for column in zip(*rows, strict=True))
+    arguments = tensors(rewards, groups, valid)
+    for ours, naive in [
+        (rloo_advantages(*arguments), naive_rloo(rewards, groups, valid)),
+        (grpo_advantages(*arguments), naive_grpo(rewards, groups, valid, by_std=True)),
+        (grpo_advantages(*arguments, normalize_by_std=False), naive_grpo(rewards, groups, valid, by_std=False)),
+    ]:
+        assert ours.dtype == torch.float32
+        torch.testing.assert_close(ours, torch.tensor(naive), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_constant_unequal_rewards_of_two_prompts_give_zero_in_every_layout(name):
+    for groups in ([0, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1]):
+        rewards = [float(group) for group in groups]
+        assert torch.equal(ADVANTAGES[name](*tensors(rewards, groups)), torch.zeros(4))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_equal_rewards_that_do_not_sum_exactly_give_exactly_zero(name):
+    assert torch.equal(ADVANTAGES[name](*tensors([0.1] * 3 + [1 / 3] * 7, [0] * 3 + [1] * 7)), torch.zeros(10))
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_a_group_with_one_valid_member_gets_zero_and_an_invalid_row_changes_no_other(name):
+    alone = ADVANTAGES[name](*tensors([5.0, NAN, 1.0, 0.0], [0, 0, 1, 1]))
+    assert torch.equal(alone[:2], torch.zeros(2))
+    with_invalid = ADVANTAGES[name](*tensors([1.0, 0.0, NAN], [1, 1, 1]))
+    assert torch.equal(with_invalid, torch.cat([alone[2:], torch.zeros(1)]))
+
+
+def test_leave_one_out_by_hand():
+    # 1 - (0+2)/2, 0 - (1+2)/2, 2 - (1+0)/2
+    assert rloo_advantages(*tensors([1.0, 0.0, 2.0], [4, 4, 4])).tolist() == [0.0, -1.5, 1.5]
+
+
+def test_group_sums_are_zero_and_a_constant_added_to_a_group_changes_nothing():
+    rewards, group, valid = tensors([0.3, 0.9, 0.1, 0.7, 0.2, 0.8], [0, 1, 0, 1, 0, 1])
+    advantages = rloo_advantages(rewards, group, valid)
+    assert torch.zeros(2).index_add(0, group, advantages).abs().max() <= 1e-6
+    torch.testing.assert_close(rloo_advantages(rewards + 10.0 * group, group, valid), advantages, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_permuting_rows_permutes_advantages(name):
+    rewards, group, valid = tensors([0.3, 0.9, 0.1, 0.7, NAN, 0.8], [0, 1, 0, 1, 0, 1])
+    order = torch.tensor([5, 2, 0, 4, 1, 3])
+    permuted = ADVANTAGES[name](rewards[order], group[order], valid[order])
+    torch.testing.assert_close(permuted, ADVANTAGES[name](rewards, group, valid)[order], rtol=0, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", ADVANTAGES)
+def test_advantages_run_on_fake_tensors(name):
+    with FakeTensorMode():
+        advantages = ADVANTAGES[name](torch.zeros(6), torch.zeros(6, dtype=torch.long), torch.ones(6, dtype=torch.bool))
+    assert advantages.shape == (6,)
+
+
+@pytest.mark.parametrize("reward", [math.inf, -math.inf])
+def test_an_infinite_reward_is_an_error_that_names_its_row(reward):
+    with pytest.raises(RewardError, match=r"train\.jsonl:2: the reward is -?inf"):
+        check_rewards(torch.tensor([0.0, reward]), ["train.jsonl:1", "train.jsonl:2"])
+
+
+def test_a_nan_reward_makes_its_row_invalid():
+    assert check_rewards(torch.tensor([0.0, NAN, -1.0]), ["a", "b", "c"]).tolist() == [True, False, True]
+
+
+def test_groups_that_teach_nothing_are_counted_by_their_reason():
+    counts = group_counts(*tensors([1.0, 1.0, 0.0, 1.0, NAN, 3.0, NAN, NAN], [0, 0, 1, 1, 2, 2, 3, 3]))
+    assert counts == {"invalid_rows": 3.0, "single_valid_groups": 1.0, "equal_groups_share": 0.75}

@@ -1,0 +1,93 @@
+import math
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from verl_memopt.algorithms.kl import KL_ESTIMATORS, KlController, kl_estimate, shaped_rewards, shaped_token_rewards
+from verl_memopt.config.schema import KlControl
+
+POLICY, REFERENCE = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5]
+
+NAIVE = {
+    "k1": lambda p, r: p - r,
+    "abs": lambda p, r: abs(p - r),
+    "k2": lambda p, r: (p - r) ** 2 / 2,
+    "k3": lambda p, r: math.exp(r - p) - (r - p) - 1,
+}
+ALIASES = {"kl": "k1", "mse": "k2", "low_var_kl": "k3"}
+KINDS = [kind + plus for kind in KL_ESTIMATORS for plus in ("", "+")]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_estimates_equal_their_formulas(kind):
+    name = kind.removesuffix("+")
+    expected = [NAIVE[ALIASES.get(name, name)](p, r) for p, r in zip(POLICY, REFERENCE, strict=True)]
+    estimate = kl_estimate(torch.tensor(POLICY), torch.tensor(REFERENCE), kind)
+    torch.testing.assert_close(estimate, torch.tensor(expected), rtol=1e-6, atol=1e-7)
+
+
+@pytest.mark.parametrize("kind", KL_ESTIMATORS)
+def test_a_trailing_plus_takes_the_gradient_of_k2(kind):
+    log_probs = torch.tensor(POLICY, requires_grad=True)
+    kl_estimate(log_probs, torch.tensor(REFERENCE), kind + "+").sum().backward()
+    assert log_probs.grad.tolist() == [0.5, -1.0, 0.0]  # d/dp of (p - r)^2 / 2 = p - r
+
+
+def test_k1_and_k3_are_unbiased_and_k3_is_never_negative():
+    policy, reference = torch.tensor([0.7, 0.2, 0.1]), torch.tensor([0.3, 0.3, 0.4])
+    exact = (policy * (policy / reference).log()).sum()
+    for kind in ("k1", "k3"):
+        values = kl_estimate(policy.log(), reference.log(), kind)
+        torch.testing.assert_close((policy * values).sum(), exact, rtol=1e-6, atol=0)
+    assert kl_estimate(policy.log(), reference.log(), "k3").min() >= 0
+
+
+def test_a_token_the_policy_nearly_excludes_gives_a_finite_capped_k3():
+    assert kl_estimate(torch.tensor([-200.0]), torch.tensor([0.0]), "k3").tolist() == [10.0]
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_estimates_run_on_fake_tensors(kind):
+    with FakeTensorMode():
+        log_probs = torch.zeros(4, requires_grad=True)
+        kl_estimate(log_probs, torch.zeros(4), kind).sum().backward()
+    assert log_probs.grad.shape == (4,)
+
+
+def test_kl_shifts_the_reward_by_exactly_beta_times_its_sum_and_carries_no_gradient():
+    scores, lengths, row = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 1]), torch.tensor([0, 0, 2])
+    kl = torch.tensor([0.5, -0.25, 1.0], requires_grad=True)
+    shaped = shaped_rewards(scores, kl, row, beta=0.5)
+    assert shaped.tolist() == [0.875, 2.0, 2.5]
+    tokens = shaped_token_rewards(scores, kl, row, lengths, beta=0.5)
+    assert tokens.tolist() == [-0.25, 1.125, 2.5]
+    assert not shaped.requires_grad
+    assert not tokens.requires_grad
+
+
+def test_shaped_rewards_run_on_fake_tensors_and_without_tokens():
+    nothing = torch.zeros(0, dtype=torch.long)
+    assert shaped_token_rewards(torch.ones(1), torch.zeros(0), nothing, torch.zeros(1, dtype=torch.long), 0.1).shape == (0,)
+    with FakeTensorMode():
+        row, lengths = torch.zeros(4, dtype=torch.long), torch.full((2,), 2)
+        assert shaped_rewards(torch.zeros(2), torch.zeros(4), row, 0.1).shape == (2,)
+        assert shaped_token_rewards(torch.zeros(2), torch.zeros(4), row, lengths, 0.1).shape == (4,)
+
+
+def test_a_fixed_coefficient_stays():
+    controller = KlController(KlControl(type="fixed", kl_coef=0.05))
+    controller.update(mean_kl=9.0, num_sequences=1000)
+    assert controller.coefficient == 0.05
+
+
+def test_an_adaptive_coefficient_follows_the_target_by_at_most_a_fifth_per_horizon():
+    settings = KlControl(type="adaptive", kl_coef=1.0, horizon=100, target_kl=0.1)
+    controller = KlController(settings)
+    controller.update(mean_kl=10.0, num_sequences=50)  # error capped at 0.2: 1 + 0.2 * 50 / 100
+    assert controller.coefficient == pytest.approx(1.1, rel=1e-12)
+    controller.update(mean_kl=0.09, num_sequences=100)  # error -0.1: 1.1 * 0.9
+    assert controller.coefficient == pytest.approx(0.99, rel=1e-12)
+    resumed = KlController(settings)
+    resumed.load_state_dict(controller.state_dict())
+    assert resumed.coefficient == controller.coefficient

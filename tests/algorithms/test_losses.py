@@ -1,0 +1,150 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+from torch._subclasses import FakeTensorMode
+
+from verl_memopt.algorithms.losses import LOSSES, policy_loss
+from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts, row_index
+from verl_memopt.config.schema import Actor, PolicyLoss
+
+LENGTHS = [3, 1, 4, 2]
+ADVANTAGES = [1.0, -0.5, 2.0, -1.5]
+COUNTS = GlobalCounts(tokens=sum(LENGTHS), sequences=len(LENGTHS))
+ACTOR = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5, loss_scale_factor=4)
+
+
+def actor(mode, agg="token-mean"):
+    return replace(ACTOR, policy_loss=PolicyLoss(loss_mode=mode), loss_agg_mode=agg)
+
+
+def ppo_term(ratio, advantage, dual_clip):
+    """-min(ratio * A, clip(ratio) * A), at most -c * A for negative A under the dual clip."""
+    objective = min(ratio * advantage, min(max(ratio, 0.8), 1.3) * advantage)
+    return -max(objective, 1.5 * advantage) if dual_clip and advantage < 0 else -objective
+
+
+def naive_loss(new, old, mode, agg):
+    """Row by row from lists of per-token log-probs."""
+    ratios = [[math.exp(n - o) for n, o in zip(ns, os, strict=True)] for ns, os in zip(new, old, strict=True)]
+    if mode != "vanilla":
+        power = (lambda row: 1 / len(row)) if mode == "gspo" else (lambda row: 1)
+        terms = [ppo_term(math.prod(r) ** power(r), a, dual_clip=False) for r, a in zip(ratios, ADVANTAGES, strict=True)]
+        return sum(terms) / len(terms)
+    rows = [[ppo_term(r, a, dual_clip=True) for r in row] for row, a in zip(ratios, ADVANTAGES, strict=True)]
+    if agg == "token-mean":
+        return sum(map(sum, rows)) / sum(LENGTHS)
+    per_row = [sum(row) / len(row) if agg == "seq-mean-token-mean" else sum(row) for row in rows]
+    return sum(per_row) / len(rows) / (4 if agg == "seq-mean-token-sum-norm" else 1)
+
+
+def random_log_probs():
+    generator = torch.Generator().manual_seed(3)
+    old = -torch.rand(sum(LENGTHS), generator=generator, dtype=torch.float64) * 2
+    new = old + 0.6 * torch.randn(sum(LENGTHS), generator=generator, dtype=torch.float64)
+    return new, old
+
+
+def run(new, old, indices, settings):
+    """Loss and metrics of the micro-batch that holds the given rows."""
+    lengths = torch.tensor([LENGTHS[i] for i in indices])
+    cut = [torch.cat([values.split(LENGTHS)[i] for i in indices]) for values in (new, old)]
+    row = row_index(lengths, len(cut[0]))
+    advantages = torch.tensor([ADVANTAGES[i] for i in indices], dtype=torch.float64)[row]
+    return policy_loss(*cut, advantages, row, lengths, COUNTS, settings)
+
+
+MODES = [("vanilla", agg) for agg in LOSS_AGG_MODES] + [("sequence", "token-mean"), ("gspo", "token-mean")]
+
+
+@pytest.mark.parametrize(("mode", "agg"), MODES)
+def test_the_loss_equals_the_row_by_row_definition(mode, agg):
+    new, old = random_log_probs()
+    loss, metrics = run(new, old, range(4), actor(mode, agg))
+    naive = naive_loss([r.tolist() for r in new.split(LENGTHS)], [r.tolist() for r in old.split(LENGTHS)], mode, agg)
+    assert loss.item() == pytest.approx(naive, rel=1e-12)
+    assert metrics["pg_loss"].item() == loss.item()
+
+
+@pytest.mark.parametrize(("mode", "agg"), MODES)
+@pytest.mark.parametrize("bins", [[[0], [1], [2], [3]], [[3, 1], [0, 2]]])
+def test_loss_gradient_and_metrics_do_not_depend_on_micro_batches(mode, agg, bins):
+    new, old = random_log_probs()
+    whole = new.clone().requires_grad_()
+    loss, metrics = run(whole, old, range(4), actor(mode, agg))
+    loss.backward()
+    parts = new.clone().requires_grad_()
+    results = [run(parts, old, indices, actor(mode, agg)) for indices in bins]
+    sum(part for part, _ in results).backward()
+    torch.testing.assert_close(parts.grad, whole.grad, rtol=1e-12, atol=1e-15)
+    for name, value in metrics.items():
+        assert sum(m[name] for _, m in results).item() == pytest.approx(value.item(), rel=1e-12, abs=1e-15)
+
+
+def test_at_ratio_one_the_gradient_is_minus_advantage_over_rows():
+    old = random_log_probs()[1]
+    new = old.clone().requires_grad_()
+    run(new, old, range(4), actor("sequence"))[0].backward()
+    assert new.grad.tolist() == [-a / 4 for a, length in zip(ADVANTAGES, LENGTHS, strict=True) for _ in range(length)]
+
+
+def gradient_at(mode, log_ratio, advantage):
+    new = torch.tensor([log_ratio], requires_grad=True)
+    one = torch.tensor([1])
+    counts = GlobalCounts(1, 1)
+    policy_loss(new, torch.zeros(1), torch.tensor([advantage]), torch.tensor([0]), one, counts, actor(mode))[0].backward()
+    return new.grad.item()
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_the_clip_stops_the_gradient_only_on_the_side_that_binds(mode):
+    assert gradient_at(mode, math.log(1.4), advantage=1.0) == 0
+    assert gradient_at(mode, math.log(1.4), advantage=-1.0) != 0
+    assert gradient_at(mode, math.log(0.7), advantage=-1.0) == 0
+    assert gradient_at(mode, math.log(0.7), advantage=1.0) != 0
+
+
+def test_the_dual_clip_stops_the_gradient_of_a_bad_token_beyond_its_bound():
+    assert gradient_at("vanilla", math.log(1.6), advantage=-1.0) == 0
+    assert gradient_at("sequence", math.log(1.6), advantage=-1.0) != 0
+
+
+def test_clip_fractions_and_kl_by_hand():
+    # ratios 1.4 (clipped above), 1.0, 0.7 (clipped below as A < 0), 1.6 with A < 0 (bounded by c)
+    new = torch.tensor([1.4, 1.0, 0.7, 1.6]).log()
+    advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
+    row, lengths = torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2])
+    _, metrics = policy_loss(new, torch.zeros(4), advantages, row, lengths, GlobalCounts(4, 2), actor("vanilla"))
+    assert metrics["pg_clipfrac"].item() == 0.5
+    assert metrics["pg_clipfrac_lower"].item() == 0.25
+    assert metrics["ppo_kl"].item() == pytest.approx(-math.log(1.4 * 0.7 * 1.6) / 4, rel=1e-5)
+    assert metrics["ratio_clamped"].item() == 0
+
+
+def test_a_summed_log_ratio_beyond_20_is_clamped_and_counted():
+    row, lengths = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
+    arguments = (torch.tensor([30.0, 30.0, 0.0]), torch.zeros(3), torch.tensor([-1.0, -1.0, 1.0]), row, lengths)
+    loss, metrics = policy_loss(*arguments, GlobalCounts(3, 2), actor("sequence"))
+    assert loss.item() == pytest.approx((math.exp(20) - 1) / 2, rel=1e-6)
+    assert metrics["ratio_clamped"].item() == 0.5
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_a_row_with_an_empty_response_adds_nothing(mode):
+    row, lengths = torch.tensor([0, 2]), torch.tensor([1, 0, 1])
+    with_empty = policy_loss(*[torch.ones(2)] * 3, row, lengths, GlobalCounts(2, 3), actor(mode))[0]
+    without = policy_loss(*[torch.ones(2)] * 3, torch.tensor([0, 1]), torch.tensor([1, 1]), GlobalCounts(2, 3), actor(mode))[0]
+    assert with_empty.item() == without.item()
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_losses_run_on_fake_tensors(mode):
+    with FakeTensorMode():
+        log_probs = torch.zeros(6, requires_grad=True)
+        lengths = torch.full((3,), 2)
+        row = row_index(lengths, 6)
+        loss, metrics = policy_loss(log_probs, torch.zeros(6), torch.zeros(6), row, lengths, GlobalCounts(6, 3), actor(mode))
+        loss.backward()
+    assert loss.shape == ()
+    assert all(not metric.requires_grad for metric in metrics.values())

@@ -1,0 +1,1 @@
+"""Advantages, clipped losses, KL estimators and global reductions: pure functions on tensors."""

@@ -1,0 +1,63 @@
+"""Sums over tokens and rows that do not depend on how a mini-batch is cut into micro-batches or over ranks.
+
+Response tokens of a micro-batch lie flat, row after row: ``values [R]``, ``row [R]`` int64 (which row a token belongs to)
+and ``lengths [rows]`` int64. Each reduction divides by counts of the whole mini-batch, so the results of micro-batches
+and ranks are summed, never averaged.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+
+@dataclass(frozen=True)
+class GlobalCounts:
+    """What a mini-batch holds over all ranks."""
+
+    tokens: float
+    """Response tokens."""
+    sequences: float
+    """Rows, those with an empty response included."""
+
+
+def row_index(lengths: Tensor, total: int) -> Tensor:
+    """Gives, for each of ``total`` flat tokens, the index of its row. ``lengths [rows]`` int64 sums to ``total``."""
+    rows = torch.arange(lengths.shape[0], device=lengths.device)
+    return torch.repeat_interleave(rows, lengths, output_size=total)
+
+
+def row_sums(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
+    """Gives the sum of each row's tokens, ``[num_rows]``; a row without tokens gets 0."""
+    return values.new_zeros(num_rows).index_add(0, row, values)
+
+
+def row_means(values: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
+    """Gives the mean of each row's tokens, ``[rows]``; a row without tokens gets 0."""
+    return row_sums(values, row, lengths.shape[0]) / lengths.clamp(min=1)
+
+
+def aggregate(
+    token_losses: Tensor, row: Tensor, lengths: Tensor, mode: str, counts: GlobalCounts, scale_factor: int | None
+) -> Tensor:
+    """Gives this micro-batch's share of the mini-batch loss, a scalar; the shares of all micro-batches and ranks sum to it.
+
+    token-mean: sum / tokens. seq-mean-token-sum: sum / sequences. seq-mean-token-mean: row means / sequences.
+    seq-mean-token-sum-norm: sum / (sequences * ``scale_factor``), a constant length in place of each row's own
+    (Dr. GRPO, arXiv 2503.20783).
+    """
+    assert mode in LOSS_AGG_MODES, mode
+    if mode == "token-mean":
+        return token_losses.sum() / counts.tokens
+    if mode == "seq-mean-token-mean":
+        return row_means(token_losses, row, lengths).sum() / counts.sequences
+    if mode == "seq-mean-token-sum":
+        return token_losses.sum() / counts.sequences
+    assert scale_factor is not None, "seq-mean-token-sum-norm needs actor.loss_scale_factor"
+    return token_losses.sum() / (counts.sequences * scale_factor)
+
+
+LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+"""Values of ``actor.loss_agg_mode``."""
