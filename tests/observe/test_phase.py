@@ -32,7 +32,7 @@ def test_a_tracked_phase_counts_resident_tensors_and_what_is_born_inside() -> No
 
 
 def test_each_phase_starts_from_a_fresh_peak() -> None:
-    probe = MemoryProbe(CPU, lambda: [])
+    probe = MemoryProbe(CPU, list)
     with probe.phase("gen", track=True):
         torch.zeros(1000)
     with probe.phase("update_actor", track=True) as measured:
@@ -41,7 +41,7 @@ def test_each_phase_starts_from_a_fresh_peak() -> None:
 
 
 def test_an_untracked_phase_on_a_cpu_has_no_device_figure_rather_than_zero() -> None:
-    with MemoryProbe(CPU, lambda: []).phase("gen", track=False) as measured:
+    with MemoryProbe(CPU, list).phase("gen", track=False) as measured:
         torch.zeros(1000)
         assert active_tracker() is None
     phase = measured()
@@ -62,7 +62,7 @@ def test_the_probe_keeps_nothing_alive_that_the_phase_frees() -> None:
 
 
 def test_a_phase_that_raises_leaves_no_tracker_and_no_figures() -> None:
-    probe = MemoryProbe(CPU, lambda: [])
+    probe = MemoryProbe(CPU, list)
     with pytest.raises(ZeroDivisionError), probe.phase("gen", track=True) as measured:
         raise ZeroDivisionError
     assert active_tracker() is None
@@ -100,7 +100,7 @@ def test_log_words_say_not_available_where_a_device_has_no_counter() -> None:
 def test_on_a_gpu_the_peak_is_the_allocators_and_the_reserve_is_at_least_as_large() -> None:
     """Only a GPU has these counters."""
     device = torch.device("cuda", 0)
-    with MemoryProbe(device, lambda: []).phase("gen", track=False) as measured:
+    with MemoryProbe(device, list).phase("gen", track=False) as measured:
         torch.zeros(MIB, device=device)
     phase = measured()
     assert phase.peak_allocated_bytes - phase.allocated_bytes == 4 * MIB

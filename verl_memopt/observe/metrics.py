@@ -1,0 +1,159 @@
+"""Numbers of a step under verl's names, each with the reduction it declares."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from verl_memopt.observe.phase import GIB, PhaseMemory
+
+Entry = tuple[Any, float]
+
+
+def _weighted_mean(entries: Sequence[Entry]) -> float:
+    weights = sum(weight for _, weight in entries)
+    return sum(value * weight for value, weight in entries) / weights
+
+
+REDUCTIONS: dict[str, Callable[[Sequence[Entry]], float]] = {
+    "mean": _weighted_mean,
+    "sum": lambda entries: sum(value for value, _ in entries),
+    "max": lambda entries: max(value for value, _ in entries),
+    "min": lambda entries: min(value for value, _ in entries),
+}
+
+
+class Metrics:
+    """Gathers values by name until :meth:`result` reduces them.
+
+    Values may be tensors of one element: they are read in ``result`` alone, so a pass that fills a ``Metrics`` never waits
+    for its device and runs under fake tensors. A Metrics can be pickled and merged with those of other ranks.
+    """
+
+    def __init__(self) -> None:
+        self._entries: dict[str, list[Entry]] = {}
+        self._reductions: dict[str, str] = {}
+
+    def add(self, name: str, value: Any, reduction: str = "mean", weight: float = 1.0) -> None:
+        """Adds one value. ``weight`` counts in a mean only; an entry of weight 0 leaves the mean as it is."""
+        assert reduction in REDUCTIONS, reduction
+        declared = self._reductions.setdefault(name, reduction)
+        assert declared == reduction, f"{name} is reduced by {declared}, not {reduction}"
+        if weight > 0:
+            self._entries.setdefault(name, []).append((value, weight))
+
+    def update(self, values: Mapping[str, Any], reduction: str = "mean", weight: float = 1.0) -> None:
+        """Adds each value of a mapping with one reduction."""
+        for name, value in values.items():
+            self.add(name, value, reduction, weight)
+
+    def merge(self, other: Metrics) -> None:
+        """Adds everything another Metrics holds."""
+        for name, entries in other._entries.items():
+            for value, weight in entries:
+                self.add(name, value, other._reductions[name], weight)
+
+    def result(self) -> dict[str, float]:
+        """Gives each name's reduced value as a float; a name without an entry is absent."""
+        return {
+            name: float(REDUCTIONS[self._reductions[name]]([(float(value), weight) for value, weight in entries]))
+            for name, entries in self._entries.items()
+        }
+
+
+def summary_of(name: str, values: torch.Tensor | Sequence[float], weights: torch.Tensor | None = None) -> dict[str, float]:
+    """Gives ``name/{mean,max,min}`` of values [N]; nothing when there are none.
+
+    With ``weights`` [N] (response lengths, say) the mean is weighted, and values of weight 0 are left out of all three.
+    """
+    numbers = torch.as_tensor(values, dtype=torch.float64)
+    counts = torch.ones_like(numbers) if weights is None else torch.as_tensor(weights, dtype=torch.float64)
+    numbers, counts = numbers[counts > 0], counts[counts > 0]
+    if not numbers.numel():
+        return {}
+    mean = (numbers * counts).sum() / counts.sum()
+    return {f"{name}/mean": mean.item(), f"{name}/max": numbers.max().item(), f"{name}/min": numbers.min().item()}
+
+
+def critic_metrics(
+    scores: torch.Tensor, rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, lengths: torch.Tensor
+) -> dict[str, float]:
+    """Gives ``critic/{score,rewards,advantages,returns}/{mean,max,min}`` of one value a row, all [B].
+
+    Scores and rewards are averaged over rows; advantages and returns over response tokens, as ``lengths`` [B] counts them.
+    """
+    return (
+        summary_of("critic/score", scores)
+        | summary_of("critic/rewards", rewards)
+        | summary_of("critic/advantages", advantages, lengths)
+        | summary_of("critic/returns", returns, lengths)
+    )
+
+
+def length_metrics(
+    prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, max_prompt_length: int, max_response_length: int
+) -> dict[str, float]:
+    """Gives the prompt and response length groups, with the share of rows that reach the cap, of lengths [B] in tokens.
+
+    An aborted row is one whose response is empty.
+    """
+    groups = (
+        ("prompt_length", prompt_lengths, max_prompt_length),
+        ("response_length", response_lengths, max_response_length),
+        ("response_length_non_aborted", response_lengths[response_lengths > 0], max_response_length),
+    )
+    metrics: dict[str, float] = {}
+    for name, lengths, cap in groups:
+        if lengths.numel():
+            metrics |= summary_of(name, lengths) | {f"{name}/clip_ratio": (lengths >= cap).double().mean().item()}
+    return metrics | {"response/aborted_ratio": (response_lengths == 0).double().mean().item()}
+
+
+def throughput_metrics(num_tokens: int, step_seconds: float, num_devices: int) -> dict[str, float]:
+    """Gives ``perf/{total_num_tokens,time_per_step,throughput}``; throughput is tokens per second and device."""
+    return {
+        "perf/total_num_tokens": float(num_tokens),
+        "perf/time_per_step": step_seconds,
+        "perf/throughput": num_tokens / (step_seconds * num_devices),
+    }
+
+
+PER_TOKEN_PHASES = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
+"""Phases whose time per token is reported: ``gen`` by response tokens, the others by all tokens."""
+
+
+def token_timings(timings: Mapping[str, float], response_tokens: int, total_tokens: int) -> dict[str, float]:
+    """Gives ``timing_per_token_ms/<phase>`` of the phases that ran, from ``timing_s/<phase>``."""
+    tokens = {name: response_tokens if name == "gen" else total_tokens for name in PER_TOKEN_PHASES}
+    return {
+        f"timing_per_token_ms/{name}": 1000 * timings[f"timing_s/{name}"] / count
+        for name, count in tokens.items()
+        if f"timing_s/{name}" in timings and count
+    }
+
+
+def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
+    """Gives ``memory/<phase>/*_gb`` of phases already combined over ranks, and their maxima as ``perf/*_gb``, in GiB.
+
+    A figure that the device or the step does not have is absent. ``perf/memory_allocated_gb`` is what was live when the last
+    phase ended.
+    """
+    metrics: dict[str, float] = {}
+    for phase in phases:
+        _set_gib(metrics, f"memory/{phase.name}/peak_allocated_gb", [phase.peak_allocated_bytes])
+        _set_gib(metrics, f"memory/{phase.name}/peak_reserved_gb", [phase.peak_reserved_bytes])
+        _set_gib(metrics, f"memory/{phase.name}/device_used_gb", [phase.device_used_bytes])
+        _set_gib(metrics, f"memory/{phase.name}/host_rss_gb", [phase.host_rss_bytes])
+    _set_gib(metrics, "perf/memory_allocated_gb", [phase.allocated_bytes for phase in phases[-1:]])
+    _set_gib(metrics, "perf/max_memory_allocated_gb", [phase.peak_allocated_bytes for phase in phases])
+    _set_gib(metrics, "perf/max_memory_reserved_gb", [phase.peak_reserved_bytes for phase in phases])
+    _set_gib(metrics, "perf/cpu_memory_used_gb", [phase.host_rss_bytes for phase in phases])
+    return metrics
+
+
+def _set_gib(metrics: dict[str, float], name: str, sizes: Iterable[int | None]) -> None:
+    known = [size for size in sizes if size is not None]
+    if known:
+        metrics[name] = max(max(known) / GIB, metrics.get(name, 0.0))
