@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import json
 import re
 from pathlib import Path
+from typing import Any
 
+from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
 
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
@@ -37,3 +40,30 @@ def _from_hub(name: str, key: str) -> Path:
             f"{key}={name}: no such folder here, and the hub could not give it ({type(error).__name__}: {error}). "
             "Give the path of a downloaded model folder, or make the hub reachable."
         ) from error
+
+
+def load_tokenizer(folder: Path, model: Model) -> Any:
+    """Gives the tokenizer of a folder, with ``model.custom_chat_template`` in place of its own when given.
+
+    Errors: ConfigError when it cannot be read, or has no token that ends a response.
+    """
+    from transformers import AutoTokenizer
+
+    key = f"actor_rollout_ref.model.{'path' if model.tokenizer_path is None else 'tokenizer_path'}={folder}"
+    try:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+    except (OSError, ValueError, KeyError) as error:
+        raise ConfigError(f"{key}: its tokenizer cannot be read: {error}. Add tokenizer files or set model.tokenizer_path.") from error
+    if tokenizer.eos_token_id is None:
+        raise ConfigError(f"{key}: the tokenizer has no eos token, so no response could end. Set one in tokenizer_config.json.")
+    if model.custom_chat_template is not None:
+        tokenizer.chat_template = model.custom_chat_template
+    return tokenizer
+
+
+def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
+    """Gives the ids that end a response: those of generation_config.json, and the tokenizer's own."""
+    path = folder / "generation_config.json"
+    listed = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    return tuple(sorted({*ids, tokenizer.eos_token_id}))

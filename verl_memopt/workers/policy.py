@@ -96,8 +96,8 @@ class Policy:
         log_probs, entropy = self.model(pack, temperature, with_entropy)
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs.to(to, non_blocking=True)
         advantages = batch.advantages.to(to, non_blocking=True)
-        loss, metrics = policy_loss(log_probs, old, advantages, pack.row, pack.row_lengths, counts, actor)
-        metrics["actor/pg_loss"] = loss.detach()
+        loss, parts = policy_loss(log_probs, old, advantages, pack.row, pack.row_lengths, counts, actor)
+        metrics = {f"actor/{name}": value for name, value in parts.items()}
 
         def mean(values: Tensor) -> Tensor:
             return aggregate(values, pack.row, pack.row_lengths, actor.loss_agg_mode, counts, actor.loss_scale_factor)

@@ -41,7 +41,6 @@ class WorkerPlan:
     eos_token_ids: tuple[int, ...]
     optimizer_steps: int
     free_engine: bool
-    train: bool
     track_init: bool
 
 

@@ -1,0 +1,132 @@
+"""Builds a run from its settings: site, data, rewards, checkpoint store, workers; every user mistake shows before a worker starts."""
+
+from __future__ import annotations
+
+import functools
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+from verl_memopt.config.schema import Settings
+from verl_memopt.data.dataset import PromptDataset, build_dataset
+from verl_memopt.data.encoder import PromptEncoder
+from verl_memopt.data.loader import StepLoader, load_sampler
+from verl_memopt.errors import ConfigError
+from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+from verl_memopt.trainer.crew import Crew
+from verl_memopt.trainer.site import Site, survey, with_seed
+from verl_memopt.workers.group import WorkerGroup
+from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.ray_group import start_ray_group
+from verl_memopt.workers.worker import Worker, WorkerPlan
+
+
+@dataclass(frozen=True)
+class Job:
+    """Everything a run needs but its workers. total_steps: of the whole run, from step 1."""
+
+    settings: Settings
+    site: Site
+    loader: StepLoader
+    validation: PromptDataset | None
+    encoder: PromptEncoder
+    store: CheckpointStore
+    checkpoint: Checkpoint | None
+    total_steps: int
+
+
+def prepare(settings: Settings) -> Job:
+    """Gives the job of a run. Errors: ConfigError, DataError or CheckpointError for whatever the user must mend."""
+    site = survey(settings)
+    store = CheckpointStore(site.run_dir, settings.trainer.max_actor_ckpt_to_keep)
+    checkpoint = _find_checkpoint(settings, store)
+    settings = with_seed(settings, None if checkpoint is None else checkpoint.driver["seed"])
+    data = settings.data
+    train = build_dataset(data.train_files, data, site.tokenizer, "train")
+    validation = None if data.val_files is None else build_dataset(data.val_files, data, site.tokenizer, "val")
+    assert data.seed is not None
+    loader = StepLoader(train, data.train_batch_size, data.shuffle, data.seed, load_sampler(data.sampler))
+    if checkpoint is not None:
+        loader.load_state_dict(checkpoint.driver["loader"])
+    return Job(
+        settings=settings,
+        site=site,
+        loader=loader,
+        validation=validation,
+        encoder=PromptEncoder(site.tokenizer, data.max_prompt_length, data.truncation),
+        store=store,
+        checkpoint=checkpoint,
+        total_steps=_total_steps(settings, loader),
+    )
+
+
+def _find_checkpoint(settings: Settings, store: CheckpointStore) -> Checkpoint | None:
+    trainer = settings.trainer
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.resume_mode == "auto":
+        return store.newest()
+    if trainer.resume_from_path is None:
+        raise ConfigError("trainer.resume_mode=resume_path: trainer.resume_from_path is missing. Give a global_step_N folder.")
+    from pathlib import Path
+
+    return read_checkpoint(Path(trainer.resume_from_path))
+
+
+def _total_steps(settings: Settings, loader: StepLoader) -> int:
+    given = settings.trainer.total_training_steps
+    return settings.trainer.total_epochs * loader.steps_per_epoch if given is None else given
+
+
+def worker_plan(job: Job) -> WorkerPlan:
+    """Gives what each worker builds."""
+    settings, site = job.settings, job.site
+    actor = settings.actor_rollout_ref.actor
+    per_step = settings.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+    return WorkerPlan(
+        settings=settings.actor_rollout_ref,
+        folder=str(site.folder),
+        reference_folder=None if site.reference_folder is None else str(site.reference_folder),
+        tokenizer_folder=str(site.tokenizer_folder),
+        eos_token_ids=site.eos_token_ids,
+        optimizer_steps=job.total_steps * per_step,
+        free_engine=site.free_engine,
+        track_init=site.device == "cpu" and settings.trainer.track_memory_every_steps > 0,
+    )
+
+
+@contextmanager
+def workers(job: Job, clock: PhaseClock) -> Iterator[Crew]:
+    """Starts the run's workers and, however the body ends, leaves none behind."""
+    group = _start_group(job)
+    try:
+        yield Crew(group, clock, in_process=job.settings.trainer.worker_group == "local")
+    finally:
+        group.shutdown()
+
+
+def _start_group(job: Job) -> WorkerGroup:
+    trainer, site = job.settings.trainer, job.site
+    factory = functools.partial(Worker, worker_plan(job))
+    if trainer.worker_group == "local":
+        return start_local_group(factory, site.device)
+    threads = max(1, (os.cpu_count() or 1) // trainer.n_gpus_per_node)
+    return start_ray_group(
+        factory,
+        nnodes=trainer.nnodes,
+        devices_per_node=trainer.n_gpus_per_node,
+        device=site.device,
+        timeout_seconds=trainer.ray_wait_register_center_timeout,
+        ray_init=job.settings.ray_kwargs.ray_init,
+        num_threads=threads,
+    )
+
+
+@contextmanager
+def reward_processes(job: Job) -> Iterator[RewardRunner]:
+    """Starts the reward processes and ends them with the body."""
+    with RewardRunner(job.settings.custom_reward_function, job.settings.reward_model.num_workers) as runner:
+        yield runner

@@ -1,0 +1,51 @@
+"""The workers as the loop sees them: every call is a timed phase, and what it held in memory is kept."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+from verl_memopt.observe.phase import PhaseMemory, combine, host_rss_bytes
+from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.workers.group import WorkerGroup
+
+
+class Crew:
+    """A worker group with a clock.
+
+    in_process: the workers live in this process, so the driver's resident memory is already counted. track: count live
+    bytes on a CPU in the calls that follow.
+    """
+
+    def __init__(self, group: WorkerGroup, clock: PhaseClock, in_process: bool) -> None:
+        self.group = group
+        self.clock = clock
+        self.in_process = in_process
+        self.track = False
+        self._memories: dict[str, list[PhaseMemory]] = {}
+
+    @property
+    def world_size(self) -> int:
+        return self.group.world_size
+
+    def all(self, phase: str, method: str, *args: Any) -> list[Any]:
+        """Makes the same call on each worker and gives their answers in rank order."""
+        return self.each(phase, method, [args] * self.world_size)
+
+    def each(self, phase: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Makes a call on each worker with arguments of its own and gives their answers in rank order."""
+        with self.clock.phase(phase):
+            replies = self.group.each("call", [(phase, self.track, method, *own) for own in arguments])
+        driver = 0 if self.in_process else host_rss_bytes()
+        self._memories.setdefault(phase, []).append(combine([reply.memory for reply in replies], driver))
+        return [reply.value for reply in replies]
+
+    def take_memories(self) -> list[PhaseMemory]:
+        """Gives each phase's memory since the last take: of its calls, the one with the highest peak."""
+        taken = [max(calls, key=lambda memory: memory.peak_allocated_bytes or 0) for calls in self._memories.values()]
+        self._memories = {}
+        return taken
+
+    def init_memory(self) -> PhaseMemory:
+        """Gives what the start of the workers cost."""
+        return combine(self.group.all("started"), 0 if self.in_process else host_rss_bytes())

@@ -1,0 +1,53 @@
+"""Who computes what in the passes: rows to ranks, ranks' rows to micro-batches; decided on the driver, counted in tokens."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl_memopt.memory.token_budget import balance, pack, pack_fixed, split_to_count
+
+
+@dataclass(frozen=True)
+class Budget:
+    """How a pass cuts its rows: by tokens (hard cap ``max_tokens``) or by ``rows`` sequences. key names the cap in errors."""
+
+    by_tokens: bool
+    max_tokens: int
+    rows: int | None
+    key: str
+
+    def micro_batches(self, tokens: Sequence[int], names: Sequence[str]) -> list[list[int]]:
+        """Gives rows per micro-batch for one rank. Errors: ConfigError naming a row that alone exceeds the cap."""
+        if self.by_tokens:
+            return pack(tokens, self.max_tokens, names=names, key=self.key)
+        assert self.rows is not None
+        return pack_fixed(len(tokens), self.rows)
+
+
+def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:
+    """Gives the rows of each mini-batch, whole groups at a time; shuffled by groups when a seed is given."""
+    order = list(range(num_prompts))
+    if shuffle_seed is not None:
+        random.Random(shuffle_seed).shuffle(order)
+    chunks = [order[start : start + prompts_per_mini] for start in range(0, num_prompts, prompts_per_mini)]
+    return [[prompt * samples + sample for prompt in chunk for sample in range(samples)] for chunk in chunks]
+
+
+def rows_per_rank(tokens: Sequence[int], rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
+    """Gives the rows of each rank: as many on each, with as even a number of tokens as can be when ``even_out``."""
+    if world_size == 1:
+        return [list(rows)]
+    if not even_out:
+        share = len(rows) // world_size
+        return [list(rows[rank * share : (rank + 1) * share]) for rank in range(world_size)]
+    parts = balance([tokens[row] for row in rows], world_size)
+    return [sorted(rows[index] for index in part) for part in parts]
+
+
+def cut_ranks(tokens_per_rank: Sequence[Sequence[int]], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:
+    """Gives each rank's micro-batches, as many on every rank: the collectives of a sharded model must match."""
+    cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
+    count = max(len(bins) for bins in cut)
+    return [split_to_count(bins, count, tokens) for bins, tokens in zip(cut, tokens_per_rank, strict=True)]

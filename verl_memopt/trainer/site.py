@@ -1,0 +1,118 @@
+"""Where a run takes place: device, folders, tokenizer; everything about this machine that settings alone cannot say."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import logging
+import os
+import secrets
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.config.schema import Settings
+from verl_memopt.distributed.device import device_count, resolve_device
+from verl_memopt.errors import ConfigError
+from verl_memopt.models.folder import end_tokens, load_tokenizer, resolve_folder
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class Site:
+    """What a run found. reference_folder is None when no KL is asked for."""
+
+    device: str
+    world_size: int
+    folder: Path
+    tokenizer_folder: Path
+    reference_folder: Path | None
+    tokenizer: Any
+    eos_token_ids: tuple[int, ...]
+    free_engine: bool
+    run_dir: Path
+
+
+def needs_reference(settings: Settings) -> bool:
+    """Says whether anything asks for the reference's log-probs."""
+    return settings.algorithm.use_kl_in_reward or settings.actor_rollout_ref.actor.use_kl_loss
+
+
+def survey(settings: Settings) -> Site:
+    """Gives the site of a run. Errors: ConfigError for whatever this machine cannot do, before any worker starts."""
+    trainer, model = settings.trainer, settings.actor_rollout_ref.model
+    device = resolve_device(trainer.device)
+    _check_devices(settings, device)
+    _check_engine(settings)
+    run_dir = _writable(Path(str(trainer.default_local_dir)))
+    folder = resolve_folder(model.path, "actor_rollout_ref.model.path")
+    tokens = folder if model.tokenizer_path is None else resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path")
+    tokenizer = load_tokenizer(tokens, model)
+    reference = None
+    if needs_reference(settings):
+        reference = resolve_folder(str(settings.actor_rollout_ref.ref.model.path), "actor_rollout_ref.ref.model.path")
+    return Site(
+        device=device,
+        world_size=trainer.nnodes * trainer.n_gpus_per_node,
+        folder=folder,
+        tokenizer_folder=tokens,
+        reference_folder=reference,
+        tokenizer=tokenizer,
+        eos_token_ids=end_tokens(folder, tokenizer),
+        free_engine=_free_engine(settings, device),
+        run_dir=run_dir,
+    )
+
+
+def _check_devices(settings: Settings, device: str) -> None:
+    """Refuses more GPUs on one node than there are; over several nodes the cluster is asked when it is known."""
+    trainer = settings.trainer
+    present = device_count(device)
+    if device == "cuda" and trainer.nnodes == 1 and "address" not in settings.ray_kwargs.ray_init and trainer.n_gpus_per_node > present:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {present}. Set it to at most {present}."
+        )
+
+
+def _check_engine(settings: Settings) -> None:
+    name = settings.actor_rollout_ref.rollout.name
+    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Run ./setup_env.sh, or use actor_rollout_ref.rollout.name=hf."
+        )
+
+
+def _free_engine(settings: Settings, device: str) -> bool:
+    asked = settings.actor_rollout_ref.rollout.free_cache_engine
+    if asked and device == "cpu":
+        raise ConfigError(
+            "actor_rollout_ref.rollout.free_cache_engine=true: an engine on a CPU cannot give its memory back. "
+            "Leave the key out, or set it to false; rollout.kv_cache_memory_gb bounds the cache."
+        )
+    return device != "cpu" if asked is None else asked
+
+
+def _writable(folder: Path) -> Path:
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(f"trainer.default_local_dir={folder}: cannot be made ({error.strerror}). Give another folder.") from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"trainer.default_local_dir={folder}: not writable. Give another folder.")
+    return folder.resolve()
+
+
+def with_seed(settings: Settings, resumed_seed: int | None) -> Settings:
+    """Gives settings whose data and rollout seeds are concrete: those given, else the resumed run's, else drawn and logged."""
+    seed = settings.data.seed
+    if seed is None:
+        seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
+        logger.info("data.seed was not given; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint")
+    rollout = settings.actor_rollout_ref.rollout
+    rollout = dataclasses.replace(rollout, seed=seed if rollout.seed is None else rollout.seed)
+    return dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, seed=seed),
+        actor_rollout_ref=dataclasses.replace(settings.actor_rollout_ref, rollout=rollout),
+    )

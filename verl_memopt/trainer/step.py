@@ -1,0 +1,218 @@
+"""One training step, as one would draw it: rollout, reward, log-probs, advantages, update, weight sync."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.kl import KlController
+from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import Settings
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.expansion import expand
+from verl_memopt.errors import RolloutError
+from verl_memopt.observe.metrics import critic_metrics, length_metrics, summary_of
+from verl_memopt.rewards.runner import RewardResult, RewardRunner
+from verl_memopt.rollout.sampling import train_sampling
+from verl_memopt.trainer.assemble import Job
+from verl_memopt.trainer.crew import Crew
+from verl_memopt.trainer.experience import (
+    Advantages,
+    Answers,
+    advantages,
+    generate,
+    sampling_seeds,
+    score_answers,
+    scored,
+    to_batch,
+)
+from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank
+from verl_memopt.trainer.site import needs_reference
+from verl_memopt.workers.policy import MiniBatch
+
+ACTOR = "actor_rollout_ref.actor"
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """What a step leaves: its metrics, its answers with their scores, and the tokens it computed."""
+
+    metrics: dict[str, float]
+    answers: Answers
+    results: list[RewardResult]
+    response_tokens: int
+    total_tokens: int
+
+
+class Stepper:
+    """Runs steps. kl_control: the coefficient of the KL in the reward, saved and restored with the run."""
+
+    def __init__(self, job: Job, crew: Crew, runner: RewardRunner) -> None:
+        self.job = job
+        self.settings: Settings = job.settings
+        self.crew = crew
+        self.runner = runner
+        self.kl_control = KlController(job.settings.algorithm.kl_ctrl)
+        self.update_budget, self.old_budget, self.ref_budget = budgets(job.settings)
+
+    def run(self, step: int) -> StepResult:
+        """Runs step number ``step`` and gives what it leaves.
+
+        Errors: RewardError, WorkerError; RolloutError when the engine's log-probs are too far from the trainer's.
+        """
+        answers = self.rollout(step)
+        with self.crew.clock.phase("reward"):
+            results = score_answers(self.runner, answers)
+        batch = to_batch(answers, self.settings.actor_rollout_ref.rollout.n)
+        names = [f"{row.address} (sample of step {step})" for row in answers.rows]
+        batch, entropy = self.log_probs(batch, names)
+        metrics = self.compare_log_probs(batch, step)
+        with self.crew.clock.phase("adv"):
+            scores = torch.tensor([result.score for result in results], dtype=torch.float32)
+            found = advantages(batch, scores, names, self.settings.algorithm, self.kl_control)
+            batch.advantages = found.per_token
+        metrics |= self.update(batch, names, step)
+        self.crew.all("update_weights", "update_weights")
+        metrics |= self._describe(batch, scores, found, entropy, results)
+        total = sum(batch.prompts.sizes()) + sum(batch.responses.sizes())
+        return StepResult(metrics, answers, results, int(batch.responses.lengths.sum()), total)
+
+    def rollout(self, step: int) -> Answers:
+        """Answers the step's prompts ``rollout.n`` times each, and lets the engine release its memory."""
+        rollout, job = self.settings.actor_rollout_ref.rollout, self.job
+        prompts = job.loader.next_step()
+        rows = [row for row in prompts for _ in range(rollout.n)]
+        prompt_ids = expand(prompts, rollout.n, self.settings.algorithm.expansion, job.encoder)
+        assert rollout.seed is not None
+        seeds = sampling_seeds(prompts, rollout.n, rollout.seed, step)
+        generation = generate(self.crew, "gen", prompt_ids, seeds, train_sampling(rollout), rollout.tensor_model_parallel_size)
+        if job.site.free_engine:
+            self.crew.all("gen", "release_engine")
+        texts = job.site.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
+        return Answers(rows, prompt_ids, generation, texts)
+
+    def log_probs(self, batch: RolloutBatch, names: Sequence[str]) -> tuple[RolloutBatch, Tensor | None]:
+        """Adds the policy's log-probs before the update and, where a KL is asked for, the reference's."""
+        even_out = self.settings.trainer.balance_batch
+        with_entropy = self.settings.actor_rollout_ref.actor.calculate_entropy
+        batch.old_log_probs, entropy = scored(
+            self.crew, "old_log_prob", "old_log_probs", batch, self.old_budget, names, even_out, with_entropy
+        )
+        if needs_reference(self.settings):
+            batch.ref_log_probs, _ = scored(self.crew, "ref", "ref_log_probs", batch, self.ref_budget, names, even_out)
+        return batch, entropy
+
+    def compare_log_probs(self, batch: RolloutBatch, step: int) -> dict[str, float]:
+        """Gives how far the engine's log-probs are from the trainer's, and stops the run past the threshold.
+
+        The two are one distribution only without sampling filters; with filters the figures are given and bind nothing.
+        """
+        if batch.rollout_log_probs is None or not batch.rollout_log_probs.numel():
+            return {}
+        difference = (batch.rollout_log_probs - batch.old_log_probs).abs()
+        engine, trainer = batch.rollout_log_probs.exp(), batch.old_log_probs.exp()
+        probs = (engine - trainer).abs()
+        metrics = {
+            "rollout/logprob_diff_mean": float(difference.mean()),
+            "rollout/logprob_diff_max": float(difference.max()),
+            "training/rollout_probs_diff_valid": 1.0,
+            "training/rollout_probs_diff_mean": float(probs.mean()),
+            "training/rollout_probs_diff_max": float(probs.max()),
+            "training/rollout_probs_diff_std": float(probs.std(correction=0)),
+        }
+        if engine.numel() > 1 and float(engine.std()) > 0 and float(trainer.std()) > 0:
+            metrics["training/rollout_actor_probs_pearson_corr"] = float(torch.corrcoef(torch.stack([engine, trainer]))[0, 1])
+        limit = self.settings.actor_rollout_ref.rollout.max_logprob_diff
+        mean = metrics["rollout/logprob_diff_mean"]
+        if limit is not None and not mean <= limit and same_distribution(self.settings):
+            raise RolloutError(
+                f"actor_rollout_ref.rollout.max_logprob_diff={limit}: in step {step} the engine's log-probs are {mean:.4g} nats "
+                "from the trainer's on average: the weight sync is stale or wrong, or their precisions differ too much. "
+                "Compare rollout.dtype with actor.fsdp_config.dtype; raise the limit only if the difference is expected."
+            )
+        return metrics
+
+    def update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> dict[str, float]:
+        """Takes the step's optimizer steps on all ranks and gives the global metrics."""
+        actor = self.settings.actor_rollout_ref.actor
+        per_rank: list[list[MiniBatch]] = [[] for _ in range(self.crew.world_size)]
+        for epoch in range(actor.ppo_epochs):
+            seed = actor.data_loader_seed * 1_000_003 + step * 1_009 + epoch if actor.shuffle else None
+            num_prompts = batch.num_rows // self.settings.actor_rollout_ref.rollout.n
+            minis = mini_batch_rows(num_prompts, self.settings.actor_rollout_ref.rollout.n, actor.ppo_mini_batch_size, seed)
+            for rows in minis:
+                for rank, mini in enumerate(self.mini_batches(batch, rows, names)):
+                    per_rank[rank].append(mini)
+        answers = self.crew.each("update_actor", "update_actor", [(minis,) for minis in per_rank])
+        same = ("actor/grad_norm", "actor/lr")
+        metrics = {name: answers[0][name] if name in same else sum(answer[name] for answer in answers) for name in answers[0]}
+        if not torch.isfinite(torch.tensor(metrics["actor/grad_norm"])):
+            raise RolloutError(
+                f"step {step}: the gradient norm is {metrics['actor/grad_norm']}; the weights are lost and nothing was saved of "
+                "this step. Lower actor_rollout_ref.actor.optim.lr, then start again to resume from the last checkpoint."
+            )
+        if actor.use_kl_loss:
+            metrics["actor/kl_coef"] = actor.kl_loss_coef
+        return metrics
+
+    def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
+        """Gives each rank's share of one mini-batch."""
+        tokens, sizes = batch.computed_tokens(), batch.responses.sizes()
+        counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
+        shares = rows_per_rank(tokens, rows, self.crew.world_size, self.settings.trainer.balance_batch)
+        micro = cut_ranks([[tokens[r] for r in own] for own in shares], [[names[r] for r in own] for own in shares], self.update_budget)
+        return [MiniBatch(batch.select(own), bins, counts) for own, bins in zip(shares, micro, strict=True)]
+
+    def _describe(
+        self, batch: RolloutBatch, scores: Tensor, found: Advantages, entropy: Tensor | None, results: Sequence[RewardResult]
+    ) -> dict[str, float]:
+        data, lengths = self.settings.data, batch.responses.lengths
+        metrics = critic_metrics(scores, found.rewards, found.per_row, found.per_row, lengths)
+        metrics |= length_metrics(batch.prompts.lengths, lengths, data.max_prompt_length, data.max_response_length)
+        metrics |= {f"reward/{name}": value for name, value in found.counts.items()}
+        metrics["reward/failed_rows"] = float(sum(result.failed for result in results))
+        if data.truncation != "error":
+            metrics["data/tokens_dropped"] = float(self.job.encoder.tokens_dropped)
+            metrics["data/rows_truncated"] = float(self.job.encoder.rows_truncated)
+        if entropy is not None:
+            metrics |= {"actor/entropy": summary_of("entropy", entropy)["entropy/mean"]} if entropy.numel() else {}
+        if found.kl_mean is not None:
+            metrics |= {"actor/reward_kl_penalty": found.kl_mean, "actor/reward_kl_penalty_coeff": self.kl_control.coefficient}
+            self.kl_control.update(found.kl_mean, batch.num_rows)
+        return metrics
+
+
+def budgets(settings: Settings) -> tuple[Budget, Budget, Budget]:
+    """Gives the budgets of the update, the old-log-prob pass and the reference pass."""
+    actor, rollout, ref = settings.actor_rollout_ref.actor, settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.ref
+    update = Budget(
+        actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, f"{ACTOR}.ppo_max_token_len_per_gpu"
+    )
+
+    def scoring(section: str, by_tokens: bool | None, max_tokens: int | None, rows: int | None) -> Budget:
+        return replace(
+            update,
+            by_tokens=bool(by_tokens),
+            max_tokens=max_tokens or 0,
+            rows=rows,
+            key=f"actor_rollout_ref.{section}.log_prob_max_token_len_per_gpu",
+        )
+
+    old = scoring(
+        "rollout", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+    )
+    reference = scoring("ref", ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+    return update, old, reference
+
+
+def same_distribution(settings: Settings) -> bool:
+    """Says whether the engine's log-probs and the trainer's are of one distribution, so that a difference is a fault."""
+    rollout = settings.actor_rollout_ref.rollout
+    if not rollout.do_sample:
+        return False
+    if rollout.logprobs_mode == "raw_logprobs":
+        return rollout.temperature == 1.0
+    return rollout.top_p == 1.0 and rollout.top_k <= 0 and rollout.repetition_penalty == 1.0
