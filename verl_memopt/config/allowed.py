@@ -1,0 +1,140 @@
+"""What one key may hold by itself: the words of a choice, the range of a number."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verl_memopt.config.keys import value_at
+from verl_memopt.config.problems import Problem, problem, shown
+from verl_memopt.config.schema import Settings
+
+_AR = "actor_rollout_ref"
+_KL = ("kl", "abs", "mse", "low_var_kl")
+_PARTS = ("model", "optimizer", "extra", "hf_model")
+
+CHOICES: dict[str, tuple[str, ...]] = {
+    "data.truncation": ("error", "left", "right", "middle"),
+    f"{_AR}.model.attn_implementation": ("auto", "flash_attention_2", "sdpa", "eager"),
+    f"{_AR}.actor.strategy": ("fsdp2",),
+    f"{_AR}.actor.policy_loss.loss_mode": ("vanilla", "sequence", "gspo"),
+    f"{_AR}.actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
+    f"{_AR}.actor.kl_loss_type": _KL + tuple(f"{name}+" for name in _KL),
+    f"{_AR}.actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    f"{_AR}.actor.checkpoint.save_contents": _PARTS,
+    f"{_AR}.actor.checkpoint.load_contents": _PARTS,
+    f"{_AR}.rollout.name": ("vllm", "hf"),
+    f"{_AR}.rollout.mode": ("async",),
+    f"{_AR}.rollout.dtype": ("bfloat16", "float16", "float32"),
+    f"{_AR}.rollout.load_format": ("dummy", "auto"),
+    f"{_AR}.rollout.logprobs_mode": ("processed_logprobs", "raw_logprobs"),
+    f"{_AR}.rollout.scheduling_policy": ("fcfs", "priority"),
+    "algorithm.adv_estimator": ("rloo", "grpo"),
+    "algorithm.kl_penalty": _KL,
+    "algorithm.kl_ctrl.type": ("fixed", "adaptive"),
+    "algorithm.expansion": ("string", "token"),
+    "reward_model.reward_manager": ("naive",),
+    "custom_reward_function.on_error": ("raise", "score"),
+    "trainer.worker_group": ("ray", "local"),
+    "trainer.logger": ("console", "jsonl", "tensorboard", "wandb"),
+    "trainer.resume_mode": ("auto", "disable", "resume_path"),
+    "debug.mode": ("off", "dry"),
+    **{
+        f"{_AR}.{role}.fsdp_config.{key}": ("fp32", "bfloat16")
+        for role in ("actor", "ref")
+        for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
+    },
+}
+"""Key -> the words it takes; of a list, each item."""
+
+_FSDP_ONLY = "fsdp2 is the one sharding backend"
+_NO_ESTIMATOR = "only RLOO and GRPO are available"
+_NO_ENGINE = "this engine is not available"
+WHY_NOT: dict[tuple[str, str], str] = {
+    **{(f"{_AR}.actor.strategy", name): _FSDP_ONLY for name in ("fsdp", "megatron", "veomni")},
+    **{(f"{_AR}.rollout.name", name): _NO_ENGINE for name in ("sglang", "trtllm")},
+    **{
+        ("algorithm.adv_estimator", name): _NO_ESTIMATOR
+        for name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "rloo_lm")
+    },
+    (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
+    (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
+    **{("algorithm.expansion", name): "this way of expansion is not available" for name in ("lazy", "repeat_sampler")},
+    **{
+        (f"{_AR}.{role}.fsdp_config.{key}", name): "half precision needs loss scaling, which is not available"
+        for role in ("actor", "ref")
+        for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
+        for name in ("fp16", "float16")
+    },
+}
+"""(key, word) -> why a word that verl knows is not among the choices."""
+
+Range = tuple[str, Callable[[Any], bool]]
+_POSITIVE: Range = ("must be above 0", lambda value: value > 0)
+_NOT_NEGATIVE: Range = ("must not be negative", lambda value: value >= 0)
+_MINUS_ONE_OR_POSITIVE: Range = ("must be above 0, or -1", lambda value: value > 0 or value == -1)
+_MINUS_ONE_OR_MORE: Range = ("must not be negative, except -1", lambda value: value >= -1)
+_SHARE: Range = ("must lie between 0 and 1", lambda value: 0 <= value <= 1)
+_POSITIVE_SHARE: Range = ("must be above 0 and at most 1", lambda value: 0 < value <= 1)
+
+
+def _rows(limits: Range, *keys: str) -> dict[str, Range]:
+    return dict.fromkeys(keys, limits)
+
+
+RANGES: dict[str, Range] = {
+    **_rows(_POSITIVE, *(f"data.{key}" for key in ("max_prompt_length", "max_response_length", "train_batch_size"))),
+    **_rows(_POSITIVE, "data.val_batch_size", f"{_AR}.nccl_timeout"),
+    **_rows(_MINUS_ONE_OR_POSITIVE, "data.train_max_samples", "data.val_max_samples"),
+    **_rows(_NOT_NEGATIVE, "data.seed", f"{_AR}.model.logprob_chunk_tokens"),
+    **_rows(
+        _POSITIVE,
+        *(f"{_AR}.actor.{key}" for key in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")),
+        *(f"{_AR}.actor.{key}" for key in ("ppo_max_token_len_per_gpu", "clip_ratio", "clip_ratio_low", "clip_ratio_high")),
+        *(f"{_AR}.actor.{key}" for key in ("loss_scale_factor", "optim.clip_grad", "optim.num_cycles")),
+    ),
+    **_rows(("must be above 1", lambda value: value > 1), f"{_AR}.actor.clip_ratio_c"),
+    **_rows(_NOT_NEGATIVE, *(f"{_AR}.actor.{key}" for key in ("entropy_coeff", "kl_loss_coef", "data_loader_seed"))),
+    **_rows(_NOT_NEGATIVE, f"{_AR}.actor.optim.lr", f"{_AR}.actor.optim.weight_decay"),
+    **_rows(("must each be at least 0 and below 1", lambda pair: all(0 <= b < 1 for b in pair)), f"{_AR}.actor.optim.betas"),
+    **_rows(_SHARE, f"{_AR}.actor.optim.min_lr_ratio", f"{_AR}.actor.optim.lr_warmup_steps_ratio"),
+    **_rows(_MINUS_ONE_OR_MORE, f"{_AR}.actor.optim.lr_warmup_steps"),
+    **_rows(_MINUS_ONE_OR_POSITIVE, f"{_AR}.actor.optim.total_training_steps"),
+    **_rows(_MINUS_ONE_OR_POSITIVE, f"{_AR}.actor.fsdp_config.fsdp_size", f"{_AR}.ref.fsdp_config.fsdp_size"),
+    **_rows(_NOT_NEGATIVE, f"{_AR}.actor.fsdp_config.seed", f"{_AR}.ref.fsdp_config.seed"),
+    **_rows(
+        _POSITIVE,
+        *(f"{_AR}.{role}.log_prob_{key}_per_gpu" for role in ("ref", "rollout") for key in ("micro_batch_size", "max_token_len")),
+        *(f"{_AR}.rollout.{key}" for key in ("n", "temperature", "repetition_penalty", "prompt_length", "response_length")),
+        *(f"{_AR}.rollout.{key}" for key in ("kv_cache_memory_gb", "max_model_len", "max_num_seqs", "max_num_batched_tokens")),
+        *(f"{_AR}.rollout.{key}" for key in ("tensor_model_parallel_size", "max_logprob_diff", "val_kwargs.n")),
+        f"{_AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes",
+    ),
+    **_rows(_MINUS_ONE_OR_POSITIVE, f"{_AR}.rollout.top_k", f"{_AR}.rollout.val_kwargs.top_k"),
+    **_rows(_POSITIVE_SHARE, *(f"{_AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization"))),
+    **_rows(_NOT_NEGATIVE, f"{_AR}.rollout.seed", f"{_AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
+    **_rows(_POSITIVE, "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+    **_rows(_POSITIVE, "reward_model.num_workers", "custom_reward_function.timeout_seconds"),
+    **_rows(
+        _POSITIVE,
+        *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),
+        *(f"trainer.{key}" for key in ("table_every_steps", "max_actor_ckpt_to_keep", "ray_wait_register_center_timeout")),
+    ),
+    **_rows(_NOT_NEGATIVE, "trainer.track_memory_every_steps", "trainer.log_val_generations"),
+    **_rows(_MINUS_ONE_OR_POSITIVE, "trainer.save_freq", "trainer.test_freq"),
+}
+"""Key -> what its number must be."""
+
+
+def check_values(settings: Settings) -> Iterator[Problem]:
+    """Every key whose value is no choice of it or out of its range; null is left to the key's type."""
+    for key, words in CHOICES.items():
+        value = value_at(settings, key)
+        for item in value if isinstance(value, list | tuple) else [value]:
+            if item is not None and item not in words:
+                why = WHY_NOT.get((key, item) if isinstance(item, str) else (key, ""), f"{shown(item)} is no choice")
+                yield problem({key: value}, why, f"Set {' or '.join(words)}.")
+    for key, (what, holds) in RANGES.items():
+        value = value_at(settings, key)
+        if value is not None and not holds(value):
+            yield problem({key: value}, what, "Change the value, or leave it out for the default.")

@@ -1,0 +1,124 @@
+"""The strict builder: dotted keys and values in, frozen dataclasses out, everything wrong named."""
+
+from __future__ import annotations
+
+import math
+import types
+from collections.abc import Mapping
+from typing import Any, Union, get_args, get_origin
+
+from verl_memopt.config.foreign import hint
+from verl_memopt.config.keys import leaf_types, replaced, section_keys, value_at
+from verl_memopt.config.problems import Problem, problem
+from verl_memopt.config.schema import REQUIRED, Settings
+
+EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+
+
+class MismatchError(Exception):
+    """A value is not of a key's type; the message says what was expected."""
+
+
+def build(given: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
+    """Settings with the given dotted keys set and every other key at its default, and what is wrong with them.
+
+    A key with a problem keeps its default, so that the checks that follow can look at all the others. None given for a
+    section, an unknown key, a value of a wrong type and a missing required key are problems.
+    """
+    values: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, value in given.items():
+        if key not in leaf_types():
+            problems.append(_no_such_key(key, value))
+            continue
+        try:
+            values[key] = convert(value, leaf_types()[key])
+        except MismatchError as mismatch:
+            problems.append(problem({key: value}, f"expected {mismatch}, got {_kind(value)}", _type_hint(key, value)))
+    settings = replaced(Settings(), values)
+    named = {key for found in problems for key in found.keys}
+    missing = [key for key in leaf_types() if value_at(settings, key) == REQUIRED and key not in named]
+    problems += [Problem((key,), f"{key}: required, and not set. Set {key}=<value>.") for key in missing]
+    return settings, problems
+
+
+def convert(value: Any, kind: Any) -> Any:
+    """The value as the type of its key; raises MismatchError. A float may be text (YAML reads 1e-6 as text)."""
+    if kind is Any:
+        return value
+    origin, arguments = get_origin(kind), get_args(kind)
+    if origin in (Union, types.UnionType):
+        return _optional(value, arguments)
+    if origin is dict:
+        if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
+            return dict(value)
+        raise MismatchError("a mapping with text keys")
+    if origin in (list, tuple):
+        return _sequence(value, origin, arguments)
+    return _scalar(value, kind)
+
+
+def _optional(value: Any, arguments: tuple[Any, ...]) -> Any:
+    (inner,) = (argument for argument in arguments if argument is not type(None))
+    if value is None:
+        return None
+    try:
+        return convert(value, inner)
+    except MismatchError as mismatch:
+        raise MismatchError(f"{mismatch} or null") from None
+
+
+def _sequence(value: Any, origin: Any, arguments: tuple[Any, ...]) -> Any:
+    expected = f"a list of {len(arguments)} numbers" if origin is tuple else f"a list, each {EXPECTED[arguments[0]]}"
+    if not isinstance(value, list | tuple) or (origin is tuple and len(value) != len(arguments)):
+        raise MismatchError(expected)
+    try:
+        return origin(convert(item, arguments[0]) for item in value)
+    except MismatchError:
+        raise MismatchError(expected) from None
+
+
+def _scalar(value: Any, kind: type) -> Any:
+    if kind is float:
+        return _number(value)
+    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
+        raise MismatchError(EXPECTED[kind])
+    return value
+
+
+def _number(value: Any) -> float:
+    try:
+        number = math.nan if isinstance(value, bool) else float(value)
+    except (TypeError, ValueError):
+        number = math.nan
+    if not math.isfinite(number):
+        raise MismatchError("a number")
+    return number
+
+
+def _kind(value: Any) -> str:
+    if value is None:
+        return "null"
+    if isinstance(value, Mapping):
+        return "a mapping"
+    if isinstance(value, list | tuple):
+        return "a list"
+    return {bool: "true or false", int: "a whole number", float: "a number", str: "text"}.get(type(value), type(value).__name__)
+
+
+def _type_hint(key: str, value: Any) -> str:
+    if leaf_types()[key] in (str, str | None) and isinstance(value, int | float):
+        return f"Quote it: {key}='\"{value}\"' on a command line."
+    if isinstance(value, Mapping):
+        return f"Nothing stands below this key; give {key} one value."
+    return "Give it a value of that type, or leave it out for the default."
+
+
+def _no_such_key(key: str, value: Any) -> Problem:
+    if key in section_keys():
+        return problem({key: value}, "this is a section, not a key", f"Set the keys below it, as in {_first_below(key)}=...")
+    return Problem((key,), f"{key}: no such key. {hint(key)}")
+
+
+def _first_below(section: str) -> str:
+    return next(key for key in leaf_types() if key.startswith(section + "."))

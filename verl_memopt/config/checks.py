@@ -1,0 +1,283 @@
+"""What keys must hold together: every rule that can be decided before a device or a file is looked at."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from verl_memopt.config.allowed import check_values
+from verl_memopt.config.keys import value_at
+from verl_memopt.config.links import LINKS, followers_of
+from verl_memopt.config.problems import Problem, problem, shown
+from verl_memopt.config.schema import Settings
+
+logger = logging.getLogger(__name__)
+
+_AR = "actor_rollout_ref"
+
+Idle = tuple[Callable[[Settings], bool], str]
+
+_BUDGET = "ppo_max_token_len_per_gpu"
+
+ENGINE_NAMES = {
+    "model": f"{_AR}.model.path",
+    "tokenizer": f"{_AR}.model.tokenizer_path",
+    "trust_remote_code": f"{_AR}.model.trust_remote_code",
+    "tensor_parallel_size": f"{_AR}.rollout.tensor_model_parallel_size",
+    "enable_sleep_mode": f"{_AR}.rollout.free_cache_engine",
+    "kv_cache_memory_bytes": f"{_AR}.rollout.kv_cache_memory_gb",
+    **{
+        name: f"{_AR}.rollout.{name}"
+        for name in (
+            *("dtype", "load_format", "seed", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "enforce_eager"),
+            *("max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats"),
+            *("cudagraph_capture_sizes", "scheduling_policy", "logprobs_mode"),
+        )
+    },
+}
+"""Argument of vLLM -> the key that sets it."""
+
+
+def check(settings: Settings, given: frozenset[str]) -> list[Problem]:
+    """What is wrong with linked settings, all at once; logs a warning for each given key that has no effect.
+
+    A value out of its own range is reported alone: no rule about several keys looks at it. ``given`` holds the dotted
+    keys that the user set.
+    """
+    alone = list(check_values(settings))
+    wrong = {key for found in alone for key in found.keys}
+    alone = [found for found in alone if not any(_echoes(settings, key, wrong) for key in found.keys)]
+    wrong = followers_of(wrong)
+    _warn_idle(settings, given - wrong)
+    together = [found for rule in RULES for found in rule(settings)]
+    return alone + [found for found in together if not wrong.intersection(found.keys)]
+
+
+def world_size(settings: Settings) -> int:
+    """Devices of the run, which is also the number of ranks that share a batch."""
+    return settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+
+
+def needs_reference(settings: Settings) -> bool:
+    """Whether a KL to the reference is asked for anywhere."""
+    return settings.algorithm.use_kl_in_reward or settings.actor_rollout_ref.actor.use_kl_loss
+
+
+def _echoes(settings: Settings, key: str, wrong: set[str]) -> bool:
+    """Whether a key only repeats the wrong value of the key that it follows."""
+    target = LINKS.get(key)
+    return target is not None and target in wrong and value_at(settings, key) == value_at(settings, target)
+
+
+def _uneven(number: int, parts: int) -> bool:
+    """Whether a number does not divide into parts; parts below 1 are reported by their own range."""
+    return parts > 0 and number % parts != 0
+
+
+def _values(settings: Settings, *keys: str) -> dict[str, Any]:
+    return {key: value_at(settings, key) for key in keys}
+
+
+def _batches(settings: Settings) -> Iterator[Problem]:
+    batch, mini, n = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size", f"{_AR}.rollout.n"
+    devices = {"trainer.nnodes": settings.trainer.nnodes, "trainer.n_gpus_per_node": settings.trainer.n_gpus_per_node}
+    values, world = _values(settings, batch, mini, n), world_size(settings)
+    if _uneven(values[batch], values[mini]):
+        picked = _values(settings, batch, mini)
+        yield problem(picked, "the prompts of a step do not divide into mini-batches", f"Set {mini} to a divisor of {batch}.")
+    for key in (batch, mini):
+        if _uneven(values[key] * values[n], world):
+            rows = values[key] * values[n]
+            what = f"{rows} sequences do not divide over {world} devices"
+            yield problem(_values(settings, key, n) | devices, what, f"Make {key} x {n} a multiple of {world}.")
+
+
+def _groups(settings: Settings) -> Iterator[Problem]:
+    picked = _values(settings, f"{_AR}.rollout.n", "algorithm.adv_estimator")
+    if settings.actor_rollout_ref.rollout.n < 2:
+        yield problem(picked, "a group of one has no baseline to compare with", f"Set {_AR}.rollout.n to 2 or more.")
+
+
+def _micro_batches(settings: Settings) -> Iterator[Problem]:
+    """Each pass has a micro-batch size or a token budget that fits a sample; a role that follows the actor is not named again."""
+    names = ("log_prob_micro_batch_size_per_gpu", "log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu")
+    ours = _values(settings, *(f"{_AR}.actor.{n}" for n in ("ppo_micro_batch_size_per_gpu", "use_dynamic_bsz", _BUDGET)))
+    yield from _micro_batch(settings, ours)
+    for role in ("rollout", "ref") if needs_reference(settings) else ("rollout",):
+        theirs = _values(settings, *(f"{_AR}.{role}.{name}" for name in names))
+        if tuple(theirs.values()) != tuple(ours.values()):
+            yield from _micro_batch(settings, theirs)
+
+
+def _micro_batch(settings: Settings, sizes: dict[str, Any]) -> Iterator[Problem]:
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    longest = sum(_values(settings, *lengths).values())
+    (micro, per_device), (dynamic, by_tokens), (budget, tokens) = sizes.items()
+    if not by_tokens and per_device is None:
+        picked = _values(settings, micro, dynamic)
+        yield problem(picked, "a micro-batch has no size", f"Set {micro}, or {dynamic}=true.")
+    if by_tokens and tokens < longest:
+        what = f"a sample may have {longest} tokens (data.max_prompt_length + data.max_response_length)"
+        found = problem({budget: tokens}, what, f"Raise it to at least {longest}, or lower one of the two lengths.")
+        yield Problem((budget, dynamic, *lengths), found.text)
+
+
+def _lengths(settings: Settings) -> Iterator[Problem]:
+    prompt, response, longest = (f"{_AR}.rollout.{key}" for key in ("prompt_length", "response_length", "max_model_len"))
+    values = _values(settings, prompt, response, longest)
+    if values[prompt] < settings.data.max_prompt_length:
+        picked = _values(settings, prompt, "data.max_prompt_length")
+        yield problem(picked, "the engine would refuse prompts that the data allows", f"Remove {prompt}.")
+    if values[response] > settings.data.max_response_length:
+        picked = _values(settings, response, "data.max_response_length")
+        yield problem(picked, "the engine would generate more than the trainer takes", f"Remove {response}.")
+    needed = values[prompt] + values[response]
+    if values[longest] < needed:
+        yield problem(values, f"prompt and response need {needed} tokens", f"Raise {longest} to at least {needed}, or remove it.")
+
+
+def _devices(settings: Settings) -> Iterator[Problem]:
+    world, local = world_size(settings), settings.trainer.worker_group == "local"
+    devices = _values(settings, "trainer.nnodes", "trainer.n_gpus_per_node")
+    tensor_parallel = f"{_AR}.rollout.tensor_model_parallel_size"
+    if _uneven(world, value_at(settings, tensor_parallel)):
+        what = f"does not divide the {world} devices"
+        yield problem(_values(settings, tensor_parallel) | devices, what, f"Set {tensor_parallel} to a divisor of {world}.")
+    for role in ("actor", "ref") if needs_reference(settings) else ("actor",):
+        key = f"{_AR}.{role}.fsdp_config.fsdp_size"
+        size = value_at(settings, key)
+        if _uneven(world, size):
+            yield problem({key: size} | devices, f"does not divide the {world} devices", f"Set a divisor of {world}, or -1.")
+    if local and world > 1:
+        what = "the local worker group has one device"
+        yield problem({"trainer.worker_group": "local"} | devices, what, "Set trainer.worker_group=ray, or one device.")
+    if local:
+        for key in ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"):
+            if value_at(settings, key):
+                picked = _values(settings, key, "trainer.worker_group")
+                yield problem(picked, "Ray is not started", f"Remove {key}, or set trainer.worker_group=ray.")
+
+
+def _engine(settings: Settings) -> Iterator[Problem]:
+    rollout = settings.actor_rollout_ref.rollout
+    for name, value in rollout.engine_kwargs.vllm.items():
+        if name in ENGINE_NAMES:
+            ours = ENGINE_NAMES[name]
+            what = f"{ours} sets this argument already"
+            found = problem({f"{_AR}.rollout.engine_kwargs.vllm.{name}": value}, what, f"Use {ours} alone.")
+            yield Problem((f"{_AR}.rollout.engine_kwargs.vllm", ours), found.text)
+    if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
+        picked = _values(settings, f"{_AR}.rollout.name", f"{_AR}.rollout.tensor_model_parallel_size")
+        yield problem(picked, "this engine runs on one device", f"Set {_AR}.rollout.name=vllm, or 1.")
+    if not settings.actor_rollout_ref.hybrid_engine:
+        picked = _values(settings, f"{_AR}.hybrid_engine")
+        yield problem(picked, "trainer and engine always share their devices", "Set true, or remove the key.")
+
+
+def _validation(settings: Settings) -> Iterator[Problem]:
+    sample, heat = f"{_AR}.rollout.val_kwargs.do_sample", f"{_AR}.rollout.val_kwargs.temperature"
+    values = _values(settings, sample, heat)
+    if not values[sample] and values[heat] > 0:
+        yield problem(values, "greedy decoding has no temperature", f"Set {sample}=true, or {heat}=0.")
+    if values[sample] and values[heat] == 0:
+        yield problem(values, "sampling needs a temperature", f"Set {heat} above 0, or {sample}=false.")
+    if settings.trainer.val_only and settings.data.val_files is None:
+        picked = _values(settings, "trainer.val_only", "data.val_files")
+        yield problem(picked, "there is nothing to validate on", "Set data.val_files, or trainer.val_only=false.")
+
+
+def _files(settings: Settings) -> Iterator[Problem]:
+    for key in ("data.train_files", "data.val_files"):
+        value = value_at(settings, key)
+        paths = value if isinstance(value, list | tuple) else [value]
+        if value is None and key == "data.val_files":
+            continue
+        if not paths or not all(isinstance(path, str) and path for path in paths):
+            yield problem({key: value}, "expected a path or a list of paths", f"Set {key}=/path/to/file.parquet.")
+    logger_value = settings.trainer.logger
+    if not isinstance(logger_value, str | list | tuple):
+        way_out = "Set trainer.logger=[console,jsonl]."
+        yield problem({"trainer.logger": logger_value}, "expected a name or a list of names", way_out)
+
+
+def _resume(settings: Settings) -> Iterator[Problem]:
+    picked = _values(settings, "trainer.resume_mode", "trainer.resume_from_path")
+    mode, path = picked.values()
+    if path is not None and mode != "resume_path":
+        yield problem(picked, "the path is not used in this mode", "Set trainer.resume_mode=resume_path, or remove the path.")
+    if path is None and mode == "resume_path":
+        yield problem(picked, "no path is given", "Set trainer.resume_from_path to a global_step_N folder.")
+
+
+def _classes(settings: Settings) -> Iterator[Problem]:
+    for path, name in (("custom_cls.path", "custom_cls.name"), ("sampler.class_path", "sampler.class_name")):
+        picked = _values(settings, f"data.{path}", f"data.{name}")
+        if len([value for value in picked.values() if value is None]) == 1:
+            yield problem(picked, "a class needs its file and its name", "Set both, or neither.")
+
+
+RULES: tuple[Callable[[Settings], Iterator[Problem]], ...] = (
+    _files,
+    _groups,
+    _batches,
+    _micro_batches,
+    _lengths,
+    _devices,
+    _engine,
+    _validation,
+    _resume,
+    _classes,
+)
+
+_KL_LOSS_OFF: Idle = (lambda s: not s.actor_rollout_ref.actor.use_kl_loss, "actor.use_kl_loss is false")
+_KL_REWARD_OFF: Idle = (lambda s: not s.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
+_KL_FIXED: Idle = (lambda s: s.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.type is fixed")
+IDLE: dict[str, Idle] = {
+    "algorithm.norm_adv_by_std_in_grpo": (lambda s: s.algorithm.adv_estimator != "grpo", "it belongs to GRPO"),
+    "algorithm.kl_penalty": _KL_REWARD_OFF,
+    "algorithm.kl_ctrl.type": _KL_REWARD_OFF,
+    "algorithm.kl_ctrl.kl_coef": _KL_REWARD_OFF,
+    "algorithm.kl_ctrl.horizon": _KL_FIXED,
+    "algorithm.kl_ctrl.target_kl": _KL_FIXED,
+    f"{_AR}.actor.kl_loss_coef": _KL_LOSS_OFF,
+    f"{_AR}.actor.kl_loss_type": _KL_LOSS_OFF,
+    f"{_AR}.actor.loss_scale_factor": (
+        lambda s: s.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
+        "actor.loss_agg_mode is not seq-mean-token-sum-norm",
+    ),
+    f"{_AR}.actor.ppo_micro_batch_size_per_gpu": (
+        lambda s: s.actor_rollout_ref.actor.use_dynamic_bsz,
+        "actor.use_dynamic_bsz packs by tokens",
+    ),
+    f"{_AR}.actor.ppo_max_token_len_per_gpu": (
+        lambda s: not s.actor_rollout_ref.actor.use_dynamic_bsz,
+        "actor.use_dynamic_bsz is false",
+    ),
+    f"{_AR}.rollout.do_sample": (
+        lambda s: not s.actor_rollout_ref.rollout.do_sample,
+        "greedy samples of one prompt are all alike, so every advantage is 0",
+    ),
+    "custom_reward_function.name": (lambda s: s.custom_reward_function.path is None, "custom_reward_function.path is null"),
+    "custom_reward_function.fallback_score": (
+        lambda s: s.custom_reward_function.on_error == "raise",
+        "custom_reward_function.on_error is raise",
+    ),
+    "trainer.test_freq": (lambda s: s.data.val_files is None, "data.val_files is null"),
+}
+"""Key -> when giving it asks for something that does not happen, and why."""
+
+_NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
+"""Its default looks like a wish for normalisation, so giving even the default earns the warning."""
+
+
+def _warn_idle(settings: Settings, given: frozenset[str]) -> None:
+    for key, (idle, why) in IDLE.items():
+        if key in given and idle(settings) and (key == _NAMED_ON_SIGHT or not _as_without_it(settings, key)):
+            logger.warning("%s=%s has no effect here: %s.", key, shown(value_at(settings, key)), why)
+
+
+def _as_without_it(settings: Settings, key: str) -> bool:
+    """Whether the key holds what it would hold had it not been given."""
+    source, place = (settings, LINKS[key]) if key in LINKS else (Settings(), key)
+    return bool(value_at(settings, key) == value_at(source, place))

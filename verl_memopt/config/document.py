@@ -1,0 +1,116 @@
+"""The configuration page, written from the schema: ``python -m verl_memopt.config.document > docs/configuration.md``."""
+
+from __future__ import annotations
+
+import ast
+import dataclasses
+import inspect
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cache
+
+from verl_memopt.config import schema
+from verl_memopt.config.aliases import VALUES, spelled
+from verl_memopt.config.keys import field_types, value_at, walk
+from verl_memopt.config.links import DERIVED, LINKS
+from verl_memopt.config.problems import shown
+from verl_memopt.config.refusals import REFUSED
+
+_HEAD = """# Configuration
+
+Written by `python -m verl_memopt.config.document` from `verl_memopt/config/schema.py`; edit the schema, not this page.
+
+Keys carry verl's names. A key is given on the command line (`key=value`) or in a YAML file; every other key has the default
+below. `<- key` means: follows that key unless given. `required` means: there is no default.
+"""
+
+_ALIASES = """## Other spellings
+
+Each is read as the key on the right. Two spellings of one key with different values are an error.
+"""
+
+_VALUES = """## Other spellings of values
+
+The word on the left is read as the one on the right, for that key only.
+"""
+
+_REFUSED = """## verl keys without effect
+
+A value that asks for nothing passes with one warning; any other is an error. `null` always passes. `.*` covers every key below.
+"""
+
+
+def page() -> str:
+    """The whole page as Markdown text."""
+    parts = [_HEAD, *_key_tables(), _ALIASES, *_spellings(), _VALUES, *_value_spellings(), _REFUSED, *_refusals()]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+@cache
+def meanings() -> dict[tuple[str, str], tuple[str, str]]:
+    """(class, field) -> (type as written, docstring under the field), read from the source of the schema."""
+    found = {}
+    for node in ast.parse(inspect.getsource(schema)).body:
+        if isinstance(node, ast.ClassDef):
+            for field, below in zip(node.body, [*node.body[1:], None], strict=True):
+                if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
+                    found[node.name, field.target.id] = ast.unparse(field.annotation), _docstring(below)
+    return found
+
+
+def _docstring(node: ast.stmt | None) -> str:
+    value = node.value if isinstance(node, ast.Expr) else None
+    return " ".join(value.value.split()) if isinstance(value, ast.Constant) and isinstance(value.value, str) else ""
+
+
+def _key_tables() -> Iterator[str]:
+    for section, kind in walk():
+        if not dataclasses.is_dataclass(kind):
+            continue
+        assert isinstance(kind, type)
+        rows = [_row(section, kind, name) for name, below in field_types(kind).items() if not dataclasses.is_dataclass(below)]
+        if rows:
+            yield f"## `{section}`\n"
+            yield _table(("key", "type", "default", "meaning"), rows)
+
+
+def _row(section: str, kind: type, name: str) -> tuple[str, str, str, str]:
+    written, meaning = meanings()[kind.__name__, name]
+    readable = "text or list of text" if written == "Any" else written.replace(" | None", " or null")
+    return f"`{name}`", readable, _default(f"{section}.{name}"), meaning
+
+
+def _default(key: str) -> str:
+    value = value_at(schema.Settings(), key)
+    if key in LINKS:
+        return f"`<- {LINKS[key]}`"
+    if key in DERIVED:
+        return f"`<- {', '.join(DERIVED[key])}`"
+    return "required" if value == schema.REQUIRED else f"`{shown(value)}`"
+
+
+def _spellings() -> Iterator[str]:
+    yield _table(("spelling", "key"), [(f"`{alias}`", f"`{key}`") for alias, key in spelled()])
+
+
+def _value_spellings() -> Iterator[str]:
+    rows = [(f"`{key}`", f"`{word}`", f"`{ours}`") for key, words in VALUES.items() for word, ours in words.items()]
+    rows.append(("`actor_rollout_ref.actor.policy_loss.loss_mode`", "hyphens", "underscores"))
+    yield _table(("key", "word", "read as"), rows)
+
+
+def _refusals() -> Iterator[str]:
+    rows = []
+    for key, refusal in REFUSED.items():
+        passes = "any" if refusal.inert is None else ", ".join(f"`{shown(value)}`" for value in refusal.inert) or "`null`"
+        rows.append((f"`{key}`", passes, f"{refusal.reason}."))
+    yield _table(("key", "passes", "why, and what to do"), rows)
+
+
+def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    lines = [head, tuple("---" for _ in head), *rows]
+    return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

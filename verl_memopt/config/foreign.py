@@ -1,0 +1,88 @@
+"""What an unknown key was meant to be: the nearest of ours, or the one that plays the part of TRL's or RLT's."""
+
+from __future__ import annotations
+
+from difflib import SequenceMatcher
+
+from verl_memopt.config.keys import leaf_keys
+
+_AR = "actor_rollout_ref"
+
+FOREIGN = {
+    "rloo_k": f"{_AR}.rollout.n",
+    "num_generations": f"{_AR}.rollout.n",
+    "num_generations_eval": f"{_AR}.rollout.val_kwargs.n",
+    "beta": f"algorithm.use_kl_in_reward with algorithm.kl_ctrl.kl_coef (RLOO), or {_AR}.actor.use_kl_loss with "
+    f"{_AR}.actor.kl_loss_coef (GRPO)",
+    "kl_penalty_reward_coeff": "custom_reward_function.reward_kwargs",
+    "answer_log_prob_coeff": "custom_reward_function.reward_kwargs",
+    "unbias_student_log_probs_temp": "custom_reward_function.reward_kwargs",
+    "kl_coef": "algorithm.kl_ctrl.kl_coef with algorithm.use_kl_in_reward",
+    "cliprange": f"{_AR}.actor.clip_ratio",
+    "epsilon": f"{_AR}.actor.clip_ratio",
+    "epsilon_high": f"{_AR}.actor.clip_ratio_high",
+    "num_ppo_epochs": f"{_AR}.actor.ppo_epochs",
+    "num_iterations": f"{_AR}.actor.ppo_epochs",
+    "num_mini_batches": f"{_AR}.actor.ppo_mini_batch_size (data.train_batch_size divided by it is that number)",
+    "steps_per_generation": f"{_AR}.actor.ppo_mini_batch_size (data.train_batch_size divided by it is that number)",
+    "per_device_train_batch_size": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
+    "gradient_accumulation_steps": f"{_AR}.actor.ppo_micro_batch_size_per_gpu (accumulation follows from it)",
+    "generation_batch_size": f"data.train_batch_size (prompts; times {_AR}.rollout.n samples)",
+    "generation_aggregation_steps": "data.train_batch_size (a whole step is generated at once)",
+    "local_rollout_forward_batch_size": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
+    "response_length": f"data.max_response_length (and {_AR}.rollout.ignore_eos to generate exactly that many)",
+    "max_completion_length": "data.max_response_length",
+    "max_prompt_length": "data.max_prompt_length (data.truncation says what happens beyond it)",
+    "total_episodes": f"trainer.total_training_steps (episodes = steps x data.train_batch_size x {_AR}.rollout.n)",
+    "max_steps": "trainer.total_training_steps",
+    "num_train_epochs": "trainer.total_epochs",
+    "temperature": f"{_AR}.rollout.temperature",
+    "learning_rate": f"{_AR}.actor.optim.lr",
+    "max_grad_norm": f"{_AR}.actor.optim.clip_grad",
+    "scale_rewards": "algorithm.norm_adv_by_std_in_grpo",
+    "loss_type": f"{_AR}.actor.loss_agg_mode (grpo = seq-mean-token-mean, dapo = token-mean, dr_grpo = seq-mean-token-sum-norm)",
+    "missing_eos_penalty": "custom_reward_function.path (the penalty belongs in the reward function)",
+    "reward_clip_range": "custom_reward_function.path (the clip belongs in the reward function)",
+    "reward_funcs": "custom_reward_function.path",
+    "gradient_checkpointing": f"{_AR}.model.enable_gradient_checkpointing",
+    "use_liger_kernel": f"{_AR}.model.logprob_chunk_tokens",
+    "use_vllm": f"{_AR}.rollout.name",
+    "use_ray": "trainer.worker_group",
+    "vllm_enable_sleep_mode": f"{_AR}.rollout.free_cache_engine",
+    "vllm_sleep_level": f"{_AR}.rollout.free_cache_engine (the level is derived)",
+    "vllm_gpu_memory_utilization": f"{_AR}.rollout.gpu_memory_utilization",
+    "vllm_max_model_length": f"{_AR}.rollout.max_model_len",
+    "vllm_max_model_len": f"{_AR}.rollout.max_model_len",
+    "vllm_tensor_parallel_size": f"{_AR}.rollout.tensor_model_parallel_size",
+    "bf16": f"{_AR}.actor.fsdp_config.dtype",
+    "sft_model_path": f"{_AR}.model.path",
+    "model_name_or_path": f"{_AR}.model.path",
+    "exp_name": "trainer.experiment_name",
+    "run_name": "trainer.experiment_name",
+    "output_dir": "trainer.default_local_dir",
+    "report_to": "trainer.logger",
+    "save_steps": "trainer.save_freq",
+    "eval_steps": "trainer.test_freq",
+    "save_completions_probability": "trainer.rollout_data_dir",
+}
+"""Key of TRL or RLT -> what to set here. Hints only: none of these names is accepted."""
+
+_ALIKE = 0.6
+"""Share of letters in common, of the last part of a key, from which a key counts as near."""
+
+
+def hint(key: str) -> str:
+    """A sentence that names what to use in place of an unknown key."""
+    answer = FOREIGN.get(key.rpartition(".")[2]) or nearest(key)
+    return f"Did you mean {answer}?" if answer else "docs/configuration.md lists every key."
+
+
+def nearest(key: str) -> str | None:
+    """The known key most like an unknown one, by its last part first and the whole second; None when none is like it."""
+    likeness = {known: (_alike(*(k.rpartition(".")[2] for k in (key, known))), _alike(key, known)) for known in leaf_keys()}
+    best = max(likeness, key=lambda known: 2 * likeness[known][0] + likeness[known][1])
+    return best if likeness[best][0] >= _ALIKE else None
+
+
+def _alike(one: str, other: str) -> float:
+    return SequenceMatcher(None, one, other, autojunk=False).ratio()

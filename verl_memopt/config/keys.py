@@ -1,0 +1,79 @@
+"""The dotted keys of the settings tree: which exist, of which type, and how one is read or replaced."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator, Mapping
+from functools import cache
+from typing import Any, TypeVar, get_type_hints
+
+from verl_memopt.config.schema import Settings
+
+Section = TypeVar("Section")
+
+
+@cache
+def field_types(section: type) -> dict[str, Any]:
+    """Field name -> resolved type of one section class, in the order of the source."""
+    hints = get_type_hints(section)
+    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+
+
+def walk(section: type = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Every (dotted key, type) below a section, sections before their own keys."""
+    for name, kind in field_types(section).items():
+        yield prefix + name, kind
+        if dataclasses.is_dataclass(kind):
+            assert isinstance(kind, type)
+            yield from walk(kind, f"{prefix}{name}.")
+
+
+@cache
+def leaf_types() -> dict[str, Any]:
+    """Dotted key -> type of every key that holds a value."""
+    return {key: kind for key, kind in walk() if not dataclasses.is_dataclass(kind)}
+
+
+@cache
+def section_keys() -> frozenset[str]:
+    """The dotted keys that hold further keys."""
+    return frozenset(key for key, kind in walk() if dataclasses.is_dataclass(kind))
+
+
+def leaf_keys(section: type = Settings) -> list[str]:
+    """The dotted keys that hold a value, in the order of the schema."""
+    return [key for key, kind in walk(section) if not dataclasses.is_dataclass(kind)]
+
+
+def value_at(settings: Any, key: str) -> Any:
+    """The value under a dotted key."""
+    for name in key.split("."):
+        settings = getattr(settings, name)
+    return settings
+
+
+def replaced(section: Section, values: Mapping[str, Any]) -> Section:
+    """A copy of a section in which the given dotted keys hold new values."""
+    own: dict[str, Any] = {}
+    below: dict[str, dict[str, Any]] = {}
+    for key, value in values.items():
+        name, _, rest = key.partition(".")
+        if rest:
+            below.setdefault(name, {})[rest] = value
+        else:
+            own[name] = value
+    own.update({name: replaced(getattr(section, name), part) for name, part in below.items()})
+    return dataclasses.replace(section, **own)  # type: ignore[type-var]
+
+
+def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a nested mapping; open mappings of the schema stay whole, empty sections vanish."""
+    flat: dict[str, Any] = {}
+    for name, value in tree.items():
+        key = f"{prefix}{name}"
+        if isinstance(value, Mapping) and key not in leaf_types():
+            if value or key not in section_keys():
+                flat.update(flatten(value, f"{key}.") if value else {key: value})
+        else:
+            flat[key] = value
+    return flat

@@ -1,0 +1,61 @@
+"""Keys that follow another key unless they are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+from verl_memopt.config.keys import replaced, value_at
+from verl_memopt.config.schema import Settings
+
+_AR = "actor_rollout_ref"
+
+LINKS = {
+    f"{_AR}.actor.clip_ratio_low": f"{_AR}.actor.clip_ratio",
+    f"{_AR}.actor.clip_ratio_high": f"{_AR}.actor.clip_ratio",
+    f"{_AR}.actor.loss_scale_factor": "data.max_response_length",
+    f"{_AR}.actor.checkpoint.load_contents": f"{_AR}.actor.checkpoint.save_contents",
+    f"{_AR}.ref.model.path": f"{_AR}.model.path",
+    f"{_AR}.ref.log_prob_micro_batch_size_per_gpu": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
+    f"{_AR}.ref.log_prob_use_dynamic_bsz": f"{_AR}.actor.use_dynamic_bsz",
+    f"{_AR}.ref.log_prob_max_token_len_per_gpu": f"{_AR}.actor.ppo_max_token_len_per_gpu",
+    f"{_AR}.ref.use_torch_compile": f"{_AR}.actor.use_torch_compile",
+    f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
+    f"{_AR}.rollout.log_prob_use_dynamic_bsz": f"{_AR}.actor.use_dynamic_bsz",
+    f"{_AR}.rollout.log_prob_max_token_len_per_gpu": f"{_AR}.actor.ppo_max_token_len_per_gpu",
+    f"{_AR}.rollout.prompt_length": "data.max_prompt_length",
+    f"{_AR}.rollout.response_length": "data.max_response_length",
+    f"{_AR}.rollout.seed": "data.seed",
+}
+"""Follower -> the key it follows while it is null."""
+
+DERIVED = {
+    f"{_AR}.rollout.max_model_len": (f"{_AR}.rollout.prompt_length", f"{_AR}.rollout.response_length"),
+    "trainer.default_local_dir": ("trainer.project_name", "trainer.experiment_name"),
+}
+"""Follower -> the keys it is computed from while it is null."""
+
+
+def resolve_links(settings: Settings) -> Settings:
+    """The settings with every follower that is null set to what it follows; resolving twice changes nothing."""
+    values = {key: value_at(settings, target) for key, target in LINKS.items() if value_at(settings, key) is None}
+    linked = replaced(settings, {key: list(value) if isinstance(value, list) else value for key, value in values.items()})
+    derived = {key: _derived(linked, key) for key in DERIVED if value_at(linked, key) is None}
+    return replaced(linked, derived)
+
+
+def _derived(settings: Settings, key: str) -> Any:
+    parts = [value_at(settings, part) for part in DERIVED[key]]
+    return sum(parts) if key.endswith("max_model_len") else "/".join(["checkpoints", *parts])
+
+
+def followers_of(keys: Iterable[str]) -> set[str]:
+    """The keys whose value depends on one of the given keys."""
+    found = set(keys)
+    for follower, target in LINKS.items():
+        if target in found:
+            found.add(follower)
+    for follower, parts in DERIVED.items():
+        if found.intersection(parts):
+            found.add(follower)
+    return found

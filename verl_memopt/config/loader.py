@@ -1,0 +1,131 @@
+"""Settings from a config name and overrides: Hydra composes a plain mapping, the rest is ours."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import yaml
+from hydra import compose, initialize_config_dir
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.core.override_parser.types import Override, OverrideType
+from hydra.errors import HydraException
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import OmegaConfBaseException
+
+from verl_memopt.config.aliases import apply_aliases
+from verl_memopt.config.build import build
+from verl_memopt.config.checks import check
+from verl_memopt.config.keys import flatten
+from verl_memopt.config.links import followers_of, resolve_links
+from verl_memopt.config.plain import to_plain
+from verl_memopt.config.problems import Problem, raise_together
+from verl_memopt.config.refusals import drop_inert
+from verl_memopt.config.schema import REQUIRED, Settings
+from verl_memopt.errors import ConfigError
+
+PACKAGED = Path(__file__).parent / "yaml"
+_COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
+
+
+def load_settings(config_name: str, overrides: list[str], config_dir: str | None = None) -> Settings:
+    """The resolved settings of a named config with overrides on top.
+
+    ``config_dir`` is a recipe's folder; its files may name the packaged configs in their ``defaults`` list. Raises one
+    ConfigError that lists everything wrong, before anything is started.
+    """
+    return settings_from_mapping(compose_mapping(config_name, overrides, config_dir))
+
+
+def settings_from_mapping(given: Mapping[str, Any]) -> Settings:
+    """The resolved settings of a nested mapping that holds only the keys that differ from the defaults.
+
+    Spellings are made one, keys without effect are dropped with a warning, the rest is typed, linked and checked.
+    """
+    flat = {key: value for key, value in flatten(given).items() if value != REQUIRED}
+    flat, problems = apply_aliases(flat)
+    flat, refused = drop_inert(flat)
+    settings, mistyped = build(flat)
+    problems += refused + mistyped
+    doubtful = {key for found in problems for key in found.keys}
+    doubtful |= followers_of(doubtful)
+    linked = resolve_links(settings)
+    problems += [found for found in check(linked, frozenset(flat)) if not doubtful.intersection(found.keys)]
+    raise_together(problems)
+    return linked
+
+
+def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
+    """What Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping."""
+    folder = _folder(config_name, config_dir)
+    prepared, problems = [], []
+    for override in overrides:
+        try:
+            prepared.append(_prepared(override, folder))
+        except ConfigError as error:
+            problems.append(Problem((), str(error)))
+    raise_together(problems)
+    return _composed(folder, config_name, prepared)
+
+
+def _composed(folder: Path, config_name: str, overrides: list[str]) -> dict[str, Any]:
+    quoted = str(PACKAGED).replace("\\", "\\\\").replace("'", "\\'")
+    GlobalHydra.instance().clear()
+    try:
+        with initialize_config_dir(str(folder), version_base="1.3"):
+            return _resolved(compose(config_name, [*overrides, f"hydra.searchpath=['file://{quoted}']"]))
+    except _COMPOSE_ERRORS as error:
+        raise ConfigError(f"{config_name}: {_one_line(error)}. Mend the override or the file it names.") from error
+    finally:
+        GlobalHydra.instance().clear()
+
+
+def _folder(config_name: str, config_dir: str | None) -> Path:
+    folder = PACKAGED if config_dir is None else Path(config_dir).resolve()
+    if not folder.is_dir():
+        raise ConfigError(f"config_dir={config_dir}: no such folder. Give the folder that holds {config_name}.yaml.")
+    names = sorted({file.stem for place in (folder, PACKAGED) for file in place.glob("*.yaml")})
+    if config_name.removesuffix(".yaml") not in names:
+        raise ConfigError(f"config_name={config_name}: no such config. Choose one of {', '.join(names)}.")
+    return folder
+
+
+def _prepared(line: str, folder: Path) -> str:
+    """The override as Hydra takes it for a key that the YAML may omit."""
+    override = _parsed(line)
+    key = override.key_or_group
+    if key.split(".")[0] == "hydra":
+        raise ConfigError(f"{line}: Hydra only composes the settings here, its own keys have no effect. Remove the override.")
+    if override.is_sweep_override():
+        raise ConfigError(f"{line}: several values for one key. Write a list as {key}=[a,b]; sweeps are not available.")
+    if (PACKAGED / key).is_dir():
+        return line.lstrip("+")
+    if (folder / key).is_dir() or override.package is not None or override.type is OverrideType.DEL:
+        return line
+    return "++" + line.lstrip("+")
+
+
+def _parsed(line: str) -> Override:
+    try:
+        return OverridesParser.create().parse_override(line)
+    except HydraException as error:
+        raise ConfigError(f"{line}: {_one_line(error)}. Write key=value, and quote text with special characters.") from error
+
+
+def _resolved(config: DictConfig) -> dict[str, Any]:
+    """The composed keys alone, their interpolations resolved against the defaults as well."""
+    whole = OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config)
+    resolved: Any = OmegaConf.to_container(whole, resolve=True)
+    picked: dict[str, Any] = _pick(resolved, OmegaConf.to_container(config, resolve=False))
+    return picked
+
+
+def _pick(resolved: Any, shape: Any) -> Any:
+    return {name: _pick(resolved[name], below) for name, below in shape.items()} if isinstance(shape, dict) else resolved
+
+
+def _one_line(error: Exception) -> str:
+    """Hydra's message without its list of search paths."""
+    return " ".join(str(error).split()).partition(" Config search path:")[0].rstrip(".")

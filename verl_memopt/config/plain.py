@@ -1,0 +1,34 @@
+"""Settings as a plain tree, for the log, the run folder and other programs."""
+
+from __future__ import annotations
+
+import dataclasses
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from verl_memopt.config.schema import Settings
+
+
+def to_plain(settings: Any) -> dict[str, Any]:
+    """A section as nested dicts and lists that YAML and JSON can hold; does not count as reading its keys."""
+    return {name: _plain(value) for name, value in vars(settings).items()}
+
+
+def _plain(value: Any) -> Any:
+    if dataclasses.is_dataclass(value) and not isinstance(value, type):
+        return to_plain(value)
+    if isinstance(value, dict):
+        return {key: _plain(item) for key, item in value.items()}
+    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def to_yaml(settings: Settings) -> str:
+    """The settings as YAML text in the order of the schema."""
+    return str(yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True))
+
+
+def save_yaml(settings: Settings, path: str | Path) -> None:
+    """Write the settings to a YAML file that :func:`verl_memopt.config.loader.load_settings` reads back to an equal value."""
+    Path(path).write_text(to_yaml(settings), encoding="utf-8")

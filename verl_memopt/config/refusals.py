@@ -1,0 +1,271 @@
+"""Keys of verl that have no effect here: a value that asks for nothing passes with a warning, any other is a problem.
+
+A row leaves this table in the change that gives the key its effect.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl_memopt.config.problems import Problem, problem
+
+logger = logging.getLogger(__name__)
+
+_AR = "actor_rollout_ref"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key (or, with a trailing ``.*``, all below one), the values that ask for nothing, and what to say."""
+
+    inert: tuple[Any, ...] | None
+    """Values that pass; null always passes; None = every value passes."""
+    reason: str
+    """What the user reads: why it has no effect, and what to set in its place."""
+
+
+ANY = None
+_NO_LORA = "LoRA is not available; the whole model is trained. Remove the LoRA keys"
+_NO_CRITIC = "RLOO and GRPO have no critic. Remove the critic keys"
+_NO_REWARD_MODEL = "no reward model is available, rules and functions score. Use custom_reward_function.path"
+_NO_OFFLOAD = "offloading is not available. Lower the token budget or gpu_memory_utilization, or use more devices"
+_TEXT_ONLY = "prompts are text only. Remove the key"
+_UNREAD = "it has no effect in verl either. Remove the key"
+_FSDP1 = "it exists in FSDP1 only, and fsdp2 is the one strategy. Remove the key"
+_NO_MISMATCH = "importance weights for the engine's log-probs are not available. Watch rollout/logprob_diff_mean instead"
+_ONE_BACKEND = "fsdp2 is the one strategy. Remove the key"
+_NOT_HERE = "not available. Remove the key"
+_STEP = "one batch is generated per step. Set data.train_batch_size"
+_PACKED = "rows are always packed, no pad token is computed. Remove the key"
+
+_FSDP = {
+    "wrap_policy.min_num_params": Refusal((0,), "decoder blocks are the units. Use wrap_policy.transformer_layer_cls_to_wrap"),
+    "param_offload": Refusal((False,), _NO_OFFLOAD),
+    "optimizer_offload": Refusal((False,), _NO_OFFLOAD),
+    "offload_policy": Refusal((False,), _NO_OFFLOAD),
+    "ulysses_sequence_parallel_size": Refusal((1,), "a sequence is not split over devices. Set 1"),
+    "use_orig_params": Refusal((False,), _FSDP1),
+    "mixed_precision.buffer_dtype": Refusal(("fp32", "float32"), _FSDP1),
+    "forward_only": Refusal(ANY, "the role decides. Remove the key"),
+}
+
+_MODEL = {
+    "enable_activation_offload": Refusal((False,), "not available. Use enable_gradient_checkpointing"),
+    "use_remove_padding": Refusal((True,), _PACKED),
+    "lora_rank": Refusal((0,), _NO_LORA),
+    "lora_alpha": Refusal(ANY, _NO_LORA),
+    "target_modules": Refusal(ANY, _NO_LORA),
+    "exclude_modules": Refusal(ANY, _NO_LORA),
+    "lora_adapter_path": Refusal((), _NO_LORA),
+    "lora.*": Refusal(ANY, _NO_LORA),
+    "use_liger": Refusal((False,), "the chunked log-prob is plain PyTorch. Use logprob_chunk_tokens"),
+    "fused_kernel_options.impl_backend": Refusal(("torch",), "the chunked log-prob is plain PyTorch. Use logprob_chunk_tokens"),
+    "tiled_mlp.enabled": Refusal((False,), _NOT_HERE),
+    "tiled_mlp.*": Refusal(ANY, _NOT_HERE),
+    "mtp.enable": Refusal((False,), _NOT_HERE),
+    "mtp.*": Refusal(ANY, _NOT_HERE),
+    "use_shm": Refusal((False,), "it costs host memory, and weights are streamed. Remove the key"),
+}
+
+_ACTOR = {
+    "use_prefix_grouper": Refusal((False,), "each sample is computed with its own prompt. Remove the key"),
+    "freeze_vision_tower": Refusal((False,), _TEXT_ONLY),
+    "router_replay.mode": Refusal(("disabled",), _NOT_HERE),
+    "router_replay.*": Refusal((), _NOT_HERE),
+    "tau_pos": Refusal((1.0,), _NOT_HERE),
+    "tau_neg": Refusal((1.05,), _NOT_HERE),
+    "calculate_sum_pi_squared": Refusal((False,), _NOT_HERE),
+    "sum_pi_squared_checkpointing": Refusal((False,), _NOT_HERE),
+    "qat.enable": Refusal((False,), _NOT_HERE),
+    "qat.*": Refusal(ANY, _NOT_HERE),
+    "policy_loss.clip_cov_ratio": Refusal((0.0002,), _NOT_HERE),
+    "policy_loss.clip_cov_lb": Refusal((1.0,), _NOT_HERE),
+    "policy_loss.clip_cov_ub": Refusal((5.0,), _NOT_HERE),
+    "policy_loss.kl_cov_ratio": Refusal((0.0002,), _NOT_HERE),
+    "policy_loss.ppo_kl_coef": Refusal((0.1,), _NOT_HERE),
+    "checkpoint.async_save": Refusal((False,), "a checkpoint is written before the next step. Set false"),
+}
+
+_PROFILER = {
+    "profiler.enable": Refusal((False,), "Use trainer.track_memory_every_steps and the phase table"),
+    "profiler.*": Refusal(ANY, "profilers are not available. Remove the key"),
+}
+
+_ROLLOUT = {
+    "data_parallel_size": Refusal((1,), "every tensor-parallel group is a replica already. Set tensor_model_parallel_size"),
+    "enable_sleep_mode": Refusal((True,), "Set actor_rollout_ref.rollout.free_cache_engine=false"),
+    "layered_summon": Refusal((False,), "weights move tensor by tensor. Use checkpoint_engine.update_weights_bucket_megabytes"),
+    "skip_rollout": Refusal((False,), "stored rollouts are not replayed. Remove the key"),
+    "skip_dump_dir": Refusal(ANY, "stored rollouts are not replayed. Use trainer.rollout_data_dir to write them"),
+    "checkpoint_engine.backend": Refusal(("naive",), "trainer and engine share a process. Remove the key"),
+    "multi_turn.enable": Refusal((False,), _NOT_HERE),
+    "multi_turn.*": Refusal(ANY, _NOT_HERE),
+    "prometheus.enable": Refusal((False,), _NOT_HERE),
+    "prometheus.*": Refusal(ANY, _NOT_HERE),
+    "trace.backend": Refusal((), _NOT_HERE),
+    "trace.*": Refusal(ANY, _NOT_HERE),
+    "disaggregation.enable": Refusal((False,), _NOT_HERE),
+    "disaggregation.enabled": Refusal((False,), _NOT_HERE),
+    "disaggregation.*": Refusal(ANY, _NOT_HERE),
+    "quantization": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
+    "quantization_config_file": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
+    "pipeline_model_parallel_size": Refusal((1,), "Use tensor_model_parallel_size"),
+    "expert_parallel_size": Refusal((1,), "Use tensor_model_parallel_size"),
+    "over_sample_rate": Refusal((0, 0.0), "exactly rollout.n samples are drawn. Remove the key"),
+    "enable_rollout_routing_replay": Refusal((False,), _NOT_HERE),
+    "multi_stage_wake_up": Refusal(ANY, "weights always wake before the KV cache. Remove the key"),
+    "skip_tokenizer_init": Refusal(ANY, "the engine is given token ids. Remove the key"),
+    "agent.*": Refusal(ANY, "there are no separate request processes. Remove the key"),
+    "engine_kwargs.sglang.*": Refusal(({},), "the engines are vllm and hf. Use engine_kwargs.vllm"),
+    "engine_kwargs.trtllm.*": Refusal(({},), "the engines are vllm and hf. Use engine_kwargs.vllm"),
+}
+
+_DATA = {
+    "dataloader_num_workers": Refusal((0, 8), "rows are read in the driver's process. Set 0 or remove the key"),
+    "filter_overlong_prompts_workers": Refusal((1,), "prompts are measured in one tokenizer call. Remove the key"),
+    "image_key": Refusal(("images",), _TEXT_ONLY),
+    "video_key": Refusal(("videos",), _TEXT_ONLY),
+    "image_patch_size": Refusal((14,), _TEXT_ONLY),
+    "return_multi_modal_inputs": Refusal((True, False), _TEXT_ONLY),
+    "tool_config_path": Refusal((), _NOT_HERE),
+    "datagen.*": Refusal((), "rows come from files. Use data.custom_cls"),
+    "gen_batch_size": Refusal((), _STEP),
+    "tokenizer": Refusal(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),
+    "return_raw_chat": Refusal(ANY, _UNREAD),
+    "return_raw_input_ids": Refusal(ANY, _UNREAD),
+    "return_full_prompt": Refusal(ANY, _UNREAD),
+    "use_shm": Refusal((False,), "files are read where they are. Remove the key"),
+}
+
+_ALGORITHM = {
+    "gamma": Refusal((1, 1.0), "RLOO and GRPO score whole responses, nothing is discounted. Set 1.0"),
+    "lam": Refusal((1, 1.0), "RLOO and GRPO score whole responses. Set 1.0"),
+    "use_pf_ppo": Refusal((False,), _NOT_HERE),
+    "pf_ppo.*": Refusal(ANY, _NOT_HERE),
+    "filter_groups.enable": Refusal((False,), _NOT_HERE),
+    "filter_groups.*": Refusal(ANY, _NOT_HERE),
+    "rollout_correction.rollout_is": Refusal((), _NO_MISMATCH),
+    "rollout_correction.rollout_is_threshold": Refusal((2.0,), _NO_MISMATCH),
+    "rollout_correction.rollout_is_batch_normalize": Refusal((False,), _NO_MISMATCH),
+    "rollout_correction.bypass_mode": Refusal((False,), _NO_MISMATCH),
+    "rollout_correction.rollout_rs": Refusal((), _NO_MISMATCH),
+    "rollout_correction.rollout_rs_threshold": Refusal((), _NO_MISMATCH),
+    "rollout_correction.loss_type": Refusal(("ppo_clip",), _NO_MISMATCH),
+}
+
+_CRITIC = {
+    "enable": Refusal((False,), _NO_CRITIC),
+    **{
+        name: Refusal(ANY, _NO_CRITIC)
+        for name in (
+            *("strategy", "optim.*", "checkpoint.*", "model.*", "fsdp.*", "profiler.*", "megatron.*", "grad_clip", "rollout_n"),
+            *("ppo_mini_batch_size", "ppo_epochs", "shuffle", "use_dynamic_bsz", "loss_agg_mode", "cliprange_value"),
+            *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "data_loader_seed"),
+            *("forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
+            *("ppo_infer_max_token_len_per_gpu", "ppo_infer_micro_batch_size_per_gpu", "ulysses_sequence_parallel_size"),
+        )
+    },
+}
+
+_REWARD_MODEL = {
+    "enable": Refusal((False,), _NO_REWARD_MODEL),
+    "launch_reward_fn_async": Refusal((False,), "rewards are computed in their own processes after rollout. Set false"),
+    "enable_resource_pool": Refusal((False,), _NO_REWARD_MODEL),
+    "nnodes": Refusal((0,), _NO_REWARD_MODEL),
+    "n_gpus_per_node": Refusal((0, 8), _NO_REWARD_MODEL),
+    "use_reward_loop": Refusal((True,), "reward functions run in reward_model.num_workers processes. Remove the key"),
+    "reward_loop_source": Refusal(("register",), _NO_REWARD_MODEL),
+    "reward_loop_module_path": Refusal((), _NO_REWARD_MODEL),
+    "reward_loop_class_name": Refusal((), _NO_REWARD_MODEL),
+    "sandbox_fusion.url": Refusal((), "no sandbox service is called. Use custom_reward_function.path"),
+    "sandbox_fusion.*": Refusal(ANY, "no sandbox service is called. Use custom_reward_function.path"),
+    **{
+        name: Refusal(ANY, _NO_REWARD_MODEL)
+        for name in (
+            *("model.*", "rollout.*", "profiler.*", "strategy", "micro_batch_size", "micro_batch_size_per_gpu", "max_length"),
+            *("use_dynamic_bsz", "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size"),
+        )
+    },
+}
+
+_TRAINER = {
+    "max_critic_ckpt_to_keep": Refusal(ANY, _NO_CRITIC),
+    "critic_warmup": Refusal((0,), _NO_CRITIC),
+    "default_hdfs_dir": Refusal((), "checkpoints are written to trainer.default_local_dir. Remove the key"),
+    "del_local_ckpt_after_load": Refusal((False,), "Use trainer.max_actor_ckpt_to_keep"),
+    "esi_redundant_time": Refusal((0,), "Use trainer.save_freq"),
+    "use_legacy_worker_impl": Refusal(("auto", "enable", "disable"), "there is one implementation. Remove the key"),
+}
+
+_TOP = {
+    "memory": Refusal(("none",), "memory profiles are not available. Set the keys themselves"),
+    "reward_manager.source": Refusal(("register",), "Use custom_reward_function.path"),
+    "reward_manager.module.*": Refusal((), "Use custom_reward_function.path"),
+    "transfer_queue.enable": Refusal((False,), _NOT_HERE),
+    "transfer_queue.*": Refusal(ANY, _NOT_HERE),
+    "global_profiler.tool": Refusal((), "Use trainer.track_memory_every_steps and the phase table"),
+    "global_profiler.*": Refusal(ANY, "profilers are not available. Remove the key"),
+}
+
+
+def _below(prefix: str, rows: Mapping[str, Refusal]) -> dict[str, Refusal]:
+    return {f"{prefix}.{name}": row for name, row in rows.items()}
+
+
+REFUSED: dict[str, Refusal] = {
+    **_TOP,
+    **_below("data", _DATA),
+    **_below("algorithm", _ALGORITHM),
+    **_below("critic", _CRITIC),
+    **_below("reward_model", _REWARD_MODEL),
+    **_below("trainer", _TRAINER),
+    **_below(f"{_AR}.model", _MODEL),
+    **_below(f"{_AR}.actor", _ACTOR | _PROFILER | _below("fsdp_config", _FSDP)),
+    **_below(f"{_AR}.ref", _PROFILER | _below("fsdp_config", _FSDP)),
+    **_below(f"{_AR}.rollout", _ROLLOUT | _PROFILER),
+    **_below(_AR, _PROFILER),
+    f"{_AR}.ref.strategy": Refusal(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
+    f"{_AR}.actor.megatron.*": Refusal((), _ONE_BACKEND),
+    f"{_AR}.ref.megatron.*": Refusal((), _ONE_BACKEND),
+    f"{_AR}.actor.veomni.*": Refusal((), _ONE_BACKEND),
+    f"{_AR}.ref.veomni.*": Refusal((), _ONE_BACKEND),
+}
+
+
+def refusal_of(key: str) -> Refusal | None:
+    """The row that covers a key: its own, else the one of the nearest section above it; None for all other keys."""
+    if key in REFUSED:
+        return REFUSED[key]
+    section = key
+    while section:
+        if f"{section}.*" in REFUSED:
+            return REFUSED[f"{section}.*"]
+        section = section.rpartition(".")[0]
+    return None
+
+
+def drop_inert(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """The given keys without those that have no effect here, each with one warning, or a problem if it asks for something."""
+    kept: dict[str, Any] = {}
+    problems: list[Problem] = []
+    for key, value in given.items():
+        refusal = refusal_of(key)
+        if refusal is None:
+            kept[key] = value
+        elif value is None or refusal.inert is ANY or _is_one_of(value, refusal.inert):
+            logger.warning("%s=%s does nothing here: %s.", key, value, refusal.reason)
+        else:
+            problems.append(problem({key: value}, "this verl setting has no effect here", f"{_sentence(refusal.reason)}."))
+    return kept, problems
+
+
+def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
+    """Membership in which 0 is not false and 1 is not true."""
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in inert)
+
+
+def _sentence(text: str) -> str:
+    return text[0].upper() + text[1:]
