@@ -1,0 +1,63 @@
+"""Loading a reward function of the user's own."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from verl_memopt.errors import RewardError
+from verl_memopt.rewards.custom import load_reward_function
+from verl_memopt.rewards.rules import score_by_rule
+
+
+def write(folder: Path, text: str) -> str:
+    path = folder / "reward.py"
+    path.write_text(text)
+    return str(path)
+
+
+def test_without_a_file_the_rules_are_used() -> None:
+    assert load_reward_function(None, "compute_score", {}) is score_by_rule
+
+
+def test_the_function_is_called_with_its_fixed_arguments(tmp_path: Path) -> None:
+    path = write(
+        tmp_path, "def f(data_source, solution_str, ground_truth, extra_info=None, *, scale): return scale * len(solution_str)"
+    )
+    function = load_reward_function(path, "f", {"scale": 3})
+    assert function(data_source="", solution_str="ab", ground_truth="", extra_info={}) == 6
+
+
+@pytest.mark.parametrize(
+    ("text", "name", "kwargs", "message"),
+    [
+        ("def other(): pass", "compute_score", {}, "has no 'compute_score'; it defines other"),
+        ("compute_score = 3", "compute_score", {}, "it is no function"),
+        ("def compute_score(solution): return 0", "compute_score", {}, r"compute_score\(solution\), which cannot be called"),
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0",
+            "compute_score",
+            {"scale": 3},
+            r"unexpected keyword argument 'scale'.*Define compute_score\(.*, scale\)",
+        ),
+        (
+            "def compute_score(data_source, solution_str, ground_truth, extra_info, needed): return 0",
+            "compute_score",
+            {},
+            "missing a required argument: 'needed'",
+        ),
+        ("def compute_score(**kwargs): return 0", "compute_score", {"extra_info": 1}, "extra_info is given for each row"),
+        ("import nowhere_to_be_found", "compute_score", {}, "does not run.*ModuleNotFoundError"),
+        ("raise SystemExit(3)", "compute_score", {}, "does not run.*SystemExit"),
+    ],
+)
+def test_a_function_that_cannot_be_used_is_refused(
+    tmp_path: Path, text: str, name: str, kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RewardError, match=f"(?s){message}"):
+        load_reward_function(write(tmp_path, text), name, kwargs)
+
+
+def test_a_missing_file_is_named(tmp_path: Path) -> None:
+    with pytest.raises(RewardError, match=r"custom_reward_function\.path=.*absent\.py: there is no such file"):
+        load_reward_function(str(tmp_path / "absent.py"), "compute_score", {})

@@ -1,0 +1,195 @@
+"""Scoring in processes: order, failures with names, time limits, and no process left behind."""
+
+import logging
+import os
+import signal
+import subprocess
+import sys
+import textwrap
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verl_memopt.config.schema import CustomReward
+from verl_memopt.errors import RewardError
+from verl_memopt.rewards.rows import RewardResult, RewardRow
+from verl_memopt.rewards.runner import RewardRunner
+
+HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
+
+
+def rows(*solutions: str, source: str = "mine") -> list[RewardRow]:
+    return [RewardRow(source, text, "4", {"index": i}, f"train.jsonl:{i + 1}") for i, text in enumerate(solutions)]
+
+
+@pytest.fixture
+def custom(tmp_path: Path) -> Callable[..., CustomReward]:
+    def make(body: str, **settings: object) -> CustomReward:
+        path = tmp_path / "reward.py"
+        path.write_text(HEAD + textwrap.indent(textwrap.dedent(body), "    "))
+        return CustomReward(path=str(path), **settings)  # type: ignore[arg-type]
+
+    return make
+
+
+def gone(pid: int) -> bool:
+    """Whether the process has ended; one that waits for its parent to read its exit code has."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
+    except FileNotFoundError:
+        return True
+
+
+def wait_until(condition: Callable[[], bool]) -> bool:
+    deadline = time.monotonic() + 20
+    while not condition() and time.monotonic() < deadline:
+        time.sleep(0.01)
+    return condition()
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_results_come_in_the_order_of_the_rows(custom: Callable[..., CustomReward], num_workers: int) -> None:
+    slow_ones_first = """
+        import time
+        time.sleep(0.02 if extra_info["index"] < 3 else 0)
+        return {"score": extra_info["index"], "who": solution_str}
+    """
+    with RewardRunner(custom(slow_ones_first), num_workers) as runner:
+        results = runner.score(rows(*"abcdefghijklmnop"))
+        assert [(r.score, r.extra["who"], r.failed) for r in results] == [(i, c, False) for i, c in enumerate("abcdefghijklmnop")]
+        assert runner.score([]) == []
+
+
+def test_the_rules_score_without_a_custom_function() -> None:
+    with RewardRunner(CustomReward(), 1) as runner:
+        assert [r.score for r in runner.score(rows("4", "5", source="toy/arithmetic"))] == [1.0, 0.0]
+
+
+def test_the_function_gets_what_the_row_holds_and_its_fixed_arguments(custom: Callable[..., CustomReward]) -> None:
+    body = 'return {"score": kwargs["bonus"], "seen": [data_source, solution_str, ground_truth, extra_info]}'
+    with RewardRunner(custom(body, reward_kwargs={"bonus": 0.25}), 1) as runner:
+        assert runner.score(rows("x")) == [RewardResult(0.25, {"seen": ["mine", "x", "4", {"index": 0}]})]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("return 1 / (solution_str != 'bad')", "compute_score of .*reward.py raised:.*Traceback.*ZeroDivisionError"),
+        ("return float('nan') if solution_str == 'bad' else 0", "returned nan, not a finite number"),
+        ("return '1' if solution_str == 'bad' else 1", "returned '1' of type str, not a number"),
+        ("return {'acc': 1} if solution_str == 'bad' else 1", "returned a dict without 'score'"),
+        ("import os\nif solution_str == 'bad': os._exit(7)\nreturn 1", "ended its process, which exited with code 7"),
+        ("import os\nif solution_str == 'bad': os.kill(os.getpid(), 11)\nreturn 1", "which was killed by SIGSEGV"),
+        ("import sys\nif solution_str == 'bad': sys.exit(3)\nreturn 1", "SystemExit: 3"),
+    ],
+)
+def test_a_row_that_fails_stops_the_run_with_its_name_and_the_reason(
+    custom: Callable[..., CustomReward], body: str, message: str
+) -> None:
+    with RewardRunner(custom(body), 1) as runner, pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:3: .*{message}") as error:
+        runner.score(rows("ok", "ok", "bad", "ok"))
+    assert "custom_reward_function.on_error=score" in str(error.value)
+
+
+HANGS = "import time\nwhile solution_str == 'bad': time.sleep(0.01)\nreturn 1"
+
+
+def test_a_row_that_hangs_stops_the_run_with_its_name(custom: Callable[..., CustomReward]) -> None:
+    message = r"^train\.jsonl:2: .*took longer than custom_reward_function\.timeout_seconds=0\.5"
+    with RewardRunner(custom(HANGS, timeout_seconds=0.5), 1) as runner, pytest.raises(RewardError, match=message):
+        runner.score(rows("ok", "bad", "ok"))
+
+
+@pytest.mark.parametrize("num_workers", [1, 2])
+@pytest.mark.parametrize(
+    "body", [HANGS, "return 1 / (solution_str != 'bad')", "import os\nreturn 1 if solution_str != 'bad' else os._exit(1)"]
+)
+def test_failed_rows_take_the_fallback_and_the_others_their_scores(
+    custom: Callable[..., CustomReward], body: str, num_workers: int, caplog: pytest.LogCaptureFixture
+) -> None:
+    settings = custom(body, timeout_seconds=0.5, on_error="score", fallback_score=-1.0)
+    with RewardRunner(settings, num_workers) as runner, caplog.at_level(logging.WARNING):
+        results = runner.score(rows("ok", "bad", "ok", "ok", "bad", "ok"))
+        assert [r.score for r in results] == [1, -1, 1, 1, -1, 1]
+        assert [r.failed for r in results] == [False, True, False, False, True, False]
+        assert runner.failed_rows == 2
+    assert "failed on 2 of 6 rows" in caplog.text
+    assert "train.jsonl:2" in caplog.text
+
+
+def test_a_time_limit_holds_for_a_row_and_not_for_the_batch(custom: Callable[..., CustomReward]) -> None:
+    with RewardRunner(custom("import time\ntime.sleep(0.1)\nreturn 1", timeout_seconds=0.8), 1) as runner:
+        assert [r.score for r in runner.score(rows(*"abcdefghij"))] == [1.0] * 10
+
+
+def test_a_process_killed_between_rows_is_replaced_and_blames_no_row(custom: Callable[..., CustomReward]) -> None:
+    with RewardRunner(custom("import os\nreturn os.getpid()"), 1) as runner:
+        pid = int(runner.score(rows("a"))[0].score)
+        os.kill(pid, signal.SIGKILL)
+        results = runner.score(rows("a", "b"))
+        assert not any(r.failed for r in results)
+        assert results[0].score != pid
+
+
+def test_a_file_that_cannot_be_loaded_is_reported_before_any_row() -> None:
+    with RewardRunner(CustomReward(path="/absent/reward.py"), 1) as runner, pytest.raises(RewardError, match="no such file"):
+        runner.check()
+
+
+def test_a_file_that_ends_the_process_while_loading_is_reported(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text("import os; os._exit(5)")
+    settings = CustomReward(path=str(tmp_path / "reward.py"))
+    with RewardRunner(settings, 1) as runner, pytest.raises(RewardError, match="exited with code 5"):
+        runner.check()
+
+
+def test_large_texts_cross_in_both_directions(custom: Callable[..., CustomReward]) -> None:
+    text = "x" * 300_000
+    with RewardRunner(custom('return {"score": len(solution_str), "back": solution_str}'), 2) as runner:
+        results = runner.score(rows(*[text] * 6))
+    assert [(r.score, r.extra["back"] == text) for r in results] == [(300_000.0, True)] * 6
+
+
+def test_closing_ends_the_processes_even_in_the_middle_of_a_row(custom: Callable[..., CustomReward], tmp_path: Path) -> None:
+    body = f"import os, pathlib\npathlib.Path({str(tmp_path / 'pid')!r}).write_text(str(os.getpid()))\nwhile True: pass"
+    with RewardRunner(custom(body, timeout_seconds=0.3), 1) as runner, pytest.raises(RewardError, match="took longer"):
+        runner.score(rows("a"))
+    assert wait_until(lambda: gone(int((tmp_path / "pid").read_text())))
+
+
+BUSY_IN_C = "import os, re, pathlib\npathlib.Path(kwargs['pid_file']).write_text(str(os.getpid()))\nre.match('(a*)*b', 'a' * 60)"
+
+
+def test_a_busy_reward_process_dies_with_a_parent_that_is_killed(custom: Callable[..., CustomReward], tmp_path: Path) -> None:
+    """The function holds the interpreter lock for good, so nothing inside its process could notice."""
+    pid_file = tmp_path / "pid"
+    settings = custom(BUSY_IN_C)
+    parent = tmp_path / "parent.py"
+    parent.write_text(
+        "from verl_memopt.config.schema import CustomReward\n"
+        "from verl_memopt.rewards.rows import RewardRow\n"
+        "from verl_memopt.rewards.runner import RewardRunner\n"
+        f"runner = RewardRunner(CustomReward(path={settings.path!r}, reward_kwargs={{'pid_file': {str(pid_file)!r}}}), 1)\n"
+        "runner.score([RewardRow('mine', 'a', '4', {}, 'train.jsonl:1')])\n"
+    )
+    running = subprocess.Popen([sys.executable, str(parent)])
+    assert wait_until(lambda: pid_file.exists() and pid_file.read_text() != "")
+    child = int(pid_file.read_text())
+    assert not gone(child)
+    running.kill()
+    running.wait()
+    assert wait_until(lambda: gone(child))
+
+
+def test_the_parent_program_is_not_run_again_by_its_reward_processes(tmp_path: Path) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "print('once', flush=True)\n"
+        "from verl_memopt.config.schema import CustomReward\n"
+        "from verl_memopt.rewards.runner import RewardRunner\n"
+        "with RewardRunner(CustomReward(), 2) as runner:\n    runner.check()\n"
+    )
+    shown = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
+    assert shown.stdout.split() == ["once"]

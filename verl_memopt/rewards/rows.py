@@ -1,0 +1,30 @@
+"""What goes to a reward function and what comes back."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+
+@dataclass(frozen=True)
+class RewardRow:
+    data_source: str
+    """Chooses the rule when there is no custom function."""
+    solution: str
+    """The response, decoded without special tokens."""
+    ground_truth: Any
+    """What the dataset row holds as the truth."""
+    extra_info: dict[str, Any]
+    """The dataset row's extra_info."""
+    address: str
+    """File and row of the prompt, for errors."""
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    score: float
+    """A finite number."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The other entries, when the function returned a dict."""
+    failed: bool = False
+    """The function failed on this row and ``score`` is the fallback."""

@@ -1,0 +1,75 @@
+"""Rule rewards: small functions of a response and its ground truth, chosen by ``data_source``."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from verl_memopt.errors import RewardError
+
+Rule = Callable[[str, Any], float]
+
+_FINAL_ANSWER = re.compile(r"####\s*(\$?-?[0-9][0-9.,]*)")
+_THINK_THEN_ANSWER = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
+
+
+def exact_match(solution: str, ground_truth: Any) -> float:
+    """1.0 when the response is the ground truth, apart from white space around it; else 0.0."""
+    return float(solution.strip() == str(ground_truth).strip())
+
+
+def final_answer(solution: str) -> str | None:
+    """The number of the last ``#### x`` in the text, without thousands separators, currency sign or final dot; or None."""
+    found = _FINAL_ANSWER.findall(solution)
+    return _plain_number(found[-1]) if found else None
+
+
+def gsm8k(solution: str, ground_truth: Any) -> float:
+    """1.0 when the last ``#### x`` of the response is the ground truth; an answer in any other form gets 0.0."""
+    return float(final_answer(solution) == _plain_number(str(ground_truth)))
+
+
+def final_answer_format(solution: str, ground_truth: Any) -> float:
+    """1.0 when the response holds exactly one ``#### x`` and ends with it, right or wrong; else 0.0."""
+    found = list(_FINAL_ANSWER.finditer(solution))
+    return float(len(found) == 1 and not solution[found[0].end() :].strip())
+
+
+def think_format(solution: str, ground_truth: Any) -> float:
+    """1.0 when the response is one ``<think>..</think>`` and then one ``<answer>..</answer>``; else 0.0."""
+    return float(_THINK_THEN_ANSWER.fullmatch(solution) is not None)
+
+
+RULES: dict[str, Rule] = {
+    "toy/arithmetic": exact_match,
+    "openai/gsm8k": gsm8k,
+    "format/final_answer": final_answer_format,
+    "format/think": think_format,
+}
+"""Rules by data source."""
+
+
+def check_sources(sources: Iterable[tuple[str, str]]) -> None:
+    """Raises RewardError for the first (data_source, address) that has no rule. For runs without a custom function."""
+    for source, address in sources:
+        if source not in RULES:
+            raise RewardError(f"{address}: {_no_rule(source)}")
+
+
+def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+    """The score of the rule that belongs to ``data_source``. Raises RewardError when there is none."""
+    if data_source not in RULES:
+        raise RewardError(f"cannot score this row: {_no_rule(data_source)}")
+    return RULES[data_source](solution_str, ground_truth)
+
+
+def _no_rule(source: str) -> str:
+    return (
+        f"data_source {source!r} has no rule; there are rules for {', '.join(RULES)}. "
+        "Use one of these, or set custom_reward_function.path."
+    )
+
+
+def _plain_number(text: str) -> str:
+    return text.strip().replace(",", "").replace("$", "").rstrip(".")

@@ -1,0 +1,173 @@
+"""Scores rows in reward processes, with a time limit per row, and says which row a function failed on."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections import deque
+from collections.abc import Callable, Sequence
+from multiprocessing.connection import wait
+from typing import Any, Self
+
+from verl_memopt.config import schema
+from verl_memopt.errors import RewardError
+from verl_memopt.rewards.process import RewardProcess
+from verl_memopt.rewards.rows import RewardResult, RewardRow
+
+logger = logging.getLogger(__name__)
+
+CHUNKS_PER_PROCESS = 4
+"""Pieces each process's share is cut into, so that an idle process can take from a slow one's."""
+
+CHECK_SECONDS = 0.2
+"""Longest wait for scores before time limits and deaths are looked at."""
+
+Chunk = tuple[int, int]
+"""First row and the row after the last."""
+
+
+class RewardRunner:
+    """Runs the reward function in ``num_workers`` processes, which start at once and in the background.
+
+    A row that raises, hangs, kills its process or returns no finite score ends the run with a RewardError that names it;
+    with ``on_error=score`` it takes the fallback score and counts in ``failed_rows``. A context manager; ``close`` ends the
+    processes.
+    """
+
+    def __init__(self, custom: schema.CustomReward, num_workers: int) -> None:
+        self._custom = custom
+        self._num_workers = num_workers
+        self.failed_rows = 0
+        self._processes = [self._start() for _ in range(num_workers)]
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *error: object) -> None:
+        self.close()
+
+    def check(self) -> None:
+        """Returns once every process has loaded the function. Raises RewardError when one cannot."""
+        for process in self._processes:
+            process.wait_until_loaded()
+
+    def score(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
+        """The result of each row, in order. Raises RewardError for the first failure with ``on_error=raise``."""
+        try:
+            if not self._processes:
+                self._processes = [self._start() for _ in range(self._num_workers)]
+            round_ = _Round(rows, self._processes, self._custom, self._start)
+            results = round_.run()
+        except BaseException:
+            self.close()
+            raise
+        self._log_failures(round_.failures, rows)
+        return results
+
+    def close(self) -> None:
+        """Ends all processes. A later ``score`` starts new ones."""
+        for process in self._processes:
+            process.close()
+        self._processes = []
+
+    def _start(self) -> RewardProcess:
+        return RewardProcess(self._custom.path, self._custom.name, self._custom.reward_kwargs)
+
+    def _log_failures(self, failures: dict[int, str], rows: Sequence[RewardRow]) -> None:
+        if not failures:
+            return
+        self.failed_rows += len(failures)
+        first = min(failures)
+        logger.warning("the reward function failed on %d of %d rows, which take the fallback score %s; the first is %s: %s",
+                       len(failures), len(rows), self._custom.fallback_score, rows[first].address, failures[first])  # fmt: skip
+
+
+class _Round:
+    """One call of ``score``: which rows are waiting, which process is at which, what came back."""
+
+    def __init__(
+        self,
+        rows: Sequence[RewardRow],
+        processes: list[RewardProcess],
+        custom: schema.CustomReward,
+        start: Callable[[], RewardProcess],
+    ) -> None:
+        self.failures: dict[int, str] = {}
+        self._rows = rows
+        self._processes = processes
+        self._custom = custom
+        self._start = start
+        self._results: dict[int, RewardResult] = {}
+        self._waiting = deque(_chunks(len(rows), len(processes)))
+        self._at_work: dict[RewardProcess, Chunk] = {}
+        self._retried: set[int] = set()
+
+    def run(self) -> list[RewardResult]:
+        """The results in row order."""
+        while len(self._results) < len(self._rows):
+            self._hand_out()
+            wait([process.connection for process in self._at_work], timeout=self._patience())
+            for process in list(self._at_work):
+                self._collect(process)
+        return [self._results[index] for index in range(len(self._rows))]
+
+    def _hand_out(self) -> None:
+        idle = [process for process in self._processes if process not in self._at_work]
+        for process in idle[: len(self._waiting)]:
+            first, end = self._waiting.popleft()
+            self._at_work[process] = (first, end)
+            process.send(first, self._rows[first:end])
+
+    def _patience(self) -> float:
+        return min(CHECK_SECONDS, self._custom.timeout_seconds / 4)
+
+    def _collect(self, process: RewardProcess) -> None:
+        """Takes what ``process`` has sent; replaces it when it has died or is over the time limit."""
+        outcomes = process.receive()
+        for outcome in outcomes or []:
+            self._record(*outcome)
+        first, end = self._at_work[process]
+        if all(index in self._results for index in range(first, end)):
+            del self._at_work[process]
+        elif outcomes is None or not (outcomes or process.is_alive()):
+            self._replace(process, f"ended its process, which {process.ending()}")
+        elif not outcomes and process.position()[1] > self._custom.timeout_seconds:
+            self._replace(process, f"took longer than custom_reward_function.timeout_seconds={self._custom.timeout_seconds:g}")
+
+    def _replace(self, process: RewardProcess, what: str) -> None:
+        """Fails the row that the process is at, and puts the rest of its chunk back in front of a new process.
+
+        A process that died between rows (something from outside ended it) takes none with it, unless it happens again.
+        """
+        at, _ = process.position()
+        first, end = self._at_work.pop(process)
+        process.close()
+        self._processes[self._processes.index(process)] = self._start()
+        missing = [index for index in range(first, end) if index not in self._results]
+        if at in missing or missing[0] in self._retried:
+            self._record(at if at in missing else missing[0], 0.0, {}, what)
+        self._retried.add(missing[0])
+        self._waiting.extendleft((index, index + 1) for index in reversed(missing) if index not in self._results)
+
+    def _record(self, index: int, score: float, extra: dict[str, Any], failure: str | None) -> None:
+        if failure is None:
+            self._results[index] = RewardResult(score, extra)
+            return
+        if self._custom.on_error == "raise":
+            raise RewardError(
+                f"{self._rows[index].address}: the reward function {describe(self._custom)} {failure}\nMend it, or set "
+                "custom_reward_function.on_error=score to go on with custom_reward_function.fallback_score."
+            )
+        self.failures[index] = failure
+        self._results[index] = RewardResult(self._custom.fallback_score, {}, failed=True)
+
+
+def describe(custom: schema.CustomReward) -> str:
+    """The reward function by name and file, for messages."""
+    return "of the rules" if custom.path is None else f"{custom.name} of {custom.path}"
+
+
+def _chunks(num_rows: int, num_processes: int) -> list[Chunk]:
+    """Even pieces of 0..num_rows: one for one process, several each for more."""
+    size = max(1, math.ceil(num_rows / (1 if num_processes == 1 else num_processes * CHUNKS_PER_PROCESS)))
+    return [(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]

@@ -1,0 +1,128 @@
+"""The program of a reward process: it takes rows from a pipe and sends scores back until the pipe closes.
+
+It imports neither torch nor an engine, and nothing of the program that started it, so it is up in a fraction of a second.
+Where it stands is written to a small shared file before each row: when the process hangs or dies, the parent reads there
+which row it was.
+"""
+
+from __future__ import annotations
+
+import fcntl
+import math
+import numbers
+import os
+import select
+import signal
+import struct
+import time
+import traceback
+from multiprocessing.connection import Connection
+from typing import Any
+
+from verl_memopt.errors import RewardError
+from verl_memopt.rewards.custom import RewardFunction, load_reward_function
+
+PROGRESS = struct.Struct("qd")
+"""Index of the row that is being scored (-1 = none), and when it began (seconds on the monotonic clock)."""
+
+FLUSH_SECONDS = 0.005
+
+Outcome = tuple[int, float, dict[str, Any], str | None]
+"""Row index, score, further entries, and what went wrong (None = nothing)."""
+
+
+def main(pipe: int, lifeline: int, progress: int) -> None:
+    """Serves rows from the file descriptor ``pipe``. Ends at its end, or at once when the parent is gone."""
+    die_with_parent(lifeline)
+    connection = Connection(pipe)
+    try:
+        path, name, reward_kwargs = connection.recv()
+        try:
+            function = load_reward_function(path, name, reward_kwargs)
+        except RewardError as problem:
+            connection.send(str(problem))
+            return
+        connection.send(None)
+        while True:
+            _serve_chunk(connection, function, progress, *connection.recv())
+    except (EOFError, ConnectionError, KeyboardInterrupt):
+        return
+
+
+def die_with_parent(lifeline: int) -> None:
+    """Lets the kernel end this process when the other end of the pipe ``lifeline`` closes, whatever the process is doing.
+
+    A thread that waits for the end would not do: a function that never gives up the interpreter lock would starve it.
+    """
+    signal.signal(signal.SIGIO, signal.SIG_DFL)
+    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
+    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
+    if select.select([lifeline], [], [], 0)[0]:
+        os._exit(0)
+
+
+def _serve_chunk(connection: Connection, function: RewardFunction, progress: int, first: int, rows: list[Any]) -> None:
+    """Scores ``rows`` (indices from ``first``) and sends outcomes in batches, none later than a few milliseconds."""
+    outcomes: list[Outcome] = []
+    sent_at = time.monotonic()
+    for index, row in enumerate(rows, start=first):
+        os.pwrite(progress, PROGRESS.pack(index, time.monotonic()), 0)
+        outcomes.append((index, *score_row(function, *row)))
+        now = time.monotonic()
+        if now - sent_at > FLUSH_SECONDS:
+            connection.send(outcomes)
+            outcomes, sent_at = [], now
+    os.pwrite(progress, PROGRESS.pack(-1, 0.0), 0)
+    connection.send(outcomes)
+
+
+def score_row(
+    function: RewardFunction, data_source: str, solution: str, ground_truth: Any, extra_info: dict[str, Any]
+) -> tuple[float, dict[str, Any], str | None]:
+    """Score, further entries, and what went wrong with this row (None = nothing)."""
+    try:
+        value = function(data_source=data_source, solution_str=solution, ground_truth=ground_truth, extra_info=extra_info)
+        return (*read_score(value), None)
+    except RewardError as problem:
+        return 0.0, {}, str(problem)
+    except (Exception, SystemExit):  # noqa: BLE001 - the function is the user's: whatever it raises is reported
+        return 0.0, {}, f"raised:\n{traceback.format_exc()}"
+
+
+def read_score(value: Any) -> tuple[float, dict[str, Any]]:
+    """The finite score in what a reward function returned, and its other entries. Raises RewardError when it is no score."""
+    if not isinstance(value, dict):
+        return _finite(value, "returned"), {}
+    if "score" not in value:
+        raise RewardError(f"returned a dict without 'score': it has {', '.join(map(str, value)) or 'nothing'}")
+    extra = {str(name): _plain(entry, str(name)) for name, entry in value.items() if name != "score"}
+    return _finite(value["score"], "returned the score"), extra
+
+
+def _finite(value: Any, what: str) -> float:
+    number = _unwrapped(value)
+    if not isinstance(number, numbers.Real):
+        raise RewardError(f"{what} {value!r:.200} of type {type(value).__name__}, not a number")
+    score = float(number)
+    if not math.isfinite(score):
+        raise RewardError(f"{what} {score}, not a finite number")
+    return score
+
+
+def _unwrapped(value: Any) -> Any:
+    """The Python number inside an array or tensor of one element; anything else as it is."""
+    numel = getattr(value, "numel", None)
+    count = numel() if callable(numel) else getattr(value, "size", None)
+    return value.item() if count == 1 and hasattr(value, "item") else value
+
+
+def _plain(entry: Any, name: str) -> Any:
+    """The entry as plain data, which is all that crosses the process border."""
+    entry = _unwrapped(entry)
+    if entry is None or isinstance(entry, str | bool | int | float):
+        return entry
+    if isinstance(entry, list | tuple):
+        return [_plain(part, name) for part in entry]
+    if isinstance(entry, dict):
+        return {str(key): _plain(part, name) for key, part in entry.items()}
+    raise RewardError(f"returned the entry {name!r} of type {type(entry).__name__}; numbers, texts, lists and dicts can be kept")
