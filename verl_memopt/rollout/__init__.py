@@ -1,0 +1,1 @@
+"""Generation: prompts as token ids in, responses as token ids with their log-probs out."""

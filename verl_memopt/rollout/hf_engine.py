@@ -1,0 +1,148 @@
+"""Transformers' own generation: slow and simple, with the same results as vLLM, for machines and tests without it."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+from torch import nn
+
+from verl_memopt.config import schema
+from verl_memopt.distributed.device import empty_cache
+from verl_memopt.errors import ConfigError
+from verl_memopt.models.policy_model import dtype_of
+from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
+from verl_memopt.rollout.expected_weights import ExpectedWeights
+from verl_memopt.rollout.hf_sampling import RowSampler
+from verl_memopt.rollout.process_state import random_state_kept
+from verl_memopt.rollout.sampling import SamplingSettings
+from verl_memopt.rollout.state import EngineState
+
+MODES = ("processed_logprobs", "raw_logprobs")
+PAD = 0
+"""Stands left of shorter prompts, behind the attention mask, and behind finished responses; never read."""
+
+
+class HfEngine:
+    def __init__(self, rollout: schema.Rollout, place: EnginePlace) -> None:
+        """Builds the engine's own copy of the model; its KV cache lives only while it generates.
+
+        Errors: ConfigError for tensor parallelism, an unknown logprobs_mode, or arguments meant for another engine.
+        """
+        _check_settings(rollout, place)
+        self._place = place
+        self._chunk = rollout.max_num_seqs
+        self._longest = max_model_len(rollout)
+        self._processed = rollout.logprobs_mode == "processed_logprobs"
+        self._dtype = dtype_of(rollout.dtype, f"{KEY}.dtype")
+        with random_state_kept(place.device):
+            self._model = _build(rollout.load_format, self._dtype, place)
+        self._expected = ExpectedWeights.of(self._model)
+        self._bytes = {id(tensor): tensor.untyped_storage().nbytes() for tensor in self._model.parameters()}
+        self._state = EngineState(whole=rollout.load_format != "dummy")
+
+    def generate(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> Generation:
+        self._state.check_ready()
+        check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
+        ids: list[list[int]] = []
+        log_probs: list[list[float]] = []
+        for start in range(0, len(prompt_ids), self._chunk):
+            rows = slice(start, start + self._chunk)
+            chunk_ids, chunk_log_probs = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling)
+            ids += chunk_ids
+            log_probs += chunk_log_probs
+        stops = set() if sampling.ignore_eos else set(self._place.eos_token_ids)
+        reasons = ["stop" if row[-1] in stops else "length" for row in ids]
+        return Generation(ids, log_probs if sampling.log_probs else None, reasons)
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        parameters = dict(self._model.named_parameters())
+        with self._state.loading(), torch.no_grad():
+            for name, tensor in self._expected.checked(weights, self._dtype):
+                parameters[name].copy_(tensor)
+
+    def sleep(self) -> None:
+        for parameter in self._model.parameters():
+            parameter.untyped_storage().resize_(0)
+        self._state.slept()
+        empty_cache(self._place.device)
+
+    def wake_up(self, part: str) -> None:
+        if self._state.waking(part) and part == "weights":
+            for parameter in self._model.parameters():
+                parameter.untyped_storage().resize_(self._bytes[id(parameter)])
+
+    def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        if self._state.is_awake("weights"):
+            for tensor in (*self._model.parameters(), *self._model.buffers()):
+                yield "rollout weights", tensor
+
+    def shutdown(self) -> None:
+        if self._state.close():
+            del self._model
+            empty_cache(self._place.device)
+
+    @torch.no_grad()
+    def _generate_chunk(
+        self, prompts: list[list[int]], seeds: list[int], sampling: SamplingSettings
+    ) -> tuple[list[list[int]], list[list[float]]]:
+        """Response ids and log-probs (empty when not asked for) of a few rows."""
+        ids, mask = left_padded(prompts, self._place.device)
+        sampler = RowSampler(sampling, seeds, mask, self._processed)
+        stops = [] if sampling.ignore_eos else list(self._place.eos_token_ids)
+        output = self._model.generate(
+            ids,
+            attention_mask=mask,
+            logits_processor=[sampler],
+            do_sample=False,
+            max_new_tokens=sampling.max_tokens,
+            eos_token_id=stops or None,
+            pad_token_id=PAD,
+        )
+        responses = [until_stop(row, set(stops)) for row in output[:, ids.shape[1] :].tolist()]
+        if not sampling.log_probs:
+            return responses, [[] for _ in responses]
+        table = torch.stack(sampler.log_probs, dim=1).tolist()
+        return responses, [row[: len(response)] for row, response in zip(table, responses, strict=True)]
+
+
+def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    """Prompts as one [rows, width] tensor that ends where each prompt ends, and its mask: 1 for a token, 0 for padding."""
+    width = max(map(len, prompts))
+    ids = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts]
+    mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
+    return torch.tensor(ids, device=device), torch.tensor(mask, device=device)
+
+
+def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
+    """The tokens up to and with the first that stops."""
+    for position, token in enumerate(tokens):
+        if token in stops:
+            return tokens[: position + 1]
+    return tokens
+
+
+def _check_settings(rollout: schema.Rollout, place: EnginePlace) -> None:
+    if place.tensor_parallel_size > 1:
+        raise ConfigError(
+            f"{KEY}.tensor_model_parallel_size={place.tensor_parallel_size}: the hf engine runs on one device. "
+            f"Set it to 1, or use {KEY}.name=vllm."
+        )
+    if rollout.logprobs_mode not in MODES:
+        raise ConfigError(f"{KEY}.logprobs_mode={rollout.logprobs_mode}: the hf engine gives {' or '.join(MODES)}. Use one.")
+
+
+def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Module:
+    from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+    source, remote = place.model_folder, place.trust_remote_code
+    if load_format == "dummy":
+        config = AutoConfig.from_pretrained(source, trust_remote_code=remote)
+        with place.device:
+            model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=remote).to(place.device)
+        for parameter in model.parameters():  # memory of its own, which can be freed and taken again; a mapped file cannot
+            parameter.data = parameter.data.clone()
+    model.generation_config = GenerationConfig()
+    return model.requires_grad_(False).eval()

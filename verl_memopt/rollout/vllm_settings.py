@@ -1,0 +1,127 @@
+"""Rollout settings as vLLM's engine arguments, and the check that each of them arrived."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from verl_memopt.config import schema
+from verl_memopt.distributed.device import is_gpu
+from verl_memopt.errors import ConfigError
+from verl_memopt.models.policy_model import dtype_of
+from verl_memopt.rollout.engine import KEY, EnginePlace, max_model_len
+
+GIB = 1 << 30
+CPU_KV_CACHE_GB = 1.0
+
+SET_BY = {
+    "model": "actor_rollout_ref.model.path",
+    "tokenizer": "actor_rollout_ref.model.tokenizer_path",
+    "trust_remote_code": "actor_rollout_ref.model.trust_remote_code",
+    "tensor_parallel_size": f"{KEY}.tensor_model_parallel_size",
+    "kv_cache_memory_bytes": f"{KEY}.kv_cache_memory_gb",
+    "enable_sleep_mode": f"{KEY}.free_cache_engine",
+    "compilation_config": f"{KEY}.cudagraph_capture_sizes",
+    "distributed_executor_backend": f"{KEY}.tensor_model_parallel_size",
+    "generation_config": f"{KEY}.temperature and its neighbours",
+    "skip_tokenizer_init": f"{KEY}.ignore_eos and the model's end-of-sequence tokens",
+}
+"""The setting behind each engine argument that is named otherwise."""
+
+
+def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, Any]:
+    """vLLM's keyword arguments; ``engine_kwargs.vllm`` comes last.
+
+    Errors: ConfigError for a further argument that a rollout key sets already, or sleeping on a CPU.
+    """
+    if rollout.free_cache_engine and not is_gpu(place.device):
+        raise ConfigError(
+            f"{KEY}.free_cache_engine=true: vLLM cannot sleep on a CPU. Set it to false, leave it at null, or use {KEY}.name=hf."
+        )
+    arguments: dict[str, Any] = {
+        "model": place.model_folder,
+        "tokenizer": place.tokenizer_folder,
+        "skip_tokenizer_init": True,
+        "generation_config": "vllm",
+        "trust_remote_code": place.trust_remote_code,
+        "dtype": str(dtype_of(rollout.dtype, f"{KEY}.dtype")).removeprefix("torch."),
+        "load_format": rollout.load_format,
+        "seed": (rollout.seed or 0) % (1 << 32),
+        "max_model_len": max_model_len(rollout),
+        "max_num_seqs": rollout.max_num_seqs,
+        "max_num_batched_tokens": rollout.max_num_batched_tokens,
+        "enable_chunked_prefill": rollout.enable_chunked_prefill,
+        "enable_prefix_caching": rollout.enable_prefix_caching,
+        "enforce_eager": rollout.enforce_eager,
+        "logprobs_mode": rollout.logprobs_mode,
+        "disable_log_stats": rollout.disable_log_stats,
+        "scheduling_policy": rollout.scheduling_policy,
+        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "enable_sleep_mode": can_sleep(rollout, place),
+        "tensor_parallel_size": place.tensor_parallel_size,
+        "distributed_executor_backend": "uni" if place.world_size == 1 else "external_launcher",
+        "use_tqdm_on_load": False,
+    }
+    kv_cache_gb = rollout.kv_cache_memory_gb
+    if kv_cache_gb is None and not is_gpu(place.device):
+        kv_cache_gb = CPU_KV_CACHE_GB
+    if kv_cache_gb is not None:
+        arguments["kv_cache_memory_bytes"] = int(kv_cache_gb * GIB)
+    if rollout.cudagraph_capture_sizes is not None:
+        arguments["compilation_config"] = {"cudagraph_capture_sizes": list(rollout.cudagraph_capture_sizes)}
+    return _with_further(arguments, rollout.engine_kwargs.vllm)
+
+
+def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
+    """Whether the engine is built so that it can sleep: asked for, or not said on a GPU."""
+    return is_gpu(place.device) if rollout.free_cache_engine is None else rollout.free_cache_engine
+
+
+def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> None:
+    """Compares what vLLM resolved with what it was given.
+
+    resolved: vLLM's config object after the start. log_stats: whether its engine logs statistics.
+    Errors: ConfigError naming the first setting that did not arrive.
+    """
+    model, scheduler, cache = resolved.model_config, resolved.scheduler_config, resolved.cache_config
+    arrived: dict[str, Any] = {
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "load_format": getattr(resolved.load_config.load_format, "value", resolved.load_config.load_format),
+        "seed": model.seed,
+        "max_model_len": model.max_model_len,
+        "max_num_seqs": scheduler.max_num_seqs,
+        "max_num_batched_tokens": scheduler.max_num_batched_tokens,
+        "enable_chunked_prefill": scheduler.enable_chunked_prefill,
+        "enable_prefix_caching": cache.enable_prefix_caching,
+        "enforce_eager": model.enforce_eager,
+        "logprobs_mode": model.logprobs_mode,
+        "disable_log_stats": not log_stats,
+        "scheduling_policy": scheduler.policy,
+        "gpu_memory_utilization": cache.gpu_memory_utilization,
+        "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
+        "enable_sleep_mode": model.enable_sleep_mode,
+        "tensor_parallel_size": resolved.parallel_config.tensor_parallel_size,
+        "distributed_executor_backend": resolved.parallel_config.distributed_executor_backend,
+        "compilation_config": {"cudagraph_capture_sizes": resolved.compilation_config.cudagraph_capture_sizes},
+    }
+    for name, value in arrived.items():
+        if name in arguments and arguments[name] != value:
+            raise ConfigError(
+                f"{SET_BY.get(name, f'{KEY}.{name}')}: vLLM was given {name}={arguments[name]} and uses {value}. "
+                "Change the setting to what vLLM can use here, or unset the VLLM_ environment variable that overrides it."
+            )
+
+
+def weight_dtype(rollout: schema.Rollout) -> torch.dtype:
+    """The dtype of the engine's weights."""
+    return dtype_of(rollout.dtype, f"{KEY}.dtype")
+
+
+def _with_further(arguments: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:
+    for name in further:
+        if name in arguments or name == "kv_cache_memory_bytes":
+            raise ConfigError(
+                f"{KEY}.engine_kwargs.vllm.{name}: {SET_BY.get(name, f'{KEY}.{name}')} sets it already. Use that key alone."
+            )
+    return arguments | further
