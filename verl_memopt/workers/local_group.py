@@ -1,0 +1,62 @@
+"""A group of one member that lives in this process: for a debugger, and for machines without Ray."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Sequence
+from typing import Any
+
+from verl_memopt.workers.group import Placement, WorkerFactory, free_port, process_environment
+
+LOOPBACK = "127.0.0.1"
+
+
+def start_local_group(factory: WorkerFactory, device: str) -> LocalGroup:
+    """Gives a group of one, built here. What the worker raises comes through unchanged, so a debugger stops at its cause."""
+    placement = Placement(0, 1, 0, LOOPBACK, free_port(LOOPBACK), device)
+    return LocalGroup(factory, placement)
+
+
+class LocalGroup:
+    """One worker in the driver's process. The variables of its place are set for as long as the group lives."""
+
+    world_size = 1
+
+    def __init__(self, factory: WorkerFactory, placement: Placement) -> None:
+        variables = process_environment(placement, local_world_size=1)
+        self._before = {name: os.environ.get(name) for name in variables}
+        self._worker: Any = None
+        os.environ.update(variables)
+        try:
+            self._worker = factory(placement)
+        except BaseException:
+            self._restore_environment()
+            raise
+
+    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Calls the worker and gives its result as a list of one."""
+        assert self._worker is not None, "the group was shut down"
+        return [getattr(self._worker, method)(*args, **kwargs)]
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls the worker with the only tuple of ``arguments``."""
+        (own,) = arguments
+        return self.all(method, *own)
+
+    def shutdown(self) -> None:
+        """Closes the worker, where it has a ``close``, and lets go of it."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        try:
+            if hasattr(worker, "close"):
+                worker.close()
+        finally:
+            self._restore_environment()
+
+    def _restore_environment(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
