@@ -1,0 +1,211 @@
+"""What a person sees while a run goes: a progress bar, one line a step without a terminal, a table now and then."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from verl_memopt.observe.phase import GIB, MIB
+from verl_memopt.observe.validation import headline_score
+
+Metrics = Mapping[str, float]
+
+KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
+"""Where a step's KL stands: to the reference where one is asked for, else to the policy of the rollout."""
+
+
+def named(*names: str) -> Callable[[Metrics], float | None]:
+    """Gives a reader of the first of these metrics that a step has."""
+    return lambda metrics: next((metrics[name] for name in names if name in metrics), None)
+
+
+def _peak_bytes(metrics: Metrics) -> float | None:
+    peak = metrics.get("perf/max_memory_allocated_gb")
+    return None if peak is None else peak * GIB
+
+
+def _as(form: str) -> Callable[[float | None], str]:
+    return lambda value: "-" if value is None else form.format(value)
+
+
+STEP_COLUMNS: tuple[tuple[str, Callable[[Metrics], float | None], Callable[[float | None], str]], ...] = (
+    ("step", named("step"), _as("{:.0f}")),
+    ("reward", named("critic/score/mean"), _as("{:.3f}")),
+    ("val", headline_score, _as("{:.3f}")),
+    ("kl", named(*KL_NAMES), _as("{:.4f}")),
+    ("grad\nnorm", named("actor/grad_norm"), _as("{:.3f}")),
+    ("logprob\ndiff", named("rollout/logprob_diff_mean"), _as("{:.1e}")),
+    ("tokens/s", named("perf/throughput"), _as("{:,.0f}")),
+    ("s/step", named("perf/time_per_step"), _as("{:.2f}")),
+    ("peak\nMiB", _peak_bytes, lambda size: _mib(size)),
+)
+"""Head, reader and format of the step table. Throughput is per device, as its metric is."""
+
+
+def step_table(rows: Sequence[Metrics]) -> Table:
+    """Gives a compact table of steps; a cell without a value is a dash. It fits 80 columns."""
+    table = _table()
+    for head, _, _ in STEP_COLUMNS:
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        table.add_row(*(form(read(row)) for _, read, form in STEP_COLUMNS))
+    return table
+
+
+def step_words(metrics: Metrics) -> str:
+    """Gives a step's reward, speed and device memory as words of a line; memory in MiB, ``n/a`` where nothing counted it."""
+    return " ".join(
+        (
+            f"reward={_as('{:.3f}')(named('critic/score/mean')(metrics))}",
+            f"tokens/s={_as('{:,.0f}')(named('perf/throughput')(metrics))}",
+            f"s/step={_as('{:.2f}')(named('perf/time_per_step')(metrics))}",
+            memory_words(metrics),
+        )
+    )
+
+
+def memory_words(metrics: Metrics) -> str:
+    """Gives ``mem_alloc_mb``, ``mem_reserved_mb`` and ``mem_max_alloc_mb`` of a step: live at its end, and its two peaks."""
+    names = {
+        "mem_alloc_mb": "perf/memory_allocated_gb",
+        "mem_reserved_mb": "perf/max_memory_reserved_gb",
+        "mem_max_alloc_mb": "perf/max_memory_allocated_gb",
+    }
+    return " ".join(
+        f"{word}={metrics[name] * GIB / MIB:.1f}" if name in metrics else f"{word}=n/a" for word, name in names.items()
+    )
+
+
+class RunConsole:
+    """Shows a run's progress. On a terminal a bar moves; anywhere else each step is one plain line.
+
+    Use as a context manager, so that the bar is put away however the run ends.
+    """
+
+    def __init__(self, total_steps: int, first_step: int = 0, table_every: int = 10, console: Console | None = None) -> None:
+        self.console = console or Console(highlight=False)
+        self._total = total_steps
+        self._every = table_every
+        self._rows: list[dict[str, float]] = []
+        self._peak: float | None = None
+        self._bar = Progress(
+            TextColumn("step"),
+            MofNCompleteColumn(),
+            BarColumn(bar_width=None),
+            TextColumn("{task.description}"),
+            TimeRemainingColumn(compact=True),
+            console=self.console,
+            disable=not self.console.is_interactive,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=total_steps, completed=first_step)
+
+    def __enter__(self) -> RunConsole:
+        self._bar.start()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.close()
+
+    def step(self, step: int, metrics: Metrics) -> None:
+        """Shows a finished step; every ``table_every`` steps also the table of the steps since the last one."""
+        self._peak = max((peak for peak in (self._peak, _peak_bytes(metrics)) if peak is not None), default=None)
+        self._rows.append({**metrics, "step": float(step)})
+        self._bar.update(self._task, completed=step, description=self._bar_words(metrics))
+        if not self.console.is_interactive:
+            self.say(f"step {step}/{self._total} {step_words(metrics)}")
+        if self._every > 0 and step % self._every == 0 and step > 0:
+            self.flush_table()
+            if self.console.is_interactive:
+                self.say(memory_words(metrics))
+
+    def flush_table(self) -> None:
+        """Prints the table of the steps that no table has shown yet."""
+        if self._rows:
+            self.console.print(step_table(self._rows))
+        self._rows = []
+
+    def say(self, text: str) -> None:
+        """Prints a line as it is, above the bar; it is neither wrapped nor styled."""
+        self.console.print(text, markup=False, soft_wrap=True)
+
+    def close(self) -> None:
+        """Prints the table of the last steps and puts the bar away; a second call does nothing."""
+        self.flush_table()
+        self._bar.stop()
+
+    def _bar_words(self, metrics: Metrics) -> str:
+        reward = _as("{:.3f}")(named("critic/score/mean")(metrics))
+        speed = _as("{:,.0f}")(named("perf/throughput")(metrics))
+        return f"reward {reward}  {speed} tokens/s  peak {_mib(self._peak)} MiB"
+
+
+class ConsoleLogger:
+    """The ``console`` logger: hands each step to the run's console."""
+
+    def __init__(self, console: RunConsole) -> None:
+        self._console = console
+
+    def log(self, step: int, metrics: Metrics) -> None:
+        self._console.step(step, metrics)
+
+    def close(self) -> None:
+        self._console.close()
+
+
+def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
+    """Gives the summary of a run as two tables: the run in one row, and its phases with share of time and peaks."""
+    run = _table()
+    for head in ("steps", "seconds", "validation before", "validation after"):
+        run.add_column(head, justify="right")
+    run.add_row(
+        str(summary["steps"]),
+        f"{summary['seconds']:,.1f}",
+        _as("{:.3f}")(summary["validation_before"]),
+        _as("{:.3f}")(summary["validation_after"]),
+    )
+    return [run, phase_table(summary)]
+
+
+def phase_table(summary: Mapping[str, Any]) -> Table:
+    """Gives each phase's seconds, share of all phases' seconds, and peaks in MiB; the head names the counter."""
+    counter = f"\n({summary['counter']})" if summary.get("counter") else ""
+    table = _table()
+    table.add_column("phase", no_wrap=True, overflow="ellipsis")
+    for head in ("seconds", "share", f"peak live MiB{counter}", "reserved\nMiB", "device\nused MiB", "host RSS\nMiB"):
+        table.add_column(head, justify="right", no_wrap=True)
+    total = sum(phase["seconds"] for phase in summary["phases"].values()) or 1.0
+    for name, phase in sorted(summary["phases"].items(), key=lambda item: -item[1]["seconds"]):
+        sizes = (phase[key] for key in ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes"))
+        share = f"{100 * phase['seconds'] / total:.1f} %"
+        table.add_row(name, f"{phase['seconds']:,.2f}", share, *map(_mib, sizes))
+    return table
+
+
+def print_end(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
+    """Prints the summary of a run and then, as the last line, its folder."""
+    for table in summary_tables(summary):
+        console.print(table)
+        console.print()
+    print_folder(console, folder)
+
+
+def print_folder(console: Console, folder: Path) -> None:
+    """Prints the folder of a run on a line of its own, uncut, so that a script can read it."""
+    console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
+
+
+def _table() -> Table:
+    return Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+
+
+def _mib(size: float | None) -> str:
+    """A size in bytes as MiB, with a decimal below a thousand; a dash where there is none."""
+    return "-" if size is None else f"{size / MIB:,.{0 if size >= 1000 * MIB else 1}f}"

@@ -1,0 +1,67 @@
+"""Run files that survive a kill: written aside and renamed, or appended row by row and cut back on resume."""
+
+from __future__ import annotations
+
+import json
+import os
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.errors import DataError
+
+
+def replace_text(path: Path, text: str) -> None:
+    """Writes a file so that a reader finds the old text or the new one, never a part."""
+    aside = path.with_name(f".{path.name}.partial")
+    with aside.open("w", encoding="utf-8") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    aside.replace(path)
+
+
+def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
+    """Appends JSON objects, one a line, and hands them to the operating system at once."""
+    with path.open("a", encoding="utf-8") as file:
+        file.writelines(json_line(row) for row in rows)
+
+
+def json_line(row: dict[str, Any]) -> str:
+    """Gives one line of JSON; NaN and infinity are written as JavaScript spells them, as Python's reader expects."""
+    return json.dumps(row, ensure_ascii=False, default=_plain) + "\n"
+
+
+def read_rows(path: Path) -> list[dict[str, Any]]:
+    """Gives the objects of a JSONL file; a last line that a kill cut short is left out.
+
+    Errors: DataError naming file and line for any other line that is no object.
+    """
+    return [row for _, row in _parsed_lines(path)]
+
+
+def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
+    """Drops the lines of a JSONL file whose object is not to be kept, at once or not at all; the others stay byte for byte."""
+    if path.exists():
+        replace_text(path, "".join(line for line, row in _parsed_lines(path) if keep(row)))
+
+
+def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
+    # Python's splitlines would also cut at characters that JSON leaves unescaped inside a string.
+    lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
+    for number, line in enumerate(lines, start=1):
+        torn_end = number == len(lines)  # a whole line ends in a newline, so what follows the last one was cut short
+        if torn_end or not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except json.JSONDecodeError as error:
+            raise DataError(f"{path}:{number}: not JSON ({error.msg}). Mend or delete this line.") from error
+        if not isinstance(row, dict):
+            raise DataError(f"{path}:{number}: expected a JSON object. Mend or delete this line.")
+        yield line + "\n", row
+
+
+def _plain(value: Any) -> Any:
+    """Gives numpy and torch scalars and arrays as Python numbers and lists; anything else by its text."""
+    return value.tolist() if hasattr(value, "tolist") else str(value)

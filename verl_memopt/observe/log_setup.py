@@ -1,0 +1,50 @@
+"""Rank-aware logging of a process: one handler on standard error, other packages quiet."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import warnings
+from typing import TextIO
+
+NOISY = ("vllm", "transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpcore", "filelock", "asyncio", "tensorboard")
+"""Packages that are heard only from warnings on."""
+
+
+class _StandardError(logging.StreamHandler):
+    """Writes to the standard error of the moment, so that a progress bar or a test that replaces it gets the lines."""
+
+    def __init__(self) -> None:
+        logging.Handler.__init__(self)
+
+    @property
+    def stream(self) -> TextIO:
+        return sys.stderr
+
+    @stream.setter
+    def stream(self, value: TextIO) -> None:
+        raise AssertionError("the stream is always sys.stderr")
+
+
+def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
+    """Makes this process log to standard error, each line with time, place and level.
+
+    The driver (None) and rank 0 log from ``level`` on, other ranks from warnings on, other packages too. Calling it again
+    replaces what the last call set.
+    """
+    root = logging.getLogger()
+    for handler in [handler for handler in root.handlers if isinstance(handler, _StandardError)]:
+        root.removeHandler(handler)
+    handler = _StandardError()
+    place = "driver" if rank is None else f"rank {rank}"
+    handler.setFormatter(logging.Formatter(f"%(asctime)s {place} %(levelname)s %(name)s: %(message)s", "%H:%M:%S"))
+    root.addHandler(handler)
+    root.setLevel(logging.WARNING)
+    logging.getLogger("verl_memopt").setLevel(level if not rank else max(level, logging.WARNING))
+    for name in NOISY:
+        logging.getLogger(name).setLevel(logging.WARNING)
+    # vLLM sets its own level when it is imported, from this variable.
+    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    logging.captureWarnings(True)
+    warnings.filterwarnings("ignore", category=FutureWarning)

@@ -1,0 +1,144 @@
+"""Memory and time of every phase of a run: rows of ``memory_timeline.csv``."""
+
+from __future__ import annotations
+
+import csv
+import io
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field, fields
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.errors import DataError
+from verl_memopt.observe.files import replace_text
+from verl_memopt.observe.phase import PhaseMemory
+from verl_memopt.observe.timing import Span
+
+
+@dataclass(frozen=True)
+class TimelineRow:
+    """One phase of one step, over all processes. Bytes that were not counted are None, and empty in the file."""
+
+    timestamp: float
+    """When the phase began, in seconds since 1970."""
+    elapsed_seconds: float
+    """When it began, in seconds of running: a pause between a stop and a resume does not count."""
+    step: int
+    """0 is what precedes the first step."""
+    phase: str
+    """As in ``timing_s/<phase>``."""
+    seconds: float
+    """As the driver saw it."""
+    allocated_bytes: int | None = None
+    """Live tensors when the phase ended, the largest over ranks."""
+    peak_allocated_bytes: int | None = None
+    """Peak of live tensors, the largest over ranks."""
+    peak_reserved_bytes: int | None = None
+    """Peak of the caching allocator, the largest over ranks."""
+    device_used_bytes: int | None = None
+    """Total minus free of the device, the largest over ranks."""
+    host_rss_bytes: int | None = None
+    """Resident memory of driver and workers together."""
+    counter: str = ""
+    """Where live tensor bytes come from: allocator (GPU), tracker (CPU), or nothing."""
+    kinds: dict[str, int] = field(default_factory=dict)
+    """Bytes by kind at the peak."""
+
+
+COLUMNS = tuple(column.name for column in fields(TimelineRow))
+_INTEGERS = ("allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes")
+_CONTAINERS = ("step", "epoch", "run")
+"""Spans that contain other phases; they are timed but are no row of the timeline."""
+
+
+def timeline_rows(
+    step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory], elapsed: Mapping[Span, float] | None = None
+) -> list[TimelineRow]:
+    """Gives a step's rows in the order the phases began. ``memories`` holds each phase's figures over all processes.
+
+    A phase without figures has empty cells. ``elapsed`` is filled in by the run folder.
+    """
+    return [
+        _row(step, span, memories.get(span.name), elapsed[span] if elapsed else 0.0)
+        for span in sorted(spans, key=lambda span: span.started)
+        if span.name not in _CONTAINERS
+    ]
+
+
+def _row(step: int, span: Span, memory: PhaseMemory | None, elapsed: float) -> TimelineRow:
+    if memory is None:
+        return TimelineRow(span.started, elapsed, step, span.name, span.seconds)
+    return TimelineRow(
+        timestamp=span.started,
+        elapsed_seconds=elapsed,
+        step=step,
+        phase=span.name,
+        seconds=span.seconds,
+        allocated_bytes=memory.allocated_bytes,
+        peak_allocated_bytes=memory.peak_allocated_bytes,
+        peak_reserved_bytes=memory.peak_reserved_bytes,
+        device_used_bytes=memory.device_used_bytes,
+        host_rss_bytes=memory.host_rss_bytes,
+        counter=_counter(memory),
+        kinds=dict(memory.kinds),
+    )
+
+
+def _counter(memory: PhaseMemory) -> str:
+    if memory.peak_allocated_bytes is None:
+        return ""
+    return "tracker" if memory.peak_reserved_bytes is None else "allocator"
+
+
+def append_timeline(path: Path, rows: Sequence[TimelineRow]) -> None:
+    """Appends rows to the file, with the header first where the file is new."""
+    text = _csv_text(rows, header=not path.exists() or path.stat().st_size == 0)
+    with path.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)
+
+
+def keep_timeline(path: Path, last_step: int) -> None:
+    """Drops the rows beyond a step, at once or not at all."""
+    if path.exists():
+        replace_text(path, _csv_text([row for row in read_timeline(path) if row.step <= last_step], header=True))
+
+
+def read_timeline(path: Path) -> list[TimelineRow]:
+    """Gives the rows of a timeline file; a last line that a kill cut short is left out.
+
+    Errors: DataError naming file and line for any other line that is no row.
+    """
+    text = path.read_text(encoding="utf-8")
+    whole = text[: text.rfind("\n") + 1]
+    reader = csv.DictReader(io.StringIO(whole, newline=""))
+    return [_parsed(path, reader.line_num, cells) for cells in reader]
+
+
+def _parsed(path: Path, line: int, cells: dict[str, Any]) -> TimelineRow:
+    try:
+        sizes = {name: int(cells[name]) if cells[name] else None for name in _INTEGERS}
+        return TimelineRow(
+            timestamp=float(cells["timestamp"]),
+            elapsed_seconds=float(cells["elapsed_seconds"]),
+            step=int(cells["step"]),
+            phase=cells["phase"],
+            seconds=float(cells["seconds"]),
+            counter=cells["counter"],
+            kinds=json.loads(cells["kinds"] or "{}"),
+            **sizes,
+        )
+    except (KeyError, TypeError, ValueError) as error:
+        raise DataError(f"{path}:{line}: not a timeline row ({error}). Mend or delete this line.") from error
+
+
+def _csv_text(rows: Sequence[TimelineRow], header: bool) -> str:
+    text = io.StringIO(newline="")
+    writer = csv.DictWriter(text, COLUMNS, lineterminator="\n")
+    if header:
+        writer.writeheader()
+    for row in rows:
+        cells = asdict(row) | {"kinds": json.dumps(row.kinds, sort_keys=True) if row.kinds else ""}
+        cells |= {name: round(cells[name], 6) for name in ("timestamp", "elapsed_seconds", "seconds")}
+        writer.writerow(cells)
+    return text.getvalue()
