@@ -102,14 +102,13 @@ def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperatu
 def _chunk_scores(
     hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, with_entropy: bool
 ) -> tuple[Tensor, ...]:
-    logits = _chunk_logits(hidden, weight, bias, temperature)
-    log_normalizer = logits.logsumexp(-1)
-    log_probs = logits.gather(-1, targets[:, None]).squeeze(-1) - log_normalizer
+    log_p = _chunk_logits(hidden, weight, bias, temperature)
+    log_normalizer = log_p.logsumexp(-1)
+    log_p.sub_(log_normalizer[:, None])
+    log_probs = log_p.gather(-1, targets[:, None]).squeeze(-1)
     if not with_entropy:
         return log_probs, log_normalizer
-    probabilities = (logits - log_normalizer[:, None]).exp_()
-    entropy = log_normalizer - probabilities.mul_(logits).sum(-1)
-    return log_probs, log_normalizer, entropy
+    return log_probs, log_normalizer, -log_p.exp().mul_(log_p).sum(-1)
 
 
 def _chunk_logit_grads(

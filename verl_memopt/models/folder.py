@@ -10,6 +10,7 @@ from typing import Any
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
 
+TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 
@@ -50,6 +51,9 @@ def load_tokenizer(folder: Path, model: Model) -> Any:
     from transformers import AutoTokenizer
 
     key = f"actor_rollout_ref.model.{'path' if model.tokenizer_path is None else 'tokenizer_path'}={folder}"
+    # transformers makes an empty tokenizer of a folder that has none, so the files are looked for first.
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+        raise ConfigError(f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). Add its files or set model.tokenizer_path.")
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:

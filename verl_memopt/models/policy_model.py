@@ -70,6 +70,14 @@ class PolicyModel(nn.Module):
         return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy)
 
 
+def allocate(policy: PolicyModel, device: torch.device) -> None:
+    """Gives a model without storage its storage on the device, uninitialised; one tied tensor stays one."""
+    tied = policy.tied
+    policy.to_empty(device=device)
+    if tied:
+        policy.lm.get_output_embeddings().weight = policy.lm.get_input_embeddings().weight
+
+
 DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
 
 

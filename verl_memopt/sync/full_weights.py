@@ -57,8 +57,9 @@ def _gather(bucket: Sequence[tuple[str, Tensor]], dtype: torch.dtype) -> Iterato
     for piece in pieces:
         flat[start : start + piece.local.numel()].copy_(piece.local.reshape(-1))
         start += piece.padded
-    gathered = flat.new_empty(ranks, flat.numel())
-    dist.all_gather_into_tensor(gathered, flat, group=group)
+    output = flat.new_empty(ranks * flat.numel())
+    dist.all_gather_into_tensor(output, flat, group=group)
+    gathered = output.view(ranks, -1)
     del flat
     start = 0
     for piece in pieces:

@@ -92,7 +92,7 @@ class Policy:
         Without ``old_log_probs`` in the batch the policy is strictly on-policy and its own log-probs stand for them.
         """
         actor, to = self.actor, self.device
-        with_entropy = actor.entropy_coeff != 0 or actor.calculate_entropy
+        with_entropy = actor.entropy_coeff != 0
         log_probs, entropy = self.model(pack, temperature, with_entropy)
         old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs.to(to, non_blocking=True)
         advantages = batch.advantages.to(to, non_blocking=True)
@@ -105,8 +105,7 @@ class Policy:
         if entropy is not None:
             bonus = mean(entropy)
             metrics["actor/entropy"] = bonus.detach()
-            if actor.entropy_coeff != 0:
-                loss = loss - actor.entropy_coeff * bonus
+            loss = loss - actor.entropy_coeff * bonus
         if actor.use_kl_loss:
             reference = batch.ref_log_probs.to(to, non_blocking=True)
             divergence = mean(kl_estimate(log_probs, reference, actor.kl_loss_type))

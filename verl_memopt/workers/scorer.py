@@ -18,7 +18,7 @@ from verl_memopt.memory.activation_checkpointing import checkpoint_blocks
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, fill_from_folder, load_model_config, rebuild_buffers
 from verl_memopt.models.pack import Pack, pack_rows
-from verl_memopt.models.policy_model import PolicyModel, dtype_of
+from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
 
 
 @dataclass(frozen=True)
@@ -75,7 +75,7 @@ def _blocks(policy: PolicyModel, fsdp: Fsdp) -> list[torch.nn.Module]:
 
 def materialize(policy: PolicyModel, folder: Path, device: torch.device) -> None:
     """Gives the model its storage on the device and fills it from the folder, shard by shard."""
-    policy.to_empty(device=device)
+    allocate(policy, device)
     rebuild_buffers(policy, device)
     fill_from_folder(policy, folder)
 

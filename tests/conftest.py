@@ -1,0 +1,39 @@
+"""What every test starts from: one thread a process, no network, a tiny model made once a session."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+
+import pytest
+import torch
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(scope="session")
+def tiny_folder(tmp_path_factory):
+    """A tiny Qwen3 with tied embeddings."""
+    from verl_memopt.models.tiny import make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "tied", seed=1)
+
+
+@pytest.fixture(scope="session")
+def untied_folder(tmp_path_factory):
+    """A tiny Qwen3 whose head is a tensor of its own."""
+    from verl_memopt.models.tiny import TinyShape, make_tiny_model
+
+    return make_tiny_model(tmp_path_factory.mktemp("tiny") / "untied", TinyShape(tie_embeddings=False), seed=2)
+
+
+@pytest.fixture
+def one_rank():
+    """The mesh of a world of one, in a process group that lasts for one test."""
+    from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
+
+    leave_process_group()
+    join_process_group(torch.device("cpu"), 0, 1, "", 0, 60)
+    yield training_mesh("cpu", 1, -1)
+    leave_process_group()

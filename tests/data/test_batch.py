@@ -1,0 +1,35 @@
+import torch
+
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.data.ragged import Ragged
+
+
+def batch():
+    return RolloutBatch(
+        prompts=Ragged.from_rows([[1, 2], [3], [4, 5, 6]], torch.int64),
+        responses=Ragged.from_rows([[7], [], [8, 9]], torch.int64),
+        group=torch.tensor([0, 0, 1]),
+        advantages=torch.tensor([0.1, 0.2, 0.3]),
+        batch_size=[],
+    )
+
+
+def test_computed_tokens_leave_out_the_last_response_token_and_rows_without_a_response():
+    assert batch().computed_tokens() == [2, 0, 4]
+
+
+def test_response_row_names_the_row_of_each_response_token():
+    assert batch().response_row().tolist() == [0, 2, 2]
+
+
+def test_select_takes_the_token_fields_along():
+    chosen = batch().select([2, 0])
+    assert [row.tolist() for row in chosen.responses.rows()] == [[8, 9], [7]]
+    assert chosen.group.tolist() == [1, 0]
+    torch.testing.assert_close(chosen.advantages, torch.tensor([0.2, 0.3, 0.1]), rtol=0, atol=0)
+    assert chosen.old_log_probs is None
+
+
+def test_scattered_tokens_come_back_in_batch_order():
+    parts = [([2, 0], torch.tensor([1.0, 2.0, 3.0])), ([1], torch.tensor([]))]
+    assert scatter_tokens(parts, [1, 0, 2]).tolist() == [3.0, 1.0, 2.0]

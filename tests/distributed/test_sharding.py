@@ -1,0 +1,47 @@
+import pytest
+import torch
+from torch.distributed.fsdp import FSDPModule
+from torch.distributed.tensor import DTensor
+
+from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.workers.scorer import build_scorer, materialize
+
+CPU = torch.device("cpu")
+
+
+def sharded(folder, mesh, **fsdp):
+    policy = build_scorer(Model(path=str(folder)), Fsdp(**fsdp), folder, mesh, CPU, "actor_rollout_ref.actor", False, False)
+    materialize(policy, folder, CPU)
+    return policy
+
+
+def test_every_parameter_is_sharded(tiny_folder, one_rank):
+    assert all(isinstance(parameter, DTensor) for parameter in sharded(tiny_folder, one_rank).parameters())
+
+
+def test_embedding_and_head_are_units_of_their_own_unless_tied(tiny_folder, untied_folder, one_rank):
+    for folder, own in ((tiny_folder, False), (untied_folder, True)):
+        policy = sharded(folder, one_rank)
+        assert all(isinstance(block, FSDPModule) for block in policy.blocks())
+        assert isinstance(policy.lm.get_input_embeddings(), FSDPModule) is own
+        assert isinstance(policy.lm.get_output_embeddings(), FSDPModule) is own
+
+
+def test_tied_weights_stay_one_tensor_after_sharding(tiny_folder, one_rank):
+    policy = sharded(tiny_folder, one_rank)
+    assert policy.tied
+    assert "lm.lm_head.weight" not in dict(policy.named_parameters())
+
+
+@pytest.mark.parametrize("dtype", ["fp32", "bfloat16"])
+def test_masters_keep_their_dtype_whatever_the_compute_dtype(tiny_folder, one_rank, dtype):
+    policy = sharded(tiny_folder, one_rank, dtype=dtype)
+    assert {parameter.dtype for parameter in policy.parameters()} == {torch.float32}
+
+
+def test_an_unknown_block_class_is_refused_with_the_models_own(tiny_folder, one_rank):
+    from verl_memopt.config.schema import WrapPolicy
+    from verl_memopt.errors import ConfigError
+
+    with pytest.raises(ConfigError, match=r"transformer_layer_cls_to_wrap=\['GPT2Block'\].*Qwen3DecoderLayer"):
+        sharded(tiny_folder, one_rank, wrap_policy=WrapPolicy(["GPT2Block"]))

@@ -1,0 +1,113 @@
+import json
+import shutil
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+from verl_memopt.config.schema import Model
+from verl_memopt.errors import ConfigError
+from verl_memopt.models.attention import choose_attention
+from verl_memopt.models.build import WeightFolder, empty_model, fill_from_folder, load_model_config, named_weights, rebuild_buffers
+from verl_memopt.models.policy_model import PolicyModel, allocate
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+
+CPU = torch.device("cpu")
+
+
+def built(folder, dtype=torch.float32, **settings):
+    model = Model(path=str(folder), **settings)
+    attention = choose_attention("sdpa", CPU, dtype)
+    return PolicyModel(empty_model(load_model_config(model, folder), attention, dtype, False), 64, False)
+
+
+def filled(folder, **settings):
+    policy = built(folder, **settings)
+    allocate(policy, CPU)
+    rebuild_buffers(policy, CPU)
+    fill_from_folder(policy, folder)
+    return policy
+
+
+def test_an_empty_model_holds_no_bytes(tiny_folder):
+    assert {parameter.device.type for parameter in built(tiny_folder).parameters()} == {"meta"}
+
+
+@pytest.mark.parametrize("kind", ["qwen3", "qwen2", "llama", "mistral"])
+def test_a_filled_model_equals_the_one_transformers_loads(kind, tmp_path):
+    folder = make_tiny_model(tmp_path / kind, TinyShape(model_type=kind, tie_embeddings=kind != "llama"), seed=3)
+    theirs = AutoModelForCausalLM.from_pretrained(folder)
+    ours = filled(folder)
+    expected = dict(theirs.named_parameters())
+    for name, parameter in named_weights(ours):
+        assert torch.equal(parameter, expected.pop(name))
+    assert not expected
+    buffers = dict(theirs.named_buffers())
+    for name, buffer in ours.lm.named_buffers():
+        assert torch.equal(buffer, buffers[name])
+
+
+def damaged(folder, tmp_path, change):
+    copy = tmp_path / "damaged"
+    shutil.copytree(folder, copy)
+    change(copy)
+    return copy
+
+
+def rewrite(change):
+    def apply(folder):
+        weights = load_file(folder / "model.safetensors")
+        change(weights)
+        save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+
+    return apply
+
+
+NORM = "model.norm.weight"
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (rewrite(lambda weights: weights.pop(NORM)), f"missing {NORM}"),
+        (rewrite(lambda weights: weights.update(stray=torch.zeros(1))), "unexpected stray"),
+        (rewrite(lambda weights: weights.update({NORM: torch.zeros(3)})), rf"{NORM} has shape \(3,\)"),
+        (lambda folder: (folder / "model.safetensors").write_bytes(b"torn"), "not a whole safetensors file"),
+        (lambda folder: (folder / "model.safetensors").unlink(), "model.safetensors is missing"),
+    ],
+)
+def test_a_folder_whose_weights_do_not_fit_is_refused_by_name(tiny_folder, tmp_path, change, message):
+    with pytest.raises(ConfigError, match=message):
+        filled(damaged(tiny_folder, tmp_path, change))
+
+
+def test_a_config_that_is_no_json_is_refused(tiny_folder, tmp_path):
+    folder = damaged(tiny_folder, tmp_path, lambda copy: (copy / "config.json").write_text("{"))
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read"):
+        load_model_config(Model(path=str(folder)), folder)
+
+
+def test_an_override_reaches_the_model_and_an_unknown_one_is_refused(tiny_folder):
+    assert load_model_config(Model(path="x", override_config={"num_hidden_layers": 1}), tiny_folder).num_hidden_layers == 1
+    with pytest.raises(ConfigError, match=r"override_config\.hidden_sise"):
+        load_model_config(Model(path="x", override_config={"hidden_sise": 8}), tiny_folder)
+
+
+def test_a_head_with_capped_logits_is_refused(tiny_folder, tmp_path):
+    def cap(folder):
+        config = json.loads((folder / "config.json").read_text())
+        (folder / "config.json").write_text(json.dumps({**config, "final_logit_softcapping": 30.0}))
+
+    folder = damaged(tiny_folder, tmp_path, cap)
+    with pytest.raises(ConfigError, match="final_logit_softcapping"):
+        load_model_config(Model(path="x"), folder)
+
+
+def test_a_sharded_folder_reads_slice_by_slice(tiny_folder, tmp_path):
+    folder = tmp_path / "sharded"
+    AutoModelForCausalLM.from_pretrained(tiny_folder).save_pretrained(folder, max_shard_size="60KB")
+    assert (folder / "model.safetensors.index.json").is_file()
+    weights = WeightFolder(folder)
+    whole = load_file(tiny_folder / "model.safetensors")[NORM]
+    assert torch.equal(weights.read(NORM, (slice(2, 5),)), whole[2:5])

@@ -1,0 +1,45 @@
+"""Runs a function in several processes joined by gloo, and gives what each returned."""
+
+import os
+import pickle
+import socket
+import time
+import traceback
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+import torch.multiprocessing as mp
+
+from verl_memopt.distributed.process_group import join_process_group, leave_process_group
+
+
+def run_ranks(function, world_size, *args, timeout=120):
+    """Gives [function(rank, *args) of each rank]; an exception in any rank fails the caller with that rank's traceback."""
+    with socket.socket() as listener:
+        listener.bind(("127.0.0.1", 0))
+        port = listener.getsockname()[1]
+    with TemporaryDirectory() as folder:
+        context = mp.spawn(_run, (world_size, port, folder, function, args), nprocs=world_size, join=False)
+        deadline = time.monotonic() + timeout
+        while not context.join(timeout=1):  # gives False whenever only some have ended
+            if time.monotonic() > deadline:
+                for process in context.processes:
+                    process.kill()
+                raise TimeoutError(f"{function.__name__} took more than {timeout} s")
+        answers = [pickle.loads((Path(folder) / str(rank)).read_bytes()) for rank in range(world_size)]
+    for rank, (ok, value) in enumerate(answers):
+        assert ok, f"rank {rank}:\n{value}"
+    return [value for _, value in answers]
+
+
+def _run(rank, world_size, port, folder, function, args):
+    os.environ["OMP_NUM_THREADS"] = "1"
+    torch.set_num_threads(1)
+    join_process_group(torch.device("cpu"), rank, world_size, "127.0.0.1", port, 60)
+    try:
+        answer = (True, function(rank, *args))
+    except Exception:
+        answer = (False, traceback.format_exc())
+    (Path(folder) / str(rank)).write_bytes(pickle.dumps(answer))
+    leave_process_group()
