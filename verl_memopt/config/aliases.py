@@ -9,7 +9,7 @@ import logging
 from collections.abc import Iterable, Mapping
 from typing import Any
 
-from verl_memopt.config.problems import Problem, problem
+from verl_memopt.config.problems import Problem, problem, shown
 from verl_memopt.config.schema import Model, Trainer
 
 logger = logging.getLogger(__name__)
@@ -86,7 +86,7 @@ VALUES = {
     "algorithm.adv_estimator": {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"},
     "algorithm.kl_penalty": _KL_TYPES,
     f"{_AR}.actor.kl_loss_type": _KL_TYPES | {f"{short}+": f"{name}+" for short, name in _KL_TYPES.items()},
-    f"{_AR}.rollout.dtype": {"bf16": "bfloat16", "fp32": "float32", "fp16": "float16", "half": "float16"},
+    f"{_AR}.rollout.dtype": _PRECISIONS | {"float16": "fp16", "half": "fp16"},
     **{
         f"{_AR}.{role}.fsdp_config.{key}": _PRECISIONS
         for role in ("actor", "ref")
@@ -124,7 +124,7 @@ def translated(key: str, value: Any, given: Mapping[str, Any]) -> tuple[str, Any
         return _keep_one(value)
     meant = _our_value(canonical, value)
     if canonical != key or meant != value:
-        logger.info("%s=%s is read as %s=%s", key, value, canonical, meant)
+        logger.info("%s=%s is read as %s=%s", key, shown(value), canonical, shown(meant))
     return canonical, meant
 
 
@@ -164,7 +164,7 @@ def _met_by_chunking(key: str, value: Any, given: Mapping[str, Any]) -> Problem 
     if value and chunk == 0:
         return problem({key: value, _CHUNK: chunk}, "one asks for chunking, the other switches it off", "Keep one of the two.")
     if value is not None:
-        logger.info("%s=%s: log-probs and entropy are chunked by %s=%s, whatever this key says", key, value, _CHUNK, chunk)
+        logger.info("%s=%s: log-probs and entropy are chunked by %s=%s, whatever this key says", key, shown(value), _CHUNK, chunk)
     return None
 
 

@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     f"{_AR}.actor.checkpoint.load_contents": _PARTS,
     f"{_AR}.rollout.name": ("vllm", "hf"),
     f"{_AR}.rollout.mode": ("async",),
-    f"{_AR}.rollout.dtype": ("bfloat16", "float16", "float32"),
+    f"{_AR}.rollout.dtype": ("bfloat16", "fp16", "fp32"),
     f"{_AR}.rollout.load_format": ("dummy", "auto"),
     f"{_AR}.rollout.logprobs_mode": ("processed_logprobs", "raw_logprobs"),
     f"{_AR}.rollout.scheduling_policy": ("fcfs", "priority"),

@@ -230,6 +230,14 @@ RULES: tuple[Callable[[Settings], Iterator[Problem]], ...] = (
     _classes,
 )
 
+_PER_SEQUENCE = "actor.policy_loss.loss_mode clips one ratio per sequence"
+
+
+def _aggregates_tokens(settings: Settings) -> bool:
+    actor = settings.actor_rollout_ref.actor
+    return actor.policy_loss.loss_mode == "vanilla" or actor.use_kl_loss or actor.entropy_coeff != 0
+
+
 _KL_LOSS_OFF: Idle = (lambda s: not s.actor_rollout_ref.actor.use_kl_loss, "actor.use_kl_loss is false")
 _KL_REWARD_OFF: Idle = (lambda s: not s.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
 _KL_FIXED: Idle = (lambda s: s.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.type is fixed")
@@ -254,6 +262,8 @@ IDLE: dict[str, Idle] = {
         lambda s: not s.actor_rollout_ref.actor.use_dynamic_bsz,
         "actor.use_dynamic_bsz is false",
     ),
+    f"{_AR}.actor.clip_ratio_c": (lambda s: s.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla", _PER_SEQUENCE),
+    f"{_AR}.actor.loss_agg_mode": (lambda s: not _aggregates_tokens(s), _PER_SEQUENCE),
     f"{_AR}.rollout.do_sample": (
         lambda s: not s.actor_rollout_ref.rollout.do_sample,
         "greedy samples of one prompt are all alike, so every advantage is 0",

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
@@ -66,14 +66,18 @@ def replaced(section: Section, values: Mapping[str, Any]) -> Section:
     return dataclasses.replace(section, **own)  # type: ignore[type-var]
 
 
-def flatten(tree: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of a nested mapping; open mappings of the schema stay whole, empty sections vanish."""
+def flatten(tree: Mapping[str, Any], name_of: Callable[[str], str] = str, prefix: str = "") -> dict[str, Any]:
+    """Dotted key -> value of a nested mapping; open mappings of the schema stay whole, empty sections vanish.
+
+    ``name_of`` gives the schema's name for a dotted key that is spelled in another way.
+    """
     flat: dict[str, Any] = {}
     for name, value in tree.items():
         key = f"{prefix}{name}"
-        if isinstance(value, Mapping) and key not in leaf_types():
-            if value or key not in section_keys():
-                flat.update(flatten(value, f"{key}.") if value else {key: value})
-        else:
+        if not isinstance(value, Mapping) or name_of(key) in leaf_types():
+            flat[key] = value
+        elif value:
+            flat.update(flatten(value, name_of, f"{key}."))
+        elif key not in section_keys():
             flat[key] = value
     return flat

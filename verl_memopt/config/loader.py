@@ -15,7 +15,7 @@ from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_memopt.config.aliases import apply_aliases
+from verl_memopt.config.aliases import apply_aliases, our_key
 from verl_memopt.config.build import build
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import flatten
@@ -44,7 +44,7 @@ def settings_from_mapping(given: Mapping[str, Any]) -> Settings:
 
     Spellings are made one, keys without effect are dropped with a warning, the rest is typed, linked and checked.
     """
-    flat = {key: value for key, value in flatten(given).items() if value != REQUIRED}
+    flat = {key: value for key, value in flatten(given, our_key).items() if value != REQUIRED}
     flat, problems = apply_aliases(flat)
     flat, refused = drop_inert(flat)
     settings, mistyped = build(flat)
@@ -100,11 +100,18 @@ def _prepared(line: str, folder: Path) -> str:
         raise ConfigError(f"{line}: Hydra only composes the settings here, its own keys have no effect. Remove the override.")
     if override.is_sweep_override():
         raise ConfigError(f"{line}: several values for one key. Write a list as {key}=[a,b]; sweeps are not available.")
-    if (PACKAGED / key).is_dir():
-        return line.lstrip("+")
-    if (folder / key).is_dir() or override.package is not None or override.type is OverrideType.DEL:
-        return line
-    return "++" + line.lstrip("+")
+    if not key:
+        raise ConfigError(f"{line}: no key before the sign. Write key=value.")
+    if key not in _groups(PACKAGED) | _groups(folder):
+        return line if override.type is OverrideType.DEL or override.package else "++" + line.lstrip("+")
+    if override.type is not OverrideType.DEL and not isinstance(override.value(), str | list):
+        raise ConfigError(f"{line}: a group takes the name of one of its files. Write {key}=<name>.")
+    return line.lstrip("+") if key in _groups(PACKAGED) else line
+
+
+def _groups(folder: Path) -> set[str]:
+    """The names of the config groups in a folder: its subfolders, as Hydra writes them."""
+    return {place.relative_to(folder).as_posix() for place in folder.rglob("*") if place.is_dir()}
 
 
 def _parsed(line: str) -> Override:

@@ -20,7 +20,7 @@ class Problem:
 def problem(values: dict[str, Any], what: str, way_out: str) -> Problem:
     """A problem whose text opens with ``key=value`` for every key it is about."""
     address = ", ".join(f"{key}={shown(value)}" for key, value in values.items())
-    return Problem(tuple(values), f"{address}: {what}. {way_out}")
+    return Problem(tuple(values), f"{address}: {what}. {way_out}".rstrip())
 
 
 def shown(value: Any) -> str:

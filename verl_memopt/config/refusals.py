@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.config.problems import Problem, problem
+from verl_memopt.config.problems import Problem, problem, shown
 
 logger = logging.getLogger(__name__)
 
@@ -256,16 +256,12 @@ def drop_inert(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]
         if refusal is None:
             kept[key] = value
         elif value is None or refusal.inert is ANY or _is_one_of(value, refusal.inert):
-            logger.warning("%s=%s does nothing here: %s.", key, value, refusal.reason)
+            logger.warning("%s=%s does nothing here: %s.", key, shown(value), refusal.reason)
         else:
-            problems.append(problem({key: value}, "this verl setting has no effect here", f"{_sentence(refusal.reason)}."))
+            problems.append(problem({key: value}, f"this verl setting is not available: {refusal.reason}", ""))
     return kept, problems
 
 
 def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
     """Membership in which 0 is not false and 1 is not true."""
     return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in inert)
-
-
-def _sentence(text: str) -> str:
-    return text[0].upper() + text[1:]

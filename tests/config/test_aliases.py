@@ -1,0 +1,151 @@
+import logging
+
+import pytest
+
+from verl_memopt.config.aliases import GLOBAL_MICRO_BATCHES, MET_BY_CHUNKING, RENAMED, VALUES, our_key
+from verl_memopt.config.keys import leaf_keys, leaf_types, value_at
+from verl_memopt.config.refusals import refusal_of
+
+AR = "actor_rollout_ref"
+OVERRIDE = f"{AR}.model.override_config"
+
+SAMPLES = {
+    f"{AR}.rollout.log_prob_max_token_len_per_gpu": (4096, 8192),
+    f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": (3, 4),
+    f"{AR}.actor.optim.clip_grad": (0.5, 0.25),
+    f"{AR}.actor.optim.lr_scheduler_type": ("cosine", "constant"),
+    f"{AR}.rollout.n": (4, 2),
+    f"{AR}.actor.use_torch_compile": (False, True),
+    f"{AR}.ref.use_torch_compile": (False, True),
+    f"{AR}.actor.fsdp_config.dtype": ("fp32", "bfloat16"),
+    f"{AR}.ref.fsdp_config.dtype": ("fp32", "bfloat16"),
+    f"{AR}.model.attn_implementation": ("eager", "sdpa"),
+    "reward_model.num_workers": (3, 2),
+    "reward_model.reward_manager": ("naive", "dapo"),
+}
+"""Our key -> two values that differ, the first of them allowed."""
+
+RENAMED_HERE = {alias: key for alias, key in RENAMED.items() if key in leaf_types()}
+
+
+def given(alias, value):
+    """The alias as a user writes it."""
+    return {OVERRIDE: {alias.rpartition(".")[2]: value}} if alias.startswith(OVERRIDE) else {alias: value}
+
+
+@pytest.mark.parametrize("alias", RENAMED_HERE)
+def test_an_alias_sets_our_key(settled, alias):
+    key = RENAMED_HERE[alias]
+    assert value_at(settled(given(alias, SAMPLES[key][0])), key) == SAMPLES[key][0]
+
+
+@pytest.mark.parametrize("alias", RENAMED_HERE)
+def test_an_alias_and_our_key_with_one_value_pass(settled, alias):
+    key = RENAMED_HERE[alias]
+    value = SAMPLES[key][0]
+    assert value_at(settled(given(alias, value) | {key: value}), key) == value
+
+
+@pytest.mark.parametrize("alias", RENAMED_HERE)
+def test_an_alias_and_our_key_with_two_values_are_refused_naming_all_four(complaint, alias):
+    key = RENAMED_HERE[alias]
+    one, other = SAMPLES[key]
+    line = next(line for line in complaint(given(alias, one) | {key: other}).splitlines() if "different values" in line)
+    for part in (f"{alias}={str(one).lower()}", f"{key}={str(other).lower()}"):
+        assert part in line
+
+
+@pytest.mark.parametrize("alias", [alias for alias in RENAMED if alias not in RENAMED_HERE])
+def test_every_other_alias_is_a_spelling_of_a_key_without_effect(alias):
+    assert refusal_of(RENAMED[alias]) is not None or RENAMED[alias] in MET_BY_CHUNKING
+
+
+def test_every_alias_is_unknown_to_the_schema():
+    assert not {*RENAMED, *GLOBAL_MICRO_BATCHES, *MET_BY_CHUNKING} & set(leaf_keys())
+
+
+def test_two_aliases_of_one_key_with_two_values_are_refused(complaint):
+    message = complaint({f"{AR}.actor.grad_clip": 1.0, f"{AR}.actor.optim.grad_clip": 2.0})
+    assert f"{AR}.actor.grad_clip=1.0, {AR}.actor.optim.grad_clip=2.0" in message
+
+
+def test_whole_reward_sections_are_read_as_ours(settled):
+    settings = settled(
+        {
+            "reward.custom_reward_function.path": "score.py",
+            "reward.custom_reward_function.reward_kwargs": {"scale": 2},
+            "reward.reward_model.reward_manager": "naive",
+        }
+    )
+    assert settings.custom_reward_function.path == "score.py"
+    assert settings.custom_reward_function.reward_kwargs == {"scale": 2}
+    assert our_key("reward.reward_model.enable") == "reward_model.enable"
+
+
+@pytest.mark.parametrize("alias", GLOBAL_MICRO_BATCHES)
+def test_a_global_micro_batch_is_divided_by_the_devices(settled, alias):
+    settings = settled({alias: 12, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 2})
+    assert value_at(settings, GLOBAL_MICRO_BATCHES[alias]) == 3
+
+
+@pytest.mark.parametrize("alias", GLOBAL_MICRO_BATCHES)
+def test_a_global_micro_batch_that_does_not_divide_is_refused(complaint, alias):
+    message = complaint({alias: 10, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 2})
+    assert message == f"{alias}=10: not divisible by the 4 devices. Set {GLOBAL_MICRO_BATCHES[alias]} instead."
+
+
+@pytest.mark.parametrize("alias", GLOBAL_MICRO_BATCHES)
+def test_a_global_micro_batch_of_null_asks_for_nothing(settled, alias):
+    assert settled({alias: None}) == settled({})
+
+
+def test_a_global_micro_batch_and_another_per_device_are_refused(complaint):
+    message = complaint({f"{AR}.actor.ppo_micro_batch_size": 4, f"{AR}.actor.ppo_micro_batch_size_per_gpu": 8})
+    assert "ppo_micro_batch_size=4, " in message
+    assert "ppo_micro_batch_size_per_gpu=8: " in message
+
+
+@pytest.mark.parametrize("value", [True, False])
+@pytest.mark.parametrize("alias", [*sorted(MET_BY_CHUNKING), f"{AR}.actor.use_fused_kernels"])
+def test_a_switch_that_chunking_serves_changes_nothing_and_is_noticed(settled, caplog, alias, value):
+    caplog.set_level(logging.INFO)
+    assert settled({alias: value}) == settled({})
+    assert len([text for text in caplog.messages if text.startswith(f"{alias}={str(value).lower()}")]) == 1
+
+
+@pytest.mark.parametrize("alias", [*sorted(MET_BY_CHUNKING), f"{AR}.actor.use_fused_kernels"])
+def test_a_switch_that_chunking_serves_is_refused_without_chunking(complaint, settled, alias):
+    chunk = f"{AR}.model.logprob_chunk_tokens"
+    assert f"{alias}=true, {chunk}=0: " in complaint({alias: True, chunk: 0})
+    assert settled({alias: False, chunk: 0}).actor_rollout_ref.model.logprob_chunk_tokens == 0
+
+
+def test_removing_the_previous_checkpoint_keeps_one(settled):
+    alias = "trainer.remove_previous_ckpt_in_save"
+    assert settled({alias: True}).trainer.max_actor_ckpt_to_keep == 1
+    assert settled({alias: False}).trainer.max_actor_ckpt_to_keep is None
+
+
+@pytest.mark.parametrize(("key", "word"), [(key, word) for key, words in VALUES.items() for word in words])
+def test_a_spelling_of_a_value_is_read_as_ours(settled, key, word):
+    ours = VALUES[key][word]
+    assert value_at(settled({key: word}), key) == ours
+    assert value_at(settled({key: ours}), key) == ours
+
+
+def test_spellings_inside_the_logger_list_are_read(settled):
+    assert settled({"trainer.logger": ["console", "file", "tracking"]}).trainer.logger == ["console", "jsonl", "wandb"]
+
+
+def test_hyphens_in_a_loss_mode_are_read_as_underscores(complaint):
+    assert "loss_mode=geo_mean: " in complaint({f"{AR}.actor.policy_loss.loss_mode": "geo-mean"})
+
+
+def test_an_alias_and_our_key_agree_when_their_values_are_two_spellings_of_one(settled):
+    alias, key = f"{AR}.actor.fsdp_config.mixed_precision.param_dtype", f"{AR}.actor.fsdp_config.dtype"
+    assert value_at(settled({alias: "bf16", key: "bfloat16"}), key) == "bfloat16"
+
+
+def test_an_override_of_the_model_config_keeps_its_other_names(settled):
+    settings = settled({OVERRIDE: {"attn_implementation": "eager", "rope_theta": 1.0}})
+    assert settings.actor_rollout_ref.model.override_config == {"rope_theta": 1.0}

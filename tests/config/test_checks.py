@@ -1,0 +1,275 @@
+import pytest
+
+from verl_memopt.config.allowed import CHOICES, RANGES, WHY_NOT
+from verl_memopt.config.checks import ENGINE_NAMES, IDLE
+from verl_memopt.config.keys import leaf_keys, leaf_types, value_at
+from verl_memopt.config.schema import Settings
+
+AR = "actor_rollout_ref"
+
+
+def test_every_rule_about_one_key_is_about_a_key_that_exists():
+    assert {*CHOICES, *RANGES, *IDLE, *(key for key, _ in WHY_NOT)} <= set(leaf_keys())
+    assert set(ENGINE_NAMES.values()) <= set(leaf_keys())
+
+
+def test_every_number_has_a_range():
+    numbers = {key for key, kind in leaf_types().items() if kind in (int, float, int | None, float | None)}
+    assert numbers - set(RANGES) == {"custom_reward_function.fallback_score"}
+
+
+def test_every_default_is_allowed():
+    for key, (_, holds) in RANGES.items():
+        value = value_at(Settings(), key)
+        assert value is None or holds(value)
+
+
+@pytest.mark.parametrize("key", CHOICES)
+def test_a_word_that_is_no_choice_is_refused_with_the_choices(complaint, key):
+    listed = "list" in str(leaf_types()[key])
+    message = complaint({key: ["nothing"] if listed else "nothing"})
+    line = next(line for line in message.splitlines() if line.startswith(f"{key}="))
+    assert line.endswith(f"nothing is no choice. Set {' or '.join(CHOICES[key])}.")
+
+
+@pytest.mark.parametrize("key", RANGES)
+def test_a_number_out_of_range_is_refused_alone(complaint, key):
+    value = [-7.0, -7.0] if key.endswith("betas") else -7
+    line = complaint({key: value, "trainer.worker_group": "ray"})
+    assert line.startswith(f"{key}=")
+    assert RANGES[key][0] in line
+    assert "\n" not in line
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (f"{AR}.rollout.top_p", 0),
+        (f"{AR}.rollout.top_p", 1.5),
+        (f"{AR}.rollout.top_k", 0),
+        (f"{AR}.rollout.temperature", 0),
+        (f"{AR}.rollout.gpu_memory_utilization", 1.01),
+        (f"{AR}.actor.clip_ratio_c", 1.0),
+        (f"{AR}.actor.optim.betas", [0.9, 1.0]),
+        ("trainer.save_freq", 0),
+        ("trainer.n_gpus_per_node", 0),
+        (f"{AR}.actor.ppo_mini_batch_size", 0),
+        (f"{AR}.rollout.tensor_model_parallel_size", 0),
+    ],
+)
+def test_values_at_the_edge_of_a_range_are_refused(complaint, key, value):
+    assert complaint({key: value}).startswith(f"{key}=")
+
+
+WRONG = {
+    "a group of one": (
+        {f"{AR}.rollout.n": 1},
+        f"{AR}.rollout.n=1, algorithm.adv_estimator=rloo: a group of one has no baseline to compare with. "
+        f"Set {AR}.rollout.n to 2 or more.",
+    ),
+    "mini-batches that do not fill a step": (
+        {"data.train_batch_size": 100, f"{AR}.actor.ppo_mini_batch_size": 64},
+        f"data.train_batch_size=100, {AR}.actor.ppo_mini_batch_size=64: the prompts of a step do not divide into "
+        f"mini-batches. Set {AR}.actor.ppo_mini_batch_size to a divisor of data.train_batch_size.",
+    ),
+    "a mini-batch larger than a step": (
+        {"data.train_batch_size": 64, f"{AR}.actor.ppo_mini_batch_size": 128},
+        f"data.train_batch_size=64, {AR}.actor.ppo_mini_batch_size=128: the prompts of a step do not divide",
+    ),
+    "sequences that do not divide over devices": (
+        {"data.train_batch_size": 10, f"{AR}.actor.ppo_mini_batch_size": 5, f"{AR}.rollout.n": 2, "trainer.n_gpus_per_node": 4},
+        f"{AR}.actor.ppo_mini_batch_size=5, {AR}.rollout.n=2, trainer.nnodes=1, trainer.n_gpus_per_node=4: 10 sequences do "
+        f"not divide over 4 devices. Make {AR}.actor.ppo_mini_batch_size x {AR}.rollout.n a multiple of 4.",
+    ),
+    "no micro-batch size": (
+        {f"{AR}.actor.use_dynamic_bsz": False},
+        f"{AR}.actor.ppo_micro_batch_size_per_gpu=null, {AR}.actor.use_dynamic_bsz=false: a micro-batch has no size. "
+        f"Set {AR}.actor.ppo_micro_batch_size_per_gpu, or {AR}.actor.use_dynamic_bsz=true.",
+    ),
+    "no micro-batch size of the old log-probs": (
+        {f"{AR}.rollout.log_prob_use_dynamic_bsz": False},
+        f"{AR}.rollout.log_prob_micro_batch_size_per_gpu=null, {AR}.rollout.log_prob_use_dynamic_bsz=false: a micro-batch",
+    ),
+    "no micro-batch size of the reference": (
+        {f"{AR}.ref.log_prob_use_dynamic_bsz": False, f"{AR}.actor.use_kl_loss": True},
+        f"{AR}.ref.log_prob_micro_batch_size_per_gpu=null, {AR}.ref.log_prob_use_dynamic_bsz=false: a micro-batch",
+    ),
+    "a budget smaller than a sample": (
+        {f"{AR}.actor.ppo_max_token_len_per_gpu": 1023},
+        f"{AR}.actor.ppo_max_token_len_per_gpu=1023: a sample may have 1024 tokens (data.max_prompt_length + "
+        "data.max_response_length). Raise it to at least 1024, or lower one of the two lengths.",
+    ),
+    "a budget of the old log-probs smaller than a sample": (
+        {f"{AR}.rollout.log_prob_max_token_len_per_gpu": 1023},
+        f"{AR}.rollout.log_prob_max_token_len_per_gpu=1023: a sample may have 1024 tokens",
+    ),
+    "a budget of the reference smaller than a sample": (
+        {f"{AR}.ref.log_prob_max_token_len_per_gpu": 1023, "algorithm.use_kl_in_reward": True},
+        f"{AR}.ref.log_prob_max_token_len_per_gpu=1023: a sample may have 1024 tokens",
+    ),
+    "an engine too short for the samples": (
+        {f"{AR}.rollout.max_model_len": 1023},
+        f"{AR}.rollout.prompt_length=512, {AR}.rollout.response_length=512, {AR}.rollout.max_model_len=1023: prompt and "
+        f"response need 1024 tokens. Raise {AR}.rollout.max_model_len to at least 1024, or remove it.",
+    ),
+    "an engine that refuses prompts of the data": (
+        {f"{AR}.rollout.prompt_length": 511},
+        f"{AR}.rollout.prompt_length=511, data.max_prompt_length=512: the engine would refuse",
+    ),
+    "an engine that generates too much": (
+        {f"{AR}.rollout.response_length": 513},
+        f"{AR}.rollout.response_length=513, data.max_response_length=512: the engine would generate more",
+    ),
+    "an engine over more devices than there are": (
+        {f"{AR}.rollout.name": "vllm", f"{AR}.rollout.tensor_model_parallel_size": 3, "trainer.n_gpus_per_node": 4},
+        f"{AR}.rollout.tensor_model_parallel_size=3, trainer.nnodes=1, trainer.n_gpus_per_node=4: does not divide the 4",
+    ),
+    "an hf engine over two devices": (
+        {f"{AR}.rollout.tensor_model_parallel_size": 2, "trainer.n_gpus_per_node": 2},
+        f"{AR}.rollout.name=hf, {AR}.rollout.tensor_model_parallel_size=2: this engine runs on one device",
+    ),
+    "a shard group that does not divide": (
+        {f"{AR}.actor.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4},
+        f"{AR}.actor.fsdp_config.fsdp_size=3, trainer.nnodes=1, trainer.n_gpus_per_node=4: does not divide the 4 devices",
+    ),
+    "a shard group of the reference that does not divide": (
+        {f"{AR}.ref.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4, f"{AR}.actor.use_kl_loss": True},
+        f"{AR}.ref.fsdp_config.fsdp_size=3, ",
+    ),
+    "a local group of two devices": (
+        {"trainer.worker_group": "local", "trainer.n_gpus_per_node": 2},
+        "trainer.worker_group=local, trainer.nnodes=1, trainer.n_gpus_per_node=2: the local worker group has one device",
+    ),
+    "Ray's arguments without Ray": (
+        {"trainer.worker_group": "local", "ray_kwargs.ray_init": {"num_cpus": 2}},
+        "ray_kwargs.ray_init={'num_cpus': 2}, trainer.worker_group=local: Ray is not started",
+    ),
+    "Ray's timeline without Ray": (
+        {"trainer.worker_group": "local", "ray_kwargs.timeline_json_file": "t.json"},
+        "ray_kwargs.timeline_json_file=t.json, trainer.worker_group=local: Ray is not started",
+    ),
+    "an engine apart from the trainer": (
+        {f"{AR}.hybrid_engine": False},
+        f"{AR}.hybrid_engine=false: trainer and engine always share their devices",
+    ),
+    "greedy validation with a temperature": (
+        {f"{AR}.rollout.val_kwargs.temperature": 0.6},
+        f"{AR}.rollout.val_kwargs.do_sample=false, {AR}.rollout.val_kwargs.temperature=0.6: greedy decoding has no",
+    ),
+    "sampled validation without a temperature": (
+        {f"{AR}.rollout.val_kwargs.do_sample": True},
+        f"{AR}.rollout.val_kwargs.do_sample=true, {AR}.rollout.val_kwargs.temperature=0.0: sampling needs a temperature",
+    ),
+    "validation alone without rows": (
+        {"trainer.val_only": True},
+        "trainer.val_only=true, data.val_files=null: there is nothing to validate on",
+    ),
+    "a path that is not used": (
+        {"trainer.resume_from_path": "global_step_3"},
+        "trainer.resume_mode=auto, trainer.resume_from_path=global_step_3: the path is not used in this mode",
+    ),
+    "a mode without its path": (
+        {"trainer.resume_mode": "resume_path"},
+        "trainer.resume_mode=resume_path, trainer.resume_from_path=null: no path is given",
+    ),
+    "a dataset class without a name": (
+        {"data.custom_cls.path": "rows.py"},
+        "data.custom_cls.path=rows.py, data.custom_cls.name=null: a class needs its file and its name",
+    ),
+    "a sampler class without a file": (
+        {"data.sampler.class_name": "Mine"},
+        "data.sampler.class_path=null, data.sampler.class_name=Mine: a class needs its file and its name",
+    ),
+    "training files of null": ({"data.train_files": None}, "data.train_files=null: expected a path or a list of paths"),
+    "training files of numbers": ({"data.train_files": [1]}, "data.train_files=[1]: expected a path or a list of paths"),
+    "no training file": ({"data.train_files": []}, "data.train_files=[]: expected a path or a list of paths"),
+    "an empty name of a file": ({"data.val_files": ""}, "data.val_files='': expected a path or a list of paths"),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_an_impossible_combination_is_refused_in_one_line_that_names_it(complaint, case):
+    more, message = WRONG[case]
+    told = complaint(more)
+    assert told.startswith(message)
+    assert "\n" not in told
+
+
+@pytest.mark.parametrize("name", ENGINE_NAMES)
+def test_an_engine_argument_that_a_key_sets_is_refused(complaint, name):
+    message = complaint({f"{AR}.rollout.engine_kwargs.vllm": {name: 1}})
+    assert f"engine_kwargs.vllm.{name}=1: {ENGINE_NAMES[name]} sets this argument already" in message
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {f"{AR}.actor.use_kl_loss": True, "algorithm.use_kl_in_reward": True},
+        {f"{AR}.ref.log_prob_max_token_len_per_gpu": 10},
+        {f"{AR}.ref.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4},
+        {f"{AR}.actor.ppo_max_token_len_per_gpu": 1024},
+        {f"{AR}.actor.ppo_max_token_len_per_gpu": 10, f"{AR}.actor.use_dynamic_bsz": False}
+        | {f"{AR}.actor.ppo_micro_batch_size_per_gpu": 1},
+        {f"{AR}.rollout.engine_kwargs.vllm": {"swap_space": 4}},
+        {f"{AR}.rollout.val_kwargs.do_sample": True, f"{AR}.rollout.val_kwargs.temperature": 0.6},
+        {"trainer.val_only": True, "data.val_files": ["val.jsonl"]},
+        {"trainer.worker_group": "local"},
+        {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": "global_step_3"},
+        {"data.custom_cls.path": "rows.py", "data.custom_cls.name": "Rows"},
+        {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
+        {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2, f"{AR}.actor.fsdp_config.fsdp_size": 2},
+    ],
+)
+def test_a_possible_combination_passes(settled, more):
+    assert settled(more)
+
+
+IDLE_CASES = {
+    "algorithm.norm_adv_by_std_in_grpo": ({}, True, {"algorithm.adv_estimator": "grpo"}),
+    "algorithm.kl_penalty": ({}, "abs", {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.type": ({}, "adaptive", {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.kl_coef": ({}, 0.5, {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.horizon": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.target_kl": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
+    f"{AR}.actor.kl_loss_coef": ({}, 0.5, {f"{AR}.actor.use_kl_loss": True}),
+    f"{AR}.actor.kl_loss_type": ({}, "abs", {f"{AR}.actor.use_kl_loss": True}),
+    f"{AR}.actor.loss_scale_factor": ({}, 5, {f"{AR}.actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
+    f"{AR}.actor.clip_ratio_c": (
+        {f"{AR}.actor.policy_loss.loss_mode": "sequence"},
+        5.0,
+        {f"{AR}.actor.policy_loss.loss_mode": "vanilla"},
+    ),
+    f"{AR}.actor.loss_agg_mode": (
+        {f"{AR}.actor.policy_loss.loss_mode": "gspo"},
+        "seq-mean-token-sum",
+        {f"{AR}.actor.entropy_coeff": 0.1},
+    ),
+    f"{AR}.actor.ppo_micro_batch_size_per_gpu": ({}, 5, {f"{AR}.actor.use_dynamic_bsz": False}),
+    f"{AR}.actor.ppo_max_token_len_per_gpu": (
+        {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.rollout.log_prob_use_dynamic_bsz": False}
+        | {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 1, f"{AR}.actor.ppo_micro_batch_size_per_gpu": 1},
+        5000,
+        {f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.actor.ppo_micro_batch_size_per_gpu": None},
+    ),
+    f"{AR}.rollout.do_sample": ({}, False, None),
+    "custom_reward_function.name": ({}, "mine", {"custom_reward_function.path": "mine.py"}),
+    "custom_reward_function.fallback_score": ({}, 1.0, {"custom_reward_function.on_error": "score"}),
+    "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
+}
+"""Key -> (keys that make it idle, a value to give, keys that make it count; None = nothing does)."""
+
+
+@pytest.mark.parametrize("key", IDLE)
+def test_a_key_that_has_no_effect_is_warned_of_and_only_then(settled, caplog, key):
+    around, value, cure = IDLE_CASES[key]
+    settled(around | {key: value})
+    assert [text.split("=")[0] for text in caplog.messages] == [key]
+    caplog.clear()
+    if cure is not None:
+        settled(around | {key: value} | cure)
+        assert caplog.messages == []
+
+
+def test_a_default_given_on_purpose_is_not_warned_of(settled, caplog):
+    settled({f"{AR}.actor.kl_loss_coef": 0.001, f"{AR}.actor.loss_scale_factor": 512, "data.max_response_length": 512})
+    assert caplog.messages == []

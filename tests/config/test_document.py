@@ -1,0 +1,22 @@
+from pathlib import Path
+
+from verl_memopt.config.document import meanings, page
+from verl_memopt.config.keys import leaf_keys
+
+PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
+
+
+def test_the_committed_page_is_the_one_the_schema_gives():
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m verl_memopt.config.document > docs/configuration.md"
+
+
+def test_every_field_of_the_schema_says_what_it_means():
+    assert [place for place, (_, meaning) in meanings().items() if not meaning and place[0] != "Settings"] == []
+
+
+def test_every_key_has_its_row():
+    sections = page().split("\n## ")
+    tables = {section.partition("\n")[0].strip("`"): section for section in sections}
+    for key in leaf_keys():
+        section, _, name = key.rpartition(".")
+        assert f"\n| `{name}` | " in tables[section]

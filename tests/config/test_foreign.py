@@ -1,0 +1,17 @@
+import re
+
+import pytest
+
+from verl_memopt.config.foreign import FOREIGN, hint
+from verl_memopt.config.keys import leaf_keys
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_every_foreign_name_answers_with_keys_that_exist(name):
+    named = re.findall(r"\b(?:actor_rollout_ref|algorithm|data|trainer|custom_reward_function)(?:\.\w+)+", FOREIGN[name])
+    assert named
+    assert set(named) <= set(leaf_keys())
+
+
+def test_a_foreign_name_is_found_below_any_section():
+    assert hint("algorithm.num_generations") == "Did you mean actor_rollout_ref.rollout.n?"

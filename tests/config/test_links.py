@@ -1,0 +1,83 @@
+import pytest
+
+from verl_memopt.config.keys import leaf_types, value_at
+from verl_memopt.config.links import DERIVED, LINKS, resolve_links
+from verl_memopt.config.schema import Settings
+
+AR = "actor_rollout_ref"
+OTHER = {
+    f"{AR}.actor.clip_ratio": 0.3,
+    "data.max_response_length": 99,
+    f"{AR}.actor.checkpoint.save_contents": ["model"],
+    f"{AR}.model.path": "elsewhere",
+    f"{AR}.actor.ppo_micro_batch_size_per_gpu": 5,
+    f"{AR}.actor.use_dynamic_bsz": True,
+    f"{AR}.actor.ppo_max_token_len_per_gpu": 5555,
+    f"{AR}.actor.use_torch_compile": False,
+    "data.max_prompt_length": 77,
+    "data.seed": 3,
+}
+"""Target -> a value that is not its default."""
+OWN = {
+    f"{AR}.actor.clip_ratio_low": 0.1,
+    f"{AR}.actor.clip_ratio_high": 0.4,
+    f"{AR}.actor.loss_scale_factor": 7,
+    f"{AR}.actor.checkpoint.load_contents": ["extra"],
+    f"{AR}.ref.model.path": "reference",
+    f"{AR}.ref.log_prob_micro_batch_size_per_gpu": 6,
+    f"{AR}.ref.log_prob_use_dynamic_bsz": False,
+    f"{AR}.ref.log_prob_max_token_len_per_gpu": 6666,
+    f"{AR}.ref.use_torch_compile": True,
+    f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 7,
+    f"{AR}.rollout.log_prob_use_dynamic_bsz": False,
+    f"{AR}.rollout.log_prob_max_token_len_per_gpu": 7777,
+    f"{AR}.rollout.prompt_length": 600,
+    f"{AR}.rollout.response_length": 9,
+    f"{AR}.rollout.seed": 0,
+}
+"""Follower -> a value of its own."""
+MICRO = {f"{AR}.{role}.log_prob_micro_batch_size_per_gpu": 1 for role in ("rollout", "ref")}
+
+
+@pytest.mark.parametrize("follower", LINKS)
+def test_a_follower_takes_the_value_of_its_target(settled, follower):
+    target = LINKS[follower]
+    assert value_at(settled({target: OTHER[target]}), follower) == OTHER[target]
+
+
+@pytest.mark.parametrize("follower", LINKS)
+def test_a_follower_that_is_given_keeps_its_own_value(settled, follower):
+    target = LINKS[follower]
+    more = {key: value for key, value in MICRO.items() if key != follower}
+    assert value_at(settled(more | {target: OTHER[target], follower: OWN[follower]}), follower) == OWN[follower]
+
+
+@pytest.mark.parametrize("key", [*LINKS, *DERIVED])
+def test_every_follower_may_be_null(key):
+    assert value_at(Settings(), key) is None
+    assert type(None) in leaf_types()[key].__args__
+
+
+def test_longest_sequence_and_run_folder_are_computed(settled):
+    more = {"data.max_prompt_length": 10, f"{AR}.rollout.response_length": 5}
+    settings = settled(more | {"trainer.project_name": "p", "trainer.experiment_name": "e"})
+    assert settings.actor_rollout_ref.rollout.max_model_len == 15
+    assert settings.trainer.default_local_dir == "checkpoints/p/e"
+    own = settled({f"{AR}.rollout.max_model_len": 4096, "trainer.default_local_dir": "here"})
+    assert (own.actor_rollout_ref.rollout.max_model_len, own.trainer.default_local_dir) == (4096, "here")
+
+
+def test_no_follower_stays_null_but_those_of_null_targets(settled):
+    settings = settled({})
+    open_targets = {"data.seed", f"{AR}.actor.ppo_micro_batch_size_per_gpu"}
+    assert {LINKS[key] for key in LINKS if value_at(settings, key) is None} == open_targets
+    assert all(value_at(settings, key) is not None for key in DERIVED)
+
+
+def test_resolving_twice_changes_nothing(settled):
+    assert resolve_links(settled({})) == settled({})
+
+
+def test_a_list_is_copied_so_that_two_keys_share_no_object(settled):
+    checkpoint = settled({}).actor_rollout_ref.actor.checkpoint
+    assert checkpoint.load_contents is not checkpoint.save_contents
