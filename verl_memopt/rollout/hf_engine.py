@@ -128,6 +128,8 @@ def _check_settings(rollout: schema.Rollout, place: EnginePlace) -> None:
             f"{KEY}.tensor_model_parallel_size={place.tensor_parallel_size}: the hf engine runs on one device. "
             f"Set it to 1, or use {KEY}.name=vllm."
         )
+    if rollout.engine_kwargs.vllm:
+        raise ConfigError(f"{KEY}.engine_kwargs.vllm: it has no effect with {KEY}.name=hf. Remove it, or use {KEY}.name=vllm.")
     if rollout.logprobs_mode not in MODES:
         raise ConfigError(f"{KEY}.logprobs_mode={rollout.logprobs_mode}: the hf engine gives {' or '.join(MODES)}. Use one.")
 

@@ -1,0 +1,58 @@
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from tests.rollout.tools import model_of, weights_of
+from verl_memopt.errors import RolloutError
+from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
+
+
+def expected_of(folder: Path) -> ExpectedWeights:
+    return ExpectedWeights.of(meta_model(str(folder), False))
+
+
+def test_the_meta_model_expects_what_the_real_one_holds_and_takes_no_memory(untied_folder: Path) -> None:
+    model = model_of(untied_folder)
+    assert expected_of(untied_folder).shapes == {name: value.shape for name, value in model.named_parameters()}
+    assert all(parameter.is_meta for parameter in meta_model(str(untied_folder), False).parameters())
+
+
+def test_a_tied_head_may_come_or_stay_away_but_an_untied_one_must_come(tied_folder: Path, untied_folder: Path) -> None:
+    tied = dict(weights_of(model_of(tied_folder)))
+    both = [*tied.items(), ("lm_head.weight", tied["model.embed_tokens.weight"])]
+    names = [name for name, _ in expected_of(tied_folder).checked(iter(both), torch.float32)]
+    assert names == list(tied)
+    untied = dict(weights_of(model_of(untied_folder)))
+    del untied["lm_head.weight"]
+    with pytest.raises(RolloutError, match=r"1 weights never came: lm_head\.weight"):
+        list(expected_of(untied_folder).checked(iter(untied.items()), torch.float32))
+
+
+def test_unknown_repeated_and_misshapen_weights_are_named(tied_folder: Path) -> None:
+    expected = expected_of(tied_folder)
+    norm = ("model.norm.weight", torch.ones(64))
+    for bad, message in [
+        ([("model.nrm.weight", torch.ones(64))], r"model\.nrm\.weight is no weight"),
+        ([norm, norm], r"model\.norm\.weight came twice"),
+        ([("model.norm.weight", torch.ones(32))], r"model\.norm\.weight has shape \(32,\).*expects \(64,\)"),
+    ]:
+        with pytest.raises(RolloutError, match=message):
+            list(expected.checked(iter(bad), torch.float32))
+
+
+def test_weights_are_asked_for_one_by_one_and_cast(tied_folder: Path) -> None:
+    asked = []
+
+    def stream() -> Iterator[tuple[str, torch.Tensor]]:
+        for name, tensor in weights_of(model_of(tied_folder)):
+            asked.append(name)
+            yield name, tensor
+
+    checked = expected_of(tied_folder).checked(stream(), torch.bfloat16)
+    for count in range(1, 4):
+        assert next(checked)[1].dtype == torch.bfloat16
+        assert len(asked) == count

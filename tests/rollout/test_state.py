@@ -1,0 +1,67 @@
+from __future__ import annotations
+
+import pytest
+
+from verl_memopt.errors import RolloutError
+from verl_memopt.rollout.state import EngineState
+
+
+def load(state: EngineState) -> None:
+    with state.loading():
+        pass
+
+
+def test_a_new_engine_without_weights_refuses_to_generate_until_a_load() -> None:
+    state = EngineState(whole=False)
+    with pytest.raises(RolloutError, match="no whole weights"):
+        state.check_ready()
+    load(state)
+    state.check_ready()
+
+
+def test_a_load_that_fails_leaves_an_engine_that_refuses_to_generate() -> None:
+    state = EngineState(whole=True)
+
+    def torn_load() -> None:
+        with state.loading():
+            raise ValueError("torn")
+
+    with pytest.raises(ValueError, match="torn"):
+        torn_load()
+    with pytest.raises(RolloutError, match="no whole weights"):
+        state.check_ready()
+
+
+def test_after_sleep_weights_must_wake_then_be_loaded_and_the_cache_must_wake() -> None:
+    state = EngineState(whole=True)
+    state.slept()
+    with pytest.raises(RolloutError, match="weights and kv_cache asleep"):
+        state.check_ready()
+    with pytest.raises(RolloutError, match="weights are asleep"):
+        load(state)
+    with pytest.raises(RolloutError, match="before the weights"):
+        state.waking("kv_cache")
+    assert state.waking("weights")
+    with pytest.raises(RolloutError, match="kv_cache asleep"):
+        state.check_ready()
+    assert state.waking("kv_cache")
+    with pytest.raises(RolloutError, match="no whole weights"):
+        state.check_ready()
+    load(state)
+    state.check_ready()
+
+
+def test_a_part_wakes_once_and_an_unknown_part_is_refused() -> None:
+    state = EngineState(whole=True)
+    assert not state.waking("weights")
+    with pytest.raises(RolloutError, match=r"'optimizer'.*weights, kv_cache"):
+        state.waking("optimizer")
+
+
+def test_nothing_works_after_a_shutdown() -> None:
+    state = EngineState(whole=True)
+    assert state.close()
+    assert not state.close()
+    for call in (state.check_ready, state.slept, lambda: state.waking("weights"), lambda: load(state)):
+        with pytest.raises(RolloutError, match="shut down"):
+            call()

@@ -1,0 +1,139 @@
+"""What is vLLM's own: agreement with transformers, its caches, its settings, its process."""
+
+from __future__ import annotations
+
+import logging
+import os
+import sys
+import threading
+import weakref
+from pathlib import Path
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from tests.rollout.tools import engine_at, largest_difference, model_of, naive_log_probs, prompts, sampling, weights_of
+from verl_memopt.config import schema
+from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.rollout.engine import RolloutEngine
+
+
+@pytest.mark.parametrize("penalty", [1.0, 1.3])
+def test_greedy_vllm_and_greedy_transformers_agree_token_for_token(
+    vllm_engine: RolloutEngine, hf_engine: RolloutEngine, penalty: float
+) -> None:
+    settings = sampling(do_sample=False, max_tokens=32, repetition_penalty=penalty)
+    left, right = (engine.generate(prompts(16), [0] * 16, settings) for engine in (vllm_engine, hf_engine))
+    assert left.response_ids == right.response_ids
+    assert left.log_probs is not None
+    assert right.log_probs is not None
+    assert largest_difference(left.log_probs, right.log_probs) <= 1e-5
+
+
+def test_a_cached_prefix_of_the_old_weights_is_never_used_with_the_new(vllm_engine: RolloutEngine, other_folder: Path) -> None:
+    long_prompt = [3 + place % 200 for place in range(150)]
+    greedy = sampling(do_sample=False, max_tokens=8)
+    vllm_engine.generate([long_prompt], [0], greedy)
+    other = model_of(other_folder)
+    vllm_engine.load_weights(weights_of(other))
+    after = vllm_engine.generate([long_prompt], [0], greedy)
+    naive = naive_log_probs(other, long_prompt, after.response_ids[0], 1.0)
+    assert after.log_probs is not None
+    assert largest_difference(after.log_probs, [naive]) <= 1e-5
+
+
+def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(
+    vllm_engine: RolloutEngine, other_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    answers = []
+    for in_place in (True, False):
+        monkeypatch.setattr(vllm_engine, "_in_place", in_place)
+        vllm_engine.load_weights((name, tensor * 0) for name, tensor in weights_of(model_of(other_folder)))
+        vllm_engine.load_weights(weights_of(model_of(other_folder)))
+        answers.append(vllm_engine.generate(prompts(4), [0] * 4, sampling()))
+    assert answers[0] == answers[1]
+
+
+def test_the_kv_cache_has_the_size_asked_for(vllm_engine: RolloutEngine) -> None:
+    storages = {
+        tensor.untyped_storage().data_ptr(): tensor.untyped_storage().nbytes()
+        for kind, tensor in vllm_engine.resident_tensors()
+        if kind == "kv"
+    }
+    asked = int(0.02 * 2**30)
+    assert 0.98 * asked <= sum(storages.values()) <= asked
+
+
+def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(vllm_engine: RolloutEngine, tied_folder: Path) -> None:
+    with pytest.raises(RolloutError, match="cannot sleep"):
+        vllm_engine.sleep()
+    with pytest.raises(ConfigError, match="free_cache_engine=true: vLLM cannot sleep on a CPU"):
+        engine_at("vllm", tied_folder, free_cache_engine=True)
+
+
+def test_starting_and_running_leave_the_process_as_it_was(vllm_engine: RolloutEngine) -> None:
+    vllm_engine.generate(prompts(2), [0, 1], sampling())
+    assert torch.get_default_dtype() == torch.float32
+    assert torch.is_grad_enabled()
+    assert "LD_PRELOAD" not in os.environ or "libgomp" not in os.environ["LD_PRELOAD"]
+    assert "LOCAL_WORLD_SIZE" not in os.environ
+    threads = torch.get_num_threads()
+    torch.set_num_threads(threads + 1)
+    assert torch.get_num_threads() == threads + 1
+    torch.set_num_threads(threads)
+    weight = torch.ones(3, requires_grad=True)
+    (weight * 2).sum().backward()
+    assert weight.grad is not None
+
+
+def test_vllm_not_installed_is_said_with_the_way_to_install_it(tied_folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "vllm.platforms", None)
+    with pytest.raises(ConfigError, match=r"rollout\.name=vllm: vLLM cannot be imported.*pip install vllm"):
+        engine_at("vllm", tied_folder)
+
+
+def test_further_arguments_may_not_repeat_a_key_and_must_be_known(tied_folder: Path) -> None:
+    for further, message in [
+        ({"max_num_seqs": 3}, r"engine_kwargs\.vllm\.max_num_seqs: actor_rollout_ref\.rollout\.max_num_seqs sets it"),
+        ({"tensor_parallel_size": 2}, r"engine_kwargs\.vllm\.tensor_parallel_size: .*tensor_model_parallel_size sets it"),
+        ({"blok_size": 16}, "blok_size"),
+    ]:
+        with pytest.raises(ConfigError, match=message):
+            engine_at("vllm", tied_folder, engine_kwargs=schema.EngineKwargs(vllm=further))
+
+
+def test_settings_that_vllm_refuses_are_a_config_error(tied_folder: Path) -> None:
+    with pytest.raises(ConfigError, match="refuses"):
+        engine_at("vllm", tied_folder, enable_chunked_prefill=False, max_num_batched_tokens=100)
+
+
+def test_an_engine_that_is_shut_down_leaves_no_tensor_thread_or_group(
+    untied_folder: Path, started_vllm: RolloutEngine, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Runs last: it shuts the shared engine down, since two engines of one process share their groups."""
+    started_vllm.shutdown()
+    assert not dist.is_initialized()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        threads = set(threading.enumerate())
+        engine = engine_at("vllm", untied_folder)
+        engine.load_weights(weights_of(model_of(untied_folder)))
+        answer = engine.generate(prompts(4), [0] * 4, sampling())
+        model = model_of(untied_folder)
+        naive = [naive_log_probs(model, row, ids, 1.0) for row, ids in zip(prompts(4), answer.response_ids, strict=True)]
+        assert answer.log_probs is not None
+        assert largest_difference(answer.log_probs, naive) <= 1e-5
+        alive = [weakref.ref(tensor) for _, tensor in engine.resident_tensors()]
+        engine.shutdown()
+        engine.shutdown()
+        assert [reference() for reference in alive if reference() is not None] == []
+        assert {thread.name for thread in set(threading.enumerate()) - threads} <= {"tqdm_monitor"}
+        with pytest.raises(RolloutError, match="shut down"):
+            engine.generate(prompts(1), [0], sampling())
+        total = torch.ones(1)
+        dist.all_reduce(total)
+        assert total.item() == 1
+        assert [record for record in caplog.records if record.name.startswith("vllm") and record.levelno < logging.ERROR] == []
+    finally:
+        dist.destroy_process_group()

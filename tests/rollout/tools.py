@@ -1,0 +1,94 @@
+"""Tiny models, engines and a naive reference for the tests of this folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_memopt.config import schema
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.rollout.engine import EnginePlace, RolloutEngine, build_engine
+from verl_memopt.rollout.sampling import SamplingSettings
+
+EOS = 2
+SHAPE = {"initializer_range": 0.2, "max_positions": 256}
+
+
+def tiny_folder(folder: Path, *, tied: bool, seed: int = 0) -> Path:
+    return make_tiny_model(folder, TinyShape(tie_embeddings=tied, **SHAPE), seed=seed)
+
+
+def rollout_settings(name: str, **changes: Any) -> schema.Rollout:
+    fixed: dict[str, Any] = {
+        "prompt_length": 160,
+        "response_length": 64,
+        "dtype": "float32",
+        "max_num_seqs": 16,
+        "max_num_batched_tokens": 512,
+        "kv_cache_memory_gb": 0.02,
+        "enforce_eager": True,
+        "seed": 5,
+    }
+    return schema.Rollout(name=name, **(fixed | changes))
+
+
+def place_at(folder: Path, *, rank: int = 0, world_size: int = 1, tensor_parallel_size: int = 1) -> EnginePlace:
+    return EnginePlace(
+        rank=rank,
+        world_size=world_size,
+        local_rank=rank,
+        tensor_parallel_size=tensor_parallel_size,
+        device=torch.device("cpu"),
+        model_folder=str(folder),
+        tokenizer_folder=str(folder),
+        trust_remote_code=False,
+        eos_token_ids=(EOS,),
+    )
+
+
+def engine_at(name: str, folder: Path, **changes: Any) -> RolloutEngine:
+    return build_engine(rollout_settings(name, **changes), place_at(folder))
+
+
+def sampling(**changes: Any) -> SamplingSettings:
+    fixed: dict[str, Any] = {
+        "temperature": 1.0,
+        "top_k": -1,
+        "top_p": 1.0,
+        "repetition_penalty": 1.0,
+        "do_sample": True,
+        "max_tokens": 12,
+        "ignore_eos": True,
+        "log_probs": True,
+    }
+    return SamplingSettings(**(fixed | changes))
+
+
+def prompts(rows: int) -> list[list[int]]:
+    """Different prompts of 1 to 9 tokens."""
+    return [[3 + (row * 31 + place * 7) % 290 for place in range(1 + row % 9)] for row in range(rows)]
+
+
+def model_of(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+
+
+def weights_of(model: Any) -> Iterator[tuple[str, Tensor]]:
+    return ((name, parameter.detach()) for name, parameter in model.named_parameters())
+
+
+@torch.no_grad()
+def naive_log_probs(model: Any, prompt: list[int], response: list[int], temperature: float) -> list[float]:
+    """Log-probs of the response from one forward of the whole row."""
+    logits = model(torch.tensor([prompt + response])).logits[0, len(prompt) - 1 : -1].float() / temperature
+    return logits.log_softmax(-1).gather(-1, torch.tensor(response)[:, None])[:, 0].tolist()
+
+
+def largest_difference(left: list[list[float]], right: list[list[float]]) -> float:
+    return max(abs(a - b) for one, other in zip(left, right, strict=True) for a, b in zip(one, other, strict=True))
