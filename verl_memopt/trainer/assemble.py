@@ -7,6 +7,7 @@ import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.dataset import PromptDataset, build_dataset
@@ -14,6 +15,7 @@ from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 from verl_memopt.trainer.crew import Crew
@@ -47,6 +49,8 @@ def prepare(settings: Settings) -> Job:
     data = settings.data
     train = build_dataset(data.train_files, data, site.tokenizer, "train")
     validation = None if data.val_files is None else build_dataset(data.val_files, data, site.tokenizer, "val")
+    if settings.custom_reward_function.path is None:
+        check_sources((row.data_source, row.address) for split in (train, validation or ()) for row in split)
     assert data.seed is not None
     loader = StepLoader(train, data.train_batch_size, data.shuffle, data.seed, load_sampler(data.sampler))
     if checkpoint is not None:
@@ -71,8 +75,6 @@ def _find_checkpoint(settings: Settings, store: CheckpointStore) -> Checkpoint |
         return store.newest()
     if trainer.resume_from_path is None:
         raise ConfigError("trainer.resume_mode=resume_path: trainer.resume_from_path is missing. Give a global_step_N folder.")
-    from pathlib import Path
-
     return read_checkpoint(Path(trainer.resume_from_path))
 
 
@@ -101,7 +103,8 @@ def worker_plan(job: Job) -> WorkerPlan:
 @contextmanager
 def workers(job: Job, clock: PhaseClock) -> Iterator[Crew]:
     """Starts the run's workers and, however the body ends, leaves none behind."""
-    group = _start_group(job)
+    with clock.phase("init"):
+        group = _start_group(job)
     try:
         yield Crew(group, clock, in_process=job.settings.trainer.worker_group == "local")
     finally:
@@ -127,6 +130,7 @@ def _start_group(job: Job) -> WorkerGroup:
 
 @contextmanager
 def reward_processes(job: Job) -> Iterator[RewardRunner]:
-    """Starts the reward processes and ends them with the body."""
+    """Starts the reward processes, waits until each has its function, and ends them with the body."""
     with RewardRunner(job.settings.custom_reward_function, job.settings.reward_model.num_workers) as runner:
+        runner.check()
         yield runner

@@ -22,7 +22,8 @@ class Crew:
         self.clock = clock
         self.in_process = in_process
         self.track = False
-        self._memories: dict[str, list[PhaseMemory]] = {}
+        init = combine(group.all("started"), 0 if in_process else host_rss_bytes())
+        self._memories: dict[str, list[PhaseMemory]] = {"init": [init]}
 
     @property
     def world_size(self) -> int:
@@ -45,7 +46,3 @@ class Crew:
         taken = [max(calls, key=lambda memory: memory.peak_allocated_bytes or 0) for calls in self._memories.values()]
         self._memories = {}
         return taken
-
-    def init_memory(self) -> PhaseMemory:
-        """Gives what the start of the workers cost."""
-        return combine(self.group.all("started"), 0 if self.in_process else host_rss_bytes())

@@ -14,8 +14,10 @@ from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.ragged import Ragged
-from verl_memopt.rewards.runner import RewardResult, RewardRow, RewardRunner
-from verl_memopt.rollout.sampling import Generation, SamplingSettings, row_seed
+from verl_memopt.rewards.rows import RewardResult, RewardRow
+from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rollout.engine import Generation
+from verl_memopt.rollout.sampling import SamplingSettings, row_seed
 from verl_memopt.trainer.crew import Crew
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
 

@@ -106,6 +106,8 @@ def _writable(folder: Path) -> Path:
 def with_seed(settings: Settings, resumed_seed: int | None) -> Settings:
     """Gives settings whose data and rollout seeds are concrete: those given, else the resumed run's, else drawn and logged."""
     seed = settings.data.seed
+    if seed is not None and settings.actor_rollout_ref.rollout.seed is not None:
+        return settings
     if seed is None:
         seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
         logger.info("data.seed was not given; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint")

@@ -15,7 +15,8 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.expansion import expand
 from verl_memopt.errors import RolloutError
 from verl_memopt.observe.metrics import critic_metrics, length_metrics, summary_of
-from verl_memopt.rewards.runner import RewardResult, RewardRunner
+from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.trainer.assemble import Job
 from verl_memopt.trainer.crew import Crew

@@ -8,7 +8,8 @@ from dataclasses import dataclass
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.expansion import expand
 from verl_memopt.observe.validation import ValidationRow, validation_metrics
-from verl_memopt.rewards.runner import RewardResult, RewardRunner
+from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.sampling import validation_sampling
 from verl_memopt.trainer.assemble import Job
 from verl_memopt.trainer.crew import Crew

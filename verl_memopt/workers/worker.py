@@ -19,8 +19,8 @@ from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
-from verl_memopt.rollout.engine import EnginePlace, RolloutEngine, build_engine
-from verl_memopt.rollout.sampling import Generation, SamplingSettings
+from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine
+from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch, Policy

@@ -1,0 +1,74 @@
+"""The command line: ``verl-memopt train | report | toy``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from verl_memopt import __version__
+from verl_memopt.errors import UserError
+from verl_memopt.trainer.main_ppo import build_parser as train_parser
+from verl_memopt.trainer.main_ppo import run as run_training
+
+
+def _train(arguments: Sequence[str]) -> int:
+    return run_training(train_parser("verl-memopt train").parse_intermixed_args(arguments))
+
+
+def _report(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="verl-memopt report", description="Make a run's summary and charts again, or compare runs.")
+    parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
+    parser.add_argument("--out", type=Path, default=None, help="where to put the charts (default: the run's own folder)")
+    parsed = parser.parse_args(arguments)
+    from verl_memopt.observe.report import report
+
+    report(parsed.run_dirs, parsed.out)
+    return 0
+
+
+def _toy(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="verl-memopt toy", description="Make the toy task: a tiny warmed-up model and its data.")
+    parser.add_argument("folder", type=Path, help="where to put model/, train.parquet and val.parquet")
+    parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and warm-up (default: 0)")
+    parsed = parser.parse_args(arguments)
+    from verl_memopt.data.toy import make_toy
+    from verl_memopt.observe.log_setup import setup_logging
+
+    setup_logging()
+    make_toy(parsed.folder, seed=parsed.seed)
+    return 0
+
+
+COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
+    "train": (_train, "train a policy (Hydra overrides: key=value)"),
+    "report": (_report, "make a run's summary and charts again, or compare several runs"),
+    "toy": (_toy, "make the toy task: a tiny model and its data, locally"),
+}
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs a command and gives its exit code; a user's error is its message on standard error, without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if arguments and arguments[0] in COMMANDS:
+        try:
+            return COMMANDS[arguments[0]][0](arguments[1:])
+        except UserError as error:
+            sys.stderr.write(f"{type(error).__name__}: {error}\n")
+            return error.exit_code
+    lines = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
+    parser = argparse.ArgumentParser(
+        prog="verl-memopt",
+        description=f"Reinforcement-learning post-training when device memory is scarce.\n\ncommands:\n{lines}",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--version", action="version", version=f"verl-memopt {__version__}")
+    parser.add_argument("command", choices=list(COMMANDS), metavar="command")
+    parser.parse_args(arguments)
+    return 0
+
+
+
+if __name__ == "__main__":
+    sys.exit(main())

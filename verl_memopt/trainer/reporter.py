@@ -1,0 +1,124 @@
+"""What a run tells: to the console, the loggers and its folder."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+
+from verl_memopt.config.plain import to_plain, to_yaml
+from verl_memopt.observe.charts import draw_charts
+from verl_memopt.observe.console import RunConsole, print_end
+from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
+from verl_memopt.observe.metrics import memory_metrics, throughput_metrics, token_timings
+from verl_memopt.observe.phase import PhaseMemory
+from verl_memopt.observe.report import finish_summary
+from verl_memopt.observe.run_folder import RunFolder
+from verl_memopt.observe.samples import Sample, dump_samples
+from verl_memopt.observe.summary import environment
+from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.trainer.assemble import Job
+from verl_memopt.trainer.experience import Answers
+from verl_memopt.trainer.step import StepResult
+from verl_memopt.trainer.validate import Validation
+
+SHOWN_SAMPLES = 4
+"""Training samples kept in generations.jsonl of each step that prints a table."""
+
+
+class Reporter:
+    """Writes a run's record. A context manager; :meth:`finish` ends it with summary, charts and the folder's name."""
+
+    def __init__(self, job: Job, clock: PhaseClock) -> None:
+        self.job = job
+        self.clock = clock
+        self.folder = RunFolder(job.site.run_dir)
+        resumed = None if job.checkpoint is None else job.checkpoint.step
+        self.folder.begin(to_yaml(job.settings), resumed)
+        trainer = job.settings.trainer
+        self.console = RunConsole(job.total_steps, resumed or 0, trainer.table_every_steps)
+        place = LoggingPlace(
+            self.folder, self.console, trainer.project_name, trainer.experiment_name, to_plain(job.settings), resumed
+        )
+        self.loggers: StepLoggers = build_loggers(trainer.logger, place)
+
+    def __enter__(self) -> Reporter:
+        self.console.__enter__()
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        self.loggers.close()
+        self.console.close()
+
+    def say(self, text: str) -> None:
+        """Shows one line to the person at the console."""
+        self.console.say(text)
+
+    def phases(self, step: int, memories: Sequence[PhaseMemory]) -> dict[str, float]:
+        """Puts the phases since the last call on the timeline and gives their times and memory as metrics."""
+        timings = self.clock.timings()
+        self.folder.add_timeline(step, self.clock.take(), {memory.name: memory for memory in memories})
+        return timings | memory_metrics(memories)
+
+    def step(self, step: int, result: StepResult, validation: Validation | None, memories: Sequence[PhaseMemory]) -> None:
+        """Logs a finished step."""
+        metrics = {"training/global_step": float(step), "training/epoch": float(self.job.loader.epoch), **result.metrics}
+        if validation is not None:
+            metrics |= validation.metrics
+            self._keep_validation(step, validation)
+        found = self.phases(step, memories)
+        metrics |= found | token_timings(found, result.response_tokens, result.total_tokens)
+        metrics |= throughput_metrics(result.total_tokens, found["timing_s/step"], self.job.site.world_size)
+        self.loggers.log(step, metrics)
+        self._keep_samples(step, result)
+
+    def first_validation(self, validation: Validation, memories: Sequence[PhaseMemory]) -> None:
+        """Logs the validation before the first step, as step 0."""
+        self._keep_validation(0, validation)
+        self.loggers.log(0, validation.metrics | self.phases(0, memories))
+
+    def finish(self) -> None:
+        """Writes summary and charts from the run's files, prints the summary and, as the last line, the folder."""
+        summary = finish_summary(self.folder, environment(self.job.site.device, sys.argv))
+        draw_charts(self.folder)
+        self.console.close()
+        print_end(self.console.console, summary, self.folder.path)
+
+    def _keep_samples(self, step: int, result: StepResult) -> None:
+        every, folder = self.job.settings.trainer.table_every_steps, self.job.settings.trainer.rollout_data_dir
+        if every > 0 and step % every == 0:
+            self.folder.add_generations(step, samples_of(result.answers, result.results)[:SHOWN_SAMPLES])
+        if folder is not None:
+            dump_samples(Path(folder), step, samples_of(result.answers, result.results))
+
+    def _keep_validation(self, step: int, validation: Validation) -> None:
+        samples = [sample for answers, results in validation.answers for sample in samples_of(answers, results)]
+        shown = self.job.settings.trainer.log_val_generations
+        if shown > 0:
+            self.folder.add_generations(step, samples[:shown])
+        folder = self.job.settings.trainer.validation_data_dir
+        if folder is not None:
+            dump_samples(Path(folder), step, samples)
+
+
+def samples_of(answers: Answers, results: Sequence[RewardResult]) -> list[Sample]:
+    """Gives every answer with its score as a sample to keep."""
+    generation = answers.generation
+    return [
+        Sample(
+            uid=str(row.index),
+            data_source=row.data_source,
+            input=row.text,
+            output=text,
+            gts=row.ground_truth,
+            score=result.score,
+            prompt_ids=prompt,
+            response_ids=response,
+            extra=result.extra,
+        )
+        for row, text, result, prompt, response in zip(
+            answers.rows, answers.texts, results, answers.prompt_ids, generation.response_ids, strict=True
+        )
+    ]
