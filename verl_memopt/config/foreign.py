@@ -79,9 +79,10 @@ def hint(key: str) -> str:
 
 def nearest(key: str) -> str | None:
     """The known key most like an unknown one, by its last part first and the whole second; None when none is like it."""
-    likeness = {known: (_alike(*(k.rpartition(".")[2] for k in (key, known))), _alike(key, known)) for known in leaf_keys()}
-    best = max(likeness, key=lambda known: 2 * likeness[known][0] + likeness[known][1])
-    return best if likeness[best][0] >= _ALIKE else None
+    last = key.rpartition(".")[2]
+    likeness = {known: _alike(last, known.rpartition(".")[2]) for known in leaf_keys()}
+    near = [known for known in likeness if likeness[known] >= _ALIKE]
+    return max(near, key=lambda known: 2 * likeness[known] + _alike(key, known), default=None)
 
 
 def _alike(one: str, other: str) -> float:
