@@ -51,7 +51,7 @@ def _lines(path: Path) -> Iterator[RawRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if line.strip():
-                yield f"{path}:{number}", _object(f"{path}:{number}", line)
+                yield f"{path}:{number}", _object(f"{path}:{number}", line.strip())
 
 
 def _json(path: Path) -> Iterator[RawRow]:
@@ -73,7 +73,8 @@ def _parse(address: str, text: bytes) -> Any:
     try:
         return json.loads(text)
     except json.JSONDecodeError as problem:
-        where = f"{problem.msg} at line {problem.lineno}, column {problem.colno}"
+        line = f"line {problem.lineno}, " if problem.lineno > 1 else ""
+        where = f"{problem.msg} at {line}column {problem.colno}"
         raise DataError(f"{address}: not valid JSON ({where}). Mend it or drop it.") from problem
     except UnicodeDecodeError as problem:
         raise DataError(f"{address}: not valid UTF-8 ({problem.reason}). Save the file as UTF-8.") from problem

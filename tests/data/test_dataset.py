@@ -1,0 +1,233 @@
+"""Reading and checking of dataset rows."""
+
+import json
+import logging
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pyarrow as pa
+import pytest
+from pyarrow import parquet
+from transformers import PreTrainedTokenizerFast
+
+from verl_memopt.config.schema import CustomClass, Data
+from verl_memopt.data.dataset import PromptDataset, PromptRow, build_dataset
+from verl_memopt.errors import DataError
+
+from .conftest import row
+
+Write = Callable[..., str]
+
+
+def read(path: Any, tokenizer: PreTrainedTokenizerFast, split: str = "train", **settings: Any) -> PromptDataset:
+    return PromptDataset(path, Data(train_files=path, val_files=path, seed=0, **settings), tokenizer, split)
+
+
+def test_a_row_carries_the_rendered_prompt_and_all_that_the_reward_needs(
+    jsonl: Write, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = jsonl(row(extra_info={"split": "train", "index": 7}), row("2+2="))
+    dataset = read(path, tokenizer)
+    assert list(dataset) == [
+        PromptRow(
+            index=0,
+            text="<|im_start|>user\n1+1=<|im_end|>\n<|im_start|>assistant\n",
+            data_source="toy/arithmetic",
+            ground_truth="2",
+            extra_info={"split": "train", "index": 7},
+            address=f"{path}:1",
+        ),
+        dataset[1],
+    ]
+    assert (dataset[1].index, dataset[1].extra_info, dataset[1].address) == (1, {}, f"{path}:2")
+
+
+def test_parquet_json_array_json_lines_and_jsonl_hold_the_same_rows(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    rows = [row("1+1=", extra_info={"index": 0}), row("2+2=", extra_info={"index": 1})]
+    lines = "".join(json.dumps(entry) + "\n" for entry in rows)
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    (tmp_path / "rows.json").write_text(json.dumps(rows, indent=2))
+    (tmp_path / "lines.json").write_text(lines)
+    (tmp_path / "rows.jsonl").write_text(lines + "\n")
+    texts = [
+        [(entry.text, entry.extra_info) for entry in read(str(tmp_path / name), tokenizer)]
+        for name in ("rows.parquet", "rows.json", "lines.json", "rows.jsonl")
+    ]
+    assert texts[0] == texts[1] == texts[2] == texts[3]
+    assert len(texts[0]) == 2
+
+
+def test_several_files_follow_one_another(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    paths = [jsonl(row("1+1="), name="a.jsonl"), jsonl(row("2+2="), name="b.jsonl")]
+    assert [entry.address for entry in read(paths, tokenizer)] == [f"{paths[0]}:1", f"{paths[1]}:1"]
+
+
+def test_a_text_prompt_is_taken_as_already_rendered(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert read(jsonl(row(prompt="<|im_start|>1+1")), tokenizer)[0].text == "<|im_start|>1+1"
+
+
+def test_template_arguments_reach_the_chat_template(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    dataset = read(jsonl(row()), tokenizer, apply_chat_template_kwargs={"chat_template": "{{ flag }}", "flag": "seen"})
+    assert dataset[0].text == "seen"
+
+
+def test_columns_are_found_under_the_names_that_the_settings_give(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = jsonl({"question": "5+5=", "source": "s", "reward_model": {"ground_truth": 10}})
+    entry = read(path, tokenizer, prompt_key="question", reward_fn_key="source")[0]
+    assert (entry.text, entry.data_source, entry.ground_truth) == ("5+5=", "s", 10)
+
+
+@pytest.mark.parametrize(
+    ("bad", "message"),
+    [
+        ('{"prompt": "1+1="', r":2: not valid JSON \(.*column 18\)"),
+        ('["a", "list"]', r":2: a row must be a JSON object, this is a list"),
+        (row(images=["a.png"]), r":2: the column 'images' holds media"),
+        (row(videos=None), r":2: the column 'videos' holds media"),
+        (
+            {"prompt": "1", "reward_model": {"ground_truth": 1}},
+            r":2: there is no column 'data_source'; the row has prompt, reward_model",
+        ),
+        ({"data_source": "s", "reward_model": {"ground_truth": 1}}, r":2: there is no column 'prompt'"),
+        ({"data_source": "s", "prompt": "1"}, r":2: there is no column 'reward_model'"),
+        (row(data_source=3), r":2: data_source must be a text, it is 3"),
+        (row(reward_model={"style": "rule"}), r":2: reward_model has no ground_truth"),
+        (row(reward_model="4"), r":2: reward_model has no ground_truth"),
+        (row(prompt=4), r":2: prompt must be a text or a list of"),
+        (row(prompt=[]), r":2: prompt must be a text or a list of"),
+        (row(prompt=[{"role": "user"}]), r":2: prompt must be a text or a list of"),
+        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), r":2: prompt must be a text or a list of"),
+        (row(extra_info="x"), r":2: extra_info must be an object"),
+        (
+            row("1" * 50),
+            r":2: the prompt has 59 tokens, data\.max_prompt_length is 40\. Raise .*filter_overlong_prompts.*truncation",
+        ),
+    ],
+)
+def test_a_bad_row_is_named_by_file_and_line(
+    jsonl: Write, tokenizer: PreTrainedTokenizerFast, bad: dict[str, Any] | str, message: str
+) -> None:
+    path = jsonl(row(), bad, row())
+    with pytest.raises(DataError, match=message) as error:
+        read(path, tokenizer, max_prompt_length=40)
+    assert str(error.value).startswith(path)
+
+
+def test_a_line_that_is_no_text_is_named(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "rows.jsonl").write_bytes(b'{"prompt": "\xff\xfe"}\n')
+    with pytest.raises(DataError, match=r"rows\.jsonl:1: not valid UTF-8"):
+        read(str(tmp_path / "rows.jsonl"), tokenizer)
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "message"),
+    [
+        ("absent.parquet", None, "there is no such file"),
+        ("rows.csv", b"a,b", r"the suffix '\.csv' is unknown. Use one of \.parquet, \.json, \.jsonl"),
+        ("rows.jsonl", b"", "the file has no rows"),
+        ("rows.json", b"[]", "the file has no rows"),
+        ("rows.parquet", b"PAR1 cut short", "not a parquet file that can be read"),
+        ("rows.json", b"[{]", "not valid JSON"),
+    ],
+)
+def test_a_bad_file_is_named(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str, content: bytes | None, message: str
+) -> None:
+    if content is not None:
+        (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError, match=message) as error:
+        read(str(tmp_path / name), tokenizer)
+    assert name in str(error.value)
+
+
+def test_an_empty_list_of_files_is_refused(tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r"data\.val_files: the list of files is empty"):
+        read([], tokenizer, split="val")
+
+
+def test_overlong_prompts_are_dropped_and_counted_when_asked(
+    jsonl: Write, tokenizer: PreTrainedTokenizerFast, caplog: pytest.LogCaptureFixture
+) -> None:
+    path = jsonl(row("1" * 50), row("1+1="), row("1" * 60))
+    with caplog.at_level(logging.INFO):
+        dataset = read(path, tokenizer, max_prompt_length=40, filter_overlong_prompts=True)
+    assert [(entry.index, entry.address) for entry in dataset] == [(0, f"{path}:2")]
+    assert "dropped 2 of 3 prompts" in caplog.text
+
+
+def test_dropping_every_prompt_is_an_error(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    with pytest.raises(DataError, match=r":1: the prompt has 59 tokens.*1 more rows are too long"):
+        read(jsonl(row("1" * 50), row("1" * 60)), tokenizer, max_prompt_length=40, filter_overlong_prompts=True)
+
+
+def test_overlong_prompts_stay_when_they_will_be_cut(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(read(jsonl(row("1" * 50)), tokenizer, max_prompt_length=40, truncation="left")) == 1
+
+
+def test_a_prompt_of_exactly_the_limit_is_not_too_long(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    assert len(read(jsonl(row(prompt="1" * 40)), tokenizer, max_prompt_length=40)) == 1
+
+
+def test_a_cap_takes_the_first_rows_or_with_shuffle_a_seeded_choice_in_file_order(
+    jsonl: Write, tokenizer: PreTrainedTokenizerFast
+) -> None:
+    path = jsonl(*[row(f"{i}+1=") for i in range(30)])
+
+    def lines(**settings: Any) -> list[int]:
+        chosen = PromptDataset(path, Data(train_files=path, val_files=path, **settings), tokenizer, "train")
+        return [int(entry.address.rsplit(":", 1)[1]) for entry in chosen]
+
+    assert lines(train_max_samples=3, shuffle=False, seed=1) == [1, 2, 3]
+    drawn = lines(train_max_samples=10, shuffle=True, seed=1)
+    assert drawn == lines(train_max_samples=10, shuffle=True, seed=1) == sorted(drawn)
+    assert drawn != list(range(1, 11))
+    assert drawn != lines(train_max_samples=10, shuffle=True, seed=2)
+    assert len(lines(train_max_samples=-1, shuffle=True, seed=1)) == 30
+    assert len(lines(train_max_samples=99, shuffle=True, seed=1)) == 30
+
+
+def test_each_split_has_a_cap_of_its_own(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = jsonl(*[row()] * 5)
+    sizes = {split: len(read(path, tokenizer, split, train_max_samples=4, val_max_samples=2)) for split in ("train", "val")}
+    assert sizes == {"train": 4, "val": 2}
+
+
+CUSTOM = """
+from verl_memopt.data.dataset import PromptRow
+
+class Mine:
+    def __init__(self, files, data, tokenizer, split):
+        self.rows = [PromptRow(0, f"{files} {split} {data.prompt_key} {len(tokenizer)}", "s", 1, {}, "here:1")]
+    def __len__(self): return len(self.rows)
+    def __getitem__(self, index): return self.rows[index]
+
+class Empty(Mine):
+    def __len__(self): return 0
+
+class NoDataset:
+    def __init__(self, *arguments): pass
+"""
+
+
+def test_a_dataset_class_of_the_users_own_gets_the_same_arguments(tmp_path: Path, tokenizer: PreTrainedTokenizerFast) -> None:
+    (tmp_path / "mine.py").write_text(CUSTOM)
+
+    def build(name: str, path: Path = tmp_path / "mine.py") -> Any:
+        custom = CustomClass(path=str(path), name=name)
+        return build_dataset("f", Data(train_files="f", val_files=None, custom_cls=custom), tokenizer, "train")
+
+    assert build("Mine")[0].text == "f train prompt 320"
+    with pytest.raises(DataError, match=r"custom_cls\.name=NoDataset: the class needs __len__"):
+        build("NoDataset")
+    with pytest.raises(DataError, match="at least one row"):
+        build("Empty")
+    with pytest.raises(DataError, match=r"has no 'Absent'; it defines Empty, Mine, NoDataset, PromptRow"):
+        build("Absent")
+    with pytest.raises(DataError, match=r"custom_cls\.path=.*nowhere\.py: there is no such file"):
+        build("Mine", tmp_path / "nowhere.py")
+
+
+def test_without_a_custom_class_the_built_in_one_is_used(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = jsonl(row())
+    assert type(build_dataset(path, Data(train_files=path, val_files=None), tokenizer, "train")) is PromptDataset

@@ -1,0 +1,144 @@
+"""A toy task that a laptop can train: sums of a two-digit and a one-digit number, and a tiny model that is careless at them.
+
+The model is warmed up on a teacher who forgets the carry more often than not. It knows how to add, but its most likely answer
+is wrong wherever there is a carry, so greedy accuracy starts near the share of sums without one. Reinforcement learning has
+only to prefer the answer that earns the reward, and the held-out sums show that it has.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.data.warm_up import Problem, WarmUp, greedy_accuracy, warm_up
+from verl_memopt.errors import DataError
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+
+logger = logging.getLogger(__name__)
+
+DATA_SOURCE = "toy/arithmetic"
+SHAPE = TinyShape(initializer_range=0.06)
+"""The tiny model with weights large enough to learn within seconds."""
+
+MODEL, TRAIN, VALIDATION, RECORD = "model", "train.parquet", "val.parquet", "toy.json"
+
+
+@dataclass(frozen=True)
+class ToyRecipe:
+    num_validation: int = 128
+    """Held-out sums; all others are for training."""
+    carry_share: float = 0.625
+    """Share of sums with a carry, in training and validation alike."""
+    warm_up: WarmUp = field(default_factory=WarmUp)
+    """The supervised warm-up."""
+
+
+def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None) -> Path:
+    """The folder with ``model/`` (warmed up), ``train.parquet``, ``val.parquet`` and ``toy.json`` (recipe and accuracy).
+
+    ``seed`` decides the held-out sums, the first weights and the warm-up. A folder that already holds the same seed and recipe is left as it is. Otherwise everything is built aside and renamed, so what is
+    there is whole. Raises DataError when the folder exists and holds something else.
+    """
+    recipe = ToyRecipe() if recipe is None else recipe
+    folder = Path(folder)
+    if _holds(folder, seed, recipe):
+        logger.info("toy task: %s is ready", folder)
+        return folder
+    _refuse_foreign(folder)
+    aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    try:
+        _build(aside, seed, recipe)
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def split_problems(recipe: ToyRecipe, seed: int) -> tuple[list[Problem], list[Problem]]:
+    """Training and validation sums, disjoint, each with ``carry_share`` of sums that carry."""
+    draw = random.Random(seed)
+    sums = [(a, b) for a in range(10, 90) for b in range(1, 10)]
+    with_carry = [problem for problem in sums if carries(problem)]
+    without = [problem for problem in sums if not carries(problem)]
+    draw.shuffle(with_carry)
+    draw.shuffle(without)
+    del without[round(len(with_carry) * (1 / recipe.carry_share - 1)) :]
+    held_out = round(recipe.num_validation * recipe.carry_share)
+    train = with_carry[held_out:] + without[recipe.num_validation - held_out :]
+    validation = with_carry[:held_out] + without[: recipe.num_validation - held_out]
+    draw.shuffle(train)
+    draw.shuffle(validation)
+    return train, validation
+
+
+def carries(problem: Problem) -> bool:
+    """Whether the ones of the sum reach ten."""
+    return problem[0] % 10 + problem[1] >= 10
+
+
+def careless_answer(problem: Problem) -> int:
+    """The answer of somebody who forgets the carry."""
+    return sum(problem) - (10 if carries(problem) else 0)
+
+
+def question(problem: Problem) -> str:
+    """The sum as it is asked."""
+    return f"{problem[0]}+{problem[1]}="
+
+
+def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
+    """The dataset row of a sum."""
+    answer = str(sum(problem))
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": question(problem)}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": answer},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question(problem)},
+    }
+
+
+def _build(folder: Path, seed: int, recipe: ToyRecipe) -> None:
+    train, validation = split_problems(recipe, seed)
+    logger.info("toy task: %d training and %d held-out sums, warming up a tiny model", len(train), len(validation))
+    folder.mkdir(parents=True)
+    _write_rows(folder / TRAIN, train, "train")
+    _write_rows(folder / VALIDATION, validation, "val")
+    model = make_tiny_model(folder / MODEL, SHAPE, seed=seed)
+    loss = warm_up(model, [(question(p), str(careless_answer(p)), str(sum(p))) for p in train], recipe.warm_up, seed)
+    accuracy = greedy_accuracy(model, [(question(p), str(sum(p))) for p in validation])
+    logger.info("toy task: warmed up to loss %.3f; greedy answers are right on %.0f%% of held-out sums", loss, 100 * accuracy)
+    record = {**_identity(seed, recipe), "loss": loss, "greedy_accuracy": accuracy}
+    (folder / RECORD).write_text(json.dumps(record, indent=2) + "\n")
+
+
+def _write_rows(path: Path, problems: list[Problem], split: str) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    rows = [as_row(problem, split, index) for index, problem in enumerate(problems)]
+    parquet.write_table(pyarrow.Table.from_pylist(rows), path)
+
+
+def _identity(seed: int, recipe: ToyRecipe) -> dict[str, Any]:
+    return {"seed": seed, "recipe": asdict(recipe), "shape": asdict(SHAPE)}
+
+
+def _holds(folder: Path, seed: int, recipe: ToyRecipe) -> bool:
+    """The record is written last, so a folder that has it is whole."""
+    if not (folder / RECORD).is_file():
+        return False
+    record = json.loads((folder / RECORD).read_text())
+    return {name: record[name] for name in ("seed", "recipe", "shape") if name in record} == _identity(seed, recipe)
+
+
+def _refuse_foreign(folder: Path) -> None:
+    if folder.exists() and not (folder / RECORD).is_file() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder}: it exists and is no toy task, so it is not replaced. Give another folder, or remove it.")

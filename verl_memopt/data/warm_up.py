@@ -1,0 +1,108 @@
+"""A short supervised warm-up of a tiny model on the answers of a careless teacher."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_memopt.data.encoder import tokenize
+
+Problem = tuple[int, int]
+"""The two numbers of a sum."""
+
+
+@dataclass(frozen=True)
+class WarmUp:
+    carelessness: float = 0.65
+    """How often the teacher gives the careless answer; above one half, it becomes the model's greedy one."""
+    steps: int = 500
+    """Optimizer steps."""
+    batch_size: int = 64
+    """Problems per step."""
+    lr: float = 3e-3
+    """Peak learning rate, reached after 20 steps; then linear to a twentieth."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+
+
+def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmUp, seed: int) -> float:
+    """The loss of the last step, in nats per answer token; the model in ``folder`` is trained and saved in place.
+
+    A lesson is (question, careless answer, right answer). The model learns the teacher's probabilities rather than drawn
+    answers, which takes the noise of drawing out of the labels. The same seed gives the same weights.
+    """
+    model, tokenizer = _load(folder)
+    prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])
+    careless, right = (_ids(tokenizer, [lesson[i] + tokenizer.eos_token for lesson in lessons]) for i in (1, 2))
+    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, max(0.05, 1 - step / recipe.steps)))
+    draw = torch.Generator().manual_seed(seed)
+    loss = torch.tensor(0.0)
+    with _one_thread():
+        for _ in range(recipe.steps):
+            pick = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
+            is_careless = torch.rand(recipe.batch_size, 1, generator=draw) < recipe.carelessness
+            loss = _teacher_loss(model, prompts[pick], careless[pick], right[pick], is_careless, recipe.carelessness)
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+            optimizer.zero_grad()
+            schedule.step()
+    model.save_pretrained(folder)
+    return loss.item()
+
+
+def _teacher_loss(model: Any, prompts: Tensor, careless: Tensor, right: Tensor, is_careless: Tensor, share: float) -> Tensor:
+    """Cross entropy against both answers, weighted by how often the teacher gives each. ids [B, P] and [B, R], scalar out.
+
+    The two answers differ in one token at most, the first; later tokens follow the answer that was drawn.
+    """
+    drawn = torch.where(is_careless, careless, right)  # [B, R]
+    logits = model(torch.cat([prompts, drawn], dim=1)[:, :-1], logits_to_keep=drawn.shape[1]).logits  # [B, R, V]
+    log_probs = logits.log_softmax(dim=-1)
+    careless_part, right_part = (log_probs.gather(-1, answer[..., None]).mean() for answer in (careless, right))
+    return -(share * careless_part + (1 - share) * right_part)
+
+
+def greedy_accuracy(folder: Path, problems: Sequence[tuple[str, str]]) -> float:
+    """The share of (question, answer) that the model in ``folder`` answers exactly, greedily and with its turn ended."""
+    model, tokenizer = _load(folder)
+    prompts = _ids(tokenizer, [_prompt(tokenizer, problem[0]) for problem in problems])
+    answers = _ids(tokenizer, [problem[1] + tokenizer.eos_token for problem in problems])
+    with _one_thread(), torch.no_grad():
+        made = prompts
+        for _ in range(answers.shape[1]):
+            made = torch.cat([made, model(made, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
+    return (made[:, prompts.shape[1] :] == answers).all(dim=1).double().mean().item()
+
+
+def _load(folder: Path) -> tuple[Any, Any]:
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
+
+
+def _prompt(tokenizer: Any, question: str) -> str:
+    return tokenizer.apply_chat_template([{"role": "user", "content": question}], tokenize=False, add_generation_prompt=True)
+
+
+def _ids(tokenizer: Any, texts: list[str]) -> Tensor:
+    """int64 [B, T]; the texts of the toy task all have the same number of tokens."""
+    return torch.tensor(tokenize(tokenizer, texts))
+
+
+@contextmanager
+def _one_thread() -> Iterator[None]:
+    """Tensors this small are fastest on one thread, and their sums come out the same on every machine size."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        yield
+    finally:
+        torch.set_num_threads(before)
