@@ -178,8 +178,8 @@ def phase_table(summary: Mapping[str, Any]) -> Table:
     """Gives each phase's seconds, share of all phases' seconds, and peaks in MiB; the head names the counter."""
     counter = f"\n({summary['counter']})" if summary.get("counter") else ""
     table = _table()
-    table.add_column("phase", no_wrap=True, overflow="ellipsis")
-    for head in ("seconds", "share", f"peak live MiB{counter}", "reserved\nMiB", "device\nused MiB", "host RSS\nMiB"):
+    table.add_column("phase", overflow="fold")
+    for head in ("seconds", "share", f"peak live\nMiB{counter}", "reserved\nMiB", "device\nused MiB", "host RSS\nMiB"):
         table.add_column(head, justify="right", no_wrap=True)
     total = sum(phase["seconds"] for phase in summary["phases"].values()) or 1.0
     for name, phase in sorted(summary["phases"].items(), key=lambda item: -item[1]["seconds"]):

@@ -29,7 +29,7 @@ class RunFolder:
         self.generations = path / "generations.jsonl"
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
-        self._began = time.time()
+        self.began = time.time()
         self._elapsed_before = 0.0
 
     def begin(self, config_text: str, resumed_step: int | None) -> None:
@@ -44,12 +44,12 @@ class RunFolder:
         else:
             self._rewind(resumed_step)
         replace_text(self.config, config_text)
-        self._began = time.time()
+        self.began = time.time()
 
     def add_timeline(self, step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> None:
         """Appends a step's phases to the timeline. Step 0 is what precedes the first step."""
         rows = timeline_rows(step, spans, memories)
-        placed = [replace(row, elapsed_seconds=self._elapsed_before + row.timestamp - self._began) for row in rows]
+        placed = [replace(row, elapsed_seconds=self._elapsed_before + row.timestamp - self.began) for row in rows]
         append_timeline(self.timeline, placed)
 
     def add_generations(self, step: int, samples: Sequence[Sample]) -> None:

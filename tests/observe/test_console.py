@@ -1,0 +1,111 @@
+"""What is printed, on a terminal and off it."""
+
+from io import StringIO
+from pathlib import Path
+
+from rich.console import Console
+
+from verl_memopt.observe.console import RunConsole, memory_words, print_end, step_table
+
+STEP = {
+    "critic/score/mean": 0.7123, "actor/ppo_kl": 0.0012, "actor/grad_norm": 123.456, "rollout/logprob_diff_mean": 3.2e-7,
+    "perf/throughput": 112345.6, "perf/time_per_step": 1234.56, "perf/max_memory_allocated_gb": 137.5,
+    "perf/memory_allocated_gb": 0.5, "val-core/toy/reward/mean@1": 0.875,
+}  # fmt: skip
+SUMMARY = {
+    "steps": 12, "seconds": 99.0, "validation_before": 0.25, "validation_after": None, "counter": "tracker",
+    "phases": {
+        name: {"seconds": 3.0, "peak_allocated_bytes": 2**30, "peak_reserved_bytes": None, "device_used_bytes": None,
+               "host_rss_bytes": 2**33, "kinds": {}}
+        for name in ("update_actor", "dump_rollout_generations")
+    },
+}  # fmt: skip
+
+
+def plain() -> Console:
+    return Console(file=StringIO(), width=80)
+
+
+def printed(console: Console) -> str:
+    return console.file.getvalue()
+
+
+def test_without_a_terminal_each_step_is_one_plain_line_and_the_table_comes_every_so_many() -> None:
+    console = plain()
+    with RunConsole(4, table_every=2, console=console) as run:
+        for step in (1, 2, 3, 4):
+            run.step(step, STEP)
+    text = printed(console)
+    assert "\x1b" not in text
+    assert "\r" not in text
+    lines = [line for line in text.splitlines() if line.startswith("step ") and "/4" in line]
+    assert [line.split()[1] for line in lines] == ["1/4", "2/4", "3/4", "4/4"]
+    assert text.count("logprob") == 2
+    assert text.count("─" * 20) > 0
+
+
+def test_a_step_line_names_memory_and_says_where_there_is_no_counter() -> None:
+    assert memory_words(STEP) == "mem_alloc_mb=512.0 mem_reserved_mb=n/a mem_max_alloc_mb=140800.0"
+    console = plain()
+    RunConsole(4, console=console).step(1, {})
+    assert "mem_alloc_mb=n/a mem_reserved_mb=n/a mem_max_alloc_mb=n/a" in printed(console)
+
+
+def test_on_a_terminal_the_bar_shows_reward_speed_and_the_highest_peak_so_far() -> None:
+    console = Console(file=StringIO(), width=80, force_terminal=True)
+    with RunConsole(4, table_every=10, console=console) as run:
+        run.step(1, STEP)
+        run.step(2, {"critic/score/mean": 0.5})
+    last = printed(console).split("\r")[-1]
+    assert "2/4" in last
+    assert "reward 0.500" in last
+    assert "peak 140,800 MiB" in last
+
+
+def test_the_step_table_fits_eighty_columns_with_its_widest_numbers() -> None:
+    console = plain()
+    console.print(step_table([{**STEP, "step": 100000.0}]))
+    text = printed(console)
+    assert "…" not in text
+    assert all(len(line.rstrip()) <= 80 for line in text.splitlines())
+    assert "140,800" in text
+
+
+def test_a_step_without_a_value_has_a_dash() -> None:
+    console = plain()
+    console.print(step_table([{"step": 1.0}]))
+    assert printed(console).splitlines()[-1].split() == ["1"] + ["-"] * 8
+
+
+def test_steps_that_no_table_has_shown_are_shown_at_the_end() -> None:
+    console = plain()
+    with RunConsole(3, table_every=2, console=console) as run:
+        for step in (1, 2, 3):
+            run.step(step, STEP)
+    assert printed(console).splitlines()[-1].split()[0] == "3"
+
+
+def test_no_table_is_printed_in_between_when_it_is_switched_off() -> None:
+    console = plain()
+    run = RunConsole(2, table_every=0, console=console)
+    run.step(1, STEP)
+    run.step(2, STEP)
+    assert "logprob" not in printed(console)
+
+
+def test_the_last_line_is_the_folder_however_long(tmp_path: Path) -> None:
+    console = plain()
+    folder = tmp_path / ("[bold]" + "x" * 120)
+    print_end(console, SUMMARY, folder)
+    lines = printed(console).splitlines()
+    assert lines[-1] == str(folder)
+    assert max(len(line.rstrip()) for line in lines[:-1]) <= 80
+
+
+def test_the_summary_shows_each_phases_share_and_names_its_counter() -> None:
+    console = plain()
+    print_end(console, SUMMARY, Path("run"))
+    text = printed(console)
+    assert "50.0 %" in text
+    assert "(tracker)" in text
+    assert "1,024" in text

@@ -1,0 +1,59 @@
+"""Files that a kill may cut short."""
+
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from verl_memopt.errors import DataError
+from verl_memopt.observe.files import append_rows, keep_rows, read_rows, replace_text
+
+
+def test_a_line_that_was_cut_short_is_left_out_and_whole_ones_stay(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_rows(path, [{"step": 1}, {"step": 2}])
+    with path.open("a") as file:
+        file.write('{"step": 3, "rew')
+    assert read_rows(path) == [{"step": 1}, {"step": 2}]
+
+
+def test_keeping_rows_drops_the_others_and_leaves_the_kept_bytes_alone(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1,  "spaced": 1}\n{"step": 2}\n{"step": 3')
+    keep_rows(path, lambda row: row["step"] <= 1)
+    assert path.read_text() == '{"step": 1,  "spaced": 1}\n'
+    assert [child.name for child in tmp_path.iterdir()] == ["metrics.jsonl"]
+
+
+def test_a_damaged_line_is_named_with_its_file_and_number(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\nnot json\n{"step": 3}\n')
+    with pytest.raises(DataError, match=r"metrics\.jsonl:2: not JSON"):
+        read_rows(path)
+    path.write_text("[1]\n")
+    with pytest.raises(DataError, match=r"metrics\.jsonl:1: expected a JSON object"):
+        read_rows(path)
+
+
+def test_text_with_line_separators_inside_stays_one_row(tmp_path: Path) -> None:
+    path = tmp_path / "generations.jsonl"
+    row = {"output": "a\u2028b\nc\x0b\x1c\x85d"}
+    append_rows(path, [row])
+    assert read_rows(path) == [row]
+
+
+def test_numbers_of_numpy_and_torch_are_written_as_numbers(tmp_path: Path) -> None:
+    path = tmp_path / "metrics.jsonl"
+    append_rows(path, [{"a": np.float32(0.5), "b": torch.tensor(2), "c": np.array([1, 2]), "d": float("nan")}])
+    row = read_rows(path)[0]
+    assert (row["a"], row["b"], row["c"]) == (0.5, 2, [1, 2])
+    assert row["d"] != row["d"]
+
+
+def test_a_replacement_that_fails_leaves_the_old_text(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    replace_text(path, "old")
+    with pytest.raises(UnicodeEncodeError):
+        replace_text(path, "new \ud800")
+    assert path.read_text() == "old"

@@ -1,0 +1,68 @@
+"""Reports made from files alone."""
+
+import json
+from collections.abc import Callable
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from verl_memopt.errors import UserError
+from verl_memopt.observe.report import finish_summary, report
+from verl_memopt.observe.run_folder import RunFolder
+
+
+@pytest.fixture
+def console() -> Console:
+    return Console(file=StringIO(), width=80)
+
+
+def test_a_report_makes_charts_and_summary_again_and_keeps_what_only_the_run_knew(
+    make_run: Callable[..., RunFolder], console: Console
+) -> None:
+    folder = make_run(steps=2)
+    finish_summary(folder, {"device": "cpu"})
+    original = json.loads(folder.summary.read_text())
+    paths = report([folder.path], console=console)
+    assert json.loads(folder.summary.read_text()) == original
+    assert original["device"] == "cpu"
+    assert [path.name for path in paths][-1] == "summary.json"
+    assert console.file.getvalue().splitlines()[-1] == str(folder.summary)
+
+
+def test_a_report_of_a_run_that_was_cut_short_builds_the_summary(make_run: Callable[..., RunFolder], console: Console) -> None:
+    folder = make_run(steps=2)
+    report([folder.path], console=console)
+    assert json.loads(folder.summary.read_text())["steps"] == 2
+
+
+def test_a_report_elsewhere_leaves_the_run_folder_alone(
+    make_run: Callable[..., RunFolder], console: Console, tmp_path: Path
+) -> None:
+    folder = make_run(steps=1)
+    before = sorted(folder.path.iterdir())
+    report([folder.path], out=tmp_path / "elsewhere", console=console)
+    assert sorted(folder.path.iterdir()) == before
+    assert (tmp_path / "elsewhere" / "summary.json").exists()
+
+
+def test_runs_are_compared_against_the_first(make_run: Callable[..., RunFolder], console: Console, tmp_path: Path) -> None:
+    short, long = make_run("short", steps=1), make_run("long", steps=12)
+    paths = report([short.path, long.path], console=console)
+    text = console.file.getvalue()
+    assert "short" in text
+    assert "22.0 (+100.0 %)" in text, "11 MiB at step 1, 22 at step 12"
+    assert {path.parent for path in paths} == {tmp_path / "comparison"}
+    assert all(path.stat().st_size > 1000 for path in paths)
+
+
+def test_runs_of_one_name_are_told_apart_by_their_parents(make_run: Callable[..., RunFolder], console: Console) -> None:
+    report([make_run("a/run").path, make_run("b/run").path], console=console)
+    assert "a/run" in console.file.getvalue()
+    assert "b/run" in console.file.getvalue()
+
+
+def test_a_folder_that_is_missing_is_named(make_run: Callable[..., RunFolder], console: Console, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="gone"):
+        report([make_run().path, tmp_path / "gone"], console=console)

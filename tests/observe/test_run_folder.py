@@ -1,0 +1,56 @@
+"""A run folder through a stop and a resume."""
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from verl_memopt.errors import UserError
+from verl_memopt.observe.files import read_rows
+from verl_memopt.observe.run_folder import RunFolder, open_run_folder
+
+
+def test_after_a_resume_the_files_equal_those_of_a_run_that_was_never_stopped(
+    make_run: Callable[..., RunFolder], log_step: Callable[..., None]
+) -> None:
+    whole, stopped = make_run("whole", steps=4), make_run("stopped", steps=3)
+    resumed = RunFolder(stopped.path)
+    resumed.begin("trainer: {}\n", resumed_step=2)
+    for step in (3, 4):
+        log_step(resumed, step, resumed.began + 3 * (step - 3), validated=True)
+    assert resumed.metrics.read_text() == whole.metrics.read_text()
+    assert resumed.generations.read_text() == whole.generations.read_text()
+    resumed_rows = [(row.step, row.phase, round(row.elapsed_seconds, 3)) for row in resumed.read_timeline()]
+    assert resumed_rows == [(row.step, row.phase, round(row.elapsed_seconds, 3)) for row in whole.read_timeline()]
+
+
+def test_a_fresh_run_in_a_used_folder_keeps_the_earlier_files_aside(make_run: Callable[..., RunFolder]) -> None:
+    folder = make_run(steps=2)
+    folder.tensorboard.mkdir()
+    for _ in range(2):
+        RunFolder(folder.path).begin("new: true\n", resumed_step=None)
+        assert not folder.metrics.exists()
+        assert not folder.timeline.exists()
+    assert len(read_rows(folder.path / "previous" / "metrics.jsonl")) == 3
+    assert folder.config.read_text() == "new: true\n"
+
+
+def test_resuming_where_nothing_was_written_yet_is_no_error(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin("a: 1\n", resumed_step=5)
+    assert folder.read_metrics() == folder.read_timeline() == []
+
+
+@pytest.mark.parametrize("make", [lambda path: None, lambda path: path.mkdir(), lambda path: path.write_text("x")])
+def test_a_folder_that_holds_no_run_is_refused_by_name(tmp_path: Path, make: Callable[[Path], None]) -> None:
+    make(tmp_path / "nowhere")
+    with pytest.raises(UserError, match="nowhere"):
+        open_run_folder(tmp_path / "nowhere")
+
+
+@pytest.mark.parametrize("text", ["{", "[1]"])
+def test_a_damaged_summary_is_refused_by_name(make_run: Callable[..., RunFolder], text: str) -> None:
+    folder = make_run(steps=1)
+    folder.summary.write_text(text)
+    with pytest.raises(UserError, match=r"summary\.json"):
+        folder.read_summary()

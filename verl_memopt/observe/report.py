@@ -1,0 +1,63 @@
+"""The report of one run, made again from its files, and the comparison of several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from verl_memopt.observe.charts import draw_charts
+from verl_memopt.observe.comparison import comparison_table, draw_comparison, run_names
+from verl_memopt.observe.console import print_folder, summary_tables
+from verl_memopt.observe.run_folder import RunFolder, open_run_folder
+from verl_memopt.observe.summary import build_summary
+
+
+def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console | None = None) -> list[Path]:
+    """Makes charts and summary of a run again, or compares several, prints the tables, and gives the files written.
+
+    One run: its charts and ``summary.json`` go to ``out``, the run folder unless given. Several: the comparison's charts go
+    to ``out``, the folder ``comparison`` beside the first run unless given, and no run folder is touched.
+    Errors: UserError for a folder that does not exist or holds no run; DataError for a file that is damaged.
+    """
+    shown = console or Console(highlight=False)
+    folders = [open_run_folder(Path(path)) for path in run_dirs]
+    return _report_one(folders[0], out, shown) if len(folders) == 1 else _report_many(folders, out, shown)
+
+
+def finish_summary(folder: RunFolder, environment: dict[str, Any] | None = None) -> dict[str, Any]:
+    """Builds the summary of a run from its files, writes it and gives it.
+
+    What an earlier summary said beyond what the files tell (versions, device, command) is kept; ``environment`` replaces it.
+    """
+    built = build_summary(folder.read_metrics(), folder.read_timeline())
+    summary = folder.read_summary() | (environment or {}) | built
+    folder.write_summary(summary)
+    return summary
+
+
+def _report_one(folder: RunFolder, out: Path | None, console: Console) -> list[Path]:
+    target = RunFolder(out or folder.path)
+    charts = draw_charts(folder, target.path)
+    summary = folder.read_summary() | build_summary(folder.read_metrics(), folder.read_timeline())
+    target.write_summary(summary)
+    for table in summary_tables(summary):
+        console.print(table)
+        console.print()
+    return _listed([*charts, target.summary], console)
+
+
+def _report_many(folders: Sequence[RunFolder], out: Path | None, console: Console) -> list[Path]:
+    named = dict(zip(run_names(folders), folders, strict=True))
+    summaries = {name: build_summary(folder.read_metrics(), folder.read_timeline()) for name, folder in named.items()}
+    console.print(comparison_table(summaries))
+    console.print()
+    return _listed(draw_comparison(named, summaries, out or folders[0].path.resolve().parent / "comparison"), console)
+
+
+def _listed(paths: list[Path], console: Console) -> list[Path]:
+    for path in paths:
+        print_folder(console, path)
+    return paths
