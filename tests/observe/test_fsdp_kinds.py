@@ -1,16 +1,18 @@
 """FSDP2's bytes by kind, on real tensors under the fake process group."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 
 import pytest
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl_memopt.observe.byte_tracker import ByteTracker
+from verl_memopt.observe.byte_tracker import ByteTracker, Peak
 from verl_memopt.observe.fsdp_kinds import PATCHED, fsdp_kinds
 from verl_memopt.observe.kinds import optimizer_scope
 
@@ -18,15 +20,20 @@ WORLD = 4
 
 
 @pytest.fixture
-def sharded() -> Iterator[nn.Module]:
+def process_group() -> Iterator[None]:
     dist.init_process_group("fake", rank=0, world_size=WORLD, store=FakeStore())
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.fixture
+def sharded(process_group: None) -> nn.Module:
     model = nn.Sequential(nn.Linear(64, 64, bias=False), nn.Linear(64, 64, bias=False))
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     mesh = init_device_mesh("cpu", (WORLD,))
     for layer in model:
         fully_shard(layer, mesh=mesh, mp_policy=policy)
-    yield fully_shard(model, mesh=mesh, mp_policy=policy)
-    dist.destroy_process_group()
+    return fully_shard(model, mesh=mesh, mp_policy=policy)
 
 
 @pytest.mark.parametrize("owner_and_name", PATCHED, ids=[name for _, name in PATCHED])
@@ -67,3 +74,33 @@ def test_a_forward_gathers_parameters_in_compute_precision(sharded: nn.Module) -
         peak = tracker.peaks["device"].kinds
         assert peak["gathered parameters"] in (layer * 2, 2 * layer * 2)
         assert peak["collective buffers"] >= layer * 2
+
+
+def _step_figures(fake: bool) -> list[tuple[Peak, dict[str, int]]]:
+    """Peaks and resting kinds of two steps of two micro-batches each."""
+    mesh = init_device_mesh("cpu", (WORLD,))
+    policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
+    with FakeTensorMode() if fake else nullcontext():
+        model = nn.Sequential(*(nn.Linear(64, 64) for _ in range(3)))
+        for module in (*model, model):
+            fully_shard(module, mesh=mesh, mp_policy=policy)
+        optimizer, inputs, figures = torch.optim.AdamW(model.parameters()), torch.ones(8, 64), []
+        with ByteTracker() as tracker, fsdp_kinds():
+            tracker.mark("params", model.parameters())
+            tracker.mark("inputs", [inputs])
+            for step in range(2):
+                tracker.enter(str(step))
+                for _ in range(2):
+                    model(inputs).sum().backward()
+                nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+                with optimizer_scope(optimizer):
+                    optimizer.step()
+                optimizer.zero_grad()
+                figures.append((tracker.peaks["device"], tracker.kinds()))
+    return figures
+
+
+def test_fake_tensors_give_the_bytes_kinds_and_peak_op_of_real_ones(process_group: None) -> None:
+    real, fake = _step_figures(fake=False), _step_figures(fake=True)
+    assert real[1] == fake[1]
+    assert real[1][0].bytes > real[0][0].bytes, "the first step has no optimizer state to start from"

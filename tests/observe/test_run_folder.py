@@ -54,3 +54,10 @@ def test_a_damaged_summary_is_refused_by_name(make_run: Callable[..., RunFolder]
     folder.summary.write_text(text)
     with pytest.raises(UserError, match=r"summary\.json"):
         folder.read_summary()
+
+
+def test_what_began_before_the_folder_was_ready_counts_as_running_time(tmp_path: Path, log_step: Callable[..., None]) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin("a: 1\n", None)
+    log_step(folder, 1, folder.began - 5)
+    assert [round(row.elapsed_seconds, 3) for row in folder.read_timeline()] == [0.0, 2.0]

@@ -49,6 +49,8 @@ class RunFolder:
     def add_timeline(self, step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> None:
         """Appends a step's phases to the timeline. Step 0 is what precedes the first step."""
         rows = timeline_rows(step, spans, memories)
+        # What began before this folder was made ready (loading a model, say) is running time too.
+        self.began = min([self.began, *(row.timestamp for row in rows)])
         placed = [replace(row, elapsed_seconds=self._elapsed_before + row.timestamp - self.began) for row in rows]
         append_timeline(self.timeline, placed)
 

@@ -44,8 +44,7 @@ def _last_counted_steps(rows: Sequence[TimelineRow]) -> list[TimelineRow]:
 
 def _draw_overview(axes: Axes, rows: Sequence[TimelineRow]) -> None:
     divisor, unit = unit_of(row.device_used_bytes or row.peak_allocated_bytes for row in rows)
-    counter = next((row.counter for row in rows if row.counter), None)
-    style(axes, "Highest peak of each step", "", f"{counted_by(counter)}, {unit}")
+    style(axes, "Highest peak of each step", "", f"{_what(rows)}, {unit}")
     for name, label, colour, line in (
         ("peak_allocated_bytes", "peak live", PALETTE[0], "-"),
         ("peak_reserved_bytes", "peak reserved", PALETTE[4], "--"),
@@ -81,8 +80,7 @@ def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], whole: bool) -> None:
         f" (bytes counted in {len(counted)} of {len(steps)} steps)" if len(counted) < len(steps) else ""
     )
     divisor, unit = unit_of(row.device_used_bytes or row.peak_allocated_bytes for row in rows)
-    counter = next((row.counter for row in rows if row.counter), None)
-    style(axes, title, "" if whole else "seconds of running", f"{counted_by(counter)}, {unit}")
+    style(axes, title, "" if whole else "seconds of running", f"{_what(rows)}, {unit}")
     if not rows:
         note(axes, "No phase has been recorded yet.")
         return
@@ -129,6 +127,11 @@ def _draw_host(axes: Axes, rows: Sequence[TimelineRow]) -> None:
     axes.plot(times, [size / divisor for size in sizes], color=PALETTE[5], linewidth=1.6, marker="o" if len(times) == 1 else "")
     axes.set_ylim(bottom=0, top=1.15 * max(sizes) / divisor)
     axes.set_xlim(0, _end(rows))
+
+
+def _what(rows: Sequence[TimelineRow]) -> str:
+    counter = next((row.counter for row in rows if row.counter), None)
+    return "device memory (live: allocator)" if counter == "allocator" else counted_by(counter)
 
 
 def _end(rows: Sequence[TimelineRow]) -> float:
