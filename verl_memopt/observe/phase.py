@@ -56,7 +56,7 @@ class MemoryProbe:
     def phase(self, name: str, track: bool) -> Iterator[Callable[[], PhaseMemory]]:
         """Measures the body; what it yields gives the figures once the body has ended.
 
-        ``track`` counts live tensor bytes on a CPU, at 1.25 times the phase's time; on a GPU the allocator counts anyway.
+        ``track`` counts live tensor bytes on a CPU, which slows the phase; on a GPU the allocator counts anyway.
         """
         measured: list[PhaseMemory] = []
         started = time.perf_counter()
