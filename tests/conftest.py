@@ -8,8 +8,11 @@ os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
 
 import pytest
 import torch
+from hypothesis import settings
 
 torch.set_num_threads(1)
+settings.register_profile("no_clock", deadline=None)
+settings.load_profile("no_clock")
 
 
 @pytest.fixture(scope="session")

@@ -34,7 +34,7 @@ class ToyRecipe:
     num_validation: int = 128
     """Held-out sums; all others are for training."""
     carry_share: float = 0.625
-    """Share of sums with a carry, in training and validation alike."""
+    """Share of held-out sums with a carry; among all sums it is one half."""
     warm_up: WarmUp = field(default_factory=WarmUp)
     """The supervised warm-up."""
 
@@ -42,8 +42,9 @@ class ToyRecipe:
 def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None) -> Path:
     """The folder with ``model/`` (warmed up), ``train.parquet``, ``val.parquet`` and ``toy.json`` (recipe and accuracy).
 
-    ``seed`` decides the held-out sums, the first weights and the warm-up. A folder that already holds the same seed and recipe is left as it is. Otherwise everything is built aside and renamed, so what is
-    there is whole. Raises DataError when the folder exists and holds something else.
+    ``seed`` decides the held-out sums, the first weights and the warm-up. A folder that already holds the same seed and
+    recipe is left as it is. Otherwise everything is built aside and renamed, so what is there is whole. Raises DataError when
+    the folder exists and holds something else.
     """
     recipe = ToyRecipe() if recipe is None else recipe
     folder = Path(folder)
@@ -62,20 +63,15 @@ def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None)
 
 
 def split_problems(recipe: ToyRecipe, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Training and validation sums, disjoint, each with ``carry_share`` of sums that carry."""
+    """Training and held-out sums, disjoint and in random order."""
     draw = random.Random(seed)
     sums = [(a, b) for a in range(10, 90) for b in range(1, 10)]
-    with_carry = [problem for problem in sums if carries(problem)]
-    without = [problem for problem in sums if not carries(problem)]
-    draw.shuffle(with_carry)
-    draw.shuffle(without)
-    del without[round(len(with_carry) * (1 / recipe.carry_share - 1)) :]
-    held_out = round(recipe.num_validation * recipe.carry_share)
-    train = with_carry[held_out:] + without[recipe.num_validation - held_out :]
-    validation = with_carry[:held_out] + without[: recipe.num_validation - held_out]
-    draw.shuffle(train)
-    draw.shuffle(validation)
-    return train, validation
+    draw.shuffle(sums)
+    num_carry = round(recipe.num_validation * recipe.carry_share)
+    with_carry = [problem for problem in sums if carries(problem)][:num_carry]
+    without = [problem for problem in sums if not carries(problem)][: recipe.num_validation - num_carry]
+    held_out = {*with_carry, *without}
+    return [problem for problem in sums if problem not in held_out], [problem for problem in sums if problem in held_out]
 
 
 def carries(problem: Problem) -> bool:
