@@ -1,0 +1,242 @@
+"""A group of one Ray actor per device, on one node or many.
+
+A member that fails ends the group: the other members may be waiting for it in a collective, and are killed.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import signal
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from verl_memopt.errors import UserError, WorkerError
+from verl_memopt.workers.group import Placement, WorkerFactory, free_port, process_environment
+from verl_memopt.workers.ray_cluster import Connection, Request, release, reserve
+
+LOOPBACK = "127.0.0.1"
+
+SETTLE_SECONDS = 1.0
+"""After a first failure, how long others may follow: a peer's broken connection is often reported before the death behind it."""
+
+KILL_SECONDS = 10.0
+"""How long killed members may take to be gone."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a member runs. port: one that was free there."""
+
+    pid: int
+    node: str
+    address: str
+    port: int
+
+    def __str__(self) -> str:
+        return f"pid {self.pid} on {self.address}"
+
+
+class Member:
+    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
+
+    def __init__(self, rank: int) -> None:
+        # Ctrl-C reaches every process of the terminal; what it means for the run is the driver's to decide.
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        self._rank = rank
+        self._worker: Any = None
+
+    def __repr__(self) -> str:
+        # Ray puts this before each line the worker logs.
+        return f"worker {self._rank}"
+
+    def home(self) -> Home:
+        """Gives where this process runs."""
+        import ray
+
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        return Home(os.getpid(), context.get_node_id(), address, free_port(""))
+
+    def build(self, pickled_factory: bytes, placement: Placement, environment: dict[str, str]) -> None:
+        """Builds the worker. The factory arrives pickled because unpickling it imports what the environment governs."""
+        from ray import cloudpickle
+
+        os.environ.update(environment)
+        self._worker = cloudpickle.loads(pickled_factory)(placement)
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Calls the worker."""
+        return getattr(self._worker, method)(*args, **kwargs)
+
+
+def start_ray_group(
+    factory: WorkerFactory,
+    nnodes: int,
+    devices_per_node: int,
+    device: str,
+    timeout_seconds: float,
+    ray_init: Mapping[str, Any],
+    num_threads: int,
+) -> RayGroup:
+    """Gives a group of ``nnodes * devices_per_node`` workers, built and ready, ranks in order of nodes.
+
+    ``timeout_seconds`` bounds placement and process start, each; ``ray_init`` goes to ray.init where this process is not
+    connected yet; ``num_threads`` becomes OMP_NUM_THREADS of each worker.
+
+    Errors: ConfigError when the cluster cannot hold the group or Ray refuses ``ray_init``; WorkerError when it has no room
+    in time or a worker fails while it is built; a UserError raised by the factory as it is. Nothing stays behind.
+    """
+    request = Request(nnodes, devices_per_node, gpu=device != "cpu")
+    group = RayGroup(Connection(ray_init, request))
+    try:
+        group.start(request, timeout_seconds)
+        group.build(factory, device, num_threads)
+    except BaseException:
+        group.shutdown()
+        raise
+    return group
+
+
+class RayGroup:
+    """One actor per device. Made by :func:`start_ray_group`."""
+
+    def __init__(self, connection: Connection) -> None:
+        self.world_size = 0
+        self.homes: list[Home] = []
+        self._connection = connection
+        self._members: list[Any] = []
+        self._room: list[Any] = []
+        atexit.register(self.shutdown)
+
+    def start(self, request: Request, timeout_seconds: float) -> None:
+        """Reserves room and starts an empty process in each bundle."""
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._room = reserve(request, timeout_seconds)
+        for room in self._room:
+            for bundle in range(request.devices_per_node):
+                options = ray.remote(Member).options(
+                    num_cpus=1,
+                    num_gpus=1 if request.gpu else 0,
+                    max_concurrency=1,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),
+                )
+                self._members.append(options.remote(len(self._members)))
+        self.world_size = len(self._members)
+        self.homes = self._gather([member.home.remote() for member in self._members], timeout_seconds)
+
+    def build(self, factory: WorkerFactory, device: str, num_threads: int) -> None:
+        """Gives each process its place and lets it build its worker; workers may meet in collectives while they do."""
+        from ray import cloudpickle
+
+        pickled = cloudpickle.dumps(factory)
+        nodes = [home.node for home in self.homes]
+        address = LOOPBACK if len(set(nodes)) == 1 else self.homes[0].address
+        calls = []
+        for rank, member in enumerate(self._members):
+            # Ray shows a process only the GPU it was given, as device 0.
+            local_rank = nodes[:rank].count(nodes[rank]) if device == "cpu" else 0
+            placement = Placement(rank, self.world_size, local_rank, address, self.homes[0].port, device)
+            environment = process_environment(placement, nodes.count(nodes[rank]))
+            calls.append(member.build.remote(pickled, placement, {**environment, "OMP_NUM_THREADS": str(num_threads)}))
+        self._gather(calls)
+
+    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Makes the same call on each member and gives the results in rank order.
+
+        Errors: WorkerError naming the rank, with the member's traceback or how it died; a UserError as it was raised.
+        """
+        return self._gather([member.call.remote(method, args, kwargs) for member in self._members])
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Calls member ``rank`` with ``arguments[rank]`` and gives the results in rank order. Errors: as :meth:`all`."""
+        calls = zip(self._members, arguments, strict=True)
+        return self._gather([member.call.remote(method, tuple(own), {}) for member, own in calls])
+
+    def shutdown(self) -> None:
+        """Kills the members, gives their room back, and stops Ray where this group started it; may be called again."""
+        import ray
+
+        atexit.unregister(self.shutdown)
+        if ray.is_initialized():
+            self._kill_members()
+            release(self._room)
+        self._members, self._room = [], []
+        self._connection.close()
+
+    def _gather(self, calls: list[Any], timeout_seconds: float | None = None) -> list[Any]:
+        """Waits for all calls, or for the first that fails; then kills every member and raises its error."""
+        import ray
+
+        assert calls, "the group was shut down, or ended with an earlier error"
+        results: dict[int, Any] = {}
+        failures: dict[int, ray.exceptions.RayError] = {}
+        pending = {call: rank for rank, call in enumerate(calls)}
+        while pending:
+            done, _ = ray.wait(list(pending), timeout=SETTLE_SECONDS if failures else timeout_seconds)
+            if not done:
+                break
+            rank = pending.pop(done[0])
+            try:
+                results[rank] = ray.get(done[0])
+            except ray.exceptions.RayError as failure:
+                failures[rank] = failure
+        if len(results) == len(calls):
+            return [results[rank] for rank in range(len(calls))]
+        self._kill_members()
+        if not failures:
+            raise WorkerError(
+                f"trainer.ray_wait_register_center_timeout={timeout_seconds}: workers {sorted(pending.values())} did not start "
+                "in that time. Raise it, or see Ray's logs under /tmp/ray/session_latest/logs."
+            )
+        raise self._cause(failures)
+
+    def _cause(self, failures: dict[int, Any]) -> UserError:
+        """Gives the error to raise for failures in the order they came in: a death explains its peers' broken connections,
+        then an error meant for the user, then whatever came first.
+        """
+        import ray
+
+        deaths = [rank for rank, failure in failures.items() if not isinstance(failure, ray.exceptions.RayTaskError)]
+        meant = [
+            failure.cause for rank, failure in failures.items() if rank not in deaths and isinstance(failure.cause, UserError)
+        ]
+        if meant and not deaths:
+            return meant[0]
+        rank = (deaths + list(failures))[0]
+        where = f"worker {rank} ({self.homes[rank]})" if self.homes else f"worker {rank}"
+        if deaths:
+            return WorkerError(f"{where} died: {_reason(str(failures[rank]))} {DEATH_HINT}")
+        return WorkerError(f"{where} raised an error. Its traceback:\n{_plain(str(failures[rank]))}")
+
+    def _kill_members(self) -> None:
+        import ray
+
+        # A call to a killed actor fails once the actor is gone, so waiting for it is waiting for the process to end.
+        last_calls = [member.home.remote() for member in self._members]
+        for member in self._members:
+            ray.kill(member)
+        if last_calls:
+            ray.wait(last_calls, num_returns=len(last_calls), timeout=KILL_SECONDS)
+        self._members = []
+
+
+DEATH_HINT = (
+    "A process that ends without a traceback was most often killed for memory: compare the host memory of the run with the "
+    "machine's, lower the micro-batch or the KV cache, and see Ray's logs under /tmp/ray/session_latest/logs."
+)
+
+
+def _reason(text: str) -> str:
+    """Gives what Ray knows of a death, without its general advice."""
+    found = re.search(r"Worker exit type: .*?(?= Some common causes|$)", _plain(text), re.DOTALL)
+    return found.group() if found else _plain(text)
+
+
+def _plain(text: str) -> str:
+    """Removes terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()
