@@ -116,7 +116,8 @@ def _start_group(job: Job) -> WorkerGroup:
     factory = functools.partial(Worker, worker_plan(job))
     if trainer.worker_group == "local":
         return start_local_group(factory, site.device)
-    threads = max(1, (os.cpu_count() or 1) // trainer.n_gpus_per_node)
+    asked = os.environ.get("OMP_NUM_THREADS", "")
+    threads = int(asked) if asked.isdigit() and int(asked) else max(1, (os.cpu_count() or 1) // trainer.n_gpus_per_node)
     return start_ray_group(
         factory,
         nnodes=trainer.nnodes,

@@ -79,7 +79,7 @@ class Trainer:
     def track(self, step: int) -> None:
         """Decides whether the bytes of a step are counted on a CPU."""
         every = self.job.settings.trainer.track_memory_every_steps
-        first = self.saved_step + ALWAYS_TRACKED
+        first = ALWAYS_TRACKED + (0 if self.job.checkpoint is None else self.job.checkpoint.step)
         self.crew.track = self.job.site.device == "cpu" and every > 0 and (step <= first or step % every == 0)
 
     def resume(self) -> None:
@@ -97,12 +97,12 @@ class Trainer:
         """Saves the present step; what was saved before stays until this one is whole."""
         store, step = self.job.store, self.step
         contents = list(self.job.settings.actor_rollout_ref.actor.checkpoint.save_contents)
+        aside = store.begin(step)
+        try:
+            self.crew.all("save_checkpoint", "save", str(aside / "actor"), contents)
+        except CheckpointError as error:
+            raise store.failed(step, str(error)) from error
         with self.crew.clock.phase("save_checkpoint"):
-            aside = store.begin(step)
-            try:
-                self.crew.all("save", "save", str(aside / "actor"), contents)
-            except CheckpointError as error:
-                raise store.failed(step, str(error)) from error
             store.commit(step, self.driver_state(), self.crew.world_size)
         self.saved_step = step
 

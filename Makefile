@@ -1,0 +1,37 @@
+# make train   set up and train the tiny model on the toy task (a real model on a GPU)
+# make test    set up, lint, check types, run the tests
+# make proofs  the slow proofs (kill -9, many seeds)
+# ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
+.PHONY: setup train test lint types proofs docs clean
+.DEFAULT_GOAL := help
+ARGS ?=
+RUN = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+
+help:
+	@sed -n 's/^# //p' Makefile
+
+setup:
+	@./setup_env.sh
+
+train: setup
+	bash examples/memory_optimization/run_rloo_single_gpu.sh $(ARGS)
+
+lint: setup
+	.venv/bin/ruff check .
+	.venv/bin/ruff format --check .
+
+types: setup
+	.venv/bin/mypy
+
+test: lint types
+	$(RUN) $(ARGS)
+
+proofs: setup
+	$(RUN) -m slow $(ARGS)
+
+docs: setup
+	.venv/bin/python -m verl_memopt.config.document > docs/configuration.md
+
+clean:
+	rm -rf .venv runs checkpoints outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +
