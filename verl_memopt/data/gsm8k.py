@@ -1,0 +1,94 @@
+"""GSM8K as training rows: grade-school problems whose answers end in ``#### number``."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.data.files import READERS, RawRow, read_rows
+from verl_memopt.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+DATA_SOURCE = "openai/gsm8k"
+INSTRUCTION = 'Reason step by step, and end with the final number on a line of its own after "####".'
+SPLITS = ("train", "test")
+
+
+def prepare_gsm8k(out: str | Path, *, local_dir: str | Path | None = None, hub_id: str = DATA_SOURCE) -> dict[str, Path]:
+    """The paths of ``train.parquet`` and ``test.parquet``, written to the folder ``out`` in the schema of a training row.
+
+    Questions and answers come from the files ``train*`` and ``test*`` in ``local_dir``, or without it from the hub. Raises
+    DataError when there are none, or when a row lacks its question or the number of its answer.
+    """
+    made = {}
+    for split in SPLITS:
+        records = local_records(Path(local_dir).expanduser(), split) if local_dir else hub_records(hub_id, split)
+        rows = [as_row(address, record, split, index) for index, (address, record) in enumerate(records)]
+        made[split] = _write(Path(out).expanduser() / f"{split}.parquet", rows)
+        logger.info("gsm8k: wrote %d rows to %s", len(rows), made[split])
+    return made
+
+
+def local_records(folder: Path, split: str) -> list[RawRow]:
+    """The records of the files in ``folder`` whose names begin with ``split``."""
+    files = sorted(path for path in folder.glob(f"{split}*") if path.suffix in READERS)
+    if not files:
+        raise DataError(
+            f"{folder}: there is no file {split}* that ends in {', '.join(READERS)}. Name the folder that holds the files "
+            "of GSM8K (in a clone from the hub it is called main)."
+        )
+    return read_rows(files, "local_dir")
+
+
+def hub_records(hub_id: str, split: str) -> Iterable[RawRow]:
+    """The records of a dataset on the hub, in its configuration ``main``. Needs the package ``datasets`` and the network."""
+    try:
+        from datasets import load_dataset
+    except ImportError as problem:
+        raise DataError(
+            f"{hub_id}: reading from the hub needs the package datasets. Install it with `pip install datasets`, or download "
+            "the files and give their folder."
+        ) from problem
+    dataset = load_dataset(hub_id, "main", split=split)
+    return ((f"{hub_id}:{split}:{number}", record) for number, record in enumerate(dataset, start=1))
+
+
+def as_row(address: str, record: dict[str, Any], split: str, index: int) -> dict[str, Any]:
+    """The training row of a question and its answer; ``address`` names the record in errors."""
+    for column in ("question", "answer"):
+        if not isinstance(record.get(column), str):
+            raise DataError(
+                f"{address}: there is no text {column!r}; the row has {', '.join(sorted(record))}. Use files of GSM8K."
+            )
+    question, answer = record["question"].strip(), record["answer"].strip()
+    return {
+        "data_source": DATA_SOURCE,
+        "prompt": [{"role": "user", "content": f"{question}\n{INSTRUCTION}"}],
+        "ability": "math",
+        "reward_model": {"style": "rule", "ground_truth": final_number(address, answer)},
+        "extra_info": {"split": split, "index": index, "answer": answer, "question": question},
+    }
+
+
+def final_number(address: str, answer: str) -> str:
+    """What stands after the last ``####``, without thousands separators. Raises DataError when nothing does."""
+    _, mark, number = answer.rpartition("####")
+    number = number.strip().replace(",", "")
+    if not mark or not number:
+        raise DataError(f"{address}: the answer does not end in '#### number'. Mend the row, or drop it.")
+    return number
+
+
+def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
+    """Writes aside and renames, so that a file that exists is whole."""
+    import pyarrow
+    from pyarrow import parquet
+
+    path.parent.mkdir(parents=True, exist_ok=True)
+    aside = path.with_suffix(".partial")
+    parquet.write_table(pyarrow.Table.from_pylist(rows), aside)
+    aside.rename(path)
+    return path
