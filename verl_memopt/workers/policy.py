@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -15,10 +15,9 @@ from verl_memopt.algorithms.losses import policy_loss
 from verl_memopt.algorithms.reductions import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.models.pack import Pack
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
-from verl_memopt.workers.scorer import Scores, micro_pack, score_batch
+from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batch, score_batch
 
 
 @dataclass(frozen=True)
@@ -57,13 +56,17 @@ class Policy:
 
         The sums over ranks of everything but ``actor/grad_norm`` and ``actor/lr`` are the global values.
         """
-        steps = [self.step(mini, temperature) for mini in mini_batches]
-        return _read(steps)
+        return _read(
+            [
+                self.step((micro_batch(mini.batch, rows) for rows in mini.micro_batches), mini.counts, temperature)
+                for mini in mini_batches
+            ]
+        )
 
-    def step(self, mini: MiniBatch, temperature: float) -> dict[str, Tensor]:
+    def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Takes one optimizer step and gives its metrics as tensors; nothing here waits for the device."""
         learning_rate = self.schedule.get_last_lr()[0]
-        metrics = self.accumulate(mini, temperature)
+        metrics = self.accumulate(micro_batches, counts, temperature)
         norm = clip_grad_norm_(self.model.parameters(), self.actor.optim.clip_grad)
         metrics["actor/grad_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
         metrics["actor/lr"] = torch.tensor(learning_rate)
@@ -72,31 +75,31 @@ class Policy:
         self.schedule.step()
         return metrics
 
-    def accumulate(self, mini: MiniBatch, temperature: float) -> dict[str, Tensor]:
+    def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Adds the gradient of a mini-batch, micro-batch by micro-batch, and gives the summed metrics."""
         total: dict[str, Tensor] = {}
-        for rows in mini.micro_batches:
-            batch = mini.batch.select(rows)
-            loss, metrics = self.loss(batch, micro_pack(batch, self.device), mini.counts, temperature)
-            # FSDP averages gradients over ranks; the loss is this rank's share of a global mean, so it is scaled back up.
-            (loss * self.world_size).backward()
-            for name, value in metrics.items():
+        for micro in micro_batches:
+            for name, value in self.backward(micro.to(self.device), counts, temperature).items():
                 total[name] = total[name] + value if name in total else value
         return total
 
-    def loss(
-        self, batch: RolloutBatch, pack: Pack, counts: GlobalCounts, temperature: float
-    ) -> tuple[Tensor, dict[str, Tensor]]:
+    def backward(self, micro: MicroBatch, counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
+        """Adds the gradient of one micro-batch and gives its metrics; none of its tensors outlives the call."""
+        loss, metrics = self.loss(micro, counts, temperature)
+        # FSDP averages gradients over ranks; the loss is this rank's share of a global mean, so it is scaled back up.
+        (loss * self.world_size).backward()
+        return metrics
+
+    def loss(self, micro: MicroBatch, counts: GlobalCounts, temperature: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Gives this micro-batch's share of the loss and of its metrics.
 
-        Without ``old_log_probs`` in the batch the policy is strictly on-policy and its own log-probs stand for them.
+        Without ``old_log_probs`` the policy is strictly on-policy and its own log-probs stand for them.
         """
-        actor, to = self.actor, self.device
-        with_entropy = actor.entropy_coeff != 0
-        log_probs, entropy = self.model(pack, temperature, with_entropy)
-        old = log_probs.detach() if batch.old_log_probs is None else batch.old_log_probs.to(to, non_blocking=True)
-        advantages = batch.advantages.to(to, non_blocking=True)
-        loss, parts = policy_loss(log_probs, old, advantages, pack.row, pack.row_lengths, counts, actor)
+        actor, pack = self.actor, micro.pack
+        assert micro.advantages is not None
+        log_probs, entropy = self.model(pack, temperature, actor.entropy_coeff != 0)
+        old = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
+        loss, parts = policy_loss(log_probs, old, micro.advantages, pack.row, pack.row_lengths, counts, actor)
         metrics = {f"actor/{name}": value for name, value in parts.items()}
 
         def mean(values: Tensor) -> Tensor:
@@ -107,10 +110,11 @@ class Policy:
             metrics["actor/entropy"] = bonus.detach()
             loss = loss - actor.entropy_coeff * bonus
         if actor.use_kl_loss:
-            reference = batch.ref_log_probs.to(to, non_blocking=True)
-            divergence = mean(kl_estimate(log_probs, reference, actor.kl_loss_type))
+            assert micro.ref_log_probs is not None
+            divergence = mean(kl_estimate(log_probs, micro.ref_log_probs, actor.kl_loss_type))
             metrics["actor/kl_loss"] = divergence.detach()
             loss = loss + actor.kl_loss_coef * divergence
+        metrics["actor/loss"] = loss.detach()
         return loss, metrics
 
 

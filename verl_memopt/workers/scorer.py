@@ -80,10 +80,33 @@ def materialize(policy: PolicyModel, folder: Path, device: torch.device) -> None
     fill_from_folder(policy, folder)
 
 
-def micro_pack(batch: RolloutBatch, device: torch.device) -> Pack:
-    """Gives the pack of a micro-batch's rows on the device."""
-    prompts, responses = batch.prompts, batch.responses
-    return pack_rows(prompts.flat, prompts.sizes(), responses.flat, responses.sizes()).to(device)
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward of some rows needs. The optional tensors are fp32 [R], in the order of ``pack.targets``."""
+
+    pack: Pack
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    advantages: Tensor | None = None
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Gives the micro-batch on a device; the copies do not wait."""
+        flat = (self.old_log_probs, self.ref_log_probs, self.advantages)
+        return MicroBatch(self.pack.to(device), *(None if one is None else one.to(device, non_blocking=True) for one in flat))
+
+
+def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
+    """Gives the micro-batch of the chosen rows, on the host. The only place that reads lengths from tensors."""
+    chosen = batch.select(rows)
+    prompts, responses = chosen.prompts, chosen.responses
+    pack = pack_rows(prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
+    return MicroBatch(pack, chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages)
+
+
+def score_pack(policy: PolicyModel, pack: Pack, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    """Gives log-probs fp32 [R] of a pack's targets and, when asked, entropies, without gradients."""
+    with torch.no_grad():
+        return policy(pack, temperature, with_entropy)
 
 
 def score_batch(
@@ -98,13 +121,11 @@ def score_batch(
 
     micro_batches: rows of each forward; together they hold every row once, and all ranks have the same number of them.
     """
-    log_probs, entropies = [], []
-    with torch.no_grad():
-        for rows in micro_batches:
-            scored, entropy = policy(micro_pack(batch.select(rows), device), temperature, with_entropy)
-            log_probs.append((rows, scored))
-            if entropy is not None:
-                entropies.append((rows, entropy))
+    packs = [(rows, micro_batch(batch, rows).pack.to(device)) for rows in micro_batches]
+    scored = [(rows, *score_pack(policy, pack, temperature, with_entropy)) for rows, pack in packs]
     policy.reshard()  # type: ignore[operator]
     sizes = batch.responses.sizes()
-    return Scores(scatter_tokens(log_probs, sizes), scatter_tokens(entropies, sizes) if with_entropy else None)
+    log_probs = scatter_tokens([(rows, log_prob) for rows, log_prob, _ in scored], sizes)
+    if not with_entropy:
+        return Scores(log_probs, None)
+    return Scores(log_probs, scatter_tokens([(rows, entropy) for rows, _, entropy in scored if entropy is not None], sizes))

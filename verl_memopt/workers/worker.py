@@ -27,6 +27,10 @@ from verl_memopt.workers.policy import MiniBatch, Policy
 from verl_memopt.workers.scorer import Scores, build_scorer, materialize, score_batch
 
 
+ENGINE_METHODS = ("generate",)
+"""Methods that run the engine's own model."""
+
+
 @dataclass(frozen=True)
 class WorkerPlan:
     """What a worker builds. Folders are local paths; optimizer_steps is the length of the whole run.
@@ -65,13 +69,13 @@ class Worker:
         self.engine: RolloutEngine | None = None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
-        with self.probe.phase("init", plan.track_init) as report:
+        with self.probe.phase("init", plan.track_init and self._counts_engine) as report:
             self._build()
         self.init_memory = report()
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
         """Runs one method as a phase and gives its answer with the phase's memory."""
-        with self.probe.phase(phase, track) as report:
+        with self.probe.phase(phase, track and (method not in ENGINE_METHODS or self._counts_engine)) as report:
             value = getattr(self, method)(*args)
         return Reply(value, report())
 
@@ -199,6 +203,11 @@ class Worker:
         if fsdp.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+
+    @property
+    def _counts_engine(self) -> bool:
+        # A function that is compiled while bytes are counted stays uncompiled after it, so only an eager engine is counted.
+        return self.settings.rollout.name == "hf" or self.settings.rollout.enforce_eager
 
     @property
     def _temperature(self) -> float:

@@ -1,0 +1,243 @@
+import dataclasses
+import gc
+import weakref
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.ranks import run_ranks
+from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import Actor, Fsdp, Model, Optim
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.distributed.process_group import leave_process_group, training_mesh
+from verl_memopt.models.build import named_weights
+from verl_memopt.models.pack import TENSORS, Pack
+from verl_memopt.sync.full_weights import full_weights
+from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
+from verl_memopt.workers.policy import MiniBatch, Policy
+from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batch, score_pack
+
+CPU = torch.device("cpu")
+ACTOR = Actor(
+    use_dynamic_bsz=True,
+    clip_ratio_low=0.2,
+    clip_ratio_high=0.2,
+    entropy_coeff=0.01,
+    use_kl_loss=True,
+    kl_loss_coef=0.1,
+    optim=Optim(lr=1e-2),
+)
+WHOLE, SMALL = 10_000, 17
+
+
+def batch(rows=16, seed=0):
+    generator = torch.Generator().manual_seed(seed)
+
+    def sizes(low, high):
+        return torch.randint(low, high, (rows,), generator=generator).tolist()
+
+    def ids(lengths):
+        return Ragged.from_rows([torch.randint(256, (n,), generator=generator) for n in lengths], torch.int64)
+
+    prompts, responses = ids(sizes(2, 9)), ids([0, *sizes(1, 9)[1:]])
+    tokens = int(responses.lengths.sum())
+    old, reference, advantages = (torch.randn(tokens, generator=generator) for _ in range(3))
+    return RolloutBatch(
+        prompts=prompts,
+        responses=responses,
+        group=torch.arange(rows) // 4,
+        old_log_probs=old * 0.05 - 5.7,
+        ref_log_probs=reference * 0.05 - 5.7,
+        advantages=advantages,
+        batch_size=[],
+    )
+
+
+def policy_for(folder, mesh, world_size, attention="sdpa", recompute=False, dtype="fp32", actor=ACTOR, fill=True):
+    settings = Model(path=str(folder), attn_implementation=attention, logprob_chunk_tokens=8)
+    model = build_scorer(settings, Fsdp(dtype=dtype), folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
+    if fill:
+        materialize(model, folder, CPU)
+    return Policy(model, actor, 10, world_size, CPU)
+
+
+def shares(whole, world_size, budget):
+    tokens, sizes = whole.computed_tokens(), whole.responses.sizes()
+    rows = rows_per_rank(tokens, range(whole.num_rows), world_size, True)
+    names = [[str(row) for row in own] for own in rows]
+    micro = cut_ranks([[tokens[row] for row in own] for own in rows], names, Budget(True, budget, None, "key"))
+    counts = GlobalCounts(float(sum(sizes)), float(whole.num_rows))
+    return [MiniBatch(whole.select(own), bins, counts) for own, bins in zip(rows, micro, strict=True)]
+
+
+def micro_batches(mini):
+    return [micro_batch(mini.batch, rows) for rows in mini.micro_batches]
+
+
+def accumulated(policy, mini):
+    return policy.accumulate(micro_batches(mini), mini.counts, 0.9)
+
+
+def first_step(folder, mesh, rank=0, world_size=1, budget=WHOLE, **options):
+    """Gives this rank's loss and gradient norm of one step, and the whole gradients."""
+    policy = policy_for(folder, mesh, world_size, **options)
+    mini = shares(batch(), world_size, budget)[rank]
+    accumulated(policy, mini)
+    gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in named_weights(policy.model)}
+    policy.optimizer.zero_grad()
+    metrics = policy.update([mini], 0.9)
+    return metrics, gradients
+
+
+def relative(one, other):
+    return abs(one - other) / abs(other)
+
+
+def assert_same_step(found, expected):
+    for name in ("actor/loss", "actor/grad_norm"):
+        assert relative(found[0][name], expected[0][name]) <= 1e-5, name
+    for name, gradient in expected[1].items():
+        assert (found[1][name] - gradient).norm() <= 2e-5 * gradient.norm(), name
+
+
+def two_rank_steps(rank, folder):
+    steps = {budget: first_step(folder, training_mesh("cpu", 2, -1), rank, 2, budget) for budget in (WHOLE, SMALL)}
+    steps["hsdp"] = first_step(folder, training_mesh("cpu", 2, 1), rank, 2, WHOLE)
+    return {key: (metrics, {name: tensor.numpy() for name, tensor in full.items()}) for key, (metrics, full) in steps.items()}
+
+
+def test_a_small_budget_cuts_the_batch_into_at_least_eight_micro_batches():
+    assert len(shares(batch(), 1, WHOLE)[0].micro_batches) == 1
+    assert len(shares(batch(), 1, SMALL)[0].micro_batches) >= 8
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{"budget": SMALL}, {"recompute": True}, {"attention": "eager"}, {"budget": SMALL, "recompute": True, "attention": "eager"}],
+)
+def test_the_first_step_does_not_depend_on_how_it_is_computed(tiny_folder, one_rank, options):
+    assert_same_step(first_step(tiny_folder, one_rank, **options), first_step(tiny_folder, one_rank))
+
+
+def test_the_first_step_does_not_depend_on_the_number_of_ranks(untied_folder, one_rank):
+    expected = first_step(untied_folder, one_rank)
+    answers = run_ranks(two_rank_steps, 2, untied_folder)
+    for key in answers[0]:
+        both = [answer[key][0] for answer in answers]
+        metrics = {"actor/loss": sum(each["actor/loss"] for each in both), "actor/grad_norm": both[0]["actor/grad_norm"]}
+        weights = {name: torch.from_numpy(array) for name, array in answers[0][key][1].items()}
+        assert_same_step((metrics, weights), expected)
+
+
+def naive_gradients(folder, mesh):
+    """The same loss from whole logits, one row at a time, in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    model, whole = AutoModelForCausalLM.from_pretrained(folder), batch()
+    sizes = whole.responses.sizes()
+    flat = {name: getattr(whole, name).split(sizes) for name in ("old_log_probs", "ref_log_probs", "advantages")}
+    total, tokens = torch.zeros(()), sum(sizes)
+    for row, (prompt, response) in enumerate(zip(whole.prompts.rows(), whole.responses.rows(), strict=True)):
+        if not len(response):
+            continue
+        logits = model(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / 0.9
+        log_p = logits.log_softmax(-1)
+        log_probs = log_p.gather(-1, response[:, None])[:, 0]
+        ratio = (log_probs - flat["old_log_probs"][row]).exp()
+        advantage = flat["advantages"][row]
+        clipped = torch.maximum(-advantage * ratio, -advantage * ratio.clamp(0.8, 1.2))
+        clipped = torch.where(advantage < 0, torch.minimum(clipped, -advantage * 3.0), clipped)
+        entropy = -(log_p.exp() * log_p).sum(-1)
+        gap = flat["ref_log_probs"][row] - log_probs
+        total = total + (clipped - 0.01 * entropy + 0.1 * (gap.exp() - gap - 1)).sum() / tokens
+    total.backward()
+    return total.item(), {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_loss_and_gradients_equal_those_of_whole_logits(untied_folder, one_rank):
+    loss, gradients = naive_gradients(untied_folder, one_rank)
+    policy = policy_for(untied_folder, one_rank, 1)
+    metrics = accumulated(policy, shares(batch(), 1, SMALL)[0])
+    assert relative(float(metrics["actor/loss"]), loss) <= 2e-6
+    for name, parameter in named_weights(policy.model):
+        expected, found = gradients[name], parameter.grad.full_tensor()
+        assert (found - expected).norm() <= 2e-6 * max(expected.norm(), gradients["lm_head.weight"].norm())
+
+
+def test_an_on_policy_batch_needs_no_old_log_probs(tiny_folder, one_rank):
+    whole = batch()
+    policy = policy_for(tiny_folder, one_rank, 1, actor=dataclasses.replace(ACTOR, use_kl_loss=False))
+    whole.old_log_probs = policy.score(whole, [range(whole.num_rows)], 0.9, False).log_probs
+    with_old = accumulated(policy, shares(whole, 1, WHOLE)[0])
+    gradients = [parameter.grad.full_tensor().clone() for parameter in policy.model.parameters()]
+    policy.optimizer.zero_grad()
+    whole.old_log_probs = None
+    without = accumulated(policy, shares(whole, 1, WHOLE)[0])
+    assert relative(float(without["actor/loss"]), float(with_old["actor/loss"])) <= 1e-6
+    for one, parameter in zip(gradients, policy.model.parameters(), strict=True):
+        torch.testing.assert_close(one, parameter.grad.full_tensor(), rtol=1e-5, atol=1e-7)
+
+
+def test_a_step_clips_the_gradient_and_moves_every_parameter(tiny_folder, one_rank):
+    policy = policy_for(tiny_folder, one_rank, 1)
+    before = {name: p.full_tensor().detach().clone() for name, p in named_weights(policy.model)}
+    metrics = policy.update([shares(batch(), 1, WHOLE)[0]], 0.9)
+    assert metrics["actor/lr"] == pytest.approx(1e-2)
+    assert all((p.full_tensor() != before[name]).any() for name, p in named_weights(policy.model))
+
+
+def test_no_tensor_of_a_micro_batch_outlives_it(tiny_folder, one_rank):
+    policy = policy_for(tiny_folder, one_rank, 1)
+    references = []
+    forward = policy.model.forward
+
+    def watched(*args, **kwargs):
+        output = forward(*args, **kwargs)
+        references.append(weakref.ref(output[0]))
+        return output
+
+    policy.model.forward = watched
+    alive = []
+    original = policy.backward
+
+    def counting(*args):
+        gc.collect()
+        alive.append(sum(reference() is not None for reference in references))
+        return original(*args)
+
+    policy.backward = counting
+    accumulated(policy, shares(batch(), 1, SMALL)[0])
+    assert len(references) >= 8
+    assert alive == [0] * len(references)
+
+
+def faked(mode, micro):
+    pack = {name: mode.from_tensor(getattr(micro.pack, name)) for name in TENSORS}
+    flat = (micro.old_log_probs, micro.ref_log_probs, micro.advantages)
+    return MicroBatch(Pack(lengths=micro.pack.lengths, **pack), *(mode.from_tensor(tensor) for tensor in flat))
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+@pytest.mark.parametrize("recompute", [False, True])
+def test_every_pass_runs_on_fake_tensors_under_a_fake_process_group(untied_folder, world_size, recompute):
+    leave_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        mesh = training_mesh("cpu", world_size, -1)
+        mini = shares(batch(), world_size, SMALL)[0]
+        real = micro_batches(mini)
+        with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+            micro = [faked(fake, each) for each in real]
+            policy = policy_for(untied_folder, mesh, world_size, recompute=recompute, dtype="bfloat16", fill=False)
+            assert all(isinstance(p.to_local(), FakeTensor) for p in policy.model.parameters())
+            for _ in range(2):
+                metrics = policy.step(micro, mini.counts, 0.9)
+            log_probs, entropy = score_pack(policy.model, micro[0].pack, 0.9, True)
+            synced = [tensor for _, tensor in full_weights(named_weights(policy.model), torch.bfloat16, 1)]
+        assert {type(tensor) for tensor in (log_probs, entropy, metrics["actor/grad_norm"], *synced)} == {FakeTensor}
+    finally:
+        leave_process_group()
