@@ -5,8 +5,10 @@ from pathlib import Path
 
 import pytest
 
-from tests.rollout.tools import engine_at, model_of, tiny_folder, weights_of
+from tests.rollout.tools import engine_at, model_of, place_at, rollout_settings, tiny_folder, weights_of
+from verl_memopt.config import schema
 from verl_memopt.rollout.engine import RolloutEngine
+from verl_memopt.rollout.vllm_engine import VllmEngine
 
 
 @pytest.fixture(scope="package")
@@ -25,18 +27,37 @@ def untied_folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tiny_folder(tmp_path_factory.mktemp("models") / "untied", tied=False)
 
 
+class SharedVllm:
+    """One engine for most tests, because a start costs seconds; started again after a test had it shut down."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._engine: VllmEngine | None = None
+
+    def get(self) -> VllmEngine:
+        if self._engine is None:
+            further = schema.EngineKwargs(vllm={"block_size": 32})
+            self._engine = VllmEngine(rollout_settings("vllm", engine_kwargs=further), place_at(self._folder))
+        return self._engine
+
+    def close(self) -> None:
+        if self._engine is not None:
+            self._engine.shutdown()
+        self._engine = None
+
+
 @pytest.fixture(scope="package")
-def started_vllm(tied_folder: Path) -> Iterator[RolloutEngine]:
-    """One engine for most tests: a start costs seconds."""
-    engine = engine_at("vllm", tied_folder, engine_kwargs=_small_blocks())
-    yield engine
-    engine.shutdown()
+def shared_vllm(tied_folder: Path) -> Iterator[SharedVllm]:
+    shared = SharedVllm(tied_folder)
+    yield shared
+    shared.close()
 
 
 @pytest.fixture
-def vllm_engine(started_vllm: RolloutEngine, tied_folder: Path) -> RolloutEngine:
-    started_vllm.load_weights(weights_of(model_of(tied_folder)))
-    return started_vllm
+def vllm_engine(shared_vllm: SharedVllm, tied_folder: Path) -> VllmEngine:
+    engine = shared_vllm.get()
+    engine.load_weights(weights_of(model_of(tied_folder)))
+    return engine
 
 
 @pytest.fixture
@@ -49,9 +70,3 @@ def hf_engine(tied_folder: Path) -> Iterator[RolloutEngine]:
 @pytest.fixture(params=["hf", "vllm"])
 def engine(request: pytest.FixtureRequest) -> RolloutEngine:
     return request.getfixturevalue(f"{request.param}_engine")
-
-
-def _small_blocks() -> object:
-    from verl_memopt.config import schema
-
-    return schema.EngineKwargs(vllm={"block_size": 32})

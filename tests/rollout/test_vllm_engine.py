@@ -8,11 +8,13 @@ import sys
 import threading
 import weakref
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.rollout.conftest import SharedVllm
 from tests.rollout.tools import engine_at, largest_difference, model_of, naive_log_probs, prompts, sampling, weights_of
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
@@ -108,18 +110,30 @@ def test_settings_that_vllm_refuses_are_a_config_error(tied_folder: Path) -> Non
         engine_at("vllm", tied_folder, enable_chunked_prefill=False, max_num_batched_tokens=100)
 
 
+UNUSUAL: dict[str, Any] = {
+    "logprobs_mode": "raw_logprobs",
+    "enable_prefix_caching": False,
+    "enable_chunked_prefill": False,
+    "scheduling_policy": "priority",
+    "disable_log_stats": False,
+    "gpu_memory_utilization": 0.3,
+    "max_model_len": 230,
+}
+"""Everything that may differ from the shared engine; the start itself checks that each arrived."""
+
+
 def test_an_engine_that_is_shut_down_leaves_no_tensor_thread_or_group(
-    untied_folder: Path, started_vllm: RolloutEngine, caplog: pytest.LogCaptureFixture
+    untied_folder: Path, shared_vllm: SharedVllm, caplog: pytest.LogCaptureFixture
 ) -> None:
-    """Runs last: it shuts the shared engine down, since two engines of one process share their groups."""
-    started_vllm.shutdown()
+    """The shared engine is shut down first, since two engines of one process share their groups."""
+    shared_vllm.close()
     assert not dist.is_initialized()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     try:
         threads = set(threading.enumerate())
-        engine = engine_at("vllm", untied_folder)
+        engine = engine_at("vllm", untied_folder, **UNUSUAL)
         engine.load_weights(weights_of(model_of(untied_folder)))
-        answer = engine.generate(prompts(4), [0] * 4, sampling())
+        answer = engine.generate(prompts(4), [0] * 4, sampling(temperature=0.5))
         model = model_of(untied_folder)
         naive = [naive_log_probs(model, row, ids, 1.0) for row, ids in zip(prompts(4), answer.response_ids, strict=True)]
         assert answer.log_probs is not None

@@ -1,0 +1,75 @@
+from __future__ import annotations
+
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.rollout.tools import place_at, rollout_settings
+from verl_memopt.config import schema
+from verl_memopt.errors import ConfigError
+from verl_memopt.rollout.vllm_engine import VllmEngine
+from verl_memopt.rollout.vllm_settings import check_arrived, engine_arguments
+
+CHANGED: dict[str, tuple[Any, str, Any]] = {
+    "dtype": ("bfloat16", "dtype", "bfloat16"),
+    "load_format": ("auto", "load_format", "auto"),
+    "seed": (2**40 + 3, "seed", 3),
+    "gpu_memory_utilization": (0.25, "gpu_memory_utilization", 0.25),
+    "kv_cache_memory_gb": (0.5, "kv_cache_memory_bytes", 2**29),
+    "max_model_len": (99, "max_model_len", 99),
+    "max_num_seqs": (3, "max_num_seqs", 3),
+    "max_num_batched_tokens": (300, "max_num_batched_tokens", 300),
+    "enforce_eager": (False, "enforce_eager", False),
+    "enable_chunked_prefill": (False, "enable_chunked_prefill", False),
+    "enable_prefix_caching": (False, "enable_prefix_caching", False),
+    "cudagraph_capture_sizes": ([1, 2], "compilation_config", {"cudagraph_capture_sizes": [1, 2]}),
+    "logprobs_mode": ("raw_logprobs", "logprobs_mode", "raw_logprobs"),
+    "disable_log_stats": (False, "disable_log_stats", False),
+    "scheduling_policy": ("priority", "scheduling_policy", "priority"),
+}
+"""Rollout key: a value that is not the default, and the engine argument it becomes."""
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_each_rollout_key_becomes_an_argument(key: str, tmp_path: Path) -> None:
+    value, argument, expected = CHANGED[key]
+    settings, place = rollout_settings("vllm"), place_at(tmp_path)
+    assert engine_arguments(settings, place).get(argument) != expected
+    assert engine_arguments(replace(settings, **{key: value}), place)[argument] == expected
+
+
+def test_the_longest_sequence_is_prompt_plus_response_and_a_cpu_cache_has_a_gib(tmp_path: Path) -> None:
+    arguments = engine_arguments(rollout_settings("vllm", kv_cache_memory_gb=None), place_at(tmp_path))
+    assert arguments["max_model_len"] == 160 + 64
+    assert arguments["kv_cache_memory_bytes"] == 2**30
+
+
+def test_a_gpu_engine_can_sleep_unless_told_otherwise_and_sizes_its_cache_by_its_share(tmp_path: Path) -> None:
+    place = replace(place_at(tmp_path), device=torch.device("cuda", 0))
+    arguments = engine_arguments(rollout_settings("vllm", kv_cache_memory_gb=None), place)
+    assert arguments["enable_sleep_mode"]
+    assert "kv_cache_memory_bytes" not in arguments
+    assert not engine_arguments(rollout_settings("vllm", free_cache_engine=False), place)["enable_sleep_mode"]
+
+
+def test_one_process_needs_no_launcher_and_several_use_the_callers(tmp_path: Path) -> None:
+    for world_size, size, backend in [(1, 1, "uni"), (2, 1, "external_launcher"), (4, 2, "external_launcher")]:
+        place = place_at(tmp_path, world_size=world_size, tensor_parallel_size=size)
+        arguments = engine_arguments(rollout_settings("vllm"), place)
+        assert (arguments["distributed_executor_backend"], arguments["tensor_parallel_size"]) == (backend, size)
+
+
+def test_further_arguments_come_last(tmp_path: Path) -> None:
+    settings = rollout_settings("vllm", engine_kwargs=schema.EngineKwargs(vllm={"block_size": 64}))
+    assert list(engine_arguments(settings, place_at(tmp_path)).items())[-1] == ("block_size", 64)
+
+
+@pytest.mark.parametrize("key", CHANGED)
+def test_an_argument_that_vllm_did_not_take_is_named_by_its_key(key: str, vllm_engine: VllmEngine) -> None:
+    resolved = vllm_engine._llm.llm_engine.vllm_config
+    _, argument, value = CHANGED[key]
+    with pytest.raises(ConfigError, match=rf"actor_rollout_ref\.rollout\.{key}: vLLM was given"):
+        check_arrived({argument: value}, resolved, log_stats=False)
