@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
+from torch.distributed.device_mesh import init_device_mesh
+from torch.distributed.fsdp import fully_shard
 
 from tests.ranks import run_ranks
 from tests.rollout.tools import (
@@ -17,7 +20,6 @@ from tests.rollout.tools import (
     prompts,
     rollout_settings,
     sampling,
-    weights_of,
 )
 from verl_memopt.rollout.engine import Generation, build_engine
 
@@ -31,9 +33,10 @@ def answer_of_rank(rank: int, folder: Path, world_size: int, tensor_parallel_siz
     """
     place = place_at(folder, rank=rank, world_size=world_size, tensor_parallel_size=tensor_parallel_size)
     engine = build_engine(rollout_settings("vllm"), place)
+    sharded = trained_beside(folder, world_size)
+    engine.load_weights((name, tensor.detach().full_tensor()) for name, tensor in sharded.named_parameters())
     model = model_of(folder)
-    engine.load_weights((name, tensor * 0) for name, tensor in weights_of(model))
-    engine.load_weights(weights_of(model))
+    model.load_state_dict({name: tensor.full_tensor() for name, tensor in sharded.state_dict().items()})
     rows = prompts(6)[: 6 - rank // tensor_parallel_size]
     answer: Generation = engine.generate(rows, list(range(len(rows))), sampling(max_tokens=6))
     naive = [naive_log_probs(model, row, ids, 1.0) for row, ids in zip(rows, answer.response_ids, strict=True)]
@@ -42,6 +45,20 @@ def answer_of_rank(rank: int, folder: Path, world_size: int, tensor_parallel_siz
     dist.all_reduce(total)
     assert answer.log_probs is not None
     return answer.response_ids, largest_difference(answer.log_probs, naive), total.item()
+
+
+def trained_beside(folder: Path, world_size: int) -> Any:
+    """A sharded model after one training step, in a process where an engine runs."""
+    model = model_of(folder).train()
+    mesh = init_device_mesh("cpu", (world_size,))
+    for block in model.model.layers:
+        fully_shard(block, mesh=mesh)
+    fully_shard(model, mesh=mesh)
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    ids = torch.tensor(prompts(9)[8:])
+    model(ids, labels=ids).loss.backward()
+    optimizer.step()
+    return model
 
 
 def answers_of_both(rank: int, folder: Path) -> list[Answer]:
