@@ -25,6 +25,7 @@ KIND_COLOURS = {
     "rollout weights": "#8e5ea2",
     "kv": "#c9a6d6",
     "inputs": "#b8b0a8",
+    "built": "#a9b4bd",
     "gathered parameters": "#2a9d8f",
     "collective buffers": "#8fd3c8",
     "optimizer scratch": "#c5ced6",

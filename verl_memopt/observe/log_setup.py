@@ -27,6 +27,11 @@ class _StandardError(logging.StreamHandler):
         raise AssertionError("the stream is always sys.stderr")
 
 
+def is_set_up() -> bool:
+    """Says whether :func:`setup_logging` was called in this process."""
+    return any(isinstance(handler, _StandardError) for handler in logging.getLogger().handlers)
+
+
 def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     """Makes this process log to standard error, each line with time, place and level.
 
@@ -44,7 +49,9 @@ def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     logging.getLogger("verl_memopt").setLevel(level if not rank else max(level, logging.WARNING))
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # vLLM sets its own level when it is imported, from this variable.
+    # vLLM and transformers decide how much to show when they are imported, from these variables.
     os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
+    os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.captureWarnings(True)
     warnings.filterwarnings("ignore", category=FutureWarning)

@@ -53,15 +53,16 @@ class MemoryProbe:
         self._resident = resident
 
     @contextmanager
-    def phase(self, name: str, track: bool) -> Iterator[Callable[[], PhaseMemory]]:
+    def phase(self, name: str, track: bool, kind: str = "activations") -> Iterator[Callable[[], PhaseMemory]]:
         """Measures the body; what it yields gives the figures once the body has ended.
 
         ``track`` counts live tensor bytes on a CPU, which slows the phase; on a GPU the allocator counts anyway.
+        ``kind`` is that of tensors which nothing labels.
         """
         measured: list[PhaseMemory] = []
         started = time.perf_counter()
         counter = self._allocator if device_room.is_gpu(self._device) else self._tracker if track else _nothing
-        with counter(name) as figures:
+        with counter(name, kind) as figures:
             yield lambda: measured[0]
             device_room.synchronize(self._device)
         memory = PhaseMemory(name, time.perf_counter() - started, **figures, host_rss_bytes=host_rss_bytes())
@@ -69,7 +70,7 @@ class MemoryProbe:
         logger.debug("%s: %.3f s %s", name, memory.seconds, memory_words(memory))
 
     @contextmanager
-    def _allocator(self, name: str) -> Iterator[dict]:
+    def _allocator(self, name: str, kind: str) -> Iterator[dict]:
         device_room.synchronize(self._device)
         device_room.reset_peak_memory(self._device)
         figures: dict = {}
@@ -83,9 +84,9 @@ class MemoryProbe:
         )
 
     @contextmanager
-    def _tracker(self, name: str) -> Iterator[dict]:
+    def _tracker(self, name: str, kind: str) -> Iterator[dict]:
         figures: dict = {}
-        with ByteTracker(self._device) as tracker, fsdp_kinds():
+        with ByteTracker(self._device, default_kind=kind) as tracker, fsdp_kinds():
             self._mark_resident(tracker)
             tracker.enter(name)
             yield figures
@@ -100,7 +101,7 @@ class MemoryProbe:
 
 
 @contextmanager
-def _nothing(name: str) -> Iterator[dict]:
+def _nothing(name: str, kind: str) -> Iterator[dict]:
     yield _no_figures()
 
 

@@ -57,6 +57,7 @@ class Trainer:
         self.step = step
         self.reporter.step(step, result, validation, self.crew.take_memories())
         if self.due(self.job.settings.trainer.save_freq):
+            # After the log: a kill between the two resumes before this step, and its rows are dropped then.
             self.save()
 
     def validation(self, step: int) -> Validation | None:
@@ -105,6 +106,7 @@ class Trainer:
         with self.crew.clock.phase("save_checkpoint"):
             store.commit(step, self.driver_state(), self.crew.world_size)
         self.saved_step = step
+        self.reporter.saved(step, self.crew.take_memories())
 
     def driver_state(self) -> dict[str, Any]:
         """Gives what the driver itself must remember."""

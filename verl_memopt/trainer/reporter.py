@@ -42,6 +42,7 @@ class Reporter:
         place = LoggingPlace(
             self.folder, self.console, trainer.project_name, trainer.experiment_name, to_plain(job.settings), resumed
         )
+        self._carried: dict[str, float] = {}
         self.loggers: StepLoggers = build_loggers(trainer.logger, place)
 
     def __enter__(self) -> Reporter:
@@ -68,11 +69,16 @@ class Reporter:
         if validation is not None:
             metrics |= validation.metrics
             self._keep_validation(step, validation)
-        found = self.phases(step, memories)
+        found = self._carried | self.phases(step, memories)
+        self._carried = {}
         metrics |= found | token_timings(found, result.response_tokens, result.total_tokens)
         metrics |= throughput_metrics(result.total_tokens, found["timing_s/step"], self.job.site.world_size)
         self.loggers.log(step, metrics)
         self._keep_samples(step, result)
+
+    def saved(self, step: int, memories: Sequence[PhaseMemory]) -> None:
+        """Puts a save on the timeline; its time and memory are metrics of the step that is logged next."""
+        self._carried = {name: value for name, value in self.phases(step, memories).items() if "save_checkpoint" in name}
 
     def first_validation(self, validation: Validation, memories: Sequence[PhaseMemory]) -> None:
         """Logs the validation before the first step, as step 0."""

@@ -18,6 +18,7 @@ from verl_memopt.distributed.sharded_state import load_training_state, save_trai
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
+from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine
 from verl_memopt.rollout.sampling import SamplingSettings
@@ -60,6 +61,8 @@ class Worker:
     """The roles of one device. The driver calls :meth:`call`; all members of a group make the same calls in step."""
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
+        if not is_set_up():
+            setup_logging(placement.rank)
         self.plan = plan
         self.settings = plan.settings
         self.place = placement
@@ -69,7 +72,7 @@ class Worker:
         self.engine: RolloutEngine | None = None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
-        with self.probe.phase("init", plan.track_init and self._counts_engine) as report:
+        with self.probe.phase("init", plan.track_init and self._counts_engine, kind="built") as report:
             self._build()
         self.init_memory = report()
 
