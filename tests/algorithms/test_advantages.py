@@ -3,7 +3,7 @@ import statistics
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
@@ -46,7 +46,6 @@ rows = st.lists(
 )
 
 
-@settings(deadline=None)
 @given(rows)
 def test_advantages_equal_the_row_by_row_definitions_for_any_order_of_rows_and_any_group_ids(rows):
     rewards, groups, valid = (list(column) for column in zip(*rows, strict=True))

@@ -36,7 +36,6 @@ def fewest_bins(lengths, budget):
     return len(lengths)
 
 
-@settings(deadline=None)
 @given(row_lengths, st.integers(60, 200), st.integers(1, 8))
 def test_every_row_is_packed_once_and_no_bin_exceeds_the_cap(lengths, budget, at_least):
     bins = pack(lengths, budget, num_bins_at_least=at_least)
@@ -45,7 +44,6 @@ def test_every_row_is_packed_once_and_no_bin_exceeds_the_cap(lengths, budget, at
     assert len(bins) >= at_least
 
 
-@settings(deadline=None)
 @given(row_lengths, st.integers(60, 200))
 def test_packing_needs_at_least_the_lower_bound_and_at_most_twice_a_perfect_fill(lengths, budget):
     bins = pack(lengths, budget, num_bins_at_least=0)
@@ -54,7 +52,7 @@ def test_packing_needs_at_least_the_lower_bound_and_at_most_twice_a_perfect_fill
     assert len(bins) <= max(2 * math.ceil(sum(lengths) / budget), 1)
 
 
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=30)
 @given(st.lists(st.integers(1, 12), max_size=6), st.integers(12, 20))
 def test_packing_a_few_rows_needs_the_fewest_bins_possible(lengths, budget):
     assert len(pack(lengths, budget, num_bins_at_least=0)) == fewest_bins(lengths, budget)
@@ -117,7 +115,6 @@ def test_fixed_packing_cuts_consecutive_rows_and_leaves_the_rest_in_the_last_bin
     assert pack_fixed(0, 2) == []
 
 
-@settings(deadline=None)
 @given(row_lengths, st.integers(0, 30))
 def test_splitting_keeps_every_row_and_gives_exactly_the_count(lengths, more):
     bins = pack(lengths, 120, num_bins_at_least=0)
@@ -134,7 +131,6 @@ def test_the_largest_bin_is_split_first_and_single_rows_stay_whole():
     assert split_to_count([[0]], 3, lengths) == [[0], [], []]
 
 
-@settings(deadline=None)
 @given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 8), st.randoms(use_true_random=False))
 def test_balanced_parts_hold_equal_numbers_of_whole_groups(num_parts, group, groups_per_part, draw):
     costs = [draw.randint(1, 1000) for _ in range(num_parts * group * groups_per_part)]

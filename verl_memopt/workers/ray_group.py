@@ -43,7 +43,7 @@ class Member:
     """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
 
     def __init__(self, rank: int) -> None:
-        # Ctrl-C reaches every process of the terminal; what it means for the run is the driver's to decide.
+        # Where Ctrl-C reaches the workers too, what it means for the run is still the driver's to decide.
         signal.signal(signal.SIGINT, signal.SIG_IGN)
         self._rank = rank
         self._worker: Any = None
