@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from itertools import accumulate
+from itertools import chain
 
+import numpy as np
 import torch
 from tensordict import TensorClass
 from torch import Tensor
+
+from verl_memopt.models.pack import ranges
 
 
 class Ragged(TensorClass):
@@ -23,9 +26,9 @@ class Ragged(TensorClass):
     def from_rows(rows: Sequence[Sequence[int] | Sequence[float] | Tensor], dtype: torch.dtype) -> Ragged:
         """Gives the ragged tensor of ``rows``; an empty list gives no rows, an empty row is a row of length 0."""
         lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
-        parts = [torch.as_tensor(row, dtype=dtype) for row in rows if len(row)]
-        flat = torch.cat(parts) if parts else torch.empty(0, dtype=dtype)
-        return Ragged(flat=flat, lengths=lengths, batch_size=[])
+        if rows and isinstance(rows[0], Tensor):
+            return Ragged(flat=torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows]), lengths=lengths, batch_size=[])
+        return Ragged(flat=torch.tensor(list(chain.from_iterable(rows)), dtype=dtype), lengths=lengths, batch_size=[])
 
     @property
     def num_rows(self) -> int:
@@ -53,6 +56,7 @@ class Ragged(TensorClass):
 
 def token_index(lengths: Sequence[int], rows: Sequence[int]) -> Tensor:
     """Gives int64 [sum of the chosen lengths]: where the tokens of ``rows`` lie in the flat tensor of all rows."""
-    ends = list(accumulate(lengths))
-    parts = [torch.arange(ends[row] - lengths[row], ends[row]) for row in rows]
-    return torch.cat(parts) if parts else torch.empty(0, dtype=torch.int64)
+    sizes = np.asarray(lengths, dtype=np.int64)
+    chosen = np.asarray(rows, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    return torch.from_numpy(ranges(starts[chosen], sizes[chosen]))

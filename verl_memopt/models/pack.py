@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from itertools import accumulate
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -48,21 +48,40 @@ def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, r
     is left out whole. With nothing to compute, one token stands in, so that ranks in step run the same collectives.
     No shape depends on the tokens' values, so fake tensors pass through.
     """
-    rows = list(zip(prompts.split(list(prompt_sizes)), responses.split(list(response_sizes)), strict=True))
-    present = [(p, r) for (p, r), size in zip(rows, response_sizes, strict=True) if size]
-    pieces = [piece for p, r in present for piece in (p, r[:-1])] or [torch.zeros(1, dtype=torch.int64)]
-    sizes = [(p, r) for p, r in zip(prompt_sizes, response_sizes, strict=True) if r]
-    lengths = tuple(p + r - 1 for p, r in sizes) or (1,)
-    starts = [0, *accumulate(lengths)]
-    predicts = [torch.arange(start + p - 1, start + p - 1 + r) for start, (p, r) in zip(starts, sizes, strict=False)]
-    row = [index for index, size in enumerate(response_sizes) for _ in range(size)]
+    p, r = np.asarray(prompt_sizes, dtype=np.int64), np.asarray(response_sizes, dtype=np.int64)
+    present = r > 0
+    lengths = (p + r - 1)[present]
+    first = np.cumsum(lengths) - lengths
+    # A row's tokens: its prompt from the one tensor, then its response but for the last from the other, which lies behind.
+    prompt_start, response_start = np.cumsum(p) - p, len(prompts) + np.cumsum(r) - r
+    pieces = np.stack([prompt_start[present], response_start[present]], axis=1).reshape(-1)
+    sizes = np.stack([p[present], r[present] - 1], axis=1).reshape(-1)
+    if not len(lengths):
+        return _nothing(responses, len(r))
     return Pack(
-        input_ids=torch.cat(pieces)[None],
-        position_ids=torch.cat([torch.arange(length) for length in lengths])[None],
-        lengths=lengths,
-        starts=torch.tensor(starts, dtype=torch.int32),
-        predicts=torch.cat(predicts) if predicts else torch.empty(0, dtype=torch.int64),
+        input_ids=torch.cat([prompts, responses])[_host(ranges(pieces, sizes))][None],
+        position_ids=_host(ranges(np.zeros_like(lengths), lengths))[None],
+        lengths=tuple(lengths.tolist()),
+        starts=_host(np.append(first, lengths.sum()), torch.int32),
+        predicts=_host(ranges(first + p[present] - 1, r[present])),
         targets=responses,
-        row=torch.tensor(row, dtype=torch.int64),
-        row_lengths=torch.tensor(list(response_sizes), dtype=torch.int64),
+        row=_host(np.repeat(np.arange(len(r)), r)),
+        row_lengths=_host(r),
     )
+
+
+def _nothing(responses: Tensor, num_rows: int) -> Pack:
+    none = _host(np.zeros(0, dtype=np.int64))
+    token = _host(np.zeros((1, 1), dtype=np.int64))
+    starts, row_lengths = _host(np.array([0, 1]), torch.int32), _host(np.zeros(num_rows, dtype=np.int64))
+    return Pack(token, token, (1,), starts, none, responses, none, row_lengths)
+
+
+def _host(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
+    return torch.tensor(values, dtype=dtype)
+
+
+def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Gives int64 [sum of sizes]: for each pair the integers from its start on, as many as its size, one pair after another."""
+    before = np.cumsum(sizes) - sizes
+    return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
