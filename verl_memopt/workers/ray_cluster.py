@@ -14,12 +14,7 @@ from verl_memopt.errors import ConfigError, WorkerError
 OBJECT_STORE_BYTES = 256 * 2**20
 """Shared memory of a cluster started here; batches without padding are small, and Ray spills to disk beyond it."""
 
-LOCAL_CLUSTER: dict[str, Any] = {
-    "include_dashboard": False,
-    "object_store_memory": OBJECT_STORE_BYTES,
-    # Workers that Ray starts ahead of any request are never used here and cost seconds of CPU on a small machine.
-    "_system_config": {"prestart_worker_first_driver": False, "enable_worker_prestart": False},
-}
+LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
 """Arguments of ray.init where it starts a cluster; ``ray_kwargs.ray_init`` wins over each."""
 
 
