@@ -14,6 +14,8 @@ from verl_memopt.data.dataset import PromptDataset, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.errors import ConfigError
+from verl_memopt.models.build import load_model_config
+from verl_memopt.models.export import export_folder
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
@@ -91,6 +93,7 @@ def worker_plan(job: Job) -> WorkerPlan:
     return WorkerPlan(
         settings=settings.actor_rollout_ref,
         folder=str(site.folder),
+        engine_folder=str(_engine_folder(job)),
         reference_folder=None if site.reference_folder is None else str(site.reference_folder),
         tokenizer_folder=str(site.tokenizer_folder),
         eos_token_ids=site.eos_token_ids,
@@ -98,6 +101,21 @@ def worker_plan(job: Job) -> WorkerPlan:
         free_engine=site.free_engine,
         track_init=site.device == "cpu" and settings.trainer.track_memory_every_steps > 0,
     )
+
+
+def _engine_folder(job: Job) -> Path:
+    """Gives the folder whose config the engine reads: with overrides one of its own, so that both build the same model."""
+    model, site = job.settings.actor_rollout_ref.model, job.site
+    if not model.override_config and model.hf_config_path is None:
+        return site.folder
+    if job.settings.actor_rollout_ref.rollout.load_format != "dummy":
+        raise ConfigError(
+            "actor_rollout_ref.rollout.load_format: with model.override_config or model.hf_config_path the engine gets its "
+            "weights from the trainer alone. Leave load_format at dummy."
+        )
+    folder = site.run_dir / "engine_config"
+    export_folder(folder, load_model_config(model, site.folder), site.tokenizer_folder, None, writes=True)
+    return folder
 
 
 @contextmanager

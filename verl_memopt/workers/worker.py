@@ -36,11 +36,13 @@ ENGINE_METHODS = ("generate",)
 class WorkerPlan:
     """What a worker builds. Folders are local paths; optimizer_steps is the length of the whole run.
 
+    engine_folder: the config the engine reads, the model's own or one with ``model.override_config`` merged in.
     free_engine: the engine sleeps outside rollout and validation. track_init: count the bytes of the start on a CPU.
     """
 
     settings: ActorRolloutRef
     folder: str
+    engine_folder: str
     reference_folder: str | None
     tokenizer_folder: str
     eos_token_ids: tuple[int, ...]
@@ -176,7 +178,7 @@ class Worker:
             local_rank=place.local_rank,
             tensor_parallel_size=self.settings.rollout.tensor_model_parallel_size,
             device=self.device,
-            model_folder=plan.folder,
+            model_folder=plan.engine_folder,
             tokenizer_folder=plan.tokenizer_folder,
             trust_remote_code=self.settings.model.trust_remote_code,
             eos_token_ids=plan.eos_token_ids,

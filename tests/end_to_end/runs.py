@@ -1,0 +1,88 @@
+"""Runs the command line as a person would, in a process of its own, and reads what the run left."""
+
+import json
+import os
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+
+ROOT = Path(__file__).parents[2]
+LOCAL = ["trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf"]
+"""The quickest way through the whole loop: no Ray, no vLLM, the same trainer."""
+
+
+def environment(**more):
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
+    return {**os.environ, **quiet, **more}
+
+
+def arguments(toy, run_dir, *overrides, config="toy"):
+    """Gives the training command for the toy task with ``overrides`` on top."""
+    given = [
+        f"data.train_files={toy}/train.parquet",
+        f"data.val_files={toy}/val.parquet",
+        f"actor_rollout_ref.model.path={toy}/model",
+        f"trainer.default_local_dir={run_dir}",
+        "trainer.logger=[console,jsonl]",
+    ]
+    entry = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", "--config-dir", "recipe/rloo", "--config-name", config]
+    return [*entry, *given, *overrides]
+
+
+def train(toy, run_dir, *overrides, config="toy", timeout=240, env=None):
+    """Gives the finished process of a training run."""
+    return subprocess.run(
+        arguments(toy, run_dir, *overrides, config=config),
+        cwd=ROOT, env=env or environment(), capture_output=True, text=True, timeout=timeout,
+    )  # fmt: skip
+
+
+def succeeded(process):
+    assert process.returncode == 0, process.stdout[-3000:] + process.stderr[-3000:]
+    return process
+
+
+def metrics(run_dir):
+    """Gives the logged rows by step."""
+    rows = [json.loads(line) for line in (Path(run_dir) / "metrics.jsonl").read_text().splitlines()]
+    return {row["step"]: row for row in rows}
+
+
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+
+
+def learned(row):
+    """Gives what a step computed, without what was measured of it."""
+    return {name: value for name, value in row.items() if not name.startswith(MEASURED)}
+
+
+def start(toy, run_dir, *overrides, config="toy", env=None):
+    """Starts a training run at the head of a process group of its own."""
+    return subprocess.Popen(
+        arguments(toy, run_dir, *overrides, config=config),
+        cwd=ROOT, env=env or environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_step(process, run_dir, step, timeout=240):
+    """Waits until a run has logged a step; a run that ends before fails the test with its output."""
+    deadline = time.monotonic() + timeout
+    path = Path(run_dir) / "metrics.jsonl"
+    while not (path.exists() and len(path.read_text().splitlines()) > step):
+        assert process.poll() is None, process.stdout.read()[-3000:]
+        assert time.monotonic() < deadline, f"step {step} was not reached in {timeout} s"
+        time.sleep(0.01)
+
+
+def family(process):
+    """Gives every process that descends from a run."""
+    return psutil.Process(process.pid).children(recursive=True)
+
+
+def survivors(processes, seconds=20):
+    """Gives those that are still there after a while."""
+    _, alive = psutil.wait_procs(processes, timeout=seconds)
+    return alive

@@ -1,0 +1,120 @@
+"""A run that is stopped in any way goes on as if it had not been."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import time
+
+import pytest
+
+from tests.end_to_end.runs import LOCAL, arguments, environment, family, learned, metrics, start, succeeded, survivors, train, wait_for_step
+
+SHORT = ["trainer.total_training_steps=8", "trainer.save_freq=2", "trainer.test_freq=4", "trainer.max_actor_ckpt_to_keep=2"]
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(toy, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("whole") / "run"
+    succeeded(train(toy, run_dir, *LOCAL, *SHORT))
+    return run_dir
+
+
+def assert_equal_runs(run_dir, other):
+    one, two = metrics(run_dir), metrics(other)
+    assert list(one) == list(two)
+    for step in one:
+        assert learned(one[step]) == learned(two[step]), step
+
+
+def test_after_kill_9_the_rerun_ends_with_the_metrics_of_an_uninterrupted_run(toy, tmp_path, uninterrupted):
+    run_dir = tmp_path / "run"
+    process = start(toy, run_dir, *LOCAL, *SHORT)
+    wait_for_step(process, run_dir, 5)
+    relatives = family(process)
+    process.kill()
+    process.wait()
+    assert not survivors(relatives)
+    rerun = succeeded(train(toy, run_dir, *LOCAL, *SHORT))
+    assert "resumed from" in rerun.stdout
+    assert_equal_runs(run_dir, uninterrupted)
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert summary["steps"] == 8
+
+
+def test_ctrl_c_finishes_the_step_saves_and_exits_130(toy, tmp_path, uninterrupted):
+    run_dir = tmp_path / "run"
+    process = start(toy, run_dir, *LOCAL, *SHORT)
+    wait_for_step(process, run_dir, 3)
+    relatives = family(process)
+    os.killpg(process.pid, signal.SIGINT)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 130, output[-3000:]
+    assert not survivors(relatives)
+    last = max(metrics(run_dir))
+    assert last < 8
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
+    assert output.rstrip().splitlines()[-1] == str(run_dir)
+    succeeded(train(toy, run_dir, *LOCAL, *SHORT))
+    assert_equal_runs(run_dir, uninterrupted)
+
+
+def test_a_checkpoint_cut_short_is_passed_over_and_named(toy, tmp_path, uninterrupted):
+    run_dir = tmp_path / "run"
+    succeeded(train(toy, run_dir, *LOCAL, *SHORT))
+    shard = next((run_dir / "global_step_8" / "actor" / "dcp").glob("*.distcp"))
+    shard.write_bytes(shard.read_bytes()[:-1])
+    rerun = succeeded(train(toy, run_dir, *LOCAL, *SHORT))
+    assert "global_step_8: not whole" in rerun.stderr
+    assert "resumed from" in rerun.stdout
+    assert "global_step_6" in rerun.stdout
+    assert_equal_runs(run_dir, uninterrupted)
+
+
+def test_a_finished_run_that_is_started_again_changes_nothing(toy, tmp_path, uninterrupted):
+    before = metrics(uninterrupted)
+    succeeded(train(toy, uninterrupted, *LOCAL, *SHORT))
+    assert metrics(uninterrupted) == before
+
+
+def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(toy, tmp_path):
+    run_dir = tmp_path / "run"
+    succeeded(train(toy, run_dir, *LOCAL, *SHORT, "trainer.total_training_steps=2"))
+
+    def limit():
+        # Every file over 300 KiB fails as it would on a full disk; the shards of the tiny model are larger.
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (300 * 1024, 300 * 1024))
+
+    process = subprocess.run(
+        arguments(toy, run_dir, *LOCAL, *SHORT), cwd=os.getcwd(), env=environment(), preexec_fn=limit,
+        capture_output=True, text=True, timeout=120,
+    )  # fmt: skip
+    assert process.returncode == 1, process.stdout[-2000:] + process.stderr[-2000:]
+    assert "step 4 could not be saved" in process.stderr
+    assert "the checkpoint of step 2 is untouched" in process.stderr
+    assert "Traceback" not in process.stderr
+    assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_2"]
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_five_random_kills_of_the_default_run_change_nothing(toy, tmp_path):
+    """The default run: Ray and vLLM. A kill may come before the first checkpoint, in a save, anywhere."""
+    overrides = ["trainer.total_training_steps=20", "trainer.save_freq=3", "trainer.test_freq=10", "trainer.max_actor_ckpt_to_keep=2"]
+    whole = tmp_path / "whole"
+    succeeded(train(toy, whole, *overrides))
+    generator = random.Random(20261120)
+    run_dir = tmp_path / "killed"
+    for kill in range(5):
+        process = start(toy, run_dir, *overrides)
+        wait_for_step(process, run_dir, min(2 + 3 * kill, 16))
+        time.sleep(generator.uniform(0, 1.5))
+        relatives = family(process)
+        process.kill()
+        process.wait()
+        assert not survivors(relatives, 30), kill
+    succeeded(train(toy, run_dir, *overrides))
+    assert_equal_runs(run_dir, whole)
