@@ -59,7 +59,7 @@ def test_packing_a_few_rows_needs_the_fewest_bins_possible(lengths, budget):
 
 
 @pytest.mark.parametrize("shape", ["log-normal", "uniform", "prompt and response"])
-def test_99_of_100_random_batches_need_at_most_one_bin_over_the_lower_bound(shape):
+def test_99_of_100_batches_need_at_most_one_bin_over_the_lower_bound_where_the_cap_is_1_5_rows_or_more(shape):
     draw = random.Random(shape)
 
     def length():
@@ -80,7 +80,7 @@ def test_the_refinement_finds_a_perfect_packing_that_first_fit_decreasing_misses
     assert pack([4, 4, 3, 3, 3, 3], 10) == [[0, 2, 3], [1, 4, 5]]
 
 
-def test_ten_thousand_rows_stay_within_the_refinement_work_bound_and_under_the_cap():
+def test_ten_thousand_rows_pack_under_the_cap_within_one_percent_of_the_lower_bound():
     draw = random.Random(0)
     lengths = [draw.randint(1, 8192) for _ in range(10_000)]
     bins = pack(lengths, 16_384)
