@@ -8,7 +8,7 @@ import sys
 import warnings
 from typing import TextIO
 
-NOISY = ("vllm", "transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpcore", "filelock", "asyncio", "tensorboard")
+NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpcore", "filelock", "asyncio", "tensorboard")
 """Packages that are heard only from warnings on."""
 
 
@@ -49,8 +49,10 @@ def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     logging.getLogger("verl_memopt").setLevel(level if not rank else max(level, logging.WARNING))
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # vLLM and transformers decide how much to show when they are imported, from these variables.
-    os.environ.setdefault("VLLM_LOGGING_LEVEL", "WARNING")
+    # A start of vLLM brings a dozen warnings about choices that were made for it on purpose; its own loggers are set by
+    # the engine when it starts.
+    logging.getLogger("vllm").setLevel(logging.ERROR)
+    # transformers decides how much to show when it is imported, from these variables.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.captureWarnings(True)
