@@ -35,6 +35,12 @@ class Trainer:
 
     def run(self) -> None:
         """Runs to the end, or to the end of the step in which a stop was asked for, and saves then."""
+        try:
+            self._run()
+        finally:
+            self.stepper.close()
+
+    def _run(self) -> None:
         trainer = self.job.settings.trainer
         self.resume()
         self.track(0)
@@ -55,7 +61,7 @@ class Trainer:
             result = self.stepper.run(step)
             validation = self.validation(step)
         self.step = step
-        self.reporter.step(step, result, validation, self.crew.take_memories())
+        self.reporter.step(step, self.stepper.feed.epoch, result, validation, self.crew.take_memories())
         if self.due(self.job.settings.trainer.save_freq):
             # After the log: a kill between the two resumes before this step, and its rows are dropped then.
             self.save()
@@ -113,6 +119,6 @@ class Trainer:
         return {
             "step": self.step,
             "seed": self.job.settings.data.seed,
-            "loader": self.job.loader.state_dict(),
+            "loader": self.stepper.feed.state_dict(),
             "kl_control": self.stepper.kl_control.state_dict(),
         }

@@ -63,9 +63,11 @@ class Reporter:
         self.folder.add_timeline(step, self.clock.take(), {memory.name: memory for memory in memories})
         return timings | memory_metrics(memories)
 
-    def step(self, step: int, result: StepResult, validation: Validation | None, memories: Sequence[PhaseMemory]) -> None:
+    def step(
+        self, step: int, epoch: int, result: StepResult, validation: Validation | None, memories: Sequence[PhaseMemory]
+    ) -> None:
         """Logs a finished step."""
-        metrics = {"training/global_step": float(step), "training/epoch": float(self.job.loader.epoch), **result.metrics}
+        metrics = {"training/global_step": float(step), "training/epoch": float(epoch), **result.metrics}
         if validation is not None:
             metrics |= validation.metrics
             self._keep_validation(step, validation)

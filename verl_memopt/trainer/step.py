@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
@@ -12,7 +13,8 @@ from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.expansion import expand
+from verl_memopt.data.encoder import PromptEncoder
+from verl_memopt.data.feed import PromptFeed, StepPrompts
 from verl_memopt.errors import RolloutError
 from verl_memopt.observe.metrics import critic_metrics, length_metrics, summary_of
 from verl_memopt.rewards.rows import RewardResult
@@ -57,6 +59,9 @@ class Stepper:
         self.crew = crew
         self.runner = runner
         self.kl_control = KlController(job.settings.algorithm.kl_ctrl)
+        data, n = job.settings.data, job.settings.actor_rollout_ref.rollout.n
+        encoder = PromptEncoder(copy.deepcopy(job.site.tokenizer), data.max_prompt_length, data.truncation)
+        self.feed = PromptFeed(job.loader, n, job.settings.algorithm.expansion, encoder)
         self.update_budget, self.old_budget, self.ref_budget = budgets(job.settings)
 
     def run(self, step: int) -> StepResult:
@@ -64,7 +69,8 @@ class Stepper:
 
         Errors: RewardError, WorkerError; RolloutError when the engine's log-probs are too far from the trainer's.
         """
-        answers = self.rollout(step)
+        taken = self.feed.take()
+        answers = self.rollout(taken, step)
         with self.crew.clock.phase("reward"):
             results = score_answers(self.runner, answers)
         batch = to_batch(answers, self.settings.actor_rollout_ref.rollout.n)
@@ -78,22 +84,27 @@ class Stepper:
         metrics |= self.update(batch, names, step)
         self.crew.all("update_weights", "update_weights")
         metrics |= self._describe(batch, scores, found, entropy, results)
+        if self.settings.data.truncation != "error":
+            metrics |= {"data/tokens_dropped": float(taken.tokens_dropped), "data/rows_truncated": float(taken.rows_truncated)}
         total = sum(batch.prompts.sizes()) + sum(batch.responses.sizes())
         return StepResult(metrics, answers, results, int(batch.responses.lengths.sum()), total)
 
-    def rollout(self, step: int) -> Answers:
+    def close(self) -> None:
+        """Ends what prepares prompts in the background."""
+        self.feed.close()
+
+    def rollout(self, taken: StepPrompts, step: int) -> Answers:
         """Answers the step's prompts ``rollout.n`` times each, and lets the engine release its memory."""
         rollout, job = self.settings.actor_rollout_ref.rollout, self.job
-        prompts = job.loader.next_step()
-        rows = [row for row in prompts for _ in range(rollout.n)]
-        prompt_ids = expand(prompts, rollout.n, self.settings.algorithm.expansion, job.encoder)
+        rows = [row for row in taken.prompts for _ in range(rollout.n)]
         assert rollout.seed is not None
-        seeds = sampling_seeds(prompts, rollout.n, rollout.seed, step)
-        generation = generate(self.crew, "gen", prompt_ids, seeds, train_sampling(rollout), rollout.tensor_model_parallel_size)
+        seeds = sampling_seeds(taken.prompts, rollout.n, rollout.seed, step)
+        sampling, parallel = train_sampling(rollout), rollout.tensor_model_parallel_size
+        generation = generate(self.crew, "gen", taken.prompt_ids, seeds, sampling, parallel)
         if job.site.free_engine:
             self.crew.all("gen", "release_engine")
         texts = job.site.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
-        return Answers(rows, prompt_ids, generation, texts)
+        return Answers(rows, taken.prompt_ids, generation, texts)
 
     def log_probs(self, batch: RolloutBatch, names: Sequence[str]) -> tuple[RolloutBatch, Tensor | None]:
         """Adds the policy's log-probs before the update and, where a KL is asked for, the reference's."""
@@ -175,9 +186,6 @@ class Stepper:
         metrics |= length_metrics(batch.prompts.lengths, lengths, data.max_prompt_length, data.max_response_length)
         metrics |= {f"reward/{name}": value for name, value in found.counts.items()}
         metrics["reward/failed_rows"] = float(sum(result.failed for result in results))
-        if data.truncation != "error":
-            metrics["data/tokens_dropped"] = float(self.job.encoder.tokens_dropped)
-            metrics["data/rows_truncated"] = float(self.job.encoder.rows_truncated)
         if entropy is not None:
             metrics |= {"actor/entropy": summary_of("entropy", entropy)["entropy/mean"]} if entropy.numel() else {}
         if found.kl_mean is not None:

@@ -1,0 +1,61 @@
+"""The prompts of each step with their ids, made ready while the workers compute the step before."""
+
+from __future__ import annotations
+
+from concurrent.futures import Future, ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.encoder import PromptEncoder
+from verl_memopt.data.expansion import expand
+from verl_memopt.data.loader import StepLoader
+
+
+@dataclass(frozen=True)
+class StepPrompts:
+    """A step's prompts and the ids of all their samples, row = prompt * n + sample; what truncation took from them."""
+
+    prompts: list[PromptRow]
+    prompt_ids: list[list[int]]
+    rows_truncated: int
+    tokens_dropped: int
+
+
+class PromptFeed:
+    """Takes steps from a loader one ahead of the caller, each prompt ``n`` times, by ``expansion``.
+
+    encoder: the feed's own, for it works in a thread of its own.
+    :meth:`state_dict` is the loader's after the last step that was taken, so a resumed run loses and repeats nothing.
+    """
+
+    def __init__(self, loader: StepLoader, n: int, expansion: str, encoder: PromptEncoder) -> None:
+        self._loader = loader
+        self._n = n
+        self._expansion = expansion
+        self._encoder = encoder
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-feed")
+        self._state, self.epoch = loader.state_dict(), loader.epoch
+        self._ahead: Future[tuple[StepPrompts, dict[str, Any], int]] | None = None
+
+    def take(self) -> StepPrompts:
+        """Gives the next step's prompts and begins to make the one after ready. Errors: as the loader and the encoder raise."""
+        ahead = self._thread.submit(self._make) if self._ahead is None else self._ahead
+        step, self._state, self.epoch = ahead.result()
+        self._ahead = self._thread.submit(self._make)
+        return step
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives what the loader needs to go on after the last step taken."""
+        return self._state
+
+    def close(self) -> None:
+        """Ends the thread; what it has made ready is dropped."""
+        self._thread.shutdown(wait=True, cancel_futures=True)
+
+    def _make(self) -> tuple[StepPrompts, dict[str, Any], int]:
+        encoder, prompts = self._encoder, self._loader.next_step()
+        rows, tokens = encoder.rows_truncated, encoder.tokens_dropped
+        ids = expand(prompts, self._n, self._expansion, encoder)
+        step = StepPrompts(prompts, ids, encoder.rows_truncated - rows, encoder.tokens_dropped - tokens)
+        return step, self._loader.state_dict(), self._loader.epoch
