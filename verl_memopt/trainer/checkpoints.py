@@ -34,7 +34,8 @@ class Checkpoint:
 class CheckpointStore:
     """The ``global_step_N`` folders of a run.
 
-    keep: newest checkpoints kept, None for all. Nothing is remembered between calls; the disk is the record.
+    keep: newest checkpoints kept, None for all. Nothing is remembered between calls; the disk is the record: what lies beyond
+    the step in the tracker file belongs to a run that this one went back behind, and is neither resumed nor removed.
     """
 
     def __init__(self, root: Path, keep: int | None) -> None:
@@ -42,14 +43,20 @@ class CheckpointStore:
         self.keep = keep
 
     def begin(self, step: int) -> Path:
-        """Gives the folder to write step ``step`` into; it counts as nothing until :meth:`commit`."""
+        """Gives the folder to write step ``step`` into; it counts as nothing until :meth:`commit`.
+
+        Errors: CheckpointError when the disk refuses.
+        """
         aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
-        aside.mkdir(parents=True)
+        try:
+            aside.mkdir(parents=True)
+        except OSError as error:
+            raise self.failed(step, str(error)) from error
         return aside
 
     def commit(self, step: int, driver: dict[str, Any], world_size: int) -> Path:
-        """Makes what was written since :meth:`begin` the newest checkpoint, and removes those beyond ``keep``.
+        """Makes what was written since :meth:`begin` the newest checkpoint, and removes older ones beyond ``keep``.
 
         Errors: CheckpointError when the disk refuses; earlier checkpoints are untouched then.
         """
@@ -70,20 +77,21 @@ class CheckpointStore:
     def failed(self, step: int, reason: str) -> CheckpointError:
         """Removes what was written of step ``step`` and gives the error to raise."""
         shutil.rmtree(self._aside(step), ignore_errors=True)
-        free = shutil.disk_usage(self.root).free / 2**20
         kept = self.steps()
         last = f"the checkpoint of step {kept[-1]} is untouched" if kept else "there is no earlier checkpoint"
         return CheckpointError(
-            f"trainer.default_local_dir={self.root}: step {step} could not be saved: {reason} ({free:.0f} MiB free; {last}). "
+            f"trainer.default_local_dir={self.root}: step {step} could not be saved: {reason} ({_free(self.root)}; {last}). "
             "Free space, lower trainer.max_actor_ckpt_to_keep, or set another trainer.default_local_dir; then start again to resume."
         )
 
     def steps(self) -> list[int]:
-        """Gives the steps of all committed folders, whole or not, oldest first."""
+        """Gives the steps of this run's committed folders, whole or not, oldest first."""
         if not self.root.is_dir():
             return []
+        last = self._last()
         found = (STEP_FOLDER.match(path.name) for path in self.root.iterdir() if path.is_dir())
-        return sorted(int(match.group(1)) for match in found if match)
+        steps = sorted(int(match.group(1)) for match in found if match)
+        return [step for step in steps if last is None or step <= last]
 
     def newest(self) -> Checkpoint | None:
         """Gives the newest whole checkpoint; each damaged one that is passed over is logged with its fault."""
@@ -97,6 +105,13 @@ class CheckpointStore:
 
     def _aside(self, step: int) -> Path:
         return self.root / f"global_step_{step}.partial"
+
+    def _last(self) -> int | None:
+        """Gives the step committed last; None where no file says it, as in a folder put together by hand."""
+        try:
+            return int((self.root / TRACKER).read_text())
+        except (OSError, ValueError):
+            return None
 
     def _prune(self) -> None:
         for path in self.root.glob("global_step_*.partial"):
@@ -112,8 +127,8 @@ def find_fault(folder: Path) -> str | None:
     if not manifest.is_file():
         return f"{MANIFEST} is missing"
     try:
-        files = json.loads(manifest.read_text())["files"]
-    except (ValueError, KeyError) as error:
+        files = dict(json.loads(manifest.read_text())["files"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return f"{MANIFEST} cannot be read: {error}"
     for name, size in files.items():
         path = folder / name
@@ -126,7 +141,7 @@ def find_fault(folder: Path) -> str | None:
 
 def read_checkpoint(folder: Path) -> Checkpoint:
     """Gives a checkpoint by its folder. Errors: CheckpointError when it is missing or not whole."""
-    folder = Path(os.path.normpath(folder))
+    folder = folder.expanduser().resolve()
     match = STEP_FOLDER.match(folder.name)
     if match is None or not folder.is_dir():
         raise CheckpointError(f"trainer.resume_from_path={folder}: not a checkpoint. Give a global_step_N folder.")
@@ -134,6 +149,12 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     if fault is not None:
         raise CheckpointError(f"trainer.resume_from_path={folder}: not whole ({fault}). Give another step, or use resume_mode=auto.")
     return Checkpoint(folder, int(match.group(1)), torch.load(folder / "data.pt", weights_only=True))
+
+
+def _free(folder: Path) -> str:
+    while not folder.exists():
+        folder = folder.parent
+    return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
 
 
 def _write_whole(path: Path, text: str) -> None:

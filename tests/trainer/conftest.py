@@ -1,0 +1,124 @@
+"""A run small enough for a unit test: a tiny model, transformers' own generation, everything in this process."""
+
+import json
+
+import pytest
+
+from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.observe.phase import PhaseMemory
+from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.trainer.assemble import prepare, workers
+from verl_memopt.trainer.crew import Crew
+from verl_memopt.workers.worker import Reply
+
+AR = "actor_rollout_ref"
+LEAST = {
+    "data.max_prompt_length": 12,
+    "data.max_response_length": 4,
+    "data.train_batch_size": 4,
+    "data.seed": 7,
+    f"{AR}.model.enable_gradient_checkpointing": False,
+    f"{AR}.actor.ppo_mini_batch_size": 2,
+    f"{AR}.actor.use_dynamic_bsz": True,
+    f"{AR}.actor.ppo_max_token_len_per_gpu": 40,
+    f"{AR}.actor.optim.lr": 1e-3,
+    f"{AR}.actor.fsdp_config.dtype": "fp32",
+    f"{AR}.rollout.name": "hf",
+    f"{AR}.rollout.n": 2,
+    f"{AR}.rollout.dtype": "fp32",
+    "trainer.device": "cpu",
+    "trainer.worker_group": "local",
+    "trainer.logger": ["jsonl"],
+    "trainer.track_memory_every_steps": 0,
+    "trainer.total_training_steps": 2,
+    "trainer.val_before_train": False,
+}
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    return sum(map(ord, solution_str)) % 5 / 4
+"""
+
+
+def write_rows(path, count, source="toy/arithmetic"):
+    """Writes prompts of 4 to 6 characters."""
+    rows = [{"data_source": source, "prompt": f"{n}+{n + 1}=", "reward_model": {"ground_truth": str(2 * n + 1)}} for n in range(count)]
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return str(path)
+
+
+@pytest.fixture(scope="session")
+def run_files(tmp_path_factory, tiny_folder):
+    """What every run here reads: model, prompts and a reward that depends on each answer."""
+    folder = tmp_path_factory.mktemp("files")
+    (folder / "reward.py").write_text(REWARD)
+    return {
+        "data.train_files": write_rows(folder / "train.jsonl", 10),
+        "data.val_files": write_rows(folder / "val.jsonl", 3),
+        f"{AR}.model.path": str(tiny_folder),
+        "custom_reward_function.path": str(folder / "reward.py"),
+    }
+
+
+@pytest.fixture
+def settled(run_files, tmp_path):
+    """Gives settings of the least run with some keys changed."""
+
+    def settle(more=None):
+        return settings_from_mapping(LEAST | run_files | {"trainer.default_local_dir": str(tmp_path / "run")} | (more or {}))
+
+    return settle
+
+
+@pytest.fixture(scope="module")
+def base_job(run_files, tmp_path_factory):
+    return prepare(settings_from_mapping(LEAST | run_files | {"trainer.default_local_dir": str(tmp_path_factory.mktemp("base"))}))
+
+
+@pytest.fixture(scope="module")
+def base_crew(base_job):
+    """A real worker of its own for a module, its engine already given the policy's weights."""
+    with workers(base_job, PhaseClock()) as crew:
+        crew.all("update_weights", "update_weights")
+        yield crew
+
+
+def memory(name, host=1, **figures):
+    """Gives a phase's figures, those not named absent."""
+    none = dict.fromkeys(("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes"))
+    return PhaseMemory(name=name, **{"seconds": 1.0, **none, **figures}, host_rss_bytes=host)
+
+
+class Member:
+    """A worker of a few lines: answers calls as a worker does and keeps what it was asked."""
+
+    def __init__(self, rank):
+        self.rank = rank
+        self.asked = []
+
+    def started(self):
+        return memory("init")
+
+    def call(self, phase, track, method, *args):
+        self.asked.append((phase, track, method, args))
+        return Reply(getattr(self, method)(*args), memory(phase))
+
+
+class Members:
+    """A worker group whose members are objects of this process."""
+
+    def __init__(self, members):
+        self.members = members
+        self.world_size = len(members)
+
+    def all(self, method, *args, **kwargs):
+        return [getattr(member, method)(*args, **kwargs) for member in self.members]
+
+    def each(self, method, arguments):
+        return [getattr(member, method)(*own) for member, own in zip(self.members, arguments, strict=True)]
+
+    def shutdown(self):
+        self.members = []
+
+
+def crew_of(*members):
+    return Crew(Members(members), PhaseClock(), in_process=True)
