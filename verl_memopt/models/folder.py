@@ -43,8 +43,10 @@ def _from_hub(name: str, key: str) -> Path:
         ) from error
 
 
-def load_tokenizer(folder: Path, model: Model) -> Any:
+def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) -> Any:
     """Gives the tokenizer of a folder, with ``model.custom_chat_template`` in place of its own when given.
+
+    trust_remote_code: let it run code from its folder, as ``model.trust_remote_code`` does too.
 
     Errors: ConfigError when it cannot be read, or has no token that ends a response.
     """
@@ -55,7 +57,7 @@ def load_tokenizer(folder: Path, model: Model) -> Any:
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
         raise ConfigError(f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). Add its files or set model.tokenizer_path.")
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=model.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code or model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ConfigError(f"{key}: its tokenizer cannot be read: {error}. Add tokenizer files or set model.tokenizer_path.") from error
     if tokenizer.eos_token_id is None:

@@ -24,7 +24,7 @@ from verl_memopt.trainer.crew import Crew
 from verl_memopt.trainer.site import Site, survey, with_seed
 from verl_memopt.workers.group import WorkerGroup
 from verl_memopt.workers.local_group import start_local_group
-from verl_memopt.workers.ray_group import start_ray_group
+from verl_memopt.workers.ray_group import RayGroup, start_ray_group
 from verl_memopt.workers.worker import Worker, WorkerPlan
 
 
@@ -123,8 +123,11 @@ def workers(job: Job, clock: PhaseClock) -> Iterator[Crew]:
     """Starts the run's workers and, however the body ends, leaves none behind."""
     with clock.phase("init"):
         group = _start_group(job)
+    timeline = job.settings.ray_kwargs.timeline_json_file
     try:
         yield Crew(group, clock, in_process=job.settings.trainer.worker_group == "local")
+        if timeline is not None and isinstance(group, RayGroup):
+            group.write_timeline(timeline)
     finally:
         group.shutdown()
 

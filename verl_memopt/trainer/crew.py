@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from verl_memopt.observe.phase import PhaseMemory, combine, host_rss_bytes
@@ -42,7 +43,17 @@ class Crew:
         return [reply.value for reply in replies]
 
     def take_memories(self) -> list[PhaseMemory]:
-        """Gives each phase's memory since the last take: of its calls, the one with the highest peak."""
-        taken = [max(calls, key=lambda memory: memory.peak_allocated_bytes or 0) for calls in self._memories.values()]
+        """Gives each phase's memory since the last take, over all its calls, in the order the phases began."""
+        taken = [_over_calls(calls) for calls in self._memories.values()]
         self._memories = {}
         return taken
+
+
+def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
+    """Gives a phase's figures over calls made one after another: peaks are the largest, what is live is the last call's."""
+    return replace(
+        combine(calls),
+        seconds=sum(call.seconds for call in calls),
+        allocated_bytes=calls[-1].allocated_bytes,
+        host_rss_bytes=max(call.host_rss_bytes for call in calls),
+    )

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.advantages import check_rewards, grpo_advantages, group_counts, rloo_advantages
+from verl_memopt.algorithms.advantages import check_rewards, group_counts, grpo_advantages, rloo_advantages
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens

@@ -47,6 +47,7 @@ class Trainer:
         self.crew.all("update_weights", "update_weights")
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
             self.validate_first()
+        self.reporter.started(self.step, self.crew.take_memories())
         if trainer.val_only:
             return
         while self.step < self.job.total_steps and not self.interrupts.asked:
@@ -77,7 +78,7 @@ class Trainer:
         """Validates before the first step, where there is something to validate with."""
         if self.job.validation is not None:
             found = validate(self.job, self.crew, self.runner, self.step)
-            self.reporter.first_validation(found, self.crew.take_memories())
+            self.reporter.first_validation(self.step, found, self.crew.take_memories())
 
     def due(self, every: int) -> bool:
         """Says whether something done every so many steps, and at the last, is due."""

@@ -27,6 +27,9 @@ from verl_memopt.trainer.validate import Validation
 SHOWN_SAMPLES = 4
 """Training samples kept in generations.jsonl of each step that prints a table."""
 
+VAL_ONLY = "val_only"
+"""Folder, inside the run's, of the record of ``trainer.val_only``."""
+
 
 class Reporter:
     """Writes a run's record. A context manager; :meth:`finish` ends it with summary, charts and the folder's name."""
@@ -34,10 +37,11 @@ class Reporter:
     def __init__(self, job: Job, clock: PhaseClock) -> None:
         self.job = job
         self.clock = clock
-        self.folder = RunFolder(job.site.run_dir)
-        resumed = None if job.checkpoint is None else job.checkpoint.step
-        self.folder.begin(to_yaml(job.settings), resumed)
         trainer = job.settings.trainer
+        # A validation alone has a record of its own: it neither cuts back nor sets aside that of the run it looks at.
+        self.folder = RunFolder(job.site.run_dir / VAL_ONLY if trainer.val_only else job.site.run_dir)
+        resumed = None if job.checkpoint is None or trainer.val_only else job.checkpoint.step
+        self.folder.begin(to_yaml(job.settings), resumed)
         self.console = RunConsole(job.total_steps, resumed or 0, trainer.table_every_steps)
         place = LoggingPlace(
             self.folder, self.console, trainer.project_name, trainer.experiment_name, to_plain(job.settings), resumed
@@ -82,10 +86,15 @@ class Reporter:
         """Puts a save on the timeline; its time and memory are metrics of the step that is logged next."""
         self._carried = {name: value for name, value in self.phases(step, memories).items() if "save_checkpoint" in name}
 
-    def first_validation(self, validation: Validation, memories: Sequence[PhaseMemory]) -> None:
-        """Logs the validation before the first step, as step 0."""
-        self._keep_validation(0, validation)
-        self.loggers.log(0, validation.metrics | self.phases(0, memories))
+    def first_validation(self, step: int, validation: Validation, memories: Sequence[PhaseMemory]) -> None:
+        """Logs the validation of the weights a run starts with: ``step`` is 0, or that of the checkpoint."""
+        self._keep_validation(step, validation)
+        self.loggers.log(step, validation.metrics | self.phases(step, memories))
+
+    def started(self, step: int, memories: Sequence[PhaseMemory]) -> None:
+        """Puts what no validation has logged of the start on the timeline, so that it does not count as the first step's."""
+        if memories:
+            self.phases(step, memories)
 
     def finish(self) -> None:
         """Writes summary and charts from the run's files, prints the summary and, as the last line, the folder."""

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_memopt.config.checks import needs_reference, world_size
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
@@ -34,27 +35,22 @@ class Site:
     run_dir: Path
 
 
-def needs_reference(settings: Settings) -> bool:
-    """Says whether anything asks for the reference's log-probs."""
-    return settings.algorithm.use_kl_in_reward or settings.actor_rollout_ref.actor.use_kl_loss
-
-
 def survey(settings: Settings) -> Site:
     """Gives the site of a run. Errors: ConfigError for whatever this machine cannot do, before any worker starts."""
     trainer, model = settings.trainer, settings.actor_rollout_ref.model
     device = resolve_device(trainer.device)
     _check_devices(settings, device)
     _check_engine(settings)
-    run_dir = _writable(Path(str(trainer.default_local_dir)))
+    run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
     folder = resolve_folder(model.path, "actor_rollout_ref.model.path")
     tokens = folder if model.tokenizer_path is None else resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path")
-    tokenizer = load_tokenizer(tokens, model)
+    tokenizer = load_tokenizer(tokens, model, settings.data.trust_remote_code)
     reference = None
     if needs_reference(settings):
         reference = resolve_folder(str(settings.actor_rollout_ref.ref.model.path), "actor_rollout_ref.ref.model.path")
     return Site(
         device=device,
-        world_size=trainer.nnodes * trainer.n_gpus_per_node,
+        world_size=world_size(settings),
         folder=folder,
         tokenizer_folder=tokens,
         reference_folder=reference,

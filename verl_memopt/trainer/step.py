@@ -11,6 +11,7 @@ from torch import Tensor
 
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.checks import needs_reference
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.encoder import PromptEncoder
@@ -33,7 +34,6 @@ from verl_memopt.trainer.experience import (
     to_batch,
 )
 from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank
-from verl_memopt.trainer.site import needs_reference
 from verl_memopt.workers.policy import MiniBatch
 
 ACTOR = "actor_rollout_ref.actor"

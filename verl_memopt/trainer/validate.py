@@ -29,17 +29,18 @@ def validate(job: Job, crew: Crew, runner: RewardRunner, step: int) -> Validatio
     """Answers the whole validation set, ``data.val_batch_size`` prompts a call, and scores it."""
     assert job.validation is not None
     answered = []
-    for rows in _batches(list(job.validation), job.settings.data.val_batch_size):
+    prompts = [job.validation[index] for index in range(len(job.validation))]
+    for rows in _batches(prompts, job.settings.data.val_batch_size):
         answers = _answer(job, crew, rows, step)
         answered.append((answers, score_answers(runner, answers)))
     samples = job.settings.actor_rollout_ref.rollout.val_kwargs.n
-    rows = [
+    scored = [
         ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
         for answers, results in answered
         for index, result in enumerate(results)
     ]
-    assert len(rows) == len(job.validation) * samples
-    return Validation(validation_metrics(rows), sum(row.score for row in rows) / len(rows), answered)
+    assert len(scored) == len(prompts) * samples, (len(scored), len(prompts), samples)
+    return Validation(validation_metrics(scored), sum(row.score for row in scored) / len(scored), answered)
 
 
 def _answer(job: Job, crew: Crew, rows: list[PromptRow], step: int) -> Answers:

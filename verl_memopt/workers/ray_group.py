@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.errors import UserError, WorkerError
+from verl_memopt.errors import ConfigError, UserError, WorkerError
 from verl_memopt.workers.group import Placement, WorkerFactory, free_port, process_environment
 from verl_memopt.workers.ray_cluster import Connection, Request, release, reserve
 
@@ -156,6 +156,15 @@ class RayGroup:
         """Calls member ``rank`` with ``arguments[rank]`` and gives the results in rank order. Errors: as :meth:`all`."""
         calls = zip(self._members, arguments, strict=True)
         return self._gather([member.call.remote(method, tuple(own), {}) for member, own in calls])
+
+    def write_timeline(self, path: str) -> None:
+        """Writes what Ray recorded of its tasks as a Chrome trace. Errors: ConfigError when the file cannot be written."""
+        import ray
+
+        try:
+            ray.timeline(filename=path)
+        except OSError as error:
+            raise ConfigError(f"ray_kwargs.timeline_json_file={path}: cannot be written ({error.strerror}). Give another path.") from error
 
     def shutdown(self) -> None:
         """Kills the members, gives their room back, and stops Ray where this group started it; may be called again."""

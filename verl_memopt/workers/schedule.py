@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import inspect
 import math
 from collections.abc import Iterable
 from typing import Any
@@ -20,19 +21,27 @@ KEY = "actor_rollout_ref.actor.optim"
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: Optim) -> Optimizer:
     """Gives the optimizer that ``optim`` names, fused where it can be (no parameter-sized temporaries in its step).
 
-    Errors: ConfigError when the module or class is missing, or it rejects an argument.
+    ``betas`` go to a class that takes them. Errors: ConfigError when the module or class is missing, or it rejects an
+    argument.
     """
     try:
         kind = getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
     except (ImportError, AttributeError) as error:
-        raise ConfigError(f"{KEY}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}.") from error
-    options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay, "betas": tuple(optim.betas)}
-    if optim.optimizer_impl == "torch.optim":
-        options["fused"] = True
+        raise ConfigError(
+            f"{KEY}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
+            "and an optimizer class in it."
+        ) from error
+    options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    optional = {"betas": tuple(optim.betas)} | ({"fused": True} if optim.optimizer_impl == "torch.optim" else {})
     try:
+        takes = inspect.signature(kind).parameters
+        options |= {name: value for name, value in optional.items() if name in takes}
         return kind(parameters, **{**options, **(optim.override_optimizer_config or {})})
-    except TypeError as error:
-        raise ConfigError(f"{KEY}.override_optimizer_config: {optim.optimizer} rejects it: {error}.") from error
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{KEY}.optimizer={optim.optimizer}, override_optimizer_config={optim.override_optimizer_config}: {error}. "
+            "Change the arguments, or name another optimizer."
+        ) from error
 
 
 def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int) -> LambdaLR:

@@ -9,12 +9,14 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
 from verl_memopt.config.schema import ActorRolloutRef, Fsdp
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import empty_cache, local_device
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
+from verl_memopt.errors import CheckpointError
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
@@ -26,7 +28,6 @@ from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch, Policy
 from verl_memopt.workers.scorer import Scores, build_scorer, materialize, score_batch
-
 
 ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
@@ -137,12 +138,19 @@ class Worker:
         self.export(str(Path(folder) / "huggingface"), weights="hf_model" in contents)
 
     def export(self, folder: str, weights: bool) -> None:
-        """Writes config, tokenizer and (streamed, tensor by tensor) weights in Hugging Face format."""
+        """Writes config, tokenizer and (streamed, tensor by tensor) weights in Hugging Face format.
+
+        Errors: CheckpointError naming the folder when the disk refuses.
+        """
         assert self.policy is not None
         masters = dtype_of(self.settings.actor.fsdp_config.model_dtype, "actor_rollout_ref.actor.fsdp_config.model_dtype")
         bucket = self.settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
         stream = full_weights(named_weights(self.policy.model), masters, bucket) if weights else None
-        export_folder(Path(folder), self.policy.model.lm.config, Path(self.plan.tokenizer_folder), stream, self.place.rank == 0)
+        config, tokenizer = self.policy.model.lm.config, Path(self.plan.tokenizer_folder)
+        try:
+            export_folder(Path(folder), config, tokenizer, stream, writes=self.place.rank == 0)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: the model folder could not be written: {error}.") from error
 
     def load(self, folder: str, contents: Sequence[str]) -> None:
         """Reads this rank's part of a checkpoint; it may have been written by another number of ranks."""
@@ -192,8 +200,10 @@ class Worker:
 
     def _build_reference(self, folder: Path) -> PolicyModel:
         ref = self.settings.ref
-        model = self._sharded(ref.fsdp_config, "ref", bool(ref.use_torch_compile), False).requires_grad_(False)
-        materialize(model, folder, self.device)
+        with torch.random.fork_rng(devices=[]):
+            self._make_deterministic(ref.fsdp_config)
+            model = self._sharded(ref.fsdp_config, "ref", bool(ref.use_torch_compile), False).requires_grad_(False)
+            materialize(model, folder, self.device)
         return model
 
     def _sharded(self, fsdp: Fsdp, role: str, compiled: bool, recompute: bool) -> PolicyModel:

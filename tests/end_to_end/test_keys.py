@@ -1,0 +1,105 @@
+"""No setting is without effect: every accepted key is read by the program in a short real run."""
+
+import pytest
+
+from verl_memopt.config.loader import load_settings
+from verl_memopt.config.reads import leaf_keys, record_reads
+from verl_memopt.trainer.run import train
+
+READ_ELSEWHERE = {
+    # read only by vLLM's settings (tests/rollout/test_vllm_settings.py holds that each reaches the engine)
+    "actor_rollout_ref.rollout.gpu_memory_utilization",
+    "actor_rollout_ref.rollout.kv_cache_memory_gb",
+    "actor_rollout_ref.rollout.max_num_batched_tokens",
+    "actor_rollout_ref.rollout.enable_chunked_prefill",
+    "actor_rollout_ref.rollout.enable_prefix_caching",
+    "actor_rollout_ref.rollout.cudagraph_capture_sizes",
+    "actor_rollout_ref.rollout.disable_log_stats",
+    "actor_rollout_ref.rollout.scheduling_policy",
+    "actor_rollout_ref.rollout.enforce_eager",
+    # read only where Ray starts the workers (tests/workers/test_ray_group.py)
+    "ray_kwargs.ray_init",
+    "trainer.ray_wait_register_center_timeout",
+}
+CHECKED_ONLY = {
+    # have a single value, which tests/config/test_checks.py holds
+    "actor_rollout_ref.hybrid_engine",
+    "actor_rollout_ref.actor.strategy",
+    "actor_rollout_ref.rollout.mode",
+    "reward_model.reward_manager",
+    # other keys follow these (tests/config/test_links.py)
+    "actor_rollout_ref.actor.clip_ratio",
+    "actor_rollout_ref.rollout.prompt_length",
+    # decided before a run begins
+    "debug.mode",
+}
+PLUGINS = """
+from verl_memopt.data.dataset import PromptDataset
+
+class Rows(PromptDataset):
+    pass
+
+class Backwards:
+    def __init__(self, num_rows, seed, epoch):
+        self.order = list(range(num_rows))[::-1]
+    def __iter__(self):
+        return iter(self.order)
+
+def score(data_source, solution_str, ground_truth, extra_info=None):
+    if "7" in solution_str:
+        raise ValueError("seven")
+    return 1.0
+"""
+
+
+def common(toy, folder):
+    return [
+        f"data.train_files={toy}/train.parquet", f"data.val_files={toy}/val.parquet", "data.seed=3", "data.train_batch_size=4",
+        f"actor_rollout_ref.model.path={toy}/model", "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.rollout.n=2", f"trainer.default_local_dir={folder}",
+        "data.max_prompt_length=16", "data.max_response_length=4", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu=64",
+        "trainer.worker_group=local", "trainer.save_freq=1", "trainer.test_freq=1", "trainer.logger=[jsonl]",
+        "trainer.device=cpu", "actor_rollout_ref.rollout.dtype=fp32", "data.val_max_samples=8",
+    ]  # fmt: skip
+
+
+def runs(toy, folder):
+    """Gives the settings of three starts: a run, one with everything set otherwise, and a resume of that one."""
+    plugins = folder / "plugins.py"
+    plugins.write_text(PLUGINS)
+    plain = [
+        "actor_rollout_ref.actor.use_dynamic_bsz=true", "algorithm.use_kl_in_reward=true", "data.truncation=left",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "trainer.total_training_steps=2",
+    ]  # fmt: skip
+    other = [
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16", "actor_rollout_ref.actor.shuffle=true",
+        "actor_rollout_ref.actor.loss_agg_mode=seq-mean-token-sum-norm", "actor_rollout_ref.actor.entropy_coeff=0.001",
+        "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "algorithm.kl_ctrl.type=adaptive",
+        "algorithm.use_kl_in_reward=true", "data.train_max_samples=8", "trainer.total_epochs=1",
+        f"data.custom_cls.path={plugins}", "data.custom_cls.name=Rows",
+        f"data.sampler.class_path={plugins}", "data.sampler.class_name=Backwards",
+        f"custom_reward_function.path={plugins}", "custom_reward_function.name=score", "custom_reward_function.on_error=score",
+    ]  # fmt: skip
+    resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/other/global_step_1"]
+    yield load_settings("rloo_trainer", common(toy, folder / "plain") + plain)
+    yield load_settings("grpo_trainer", common(toy, folder / "other") + other)
+    yield load_settings("grpo_trainer", common(toy, folder / "other") + other + resumed)
+
+
+@pytest.fixture(scope="module")
+def read(toy, tmp_path_factory):
+    seen = set()
+    for settings in runs(toy, tmp_path_factory.mktemp("keys")):
+        with record_reads(settings) as keys:
+            assert train(settings) == 0
+        seen |= keys
+    return seen
+
+
+def test_every_accepted_key_is_read(read):
+    assert set(leaf_keys()) - read - READ_ELSEWHERE - CHECKED_ONLY == set()
+
+
+def test_the_exceptions_are_still_exceptions(read):
+    assert not (READ_ELSEWHERE | CHECKED_ONLY) & read
+    assert set(leaf_keys()) >= READ_ELSEWHERE | CHECKED_ONLY
