@@ -40,6 +40,7 @@ def rows_per_rank(tokens: Sequence[int], rows: Sequence[int], world_size: int, e
     if world_size == 1:
         return [list(rows)]
     if not even_out:
+        assert len(rows) % world_size == 0, (len(rows), world_size)
         share = len(rows) // world_size
         return [list(rows[rank * share : (rank + 1) * share]) for rank in range(world_size)]
     parts = balance([tokens[row] for row in rows], world_size)

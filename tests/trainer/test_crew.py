@@ -1,0 +1,93 @@
+import pytest
+
+from tests.trainer.conftest import Member, Members, crew_of, memory
+from verl_memopt.observe.phase import host_rss_bytes
+from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.trainer.crew import Crew
+from verl_memopt.workers.worker import Reply
+
+
+class Scripted(Member):
+    """Answers with its rank and its arguments; a phase's figures are those of the script, one call after another."""
+
+    def __init__(self, rank, script=()):
+        super().__init__(rank)
+        self.script = list(script)
+
+    def call(self, phase, track, method, *args):
+        self.asked.append((phase, track, method, args))
+        return Reply((self.rank, *args), self.script.pop(0) if self.script else memory(phase))
+
+
+def test_the_same_call_reaches_every_worker_and_answers_come_in_rank_order():
+    crew = crew_of(Scripted(0), Scripted(1))
+    assert crew.world_size == 2
+    assert crew.all("gen", "generate", "a", "b") == [(0, "a", "b"), (1, "a", "b")]
+
+
+def test_each_worker_gets_the_arguments_of_its_rank():
+    crew = crew_of(Scripted(0), Scripted(1))
+    assert crew.each("gen", "generate", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
+    assert [member.asked for member in crew.group.members] == [
+        [("gen", False, "generate", ("a",))],
+        [("gen", False, "generate", ("b",))],
+    ]
+
+
+def test_workers_are_told_whether_to_count_bytes():
+    crew = crew_of(Scripted(0))
+    crew.track = True
+    crew.all("gen", "generate")
+    assert crew.group.members[0].asked == [("gen", True, "generate", ())]
+
+
+def test_every_call_is_timed_as_its_phase():
+    crew = crew_of(Scripted(0))
+    crew.all("gen", "generate")
+    crew.all("gen", "release_engine")
+    crew.all("update_actor", "update_actor")
+    assert [span.name for span in crew.clock.take()] == ["gen", "gen", "update_actor"]
+
+
+def test_the_start_is_the_first_phase_of_the_first_take_and_of_no_other():
+    crew = crew_of(Scripted(0))
+    crew.all("gen", "generate")
+    assert [taken.name for taken in crew.take_memories()] == ["init", "gen"]
+    assert crew.take_memories() == []
+    crew.all("gen", "generate")
+    assert [taken.name for taken in crew.take_memories()] == ["gen"]
+
+
+def test_over_ranks_device_figures_are_the_largest_and_resident_memory_the_sum():
+    crew = crew_of(
+        Scripted(0, [memory("gen", host=3, peak_allocated_bytes=5, allocated_bytes=4)]),
+        Scripted(1, [memory("gen", host=4, peak_allocated_bytes=7, allocated_bytes=2)]),
+    )
+    crew.all("gen", "generate")
+    taken = crew.take_memories()[1]
+    assert (taken.peak_allocated_bytes, taken.allocated_bytes, taken.host_rss_bytes) == (7, 4, 7)
+
+
+def test_over_calls_each_peak_is_the_largest_and_what_is_live_is_the_last_calls():
+    first = memory("gen", host=9, peak_allocated_bytes=5, allocated_bytes=5, peak_reserved_bytes=6, device_used_bytes=30)
+    second = memory("gen", host=8, peak_allocated_bytes=7, allocated_bytes=1, peak_reserved_bytes=2, device_used_bytes=10)
+    crew = crew_of(Scripted(0, [first, second]))
+    crew.all("gen", "generate")
+    crew.all("gen", "release_engine")
+    expected = memory("gen", host=9, seconds=2.0, peak_allocated_bytes=7, allocated_bytes=1, peak_reserved_bytes=6, device_used_bytes=30)
+    assert crew.take_memories()[1] == expected
+
+
+def test_a_figure_nobody_has_stays_absent():
+    crew = crew_of(Scripted(0), Scripted(1))
+    crew.all("gen", "generate")
+    crew.all("gen", "generate")
+    assert crew.take_memories()[1].peak_allocated_bytes is None
+
+
+@pytest.mark.parametrize("in_process", [True, False])
+def test_the_driver_counts_unless_the_workers_live_in_it(in_process):
+    crew = Crew(Members([Scripted(0, [memory("gen", host=5)])]), PhaseClock(), in_process)
+    crew.all("gen", "generate")
+    host = crew.take_memories()[1].host_rss_bytes
+    assert host == 5 if in_process else host > host_rss_bytes() / 2

@@ -1,0 +1,34 @@
+import os
+import signal
+
+import pytest
+
+from verl_memopt.trainer.interrupts import Interrupts
+
+
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+def test_the_first_signal_asks_and_says_how_the_run_will_end(number, code, caplog):
+    with Interrupts() as interrupts:
+        assert not interrupts.asked
+        assert interrupts.exit_code is None
+        os.kill(os.getpid(), number)
+        assert interrupts.asked
+        assert interrupts.exit_code == code
+    assert f"{number.name}: stopping after this step" in caplog.text
+
+
+@pytest.mark.parametrize("second", [signal.SIGINT, signal.SIGTERM])
+def test_the_second_signal_of_either_kind_stops_at_once(second):
+    with Interrupts() as interrupts:
+        os.kill(os.getpid(), signal.SIGTERM)
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), second)
+        assert interrupts.exit_code == 143
+
+
+def test_handlers_are_given_back_even_after_an_error():
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with pytest.raises(ZeroDivisionError), Interrupts():
+        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] != before
+        raise ZeroDivisionError
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before

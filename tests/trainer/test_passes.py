@@ -1,0 +1,89 @@
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank
+
+BY_TOKENS = Budget(True, 10, None, "some.key")
+BY_ROWS = Budget(False, 0, 2, "some.key")
+
+
+def test_mini_batches_are_whole_groups_in_order():
+    assert mini_batch_rows(4, 3, 2, None) == [[0, 1, 2, 3, 4, 5], [6, 7, 8, 9, 10, 11]]
+
+
+def test_one_mini_batch_may_hold_all_prompts():
+    assert mini_batch_rows(2, 2, 2, None) == [[0, 1, 2, 3]]
+
+
+def test_shuffling_moves_groups_and_never_splits_one():
+    plain, shuffled = mini_batch_rows(16, 3, 4, None), mini_batch_rows(16, 3, 4, 1)
+    assert shuffled != plain
+    assert sorted(sum(shuffled, [])) == sorted(sum(plain, []))
+    for rows in shuffled:
+        assert all(rows[i : i + 3] == [rows[i], rows[i] + 1, rows[i] + 2] and rows[i] % 3 == 0 for i in range(0, 12, 3))
+
+
+def test_a_shuffle_seed_gives_one_order_and_another_seed_another():
+    assert mini_batch_rows(16, 1, 4, 1) == mini_batch_rows(16, 1, 4, 1)
+    assert mini_batch_rows(16, 1, 4, 1) != mini_batch_rows(16, 1, 4, 2)
+
+
+def test_one_rank_takes_all_rows_in_their_order():
+    assert rows_per_rank([1, 2, 3], [2, 0], 1, True) == [[2, 0]]
+
+
+def test_without_balancing_rows_are_dealt_as_they_stand():
+    assert rows_per_rank([9, 1, 1, 1], [3, 2, 1, 0], 2, False) == [[3, 2], [1, 0]]
+
+
+def test_balancing_evens_out_tokens_at_equal_row_counts():
+    tokens = [9, 7, 1, 1]
+    shares = rows_per_rank(tokens, range(4), 2, True)
+    assert sorted(sum(tokens[row] for row in rows) for rows in shares) == [8, 10]
+    assert [len(rows) for rows in shares] == [2, 2]
+
+
+def test_balancing_counts_only_the_rows_of_the_mini_batch():
+    tokens = [100, 5, 100, 1, 1, 5]
+    shares = rows_per_rank(tokens, [1, 3, 4, 5], 2, True)
+    assert sorted(sum(shares, [])) == [1, 3, 4, 5]
+    assert [sum(tokens[row] for row in rows) for rows in shares] == [6, 6]
+
+
+@given(st.data(), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_every_row_is_on_one_rank_and_all_ranks_have_as_many(data, world, share, even_out):
+    rows = data.draw(st.permutations(range(world * share)))
+    tokens = data.draw(st.lists(st.integers(0, 50), min_size=world * share, max_size=world * share))
+    shares = rows_per_rank(tokens, rows, world, even_out)
+    assert sorted(sum(shares, [])) == sorted(rows)
+    assert {len(each) for each in shares} == {share}
+
+
+def test_a_share_that_does_not_come_out_even_is_a_broken_invariant():
+    with pytest.raises(AssertionError):
+        rows_per_rank([1, 1, 1], range(3), 2, False)
+
+
+def test_a_token_budget_is_a_hard_cap():
+    assert BY_TOKENS.micro_batches([6, 5, 4, 5], "abcd") == [[0, 2], [1, 3]]
+
+
+def test_a_row_over_the_cap_is_named_with_the_key():
+    with pytest.raises(ConfigError, match=r"some\.key=10: b has 11 tokens"):
+        BY_TOKENS.micro_batches([6, 11], ["a", "b"])
+
+
+def test_a_row_budget_cuts_by_count_whatever_the_lengths():
+    assert BY_ROWS.micro_batches([60, 1, 1], "abc") == [[0, 1], [2]]
+
+
+def test_every_rank_runs_as_many_micro_batches_as_the_busiest():
+    cut = cut_ranks([[10, 10, 10], [2, 2, 1]], ["abc", "def"], BY_TOKENS)
+    assert [len(bins) for bins in cut] == [3, 3]
+    assert [sorted(sum(bins, [])) for bins in cut] == [[0, 1, 2], [0, 1, 2]]
+
+
+def test_a_rank_with_too_few_rows_gets_empty_micro_batches():
+    assert cut_ranks([[10, 10], [3]], ["ab", "c"], BY_TOKENS) == [[[0], [1]], [[0], []]]
