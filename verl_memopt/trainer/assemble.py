@@ -74,10 +74,17 @@ def _find_checkpoint(settings: Settings, store: CheckpointStore) -> Checkpoint |
     if trainer.resume_mode == "disable":
         return None
     if trainer.resume_mode == "auto":
-        return store.newest()
-    if trainer.resume_from_path is None:
-        raise ConfigError("trainer.resume_mode=resume_path: trainer.resume_from_path is missing. Give a global_step_N folder.")
-    return read_checkpoint(Path(trainer.resume_from_path))
+        found = store.newest()
+    else:
+        assert trainer.resume_from_path is not None, "checked when settings are loaded"
+        found = read_checkpoint(Path(trainer.resume_from_path))
+    contents = settings.actor_rollout_ref.actor.checkpoint.load_contents or []
+    if found is not None and "model" not in contents:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.checkpoint.load_contents={contents}: a run cannot go on from {found.folder} without the "
+            "model. Add model (and to save_contents), or set trainer.resume_mode=disable."
+        )
+    return found
 
 
 def _total_steps(settings: Settings, loader: StepLoader) -> int:

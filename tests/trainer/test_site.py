@@ -1,0 +1,100 @@
+import dataclasses
+import logging
+import re
+
+import pytest
+
+from tests.trainer.conftest import AR
+from verl_memopt.errors import ConfigError
+from verl_memopt.trainer.site import survey, with_seed
+
+
+def test_the_site_of_a_run_on_this_machine(settled, tiny_folder, tmp_path):
+    site = survey(settled())
+    assert (site.device, site.world_size, site.free_engine) == ("cpu", 1, False)
+    assert (site.folder, site.tokenizer_folder, site.reference_folder) == (tiny_folder, tiny_folder, None)
+    assert site.tokenizer.eos_token_id in site.eos_token_ids
+    assert site.run_dir == tmp_path / "run"
+    assert site.run_dir.is_dir()
+
+
+@pytest.mark.parametrize("key", ["algorithm.use_kl_in_reward", f"{AR}.actor.use_kl_loss"])
+def test_a_kl_brings_the_reference_which_is_the_model_unless_another_is_named(settled, tiny_folder, untied_folder, key):
+    assert survey(settled({key: True})).reference_folder == tiny_folder
+    assert survey(settled({key: True, f"{AR}.ref.model.path": str(untied_folder)})).reference_folder == untied_folder
+
+
+def test_a_reference_that_nothing_asks_for_is_not_looked_for(settled):
+    assert survey(settled({f"{AR}.ref.model.path": "/nowhere"})).reference_folder is None
+
+
+def test_a_missing_reference_is_refused_under_its_own_key(settled):
+    with pytest.raises(ConfigError, match=re.escape(f"{AR}.ref.model.path=/nowhere")):
+        survey(settled({f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": "/nowhere"}))
+
+
+def test_another_tokenizer_folder_is_taken(settled, untied_folder):
+    assert survey(settled({f"{AR}.model.tokenizer_path": str(untied_folder)})).tokenizer_folder == untied_folder
+
+
+def test_ranks_are_counted_over_nodes(settled):
+    many = {"trainer.worker_group": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}
+    assert survey(settled(many)).world_size == 4
+
+
+def test_an_engine_on_a_cpu_cannot_be_asked_to_sleep(settled):
+    with pytest.raises(ConfigError, match=re.escape(f"{AR}.rollout.free_cache_engine=true: an engine on a CPU")):
+        survey(settled({f"{AR}.rollout.free_cache_engine": True}))
+    assert not survey(settled({f"{AR}.rollout.free_cache_engine": False})).free_engine
+
+
+def test_a_run_folder_that_cannot_be_made_is_refused(settled, tmp_path):
+    (tmp_path / "file").write_text("x")
+    with pytest.raises(ConfigError, match=r"trainer\.default_local_dir=.*file/run: cannot be made \(Not a directory\)"):
+        survey(settled({"trainer.default_local_dir": str(tmp_path / "file" / "run")}))
+
+
+def test_a_tilde_is_the_home_folder(settled, tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    assert survey(settled({"trainer.default_local_dir": "~/runs/one"})).run_dir == tmp_path / "runs" / "one"
+
+
+def seeds(settings):
+    return settings.data.seed, settings.actor_rollout_ref.rollout.seed
+
+
+@pytest.mark.parametrize(
+    ("given", "resumed", "expected"),
+    [
+        ({"data.seed": 3}, None, (3, 3)),
+        ({"data.seed": 3}, 8, (3, 3)),
+        ({"data.seed": 3, f"{AR}.rollout.seed": 4}, None, (3, 4)),
+        ({"data.seed": None}, 8, (8, 8)),
+        ({"data.seed": None, f"{AR}.rollout.seed": 4}, 8, (8, 4)),
+    ],
+)
+def test_seeds_are_those_given_else_the_resumed_runs(settled, given, resumed, expected):
+    assert seeds(with_seed(settled(given), resumed)) == expected
+
+
+def test_a_seed_that_nobody_gave_is_drawn_and_logged(settled, caplog):
+    settings = settled({"data.seed": None})
+    with caplog.at_level(logging.INFO):
+        drawn = [with_seed(settings, None) for _ in range(4)]
+    assert len({seeds(each) for each in drawn}) > 1
+    for each in drawn:
+        data, rollout = seeds(each)
+        assert data == rollout
+        assert f"this run uses {data} (drawn)" in caplog.text
+
+
+def test_nothing_but_seeds_changes(settled):
+    settings = settled({"data.seed": None})
+    found = with_seed(settings, 8)
+    rollout = dataclasses.replace(found.actor_rollout_ref.rollout, seed=None)
+    back = dataclasses.replace(
+        found,
+        data=dataclasses.replace(found.data, seed=None),
+        actor_rollout_ref=dataclasses.replace(found.actor_rollout_ref, rollout=rollout),
+    )
+    assert back == settings
