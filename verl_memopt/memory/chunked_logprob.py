@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_memopt.memory.knob import Knob
 from verl_memopt.observe.byte_tracker import scope
 
 
@@ -146,3 +147,11 @@ def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
     if function.__name__ not in _COMPILED:
         _COMPILED[function.__name__] = torch.compile(function, dynamic=True)
     return _COMPILED[function.__name__]
+
+
+KNOB = Knob(
+    name="chunked_logprob",
+    keys=("actor_rollout_ref.model.logprob_chunk_tokens",),
+    on=("actor_rollout_ref.model.logprob_chunk_tokens=512",),
+    off=("actor_rollout_ref.model.logprob_chunk_tokens=0",),
+)
