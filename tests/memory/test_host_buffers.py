@@ -24,6 +24,14 @@ def test_a_buffer_counts_as_host_bytes_of_its_kind_until_it_is_gone():
         assert tracker.total(HOST) == 0
 
 
+def test_a_buffer_born_before_a_tracker_is_of_the_host_tier_to_it():
+    buffer = host_buffer(1000, CPU, "params")
+    with ByteTracker() as tracker:
+        tracker.mark("optimizer", [buffer[:10]])
+        assert tracker.kinds(HOST) == {"optimizer": 1000}
+        assert tracker.total() == 0
+
+
 def test_the_allocator_counts_what_is_held_and_the_most_that_was():
     allocator = HostAllocator()
     one, two = allocator.empty(100, CPU, "params"), allocator.empty(50, CPU, "params")

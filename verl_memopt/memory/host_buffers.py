@@ -17,7 +17,7 @@ from torch import Tensor
 
 from verl_memopt.distributed.device import is_gpu
 from verl_memopt.errors import ConfigError
-from verl_memopt.observe.byte_tracker import HOST, scope
+from verl_memopt.observe.byte_tracker import HOST, declare_host, scope
 
 logger = logging.getLogger(__name__)
 
@@ -56,9 +56,14 @@ class HostAllocator:
         )
         with scope(kind=kind, tier=HOST):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
+        declare_host(buffer.untyped_storage())
         self._count(num_bytes, pinned)
         weakref.finalize(buffer.untyped_storage(), self._count, -num_bytes, pinned)
         return buffer
+
+    def reset_peak(self) -> None:
+        """Makes what is held now the new peak."""
+        self.peak_bytes = self.held_bytes
 
     def _count(self, num_bytes: int, pinned: bool) -> None:
         self.held_bytes += num_bytes

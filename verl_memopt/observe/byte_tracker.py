@@ -29,6 +29,13 @@ DEVICE = "device"
 HOST = "host"
 
 _active: list[ByteTracker] = []
+_declared: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+
+
+def declare_host(storage: torch.UntypedStorage) -> None:
+    """Says that a storage is of the host tier, to trackers that are entered after it was born too."""
+    key = storage._cdata
+    _declared[key] = weakref.ref(storage, lambda _: _declared.pop(key, None))
 
 
 @dataclass
@@ -94,7 +101,7 @@ class ByteTracker(TorchDispatchMode):
             entry = self._entries.get(storage._cdata)
             if entry is None:
                 self._op = f"mark {kind}"
-                self._remember(storage, tier or self._tier(device), kind)
+                self._remember(storage, tier or self._tier(storage, device), kind)
             else:
                 self._relabel(entry, tier or entry.tier, kind)
 
@@ -116,7 +123,7 @@ class ByteTracker(TorchDispatchMode):
     def _see_storage(self, storage: torch.UntypedStorage, device: torch.device) -> None:
         entry = self._entries.get(storage._cdata)
         if entry is None:
-            self._remember(storage, self._tier(device), self._scopes[-1][0])
+            self._remember(storage, self._tier(storage, device), self._scopes[-1][0])
         elif entry.bytes != (size := self._rounded(storage.nbytes())):
             self._add(entry.tier, entry.kind, size - entry.bytes)
             entry.bytes = size
@@ -145,7 +152,9 @@ class ByteTracker(TorchDispatchMode):
     def _rounded(self, size: int) -> int:
         return -(-size // self._block_bytes) * self._block_bytes
 
-    def _tier(self, device: torch.device) -> str:
+    def _tier(self, storage: torch.UntypedStorage, device: torch.device) -> str:
+        if storage._cdata in _declared:
+            return HOST
         if is_gpu(self._device):
             return DEVICE if device.type == self._device.type else HOST
         return self._scopes[-1][1] or DEVICE

@@ -40,6 +40,8 @@ class PhaseMemory:
     """Resident memory of the process when the phase ended. A host figure: no ratio and no test is made of it."""
     kinds: dict[str, int] = field(default_factory=dict)
     """Bytes by kind at the peak, where the tracker ran."""
+    host_buffer_bytes: int = 0
+    """Most bytes in host buffers, which hold what was moved off the device."""
 
 
 class MemoryProbe:
@@ -128,6 +130,7 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
         device_used_bytes=largest("device_used_bytes"),
         host_rss_bytes=sum(memory.host_rss_bytes for memory in memories) + driver_rss_bytes,
         kinds=max(memories, key=lambda memory: memory.peak_allocated_bytes or 0).kinds,
+        host_buffer_bytes=sum(memory.host_buffer_bytes for memory in memories),
     )
 
 

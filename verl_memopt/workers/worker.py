@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import os
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
@@ -17,6 +18,7 @@ from verl_memopt.distributed.device import empty_cache, local_device
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
+from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
@@ -82,8 +84,9 @@ class Worker:
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
         """Runs one method as a phase and gives its answer with the phase's memory."""
         with self.probe.phase(phase, track and (method not in ENGINE_METHODS or self._counts_engine)) as report:
+            host_allocator().reset_peak()
             value = getattr(self, method)(*args)
-        return Reply(value, report())
+        return Reply(value, dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes))
 
     def started(self) -> PhaseMemory:
         """Gives what the start cost."""
