@@ -41,7 +41,9 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 def write_rows(path, count, source="toy/arithmetic"):
     """Writes prompts of 4 to 6 characters."""
-    rows = [{"data_source": source, "prompt": f"{n}+{n + 1}=", "reward_model": {"ground_truth": str(2 * n + 1)}} for n in range(count)]
+    rows = [
+        {"data_source": source, "prompt": f"{n}+{n + 1}=", "reward_model": {"ground_truth": str(2 * n + 1)}} for n in range(count)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return str(path)
 

@@ -84,7 +84,9 @@ def test_a_run_does_not_go_on_without_its_weights(settled):
     without = {f"{AR}.actor.checkpoint.save_contents": ["hf_model"]}
     assert prepare(settled(without)).checkpoint is None
     leave_checkpoint(settled(), 1)
-    with pytest.raises(ConfigError, match=r"load_contents=\['hf_model'\]: a run cannot go on from .*global_step_1 without the model"):
+    with pytest.raises(
+        ConfigError, match=r"load_contents=\['hf_model'\]: a run cannot go on from .*global_step_1 without the model"
+    ):
         prepare(settled(without))
 
 
@@ -131,11 +133,17 @@ def test_an_engine_cannot_read_weights_that_do_not_fit_the_overrides(settled):
 
 
 def test_workers_are_ready_inside_and_gone_after_an_error(settled):
-    clock = PhaseClock()
-    with pytest.raises(ZeroDivisionError), workers(prepare(settled()), clock) as crew:
-        assert crew.world_size == 1
-        assert os.environ["WORLD_SIZE"] == "1"
-        raise ZeroDivisionError
+    clock, inside = PhaseClock(), []
+
+    def fail():
+        with workers(prepare(settled()), clock) as crew:
+            inside.append((crew, crew.world_size, os.environ["WORLD_SIZE"]))
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        fail()
+    ((crew, *sizes),) = inside
+    assert sizes == [1, "1"]
     assert [span.name for span in clock.take()] == ["init"]
     assert "WORLD_SIZE" not in os.environ
     with pytest.raises(AssertionError, match="shut down"):

@@ -180,7 +180,7 @@ def test_a_first_save_that_fails_says_that_there_is_nothing_earlier(store):
 
 def test_a_folder_that_cannot_be_made_is_an_error_for_the_user(tmp_path):
     (tmp_path / "run").write_text("a file where the folder must be")
-    with pytest.raises(CheckpointError, match="step 1 could not be saved: .*(File exists|Not a directory)"):
+    with pytest.raises(CheckpointError, match=r"step 1 could not be saved: .*(File exists|Not a directory)"):
         CheckpointStore(tmp_path / "run", None).begin(1)
 
 
@@ -188,7 +188,7 @@ def test_a_commit_that_fails_leaves_the_earlier_checkpoint_in_force(store):
     save(store, 2)
     aside = store.begin(4)
     (aside / "data.pt").mkdir()
-    with pytest.raises(CheckpointError, match="step 4 could not be saved.*the checkpoint of step 2 is untouched"):
+    with pytest.raises(CheckpointError, match=r"step 4 could not be saved.*the checkpoint of step 2 is untouched"):
         store.commit(4, {}, 1)
     assert store.newest().step == 2
     assert (store.root / TRACKER).read_text().strip() == "2"

@@ -74,7 +74,9 @@ def test_over_calls_each_peak_is_the_largest_and_what_is_live_is_the_last_calls(
     crew = crew_of(Scripted(0, [first, second]))
     crew.all("gen", "generate")
     crew.all("gen", "release_engine")
-    expected = memory("gen", host=9, seconds=2.0, peak_allocated_bytes=7, allocated_bytes=1, peak_reserved_bytes=6, device_used_bytes=30)
+    expected = memory(
+        "gen", host=9, seconds=2.0, peak_allocated_bytes=7, allocated_bytes=1, peak_reserved_bytes=6, device_used_bytes=30
+    )
     assert crew.take_memories()[1] == expected
 
 

@@ -27,8 +27,13 @@ def test_the_second_signal_of_either_kind_stops_at_once(second):
 
 
 def test_handlers_are_given_back_even_after_an_error():
-    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    def handlers():
+        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+
+    before = handlers()
+    with Interrupts():
+        assert handlers() != before
+    assert handlers() == before
     with pytest.raises(ZeroDivisionError), Interrupts():
-        assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] != before
-        raise ZeroDivisionError
-    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+        divmod(1, 0)
+    assert handlers() == before

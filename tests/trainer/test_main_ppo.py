@@ -1,6 +1,5 @@
-import yaml
-
 import pytest
+import yaml
 
 from verl_memopt.trainer.main_ppo import build_parser, main
 

@@ -1,3 +1,5 @@
+from itertools import chain
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -20,7 +22,7 @@ def test_one_mini_batch_may_hold_all_prompts():
 def test_shuffling_moves_groups_and_never_splits_one():
     plain, shuffled = mini_batch_rows(16, 3, 4, None), mini_batch_rows(16, 3, 4, 1)
     assert shuffled != plain
-    assert sorted(sum(shuffled, [])) == sorted(sum(plain, []))
+    assert sorted(chain.from_iterable(shuffled)) == sorted(chain.from_iterable(plain))
     for rows in shuffled:
         assert all(rows[i : i + 3] == [rows[i], rows[i] + 1, rows[i] + 2] and rows[i] % 3 == 0 for i in range(0, 12, 3))
 
@@ -48,7 +50,7 @@ def test_balancing_evens_out_tokens_at_equal_row_counts():
 def test_balancing_counts_only_the_rows_of_the_mini_batch():
     tokens = [100, 5, 100, 1, 1, 5]
     shares = rows_per_rank(tokens, [1, 3, 4, 5], 2, True)
-    assert sorted(sum(shares, [])) == [1, 3, 4, 5]
+    assert sorted(chain.from_iterable(shares)) == [1, 3, 4, 5]
     assert [sum(tokens[row] for row in rows) for rows in shares] == [6, 6]
 
 
@@ -57,7 +59,7 @@ def test_every_row_is_on_one_rank_and_all_ranks_have_as_many(data, world, share,
     rows = data.draw(st.permutations(range(world * share)))
     tokens = data.draw(st.lists(st.integers(0, 50), min_size=world * share, max_size=world * share))
     shares = rows_per_rank(tokens, rows, world, even_out)
-    assert sorted(sum(shares, [])) == sorted(rows)
+    assert sorted(chain.from_iterable(shares)) == sorted(rows)
     assert {len(each) for each in shares} == {share}
 
 
@@ -82,7 +84,7 @@ def test_a_row_budget_cuts_by_count_whatever_the_lengths():
 def test_every_rank_runs_as_many_micro_batches_as_the_busiest():
     cut = cut_ranks([[10, 10, 10], [2, 2, 1]], ["abc", "def"], BY_TOKENS)
     assert [len(bins) for bins in cut] == [3, 3]
-    assert [sorted(sum(bins, [])) for bins in cut] == [[0, 1, 2], [0, 1, 2]]
+    assert [sorted(chain.from_iterable(bins)) for bins in cut] == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_a_rank_with_too_few_rows_gets_empty_micro_batches():
