@@ -1,8 +1,9 @@
-"""The command line: ``verl-memopt train | report | toy``."""
+"""The command line: ``verl-memopt train | report | knobs | toy``."""
 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -41,9 +42,53 @@ def _toy(arguments: Sequence[str]) -> int:
     return 0
 
 
+def _knobs(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(prog="verl-memopt knobs", description="List the memory knobs, or measure them on a model.")
+    parser.add_argument(
+        "--json", nargs="?", const="-", metavar="FILE", help="print the index as JSON; with --measure write the ladder to FILE"
+    )
+    parser.add_argument("--measure", action="store_true", help="run one update of --model from all knobs off to all on")
+    parser.add_argument("--model", help="model folder to measure")
+    parser.add_argument("--rows", type=int, default=8, help="rollouts in the update (default: 8)")
+    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt (default: 1024)")
+    parser.add_argument("--response", type=int, default=256, help="tokens of each response (default: 256)")
+    parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure these rungs only")
+    parser.add_argument("--png", type=Path, help="draw the ladder")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every rung")
+    return knobs_command(parser.parse_intermixed_args(arguments), parser)
+
+
+def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    """Runs ``verl-memopt knobs``."""
+    from rich.console import Console
+
+    from verl_memopt.memory.knobs import as_json, index
+    from verl_memopt.observe.log_setup import setup_logging
+    from verl_memopt.trainer import knob_report, ladder
+
+    if not parsed.measure:
+        if parsed.json is not None:
+            sys.stdout.write(json.dumps(as_json(index()), indent=2) + "\n")
+        else:
+            knob_report.print_index(index(), Console(highlight=False))
+        return 0
+    if parsed.model is None:
+        parser.error("--measure needs --model FOLDER")
+    setup_logging()
+    work = ladder.Work(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
+    rungs = list(ladder.climb(parsed.model, work, parsed.overrides, parsed.only))
+    Console(highlight=False, width=max(200, Console().width)).print(knob_report.ladder_table(rungs))
+    if parsed.json not in (None, "-"):
+        Path(parsed.json).write_text(json.dumps(ladder.as_json(rungs, work, parsed.model), indent=2) + "\n")
+    if parsed.png is not None:
+        knob_report.draw_ladder(rungs, parsed.png, f"Memory knobs on {parsed.model}, {work.rows} x ({work.prompt} + {work.response}) tokens")
+    return 0
+
+
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a policy (Hydra overrides: key=value)"),
     "report": (_report, "make a run's summary and charts again, or compare several runs"),
+    "knobs": (_knobs, "list the memory knobs, or measure them on a model"),
     "toy": (_toy, "make the toy task: a tiny model and its data, locally"),
 }
 

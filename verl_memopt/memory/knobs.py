@@ -63,6 +63,10 @@ class Entry:
     off: tuple[str, ...]
 
 
+NOT_KNOBS = ("document", "knob", "knobs")
+"""Files of this room that describe knobs and are none."""
+
+
 def index() -> list[Entry]:
     """Gives every knob, in the order of the ladder; one that the order does not name comes last."""
     found = [_entry(module, knob) for module in _modules() for knob in _knobs(module)]
@@ -81,7 +85,7 @@ def knob_named(name: str) -> Knob:
 
 
 def _modules() -> list[Any]:
-    names = sorted(info.name for info in pkgutil.iter_modules(verl_memopt.memory.__path__) if info.name not in ("knob", "knobs"))
+    names = sorted(info.name for info in pkgutil.iter_modules(verl_memopt.memory.__path__) if info.name not in NOT_KNOBS)
     return [importlib.import_module(f"verl_memopt.memory.{name}") for name in names]
 
 

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
@@ -73,7 +74,7 @@ def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settin
         "trainer.worker_group": "local",
     }  # fmt: skip
     given = dict(override.lstrip("+").split("=", 1) for override in overrides)
-    return settings_from_mapping({**base, **{key: _value(text) for key, text in given.items()}})
+    return settings_from_mapping({**base, **{key: yaml.safe_load(text) for key, text in given.items()}})
 
 
 def rungs(entries: Sequence[Entry] | None = None) -> Iterator[tuple[str, tuple[str, ...]]]:
