@@ -19,6 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora import ADAPTERS
 from verl_memopt.models.attention import AttentionChoice
 
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -126,7 +127,7 @@ def fill_from_folder(model: nn.Module, folder: Path) -> None:
     Errors: ConfigError listing every tensor that is missing, left over, or of another shape.
     """
     weights = WeightFolder(folder)
-    parameters = dict(named_weights(model))
+    parameters = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
     _check_names(weights, parameters, folder)
     for name, parameter in parameters.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
