@@ -1,14 +1,18 @@
 """A run small enough for a unit test: a tiny model, transformers' own generation, everything in this process."""
 
 import json
+from contextlib import contextmanager
 
 import pytest
 
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.assemble import prepare, workers
+from verl_memopt.trainer.assemble import prepare, reward_processes, workers
 from verl_memopt.trainer.crew import Crew
+from verl_memopt.trainer.interrupts import Interrupts
+from verl_memopt.trainer.loop import Trainer
+from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.workers.worker import Reply
 
 AR = "actor_rollout_ref"
@@ -82,6 +86,29 @@ def base_crew(base_job):
     with workers(base_job, PhaseClock()) as crew:
         crew.all("update_weights", "update_weights")
         yield crew
+
+
+@contextmanager
+def ready(settings):
+    """A trainer whose workers are ready, as a run has it."""
+    clock = PhaseClock()
+    with Interrupts() as interrupts:
+        job = prepare(settings)
+        with reward_processes(job) as runner, Reporter(job, clock) as reporter, workers(job, clock) as crew:
+            trainer = Trainer(job, crew, runner, reporter, interrupts)
+            try:
+                yield trainer
+            finally:
+                trainer.stepper.close()
+
+
+MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+
+
+def learned(run_dir):
+    """Gives each row of a run without what was measured of it."""
+    rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
 
 
 def memory(name, host=1, **figures):

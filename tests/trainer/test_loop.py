@@ -1,0 +1,254 @@
+import logging
+import os
+import signal
+
+import pytest
+from safetensors.torch import load_file
+
+from tests.trainer.conftest import AR, learned, ready
+from verl_memopt.errors import CheckpointError
+
+
+def rows(trainer):
+    return {row["step"]: row for row in trainer.reporter.folder.read_metrics()}
+
+
+def validated(trainer):
+    return [step for step, row in rows(trainer).items() if any(name.startswith("val-core/") for name in row)]
+
+
+def saved(trainer):
+    return trainer.job.store.steps()
+
+
+@pytest.mark.parametrize(("every", "steps"), [(-1, []), (2, [2, 4, 5]), (9, [5])])
+def test_saves_and_validations_come_every_so_many_steps_and_at_the_last(settled, every, steps):
+    more = {"trainer.total_training_steps": 5, "trainer.save_freq": every, "trainer.test_freq": every}
+    with ready(settled(more)) as trainer:
+        trainer.run()
+        assert list(rows(trainer)) == [1, 2, 3, 4, 5]
+        assert saved(trainer) == steps
+        assert validated(trainer) == steps
+
+
+def test_the_weights_a_run_starts_with_are_validated_first_when_asked(settled):
+    with ready(settled({"trainer.val_before_train": True})) as trainer:
+        trainer.run()
+        assert validated(trainer) == [0]
+        assert list(rows(trainer)) == [0, 1, 2]
+
+
+def test_without_a_validation_set_nothing_is_validated_however_often_it_is_due(settled):
+    with ready(settled({"data.val_files": None, "trainer.val_before_train": True, "trainer.test_freq": 1})) as trainer:
+        trainer.run()
+        assert list(rows(trainer)) == [1, 2]
+        assert validated(trainer) == []
+
+
+def test_validation_alone_takes_no_step_and_saves_nothing(settled):
+    with ready(settled({"trainer.val_only": True, "trainer.save_freq": 1})) as trainer:
+        trainer.run()
+        assert list(rows(trainer)) == validated(trainer) == [0]
+        assert saved(trainer) == []
+
+
+def test_validation_alone_of_a_checkpoint_is_logged_under_its_step(settled):
+    with ready(settled({"trainer.save_freq": 2})) as trainer:
+        trainer.run()
+    with ready(settled({"trainer.val_only": True})) as trainer:
+        trainer.run()
+        assert validated(trainer) == [2]
+
+
+def test_a_run_asked_to_stop_takes_no_further_step_and_saves_the_one_it_took(settled):
+    with ready(settled()) as trainer:
+        trainer.crew.all("update_weights", "update_weights")
+        trainer.one_step(1)
+        os.kill(os.getpid(), signal.SIGINT)
+        trainer.run()
+        assert trainer.step == 1
+        assert saved(trainer) == [1]
+
+
+def test_a_step_that_was_saved_is_not_saved_again_at_a_stop(settled):
+    with ready(settled({"trainer.save_freq": 1})) as trainer:
+        trainer.crew.all("update_weights", "update_weights")
+        trainer.one_step(1)
+        before = (trainer.job.site.run_dir / "global_step_1").stat().st_ino
+        os.kill(os.getpid(), signal.SIGTERM)
+        trainer.run()
+        assert (trainer.job.site.run_dir / "global_step_1").stat().st_ino == before
+
+
+def test_a_run_asked_to_stop_before_its_first_step_leaves_no_checkpoint(settled):
+    with ready(settled()) as trainer:
+        os.kill(os.getpid(), signal.SIGINT)
+        trainer.run()
+        assert (trainer.step, saved(trainer)) == (0, [])
+
+
+@pytest.mark.parametrize(("every", "tracked"), [(0, []), (4, [0, 1, 2, 4]), (1, [0, 1, 2, 3, 4, 5])])
+def test_bytes_are_counted_in_the_first_two_steps_and_every_so_many(settled, every, tracked):
+    found = []
+    with ready(settled({"trainer.track_memory_every_steps": every})) as trainer:
+        for step in range(6):
+            trainer.track(step)
+            if trainer.crew.track:
+                found.append(step)
+    assert found == tracked
+
+
+def test_after_a_resume_the_first_two_steps_are_counted_again(settled):
+    with ready(settled({"trainer.save_freq": 2})) as trainer:
+        trainer.run()
+    found = []
+    with ready(settled({"trainer.track_memory_every_steps": 100})) as trainer:
+        for step in (3, 4, 5):
+            trainer.track(step)
+            found.append(trainer.crew.track)
+    assert found == [True, True, False]
+
+
+def test_the_driver_remembers_what_a_resumed_run_needs(settled):
+    adaptive = {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.type": "adaptive",
+        "algorithm.kl_ctrl.horizon": 100,
+        "trainer.save_freq": 1,
+    }
+    with ready(settled(adaptive)) as trainer:
+        trainer.run()
+        coefficient, state = trainer.stepper.kl_control.coefficient, trainer.driver_state()
+    assert coefficient != 0.001
+    assert state["loader"] == {"seed": 7, "epoch": 0, "position": 8, "num_rows": 10}
+    assert (state["step"], state["seed"]) == (2, 7)
+    with ready(settled(adaptive)) as trainer:
+        trainer.resume()
+        assert trainer.step == trainer.saved_step == 2
+        assert trainer.stepper.kl_control.coefficient == coefficient
+        assert [span.name for span in trainer.crew.clock.take()] == ["init", "load_checkpoint"]
+
+
+def test_a_save_that_fails_keeps_the_checkpoint_before_it(settled):
+    with ready(settled({"trainer.save_freq": 1})) as trainer:
+        trainer.crew.all("update_weights", "update_weights")
+        trainer.one_step(1)
+        trainer.step = 2
+        begin = trainer.job.store.begin
+
+        def in_the_way(step):
+            folder = begin(step)
+            (folder / "actor").write_text("a file where a folder must be")
+            return folder
+
+        trainer.job.store.begin = in_the_way
+        with pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*the checkpoint of step 1 is untouched"):
+            trainer.save()
+        assert saved(trainer) == [1]
+
+
+def test_only_what_load_contents_names_is_loaded(settled):
+    lr = {f"{AR}.actor.optim.lr_warmup_steps": 50, "trainer.save_freq": 2}
+    with ready(settled(lr)) as trainer:
+        trainer.run()
+    found = {}
+    for parts in (["model"], ["model", "optimizer", "extra"]):
+        more = {f"{AR}.actor.checkpoint.load_contents": parts, "trainer.total_training_steps": 3, "trainer.save_freq": -1}
+        with ready(settled(lr | more)) as trainer:
+            trainer.run()
+            found[len(parts)] = rows(trainer)[3]["actor/lr"]
+    # Two mini-batches a step: a schedule that goes on stands at optimizer steps 4 and 5, one that begins anew at 0 and 1.
+    assert found[3] == pytest.approx(1e-3 * (5 + 6) / 2 / 51, rel=1e-6)
+    assert found[1] == pytest.approx(1e-3 * (1 + 2) / 2 / 51, rel=1e-6)
+
+
+EVERYTHING = {
+    "algorithm.use_kl_in_reward": True,
+    "algorithm.kl_ctrl.type": "adaptive",
+    "algorithm.kl_ctrl.horizon": 100,
+    "data.truncation": "right",
+    "data.max_prompt_length": 3,
+    f"{AR}.actor.ppo_epochs": 2,
+    f"{AR}.actor.shuffle": True,
+    f"{AR}.actor.use_kl_loss": True,
+    f"{AR}.actor.entropy_coeff": 0.01,
+    f"{AR}.actor.optim.lr_scheduler_type": "cosine",
+    f"{AR}.actor.checkpoint.save_contents": ["model", "optimizer", "extra", "hf_model"],
+    "trainer.total_training_steps": 5,
+    "trainer.val_before_train": True,
+    "trainer.test_freq": 2,
+}
+
+
+@pytest.fixture
+def run_in(settled, tmp_path):
+    """Trains into a folder by name and gives the folder."""
+
+    def run(name, more=None):
+        folder = tmp_path / name
+        with ready(settled({"trainer.default_local_dir": str(folder)} | (more or {}))) as trainer:
+            trainer.run()
+        return folder
+
+    return run
+
+
+def test_a_resumed_run_equals_one_that_was_never_stopped(run_in):
+    whole = run_in("whole", EVERYTHING | {"trainer.save_freq": 1})
+    run_in(
+        "cut",
+        EVERYTHING | {"trainer.save_freq": 1, "trainer.total_training_steps": 3, f"{AR}.actor.optim.total_training_steps": 20},
+    )
+    cut = run_in("cut", EVERYTHING | {"trainer.save_freq": 1})
+    assert [row["step"] for row in learned(cut)] == [0, 1, 2, 3, 4, 5]
+    one, other = learned(whole), learned(cut)
+    # The shorter run validated its last step, as every run does.
+    assert {name for name in other[3] if name.startswith("val-")}
+    other[3] = {name: value for name, value in other[3].items() if not name.startswith("val-")}
+    assert other == one
+    weights = [load_file(run / "global_step_5" / "actor" / "huggingface" / "model.safetensors") for run in (whole, cut)]
+    assert all((weights[0][name] == weights[1][name]).all() for name in weights[0])
+
+
+def test_a_run_goes_on_from_a_checkpoint_by_name_in_a_folder_of_its_own(run_in):
+    first = run_in("first", {"trainer.save_freq": 1})
+    named = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": f"{first}/global_step_1/"}
+    second = run_in("second", named)
+    assert learned(second) == learned(first)[1:]
+    assert sorted(path.name for path in first.glob("global_step_*")) == ["global_step_1", "global_step_2"]
+
+
+def test_going_back_by_name_inside_a_folder_replaces_what_followed(run_in):
+    folder = run_in("run", {"trainer.save_freq": 1, "trainer.total_training_steps": 3, "trainer.max_actor_ckpt_to_keep": 3})
+    before = learned(folder)
+    named = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(folder / "global_step_1")}
+    again = {"trainer.save_freq": 1, "trainer.max_actor_ckpt_to_keep": 1, f"{AR}.actor.optim.lr": 1e-2}
+    assert learned(run_in("run", named | again))[0] == before[0]
+    assert (folder / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    goes_on = learned(run_in("run", again | {"trainer.total_training_steps": 3}))
+    assert [row["step"] for row in goes_on] == [1, 2, 3]
+    assert goes_on[1]["actor/lr"] == pytest.approx(1e-2)
+
+
+def test_the_number_of_steps_wins_over_epochs_and_epochs_count_whole_batches(run_in):
+    epochs = {"trainer.total_training_steps": None, "trainer.total_epochs": 2}
+    rows = learned(run_in("epochs", epochs))
+    assert [row["training/epoch"] for row in rows] == [0, 0, 1, 1]  # 10 prompts, 4 a step
+    longer = learned(run_in("epochs", epochs | {"trainer.resume_mode": "disable", "trainer.total_training_steps": 3}))
+    assert longer == rows[:3]
+
+
+def test_more_epochs_prolong_a_finished_run(run_in):
+    epochs = {"trainer.total_training_steps": None, "trainer.total_epochs": 1, "trainer.save_freq": 1}
+    assert len(learned(run_in("run", epochs))) == 2
+    assert [row["step"] for row in learned(run_in("run", epochs | {"trainer.total_epochs": 2}))] == [1, 2, 3, 4]
+
+
+def test_a_seed_that_was_drawn_is_kept_over_a_resume(run_in, caplog):
+    drawn = {"data.seed": None, "trainer.save_freq": 1}
+    with caplog.at_level(logging.INFO):
+        run_in("run", drawn)
+        run_in("run", drawn | {"trainer.total_training_steps": 3})
+    said = [record.getMessage().split("uses ")[1] for record in caplog.records if "this run uses" in record.getMessage()]
+    seed = said[0].split()[0]
+    assert said == [f"{seed} (drawn)", f"{seed} (from the checkpoint)"]

@@ -1,0 +1,65 @@
+import json
+
+import pytest
+import torch.distributed as dist
+
+from tests.trainer.conftest import learned
+from verl_memopt.errors import RewardError
+from verl_memopt.trainer.run import train
+
+
+def test_a_run_ends_with_code_0_its_record_and_nothing_left_running(settled, tmp_path, capsys):
+    assert train(settled({"trainer.save_freq": 2, "trainer.test_freq": 2, "trainer.val_before_train": True})) == 0
+    run_dir = tmp_path / "run"
+    assert [row["step"] for row in learned(run_dir)] == [0, 1, 2]
+    assert json.loads((run_dir / "summary.json").read_text())["steps"] == 2
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+    assert capsys.readouterr().out.rstrip().splitlines()[-1] == str(run_dir)
+    assert not dist.is_initialized()
+
+
+STOPPING = """
+import os, signal
+from verl_memopt.data.dataset import PromptDataset
+
+class Rows(PromptDataset):
+    reads = 0
+
+    def __getitem__(self, index):
+        if self._split == "val":
+            self.reads += 1
+            if self.reads in {reads}:
+                os.kill(os.getpid(), signal.{name})
+        return super().__getitem__(index)
+"""
+
+
+def stopped(settled, folder, name, reads):
+    """Gives the exit code of a run that gets signals while it reads validation rows: one when it is built, three in each step."""
+    (folder / "rows.py").write_text(STOPPING.format(reads=reads, name=name))
+    rows = {"data.custom_cls.path": str(folder / "rows.py"), "data.custom_cls.name": "Rows"}
+    return train(settled(rows | {"trainer.test_freq": 1, "trainer.total_training_steps": 4}))
+
+
+@pytest.mark.parametrize(("name", "code"), [("SIGINT", 130), ("SIGTERM", 143)])
+def test_a_stop_finishes_the_step_saves_it_and_is_told_by_the_exit_code(settled, tmp_path, name, code):
+    assert stopped(settled, tmp_path, name, [6]) == code
+    assert [row["step"] for row in learned(tmp_path / "run")] == [1, 2]
+    assert (tmp_path / "run" / "latest_checkpointed_iteration.txt").read_text().strip() == "2"
+
+
+def test_a_second_signal_stops_at_once_and_still_leaves_the_record(settled, tmp_path, capsys):
+    assert stopped(settled, tmp_path, "SIGINT", [6, 7]) == 130
+    assert [row["step"] for row in learned(tmp_path / "run")] == [1]
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+    assert not list((tmp_path / "run").glob("global_step_*"))
+    assert "stopped at once" in capsys.readouterr().out
+    assert not dist.is_initialized()
+
+
+def test_a_users_mistake_in_the_middle_says_where_the_record_lies_and_leaves_nothing_running(settled, tmp_path, capsys):
+    (tmp_path / "reward.py").write_text("def compute_score(*args, **kwargs):\n    return 'much'\n")
+    with pytest.raises(RewardError, match="not a number"):
+        train(settled({"custom_reward_function.path": str(tmp_path / "reward.py")}))
+    assert f"the record so far: {tmp_path / 'run'}" in capsys.readouterr().out
+    assert not dist.is_initialized()

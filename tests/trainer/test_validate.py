@@ -1,0 +1,87 @@
+import pytest
+
+from tests.trainer.conftest import AR
+from verl_memopt.data.dataset import PromptRow
+from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.trainer.assemble import prepare
+from verl_memopt.trainer.validate import validate
+
+SAMPLED = {f"{AR}.rollout.val_kwargs.{key}": value for key, value in {"n": 3, "do_sample": True, "temperature": 1.0}.items()}
+
+
+@pytest.fixture(scope="module")
+def runner(base_job):
+    with RewardRunner(base_job.settings.custom_reward_function, 1) as runner:
+        yield runner
+
+
+@pytest.fixture
+def validated(settled, base_crew, runner):
+    """Gives the validation at a step, under some settings, of the module's worker."""
+    return lambda more=None, step=3: validate(prepare(settled(more)), base_crew, runner, step)
+
+
+def rows_of(found):
+    return [row.text for answers, _ in found.answers for row in answers.rows]
+
+
+def responses(found):
+    return [ids for answers, _ in found.answers for ids in answers.generation.response_ids]
+
+
+def scores(found):
+    return [result.score for _, results in found.answers for result in results]
+
+
+def test_every_held_out_prompt_is_answered_once_and_scored(validated):
+    found = validated()
+    assert rows_of(found) == ["0+1=", "1+2=", "2+3="]
+    assert len(responses(found)) == 3
+    assert all(0 < len(ids) <= 4 for ids in responses(found))
+    assert found.score == pytest.approx(sum(scores(found)) / 3)
+    assert found.metrics == {"val-core/toy/arithmetic/reward/mean@1": pytest.approx(found.score)}
+
+
+def test_several_samples_of_a_prompt_are_grouped_by_prompt(validated):
+    found = validated(SAMPLED)
+    assert rows_of(found) == ["0+1="] * 3 + ["1+2="] * 3 + ["2+3="] * 3
+    best = [max(scores(found)[start : start + 3]) for start in (0, 3, 6)]
+    assert found.metrics["val-core/toy/arithmetic/reward/best@3/mean"] == pytest.approx(sum(best) / 3)
+    assert len({tuple(ids) for ids in responses(found)}) > 3
+
+
+@pytest.mark.parametrize("more", [{}, SAMPLED], ids=["greedy", "sampled"])
+@pytest.mark.parametrize("size", [1, 2])
+def test_the_batch_size_changes_the_calls_and_no_answer(validated, more, size):
+    whole, cut = validated(more), validated(more | {"data.val_batch_size": size})
+    assert [len(answers.rows) for answers, _ in cut.answers] == [
+        n * (3 if more else 1) for n in ([1, 1, 1] if size == 1 else [2, 1])
+    ]
+    assert responses(cut) == responses(whole)
+    assert cut.metrics == whole.metrics
+
+
+def test_validation_has_a_sampling_of_its_own(validated):
+    assert responses(validated()) == responses(validated(step=4))  # greedy
+    assert responses(validated(SAMPLED)) == responses(validated(SAMPLED))
+    assert responses(validated(SAMPLED)) != responses(validated(SAMPLED, step=4))
+
+
+ENDLESS = """
+from verl_memopt.data.dataset import PromptRow
+
+class Rows:
+    def __init__(self, files, data, tokenizer, split):
+        pass
+    def __len__(self):
+        return 6
+    def __getitem__(self, index):
+        return PromptRow(index, f"{index}=", "toy/arithmetic", "1", {}, f"made:{index}")
+"""
+
+
+def test_a_dataset_that_only_has_a_length_and_an_index_is_read_by_both(validated, tmp_path):
+    (tmp_path / "rows.py").write_text(ENDLESS)
+    found = validated({"data.custom_cls.path": str(tmp_path / "rows.py"), "data.custom_cls.name": "Rows"})
+    assert rows_of(found) == [f"{index}=" for index in range(6)]
+    assert all(isinstance(row, PromptRow) for answers, _ in found.answers for row in answers.rows)
