@@ -69,15 +69,14 @@ def test_over_ranks_device_figures_are_the_largest_and_resident_memory_the_sum()
 
 
 def test_over_calls_each_peak_is_the_largest_and_what_is_live_is_the_last_calls():
-    first = memory("gen", host=9, peak_allocated_bytes=5, allocated_bytes=5, peak_reserved_bytes=6, device_used_bytes=30)
-    second = memory("gen", host=8, peak_allocated_bytes=7, allocated_bytes=1, peak_reserved_bytes=2, device_used_bytes=10)
-    crew = crew_of(Scripted(0, [first, second]))
+    names = ("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_buffer_bytes")
+    first, second, both = (
+        dict(zip(names, sizes, strict=True)) for sizes in ((5, 5, 6, 30, 2), (7, 1, 2, 10, 3), (7, 1, 6, 30, 3))
+    )
+    crew = crew_of(Scripted(0, [memory("gen", host=9, **first), memory("gen", host=8, **second)]))
     crew.all("gen", "generate")
     crew.all("gen", "release_engine")
-    expected = memory(
-        "gen", host=9, seconds=2.0, peak_allocated_bytes=7, allocated_bytes=1, peak_reserved_bytes=6, device_used_bytes=30
-    )
-    assert crew.take_memories()[1] == expected
+    assert crew.take_memories()[1] == memory("gen", host=9, seconds=2.0, **both)
 
 
 def test_a_figure_nobody_has_stays_absent():

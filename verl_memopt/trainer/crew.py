@@ -56,4 +56,5 @@ def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
         seconds=sum(call.seconds for call in calls),
         allocated_bytes=calls[-1].allocated_bytes,
         host_rss_bytes=max(call.host_rss_bytes for call in calls),
+        host_buffer_bytes=max(call.host_buffer_bytes for call in calls),
     )
