@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from contextlib import AbstractContextManager, nullcontext
+
 import torch
 
 from verl_memopt.errors import ConfigError
@@ -105,3 +107,29 @@ def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
     """Restores what :func:`device_rng_state` gave."""
     if device.type == "cuda":
         torch.cuda.set_rng_state(state, device)
+
+
+def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Gives a stream of its own for copies that run beside the computation; None on a CPU, where there is one order."""
+    return torch.cuda.Stream(device) if device.type == "cuda" else None
+
+
+def current_stream(device: torch.device) -> torch.cuda.Stream | None:
+    """Gives the stream that the next operation is queued on; None on a CPU."""
+    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+
+
+def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager:
+    """Queues the operations of the body on ``stream``; with None changes nothing."""
+    return nullcontext() if stream is None else torch.cuda.stream(stream)
+
+
+def mark_done(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+    """Gives an event that happens once everything queued on ``stream`` so far is done; None for no stream."""
+    return None if stream is None else stream.record_event()
+
+
+def wait_for(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
+    """Makes what ``stream`` is given next wait for an event; nothing to wait for without either."""
+    if stream is not None and event is not None:
+        stream.wait_event(event)
