@@ -1,0 +1,79 @@
+import pytest
+import torch
+
+from verl_memopt.distributed import device
+from verl_memopt.errors import ConfigError
+
+CPU = torch.device("cpu")
+GPU = torch.device("cuda", 0)
+
+
+def test_a_cpu_can_always_be_asked_for():
+    assert device.resolve_device("cpu") == "cpu"
+
+
+def test_auto_is_the_gpu_where_there_is_one():
+    assert device.resolve_device("auto") == ("cuda" if torch.cuda.is_available() else "cpu")
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="here there is a GPU")
+def test_a_gpu_that_is_not_there_is_refused_with_a_way_out():
+    with pytest.raises(ConfigError, match=r"trainer\.device=cuda: no CUDA device.*Use trainer\.device=cpu or auto"):
+        device.resolve_device("cuda")
+
+
+@pytest.mark.parametrize("name", ["gpu", "CPU", "cuda:0", ""])
+def test_an_unknown_device_is_refused_with_the_known_ones(name):
+    with pytest.raises(ConfigError, match=f"trainer.device={name}: unknown device. Use one of auto, cuda, cpu"):
+        device.resolve_device(name)
+
+
+def test_a_cpu_is_one_device_whatever_the_rank():
+    assert device.local_device("cpu", 3) == CPU
+    assert device.device_count("cpu") == 1
+
+
+def test_collectives_go_over_gloo_and_on_a_gpu_over_nccl_beside_it():
+    assert device.backend(CPU) == "gloo"
+    assert device.backend(GPU) == "cpu:gloo,cuda:nccl"
+
+
+def test_only_a_gpu_has_an_allocator_to_ask():
+    assert device.is_gpu(GPU)
+    assert not device.is_gpu(CPU)
+
+
+def test_flash_kernels_run_in_half_precision_on_a_gpu_only():
+    assert not device.supports_flash(CPU, torch.bfloat16)
+    assert not device.supports_flash(GPU, torch.float32)
+
+
+def test_on_a_cpu_there_is_nothing_to_wait_for_to_free_or_to_restore():
+    before = torch.get_rng_state()
+    assert device.synchronize(CPU) is None
+    assert device.empty_cache(CPU) is None
+    assert device.device_rng_state(CPU) is None
+    device.set_device_rng_state(CPU, torch.zeros(16, dtype=torch.uint8))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+@pytest.mark.gpu
+def test_the_allocators_peak_falls_to_the_present_when_reset():
+    here = device.local_device("cuda", 0)
+    kept = torch.ones(2**20, device=here)
+    torch.ones(2**22, device=here)
+    assert device.max_memory_allocated(here) >= device.memory_allocated(here) + 2**24
+    device.reset_peak_memory(here)
+    assert device.max_memory_allocated(here) == device.memory_allocated(here) >= kept.nbytes
+    free, total = device.memory_info(here)
+    assert 0 < free < total
+    assert device.max_memory_reserved(here) >= device.memory_reserved(here) >= device.memory_allocated(here)
+
+
+@pytest.mark.gpu
+def test_the_devices_generator_continues_where_it_was():
+    here = device.local_device("cuda", 0)
+    state = device.device_rng_state(here)
+    expected = torch.rand(3, device=here)
+    device.set_device_rng_state(here, state)
+    assert torch.equal(torch.rand(3, device=here), expected)

@@ -1,0 +1,105 @@
+import math
+import re
+
+import pytest
+import torch
+from torch import nn
+
+from verl_memopt.config.schema import Optim
+from verl_memopt.errors import ConfigError
+from verl_memopt.workers.schedule import build_optimizer, build_schedule, learning_rate_factor
+
+KEY = "actor_rollout_ref.actor.optim"
+
+
+def weights():
+    return [nn.Parameter(torch.ones(2))]
+
+
+def factors(warmup, total, **settings):
+    return [learning_rate_factor(step, warmup, total, Optim(**settings)) for step in range(total)]
+
+
+def test_a_constant_rate_climbs_linearly_to_its_peak_and_stays():
+    assert factors(3, 6) == [0.25, 0.5, 0.75, 1.0, 1.0, 1.0]
+
+
+def test_without_a_warm_up_the_first_step_has_the_whole_rate():
+    assert factors(0, 2) == [1.0, 1.0]
+
+
+def test_half_a_cosine_falls_from_the_peak_to_nothing():
+    found = [learning_rate_factor(step, 0, 4, Optim(lr_scheduler_type="cosine")) for step in range(5)]
+    assert found == pytest.approx([1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0], abs=1e-12)
+
+
+def test_a_cosine_ends_at_its_floor_and_stays_there():
+    optim = Optim(lr_scheduler_type="cosine", min_lr_ratio=0.2)
+    assert [learning_rate_factor(step, 0, 4, optim) for step in (2, 4, 9)] == pytest.approx([0.6, 0.2, 0.2])
+
+
+def test_a_cosine_begins_where_the_warm_up_ends():
+    assert factors(2, 4, lr_scheduler_type="cosine") == pytest.approx([1 / 3, 2 / 3, 1.0, 0.5])
+
+
+def test_whole_cycles_come_back_to_the_peak():
+    optim = Optim(lr_scheduler_type="cosine", num_cycles=1.0)
+    assert [learning_rate_factor(step, 0, 4, optim) for step in (0, 2, 4)] == pytest.approx([1.0, 0.0, 1.0])
+
+
+def test_a_warm_up_as_long_as_the_run_divides_by_no_zero():
+    assert learning_rate_factor(4, 4, 4, Optim(lr_scheduler_type="cosine")) == 1.0
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_warmup_steps": 1}, [0.5, 1.0]),
+        ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.5}, [1.0, 1.0]),
+        ({"lr_warmup_steps_ratio": 0.1}, [0.5, 1.0]),
+        ({"lr_warmup_steps_ratio": 0.1, "total_training_steps": 30}, [0.25, 0.5]),
+    ],
+)
+def test_the_length_of_the_warm_up_is_given_or_a_share_of_the_schedule(settings, expected):
+    optim = Optim(lr=2.0, **settings)
+    optimizer = build_optimizer(weights(), optim)
+    schedule = build_schedule(optimizer, optim, 10)
+    found = [schedule.get_last_lr()[0]]
+    optimizer.step()
+    schedule.step()
+    assert [*found, schedule.get_last_lr()[0]] == pytest.approx([2.0 * share for share in expected])
+
+
+def test_the_optimizer_has_the_settings_it_was_given_and_is_fused():
+    group = build_optimizer(weights(), Optim(lr=0.5, weight_decay=0.25, betas=(0.5, 0.75))).param_groups[0]
+    assert (group["lr"], group["weight_decay"], group["betas"], group["fused"]) == (0.5, 0.25, (0.5, 0.75), True)
+
+
+def test_further_arguments_go_to_the_optimizer_and_win():
+    optim = Optim(override_optimizer_config={"eps": 1e-3, "fused": False})
+    group = build_optimizer(weights(), optim).param_groups[0]
+    assert (group["eps"], group["fused"]) == (1e-3, False)
+
+
+@pytest.mark.parametrize("name", ["SGD", "Adafactor", "RMSprop"])
+def test_an_optimizer_without_betas_is_not_given_any(name):
+    optimizer = build_optimizer(weights(), Optim(optimizer=name, lr=0.5))
+    assert type(optimizer) is getattr(torch.optim, name)
+    assert optimizer.param_groups[0]["lr"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"optimizer": "Adamw"}, "optimizer_impl=torch.optim, optimizer=Adamw: module 'torch.optim' has no attribute"),
+        ({"optimizer_impl": "no_such_module"}, "optimizer_impl=no_such_module, optimizer=AdamW: No module named"),
+        ({"override_optimizer_config": {"epsilon": 1}}, "override_optimizer_config={'epsilon': 1}: "),
+        ({"override_optimizer_config": {"eps": -1.0}}, "override_optimizer_config={'eps': -1.0}: Invalid epsilon"),
+        ({"override_optimizer_config": {"foreach": True}}, "`fused` and `foreach` cannot be `True` together"),
+        ({"optimizer": "lr_scheduler"}, "optimizer=lr_scheduler, override_optimizer_config=None: "),
+    ],
+)
+def test_what_cannot_be_built_is_refused_under_its_key(settings, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        build_optimizer(weights(), Optim(**settings))
+    assert str(caught.value).startswith(KEY)
