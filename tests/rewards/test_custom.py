@@ -38,7 +38,7 @@ def test_the_function_is_called_with_its_fixed_arguments(tmp_path: Path) -> None
             "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0",
             "compute_score",
             {"scale": 3},
-            r"unexpected keyword argument 'scale'.*Define compute_score\(.*, scale\)",
+            r"unexpected keyword argument 'scale'.*Define compute_score\(.*, extra_info=None, scale=None\)",
         ),
         (
             "def compute_score(data_source, solution_str, ground_truth, extra_info, needed): return 0",

@@ -8,6 +8,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
 
 from verl_memopt.config import schema
 from verl_memopt.data.encoder import overlong, tokenize
@@ -68,12 +69,15 @@ class PromptDataset:
         for name in REFUSED_COLUMNS:
             if name in columns:
                 raise DataError(f"{address}: the column {name!r} holds media, only text is trained on. Drop the column.")
-        source = _column(address, columns, self._data.reward_fn_key, "data.reward_fn_key")
+        source = _column(address, columns, self._data.reward_fn_key, "Set data.reward_fn_key, or add it")
         if not isinstance(source, str):
             raise DataError(f"{address}: {self._data.reward_fn_key} must be a text, it is {source!r}. Mend the row.")
+        text = self._render(address, _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it"))
+        if not text:
+            raise DataError(f"{address}: the prompt is empty. Drop the row, or give it a prompt.")
         return PromptRow(
             index=-1,
-            text=self._render(address, _column(address, columns, self._data.prompt_key, "data.prompt_key")),
+            text=text,
             data_source=source,
             ground_truth=_ground_truth(address, columns),
             extra_info=_extra_info(address, columns),
@@ -90,7 +94,13 @@ class PromptDataset:
                 f"it is {prompt!r:.200}. Mend the row."
             )
         arguments = self._data.apply_chat_template_kwargs
-        return self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **arguments)
+        try:
+            return self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **arguments)
+        except (TemplateError, ValueError, TypeError) as problem:
+            raise DataError(
+                f"{address}: the chat template does not render this prompt ({problem}). Set another with "
+                "actor_rollout_ref.model.custom_chat_template, or mend the row or data.apply_chat_template_kwargs."
+            ) from problem
 
     def _checked(self, rows: list[PromptRow]) -> list[PromptRow]:
         """The rows within ``max_prompt_length``; what happens to others is ``filter_overlong_prompts`` and ``truncation``."""
@@ -139,16 +149,14 @@ def _subset(rows: list[RawRow], limit: int, seed: int | None) -> list[RawRow]:
     return [rows[i] for i in sorted(np.random.default_rng(seed).permutation(len(rows))[:limit].tolist())]
 
 
-def _column(address: str, columns: dict[str, Any], name: str, key: str) -> Any:
+def _column(address: str, columns: dict[str, Any], name: str, way_out: str) -> Any:
     if columns.get(name) is None:
-        raise DataError(
-            f"{address}: there is no column {name!r}; the row has {', '.join(sorted(columns))}. Set {key}, or add it."
-        )
+        raise DataError(f"{address}: there is no column {name!r}; the row has {', '.join(sorted(columns))}. {way_out}.")
     return columns[name]
 
 
 def _ground_truth(address: str, columns: dict[str, Any]) -> Any:
-    reward_model = _column(address, columns, "reward_model", "reward_model.ground_truth")
+    reward_model = _column(address, columns, "reward_model", "Add {ground_truth: ...} under that name")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
         raise DataError(f"{address}: reward_model has no ground_truth, it is {reward_model!r:.200}. Add {{ground_truth: ...}}.")
     return reward_model["ground_truth"]

@@ -29,7 +29,10 @@ def _read_file(path: Path, key: str) -> list[RawRow]:
         raise DataError(f"{key}: {path}: the suffix {path.suffix!r} is unknown. Use one of {', '.join(READERS)}.")
     if not path.is_file():
         raise DataError(f"{key}: {path}: there is no such file. Check the path, or prepare the data first.")
-    rows = list(READERS[path.suffix](path))
+    try:
+        rows = list(READERS[path.suffix](path))
+    except OSError as problem:
+        raise DataError(f"{key}: {path}: the file cannot be read ({problem}). Check its permissions and its disk.") from problem
     if not rows:
         raise DataError(f"{key}: {path}: the file has no rows. Prepare the data again.")
     return rows

@@ -40,5 +40,13 @@ def _module_of(file: Path, key: str, error: type[UserError]) -> Any:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:  # a user's file may raise anything
         del sys.modules[module_name]
-        raise error(f"{key}={file}: the file does not run. Mend it:\n{traceback.format_exc()}") from problem
+        raise error(f"{key}={file}: the file does not run. Mend it:\n{_trace_within(problem, str(file))}") from problem
     return module
+
+
+def _trace_within(problem: BaseException, file: str) -> str:
+    """The traceback from the first frame in ``file`` on: what imported it is of no use to its author."""
+    trace = problem.__traceback__
+    while trace is not None and trace.tb_frame.f_code.co_filename != file:
+        trace = trace.tb_next
+    return "".join(traceback.format_exception(type(problem), problem, trace)).rstrip()

@@ -68,8 +68,15 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Gives the ids that end a response: those of generation_config.json, and the tokenizer's own."""
+    """Gives the ids that end a response: those of generation_config.json, and the tokenizer's own.
+
+    Errors: ConfigError when that file cannot be read.
+    """
     path = folder / "generation_config.json"
-    listed = json.loads(path.read_text()).get("eos_token_id") if path.is_file() else None
+    try:
+        listed = dict(json.loads(path.read_text())).get("eos_token_id") if path.is_file() else None
+    except (OSError, ValueError, TypeError) as error:
+        key = f"actor_rollout_ref.model.path={folder}"
+        raise ConfigError(f"{key}: its generation_config.json cannot be read: {error}. Mend the file, or remove it.") from error
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
     return tuple(sorted({*ids, tokenizer.eos_token_id}))

@@ -39,7 +39,7 @@ def _check_signature(function: RewardFunction, path: str, name: str, reward_kwar
     try:
         signature.bind(**dict.fromkeys(ARGUMENTS), **reward_kwargs)
     except TypeError as problem:
-        wanted = f"{name}({', '.join([*ARGUMENTS[:3], 'extra_info=None', *reward_kwargs])})"
+        wanted = f"{name}({', '.join([*ARGUMENTS[:3], 'extra_info=None', *(f'{given}=None' for given in reward_kwargs)])})"
         raise RewardError(
             f"custom_reward_function.name={name}: {path} defines {name}{signature}, which cannot be called as it will be "
             f"({problem}). Define {wanted}."

@@ -85,8 +85,10 @@ def score_row(
         return (*read_score(value), None)
     except RewardError as problem:
         return 0.0, {}, str(problem)
-    except (Exception, SystemExit):  # noqa: BLE001 - the function is the user's: whatever it raises is reported
-        return 0.0, {}, f"raised:\n{traceback.format_exc()}"
+    except (Exception, SystemExit) as problem:  # noqa: BLE001 - the function is the user's: whatever it raises is reported
+        assert problem.__traceback__ is not None
+        within = traceback.format_exception(type(problem), problem, problem.__traceback__.tb_next)  # without this frame
+        return 0.0, {}, f"raised:\n{''.join(within).rstrip()}"
 
 
 def read_score(value: Any) -> tuple[float, dict[str, Any]]:

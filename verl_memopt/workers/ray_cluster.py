@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import logging
 import os
+import signal
+import socket
 import subprocess
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -13,6 +15,9 @@ from verl_memopt.errors import ConfigError, WorkerError
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Shared memory of a cluster started here; batches without padding are small, and Ray spills to disk beyond it."""
+
+CONNECT_SECONDS = 10.0
+"""How long a cluster may take to accept a connection."""
 
 LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
 """Arguments of ray.init where it starts a cluster; ``ray_kwargs.ray_init`` wins over each."""
@@ -74,9 +79,11 @@ class Connection:
                 f"trainer.nnodes={request.nnodes}: a cluster started here has one node. "
                 "Start Ray on the nodes and give ray_kwargs.ray_init.address, or set trainer.nnodes=1."
             )
+        if joins:
+            _check_answers(str(given.get("address") or os.environ["RAY_ADDRESS"]))
         num_cpus = max(request.nnodes * request.devices_per_node, os.cpu_count() or 1)
         defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus}
-        driver = psutil.Process()
+        driver, on_terminate = psutil.Process(), signal.getsignal(signal.SIGTERM)
         before = set(driver.children())
         try:
             ray.init(**{"logging_level": logging.ERROR, **defaults, **given})
@@ -85,9 +92,26 @@ class Connection:
             raise ConfigError(
                 f"ray_kwargs.ray_init={given}: Ray could not start: {error}. Correct or remove the argument."
             ) from error
+        if callable(on_terminate) and signal.getsignal(signal.SIGTERM) is not on_terminate:
+            # Ray would exit on the spot; what SIGTERM means for the run is for whoever handled it before to decide.
+            signal.signal(signal.SIGTERM, on_terminate)
         started = [child for child in driver.children() if child not in before]
         if started:
             self._guardian = _guard([child.pid for parent in started for child in (parent, *parent.children())])
+
+
+def _check_answers(address: str) -> None:
+    """Raises ConfigError when nothing listens at a ``host:port``. Ray itself would try again for a quarter of an hour."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        raise ConfigError(
+            f"ray_kwargs.ray_init.address={address}: nothing answers there ({error}). Start Ray there (ray start --head), "
+            "or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
+        ) from error
 
 
 def _guard(pids: list[int]) -> subprocess.Popen[bytes]:
