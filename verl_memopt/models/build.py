@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from huggingface_hub.errors import StrictDataclassError
 from safetensors import safe_open
 from torch import Tensor, nn
 from torch._guards import detect_fake_mode
@@ -29,13 +30,16 @@ UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
 def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     """Gives the model's config with ``override_config`` merged in.
 
-    Errors: ConfigError for an unreadable config, an override it does not know, or a head that the chunked log-prob cannot
-    compute.
+    Errors: ConfigError for a library that cannot be imported, an unreadable config, an override it does not know or take, or
+    a head that the chunked log-prob cannot compute.
     """
     if model.external_lib is not None:
-        importlib.import_module(model.external_lib)
-    source = model.hf_config_path or str(folder)
     key = "actor_rollout_ref.model"
+        try:
+            importlib.import_module(model.external_lib)
+        except ImportError as error:
+            raise ConfigError(f"{key}.external_lib={model.external_lib}: {error}. Install the module, or remove the key.") from error
+    source = model.hf_config_path or str(folder)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -43,7 +47,11 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise ConfigError(f"{key}.override_config.{name}: {type(config).__name__} has no such field. Remove it.")
-        setattr(config, name, value)
+        try:
+            setattr(config, name, value)
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
     scaled = [name for name in UNSUPPORTED_HEADS if getattr(config, name, None) not in (None, 1, 1.0)]
     if scaled:
         raise ConfigError(f"{key}.path={source}: {config.model_type} changes its logits after the head ({scaled[0]}), not supported.")

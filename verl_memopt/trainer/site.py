@@ -15,6 +15,7 @@ from verl_memopt.config.checks import needs_reference, world_size
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
+from verl_memopt.models.build import WeightFolder, load_model_config
 from verl_memopt.models.folder import end_tokens, load_tokenizer, resolve_folder
 
 logger = logging.getLogger(__name__)
@@ -43,6 +44,9 @@ def survey(settings: Settings) -> Site:
     _check_engine(settings)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
     folder = resolve_folder(model.path, "actor_rollout_ref.model.path")
+    # Config and weight files are opened once here, so that a damaged folder shows before any worker starts.
+    load_model_config(model, folder)
+    WeightFolder(folder)
     tokens = folder if model.tokenizer_path is None else resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path")
     tokenizer = load_tokenizer(tokens, model, settings.data.trust_remote_code)
     reference = None
