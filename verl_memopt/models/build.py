@@ -33,8 +33,8 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     Errors: ConfigError for a library that cannot be imported, an unreadable config, an override it does not know or take, or
     a head that the chunked log-prob cannot compute.
     """
-    if model.external_lib is not None:
     key = "actor_rollout_ref.model"
+    if model.external_lib is not None:
         try:
             importlib.import_module(model.external_lib)
         except ImportError as error:

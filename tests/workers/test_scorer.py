@@ -1,0 +1,91 @@
+import dataclasses
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.workers.test_policy import CPU, batch
+from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.models.build import named_weights
+from verl_memopt.workers.scorer import build_scorer, materialize, micro_batch, score_batch
+
+HEAT = 0.7
+
+
+@pytest.fixture
+def model(tiny_folder, one_rank):
+    scorer = build_scorer(Model(path=str(tiny_folder)), Fsdp(dtype="fp32"), tiny_folder, one_rank, CPU, "key", False, False)
+    materialize(scorer, tiny_folder, CPU)
+    return scorer
+
+
+@torch.no_grad()
+def naive(folder, whole):
+    """Gives log-probs and entropies [R] from whole logits of one row at a time, in transformers."""
+    from transformers import AutoModelForCausalLM
+
+    lm = AutoModelForCausalLM.from_pretrained(folder).eval()
+    parts = []
+    for prompt, response in zip(whole.prompts.rows(), whole.responses.rows(), strict=True):
+        logits = lm(torch.cat([prompt, response])[None]).logits[0, len(prompt) - 1 : -1] / HEAT
+        log_p = logits.log_softmax(-1)[: len(response)]
+        parts.append((log_p.gather(-1, response[:, None])[:, 0], -(log_p.exp() * log_p).sum(-1)))
+    return tuple(torch.cat(each) for each in zip(*parts, strict=True))
+
+
+def test_the_model_holds_the_folders_weights(model, tiny_folder):
+    expected = load_file(tiny_folder / "model.safetensors")
+    found = {name: parameter.full_tensor() for name, parameter in named_weights(model)}
+    assert found.keys() == expected.keys() - {"lm_head.weight"}
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
+
+
+def test_scores_are_those_of_whole_logits(model, tiny_folder):
+    whole = batch(rows=6)
+    found = score_batch(model, whole, [[0, 3], [5, 1], [2, 4]], HEAT, True, CPU)
+    log_probs, entropy = naive(tiny_folder, whole)
+    torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=2e-6)
+    torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=4e-6)
+    assert (found.log_probs.dtype, found.log_probs.requires_grad) == (torch.float32, False)
+
+
+def test_how_rows_are_cut_does_not_show(model):
+    whole = batch(rows=6)
+    one, many = (score_batch(model, whole, rows, HEAT, False, CPU) for rows in ([range(6)], [[4], [], [2, 0], [1, 5], [3]]))
+    torch.testing.assert_close(one.log_probs, many.log_probs, rtol=0, atol=2e-6)
+    assert one.entropy is None
+
+
+def test_rows_without_a_response_have_nothing_to_score(model):
+    none = Ragged.from_rows([[], []], torch.int64)
+    empty = RolloutBatch(
+        prompts=Ragged.from_rows([[5, 6], [7]], torch.int64), responses=none, group=torch.zeros(2), batch_size=[]
+    )
+    found = score_batch(model, empty, [[0], [1]], HEAT, True, CPU)
+    assert found.log_probs.shape == found.entropy.shape == (0,)
+
+
+def test_scoring_frees_what_it_gathered(model):
+    score_batch(model, batch(rows=2), [[0, 1]], HEAT, False, CPU)
+    assert all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.parameters())
+
+
+def test_a_micro_batch_holds_the_fields_of_its_rows_in_order():
+    whole = batch(rows=4)
+    micro = micro_batch(whole, [3, 1])
+    sizes = whole.responses.sizes()
+    assert micro.pack.row_lengths.tolist() == [sizes[3], sizes[1]]
+    for name in ("old_log_probs", "ref_log_probs", "advantages"):
+        rows = getattr(whole, name).split(sizes)
+        assert torch.equal(getattr(micro, name), torch.cat([rows[3], rows[1]]))
+
+
+def test_a_micro_batch_moves_with_what_it_has():
+    whole = batch(rows=2)
+    whole.ref_log_probs = None
+    moved = micro_batch(whole, [0, 1]).to(torch.device("meta"))
+    assert moved.ref_log_probs is None
+    fields = [getattr(moved.pack, field.name) for field in dataclasses.fields(moved.pack)]
+    assert {tensor.device.type for tensor in [*fields, moved.old_log_probs] if isinstance(tensor, torch.Tensor)} == {"meta"}
