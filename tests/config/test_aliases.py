@@ -15,6 +15,11 @@ SAMPLES = {
     f"{AR}.actor.optim.clip_grad": (0.5, 0.25),
     f"{AR}.actor.optim.lr_scheduler_type": ("cosine", "constant"),
     f"{AR}.rollout.n": (4, 2),
+    f"{AR}.model.lora_rank": (8, 16),
+    f"{AR}.model.lora_alpha": (8.0, 16.0),
+    f"{AR}.model.target_modules": ("q_proj", "k_proj"),
+    f"{AR}.model.exclude_modules": ("q_proj", "k_proj"),
+    f"{AR}.model.lora_adapter_path": ("one", "other"),
     f"{AR}.actor.use_torch_compile": (False, True),
     f"{AR}.ref.use_torch_compile": (False, True),
     f"{AR}.actor.fsdp_config.dtype": ("fp32", "bfloat16"),
@@ -29,7 +34,9 @@ RENAMED_HERE = {alias: key for alias, key in RENAMED.items() if key in leaf_type
 
 
 def given(alias, value):
-    """The alias as a user writes it."""
+    """The alias as a user writes it, with what it needs beside it."""
+    if alias.endswith("lora.adapter_path"):
+        return {alias: value, f"{AR}.model.lora_rank": 8}
     return {OVERRIDE: {alias.rpartition(".")[2]: value}} if alias.startswith(OVERRIDE) else {alias: value}
 
 

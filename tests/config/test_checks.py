@@ -255,6 +255,15 @@ IDLE_CASES = {
     "custom_reward_function.name": ({}, "mine", {"custom_reward_function.path": "mine.py"}),
     "custom_reward_function.fallback_score": ({}, 1.0, {"custom_reward_function.on_error": "score"}),
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
+    f"{AR}.model.gradient_checkpointing_mode": (
+        {f"{AR}.model.enable_gradient_checkpointing": False},
+        "selective",
+        {f"{AR}.model.enable_gradient_checkpointing": True},
+    ),
+    f"{AR}.model.gradient_checkpointing_every": ({}, 3, {f"{AR}.model.gradient_checkpointing_mode": "every_n"}),
+    f"{AR}.model.activation_offload_min_bytes": ({}, 0, {f"{AR}.model.enable_activation_offload": True}),
+    f"{AR}.model.activation_offload_in_flight": ({}, 5, {f"{AR}.model.enable_activation_offload": True}),
+    f"{AR}.model.tiled_mlp.num_shards": ({}, 8, {f"{AR}.model.tiled_mlp.enabled": True}),
 }
 """Key -> (keys that make it idle, a value to give, keys that make it count; None = nothing does)."""
 

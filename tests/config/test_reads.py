@@ -19,11 +19,12 @@ def test_a_leaf_read_is_recorded_under_its_dotted_key(settled):
 
 def test_equal_sections_are_told_apart(settled):
     settings = settled({})
-    actor, ref = settings.actor_rollout_ref.actor.fsdp_config, settings.actor_rollout_ref.ref.fsdp_config
+    roles = settings.actor_rollout_ref
+    actor, ref = roles.actor.fsdp_config.mixed_precision, roles.ref.fsdp_config.mixed_precision
     assert actor == ref
     with record_reads(settings) as seen:
-        assert ref.fsdp_size == -1
-    assert seen == {"actor_rollout_ref.ref.fsdp_config.fsdp_size"}
+        assert ref.reduce_dtype == "fp32"
+    assert seen == {"actor_rollout_ref.ref.fsdp_config.mixed_precision.reduce_dtype"}
 
 
 def test_a_composed_config_shares_no_section_between_keys():

@@ -3,6 +3,7 @@ import json
 import pytest
 import torch
 from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
 from transformers import AutoModelForCausalLM
 
 from tests.models.test_build import built
@@ -33,7 +34,7 @@ def adapted(folder, mesh=None, rank=4, targets="all-linear", exclude=None, seed=
     policy = built(folder)
     apply_lora(policy.lm, rank, 8, targets, exclude)
     if mesh is not None:
-        shard_model(policy, policy.blocks(), mesh, torch.float32, torch.float32, True, False)
+        shard_model(policy, policy.blocks(), mesh, MixedPrecisionPolicy(), OffloadPolicy(), True, False)
     allocate(policy, CPU)
     rebuild_buffers(policy, CPU)
     fill_from_folder(policy, folder)

@@ -16,7 +16,10 @@ _PARTS = ("model", "optimizer", "extra", "hf_model")
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
     f"{_AR}.model.attn_implementation": ("auto", "flash_attention_2", "sdpa", "eager"),
+    f"{_AR}.model.load_mode": ("stream", "mmap"),
+    f"{_AR}.model.gradient_checkpointing_mode": ("full", "every_n", "selective"),
     f"{_AR}.actor.strategy": ("fsdp2",),
+    f"{_AR}.actor.fsdp_config.gradient_sync": ("every", "last"),
     f"{_AR}.actor.policy_loss.loss_mode": ("vanilla", "sequence", "gspo"),
     f"{_AR}.actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     f"{_AR}.actor.kl_loss_type": _KL + tuple(f"{name}+" for name in _KL),
@@ -85,8 +88,14 @@ def _rows(limits: Range, *keys: str) -> dict[str, Range]:
 RANGES: dict[str, Range] = {
     **_rows(_POSITIVE, *(f"data.{key}" for key in ("max_prompt_length", "max_response_length", "train_batch_size"))),
     **_rows(_POSITIVE, "data.val_batch_size", f"{_AR}.nccl_timeout"),
+    **_rows(
+        _POSITIVE,
+        *(f"{_AR}.model.{key}" for key in ("gradient_checkpointing_every", "activation_offload_in_flight", "tiled_mlp.num_shards")),
+    ),
+    **_rows(_NOT_NEGATIVE, f"{_AR}.model.activation_offload_min_bytes"),
     **_rows(_MINUS_ONE_OR_POSITIVE, "data.train_max_samples", "data.val_max_samples"),
-    **_rows(_NOT_NEGATIVE, "data.seed", f"{_AR}.model.logprob_chunk_tokens"),
+    **_rows(_NOT_NEGATIVE, "data.seed", f"{_AR}.model.logprob_chunk_tokens", f"{_AR}.model.lora_rank"),
+    **_rows(_POSITIVE, f"{_AR}.model.lora_alpha"),
     **_rows(
         _POSITIVE,
         *(f"{_AR}.actor.{key}" for key in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_epochs")),

@@ -12,7 +12,7 @@ from verl_memopt.config.keys import leaf_types, replaced, section_keys, value_at
 from verl_memopt.config.problems import Problem, problem
 from verl_memopt.config.schema import REQUIRED, Settings
 
-EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false"}
+EXPECTED = {str: "text", int: "a whole number", float: "a number", bool: "true or false", type(None): "null"}
 
 
 class MismatchError(Exception):
@@ -48,7 +48,7 @@ def convert(value: Any, kind: Any) -> Any:
         return value
     origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
-        return _optional(value, arguments)
+        return _one_of(value, arguments)
     if origin is dict:
         if isinstance(value, Mapping) and all(isinstance(key, str) for key in value):
             return dict(value)
@@ -58,14 +58,16 @@ def convert(value: Any, kind: Any) -> Any:
     return _scalar(value, kind)
 
 
-def _optional(value: Any, arguments: tuple[Any, ...]) -> Any:
-    (inner,) = (argument for argument in arguments if argument is not type(None))
-    if value is None:
+def _one_of(value: Any, arguments: tuple[Any, ...]) -> Any:
+    if value is None and type(None) in arguments:
         return None
-    try:
-        return convert(value, inner)
-    except MismatchError as mismatch:
-        raise MismatchError(f"{mismatch} or null") from None
+    expected = []
+    for argument in arguments:
+        try:
+            return convert(value, argument)
+        except MismatchError as mismatch:
+            expected.append(str(mismatch))
+    raise MismatchError(" or ".join(expected))
 
 
 def _sequence(value: Any, origin: Any, arguments: tuple[Any, ...]) -> Any:

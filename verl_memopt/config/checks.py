@@ -159,6 +159,31 @@ def _devices(settings: Settings) -> Iterator[Problem]:
                 yield problem(picked, "Ray is not started", f"Remove {key}, or set trainer.worker_group=ray.")
 
 
+def _sharding(settings: Settings) -> Iterator[Problem]:
+    """Resharding to a number of ranks, and the ways in which parameters may rest off the device."""
+    world = world_size(settings)
+    for role in ("actor", "ref") if needs_reference(settings) else ("actor",):
+        key, section = f"{_AR}.{role}.fsdp_config", value_at(settings, f"{_AR}.{role}.fsdp_config")
+        ranks, number = (world if section.fsdp_size == -1 else section.fsdp_size), section.reshard_after_forward
+        if not isinstance(number, bool) and not (1 < number < ranks and ranks % number == 0):
+            picked = _values(settings, f"{key}.reshard_after_forward", f"{key}.fsdp_size")
+            way_out = f"Set true, false, or a divisor of {ranks} between 1 and {ranks}."
+            yield problem(picked, f"does not divide the {ranks} ranks of a shard group into smaller ones", way_out)
+        for name in ("param_offload", "optimizer_offload"):
+            if section.offload_policy and getattr(section, name, False):
+                picked = _values(settings, f"{key}.offload_policy", f"{key}.{name}")
+                what = "with offload_policy parameters and optimizer state never leave the host"
+                yield problem(picked, what, f"Set one of the two to false; {name} is the faster one.")
+
+
+def _loading(settings: Settings) -> Iterator[Problem]:
+    mode, offload = f"{_AR}.model.load_mode", f"{_AR}.ref.fsdp_config.param_offload"
+    picked = _values(settings, mode, offload)
+    if picked[mode] == "mmap" and not (picked[offload] and needs_reference(settings)):
+        what = "a mapped file is where a reference rests, and no reference rests on the host"
+        yield problem(picked, what, f"Set {offload}=true (with a KL asked for), or {mode}=stream.")
+
+
 def _engine(settings: Settings) -> Iterator[Problem]:
     rollout = settings.actor_rollout_ref.rollout
     for name, value in rollout.engine_kwargs.vllm.items():
@@ -201,6 +226,20 @@ def _files(settings: Settings) -> Iterator[Problem]:
         yield problem({"trainer.logger": logger_value}, "expected a name or a list of names", way_out)
 
 
+def _lora(settings: Settings) -> Iterator[Problem]:
+    model = settings.actor_rollout_ref.model
+    picked = _values(settings, f"{_AR}.model.lora_rank", f"{_AR}.ref.model.path")
+    if model.lora_rank > 0 and needs_reference(settings) and settings.actor_rollout_ref.ref.model.path != model.path:
+        yield problem(
+            picked,
+            "with LoRA the reference is the base with its adapters off",
+            f"Leave {_AR}.ref.model.path out, or set {_AR}.model.lora_rank=0.",
+        )
+    picked = _values(settings, f"{_AR}.model.lora_rank", f"{_AR}.model.lora_adapter_path")
+    if model.lora_rank == 0 and model.lora_adapter_path is not None:
+        yield problem(picked, "adapters are given and none are asked for", f"Set {_AR}.model.lora_rank to their rank.")
+
+
 def _resume(settings: Settings) -> Iterator[Problem]:
     picked = _values(settings, "trainer.resume_mode", "trainer.resume_from_path")
     mode, path = picked.values()
@@ -224,6 +263,9 @@ RULES: tuple[Callable[[Settings], Iterator[Problem]], ...] = (
     _micro_batches,
     _lengths,
     _devices,
+    _sharding,
+    _loading,
+    _lora,
     _engine,
     _validation,
     _resume,
@@ -241,6 +283,14 @@ def _aggregates_tokens(settings: Settings) -> bool:
 _KL_LOSS_OFF: Idle = (lambda s: not s.actor_rollout_ref.actor.use_kl_loss, "actor.use_kl_loss is false")
 _KL_REWARD_OFF: Idle = (lambda s: not s.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
 _KL_FIXED: Idle = (lambda s: s.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.type is fixed")
+_CHECKPOINTING_OFF: Idle = (
+    lambda s: not s.actor_rollout_ref.model.enable_gradient_checkpointing,
+    "model.enable_gradient_checkpointing is false",
+)
+_OFFLOAD_OFF: Idle = (
+    lambda s: not s.actor_rollout_ref.model.enable_activation_offload,
+    "model.enable_activation_offload is false",
+)
 IDLE: dict[str, Idle] = {
     "algorithm.norm_adv_by_std_in_grpo": (lambda s: s.algorithm.adv_estimator != "grpo", "it belongs to GRPO"),
     "algorithm.kl_penalty": _KL_REWARD_OFF,
@@ -274,6 +324,18 @@ IDLE: dict[str, Idle] = {
         "custom_reward_function.on_error is raise",
     ),
     "trainer.test_freq": (lambda s: s.data.val_files is None, "data.val_files is null"),
+    f"{_AR}.model.gradient_checkpointing_mode": _CHECKPOINTING_OFF,
+    f"{_AR}.model.gradient_checkpointing_every": (
+        lambda s: not s.actor_rollout_ref.model.enable_gradient_checkpointing
+        or s.actor_rollout_ref.model.gradient_checkpointing_mode != "every_n",
+        "model.gradient_checkpointing_mode is not every_n",
+    ),
+    f"{_AR}.model.activation_offload_min_bytes": _OFFLOAD_OFF,
+    f"{_AR}.model.activation_offload_in_flight": _OFFLOAD_OFF,
+    f"{_AR}.model.tiled_mlp.num_shards": (
+        lambda s: not s.actor_rollout_ref.model.tiled_mlp.enabled,
+        "model.tiled_mlp.enabled is false",
+    ),
 }
 """Key -> when giving it asks for something that does not happen, and why."""
 

@@ -75,8 +75,8 @@ def _key_tables() -> Iterator[str]:
 
 
 def _row(section: str, kind: type, name: str) -> tuple[str, str, str, str]:
-    written, meaning = meanings()[kind.__name__, name]
-    readable = "text or list of text" if written == "Any" else written.replace(" | None", " or null")
+    written, meaning = next(meanings()[base.__name__, name] for base in kind.__mro__ if (base.__name__, name) in meanings())
+    readable = "text or list of text" if written == "Any" else written.replace(" | None", " or null").replace(" | ", " or ")
     return f"`{name}`", readable, _default(f"{section}.{name}"), meaning
 
 

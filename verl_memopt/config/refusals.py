@@ -43,9 +43,7 @@ _PACKED = "rows are always packed, no pad token is computed. Remove the key"
 
 _FSDP = {
     "wrap_policy.min_num_params": Refusal((0,), "decoder blocks are the units. Use wrap_policy.transformer_layer_cls_to_wrap"),
-    "param_offload": Refusal((False,), _NO_OFFLOAD),
     "optimizer_offload": Refusal((False,), _NO_OFFLOAD),
-    "offload_policy": Refusal((False,), _NO_OFFLOAD),
     "ulysses_sequence_parallel_size": Refusal((1,), "a sequence is not split over devices. Set 1"),
     "use_orig_params": Refusal((False,), _FSDP1),
     "mixed_precision.buffer_dtype": Refusal(("fp32", "float32"), _FSDP1),
@@ -53,18 +51,10 @@ _FSDP = {
 }
 
 _MODEL = {
-    "enable_activation_offload": Refusal((False,), "not available. Use enable_gradient_checkpointing"),
     "use_remove_padding": Refusal((True,), _PACKED),
-    "lora_rank": Refusal((0,), _NO_LORA),
-    "lora_alpha": Refusal(ANY, _NO_LORA),
-    "target_modules": Refusal(ANY, _NO_LORA),
-    "exclude_modules": Refusal(ANY, _NO_LORA),
-    "lora_adapter_path": Refusal((), _NO_LORA),
     "lora.*": Refusal(ANY, _NO_LORA),
     "use_liger": Refusal((False,), "the chunked log-prob is plain PyTorch. Use logprob_chunk_tokens"),
     "fused_kernel_options.impl_backend": Refusal(("torch",), "the chunked log-prob is plain PyTorch. Use logprob_chunk_tokens"),
-    "tiled_mlp.enabled": Refusal((False,), _NOT_HERE),
-    "tiled_mlp.*": Refusal(ANY, _NOT_HERE),
     "mtp.enable": Refusal((False,), _NOT_HERE),
     "mtp.*": Refusal(ANY, _NOT_HERE),
     "use_shm": Refusal((False,), "it costs host memory, and weights are streamed. Remove the key"),

@@ -73,6 +73,15 @@ class Data:
 
 
 @dataclass(frozen=True)
+class TiledMlp:
+    enabled: bool = False
+    """Compute each MLP tile by tile, again in backward, so that its wide intermediates exist for one tile at a time.
+    For long micro-batches, where they are most of a block's bytes."""
+    num_shards: int = 4
+    """Tiles a micro-batch's tokens are cut into."""
+
+
+@dataclass(frozen=True)
 class Model:
     path: str = REQUIRED
     """Folder in Hugging Face format, or a hub id. ``tiny`` makes the tiny Qwen3 locally."""
@@ -89,11 +98,37 @@ class Model:
     override_config: dict[str, Any] = field(default_factory=dict)
     """Merged into the model's config.json; a name the config does not have is an error."""
     enable_gradient_checkpointing: bool = True
-    """Recompute each decoder block in backward (non-reentrant): saves activations, costs one more forward."""
+    """Recompute decoder blocks in backward (non-reentrant): saves activations, costs one more forward."""
+    gradient_checkpointing_mode: str = "full"
+    """full = every block keeps its input only; every_n = one block in ``gradient_checkpointing_every`` does, the others keep
+    everything; selective = every block also keeps the outputs of products and attention, and computes the rest again."""
+    gradient_checkpointing_every: int = 2
+    """With every_n: blocks 0, n, 2n, ... are computed again; 1 is the same as full. Raise it while memory lasts: it is faster."""
+    enable_activation_offload: bool = False
+    """What a forward saves for its backward rests in host buffers in between, with or without gradient checkpointing."""
+    activation_offload_min_bytes: int = 1048576
+    """Smaller tensors stay on the device: a copy of its own would cost more than they take."""
+    activation_offload_in_flight: int = 2
+    """Tensors whose copies may be under way at once, either way; more hides copies better and holds as many on the device."""
+    tiled_mlp: TiledMlp = field(default_factory=TiledMlp)
+    """The MLP of each block over tiles of tokens."""
     attn_implementation: str = "auto"
     """auto, flash_attention_2, sdpa, eager. auto = flash kernels where device and dtype support them, else sdpa."""
+    load_mode: str = "stream"
+    """stream = each rank reads its own shards, tensor by tensor; mmap = the reference that rests on the host rests in its
+    safetensors file, mapped, and takes no host memory of its own."""
     logprob_chunk_tokens: int = 512
     """Response tokens per chunk of LM head, log-prob and entropy; 0 = whole logits."""
+    lora_rank: int = 0
+    """Rank of the adapters of a frozen base; 0 = train every weight. Use it when gradients and optimizer do not fit."""
+    lora_alpha: float = 16
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    target_modules: Any = "all-linear"
+    """Layers with an adapter: all-linear (all but the head), a list of name endings, or a regular expression."""
+    exclude_modules: Any = None
+    """Layers left out: a list of name endings or a regular expression."""
+    lora_adapter_path: str | None = None
+    """Folder in the peft format to start the adapters from."""
 
 
 @dataclass(frozen=True)
@@ -149,8 +184,18 @@ class WrapPolicy:
 class Fsdp:
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
     """Which modules become FSDP units."""
-    reshard_after_forward: bool = True
-    """Free gathered parameters between forward and backward."""
+    param_offload: bool = False
+    """Parameters rest in one host buffer outside the phases that need them: 4 bytes a parameter (fp32) leave the device.
+    Turn it on for a reference first: it is needed in one phase only."""
+    offload_policy: bool = False
+    """FSDP2's own offload: parameters, gradients and optimizer state live on the host, and a CPU optimizer steps there.
+    The last resort; not together with ``param_offload`` or ``optimizer_offload``."""
+    own_units: bool = True
+    """Embedding and LM head are FSDP units of their own, gathered when they compute only; false leaves them to the root.
+    Tied ones are one tensor and stay with the root."""
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters between forward and backward. false keeps them, which saves a gather; a number keeps them
+    sharded over that many ranks, such as those of one machine."""
     forward_prefetch: bool = False
     """Gather the next block while the present one computes."""
     fsdp_size: int = -1
@@ -165,6 +210,13 @@ class Fsdp:
     """Seed of every worker's torch generator."""
     full_determinism: bool = False
     """Deterministic kernels on every worker."""
+
+
+@dataclass(frozen=True)
+class TrainedFsdp(Fsdp):
+    gradient_sync: str = "every"
+    """every = reduce gradients at each micro-batch; last = keep them whole and reduce once, at the last micro-batch: fewer
+    collectives for 4 bytes a parameter (fp32 reduction) less this rank's share."""
 
 
 @dataclass(frozen=True)
@@ -221,7 +273,7 @@ class Actor:
     """The clipped objective."""
     optim: Optim = field(default_factory=Optim)
     """Optimizer and schedule."""
-    fsdp_config: Fsdp = field(default_factory=Fsdp)
+    fsdp_config: TrainedFsdp = field(default_factory=TrainedFsdp)
     """Sharding and precision of the policy."""
     checkpoint: CheckpointContents = field(default_factory=CheckpointContents)
     """What a checkpoint holds."""

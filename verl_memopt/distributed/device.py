@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from typing import TypeAlias
 
 import torch
 
 from verl_memopt.errors import ConfigError
 
 DEVICES = ("auto", "cuda", "cpu")
+
+Done: TypeAlias = torch.cuda.Event | None
+"""The end of something queued on a stream; None on a CPU."""
 
 
 def resolve_device(name: str) -> str:
@@ -124,12 +128,38 @@ def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager:
     return nullcontext() if stream is None else torch.cuda.stream(stream)
 
 
-def mark_done(stream: torch.cuda.Stream | None) -> torch.cuda.Event | None:
+def mark_done(stream: torch.cuda.Stream | None) -> Done:
     """Gives an event that happens once everything queued on ``stream`` so far is done; None for no stream."""
     return None if stream is None else stream.record_event()
 
 
-def wait_for(stream: torch.cuda.Stream | None, event: torch.cuda.Event | None) -> None:
+def wait_for(stream: torch.cuda.Stream | None, event: Done) -> None:
     """Makes what ``stream`` is given next wait for an event; nothing to wait for without either."""
     if stream is not None and event is not None:
         stream.wait_event(event)
+
+
+class CopyStream:
+    """Copies that run beside the computation. On a CPU a copy is done when it returns, and there is nothing to wait for."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
+        """Copies once what is queued by now has run; gives an event to wait for. Copies of one stream keep their order.
+
+        Neither tensor may be let go before :meth:`wait`: the allocator would hand out memory that is still copied.
+        """
+        if self._stream is None:
+            target.copy_(source)
+            return None
+        self._stream.wait_stream(torch.cuda.current_stream(self._device))
+        with torch.cuda.stream(self._stream):
+            target.copy_(source, non_blocking=True)
+            return self._stream.record_event()
+
+    def wait(self, event: torch.cuda.Event | None) -> None:
+        """Lets what is queued from here on run after a copy; the host does not wait."""
+        if event is not None:
+            torch.cuda.current_stream(self._device).wait_event(event)

@@ -11,7 +11,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
-from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
+from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, get_optimizer_state_dict, set_optimizer_state_dict
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
@@ -64,7 +64,8 @@ def load_training_state(
 def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if "model" in contents:
-        state["model"] = get_model_state_dict(model)
+        # What is frozen comes from the model's folder again.
+        state["model"] = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     if "optimizer" in contents:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state

@@ -1,29 +1,94 @@
-"""Gradient checkpointing: a decoder block keeps its input only and computes the rest again in backward.
+"""Activation checkpointing: a decoder block keeps its input only and computes the rest again in backward.
 
-Saves: per block and token what the block would keep (26 x hidden x 2 bytes for Qwen3-8B in bf16) less its input.
-Costs: one more forward of the blocks, about a third more compute.
-Pairs with: every knob; FSDP hooks lie outside the recomputation, so a block is gathered once for both.
+Saves: with A the bytes a block keeps for its backward and X = T x h x b those of its input: ``full`` saves (L - 1) x (A - X), the
+    block whose backward runs being whole again; ``every_n`` saves ceil(L / n) x (A - X), since one block in n is computed
+    again; ``selective`` keeps Y = T x ((2 x H x D + 2 x K x D + 2 x h + 2 x I) x b + 4 x H) beside the input and saves
+    (L - 1) x (A - X - Y). In Qwen3, with H heads and K key heads of size D and MLP width I, A = T x ((4 + 2 x b) x
+    (2 x h + H x D + K x D) + b x (K x D + 2 x H x D + 4 x I)); other models without norms of queries and keys keep less.
+Costs: one more forward of each block that is computed again: a third more compute for ``full``, 1 / n of that for ``every_n``;
+    ``selective`` computes norms, rotations and activations again, and no product.
+Pairs with: every knob; FSDP hooks lie outside the recomputation, so a block is gathered once for both. Activation offload then
+    moves block inputs alone; what ``selective`` keeps beside them stays on the device.
 """
 
 from __future__ import annotations
 
 import functools
-from collections.abc import Iterable
+from collections.abc import Callable, Sequence
 from typing import Any
 
-from torch import nn
-from torch.utils.checkpoint import checkpoint
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+
+from verl_memopt.memory.knob import Knob
+
+KEY = "actor_rollout_ref.model"
+
+MODES = ("full", "every_n", "selective")
+
+KEPT_BY_SELECTIVE = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "torch_attn::_varlen_attn",
+        "flash_attn::_flash_attn_varlen_forward",
+    }
+)
+"""Operators whose outputs ``selective`` keeps: products with a weight, and attention that never holds its scores."""
 
 
-def checkpoint_blocks(blocks: Iterable[nn.Module]) -> None:
-    """Makes each block recompute its forward in backward (non-reentrant), without changing its class, name or state.
+def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
+    """Makes blocks recompute their forward in backward (non-reentrant), without changing their class, name or state.
 
+    mode: ``full``: every block keeps its input only. ``every_n``: blocks 0, n, 2n, ... do, the others keep everything.
+    ``selective``: every block keeps its input and the outputs of products and attention.
     To be called before the blocks are sharded, so that their FSDP hooks stay outside the recomputed region.
     """
-    for block in blocks:
-        block.forward = functools.partial(_recomputed, block.forward)  # type: ignore[method-assign]
+    assert mode in MODES, mode
+    contexts = {"context_fn": _selective} if mode == "selective" else {}
+    for block in blocks[:: every if mode == "every_n" else 1]:
+        block.forward = functools.partial(_recomputed, block.forward, contexts)  # type: ignore[method-assign]
 
 
-def _recomputed(forward: Any, *args: Any, **kwargs: Any) -> Any:
+def _recomputed(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    # Tensors among the keywords (rotary tables) become arguments too: checkpoint() saves only those for autograd, and what
+    # it merely holds cannot be offloaded.
+    leaves, spec = tree_flatten((args, kwargs))
+    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+    tensors = [leaves[place] for place in places]
+    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+
+    def run(*given: Tensor) -> Any:
+        filled = list(rest)
+        for place, tensor in zip(places, given, strict=True):
+            filled[place] = tensor
+        positional, named = tree_unflatten(filled, spec)
+        return forward(*positional, **named)
+
     # No dropout exists in the passes, so the generator's state need not be kept.
-    return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=False, **kwargs)
+    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, **contexts)
+
+
+def _selective() -> Any:
+    return create_selective_checkpoint_contexts(_keeps)
+
+
+def _keeps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator.name() in KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE
+
+
+KNOB = Knob(
+    name="activation_checkpointing",
+    keys=(
+        f"{KEY}.enable_gradient_checkpointing",
+        f"{KEY}.gradient_checkpointing_mode",
+        f"{KEY}.gradient_checkpointing_every",
+    ),
+    on=(f"{KEY}.enable_gradient_checkpointing=true",),
+    off=(f"{KEY}.enable_gradient_checkpointing=false",),
+)

@@ -20,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.load_mode import mapped, mapping
 from verl_memopt.memory.lora import ADAPTERS
 from verl_memopt.models.attention import AttentionChoice
 
@@ -118,9 +119,10 @@ class WeightFolder:
         return tuple(self._files[self.names[name]].get_slice(name).get_shape())
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        """Gives a region of one tensor, in the file's dtype, on the host."""
-        part = self._files[self.names[name]].get_slice(name)
-        return part[region] if region else self._files[self.names[name]].get_tensor(name)
+        """Gives a region of one tensor, in the file's dtype, on the host: a view of the mapped file."""
+        with mapping():
+            part = self._files[self.names[name]].get_slice(name)
+            return part[region] if region else self._files[self.names[name]].get_tensor(name)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -142,6 +144,25 @@ def fill_from_folder(model: nn.Module, folder: Path) -> None:
         region = local_region(parameter)
         if local.numel():
             local.detach().copy_(weights.read(name, region))
+
+
+def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
+    """Gives the shard of each parameter as a view of the mapped file, none of it read yet.
+
+    Errors: ConfigError as :func:`fill_from_folder`, and for a file of another dtype than the model's.
+    """
+    weights, parameters = WeightFolder(folder), dict(named_weights(model))
+    _check_names(weights, parameters, folder)
+    found = []
+    for name, parameter in parameters.items():
+        part = mapped(weights.read(name, local_region(parameter)))
+        if part.dtype != parameter.dtype:
+            raise ConfigError(
+                f"actor_rollout_ref.model.load_mode=mmap: {name} is {part.dtype} in {folder}, and the reference rests as "
+                f"{parameter.dtype}. Set actor_rollout_ref.ref.fsdp_config.model_dtype to the file's, or load_mode=stream."
+            )
+        found.append(part)
+    return found
 
 
 def local_region(parameter: Tensor) -> tuple[slice, ...]:

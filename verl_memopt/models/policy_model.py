@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.chunked_logprob import head_log_probs
+from verl_memopt.memory.native_offload import allocate_on_host
 from verl_memopt.models.pack import Pack
 
 
@@ -70,10 +71,16 @@ class PolicyModel(nn.Module):
         return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy)
 
 
-def allocate(policy: PolicyModel, device: torch.device) -> None:
-    """Gives a model without storage its storage on the device, uninitialised; one tied tensor stays one."""
+def allocate(policy: PolicyModel, device: torch.device, on_host: bool = False) -> None:
+    """Gives a model without storage its storage on the device, or its shards on the host; uninitialised.
+
+    One tied tensor stays one.
+    """
     tied = policy.tied
-    policy.to_empty(device=device)
+    if on_host:
+        allocate_on_host(policy, device)
+    else:
+        policy.to_empty(device=device)
     if tied:
         policy.lm.get_output_embeddings().weight = policy.lm.get_input_embeddings().weight
 

@@ -10,6 +10,7 @@ import torch
 
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.weight_buckets import Weights
 from verl_memopt.rollout.sampling import SamplingSettings
 
 KEY = "actor_rollout_ref.rollout"
@@ -34,11 +35,11 @@ class RolloutEngine(Protocol):
         Errors: RolloutError while the engine sleeps, or before it has whole weights.
         """
 
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         """Replaces all weights, in place, and forgets the prefix cache.
 
-        weights: Hugging Face names with full tensors of any dtype. They are asked for one by one, and each is used up before
-        the next is asked for. Of tied weights the second name may be left out.
+        weights: Hugging Face names with tensors of any dtype, whole or in row ranges of any order. They are asked for one by
+        one, and each is used up before the next is asked for. Of tied weights the second name may be left out.
         Errors: RolloutError for a name that is unknown or missing, or a shape that differs; the engine then refuses to
         generate until a load succeeds.
         """

@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from verl_memopt.errors import RolloutError
+from verl_memopt.memory.weight_buckets import Weights, WeightSlice, as_slice, num_rows
 
 
 @dataclass(frozen=True)
@@ -24,25 +25,35 @@ class ExpectedWeights:
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return cls(shapes, frozenset(model.state_dict(keep_vars=True)) - frozenset(shapes))
 
-    def checked(self, weights: Iterator[tuple[str, torch.Tensor]], dtype: torch.dtype) -> Iterator[tuple[str, torch.Tensor]]:
-        """The same stream, cast to dtype one by one and without ignored names.
+    def checked(self, weights: Weights) -> Iterator[WeightSlice]:
+        """The same stream as slices, without ignored names.
 
-        Errors: RolloutError at the first name that is unknown, repeated or of another shape, and at the end for those missing.
+        Errors: RolloutError at the first name that is unknown, of another shape, or whose rows come twice, and at the end for
+        what is missing.
         """
-        missing = dict(self.shapes)
-        for name, tensor in weights:
-            if name in self.ignored:
+        seen: dict[str, list[tuple[int, int]]] = {name: [] for name in self.shapes}
+        for part in map(as_slice, weights):
+            if part.name in self.ignored:
                 continue
-            if name not in missing:
-                reason = "came twice" if name in self.shapes else "is no weight of the engine's model"
-                raise RolloutError(f"weight sync: {name} {reason}. Trainer and engine must hold the same model.")
-            expected = missing.pop(name)
-            if tensor.shape != expected:
-                raise RolloutError(f"weight sync: {name} has shape {tuple(tensor.shape)}, the engine expects {tuple(expected)}.")
-            yield name, tensor.to(dtype)
+            self._check(part, seen)
+            seen[part.name].append((part.start, part.stop))
+            yield part
+        missing = [name for name, rows in seen.items() if sum(stop - start for start, stop in rows) < num_rows(self.shapes[name])]
         if missing:
-            few = ", ".join(list(missing)[:5])
+            few = ", ".join(missing[:5])
             raise RolloutError(f"weight sync: {len(missing)} weights never came: {few}. Send every parameter of the model.")
+
+    def _check(self, part: WeightSlice, seen: dict[str, list[tuple[int, int]]]) -> None:
+        name = part.name
+        if name not in self.shapes:
+            raise RolloutError(
+                f"weight sync: {name} is no weight of the engine's model. Trainer and engine must hold the same model."
+            )
+        expected = self.shapes[name]
+        if part.shape != expected:
+            raise RolloutError(f"weight sync: {name} has shape {tuple(part.shape)}, the engine expects {tuple(expected)}.")
+        if any(part.start < stop and start < part.stop for start, stop in seen[name]):
+            raise RolloutError(f"weight sync: {name} came twice. Trainer and engine must hold the same model.")
 
 
 def meta_model(folder: str, trust_remote_code: bool) -> nn.Module:

@@ -10,6 +10,7 @@ from torch import nn
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.weight_buckets import Weights
 from verl_memopt.models.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
 from verl_memopt.rollout.expected_weights import ExpectedWeights
@@ -55,11 +56,12 @@ class HfEngine:
         reasons = ["stop" if row[-1] in stops else "length" for row in ids]
         return Generation(ids, log_probs if sampling.log_probs else None, reasons)
 
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         parameters = dict(self._model.named_parameters())
         with self._state.loading(), torch.no_grad():
-            for name, tensor in self._expected.checked(weights, self._dtype):
-                parameters[name].copy_(tensor)
+            for part in self._expected.checked(weights):
+                target = parameters[part.name]
+                (target if part.whole else target[part.start : part.stop]).copy_(part.tensor)
 
     def sleep(self) -> None:
         for parameter in self._model.parameters():

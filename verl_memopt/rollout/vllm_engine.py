@@ -19,12 +19,14 @@ from torch import nn
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.weight_buckets import Weights, WeightSlice, joined
 from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
 from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
 from verl_memopt.rollout.process_state import default_group_kept, process_state_kept, random_state_kept
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.state import EngineState
 from verl_memopt.rollout.vllm_settings import can_sleep, check_arrived, engine_arguments, weight_dtype
+from verl_memopt.rollout.weight_map import WeightMap
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -54,6 +56,7 @@ class VllmEngine:
         self._can_sleep = can_sleep(rollout, place)
         self._keep_group = dist.is_initialized()
         self._expected: ExpectedWeights | None = None
+        self._map: WeightMap | None = None
         with process_state_kept(place.device, own_prefix="VLLM_"):
             self._llm: Any = _start(arguments, place)
         check_arrived(arguments, self._llm.llm_engine.vllm_config, self._llm.llm_engine.log_stats)
@@ -73,15 +76,15 @@ class VllmEngine:
             finish_reasons=[answer.finish_reason for answer in answers],
         )
 
-    def load_weights(self, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
+    def load_weights(self, weights: Weights) -> None:
         if self._expected is None:
             self._expected = ExpectedWeights.of(meta_model(self._place.model_folder, self._place.trust_remote_code))
         with self._state.loading():
-            checked = self._expected.checked(weights, self._dtype)
+            checked = self._expected.checked(weights)
             if self._in_place:
-                self._llm.apply_model(lambda model: _load(model, checked))
+                self._llm.apply_model(lambda model: self._write(model, checked))
             else:
-                kept = ((name, tensor.clone()) for name, tensor in checked)
+                kept = ((name, tensor.clone()) for name, tensor in joined(checked, self._dtype))
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": kept})
             assert next(checked, None) is None, "vLLM left weights unread"
             self._llm.reset_prefix_cache()
@@ -112,12 +115,20 @@ class VllmEngine:
             return
         engine = self._llm.llm_engine
         del self._llm
+        self._map = None
         with default_group_kept(self._keep_group):
             engine.engine_core.shutdown()
         engine.renderer.shutdown()
         del engine
         gc.collect()
         empty_cache(self._place.device)
+
+    def _write(self, model: Any, weights: Iterator[WeightSlice]) -> None:
+        """Copies each slice to where vLLM's own loader would have put it."""
+        assert self._expected is not None
+        if self._map is None:
+            self._map = WeightMap.of(self._expected.shapes, model.load_weights)
+        self._map.write(weights, self._dtype)
 
     def _parameters(self, sampling: SamplingSettings, seed: int) -> Any:
         from vllm import SamplingParams
@@ -222,11 +233,6 @@ def _copies_in_place(model_config: Any) -> bool:
     each module; it then holds one module twice.
     """
     return model_config.quantization is None and not model_config.is_moe and not model_config.use_mla
-
-
-def _load(model: Any, weights: Iterator[tuple[str, torch.Tensor]]) -> None:
-    with torch.no_grad():
-        model.load_weights(weights)
 
 
 def _log_probs(answer: Any) -> list[float]:

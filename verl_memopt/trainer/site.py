@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass(frozen=True)
 class Site:
-    """What a run found. reference_folder is None when no KL is asked for."""
+    """What a run found. reference_folder is None when no model of its own is needed."""
 
     device: str
     world_size: int
@@ -50,7 +50,7 @@ def survey(settings: Settings) -> Site:
     tokens = folder if model.tokenizer_path is None else resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path")
     tokenizer = load_tokenizer(tokens, model, settings.data.trust_remote_code)
     reference = None
-    if needs_reference(settings):
+    if needs_reference(settings) and model.lora_rank == 0:
         reference = resolve_folder(str(settings.actor_rollout_ref.ref.model.path), "actor_rollout_ref.ref.model.path")
     return Site(
         device=device,

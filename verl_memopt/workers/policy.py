@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -15,6 +16,8 @@ from verl_memopt.algorithms.losses import policy_loss
 from verl_memopt.algorithms.reductions import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.memory.activation_offload import ActivationOffload
+from verl_memopt.memory.resharding import synced
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
 from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batch, score_batch
@@ -42,7 +45,7 @@ class Policy:
         self.actor = actor
         self.device = device
         self.world_size = world_size
-        self.optimizer = build_optimizer(model.parameters(), actor.optim)
+        self.optimizer = build_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad], actor.optim)
         self.schedule = build_schedule(self.optimizer, actor.optim, optimizer_steps)
 
     def score(
@@ -78,14 +81,15 @@ class Policy:
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Adds the gradient of a mini-batch, micro-batch by micro-batch, and gives the summed metrics."""
         total: dict[str, Tensor] = {}
-        for micro in micro_batches:
+        for micro in synced(micro_batches, self.model, self.actor.fsdp_config.gradient_sync):
             for name, value in self.backward(micro.to(self.device), counts, temperature).items():
                 total[name] = total[name] + value if name in total else value
         return total
 
     def backward(self, micro: MicroBatch, counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Adds the gradient of one micro-batch and gives its metrics; none of its tensors outlives the call."""
-        loss, metrics = self.loss(micro, counts, temperature)
+        with nullcontext() if self.offload is None else self.offload.forward():
+            loss, metrics = self.loss(micro, counts, temperature)
         # FSDP averages gradients over ranks; the loss is this rank's share of a global mean, so it is scaled back up.
         (loss * self.world_size).backward()
         return metrics

@@ -15,8 +15,14 @@ from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.distributed.sharding import shard_model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing import checkpoint_blocks
+from verl_memopt.memory.lora import apply_lora
+from verl_memopt.memory.native_offload import native_offload
+from verl_memopt.memory.precision import mixed_precision
+from verl_memopt.memory.resharding import reshard_units
+from verl_memopt.memory.sharding_units import sharding_units
+from verl_memopt.memory.tiled_mlp import tile_mlps
 from verl_memopt.models.attention import choose_attention
-from verl_memopt.models.build import empty_model, fill_from_folder, load_model_config, rebuild_buffers
+from verl_memopt.models.build import empty_model, fill_from_folder, load_model_config, mapped_weights, rebuild_buffers
 from verl_memopt.models.pack import Pack, pack_rows
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
 
@@ -38,11 +44,12 @@ def build_scorer(
     key: str,
     compile_head: bool,
     recompute: bool,
+    trained: bool = False,
 ) -> PolicyModel:
     """Gives the sharded model without weights in it; :func:`materialize` fills it.
 
     key: the settings section to name in errors. compile_head: compile the per-chunk functions. recompute: gradient
-    checkpointing.
+    checkpointing. trained: the policy, which has adapters where LoRA is asked for.
     """
     masters = dtype_of(fsdp.model_dtype, f"{key}.fsdp_config.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{key}.fsdp_config.dtype")
@@ -50,12 +57,16 @@ def build_scorer(
     attention = choose_attention(model.attn_implementation, device, compute)
     lm = empty_model(load_model_config(model, folder), attention, masters, model.trust_remote_code)
     policy = PolicyModel(lm, model.logprob_chunk_tokens, compile_head)
+    if trained and model.lora_rank > 0:
+        apply_lora(lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
     blocks = _blocks(policy, fsdp)
+    if model.tiled_mlp.enabled:
+        tile_mlps(policy.blocks(), model.tiled_mlp.num_shards)
     if recompute:
-        checkpoint_blocks(blocks)
-    own = [] if policy.tied else [lm.get_input_embeddings()]
-    last = [] if policy.tied else [lm.get_output_embeddings()]
-    shard_model(policy, [*own, *blocks, *last], mesh, compute, reduce, fsdp.reshard_after_forward, fsdp.forward_prefetch)
+        checkpoint_blocks(blocks, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
+    units = sharding_units(lm.get_input_embeddings(), blocks, lm.get_output_embeddings(), policy.tied, fsdp.own_units)
+    precision, offload = mixed_precision(masters, compute, reduce), native_offload(fsdp.offload_policy)
+    shard_model(policy, units, mesh, precision, offload, fsdp.reshard_after_forward, fsdp.forward_prefetch)
     return policy
 
 
@@ -73,11 +84,18 @@ def _blocks(policy: PolicyModel, fsdp: Fsdp) -> list[torch.nn.Module]:
     return blocks
 
 
-def materialize(policy: PolicyModel, folder: Path, device: torch.device) -> None:
-    """Gives the model its storage on the device and fills it from the folder, shard by shard."""
-    allocate(policy, device)
+def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host: bool = False) -> None:
+    """Gives the model its storage, on the device or ``on_host``, and fills it from the folder, shard by shard."""
+    allocate(policy, device, on_host)
     rebuild_buffers(policy, device)
     fill_from_folder(policy, folder)
+
+
+def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device) -> list[Tensor]:
+    """Gives the model its storage on the device, unfilled, and for each parameter its values in the mapped folder."""
+    allocate(policy, device)
+    rebuild_buffers(policy, device)
+    return mapped_weights(policy, folder)
 
 
 @dataclass(frozen=True)
@@ -123,7 +141,7 @@ def score_batch(
     """
     packs = [(rows, micro_batch(batch, rows).pack.to(device)) for rows in micro_batches]
     scored = [(rows, *score_pack(policy, pack, temperature, with_entropy)) for rows, pack in packs]
-    policy.reshard()  # type: ignore[operator]
+    reshard_units(policy)
     sizes = batch.responses.sizes()
     log_probs = scatter_tokens([(rows, log_prob) for rows, log_prob, _ in scored], sizes)
     if not with_entropy:

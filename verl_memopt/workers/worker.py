@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +20,9 @@ from verl_memopt.distributed.process_group import join_process_group, leave_proc
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.memory.lora import adapters_off, initialize_adapters, load_adapter, merged_weights, save_adapter
+from verl_memopt.memory.param_offload import ParamHome
+from verl_memopt.memory.residency import POLICY, REFERENCE, Residency
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
@@ -29,7 +33,7 @@ from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch, Policy
-from verl_memopt.workers.scorer import Scores, build_scorer, materialize, score_batch
+from verl_memopt.workers.scorer import Scores, build_scorer, materialize, materialize_mapped, score_batch
 
 ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
@@ -74,6 +78,8 @@ class Worker:
         self.device = local_device(placement.device, placement.local_rank)
         self._make_deterministic(plan.settings.actor.fsdp_config)
         self.probe = MemoryProbe(self.device, self._resident)
+        self.residency = Residency(self.device)
+        self.policy_home: ParamHome | None = None
         self.engine: RolloutEngine | None = None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
@@ -83,7 +89,8 @@ class Worker:
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
         """Runs one method as a phase and gives its answer with the phase's memory."""
-        with self.probe.phase(phase, track and (method not in ENGINE_METHODS or self._counts_engine)) as report:
+        counted = track and (method not in ENGINE_METHODS or self._counts_engine)
+        with self.residency.phase(phase), self.probe.phase(phase, counted) as report:
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
         return Reply(value, dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes))
@@ -117,7 +124,7 @@ class Worker:
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
-        self.engine.load_weights(full_weights(named_weights(self.policy.model), dtype, bucket))
+        self.engine.load_weights(full_weights(self._policy_weights(), dtype, bucket))
 
     def old_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], with_entropy: bool) -> Scores:
         """Scores a batch under the policy."""
@@ -125,8 +132,11 @@ class Worker:
         return self.policy.score(batch, micro_batches, self._temperature, with_entropy)
 
     def ref_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Scores:
-        """Scores a batch under the reference."""
-        assert self.reference is not None
+        """Scores a batch under the reference: a model of its own, or with LoRA the policy without its adapters."""
+        if self.reference is None:
+            assert self.policy is not None
+            with adapters_off(self.policy.model):
+                return self.policy.score(batch, micro_batches, self._temperature, False)
         return score_batch(self.reference, batch, micro_batches, self._temperature, False, self.device)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
@@ -135,10 +145,22 @@ class Worker:
         return self.policy.update(mini_batches, self._temperature)
 
     def save(self, folder: str, contents: Sequence[str]) -> None:
-        """Writes this rank's part of a checkpoint into ``folder``; with hf_model also a Hugging Face folder."""
+        """Writes this rank's part of a checkpoint into ``folder``; with hf_model also a Hugging Face folder.
+
+        Parameters that rest on the host are written from there.
+        """
+        with ExitStack() as stack:
+            if self.policy_home is not None:
+                stack.enter_context(self.policy_home.readable())
+            self._save(folder, contents)
+
+    def _save(self, folder: str, contents: Sequence[str]) -> None:
         assert self.policy is not None
         save_training_state(Path(folder), self.policy.model, self.policy.optimizer, self.policy.schedule, self.device, contents)
         self.export(str(Path(folder) / "huggingface"), weights="hf_model" in contents)
+        if self.settings.model.lora_rank > 0:
+            model, adapter = self.settings.model, Path(folder) / "lora_adapter"
+            save_adapter(adapter, self.policy.model, model.path, model.lora_rank, model.lora_alpha, self.place.rank == 0)
 
     def export(self, folder: str, weights: bool) -> None:
         """Writes config, tokenizer and (streamed, tensor by tensor) weights in Hugging Face format.
@@ -148,7 +170,7 @@ class Worker:
         assert self.policy is not None
         masters = dtype_of(self.settings.actor.fsdp_config.model_dtype, "actor_rollout_ref.actor.fsdp_config.model_dtype")
         bucket = self.settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
-        stream = full_weights(named_weights(self.policy.model), masters, bucket) if weights else None
+        stream = full_weights(self._policy_weights(), masters, bucket) if weights else None
         config, tokenizer = self.policy.model.lm.config, Path(self.plan.tokenizer_folder)
         try:
             export_folder(Path(folder), config, tokenizer, stream, writes=self.place.rank == 0)
@@ -159,6 +181,8 @@ class Worker:
         """Reads this rank's part of a checkpoint; it may have been written by another number of ranks."""
         assert self.policy is not None
         load_training_state(Path(folder), self.policy.model, self.policy.optimizer, self.policy.schedule, self.device, contents)
+        if self.policy_home is not None:
+            self.policy_home.changed()
 
     def close(self) -> None:
         """Releases the engine and leaves the process group."""
@@ -178,8 +202,15 @@ class Worker:
         self.engine = build_engine(settings.rollout, self._engine_place())
         self.release_engine()
         self.policy = self._build_policy()
+        if settings.actor.fsdp_config.param_offload:
+            self.policy_home = ParamHome(POLICY, self.policy.model.parameters(), self.device)
+            # With LoRA the reference is the policy without its adapters.
+            also = (REFERENCE,) if settings.model.lora_rank > 0 else ()
+            self.residency.add(self.policy_home, also)
+            self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = self._build_reference(Path(self.plan.reference_folder))
+            self.residency.rest()
 
     def _engine_place(self) -> EnginePlace:
         place, plan = self.place, self.plan
@@ -198,7 +229,11 @@ class Worker:
     def _build_policy(self) -> Policy:
         actor, model = self.settings.actor, self.settings.model
         policy = self._sharded(actor.fsdp_config, "actor", actor.use_torch_compile, model.enable_gradient_checkpointing)
-        materialize(policy, Path(self.plan.folder), self.device)
+        materialize(policy, Path(self.plan.folder), self.device, actor.fsdp_config.offload_policy)
+        if model.lora_adapter_path is not None:
+            load_adapter(Path(model.lora_adapter_path), policy)
+        else:
+            initialize_adapters(policy, actor.fsdp_config.seed)
         return Policy(policy, actor, self.plan.optimizer_steps, self.place.world_size, self.device)
 
     def _build_reference(self, folder: Path) -> PolicyModel:
@@ -206,7 +241,13 @@ class Worker:
         with torch.random.fork_rng(devices=[]):
             self._make_deterministic(ref.fsdp_config)
             model = self._sharded(ref.fsdp_config, "ref", bool(ref.use_torch_compile), False).requires_grad_(False)
-            materialize(model, folder, self.device)
+            if self.settings.model.load_mode == "mmap":
+                mapped = materialize_mapped(model, folder, self.device)
+            else:
+                mapped = None
+                materialize(model, folder, self.device, ref.fsdp_config.offload_policy)
+        if ref.fsdp_config.param_offload:
+            self.residency.add(ParamHome(REFERENCE, model.parameters(), self.device, mapped))
         return model
 
     def _sharded(self, fsdp: Fsdp, role: str, compiled: bool, recompute: bool) -> PolicyModel:
@@ -214,7 +255,13 @@ class Worker:
         mesh = training_mesh(self.device.type, self.place.world_size, fsdp.fsdp_size)
         folder = self.plan.folder if role == "actor" else self.plan.reference_folder
         key = f"actor_rollout_ref.{role}"
-        return build_scorer(self.settings.model, fsdp, Path(str(folder)), mesh, self.device, key, compiles, recompute)
+        trained = role == "actor"
+        return build_scorer(self.settings.model, fsdp, Path(str(folder)), mesh, self.device, key, compiles, recompute, trained)
+
+    def _policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Gives the policy's weights as a plain model has them: adapters merged, sharded as they are."""
+        assert self.policy is not None
+        return merged_weights(named_weights(self.policy.model), self.policy.model)
 
     def _make_deterministic(self, fsdp: Fsdp) -> None:
         torch.manual_seed(fsdp.seed + self.place.rank)

@@ -1,0 +1,88 @@
+"""Which parts must be on the device in which phase, in one table, and the moves that make it so."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Protocol
+
+import torch
+
+from verl_memopt.distributed.device import empty_cache
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+
+POLICY = "policy params"
+REFERENCE = "reference params"
+
+NEEDS: dict[str, frozenset[str]] = {
+    "gen": frozenset(),
+    "testing": frozenset(),
+    "old_log_prob": frozenset({POLICY}),
+    "ref": frozenset({REFERENCE}),
+    "update_actor": frozenset({POLICY}),
+    "update_weights": frozenset({POLICY}),
+    "save_checkpoint": frozenset(),
+    "load_checkpoint": frozenset({POLICY}),
+}
+"""Phase -> the parts that must be on the device in it. Every other part that may rest on the host does.
+
+The engine's weights and its KV cache are not here: the engine sleeps and wakes through methods of its own. Nor is optimizer
+state, which is needed inside an optimizer step only, never for a whole phase. A checkpoint is written from where parts rest.
+"""
+
+
+class Part(Protocol):
+    """Something that may rest on the host. Both moves do nothing where it is there already, and give the bytes moved."""
+
+    name: str
+    on_device: bool
+
+    def to_host(self) -> int: ...
+
+    def to_device(self) -> int: ...
+
+
+class Residency:
+    """Moves the parts of one worker between the phases of a step.
+
+    A part that the next phase needs as well stays; one that it does not need leaves before those that it needs come, so
+    the two are never on the device together. A move that fails leaves every part wholly here or wholly there.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._parts: list[tuple[Part, frozenset[str]]] = []
+        self._told: set[str] = set()
+
+    def add(self, part: Part, also: Iterable[str] = ()) -> None:
+        """Takes a part in. It is needed where the table says its name, or one of the names in ``also``."""
+        self._parts.append((part, frozenset({part.name, *also})))
+
+    def rest(self) -> int:
+        """Moves every part to the host; gives the bytes moved."""
+        return self._leave(frozenset())
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Has exactly the parts that the phase needs on the device; those it shares with the next phase stay after it.
+
+        The bytes moved are logged the first time a phase moves any.
+        """
+        needed = NEEDS[name]
+        left = self._leave(needed)
+        came = sum(part.to_device() for part, names in self._parts if names & needed)
+        if (left or came) and name not in self._told:
+            self._told.add(name)
+            logger.info("%s: %.1f MiB to the device, %.1f MiB off it, from now on once a step", name, came / MIB, left / MIB)
+        yield
+
+    def _leave(self, needed: frozenset[str]) -> int:
+        left = sum(part.to_host() for part, names in self._parts if not names & needed)
+        if left:
+            # What the parts leave must be free to the engine too, which takes memory past this process's allocator.
+            empty_cache(self._device)
+        return left

@@ -1,0 +1,169 @@
+"""Tiled MLP: each MLP runs over tiles of tokens, again in backward, so that its wide tensors exist for one tile at a time.
+
+Saves: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up and their product, with two gradients), I being
+    the MLP width and n ``tiled_mlp.num_shards``; without activation checkpointing also the 4 x T x I x b that each block would
+    keep. In passes without gradients 3 x T x I x b x (1 - 1 / n).
+Costs: one more forward of the MLP, none with activation checkpointing: what is computed again there stops before the MLP.
+    n products in place of one, which smaller tiles slow down.
+Pairs with: long micro-batches; activation checkpointing, which makes it free; LoRA; sharding, since a weight's gradient is
+    summed over tiles before it is reduced.
+Exact: outputs and gradients of inputs are those of the whole; gradients of weights differ by the order of one sum over tokens.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.knob import Knob
+from verl_memopt.memory.lora import LoraLinear
+
+KEY = "actor_rollout_ref.model.tiled_mlp"
+
+KNOWN = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
+"""Classes that compute down(act(gate(x)) * up(x))."""
+
+LAYERS = ("gate_proj", "up_proj", "down_proj")
+
+
+def tile_mlps(blocks: Iterable[nn.Module], num_shards: int) -> None:
+    """Makes the MLP of each decoder block compute over ``num_shards`` tiles, without changing its class, name or state.
+
+    Errors: ConfigError naming an MLP class, or a layer in it, whose mathematics this file does not know.
+    """
+    for block in blocks:
+        mlp = getattr(block, "mlp", None)
+        _check(block, mlp)
+        mlp.forward = functools.partial(_tiled_forward, mlp, mlp.forward, num_shards)  # type: ignore[union-attr]
+
+
+def _check(block: nn.Module, mlp: Any) -> None:
+    if type(mlp).__name__ not in KNOWN:
+        found = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
+        raise ConfigError(
+            f"{KEY}.enabled=true: {type(block).__name__} {found}; tiles are known for {', '.join(KNOWN)}. Set {KEY}.enabled=false."
+        )
+    for name in LAYERS:
+        layer = getattr(mlp, name)
+        if type(layer) not in (nn.Linear, LoraLinear):
+            raise ConfigError(
+                f"{KEY}.enabled=true: {name} of {type(mlp).__name__} is {type(layer).__name__}, no linear layer whose gradient "
+                f"tiles can sum. Set {KEY}.enabled=false."
+            )
+
+
+def _tiled_forward(mlp: Any, whole: Callable[[Tensor], Tensor], num_shards: int, x: Tensor) -> Tensor:
+    """Gives what ``whole`` gives: x [..., h] -> [..., h]."""
+    if torch.is_grad_enabled():
+        names, weights = zip(*mlp.named_parameters(), strict=True)
+        # A node of its own saves the inputs before anything is computed from them. Inside a checkpointed block it is the last
+        # to save, so that the block's second forward stops here.
+        kept = _Keep.apply(x, *weights).grad_fn
+        return _Tiles.apply(mlp, num_shards, kept, names, x, *weights)
+    flat = x.reshape(-1, x.shape[-1])
+    out = torch.empty_like(flat)
+    for rows in _tiles(flat.shape[0], num_shards):
+        out[rows] = whole(flat[rows])
+    return out.view(x.shape)
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.save_for_backward(x, *weights)
+        return x.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nothing is computed from this node's output")
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, mlp: nn.Module, num_shards: int, kept: Any, names: tuple[str, ...], x: Tensor, *weights: Tensor) -> Tensor:
+        ctx.mlp, ctx.num_shards, ctx.kept, ctx.names = mlp, num_shards, kept, names
+        flat, held = x.reshape(-1, x.shape[-1]), dict(zip(names, weights, strict=True))
+        out = torch.empty_like(flat)
+        for rows in _tiles(flat.shape[0], num_shards):
+            out[rows] = _mlp(mlp, flat[rows], held, {})
+        return out.view(x.shape)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        assert ctx.kept is not None, "the graph of a tiled MLP runs backward once"
+        x, *weights = ctx.kept.saved_tensors
+        ctx.kept = None
+        held = {name: weight.detach() for name, weight in zip(ctx.names, weights, strict=True)}
+        needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
+        sums = {name: torch.zeros_like(weight) for name, weight in held.items() if needed[name]}
+        flat, grad = x.detach().reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
+        grad_x = torch.empty_like(flat)
+        for rows in _tiles(flat.shape[0], ctx.num_shards):
+            with torch.enable_grad():
+                tile = flat[rows].requires_grad_()
+                out = _mlp(ctx.mlp, tile, held, sums)
+            (grad_x[rows],) = torch.autograd.grad(out, tile, grad[rows])
+        return None, None, None, None, grad_x.view(x.shape), *(sums.get(name) for name in ctx.names)
+
+
+def _tiles(tokens: int, num_shards: int) -> list[slice]:
+    size = max(-(-tokens // num_shards), 1)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _mlp(mlp: Any, x: Tensor, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
+    """Gives the MLP's output for a tile; its backward adds the weights' gradients to ``sums``."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        layer = getattr(mlp, name)
+        out = _linear(x, f"{name}.weight", f"{name}.bias", held, sums)
+        if not isinstance(layer, LoraLinear) or not layer.active:
+            return out
+        thin = _linear(x, f"{name}.lora_A", "", held, sums)
+        return out + layer.scale * _linear(thin, f"{name}.lora_B", "", held, sums)
+
+    return project("down_proj", mlp.act_fn(project("gate_proj", x)) * project("up_proj", x))
+
+
+def _linear(x: Tensor, weight: str, bias: str, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
+    return _SummingLinear.apply(x, held[weight], held.get(bias), sums.get(weight), sums.get(bias))
+
+
+class _SummingLinear(torch.autograd.Function):
+    """A linear layer whose backward adds the gradient of its weight to a tensor in place, with no temporary of its size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_sum: Tensor | None, bias_sum: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sums = weight_sum, bias_sum
+        # Written into place: selective checkpointing keeps the outputs of products, and these are to be computed again.
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        weight_sum, bias_sum = ctx.sums
+        if weight_sum is not None:
+            weight_sum.addmm_(grad.t(), x)
+        if bias_sum is not None:
+            bias_sum.add_(grad.sum(0))
+        return grad @ weight, None, None, None, None
+
+
+KNOB = Knob(
+    name="tiled_mlp",
+    keys=(f"{KEY}.enabled", f"{KEY}.num_shards"),
+    on=(f"{KEY}.enabled=true",),
+    off=(f"{KEY}.enabled=false",),
+)
