@@ -22,6 +22,7 @@ from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.load_mode import mapped, mapping
 from verl_memopt.memory.lora import ADAPTERS
+from verl_memopt.memory.quantized_frozen import QuantizedLinear, quantized_layers
 from verl_memopt.models.attention import AttentionChoice
 
 UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
@@ -138,12 +139,33 @@ def fill_from_folder(model: nn.Module, folder: Path) -> None:
     """
     weights = WeightFolder(folder)
     parameters = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
-    _check_names(weights, parameters, folder)
+    layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
+    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder)
     for name, parameter in parameters.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         region = local_region(parameter)
-        if local.numel():
+        if not local.numel():
+            continue
+        if name in layers:
+            rows = weights.read(_stored(name), (region[0], slice(0, layers[name].in_features)))
+            local.detach().copy_(layers[name].quantize(rows))
+        else:
             local.detach().copy_(weights.read(name, region))
+
+
+def _stored(name: str) -> str:
+    """Gives the name under which a checkpoint holds what a quantised layer keeps as bytes."""
+    return name.removesuffix("qweight") + "weight"
+
+
+def _stored_shapes(
+    parameters: dict[str, nn.Parameter], layers: dict[str, QuantizedLinear]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, parameter in parameters.items():
+        if name in layers:
+            yield _stored(name), (layers[name].out_features, layers[name].in_features)
+        else:
+            yield name, tuple(parameter.shape)
 
 
 def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
@@ -152,7 +174,7 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
     Errors: ConfigError as :func:`fill_from_folder`, and for a file of another dtype than the model's.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
-    _check_names(weights, parameters, folder)
+    _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder)
     found = []
     for name, parameter in parameters.items():
         part = mapped(weights.read(name, local_region(parameter)))
@@ -173,13 +195,13 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def _check_names(weights: WeightFolder, parameters: dict[str, nn.Parameter], folder: Path) -> None:
-    problems = [f"missing {name}" for name in parameters if name not in weights.names]
-    tied = {"lm_head.weight"} - parameters.keys()
-    problems += [f"unexpected {name}" for name in weights.names if name not in parameters and name not in tied]
-    for name in parameters.keys() & weights.names.keys():
-        if weights.shape(name) != tuple(parameters[name].shape):
-            problems.append(f"{name} has shape {weights.shape(name)}, the config says {tuple(parameters[name].shape)}")
+def _check_names(weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    problems = [f"missing {name}" for name in shapes if name not in weights.names]
+    tied = {"lm_head.weight"} - shapes.keys()
+    problems += [f"unexpected {name}" for name in weights.names if name not in shapes and name not in tied]
+    for name in shapes.keys() & weights.names.keys():
+        if weights.shape(name) != shapes[name]:
+            problems.append(f"{name} has shape {weights.shape(name)}, the config says {shapes[name]}")
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
         raise ConfigError(f"actor_rollout_ref.model.path={folder}: weights and config disagree: {'; '.join(problems[:8])}{more}.")
