@@ -11,6 +11,7 @@ from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.weight_buckets import Weights
+from verl_memopt.models.build import rebuild_buffers
 from verl_memopt.models.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
 from verl_memopt.rollout.expected_weights import ExpectedWeights
@@ -142,8 +143,11 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
     source, remote = place.model_folder, place.trust_remote_code
     if load_format == "dummy":
         config = AutoConfig.from_pretrained(source, trust_remote_code=remote)
-        with place.device:
+        with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
+        model.to_empty(device=place.device)
+        model.tie_weights()
+        rebuild_buffers(model, place.device)
     else:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=remote).to(place.device)
         for parameter in model.parameters():  # memory of its own, which can be freed and taken again; a mapped file cannot

@@ -23,6 +23,7 @@ from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.lora import adapters_off, initialize_adapters, load_adapter, merged_weights, save_adapter
 from verl_memopt.memory.param_offload import ParamHome
 from verl_memopt.memory.residency import POLICY, REFERENCE, Residency
+from verl_memopt.memory.weight_buckets import weight_slices
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
@@ -124,7 +125,7 @@ class Worker:
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
-        self.engine.load_weights(full_weights(self._policy_weights(), dtype, bucket))
+        self.engine.load_weights(weight_slices(self._policy_weights(), dtype, bucket))
 
     def old_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], with_entropy: bool) -> Scores:
         """Scores a batch under the policy."""

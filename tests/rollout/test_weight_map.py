@@ -1,0 +1,102 @@
+"""An engine's fused, padded and split parameters, filled in row ranges."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import pytest
+import torch
+from torch import Tensor
+
+from verl_memopt.memory.weight_buckets import WeightSlice
+from verl_memopt.rollout.weight_map import WeightMap
+
+SHAPES = {"q": (8, 6), "k": (4, 6), "down": (6, 8), "vocab": (10, 6), "norm": (6,), "one": (1,), "scale": ()}
+
+
+class FusedModel:
+    """Holds what one of ``ranks`` tensor-parallel ranks does, loaded as inference engines load."""
+
+    def __init__(self, rank: int, ranks: int) -> None:
+        self.rank, self.ranks = rank, ranks
+        self.calls: list[str] = []
+        self.parameters = {
+            "qk": torch.zeros(12 // ranks, 6),
+            "down": torch.zeros(6, 8 // ranks),
+            "vocab": torch.full((8, 6), 7.0),
+            "norm": torch.zeros(6),
+            "one": torch.zeros(1),
+            "scale": torch.zeros(()),
+            "halved": torch.zeros(3),
+        }
+
+    def load_weights(self, weights: Iterator[tuple[str, Tensor]]) -> None:
+        for name, tensor in weights:
+            self.calls.append(name)
+            getattr(self, f"load_{name}", self.load_plain)(name, tensor)
+
+    def own(self, tensor: Tensor, dim: int) -> Tensor:
+        size = tensor.shape[dim] // self.ranks
+        return tensor.narrow(dim, self.rank * size, size)
+
+    def load_plain(self, name: str, tensor: Tensor) -> None:
+        assert self.parameters[name].shape == tensor.shape
+        self.parameters[name].data.copy_(tensor)
+
+    def load_q(self, name: str, tensor: Tensor) -> None:
+        self.parameters["qk"].data.narrow(0, 0, 8 // self.ranks).copy_(self.own(tensor, 0))
+
+    def load_k(self, name: str, tensor: Tensor) -> None:
+        self.parameters["qk"].data.narrow(0, 8 // self.ranks, 4 // self.ranks).copy_(self.own(tensor, 0))
+
+    def load_down(self, name: str, tensor: Tensor) -> None:
+        self.parameters["down"].data.copy_(self.own(tensor, 1))
+
+    def load_vocab(self, name: str, tensor: Tensor) -> None:
+        # Padded to a multiple of 16 rows; the last rank has fewer of them.
+        rows = tensor[self.rank * 8 : (self.rank + 1) * 8] if self.ranks == 2 else tensor[:8]
+        self.parameters["vocab"][: rows.shape[0]].data.copy_(rows)
+        self.parameters["vocab"][rows.shape[0] :].data.fill_(0)
+
+    def load_halved(self, name: str, tensor: Tensor) -> None:
+        self.parameters["halved"].copy_(tensor / 2)
+
+
+def tensors() -> dict[str, Tensor]:
+    return {name: torch.randn(shape) for name, shape in SHAPES.items()}
+
+
+def sliced(whole: dict[str, Tensor], rows: int) -> Iterator[WeightSlice]:
+    """Row ranges of each tensor, the last first."""
+    for name, tensor in whole.items():
+        starts = range(0, tensor.shape[0], rows) if tensor.ndim else [0]
+        for start in reversed(starts):
+            yield WeightSlice(name, tensor.shape, start, tensor[start : start + rows] if tensor.ndim else tensor)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
+def test_row_ranges_land_where_the_loader_puts_the_whole_tensors(rows: int, rank: int, ranks: int) -> None:
+    whole = tensors()
+    loaded, written = FusedModel(rank, ranks), FusedModel(rank, ranks)
+    loaded.load_weights(iter(whole.items()))
+    places = WeightMap.of({name: tensor.shape for name, tensor in whole.items()}, written.load_weights)
+    calls = len(written.calls)
+    places.write(sliced(whole, rows), torch.float32)
+    assert len(written.calls) == calls
+    assert all(torch.equal(written.parameters[name], loaded.parameters[name]) for name in loaded.parameters)
+
+
+def test_learning_the_places_changes_no_weight_but_the_padding() -> None:
+    model = FusedModel(1, 2)
+    WeightMap.of({name: torch.Size(shape) for name, shape in SHAPES.items()}, model.load_weights)
+    assert all((model.parameters[name] == 0).all() for name in ("qk", "down", "norm", "one"))
+    assert (model.parameters["vocab"][:2] == 7).all()
+    assert (model.parameters["vocab"][2:] == 0).all()
+
+
+def test_a_tensor_that_is_not_plainly_copied_reaches_the_loader_whole() -> None:
+    model, tensor = FusedModel(0, 1), torch.randn(3)
+    places = WeightMap.of({"halved": tensor.shape}, model.load_weights)
+    places.write(sliced({"halved": tensor}, 1), torch.float32)
+    assert torch.equal(model.parameters["halved"], tensor / 2)
