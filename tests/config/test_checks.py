@@ -62,6 +62,47 @@ def test_values_at_the_edge_of_a_range_are_refused(complaint, key, value):
 
 
 WRONG = {
+    "another optimizer that should rest on the host": (
+        {f"{AR}.actor.fsdp_config.optimizer_offload": True, f"{AR}.actor.optim.optimizer": "SGD"},
+        f"{AR}.actor.fsdp_config.optimizer_offload=true, {AR}.actor.optim.optimizer=SGD, "
+        f"{AR}.actor.optim.optimizer_impl=torch.optim: only AdamW of torch.optim can. Remove "
+        f"{AR}.actor.fsdp_config.optimizer_offload, or {AR}.actor.optim.optimizer and optimizer_impl.",
+    ),
+    "an argument that our AdamW does not take": (
+        {f"{AR}.actor.optim.state_dtype": "int8", f"{AR}.actor.optim.override_optimizer_config": {"foreach": True}},
+        f"{AR}.actor.optim.state_dtype=int8, {AR}.actor.optim.override_optimizer_config={{'foreach': True}}: AdamW with "
+        f"{AR}.actor.optim.state_dtype takes lr, betas, eps and weight_decay. Remove foreach from "
+        f"{AR}.actor.optim.override_optimizer_config.",
+    ),
+    "rounding of weights that are not rounded": (
+        {f"{AR}.actor.optim.stochastic_rounding": True},
+        f"{AR}.actor.optim.stochastic_rounding=true, {AR}.actor.fsdp_config.model_dtype=fp32: fp32 weights are not rounded. "
+        f"Set {AR}.actor.fsdp_config.model_dtype=bfloat16, or remove stochastic_rounding.",
+    ),
+    "torchao's 4-bit optimizer": (
+        {f"{AR}.actor.optim.optimizer_impl": "torchao.optim", f"{AR}.actor.optim.optimizer": "AdamW4bit"},
+        f"{AR}.actor.optim.optimizer_impl=torchao.optim, {AR}.actor.optim.optimizer=AdamW4bit: its step fails on sharded "
+        f"parameters. Set {AR}.actor.optim.state_dtype=int4 and remove both, or {AR}.actor.optim.optimizer=AdamW8bit.",
+    ),
+    "an update in backward that clips": (
+        {f"{AR}.actor.optim.in_backward": True},
+        f"{AR}.actor.optim.in_backward=true, {AR}.actor.optim.clip_grad=1.0: clipping needs the norm of all gradients, and each "
+        f"is gone once it is used. Set {AR}.actor.optim.clip_grad=null, or {AR}.actor.optim.in_backward=false.",
+    ),
+    "an update in backward that accumulates": (
+        {
+            f"{AR}.actor.optim.in_backward": True,
+            f"{AR}.actor.optim.clip_grad": None,
+            f"{AR}.actor.use_dynamic_bsz": False,
+            f"{AR}.actor.ppo_micro_batch_size_per_gpu": 8,
+            f"{AR}.actor.ppo_mini_batch_size": 256,
+            "data.train_batch_size": 256,
+            f"{AR}.rollout.n": 4,
+        },
+        f"{AR}.actor.optim.in_backward=true, {AR}.actor.ppo_micro_batch_size_per_gpu=8, {AR}.actor.ppo_mini_batch_size=256: a "
+        f"device has 1024 sequences per optimizer step, so gradients would have to accumulate. Set "
+        f"{AR}.actor.ppo_micro_batch_size_per_gpu=1024, lower ppo_mini_batch_size, or set {AR}.actor.optim.in_backward=false.",
+    ),
     "a group of one": (
         {f"{AR}.rollout.n": 1},
         f"{AR}.rollout.n=1, algorithm.adv_estimator=rloo: a group of one has no baseline to compare with. "
@@ -231,6 +272,7 @@ IDLE_CASES = {
     "algorithm.kl_ctrl.kl_coef": ({}, 0.5, {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.horizon": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.target_kl": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
+    f"{AR}.actor.optim.bucket_megabytes": ({}, 8.0, {f"{AR}.actor.optim.state_dtype": "bf16"}),
     f"{AR}.actor.kl_loss_coef": ({}, 0.5, {f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.actor.kl_loss_type": ({}, "abs", {f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.actor.loss_scale_factor": ({}, 5, {f"{AR}.actor.loss_agg_mode": "seq-mean-token-sum-norm"}),

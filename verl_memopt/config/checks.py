@@ -20,6 +20,14 @@ Idle = tuple[Callable[[Settings], bool], str]
 
 _BUDGET = "ppo_max_token_len_per_gpu"
 
+BUCKETED: dict[str, Callable[[Settings], bool]] = {
+    "actor.fsdp_config.optimizer_offload": lambda s: s.actor_rollout_ref.actor.fsdp_config.optimizer_offload,
+    "actor.optim.state_dtype": lambda s: s.actor_rollout_ref.actor.optim.state_dtype != "fp32",
+    "actor.optim.stochastic_rounding": lambda s: s.actor_rollout_ref.actor.optim.stochastic_rounding,
+    "actor.optim.in_backward": lambda s: s.actor_rollout_ref.actor.optim.in_backward,
+}
+"""Key -> whether it asks for something that only our AdamW does."""
+
 ENGINE_NAMES = {
     "model": f"{_AR}.model.path",
     "tokenizer": f"{_AR}.model.tokenizer_path",
@@ -235,6 +243,12 @@ def _lora(settings: Settings) -> Iterator[Problem]:
             "with LoRA the reference is the base with its adapters off",
             f"Leave {_AR}.ref.model.path out, or set {_AR}.model.lora_rank=0.",
         )
+    picked = _values(settings, f"{_AR}.model.lora_rank", f"{_AR}.ref.quantization")
+    if model.lora_rank > 0 and settings.actor_rollout_ref.ref.quantization != "none":
+        yield problem(picked, "with LoRA the reference is the policy's own base", f"Leave {_AR}.ref.quantization out.")
+    picked = _values(settings, f"{_AR}.model.load_mode", f"{_AR}.ref.quantization")
+    if model.load_mode == "mmap" and settings.actor_rollout_ref.ref.quantization != "none":
+        yield problem(picked, "the mapped file holds the unquantised weights", f"Set {_AR}.model.load_mode=stream.")
     picked = _values(settings, f"{_AR}.model.lora_rank", f"{_AR}.model.lora_adapter_path")
     if model.lora_rank == 0 and model.lora_adapter_path is not None:
         yield problem(picked, "adapters are given and none are asked for", f"Set {_AR}.model.lora_rank to their rank.")
@@ -256,6 +270,46 @@ def _classes(settings: Settings) -> Iterator[Problem]:
             yield problem(picked, "a class needs its file and its name", "Set both, or neither.")
 
 
+def _optimizer(settings: Settings) -> Iterator[Problem]:
+    """Ways to update that only our AdamW knows, and what must hold for each."""
+    key, actor = f"{_AR}.actor.optim", settings.actor_rollout_ref.actor
+    optim, masters = actor.optim, f"{_AR}.actor.fsdp_config.model_dtype"
+    asked = [f"{_AR}.{name}" for name, asks in BUCKETED.items() if asks(settings)]
+    if asked and (optim.optimizer, optim.optimizer_impl) != ("AdamW", "torch.optim"):
+        picked = _values(settings, *asked, f"{key}.optimizer", f"{key}.optimizer_impl")
+        way_out = f"Remove {', '.join(asked)}, or {key}.optimizer and optimizer_impl."
+        yield problem(picked, "only AdamW of torch.optim can", way_out)
+    unknown = sorted(set(optim.override_optimizer_config or {}) - {"lr", "betas", "eps", "weight_decay"})
+    if asked and unknown:
+        picked = _values(settings, *asked, f"{key}.override_optimizer_config")
+        what = f"AdamW with {', '.join(asked)} takes lr, betas, eps and weight_decay"
+        yield problem(picked, what, f"Remove {', '.join(unknown)} from {key}.override_optimizer_config.")
+    if optim.stochastic_rounding and actor.fsdp_config.model_dtype != "bfloat16":
+        picked = _values(settings, f"{key}.stochastic_rounding", masters)
+        yield problem(picked, "fp32 weights are not rounded", f"Set {masters}=bfloat16, or remove stochastic_rounding.")
+    if (optim.optimizer_impl, optim.optimizer) == ("torchao.optim", "AdamW4bit"):
+        picked = _values(settings, f"{key}.optimizer_impl", f"{key}.optimizer")
+        way_out = f"Set {key}.state_dtype=int4 and remove both, or {key}.optimizer=AdamW8bit."
+        yield problem(picked, "its step fails on sharded parameters", way_out)
+
+
+def _in_backward(settings: Settings) -> Iterator[Problem]:
+    """An update inside the backward pass sees one gradient of one micro-batch; token budgets are looked at when they are cut."""
+    key, actor = f"{_AR}.actor.optim", settings.actor_rollout_ref.actor
+    if not actor.optim.in_backward:
+        return
+    if actor.optim.clip_grad is not None:
+        picked = _values(settings, f"{key}.in_backward", f"{key}.clip_grad")
+        what = "clipping needs the norm of all gradients, and each is gone once it is used"
+        yield problem(picked, what, f"Set {key}.clip_grad=null, or {key}.in_backward=false.")
+    sequences = actor.ppo_mini_batch_size * settings.actor_rollout_ref.rollout.n // world_size(settings)
+    micro = f"{_AR}.actor.ppo_micro_batch_size_per_gpu"
+    if not actor.use_dynamic_bsz and 0 < (actor.ppo_micro_batch_size_per_gpu or 0) < sequences:
+        picked = _values(settings, f"{key}.in_backward", micro, f"{_AR}.actor.ppo_mini_batch_size")
+        what = f"a device has {sequences} sequences per optimizer step, so gradients would have to accumulate"
+        yield problem(picked, what, f"Set {micro}={sequences}, lower ppo_mini_batch_size, or set {key}.in_backward=false.")
+
+
 RULES: tuple[Callable[[Settings], Iterator[Problem]], ...] = (
     _files,
     _groups,
@@ -266,6 +320,8 @@ RULES: tuple[Callable[[Settings], Iterator[Problem]], ...] = (
     _sharding,
     _loading,
     _lora,
+    _optimizer,
+    _in_backward,
     _engine,
     _validation,
     _resume,
@@ -324,6 +380,10 @@ IDLE: dict[str, Idle] = {
         "custom_reward_function.on_error is raise",
     ),
     "trainer.test_freq": (lambda s: s.data.val_files is None, "data.val_files is null"),
+    f"{_AR}.actor.optim.bucket_megabytes": (
+        lambda s: s.actor_rollout_ref.actor.fsdp_config.model_dtype == "fp32" and not any(asks(s) for asks in BUCKETED.values()),
+        "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
+    ),
     f"{_AR}.model.gradient_checkpointing_mode": _CHECKPOINTING_OFF,
     f"{_AR}.model.gradient_checkpointing_every": (
         lambda s: not s.actor_rollout_ref.model.enable_gradient_checkpointing

@@ -43,7 +43,6 @@ _PACKED = "rows are always packed, no pad token is computed. Remove the key"
 
 _FSDP = {
     "wrap_policy.min_num_params": Refusal((0,), "decoder blocks are the units. Use wrap_policy.transformer_layer_cls_to_wrap"),
-    "optimizer_offload": Refusal((False,), _NO_OFFLOAD),
     "ulysses_sequence_parallel_size": Refusal((1,), "a sequence is not split over devices. Set 1"),
     "use_orig_params": Refusal((False,), _FSDP1),
     "mixed_precision.buffer_dtype": Refusal(("fp32", "float32"), _FSDP1),
@@ -217,6 +216,7 @@ REFUSED: dict[str, Refusal] = {
     **_below(f"{_AR}.ref", _PROFILER | _below("fsdp_config", _FSDP)),
     **_below(f"{_AR}.rollout", _ROLLOUT | _PROFILER),
     **_below(_AR, _PROFILER),
+    f"{_AR}.ref.fsdp_config.optimizer_offload": Refusal((False,), "the reference is not trained. Remove the key"),
     f"{_AR}.ref.strategy": Refusal(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
     f"{_AR}.actor.megatron.*": Refusal((), _ONE_BACKEND),
     f"{_AR}.ref.megatron.*": Refusal((), _ONE_BACKEND),

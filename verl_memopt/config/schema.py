@@ -152,8 +152,20 @@ class Optim:
     """Decoupled weight decay."""
     betas: tuple[float, float] = (0.9, 0.999)
     """Adam's moment decays."""
-    clip_grad: float = 1.0
-    """Global gradient-norm clip."""
+    clip_grad: float | None = 1.0
+    """Global gradient-norm clip; null = no clipping, the norm is still reported."""
+    state_dtype: str = "fp32"
+    """dtype in which AdamW's two moments rest: fp32, bf16, int8, int4 (8, 4, 2.03, 1.06 bytes a parameter). Go down when
+    optimizer state does not fit and ``optimizer_offload`` costs too much time; the last two are block-wise quantised."""
+    stochastic_rounding: bool = False
+    """Round updated bfloat16 weights up or down by chance, right on average; for ``fsdp_config.model_dtype=bfloat16``, where
+    rounding to nearest loses updates below 2^-9 of a weight."""
+    bucket_megabytes: float = 64
+    """MiB of a bucket in which AdamW walks its state where that is offloaded, quantised or rounded; its step holds three at
+    most. Lower it when the step sets the peak; a few MiB are enough to keep a bus busy."""
+    in_backward: bool = False
+    """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs ``clip_grad=null`` and
+    one micro-batch per optimizer step."""
     lr_scheduler_type: str = "constant"
     """constant or cosine, after the warm-up."""
     min_lr_ratio: float = 0.0
@@ -214,6 +226,9 @@ class Fsdp:
 
 @dataclass(frozen=True)
 class TrainedFsdp(Fsdp):
+    optimizer_offload: bool = False
+    """Optimizer state rests in one host buffer and streams through the device inside the optimizer step only: 8 bytes a
+    parameter (fp32 moments) leave the device."""
     gradient_sync: str = "every"
     """every = reduce gradients at each micro-batch; last = keep them whole and reduce once, at the last micro-batch: fewer
     collectives for 4 bytes a parameter (fp32 reduction) less this rank's share."""
@@ -297,6 +312,8 @@ class Ref:
     """Follows ``actor.ppo_max_token_len_per_gpu``."""
     use_torch_compile: bool | None = None
     """Follows ``actor.use_torch_compile``."""
+    quantization: str = "none"
+    """none, int8 or nf4: width at which the reference's linear layers rest. Lossy; the error is measured at load and logged."""
     fsdp_config: Fsdp = field(default_factory=Fsdp)
     """Sharding and precision of the reference."""
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch.distributed.tensor import DTensor
-from torch.nn.utils import clip_grad_norm_
+from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from verl_memopt.algorithms.kl import kl_estimate
 from verl_memopt.algorithms.losses import policy_loss
@@ -17,8 +17,11 @@ from verl_memopt.algorithms.reductions import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.activation_offload import ActivationOffload
+from verl_memopt.memory.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.optimizer_in_backward import StepInBackward
 from verl_memopt.memory.resharding import synced
 from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.observe.kinds import optimizer_scope
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
 from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batch, score_batch
 
@@ -39,13 +42,27 @@ class MiniBatch:
 class Policy:
     """The trained model. All ranks call the same methods in the same order."""
 
-    def __init__(self, model: PolicyModel, actor: Actor, optimizer_steps: int, world_size: int, device: torch.device) -> None:
-        """model: sharded and filled. optimizer_steps: of the whole run, for the schedule."""
+    def __init__(
+        self,
+        model: PolicyModel,
+        actor: Actor,
+        optimizer_steps: int,
+        world_size: int,
+        device: torch.device,
+        offload: ActivationOffload | None = None,
+    ) -> None:
+        """model: sharded and filled. optimizer_steps: of the whole run, for the schedule. offload: of its activations."""
         self.model = model
+        self.offload = offload
         self.actor = actor
         self.device = device
         self.world_size = world_size
-        self.optimizer = build_optimizer([parameter for parameter in model.parameters() if parameter.requires_grad], actor.optim)
+        trained, fsdp = [parameter for parameter in model.parameters() if parameter.requires_grad], actor.fsdp_config
+        self.optimizer = build_optimizer(trained, actor.optim, fsdp.optimizer_offload, fsdp.seed)
+        self.in_backward = None
+        if actor.optim.in_backward:
+            assert isinstance(self.optimizer, BucketedAdamW), type(self.optimizer)
+            self.in_backward = StepInBackward(self.optimizer)
         self.schedule = build_schedule(self.optimizer, actor.optim, optimizer_steps)
 
     def score(
@@ -59,24 +76,40 @@ class Policy:
 
         The sums over ranks of everything but ``actor/grad_norm`` and ``actor/lr`` are the global values.
         """
-        return _read(
+        if self.in_backward is not None:
+            self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
+        metrics = _read(
             [
                 self.step((micro_batch(mini.batch, rows) for rows in mini.micro_batches), mini.counts, temperature)
                 for mini in mini_batches
             ]
         )
+        if self.offload is not None:
+            metrics["memory/activation_offload/bytes_moved"] = float(self.offload.take_bytes_moved())
+        return metrics
 
     def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Takes one optimizer step and gives its metrics as tensors; nothing here waits for the device."""
         learning_rate = self.schedule.get_last_lr()[0]
         metrics = self.accumulate(micro_batches, counts, temperature)
-        norm = clip_grad_norm_(self.model.parameters(), self.actor.optim.clip_grad)
-        metrics["actor/grad_norm"] = norm.full_tensor() if isinstance(norm, DTensor) else norm
+        metrics["actor/grad_norm"] = self.clip()
         metrics["actor/lr"] = torch.tensor(learning_rate)
-        self.optimizer.step()
+        with optimizer_scope(self.optimizer):
+            self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
         return metrics
+
+    def clip(self) -> Tensor:
+        """Gives the global norm of the gradient, and clips it where that is asked for."""
+        parameters, limit = self.model.parameters(), self.actor.optim.clip_grad
+        if self.in_backward is not None:
+            norm = self.in_backward.norm()
+        elif limit is None:
+            norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        else:
+            norm = clip_grad_norm_(parameters, limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Adds the gradient of a mini-batch, micro-batch by micro-batch, and gives the summed metrics."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 import os
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack
@@ -19,6 +20,7 @@ from verl_memopt.distributed.device import empty_cache, local_device
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
+from verl_memopt.memory.activation_offload import ActivationOffload
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.lora import adapters_off, initialize_adapters, load_adapter, merged_weights, save_adapter
 from verl_memopt.memory.param_offload import ParamHome
@@ -34,7 +36,9 @@ from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch, Policy
-from verl_memopt.workers.scorer import Scores, build_scorer, materialize, materialize_mapped, score_batch
+from verl_memopt.workers.scorer import Scores, build_scorer, materialize, materialize_mapped, quantization_error, score_batch
+
+logger = logging.getLogger(__name__)
 
 ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
@@ -235,7 +239,11 @@ class Worker:
             load_adapter(Path(model.lora_adapter_path), policy)
         else:
             initialize_adapters(policy, actor.fsdp_config.seed)
-        return Policy(policy, actor, self.plan.optimizer_steps, self.place.world_size, self.device)
+        offload = None
+        if model.enable_activation_offload:
+            least, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
+            offload = ActivationOffload(policy, self.device, least, in_flight)
+        return Policy(policy, actor, self.plan.optimizer_steps, self.place.world_size, self.device, offload)
 
     def _build_reference(self, folder: Path) -> PolicyModel:
         ref = self.settings.ref
@@ -247,6 +255,12 @@ class Worker:
             else:
                 mapped = None
                 materialize(model, folder, self.device, ref.fsdp_config.offload_policy)
+        if ref.quantization != "none":
+            mean, largest = quantization_error(model, folder, self.device, self._temperature)
+            logger.info(
+                "actor_rollout_ref.ref.quantization=%s: log-probs differ from the unquantised reference's by %.2g nats on "
+                "average, %.2g at most (256 random tokens)", ref.quantization, mean, largest,
+            )  # fmt: skip
         if ref.fsdp_config.param_offload:
             self.residency.add(ParamHome(REFERENCE, model.parameters(), self.device, mapped))
         return model
@@ -257,7 +271,10 @@ class Worker:
         folder = self.plan.folder if role == "actor" else self.plan.reference_folder
         key = f"actor_rollout_ref.{role}"
         trained = role == "actor"
-        return build_scorer(self.settings.model, fsdp, Path(str(folder)), mesh, self.device, key, compiles, recompute, trained)
+        quantization = "none" if trained else self.settings.ref.quantization
+        return build_scorer(
+            self.settings.model, fsdp, Path(str(folder)), mesh, self.device, key, compiles, recompute, trained, quantization
+        )
 
     def _policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gives the policy's weights as a plain model has them: adapters merged, sharded as they are."""
