@@ -1,0 +1,71 @@
+import dataclasses
+
+import pytest
+
+from verl_memopt.config.keys import field_types, flatten, leaf_keys, leaf_types, replaced, section_keys, value_at, walk
+from verl_memopt.config.schema import Data, Settings
+
+AR = "actor_rollout_ref"
+
+
+def test_a_section_comes_before_its_own_keys():
+    keys = [key for key, _ in walk()]
+    assert (
+        keys.index("data") < keys.index("data.train_files") < keys.index("data.custom_cls") < keys.index("data.custom_cls.path")
+    )
+    assert len(keys) == len(set(keys))
+
+
+def test_a_key_holds_a_value_or_further_keys_and_never_both():
+    assert not set(leaf_keys()) & section_keys()
+    assert set(leaf_keys()) | section_keys() == {key for key, _ in walk()}
+    assert list(leaf_types()) == leaf_keys()
+    assert f"{AR}.actor.optim" in section_keys()
+    assert f"{AR}.actor.optim.lr" in leaf_keys()
+
+
+def test_types_are_resolved():
+    assert leaf_types()["data.shuffle"] is bool
+    assert leaf_types()["data.seed"] == int | None
+    assert field_types(Settings)["data"] is Data
+
+
+def test_a_value_is_found_under_its_key():
+    assert value_at(Settings(), "data.max_prompt_length") == 512
+    with pytest.raises(AttributeError):
+        value_at(Settings(), "data.max_promt_length")
+
+
+def test_replacing_changes_the_given_keys_and_no_other():
+    before = Settings()
+    after = replaced(before, {"data.seed": 3, f"{AR}.actor.optim.lr": 0.5, f"{AR}.actor.optim.clip_grad": 2.0})
+    changed = {key for key in leaf_keys() if value_at(before, key) != value_at(after, key)}
+    assert changed == {"data.seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.clip_grad"}
+    assert value_at(after, f"{AR}.actor.optim.lr") == 0.5
+    assert before == Settings()
+    assert dataclasses.is_dataclass(after)
+
+
+def test_replacing_nothing_gives_an_equal_copy():
+    assert replaced(Settings(), {}) == Settings()
+
+
+def test_a_nested_mapping_becomes_dotted_keys():
+    assert flatten({"data": {"seed": 1, "custom_cls": {"path": "a.py"}}, "trainer": {}}) == {
+        "data.seed": 1,
+        "data.custom_cls.path": "a.py",
+    }
+
+
+def test_a_mapping_that_is_a_value_stays_whole():
+    tree = {AR: {"model": {"override_config": {"a": {"b": 1}}}}, "ray_kwargs": {"ray_init": {}}}
+    assert flatten(tree) == {f"{AR}.model.override_config": {"a": {"b": 1}}, "ray_kwargs.ray_init": {}}
+
+
+def test_what_no_section_has_is_kept_to_be_complained_of():
+    assert flatten({"dat": {"seed": 1}, "empty": {}}) == {"dat.seed": 1, "empty": {}}
+
+
+def test_a_key_of_another_spelling_counts_as_the_one_it_means():
+    spelled = {"override": f"{AR}.model.override_config"}
+    assert flatten({"override": {"a": 1}}, lambda key: spelled.get(key, key)) == {"override": {"a": 1}}

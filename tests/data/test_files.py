@@ -1,0 +1,78 @@
+import json
+
+import pyarrow
+import pytest
+from pyarrow import parquet
+
+from verl_memopt.data.files import read_rows
+from verl_memopt.errors import DataError
+
+KEY = "data.train_files"
+ROWS = [{"prompt": "a", "n": 1}, {"prompt": "b", "n": 2}]
+
+
+def as_parquet(path):
+    parquet.write_table(pyarrow.Table.from_pylist(ROWS), path)
+
+
+def as_lines(path):
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+
+
+def as_array(path):
+    path.write_text(json.dumps(ROWS, indent=1))
+
+
+@pytest.mark.parametrize(
+    ("name", "write"), [("r.parquet", as_parquet), ("r.jsonl", as_lines), ("r.json", as_lines), ("r.json", as_array)]
+)
+def test_rows_come_in_order_with_file_and_number(tmp_path, name, write):
+    path = tmp_path / name
+    write(path)
+    assert read_rows(str(path), KEY) == [(f"{path}:1", ROWS[0]), (f"{path}:2", ROWS[1])]
+
+
+def test_files_follow_one_another_and_count_their_own_rows(tmp_path):
+    paths = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
+    for path in paths:
+        as_lines(path)
+    assert [address for address, _ in read_rows(paths, KEY)] == [f"{path}:{row}" for path in paths for row in (1, 2)]
+
+
+def test_an_empty_line_is_no_row_and_still_counts_as_a_line(tmp_path):
+    path = tmp_path / "r.jsonl"
+    path.write_text('\n{"a": 1}\n  \n{"a": 2}')
+    assert read_rows(path, KEY) == [(f"{path}:2", {"a": 1}), (f"{path}:4", {"a": 2})]
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    as_lines(tmp_path / "r.jsonl")
+    assert len(read_rows("~/r.jsonl", KEY)) == 2
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("r.csv", b"a", "the suffix '.csv' is unknown. Use one of .parquet, .json, .jsonl"),
+        ("r.jsonl", b"", "the file has no rows"),
+        ("r.json", b"[]", "the file has no rows"),
+        ("r.jsonl", b'{"a": 1}\n{"a": \n', "r.jsonl:2: not valid JSON"),
+        ("r.jsonl", b'{"a": 1}\n[2]\n', "r.jsonl:2: a row must be a JSON object, this is a list"),
+        ("r.json", b'[{"a": 1}, 2]', "r.json:2: a row must be a JSON object, this is a int"),
+        ("r.json", b'[{"a": 1},\n {"a": }]', "r.json: not valid JSON"),
+        ("r.jsonl", b'{"a": "\xff"}\n', "r.jsonl:1: not valid UTF-8"),
+        ("r.parquet", b"PAR1", "not a parquet file that can be read"),
+    ],
+)
+def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, name, content, said):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(DataError) as caught:
+        read_rows(str(tmp_path / name), KEY)
+    assert said in str(caught.value)
+
+
+@pytest.mark.parametrize(("files", "said"), [([], "the list of files is empty"), ("/no/r.jsonl", "there is no such file")])
+def test_what_is_not_there_is_told_under_its_key(files, said):
+    with pytest.raises(DataError, match=f"^{KEY}: .*{said}"):
+        read_rows(files, KEY)

@@ -1,0 +1,25 @@
+import inspect
+
+import pytest
+
+from verl_memopt import errors
+
+KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+
+
+def test_every_error_is_one_the_user_can_mend():
+    assert all(issubclass(kind, errors.UserError) for kind in KINDS)
+
+
+@pytest.mark.parametrize("kind", [errors.ConfigError, errors.DataError])
+def test_what_is_wrong_before_a_run_begins_ends_with_code_2(kind):
+    assert kind.exit_code == 2
+
+
+@pytest.mark.parametrize("kind", [errors.RewardError, errors.RolloutError, errors.WorkerError, errors.CheckpointError])
+def test_what_goes_wrong_in_a_run_ends_with_code_1(kind):
+    assert kind.exit_code == 1
+
+
+def test_every_error_says_when_it_is_raised():
+    assert all(kind.__doc__ for kind in KINDS)
