@@ -1,0 +1,129 @@
+"""Whether both trainers compute the same: one fixed batch of ids and advantages through both loss paths.
+
+``python -m benchmarks.toy_trl.gate_trl`` and ``gate_ours`` write what each finds; this module makes the batch and compares.
+"""
+
+from __future__ import annotations
+
+import json
+import random
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+from benchmarks.toy_trl.work import WORK
+
+CASES = {"on-policy": False, "off-policy": True}
+"""Whether the old log-probs of a case are moved away from the policy's."""
+MICRO_BATCHES = (1, 8)
+BOUND = 1e-5
+"""Largest relative difference of loss, gradient norm and gradient, and largest difference of a log-prob in nats."""
+
+
+@dataclass(frozen=True)
+class Batch:
+    """Rows of different lengths, so that padding and packing both have work. shifts: of each row's summed old log-prob."""
+
+    prompts: list[list[int]]
+    responses: list[list[int]]
+    advantages: list[float]
+    shifts: list[float]
+
+    def write(self, path: Path) -> None:
+        """Writes the batch as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> Batch:
+        """Gives the batch in a file."""
+        return Batch(**json.loads(path.read_text()))
+
+    def shift(self, row: int, case: str) -> float:
+        """Gives by how much a row's old log-prob lies above the policy's in a case."""
+        return self.shifts[row] if CASES[case] else 0.0
+
+
+def make_batch(vocabulary: int, seed: int = 0) -> Batch:
+    """Gives a random batch; shifts reach beyond the clip on both sides. Ids below 3 are special tokens and left out."""
+    draw = random.Random(seed)
+
+    def ids(low: int, high: int) -> list[int]:
+        return [draw.randrange(3, vocabulary) for _ in range(draw.randint(low, high))]
+
+    return Batch(
+        prompts=[ids(5, WORK.max_prompt_tokens) for _ in range(WORK.rows)],
+        responses=[ids(1, WORK.max_response_tokens) for _ in range(WORK.rows)],
+        advantages=[draw.gauss(0.0, 1.0) for _ in range(WORK.rows)],
+        shifts=[draw.uniform(-0.4, 0.4) for _ in range(WORK.rows)],
+    )
+
+
+@dataclass(frozen=True)
+class Finding:
+    """What one side computed for one case, cut into so many micro-batches. log_probs: per row and token."""
+
+    loss: float
+    grad_norm: float
+    log_probs: list[list[float]]
+
+
+@dataclass(frozen=True)
+class Difference:
+    """How far both sides are apart. Relative ones are to TRL's; ``gradient`` is of the whole gradient as one vector.
+
+    The loss of a case may be 0 in truth, so it is relative to the mean of the absolute advantages.
+    """
+
+    case: str
+    micro_batches: int
+    loss: float
+    grad_norm: float
+    gradient: float
+    log_prob: float
+    trl_loss: float
+    trl_grad_norm: float
+
+    @property
+    def passed(self) -> bool:
+        """Says whether all are within ``BOUND``."""
+        return max(self.loss, self.grad_norm, self.gradient, self.log_prob) <= BOUND
+
+
+def compare(folder: Path, batch: Batch) -> list[Difference]:
+    """Gives the differences of all cases from what both sides wrote into the folder."""
+    return [_difference(folder, batch, case, micro_batches) for case in CASES for micro_batches in MICRO_BATCHES]
+
+
+def _difference(folder: Path, batch: Batch, case: str, micro_batches: int) -> Difference:
+    from safetensors.torch import load_file
+
+    name = file_name(case, micro_batches)
+    trl, ours = (Finding(**json.loads((folder / side / f"{name}.json").read_text())) for side in ("trl", "ours"))
+    theirs, mine = (load_file(folder / side / f"{name}.safetensors") for side in ("trl", "ours"))
+    assert theirs.keys() == mine.keys(), theirs.keys() ^ mine.keys()
+    squared = sum(float((theirs[key].double() - mine[key].double()).square().sum()) for key in theirs)
+    scale = sum(map(abs, batch.advantages)) / len(batch.advantages)
+    return Difference(
+        case=case,
+        micro_batches=micro_batches,
+        loss=abs(trl.loss - ours.loss) / scale,
+        grad_norm=abs(trl.grad_norm - ours.grad_norm) / trl.grad_norm,
+        gradient=squared**0.5 / trl.grad_norm,
+        log_prob=max(
+            abs(one - other)
+            for row, other_row in zip(trl.log_probs, ours.log_probs, strict=True)
+            for one, other in zip(row, other_row, strict=True)
+        ),
+        trl_loss=trl.loss,
+        trl_grad_norm=trl.grad_norm,
+    )
+
+
+def file_name(case: str, micro_batches: int) -> str:
+    """Gives the stem of the files of a case."""
+    return f"{case}-{micro_batches}"
+
+
+def slices(micro_batches: int) -> list[range]:
+    """Gives the rows of each micro-batch."""
+    size = WORK.rows // micro_batches
+    return [range(start, start + size) for start in range(0, WORK.rows, size)]

@@ -1,0 +1,197 @@
+"""Rows of the result from the records of runs, and the table that is printed."""
+
+from __future__ import annotations
+
+import io
+from collections.abc import Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from statistics import mean, median
+from typing import Any
+
+from benchmarks.toy_trl.work import NOTHING, OURS, PHASES, WARM_UP, Contestant, Moment, Record
+
+MIB = 2**20
+REST = "rest"
+PASSES = ("update", "log_prob", "rollout")
+"""Phases whose peak is reported."""
+
+
+class VoidError(Exception):
+    """The runs of a row did not do the same work, or did not count the same; there is no row."""
+
+
+@dataclass(frozen=True)
+class Spread:
+    """Median over runs of each run's median step, and the fastest and the slowest run's."""
+
+    median: float
+    fastest: float
+    slowest: float
+
+
+@dataclass(frozen=True)
+class Row:
+    """One contestant's result. ``cpu`` is processor time of the process, ``wall`` includes waiting for the processor."""
+
+    contestant: str
+    rollout: str
+    micro_batches: int
+    seconds_per_step: Spread
+    """On the wall."""
+    cpu_seconds_per_step: Spread
+    seconds: dict[str, float]
+    """Of a step on the wall, by phase and ``rest``."""
+    cpu_seconds: dict[str, float]
+    """The same in processor time."""
+    peak_bytes: dict[str, int]
+    """Most live tensor bytes at once, by phase."""
+    engine_bytes: int
+    """Of each peak: weights and KV cache of a rollout engine of its own."""
+    response_tokens_per_step: float
+    accuracy: float
+    """Greedy, on held-out prompts, after the last step: mean over runs."""
+    runs: int
+    steps: int
+
+
+def row_of(contestant: Contestant, timed: Sequence[Record], tracked: Sequence[Record]) -> Row:
+    """Gives a contestant's row from its timed runs and its tracked runs. Errors: VoidError when tracked runs differ."""
+    if any(record.peaks != tracked[0].peaks for record in tracked):
+        raise VoidError(
+            f"{contestant.slug}: two runs of one seed counted different bytes: {[record.peaks for record in tracked]}"
+        )
+    steps = [timed_steps(record) for record in timed]
+    phases = [timed_phases(record) for record in timed]
+    peaks = tracked[0].peaks
+    return Row(
+        contestant=contestant.name,
+        rollout=contestant.rollout,
+        micro_batches=contestant.micro_batches,
+        seconds_per_step=spread([[step.wall for step in run] for run in steps]),
+        cpu_seconds_per_step=spread([[step.cpu for step in run] for run in steps]),
+        seconds={name: spread([[step[name].wall for step in run] for run in phases]).median for name in (*PHASES, REST)},
+        cpu_seconds={name: spread([[step[name].cpu for step in run] for run in phases]).median for name in (*PHASES, REST)},
+        peak_bytes={name: peaks[name].bytes for name in PASSES},
+        engine_bytes=peaks["update"].engine_bytes,
+        response_tokens_per_step=mean(tokens for record in timed for tokens in record.response_tokens),
+        accuracy=mean(record.accuracy for record in timed),
+        runs=len(timed),
+        steps=len(steps[0]),
+    )
+
+
+def spread(runs: Sequence[Sequence[float]]) -> Spread:
+    """Gives the spread of runs, each a list of its steps."""
+    medians = [median(run) for run in runs]
+    return Spread(median(medians), min(medians), max(medians))
+
+
+def timed_steps(record: Record) -> list[Moment]:
+    """Gives how long each step took, from its start to the next one's; the warm-up and the last step are left out."""
+    starts = record.starts[WARM_UP:]
+    return [later - earlier for earlier, later in pairwise(starts)]
+
+
+def timed_phases(record: Record) -> list[dict[str, Moment]]:
+    """Gives the phases of the same steps, nothing where a trainer has no such phase, and the rest of each step."""
+    found = []
+    for whole, phases in zip(timed_steps(record), record.phases[WARM_UP:-1], strict=True):
+        known = {name: phases.get(name, NOTHING) for name in PHASES}
+        found.append({**known, REST: whole - sum(known.values(), NOTHING)})
+    return found
+
+
+def check_same_prompts(records: Sequence[Record]) -> None:
+    """Raises VoidError unless all tracked runs saw the same prompt ids in the same order."""
+    hashes = {record.prompt_ids for record in records}
+    if len(hashes) != 1 or "" in hashes:
+        raise VoidError(f"the contestants did not get the same prompts: {len(hashes)} hashes of ids")
+
+
+COLUMNS = (
+    "trainer",
+    "rollout\nengine",
+    "micro-\nbatches",
+    "wall ms\nper step",
+    "fastest-\nslowest",
+    "CPU ms\nper step",
+    "fastest-\nslowest",
+    "of it\nrollout",
+    "of it\nlog-prob",
+    "of it\nupdate",
+    "of it\nrest",
+    "update\npeak MiB",
+    "log-prob\npeak MiB",
+    "rollout\npeak MiB",
+    "engine\nMiB",
+    "greedy\naccuracy",
+)
+
+
+def cells(row: Row) -> list[str]:
+    """Gives a row's cells in the order of ``COLUMNS``; rest includes reward and weight sync."""
+    cpu = row.cpu_seconds
+    parts = (cpu["rollout"], cpu["log_prob"], cpu["update"], cpu["reward"] + cpu["sync"] + cpu[REST])
+    sizes = (*(row.peak_bytes[name] for name in ("update", "log_prob", "rollout")), row.engine_bytes)
+    return [
+        row.contestant,
+        row.rollout,
+        str(row.micro_batches),
+        *_words(row.seconds_per_step),
+        *_words(row.cpu_seconds_per_step),
+        *(f"{1e3 * seconds:.0f}" for seconds in parts),
+        *(f"{size / MIB:.1f}" for size in sizes),
+        f"{row.accuracy:.3f}",
+    ]
+
+
+def _words(seconds: Spread) -> tuple[str, str]:
+    return f"{1e3 * seconds.median:.0f}", f"{1e3 * seconds.fastest:.0f}-{1e3 * seconds.slowest:.0f}"
+
+
+def render(rows: Sequence[Row], width: int = 180) -> str:
+    """Gives the table as text, a rule between the numbers of micro-batches."""
+    from rich import box
+    from rich.console import Console
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, padding=(0, 1, 0, 0))
+    for index, name in enumerate(COLUMNS):
+        table.add_column(name, justify="left" if index < 2 else "right", no_wrap=True)
+    for row, following in zip(rows, [*rows[1:], None], strict=True):
+        table.add_row(*cells(row), end_section=following is not None and following.micro_batches != row.micro_batches)
+    console = Console(width=width, file=io.StringIO(), color_system=None)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines()).strip("\n")
+
+
+def ratios(rows: Sequence[Row]) -> list[str]:
+    """Gives, in words, our time and update peak as shares of TRL's with the same micro-batches."""
+    return [
+        _ratio(row, other)
+        for row in rows
+        for other in rows
+        if row.contestant == OURS and other.contestant != OURS and other.micro_batches == row.micro_batches
+    ]
+
+
+def _ratio(ours: Row, other: Row) -> str:
+    batches = "1 micro-batch" if ours.micro_batches == 1 else f"{ours.micro_batches} micro-batches"
+    time = ours.cpu_seconds_per_step.median / other.cpu_seconds_per_step.median
+    return (
+        f"{batches}: {ours.contestant} ({ours.rollout}) / {other.contestant} ({other.rollout}): "
+        f"CPU time {time:.2f}, update peak {own_peak(ours) / own_peak(other):.2f}"
+    )
+
+
+def own_peak(row: Row) -> int:
+    """Gives the update's peak without a rollout engine's own bytes."""
+    return row.peak_bytes["update"] - row.engine_bytes
+
+
+def from_json(row: dict[str, Any]) -> Row:
+    """Gives a row as it was written."""
+    spreads = {name: Spread(**row[name]) for name in ("seconds_per_step", "cpu_seconds_per_step")}
+    return Row(**{**row, **spreads})

@@ -1,0 +1,189 @@
+"""The work that every contestant does, and the plan and record of one run. Nothing here imports a trainer or torch."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import time
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+WARM_UP = 2
+"""First steps of a timed run that are left out of its figures."""
+TRACKED_STEP = 2
+"""The step whose bytes are read: the first with optimizer state."""
+PHASES = ("rollout", "reward", "log_prob", "update", "sync")
+"""Phases of a step. ``rest`` is what a step takes beyond them: data, advantages, metrics, logging."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """One step of RLOO, without a KL and with one optimizer step per rollout batch, in fp32."""
+
+    prompts: int = 32
+    """Prompts per step, taken in file order."""
+    samples: int = 8
+    """Answers per prompt."""
+    max_prompt_tokens: int = 16
+    max_response_tokens: int = 4
+    temperature: float = 1.0
+    learning_rate: float = 2e-4
+    """AdamW, fused, constant."""
+    weight_decay: float = 0.01
+    clip_grad: float = 1.0
+    clip_ratio: float = 0.2
+
+    @property
+    def rows(self) -> int:
+        """Gives the rows of a step."""
+        return self.prompts * self.samples
+
+
+WORK = Work()
+
+
+@dataclass(frozen=True)
+class Contestant:
+    """A trainer, its rollout engine, and the micro-batches it cuts a step's rows into.
+
+    fitted_tile: TRL's head works in tiles of up to 4,096 tokens x 32,768 words and allocates them in full, however small the
+    vocabulary is; here the tile is as wide as the vocabulary.
+    """
+
+    trainer: str
+    rollout: str
+    micro_batches: int
+    fitted_tile: bool = False
+
+    @property
+    def rows_per_micro_batch(self) -> int:
+        """Gives the rows of one forward and backward; the log-prob pass takes as many."""
+        return WORK.rows // self.micro_batches
+
+    @property
+    def name(self) -> str:
+        """Gives the trainer's name as tables and charts show it."""
+        return f"{self.trainer}, fitted tile" if self.fitted_tile else self.trainer
+
+    @property
+    def slug(self) -> str:
+        """Gives a name for files."""
+        return f"{self.trainer}-{self.rollout}-{self.micro_batches}{'-fitted' if self.fitted_tile else ''}"
+
+
+TRL, OURS = "TRL", "verl_memopt"
+CONTESTANTS = tuple(
+    contestant
+    for micro_batches in (1, 8)
+    for contestant in (
+        Contestant(TRL, "hf", micro_batches),
+        Contestant(TRL, "hf", micro_batches, fitted_tile=True),
+        Contestant(OURS, "hf", micro_batches),
+        Contestant(OURS, "vllm", micro_batches),
+    )
+)
+
+
+@dataclass(frozen=True)
+class Plan:
+    """One run in a process of its own. Folders are absolute. track: count bytes, in which case times mean nothing."""
+
+    contestant: Contestant
+    task: str
+    folder: str
+    steps: int
+    seed: int
+    track: bool
+
+    def write(self, path: Path) -> None:
+        """Writes the plan as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> Plan:
+        """Gives the plan in a file."""
+        plan = json.loads(path.read_text())
+        return Plan(**{**plan, "contestant": Contestant(**plan["contestant"])})
+
+
+@dataclass(frozen=True)
+class Moment:
+    """A reading of both clocks, or a stretch between two: seconds on the wall, and of the processor for this process.
+
+    On a machine that others use too, the processor's clock is the one that compares.
+    """
+
+    wall: float
+    cpu: float
+
+    @staticmethod
+    def now() -> Moment:
+        """Gives the present reading."""
+        return Moment(time.perf_counter(), time.process_time())
+
+    def __add__(self, other: Moment) -> Moment:
+        return Moment(self.wall + other.wall, self.cpu + other.cpu)
+
+    def __sub__(self, other: Moment) -> Moment:
+        return Moment(self.wall - other.wall, self.cpu - other.cpu)
+
+
+NOTHING = Moment(0.0, 0.0)
+
+
+@dataclass(frozen=True)
+class Peak:
+    """Most bytes live at once in a phase, and how much of that is the rollout engine's own (weights and KV cache)."""
+
+    bytes: int
+    engine_bytes: int
+
+
+@dataclass(frozen=True)
+class Record:
+    """What a run leaves. Lists have one entry per step."""
+
+    starts: list[Moment]
+    """When each step began."""
+    phases: list[dict[str, Moment]]
+    """How long each phase of ``PHASES`` took that there is."""
+    response_tokens: list[int]
+    rewards: list[float]
+    """Mean over the rows."""
+    accuracy: float
+    """Share of held-out prompts answered right, greedily, after the last step."""
+    peaks: dict[str, Peak] = field(default_factory=dict)
+    """By phase, in step ``TRACKED_STEP``; empty when nothing was counted."""
+    prompt_ids: str = ""
+    """Hash of the prompt ids of all steps, where the run was tracked."""
+
+    def write(self, path: Path) -> None:
+        """Writes the record as JSON."""
+        path.write_text(json.dumps(asdict(self)))
+
+    @staticmethod
+    def read(path: Path) -> Record:
+        """Gives the record in a file."""
+        record: dict[str, Any] = json.loads(path.read_text())
+        return Record(
+            **{
+                **record,
+                "starts": [Moment(**start) for start in record["starts"]],
+                "phases": [{name: Moment(**spent) for name, spent in phases.items()} for phases in record["phases"]],
+                "peaks": {phase: Peak(**peak) for phase, peak in record["peaks"].items()},
+            }
+        )
+
+
+ENGINE_KINDS = ("rollout weights", "kv")
+
+
+def peak_of(size: int, kinds: dict[str, int]) -> Peak:
+    """Gives the peak of a phase from its bytes and their kinds, as the tracker names them."""
+    return Peak(size, sum(kinds.get(kind, 0) for kind in ENGINE_KINDS))
+
+
+def hash_of(ids: list[list[list[int]]]) -> str:
+    """Gives a hash of token ids, per step and row."""
+    return hashlib.sha256(json.dumps(ids).encode()).hexdigest()
