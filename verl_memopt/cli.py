@@ -19,7 +19,9 @@ def _train(arguments: Sequence[str]) -> int:
 
 
 def _report(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="verl-memopt report", description="Make a run's summary and charts again, or compare runs.")
+    parser = argparse.ArgumentParser(
+        prog="verl-memopt report", description="Make a run's summary and charts again, or compare runs."
+    )
     parser.add_argument("run_dirs", nargs="+", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
     parser.add_argument("--out", type=Path, default=None, help="where to put the charts (default: the run's own folder)")
     parsed = parser.parse_args(arguments)
@@ -30,7 +32,9 @@ def _report(arguments: Sequence[str]) -> int:
 
 
 def _toy(arguments: Sequence[str]) -> int:
-    parser = argparse.ArgumentParser(prog="verl-memopt toy", description="Make the toy task: a tiny warmed-up model and its data.")
+    parser = argparse.ArgumentParser(
+        prog="verl-memopt toy", description="Make the toy task: a tiny warmed-up model and its data."
+    )
     parser.add_argument("folder", type=Path, help="where to put model/, train.parquet and val.parquet")
     parser.add_argument("--seed", type=int, default=0, help="seed of data, weights and warm-up (default: 0)")
     parsed = parser.parse_args(arguments)
@@ -81,7 +85,9 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
     if parsed.json not in (None, "-"):
         Path(parsed.json).write_text(json.dumps(ladder.as_json(rungs, work, parsed.model), indent=2) + "\n")
     if parsed.png is not None:
-        knob_report.draw_ladder(rungs, parsed.png, f"Memory knobs on {parsed.model}, {work.rows} x ({work.prompt} + {work.response}) tokens")
+        knob_report.draw_ladder(
+            rungs, parsed.png, f"Memory knobs on {parsed.model}, {work.rows} x ({work.prompt} + {work.response}) tokens"
+        )
     return 0
 
 
@@ -112,7 +118,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=list(COMMANDS), metavar="command")
     parser.parse_args(arguments)
     return 0
-
 
 
 if __name__ == "__main__":

@@ -69,7 +69,9 @@ def test_only_the_device_file_names_the_accelerators_api():
 
 
 def test_no_room_is_a_place_for_whatever():
-    assert not {"utils", "common", "core", "helpers", "misc"} & {part for path in FILES for part in path.relative_to(PACKAGE).parts}
+    assert not {"utils", "common", "core", "helpers", "misc"} & {
+        part for path in FILES for part in path.relative_to(PACKAGE).parts
+    }
 
 
 @pytest.mark.parametrize("module", ["verl_memopt", "verl_memopt.cli", "verl_memopt.rewards.process", "verl_memopt.config.loader"])

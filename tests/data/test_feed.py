@@ -10,7 +10,9 @@ from verl_memopt.models.tokenizer import build_tokenizer
 
 
 def loader():
-    rows = [PromptRow(index, f"{index}+{index}=" * (1 + index % 3), "toy/arithmetic", "", {}, f"f:{index}") for index in range(10)]
+    rows = [
+        PromptRow(index, f"{index}+{index}=" * (1 + index % 3), "toy/arithmetic", "", {}, f"f:{index}") for index in range(10)
+    ]
     return StepLoader(rows, 3, shuffle=True, seed=5)
 
 

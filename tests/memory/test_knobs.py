@@ -27,7 +27,15 @@ def test_every_key_of_an_entry_is_a_setting(entry):
 
 
 def test_the_index_is_json():
-    assert json.loads(json.dumps(as_json(ENTRIES)))[0].keys() >= {"name", "keys", "defaults", "saves", "costs", "pairs", "refuses"}
+    assert json.loads(json.dumps(as_json(ENTRIES)))[0].keys() >= {
+        "name",
+        "keys",
+        "defaults",
+        "saves",
+        "costs",
+        "pairs",
+        "refuses",
+    }
 
 
 def test_sections_are_cut_at_their_heads_and_end_with_the_paragraph():

@@ -151,7 +151,9 @@ def two_ranks(rank, folder):
     shake(policy)
     loss = log_probs(policy).sum()
     loss.backward()
-    grads = {name: parameter.grad.full_tensor().numpy() for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    grads = {
+        name: parameter.grad.full_tensor().numpy() for name, parameter in policy.named_parameters() if parameter.grad is not None
+    }
     with adapters_off(policy), torch.no_grad():
         base = log_probs(policy).numpy()
     stream = merged_weights(named_weights(policy), policy)

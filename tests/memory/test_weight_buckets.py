@@ -30,7 +30,6 @@ WHOLE = {
 """Two tensors of 2.7 and 2.3 MiB in fp32, and small ones that divide by no number of ranks."""
 
 
-
 @pytest.fixture
 def fake_ranks():
     """Gives a function that joins a fake world of some ranks; collectives do nothing, bytes are real."""

@@ -9,7 +9,14 @@ from transformers import AutoModelForCausalLM
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.attention import choose_attention
-from verl_memopt.models.build import WeightFolder, empty_model, fill_from_folder, load_model_config, named_weights, rebuild_buffers
+from verl_memopt.models.build import (
+    WeightFolder,
+    empty_model,
+    fill_from_folder,
+    load_model_config,
+    named_weights,
+    rebuild_buffers,
+)
 from verl_memopt.models.policy_model import PolicyModel, allocate
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 

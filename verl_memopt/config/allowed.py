@@ -92,7 +92,10 @@ RANGES: dict[str, Range] = {
     **_rows(_POSITIVE, "data.val_batch_size", f"{_AR}.nccl_timeout"),
     **_rows(
         _POSITIVE,
-        *(f"{_AR}.model.{key}" for key in ("gradient_checkpointing_every", "activation_offload_in_flight", "tiled_mlp.num_shards")),
+        *(
+            f"{_AR}.model.{key}"
+            for key in ("gradient_checkpointing_every", "activation_offload_in_flight", "tiled_mlp.num_shards")
+        ),
     ),
     **_rows(_NOT_NEGATIVE, f"{_AR}.model.activation_offload_min_bytes"),
     **_rows(_MINUS_ONE_OR_POSITIVE, "data.train_max_samples", "data.val_max_samples"),

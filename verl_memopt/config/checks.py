@@ -386,8 +386,10 @@ IDLE: dict[str, Idle] = {
     ),
     f"{_AR}.model.gradient_checkpointing_mode": _CHECKPOINTING_OFF,
     f"{_AR}.model.gradient_checkpointing_every": (
-        lambda s: not s.actor_rollout_ref.model.enable_gradient_checkpointing
-        or s.actor_rollout_ref.model.gradient_checkpointing_mode != "every_n",
+        lambda s: (
+            not s.actor_rollout_ref.model.enable_gradient_checkpointing
+            or s.actor_rollout_ref.model.gradient_checkpointing_mode != "every_n"
+        ),
         "model.gradient_checkpointing_mode is not every_n",
     ),
     f"{_AR}.model.activation_offload_min_bytes": _OFFLOAD_OFF,

@@ -46,7 +46,11 @@ def _section(entry: Entry) -> str:
 
 
 def _default(value: object) -> str:
-    return {None: "null", True: "true", False: "false"}.get(value, str(value)) if value is None or isinstance(value, bool) else str(value)
+    return (
+        {None: "null", True: "true", False: "false"}.get(value, str(value))
+        if value is None or isinstance(value, bool)
+        else str(value)
+    )
 
 
 if __name__ == "__main__":

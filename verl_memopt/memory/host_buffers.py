@@ -51,9 +51,7 @@ class HostAllocator:
                 f"{self.held_bytes / GIB:.4g} GiB are taken. Raise it to at least "
                 f"{(self.held_bytes + num_bytes) / GIB:.4g}, or switch an offload off."
             )
-        pinned = is_gpu(device) and (
-            self.pinned_limit_bytes is None or self.pinned_bytes + num_bytes <= self.pinned_limit_bytes
-        )
+        pinned = is_gpu(device) and (self.pinned_limit_bytes is None or self.pinned_bytes + num_bytes <= self.pinned_limit_bytes)
         with scope(kind=kind, tier=HOST):
             buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
         declare_host(buffer.untyped_storage())

@@ -187,7 +187,11 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
     if not path.is_file():
         raise ConfigError(f"{key}: it has no adapter_model.safetensors. Give a folder in the peft format.")
     found = load_file(path)
-    wanted = {f"base_model.model.{name}.{part}.weight": getattr(layer, part) for name, layer in adapters(model).items() for part in ADAPTERS}
+    wanted = {
+        f"base_model.model.{name}.{part}.weight": getattr(layer, part)
+        for name, layer in adapters(model).items()
+        for part in ADAPTERS
+    }
     problems = [f"missing {name}" for name in wanted if name not in found]
     problems += [f"unexpected {name}" for name in found if name not in wanted]
     problems += [

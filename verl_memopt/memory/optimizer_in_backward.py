@@ -69,6 +69,8 @@ KNOB = Knob(
             "gradients would have to accumulate; raise it, lower ppo_mini_batch_size, or pack by tokens (use_dynamic_bsz), where "
             "the number of micro-batches is checked before each step",
         ),
-        Refusal("optim.optimizer other than AdamW", "only our AdamW steps one parameter at a time; leave optimizer at its default"),
+        Refusal(
+            "optim.optimizer other than AdamW", "only our AdamW steps one parameter at a time; leave optimizer at its default"
+        ),
     ),
 )

@@ -71,6 +71,12 @@ KNOB = Knob(
         *(f"{role}.{key}" for role in _ROLES for key in ("reshard_after_forward", "fsdp_size")),
         "actor_rollout_ref.actor.fsdp_config.gradient_sync",
     ),
-    on=("actor_rollout_ref.actor.fsdp_config.reshard_after_forward=true", "actor_rollout_ref.actor.fsdp_config.gradient_sync=every"),
-    off=("actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false", "actor_rollout_ref.actor.fsdp_config.gradient_sync=last"),
+    on=(
+        "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=true",
+        "actor_rollout_ref.actor.fsdp_config.gradient_sync=every",
+    ),
+    off=(
+        "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",
+        "actor_rollout_ref.actor.fsdp_config.gradient_sync=last",
+    ),
 )

@@ -86,7 +86,9 @@ class _Keep(torch.autograd.Function):
 
 class _Tiles(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, mlp: nn.Module, num_shards: int, kept: Any, names: tuple[str, ...], x: Tensor, *weights: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, mlp: nn.Module, num_shards: int, kept: Any, names: tuple[str, ...], x: Tensor, *weights: Tensor
+    ) -> Tensor:
         ctx.mlp, ctx.num_shards, ctx.kept, ctx.names = mlp, num_shards, kept, names
         flat, held = x.reshape(-1, x.shape[-1]), dict(zip(names, weights, strict=True))
         out = torch.empty_like(flat)

@@ -47,7 +47,9 @@ def choose_attention(asked: str, device: torch.device, dtype: torch.dtype) -> At
         if not installed:
             raise ConfigError(f"{key}: the package flash-attn is not installed. Install the extra flash-attn, or use auto.")
         if not supported:
-            raise ConfigError(f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto.")
+            raise ConfigError(
+                f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto."
+            )
         return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], "asked for")
     if asked != "auto":
         return AttentionChoice(asked, REGISTERED[asked], "asked for")
@@ -168,7 +170,16 @@ def _flash(
     longest = max(pack_lengths)
     window = (-1, -1) if sliding_window is None else (sliding_window - 1, 0)
     out = flash_attn_varlen_func(
-        _flat(query), _flat(key), _flat(value), starts, starts, longest, longest, softmax_scale=scaling, causal=True, window_size=window
+        _flat(query),
+        _flat(key),
+        _flat(value),
+        starts,
+        starts,
+        longest,
+        longest,
+        softmax_scale=scaling,
+        causal=True,
+        window_size=window,
     )
     return out[None], None
 

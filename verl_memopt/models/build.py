@@ -40,7 +40,9 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
         try:
             importlib.import_module(model.external_lib)
         except ImportError as error:
-            raise ConfigError(f"{key}.external_lib={model.external_lib}: {error}. Install the module, or remove the key.") from error
+            raise ConfigError(
+                f"{key}.external_lib={model.external_lib}: {error}. Install the module, or remove the key."
+            ) from error
     source = model.hf_config_path or str(folder)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
@@ -56,11 +58,15 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
             raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
     scaled = [name for name in UNSUPPORTED_HEADS if getattr(config, name, None) not in (None, 1, 1.0)]
     if scaled:
-        raise ConfigError(f"{key}.path={source}: {config.model_type} changes its logits after the head ({scaled[0]}), not supported.")
+        raise ConfigError(
+            f"{key}.path={source}: {config.model_type} changes its logits after the head ({scaled[0]}), not supported."
+        )
     return config
 
 
-def empty_model(config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, trust_remote_code: bool) -> PreTrainedModel:
+def empty_model(
+    config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, trust_remote_code: bool
+) -> PreTrainedModel:
     """Gives the model without storage (meta), or with fake storage inside a fake mode; buffers that are computed are real.
 
     dtype: of the parameters at rest (the masters).
@@ -87,7 +93,9 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         if not missing:
             continue
         if not hasattr(module, "config"):
-            raise ConfigError(f"actor_rollout_ref.model.path: cannot rebuild the buffers {missing} of {name} ({type(module).__name__}).")
+            raise ConfigError(
+                f"actor_rollout_ref.model.path: cannot rebuild the buffers {missing} of {name} ({type(module).__name__})."
+            )
         fresh = type(module)(module.config)
         for key in missing:
             setattr(module, key, getattr(fresh, key).to(device))
@@ -113,7 +121,7 @@ class WeightFolder:
     def _open(self, path: Path) -> Any:
         try:
             return safe_open(path, framework="pt")
-        except Exception as error:  # noqa: BLE001 - safetensors raises its own untyped error for a torn file
+        except Exception as error:
             raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:

@@ -12,7 +12,15 @@ from torch import Tensor
 from transformers import PretrainedConfig
 
 FILE_BYTES = 2 * 2**30
-TOKENIZER_FILES = ("tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab*", "merges.txt", "*.model", "chat_template*")
+TOKENIZER_FILES = (
+    "tokenizer*",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab*",
+    "merges.txt",
+    "*.model",
+    "chat_template*",
+)
 
 
 def export_folder(

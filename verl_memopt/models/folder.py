@@ -55,11 +55,15 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     key = f"actor_rollout_ref.model.{'path' if model.tokenizer_path is None else 'tokenizer_path'}={folder}"
     # transformers makes an empty tokenizer of a folder that has none, so the files are looked for first.
     if not any((folder / name).is_file() for name in TOKENIZER_FILES):
-        raise ConfigError(f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). Add its files or set model.tokenizer_path.")
+        raise ConfigError(
+            f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). Add its files or set model.tokenizer_path."
+        )
     try:
         tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code or model.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
-        raise ConfigError(f"{key}: its tokenizer cannot be read: {error}. Add tokenizer files or set model.tokenizer_path.") from error
+        raise ConfigError(
+            f"{key}: its tokenizer cannot be read: {error}. Add tokenizer files or set model.tokenizer_path."
+        ) from error
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}: the tokenizer has no eos token, so no response could end. Set one in tokenizer_config.json.")
     if model.custom_chat_template is not None:

@@ -45,7 +45,9 @@ class PolicyModel(nn.Module):
         super().__init__()
         head = lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise ConfigError(f"actor_rollout_ref.model.path: the head of {type(lm).__name__} is {type(head).__name__}, not a linear layer.")
+            raise ConfigError(
+                f"actor_rollout_ref.model.path: the head of {type(lm).__name__} is {type(head).__name__}, not a linear layer."
+            )
         lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled))
         self.lm = lm
 
@@ -85,7 +87,13 @@ def allocate(policy: PolicyModel, device: torch.device, on_host: bool = False) -
         policy.lm.get_output_embeddings().weight = policy.lm.get_input_embeddings().weight
 
 
-DTYPES = {"fp32": torch.float32, "float32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16, "fp16": torch.float16}
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+}
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:

@@ -147,7 +147,9 @@ def read_checkpoint(folder: Path) -> Checkpoint:
         raise CheckpointError(f"trainer.resume_from_path={folder}: not a checkpoint. Give a global_step_N folder.")
     fault = find_fault(folder)
     if fault is not None:
-        raise CheckpointError(f"trainer.resume_from_path={folder}: not whole ({fault}). Give another step, or use resume_mode=auto.")
+        raise CheckpointError(
+            f"trainer.resume_from_path={folder}: not whole ({fault}). Give another step, or use resume_mode=auto."
+        )
     return Checkpoint(folder, int(match.group(1)), torch.load(folder / "data.pt", weights_only=True))
 
 

@@ -44,7 +44,11 @@ def ladder_table(rungs: Sequence[Rung]) -> Table:
         other = sum(rung.kinds.values()) - sum(kinds)
         sizes = [*(rung.phases[name] for name in phases), *kinds, other, rung.host_bytes]
         table.add_row(
-            rung.knob, _mib(rung.peak_device_bytes), f"{rung.peak_device_bytes / first:.2f}", *map(_mib, sizes), f"{rung.seconds:.1f}"
+            rung.knob,
+            _mib(rung.peak_device_bytes),
+            f"{rung.peak_device_bytes / first:.2f}",
+            *map(_mib, sizes),
+            f"{rung.seconds:.1f}",
         )
     return table
 

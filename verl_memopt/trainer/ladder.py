@@ -13,6 +13,7 @@ from typing import Any
 import torch
 import yaml
 
+from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch
@@ -24,7 +25,6 @@ from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.passes import cut_ranks
 from verl_memopt.trainer.step import budgets
 from verl_memopt.workers.local_group import start_local_group
-from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker, WorkerPlan
 

@@ -47,7 +47,9 @@ def survey(settings: Settings) -> Site:
     # Config and weight files are opened once here, so that a damaged folder shows before any worker starts.
     load_model_config(model, folder)
     WeightFolder(folder)
-    tokens = folder if model.tokenizer_path is None else resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path")
+    tokens = (
+        folder if model.tokenizer_path is None else resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path")
+    )
     tokenizer = load_tokenizer(tokens, model, settings.data.trust_remote_code)
     reference = None
     if needs_reference(settings) and model.lora_rank == 0:
@@ -69,7 +71,12 @@ def _check_devices(settings: Settings, device: str) -> None:
     """Refuses more GPUs on one node than there are; over several nodes the cluster is asked when it is known."""
     trainer = settings.trainer
     present = device_count(device)
-    if device == "cuda" and trainer.nnodes == 1 and "address" not in settings.ray_kwargs.ray_init and trainer.n_gpus_per_node > present:
+    if (
+        device == "cuda"
+        and trainer.nnodes == 1
+        and "address" not in settings.ray_kwargs.ray_init
+        and trainer.n_gpus_per_node > present
+    ):
         raise ConfigError(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {present}. Set it to at most {present}."
         )
@@ -97,7 +104,9 @@ def _writable(folder: Path) -> Path:
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise ConfigError(f"trainer.default_local_dir={folder}: cannot be made ({error.strerror}). Give another folder.") from error
+        raise ConfigError(
+            f"trainer.default_local_dir={folder}: cannot be made ({error.strerror}). Give another folder."
+        ) from error
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"trainer.default_local_dir={folder}: not writable. Give another folder.")
     return folder.resolve()
@@ -110,7 +119,9 @@ def with_seed(settings: Settings, resumed_seed: int | None) -> Settings:
         return settings
     if seed is None:
         seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
-        logger.info("data.seed was not given; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint")
+        logger.info(
+            "data.seed was not given; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint"
+        )
     rollout = settings.actor_rollout_ref.rollout
     rollout = dataclasses.replace(rollout, seed=seed if rollout.seed is None else rollout.seed)
     return dataclasses.replace(

@@ -175,7 +175,9 @@ class Stepper:
         tokens, sizes = batch.computed_tokens(), batch.responses.sizes()
         counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
         shares = rows_per_rank(tokens, rows, self.crew.world_size, self.settings.trainer.balance_batch)
-        micro = cut_ranks([[tokens[r] for r in own] for own in shares], [[names[r] for r in own] for own in shares], self.update_budget)
+        micro = cut_ranks(
+            [[tokens[r] for r in own] for own in shares], [[names[r] for r in own] for own in shares], self.update_budget
+        )
         return [MiniBatch(batch.select(own), bins, counts) for own, bins in zip(shares, micro, strict=True)]
 
     def _describe(
@@ -198,7 +200,10 @@ def budgets(settings: Settings) -> tuple[Budget, Budget, Budget]:
     """Gives the budgets of the update, the old-log-prob pass and the reference pass."""
     actor, rollout, ref = settings.actor_rollout_ref.actor, settings.actor_rollout_ref.rollout, settings.actor_rollout_ref.ref
     update = Budget(
-        actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu, actor.ppo_micro_batch_size_per_gpu, f"{ACTOR}.ppo_max_token_len_per_gpu"
+        actor.use_dynamic_bsz,
+        actor.ppo_max_token_len_per_gpu,
+        actor.ppo_micro_batch_size_per_gpu,
+        f"{ACTOR}.ppo_max_token_len_per_gpu",
     )
 
     def scoring(section: str, by_tokens: bool | None, max_tokens: int | None, rows: int | None) -> Budget:
@@ -211,9 +216,14 @@ def budgets(settings: Settings) -> tuple[Budget, Budget, Budget]:
         )
 
     old = scoring(
-        "rollout", rollout.log_prob_use_dynamic_bsz, rollout.log_prob_max_token_len_per_gpu, rollout.log_prob_micro_batch_size_per_gpu
+        "rollout",
+        rollout.log_prob_use_dynamic_bsz,
+        rollout.log_prob_max_token_len_per_gpu,
+        rollout.log_prob_micro_batch_size_per_gpu,
     )
-    reference = scoring("ref", ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu)
+    reference = scoring(
+        "ref", ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
+    )
     return update, old, reference
 
 

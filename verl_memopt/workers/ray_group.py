@@ -164,7 +164,9 @@ class RayGroup:
         try:
             ray.timeline(filename=path)
         except OSError as error:
-            raise ConfigError(f"ray_kwargs.timeline_json_file={path}: cannot be written ({error.strerror}). Give another path.") from error
+            raise ConfigError(
+                f"ray_kwargs.timeline_json_file={path}: cannot be written ({error.strerror}). Give another path."
+            ) from error
 
     def shutdown(self) -> None:
         """Kills the members, gives their room back, and stops Ray where this group started it; may be called again."""

@@ -18,12 +18,19 @@ from verl_memopt.memory.activation_checkpointing import checkpoint_blocks
 from verl_memopt.memory.lora import apply_lora
 from verl_memopt.memory.native_offload import native_offload
 from verl_memopt.memory.precision import mixed_precision
+from verl_memopt.memory.quantized_frozen import exact_weights, quantize_blocks
 from verl_memopt.memory.resharding import reshard_units
 from verl_memopt.memory.sharding_units import sharding_units
 from verl_memopt.memory.tiled_mlp import tile_mlps
-from verl_memopt.memory.quantized_frozen import exact_weights, quantize_blocks
 from verl_memopt.models.attention import choose_attention
-from verl_memopt.models.build import WeightFolder, empty_model, fill_from_folder, load_model_config, mapped_weights, rebuild_buffers
+from verl_memopt.models.build import (
+    WeightFolder,
+    empty_model,
+    fill_from_folder,
+    load_model_config,
+    mapped_weights,
+    rebuild_buffers,
+)
 from verl_memopt.models.pack import Pack, pack_rows
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
 

@@ -201,9 +201,7 @@ class Worker:
     def _build(self) -> None:
         # The engine comes first: it measures the memory that is free, sleeps, and leaves the device to the trainer.
         place, settings = self.place, self.settings
-        join_process_group(
-            self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout
-        )
+        join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout)
         self.engine = build_engine(settings.rollout, self._engine_place())
         self.release_engine()
         self.policy = self._build_policy()
@@ -302,8 +300,12 @@ class Worker:
         """Gives what lies on the device before a phase begins, by kind."""
         if self.policy is not None:
             yield from (("params", parameter) for parameter in self.policy.model.parameters())
-            yield from (("optimizer", value) for state in self.policy.optimizer.state.values() for value in state.values()
-                        if isinstance(value, torch.Tensor))
+            yield from (
+                ("optimizer", value)
+                for state in self.policy.optimizer.state.values()
+                for value in state.values()
+                if isinstance(value, torch.Tensor)
+            )
         if self.reference is not None:
             yield from (("params", parameter) for parameter in self.reference.parameters())
         if self.engine is not None:
