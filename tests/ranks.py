@@ -39,7 +39,7 @@ def _run(rank, world_size, port, folder, function, args):
     join_process_group(torch.device("cpu"), rank, world_size, "127.0.0.1", port, 60)
     try:
         answer = (True, function(rank, *args))
-    except Exception:
+    except Exception:  # noqa: BLE001 - whatever a rank raises is told to the caller
         answer = (False, traceback.format_exc())
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(answer))
     leave_process_group()

@@ -158,8 +158,9 @@ def large_vocabulary(tmp_path_factory):
     folder = make_tiny_model(tmp_path_factory.mktemp("large") / "small")
     config = json.loads((folder / "config.json").read_text())
     config |= {
-        "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 1, "layer_types": ["full_attention"],
-        "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128, "initializer_range": 0.0,
+        "vocab_size": 151_936, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 1,
+        "layer_types": ["full_attention"], "num_attention_heads": 16, "num_key_value_heads": 8, "head_dim": 128,
+        "initializer_range": 0.0,
     }  # fmt: skip
     (folder / "config.json").write_text(json.dumps(config))
     return folder

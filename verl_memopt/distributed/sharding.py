@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import pairwise
 from typing import Any
 
 from torch import nn
@@ -34,6 +35,6 @@ def shard_model(
             fully_shard(unit, **options)
         fully_shard(root, **options)
     if prefetch:
-        for unit, following in zip(units, units[1:], strict=False):
+        for unit, following in pairwise(units):
             if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
                 unit.set_modules_to_forward_prefetch([following])

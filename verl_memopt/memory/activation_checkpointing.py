@@ -52,7 +52,7 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: in
     assert mode in MODES, mode
     contexts = {"context_fn": _selective} if mode == "selective" else {}
     for block in blocks[:: every if mode == "every_n" else 1]:
-        block.forward = functools.partial(_recomputed, block.forward, contexts)  # type: ignore[method-assign]
+        block.forward = functools.partial(_recomputed, block.forward, contexts)
 
 
 def _recomputed(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -71,7 +71,7 @@ class _ChunkedLogProb(torch.autograd.Function):
         grad_log_probs, grad_entropy = grads
         hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
         needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        logit_grads = _compiled(_chunk_logit_grads) if ctx.compiled else _chunk_logit_grads
+        logit_grads: Callable[..., Any] = _compiled(_chunk_logit_grads) if ctx.compiled else _chunk_logit_grads
         grad_hidden = torch.empty_like(hidden) if needs_hidden else None
         grad_weight = torch.zeros_like(weight) if needs_weight else None
         grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None

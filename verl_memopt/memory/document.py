@@ -8,9 +8,9 @@ from verl_memopt.memory.knobs import Entry, index
 
 HEAD = """# Memory knobs
 
-Generated from the files of `verl_memopt/memory/`; `verl-memopt knobs` prints the same, `verl-memopt knobs --measure --model FOLDER`
-measures each on a model of yours. Symbols: N parameters, L layers, h hidden size, V vocabulary, T tokens of a micro-batch,
-R response tokens, W ranks that share a model, b_x bytes per element of x.
+Generated from the files of `verl_memopt/memory/`; `verl-memopt knobs` prints the same, and
+`verl-memopt knobs --measure --model FOLDER` measures each on a model of yours. Symbols: N parameters, L layers, h hidden size,
+V vocabulary, T tokens of a micro-batch, R response tokens, W ranks that share a model, b_x bytes per element of x.
 """
 
 TROUBLESHOOTING = """## Troubleshooting: the three kinds of running out of memory
@@ -25,8 +25,8 @@ Params: `param_offload` for whatever the phase does not need.
 `max_num_batched_tokens`; `enforce_eager=true` frees the memory of CUDA graphs, which sleep does not; let the engine sleep
 (`free_cache_engine`).
 
-**On the host**. Every offload rests in host buffers; their sum is `host_buffer_bytes` of the phases. `memory.host_limit_gb` bounds
-it and turns a killed process into an error that says what was asked for. Page-locked memory is bounded by
+**On the host**. Every offload rests in host buffers; their sum is `host_buffer_bytes` of the phases. `memory.host_limit_gb`
+bounds it and turns a killed process into an error that says what was asked for. Page-locked memory is bounded by
 `memory.pinned_limit_gb`. Another allocator (`ALLOCATOR=tcmalloc` or `jemalloc` for the scripts) returns freed memory sooner.
 """
 

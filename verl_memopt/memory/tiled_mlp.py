@@ -47,7 +47,8 @@ def _check(block: nn.Module, mlp: Any) -> None:
     if type(mlp).__name__ not in KNOWN:
         found = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
         raise ConfigError(
-            f"{KEY}.enabled=true: {type(block).__name__} {found}; tiles are known for {', '.join(KNOWN)}. Set {KEY}.enabled=false."
+            f"{KEY}.enabled=true: {type(block).__name__} {found}; tiles are known for {', '.join(KNOWN)}. "
+            f"Set {KEY}.enabled=false."
         )
     for name in LAYERS:
         layer = getattr(mlp, name)

@@ -116,7 +116,8 @@ class WeightFolder:
                 "Weights must be in safetensors format; save the model again with save_pretrained."
             )
         self._files = {name: self._open(folder / name) for name in sorted(files)}
-        self.names = {tensor: name for name, file in self._files.items() for tensor in file.keys()}
+        # A safetensors file lists its keys and cannot be iterated itself.
+        self.names = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
 
     def _open(self, path: Path) -> Any:
         try:

@@ -54,7 +54,8 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], writes: bool) -> None:
     held: dict[str, Tensor] = {}
-    size, total, files = 0, 0, []
+    files: list[tuple[Path, list[str]]] = []
+    size, total = 0, 0
     for name, tensor in weights:
         if not writes:
             continue

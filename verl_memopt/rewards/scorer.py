@@ -86,8 +86,8 @@ def score_row(
     except RewardError as problem:
         return 0.0, {}, str(problem)
     except (Exception, SystemExit) as problem:  # noqa: BLE001 - the function is the user's: whatever it raises is reported
-        assert problem.__traceback__ is not None
-        within = traceback.format_exception(type(problem), problem, problem.__traceback__.tb_next)  # without this frame
+        trace = problem.__traceback__
+        within = traceback.format_exception(type(problem), problem, trace and trace.tb_next)  # without this frame
         return 0.0, {}, f"raised:\n{''.join(within).rstrip()}"
 
 

@@ -1,4 +1,4 @@
-"""Builds a run from its settings: site, data, rewards, checkpoint store, workers; every user mistake shows before a worker starts."""
+"""Builds a run from its settings: site, data, rewards, checkpoints, workers; a user's mistake shows before a worker starts."""
 
 from __future__ import annotations
 
@@ -107,6 +107,7 @@ def worker_plan(job: Job) -> WorkerPlan:
         optimizer_steps=job.total_steps * per_step,
         free_engine=site.free_engine,
         track_init=site.device == "cpu" and settings.trainer.track_memory_every_steps > 0,
+        memory=settings.memory,
     )
 
 

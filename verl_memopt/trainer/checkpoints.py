@@ -81,7 +81,8 @@ class CheckpointStore:
         last = f"the checkpoint of step {kept[-1]} is untouched" if kept else "there is no earlier checkpoint"
         return CheckpointError(
             f"trainer.default_local_dir={self.root}: step {step} could not be saved: {reason} ({_free(self.root)}; {last}). "
-            "Free space, lower trainer.max_actor_ckpt_to_keep, or set another trainer.default_local_dir; then start again to resume."
+            "Free space, lower trainer.max_actor_ckpt_to_keep, or set another trainer.default_local_dir; "
+            "then start again to resume."
         )
 
     def steps(self) -> list[int]:

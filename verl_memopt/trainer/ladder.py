@@ -65,7 +65,8 @@ def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settin
     """Gives the settings of a rung: one micro-batch a row budget, no engine but transformers', ``overrides`` on top."""
     tokens = work.prompt + work.response
     base = {
-        "data.train_files": "none", "data.val_files": None, "data.seed": work.seed, "data.train_batch_size": work.rows // work.group,
+        "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,
+        "data.train_batch_size": work.rows // work.group,
         "data.max_prompt_length": work.prompt, "data.max_response_length": work.response,
         "actor_rollout_ref.model.path": folder, "actor_rollout_ref.actor.ppo_mini_batch_size": work.rows // work.group,
         "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens * work.rows,
@@ -146,6 +147,7 @@ def _plan(settings: Settings, folder: Path) -> WorkerPlan:
         optimizer_steps=MEASURED_ROUND,
         free_engine=False,
         track_init=False,
+        memory=settings.memory,
     )
 
 

@@ -86,7 +86,8 @@ def _check_engine(settings: Settings) -> None:
     name = settings.actor_rollout_ref.rollout.name
     if name == "vllm" and importlib.util.find_spec("vllm") is None:
         raise ConfigError(
-            "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Run ./setup_env.sh, or use actor_rollout_ref.rollout.name=hf."
+            "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Run ./setup_env.sh, "
+            "or use actor_rollout_ref.rollout.name=hf."
         )
 
 

@@ -124,6 +124,7 @@ class Stepper:
         """
         if batch.rollout_log_probs is None or not batch.rollout_log_probs.numel():
             return {}
+        assert batch.old_log_probs is not None, "compared after the pass that makes them"
         difference = (batch.rollout_log_probs - batch.old_log_probs).abs()
         engine, trainer = batch.rollout_log_probs.exp(), batch.old_log_probs.exp()
         probs = (engine - trainer).abs()
