@@ -1,6 +1,6 @@
 """Labels for what FSDP2 allocates: gathered parameters, collective buffers and sharded gradients.
 
-The three functions are private to torch, and this is the only file that names them.
+The functions are private to torch, and this is the only file that names them.
 """
 
 from __future__ import annotations
@@ -18,8 +18,9 @@ PATCHED = (
     (fsdp, "foreach_all_gather"),
     (fsdp, "foreach_reduce"),
     (fsdp.FSDPParamGroup, "wait_for_unshard"),
+    (fsdp.FSDPParam, "to_accumulated_grad_if_needed"),
 )
-"""Where the three functions are looked up when FSDP2 calls them."""
+"""Where the functions are looked up when FSDP2 calls them."""
 
 
 @contextmanager
@@ -27,11 +28,13 @@ def fsdp_kinds() -> Iterator[None]:
     """Labels FSDP2's storages with the active tracker while it is entered.
 
     Gathered parameters are those born while FSDP2 waits for the unshard; collective buffers those born in its all-gather
-    and reduce functions; the sharded gradient is ``grads`` from the moment the reduce returns.
+    and reduce functions; the sharded gradient is ``grads`` from the moment the reduce returns, a whole one that is not reduced
+    from the moment FSDP2 puts it by.
     """
     originals = [getattr(owner, name) for owner, name in PATCHED]
-    gather, reduce, wait = originals
-    replacements = (_inside("collective buffers", gather), _marking_grads(reduce), _inside("gathered parameters", wait))
+    gather, reduce, wait, put_by = originals
+    gathering, waiting = _inside("collective buffers", gather), _inside("gathered parameters", wait)
+    replacements = (gathering, _marking_grads(reduce), waiting, _marking_whole_grad(put_by))
     for (owner, name), replacement in zip(PATCHED, replacements, strict=True):
         setattr(owner, name, replacement)
     try:
@@ -57,6 +60,17 @@ def _marking_grads(reduce: Callable[..., Any]) -> Callable[..., Any]:
     def marking(fsdp_params: Any, *args: Any, **kwargs: Any) -> Any:
         result = scoped(fsdp_params, *args, **kwargs)
         mark("grads", [p.sharded_param.grad for p in fsdp_params if p.sharded_param.grad is not None])
+        return result
+
+    return marking
+
+
+def _marking_whole_grad(put_by: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(put_by)
+    def marking(fsdp_param: Any) -> Any:
+        result = put_by(fsdp_param)
+        whole = fsdp_param.unsharded_accumulated_grad
+        mark("grads", [grad for grad in (whole, fsdp_param._unsharded_param.grad) if grad is not None])
         return result
 
     return marking

@@ -1,0 +1,114 @@
+"""A sharded policy and its steps, for the knobs that say where parameters and gradients lie."""
+
+from contextlib import contextmanager
+
+import torch
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.workers.test_policy import ACTOR, CPU, batch, micro_batches, shares
+from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import Model, TrainedFsdp
+from verl_memopt.distributed.process_group import leave_process_group, training_mesh
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.observe.byte_tracker import ByteTracker
+from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+from verl_memopt.observe.kinds import optimizer_scope
+from verl_memopt.workers.policy import Policy
+from verl_memopt.workers.scorer import build_scorer, materialize
+
+WHOLE, SMALL = 10_000, 60
+WIDE = TinyShape(vocab_size=4096, hidden_size=64, intermediate_size=256, num_layers=4, tie_embeddings=False)
+"""A model whose parameters outweigh its activations."""
+
+
+def wide_model(folder, **shape):
+    """Makes the wide model, or one with other sizes."""
+    return make_tiny_model(folder / "wide", replaced(WIDE, shape), seed=4)
+
+
+def policy_of(folder, mesh, fsdp=None, world_size=1, recompute=False):
+    """Gives a policy whose sharding and precision are ``fsdp``; fp32 compute unless it says otherwise."""
+    fsdp = replaced(TrainedFsdp(dtype="fp32"), fsdp or {})
+    settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8)
+    model = build_scorer(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
+    materialize(model, folder, CPU, fsdp.offload_policy)
+    return Policy(model, replaced(ACTOR, {"fsdp_config": fsdp, "entropy_coeff": 0.0}), 10, world_size, CPU)
+
+
+def share(rank=0, world_size=1, budget=SMALL):
+    """Gives this rank's share of a batch, in several micro-batches."""
+    mini = shares(batch(), world_size, budget)[rank]
+    assert budget == WHOLE or len(mini.micro_batches) >= 2
+    return mini
+
+
+def three_steps(policy, mini, around=None):
+    """Gives the log-probs before each of three steps, the metrics of each, and the weights after them (this rank's shards).
+
+    around: gives a context for a phase by its name.
+    """
+    found = []
+    for _ in range(3):
+        with around("old_log_prob") if around else contextless():
+            log_probs = policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs
+        with around("update_actor") if around else contextless():
+            metrics = policy.update([mini], 0.9)
+        found.append((log_probs, metrics))
+    with around("update_weights") if around else contextless():
+        weights = {name: local(p).detach().clone() for name, p in policy.model.named_parameters()}
+    return found, weights
+
+
+@contextmanager
+def contextless():
+    yield
+
+
+def local(parameter):
+    return parameter.to_local() if hasattr(parameter, "to_local") else parameter
+
+
+def assert_equal_runs(found, expected):
+    """Asserts that two results of :func:`three_steps` are the same to the bit."""
+    for (log_probs, metrics), (other_log_probs, other_metrics) in zip(found[0], expected[0], strict=True):
+        assert torch.equal(log_probs, other_log_probs)
+        assert metrics == other_metrics
+    assert found[1].keys() == expected[1].keys()
+    for name, weight in found[1].items():
+        assert torch.equal(weight, expected[1][name]), name
+
+
+@contextmanager
+def fake_ranks(world_size, fsdp_size=-1):
+    """Gives the mesh of rank 0 in a fake process group."""
+    leave_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield training_mesh("cpu", world_size, fsdp_size)
+    finally:
+        leave_process_group()
+
+
+def tracked_steps(policy, micro, counts):
+    """Gives the tracker after two steps, with the peaks of the second."""
+    with ByteTracker() as tracker, fsdp_kinds():
+        tracker.mark("params", policy.model.parameters())
+        tracker.mark("buffers", policy.model.buffers())
+        for name in ("first", "second"):
+            tracker.enter(name)
+            policy.accumulate(micro, counts, 0.9)
+            with optimizer_scope(policy.optimizer):
+                policy.optimizer.step()
+            policy.optimizer.zero_grad(set_to_none=True)
+        tracker.second = {tier: peak for tier, peak in tracker.peaks.items()}
+    return tracker
+
+
+def device_peak(folder, fsdp=None, world_size=1, fsdp_size=-1, recompute=True, budget=SMALL):
+    """Gives the device peak of the second step of rank 0, and the policy's bytes at rest."""
+    with fake_ranks(world_size, fsdp_size) as mesh:
+        policy = policy_of(folder, mesh, fsdp, world_size, recompute)
+        mini = share(0, 1, budget)
+        tracker = tracked_steps(policy, micro_batches(mini), mini.counts)
+        return tracker.second["device"]
