@@ -1,6 +1,7 @@
 # make train   set up and train the tiny model on the toy task (a real model on a GPU)
 # make test    set up, lint, check types, run the tests
 # make proofs  the slow proofs (kill -9, many seeds)
+# make docs    docs/configuration.md from the settings, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
 .PHONY: setup train test lint types proofs docs clean
 .DEFAULT_GOAL := help
@@ -24,13 +25,15 @@ types: setup
 	.venv/bin/mypy
 
 test: lint types
-	$(RUN) $(ARGS)
+	$(RUN) -n 2 --dist loadfile $(ARGS)
 
 proofs: setup
 	$(RUN) -m slow $(ARGS)
 
 docs: setup
 	.venv/bin/python -m verl_memopt.config.document > docs/configuration.md
+	@if [ -x .venv/bin/mkdocs ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict && echo "the site: build/docs/index.html"; \
+	else echo "For the site as well: .venv/bin/pip install -e '.[docs]', then make docs again"; fi
 
 clean:
 	rm -rf .venv runs checkpoints outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
