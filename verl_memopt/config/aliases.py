@@ -86,7 +86,7 @@ VALUES = {
     "algorithm.adv_estimator": {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"},
     "algorithm.kl_penalty": _KL_TYPES,
     f"{_AR}.actor.kl_loss_type": _KL_TYPES | {f"{short}+": f"{name}+" for short, name in _KL_TYPES.items()},
-    f"{_AR}.actor.optim.state_dtype": {"float32": "fp32", "bfloat16": "bf16", "8bit": "int8", "4bit": "int4"},
+    f"{_AR}.actor.optim.state_dtype": _PRECISIONS | {"8bit": "int8", "4bit": "int4"},
     f"{_AR}.rollout.dtype": _PRECISIONS | {"float16": "fp16", "half": "fp16"},
     **{
         f"{_AR}.{role}.fsdp_config.{key}": _PRECISIONS

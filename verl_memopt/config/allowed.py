@@ -25,7 +25,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     f"{_AR}.actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     f"{_AR}.actor.kl_loss_type": _KL + tuple(f"{name}+" for name in _KL),
     f"{_AR}.actor.optim.lr_scheduler_type": ("constant", "cosine"),
-    f"{_AR}.actor.optim.state_dtype": ("fp32", "bf16", "int8", "int4"),
+    f"{_AR}.actor.optim.state_dtype": ("fp32", "bfloat16", "int8", "int4"),
     f"{_AR}.actor.checkpoint.save_contents": _PARTS,
     f"{_AR}.actor.checkpoint.load_contents": _PARTS,
     f"{_AR}.rollout.name": ("vllm", "hf"),

@@ -22,7 +22,9 @@ _BUDGET = "ppo_max_token_len_per_gpu"
 
 BUCKETED: dict[str, Callable[[Settings], bool]] = {
     "actor.fsdp_config.optimizer_offload": lambda s: s.actor_rollout_ref.actor.fsdp_config.optimizer_offload,
-    "actor.optim.state_dtype": lambda s: s.actor_rollout_ref.actor.optim.state_dtype != "fp32",
+    "actor.optim.state_dtype": lambda s: (
+        s.actor_rollout_ref.actor.optim.state_dtype != s.actor_rollout_ref.actor.fsdp_config.model_dtype
+    ),
     "actor.optim.stochastic_rounding": lambda s: s.actor_rollout_ref.actor.optim.stochastic_rounding,
     "actor.optim.in_backward": lambda s: s.actor_rollout_ref.actor.optim.in_backward,
 }
@@ -187,9 +189,10 @@ def _sharding(settings: Settings) -> Iterator[Problem]:
 def _loading(settings: Settings) -> Iterator[Problem]:
     mode, offload = f"{_AR}.model.load_mode", f"{_AR}.ref.fsdp_config.param_offload"
     picked = _values(settings, mode, offload)
-    if picked[mode] == "mmap" and not (picked[offload] and needs_reference(settings)):
+    reference = needs_reference(settings) and settings.actor_rollout_ref.model.lora_rank == 0
+    if picked[mode] == "mmap" and not (picked[offload] and reference):
         what = "a mapped file is where a reference rests, and no reference rests on the host"
-        yield problem(picked, what, f"Set {offload}=true (with a KL asked for), or {mode}=stream.")
+        yield problem(picked, what, f"Set {offload}=true (with a KL and without LoRA), or {mode}=stream.")
 
 
 def _engine(settings: Settings) -> Iterator[Problem]:
@@ -381,7 +384,7 @@ IDLE: dict[str, Idle] = {
     ),
     "trainer.test_freq": (lambda s: s.data.val_files is None, "data.val_files is null"),
     f"{_AR}.actor.optim.bucket_megabytes": (
-        lambda s: s.actor_rollout_ref.actor.fsdp_config.model_dtype == "fp32" and not any(asks(s) for asks in BUCKETED.values()),
+        lambda s: not any(asks(s) for asks in BUCKETED.values()),
         "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
     ),
     f"{_AR}.model.gradient_checkpointing_mode": _CHECKPOINTING_OFF,

@@ -14,6 +14,7 @@ LINKS = {
     f"{_AR}.actor.clip_ratio_low": f"{_AR}.actor.clip_ratio",
     f"{_AR}.actor.clip_ratio_high": f"{_AR}.actor.clip_ratio",
     f"{_AR}.actor.loss_scale_factor": "data.max_response_length",
+    f"{_AR}.actor.optim.state_dtype": f"{_AR}.actor.fsdp_config.model_dtype",
     f"{_AR}.actor.checkpoint.load_contents": f"{_AR}.actor.checkpoint.save_contents",
     f"{_AR}.ref.model.path": f"{_AR}.model.path",
     f"{_AR}.ref.log_prob_micro_batch_size_per_gpu": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",

@@ -154,8 +154,8 @@ class Optim:
     """Adam's moment decays."""
     clip_grad: float | None = 1.0
     """Global gradient-norm clip; null = no clipping, the norm is still reported."""
-    state_dtype: str = "fp32"
-    """dtype in which AdamW's two moments rest: fp32, bf16, int8, int4 (8, 4, 2.03, 1.06 bytes a parameter). Go down when
+    state_dtype: str | None = None
+    """dtype in which AdamW's two moments rest: fp32, bfloat16, int8, int4 (8, 4, 2.03, 1.06 bytes a parameter). Go down when
     optimizer state does not fit and ``optimizer_offload`` costs too much time; the last two are block-wise quantised."""
     stochastic_rounding: bool = False
     """Round updated bfloat16 weights up or down by chance, right on average; for ``fsdp_config.model_dtype=bfloat16``, where

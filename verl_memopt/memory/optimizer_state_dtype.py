@@ -1,9 +1,9 @@
 """The two moments of AdamW in fewer bits than fp32; each bucket is decoded to fp32, updated, and encoded again.
 
-Saves: of the 8 bytes a parameter that two fp32 moments take: bf16 4; int8 8 - 2 x (1 + 4 / 256) = 5.97; int4
+Saves: of the 8 bytes a parameter that two fp32 moments take: bfloat16 4; int8 8 - 2 x (1 + 4 / 256) = 5.97; int4
     8 - 2 x (1/2 + 4 / 128) = 6.94. Blocks are as long as the largest even divisor of a row, up to 256 (int8) or 128 (int4)
     elements; parameters whose rows have no such block of at least 32 (norms, biases) keep fp32 moments.
-Costs: exactness of the moments; weights and update stay fp32. Relative error of one encoding: bf16 below 2^-7; int8 below 2 / 127
+Costs: exactness of the moments; weights and update stay fp32. Relative error of one encoding: bfloat16 below 2^-7; int8 below 2 / 127
     for the largest of a block, int4 below 2 / 7, with mean 0. In the step, one to two buckets of scratch.
 Pairs with: ``fsdp_config.optimizer_offload`` (a quarter of the bytes cross the bus), ``optim.stochastic_rounding``.
 
@@ -26,7 +26,7 @@ from torch import Tensor
 from verl_memopt.memory.knob import Knob, Refusal
 from verl_memopt.memory.stochastic_rounding import round_to_bfloat16_
 
-STATE_DTYPES = ("fp32", "bf16", "int8", "int4")
+STATE_DTYPES = ("fp32", "bfloat16", "int8", "int4")
 MOMENTS = ("exp_avg", "exp_avg_sq")
 MOST_BLOCK = {"int8": 256, "int4": 128}
 LEAST_BLOCK = 32
@@ -79,7 +79,7 @@ class MomentFormat:
 
 def moment_format(state_dtype: str, row: int) -> MomentFormat:
     """Gives the format for parameters whose rows (all dimensions but the first) have ``row`` elements."""
-    if state_dtype == "bf16":
+    if state_dtype == "bfloat16":
         planes = tuple(Plane(name, torch.bfloat16, 1) for name in MOMENTS)
         return MomentFormat(planes, 1, True, 1, _decode_bf16, _encode_bf16)
     block = block_size(row, MOST_BLOCK[state_dtype]) if state_dtype in MOST_BLOCK else None
@@ -193,7 +193,7 @@ KNOB = Knob(
     name="optimizer_state_dtype",
     keys=("actor_rollout_ref.actor.optim.state_dtype",),
     on=("actor_rollout_ref.actor.optim.state_dtype=int8",),
-    off=("actor_rollout_ref.actor.optim.state_dtype=fp32",),
+    off=("actor_rollout_ref.actor.optim.state_dtype=null",),
     refuses=(
         Refusal(
             "optim.optimizer other than AdamW", "the formats are our AdamW's; leave optimizer and optimizer_impl as they are"

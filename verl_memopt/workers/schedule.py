@@ -23,25 +23,18 @@ KEY = "actor_rollout_ref.actor.optim"
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: Optim, offload: bool = False, seed: int = 0) -> Optimizer:
     """Gives the optimizer that ``optim`` names, fused where it can be (no parameter-sized temporaries in its step).
 
-    AdamW of torch.optim is torch's own where all of its state is fp32 and on the device, which is as fast as ours and equal
-    to it bit for bit; in every other case it is :class:`BucketedAdamW`. offload: the state rests on the host. seed: of its
-    rounding. ``betas`` go to a class that takes them. Errors: ConfigError when the module or class is missing, or it rejects
-    an argument.
+    AdamW of torch.optim is torch's own while nothing is asked of it that only :class:`BucketedAdamW` does. Both are equal bit
+    for bit there and equally fast, and torch's is the one that others know. offload: the state rests on the host. seed: of
+    the rounding. ``betas`` go to a class that takes them. Errors: ConfigError when the module or class is missing, or it
+    rejects an argument.
     """
     parameters = list(parameters)
-    try:
-        kind = getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
-    except (ImportError, AttributeError) as error:
-        raise ConfigError(
-            f"{KEY}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
-            "and an optimizer class in it."
-        ) from error
+    kind = _named_class(optim)
     options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     optional = {"betas": tuple(optim.betas)} | ({"fused": True} if optim.optimizer_impl == "torch.optim" else {})
-    if kind is AdamW and _needs_buckets(parameters, optim, offload):
-        kind = BucketedAdamW
-        options |= {"state_dtype": optim.state_dtype, "offload": offload, "stochastic_rounding": optim.stochastic_rounding}
-        options |= {"bucket_megabytes": optim.bucket_megabytes, "seed": seed}
+    buckets = _bucket_options(parameters[0].dtype, optim, offload, seed) if kind is AdamW else None
+    if buckets is not None:
+        kind, options = BucketedAdamW, options | buckets
     try:
         takes = inspect.signature(kind).parameters
         options |= {name: value for name, value in optional.items() if name in takes}
@@ -53,9 +46,29 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: Optim, offload: b
         ) from error
 
 
-def _needs_buckets(parameters: Iterable[nn.Parameter], optim: Optim, offload: bool) -> bool:
-    masters = any(parameter.dtype != torch.float32 for parameter in parameters)
-    return offload or masters or optim.state_dtype != "fp32" or optim.stochastic_rounding or optim.in_backward
+def _named_class(optim: Optim) -> type[Optimizer]:
+    try:
+        return getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{KEY}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
+            "and an optimizer class in it."
+        ) from error
+
+
+def _bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int) -> dict[str, Any] | None:
+    """Gives what BucketedAdamW takes besides, or None where torch's AdamW does all that is asked for."""
+    theirs = "bfloat16" if masters is torch.bfloat16 else "fp32"
+    state_dtype = optim.state_dtype or theirs
+    if not (offload or optim.stochastic_rounding or optim.in_backward or state_dtype != theirs):
+        return None
+    return {
+        "state_dtype": state_dtype,
+        "offload": offload,
+        "stochastic_rounding": optim.stochastic_rounding,
+        "bucket_megabytes": optim.bucket_megabytes,
+        "seed": seed,
+    }
 
 
 def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int) -> LambdaLR:
