@@ -36,6 +36,12 @@ class WorkerError(UserError):
     exit_code = 1
 
 
+class DeviceMemoryError(UserError):
+    """The device, or the limit set for it, has no room for a phase."""
+
+    exit_code = 1
+
+
 class CheckpointError(UserError):
     """A checkpoint could not be written, or none that is whole could be read."""
 

@@ -4,6 +4,7 @@
 #   bash examples/memory_optimization/run_rloo_single_gpu.sh actor_rollout_ref.rollout.n=16 trainer.total_training_steps=20
 set -xeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+. examples/memory_optimization/allocator.sh
 
 ############################ user-adjustable ############################
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}

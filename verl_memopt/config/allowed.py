@@ -134,6 +134,7 @@ RANGES: dict[str, Range] = {
         *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),
         *(f"trainer.{key}" for key in ("table_every_steps", "max_actor_ckpt_to_keep", "ray_wait_register_center_timeout")),
     ),
+    **_rows(_POSITIVE, *(f"memory.{key}" for key in ("device_limit_gb", "host_limit_gb", "pinned_limit_gb"))),
     **_rows(_NOT_NEGATIVE, "trainer.track_memory_every_steps", "trainer.log_val_generations"),
     **_rows(_MINUS_ONE_OR_POSITIVE, "trainer.save_freq", "trainer.test_freq"),
 }

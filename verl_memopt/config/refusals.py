@@ -190,7 +190,6 @@ _TRAINER = {
 }
 
 _TOP = {
-    "memory": Refusal(("none",), "memory profiles are not available. Set the keys themselves"),
     "reward_manager.source": Refusal(("register",), "Use custom_reward_function.path"),
     "reward_manager.module.*": Refusal((), "Use custom_reward_function.path"),
     "transfer_queue.enable": Refusal((False,), _NOT_HERE),

@@ -550,6 +550,18 @@ class Trainer:
 
 
 @dataclass(frozen=True)
+class Memory:
+    device_limit_gb: float | None = None
+    """Most GiB of device memory a worker may take, engine included, so that a smaller card can be rehearsed; null = all of it.
+    On a CPU it is held in the phases whose bytes are counted (``trainer.track_memory_every_steps``)."""
+    host_limit_gb: float | None = None
+    """Most GiB of host memory a worker's offloads may take together; null = no limit. Set it below the machine's memory
+    divided by its workers: an error that names it is better than a killed process."""
+    pinned_limit_gb: float | None = None
+    """Most GiB of those that may be page-locked; what goes beyond is ordinary memory, whose copies wait; null = no limit."""
+
+
+@dataclass(frozen=True)
 class Debug:
     mode: str = "off"
     """off, or dry (resolve the settings, print them, exit)."""
@@ -564,4 +576,6 @@ class Settings:
     custom_reward_function: CustomReward = field(default_factory=CustomReward)
     trainer: Trainer = field(default_factory=Trainer)
     ray_kwargs: RayKwargs = field(default_factory=RayKwargs)
+    memory: Memory = field(default_factory=Memory)
+    """Limits of each worker process. As a group, ``memory=constrained`` names a profile."""
     debug: Debug = field(default_factory=Debug)

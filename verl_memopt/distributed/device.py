@@ -90,6 +90,11 @@ def memory_info(device: torch.device) -> tuple[int, int]:
     return torch.cuda.mem_get_info(device)
 
 
+def cap_device_memory(device: torch.device, num_bytes: int) -> None:
+    """Lets this process's caching allocator take at most so many bytes of the device; more than all of it is all. GPU only."""
+    torch.cuda.set_per_process_memory_fraction(min(num_bytes / memory_info(device)[1], 1.0), device)
+
+
 def synchronize(device: torch.device) -> None:
     """Waits for the device's queued work; nothing to wait for on a CPU."""
     if device.type == "cuda":

@@ -38,6 +38,14 @@ def declare_host(storage: torch.UntypedStorage) -> None:
     _declared[key] = weakref.ref(storage, lambda _: _declared.pop(key, None))
 
 
+class DeviceLimitError(torch.OutOfMemoryError):
+    """Live bytes passed a tracker's limit, as on a device that is full. kinds: at that moment; op: the one that asked."""
+
+    def __init__(self, num_bytes: int, kinds: dict[str, int], op: str) -> None:
+        super().__init__(f"{op}: {num_bytes} bytes are past the limit")
+        self.num_bytes, self.kinds, self.op = num_bytes, kinds, op
+
+
 @dataclass
 class Peak:
     """The moment a tier held most: its bytes, their kinds, and the op that ended it."""
@@ -66,10 +74,18 @@ class ByteTracker(TorchDispatchMode):
     To count fake tensors enter a ``FakeTensorMode`` first. Outside one they are ignored: DTensor makes some of full size to
     propagate shapes the first time it meets an op. Inside one these count once too, so read the second step.
     Dispatch modes are per thread: what another thread allocates is not seen.
+    With ``limit_bytes`` the op that takes the device tier past it raises DeviceLimitError.
     """
 
-    def __init__(self, device: torch.device | None = None, block_bytes: int = 1, default_kind: str = "activations") -> None:
+    def __init__(
+        self,
+        device: torch.device | None = None,
+        block_bytes: int = 1,
+        default_kind: str = "activations",
+        limit_bytes: int | None = None,
+    ) -> None:
         super().__init__()
+        self._limit_bytes = limit_bytes
         self.totals: Counter[tuple[str, str]] = Counter()
         self.peaks = {DEVICE: Peak(), HOST: Peak()}
         self.phase = ""
@@ -148,6 +164,8 @@ class ByteTracker(TorchDispatchMode):
         self._tier_bytes[tier] += size
         if size > 0 and self._tier_bytes[tier] > self.peaks[tier].bytes:
             self.peaks[tier] = Peak(self._tier_bytes[tier], self.kinds(tier), self._op)
+        if size > 0 and tier == DEVICE and self._limit_bytes is not None and self._tier_bytes[tier] > self._limit_bytes:
+            raise DeviceLimitError(self._tier_bytes[tier], self.kinds(tier), self._op)
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._block_bytes) * self._block_bytes

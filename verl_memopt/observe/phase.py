@@ -50,9 +50,16 @@ class MemoryProbe:
     ``resident`` gives (kind, tensor) for everything that lives before a phase starts. It is asked only where the tracker runs.
     """
 
-    def __init__(self, device: torch.device, resident: Callable[[], Iterable[tuple[str, torch.Tensor]]]) -> None:
+    def __init__(
+        self,
+        device: torch.device,
+        resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+        limit_bytes: int | None = None,
+    ) -> None:
+        """limit_bytes: most live bytes of a phase that is tracked on a CPU; a GPU's allocator has a limit of its own."""
         self._device = device
         self._resident = resident
+        self._limit_bytes = limit_bytes
 
     @contextmanager
     def phase(self, name: str, track: bool, kind: str = "activations") -> Iterator[Callable[[], PhaseMemory]]:
@@ -88,7 +95,7 @@ class MemoryProbe:
     @contextmanager
     def _tracker(self, name: str, kind: str) -> Iterator[dict]:
         figures: dict = {}
-        with ByteTracker(self._device, default_kind=kind) as tracker, fsdp_kinds():
+        with ByteTracker(self._device, default_kind=kind, limit_bytes=self._limit_bytes) as tracker, fsdp_kinds():
             self._mark_resident(tracker)
             tracker.enter(name)
             yield figures

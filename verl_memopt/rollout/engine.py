@@ -77,6 +77,8 @@ class EnginePlace:
     """Let the model's folder run its own code."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
+    device_limit_bytes: int | None = None
+    """What this process may take of the device, where that is less than all; the engine's share is of this."""
 
 
 def _vllm(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:

@@ -6,7 +6,7 @@ import dataclasses
 import logging
 import os
 from collections.abc import Iterator, Sequence
-from contextlib import ExitStack
+from contextlib import AbstractContextManager, ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,13 +14,14 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from verl_memopt.config.schema import ActorRolloutRef, Fsdp
+from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Memory
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import empty_cache, local_device
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.activation_offload import ActivationOffload
+from verl_memopt.memory.allocators import limit_bytes, memory_limits, out_of_memory_told
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.lora import adapters_off, initialize_adapters, load_adapter, merged_weights, save_adapter
 from verl_memopt.memory.param_offload import ParamHome
@@ -61,6 +62,7 @@ class WorkerPlan:
     optimizer_steps: int
     free_engine: bool
     track_init: bool
+    memory: Memory = dataclasses.field(default_factory=Memory)
 
 
 @dataclass(frozen=True)
@@ -82,20 +84,25 @@ class Worker:
         self.place = placement
         self.device = local_device(placement.device, placement.local_rank)
         self._make_deterministic(plan.settings.actor.fsdp_config)
-        self.probe = MemoryProbe(self.device, self._resident)
+        self.device_limit = limit_bytes(plan.memory.device_limit_gb)
+        self.probe = MemoryProbe(self.device, self._resident, self.device_limit)
         self.residency = Residency(self.device)
         self.policy_home: ParamHome | None = None
         self.engine: RolloutEngine | None = None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
-        with self.probe.phase("init", plan.track_init and self._counts_engine, kind="built") as report:
-            self._build()
+        with ExitStack() as stack:
+            stack.enter_context(memory_limits(plan.memory, self.device))
+            counted = plan.track_init and self._counts_engine
+            with self._out_of_memory_told("init"), self.probe.phase("init", counted, kind="built") as report:
+                self._build()
+            self.limits = stack.pop_all()
         self.init_memory = report()
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
         """Runs one method as a phase and gives its answer with the phase's memory."""
         counted = track and (method not in ENGINE_METHODS or self._counts_engine)
-        with self.residency.phase(phase), self.probe.phase(phase, counted) as report:
+        with self._out_of_memory_told(phase), self.residency.phase(phase), self.probe.phase(phase, counted) as report:
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
         return Reply(value, dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes))
@@ -194,6 +201,7 @@ class Worker:
         if self.engine is not None:
             self.engine.shutdown()
             self.engine = None
+        self.limits.close()
         leave_process_group()
 
     # Building.
@@ -227,6 +235,7 @@ class Worker:
             tokenizer_folder=plan.tokenizer_folder,
             trust_remote_code=self.settings.model.trust_remote_code,
             eos_token_ids=plan.eos_token_ids,
+            device_limit_bytes=self.device_limit,
         )
 
     def _build_policy(self) -> Policy:
@@ -284,6 +293,9 @@ class Worker:
         if fsdp.full_determinism:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
+
+    def _out_of_memory_told(self, phase: str) -> AbstractContextManager[None]:
+        return out_of_memory_told(phase, self.device, self._resident, self.settings, self.device_limit)
 
     @property
     def _counts_engine(self) -> bool:
