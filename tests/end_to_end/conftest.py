@@ -1,9 +1,49 @@
+import psutil
 import pytest
 
+from tests.end_to_end.runs import RECIPES, settings_of, survivors
+from verl_memopt.cli import main
 from verl_memopt.data.toy import make_toy
+
+EXIT_CODES = {"ConfigError": 2, "DataError": 2, "RewardError": 1}
 
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
     """The toy task as `verl-memopt toy` makes it, warm-up included."""
     return make_toy(tmp_path_factory.mktemp("toy") / "toy", seed=0)
+
+
+@pytest.fixture
+def here(toy, tmp_path):
+    """Trains on the toy task in this process and gives the exit code; the run folder is ``tmp_path / "run"``."""
+
+    def run(*overrides):
+        entry = ["train", "--config-dir", str(RECIPES), "--config-name", "toy"]
+        return main([*entry, *settings_of(toy, tmp_path / "run"), *overrides])
+
+    return run
+
+
+@pytest.fixture
+def refused(here, tmp_path, capsys):
+    """Trains in this process with settings that must not train, and gives the one message with which that ends.
+
+    leaves: what may be in the run folder then; nothing, where the mistake shows before a worker starts.
+    """
+
+    def run(*overrides, kind="ConfigError", leaves=()):
+        others = set(psutil.Process().children(recursive=True))
+        capsys.readouterr()
+        code = here(*overrides)
+        shown = capsys.readouterr()
+        assert code == EXIT_CODES[kind], shown.err
+        said, found, message = shown.err.partition(f"{kind}: ")
+        assert found, shown.err
+        assert all(" driver INFO " in line for line in said.splitlines())
+        assert "/verl_memopt/" not in message, "a traceback of ours is of no use to the user"
+        assert sorted(path.name for path in (tmp_path / "run").glob("*")) == sorted(leaves)
+        assert not survivors(set(psutil.Process().children(recursive=True)) - others)
+        return message
+
+    return run

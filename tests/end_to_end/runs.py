@@ -10,6 +10,7 @@ from pathlib import Path
 import psutil
 
 ROOT = Path(__file__).parents[2]
+RECIPES = ROOT / "recipe" / "rloo"
 LOCAL = ["trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf"]
 """The quickest way through the whole loop: no Ray, no vLLM, the same trainer."""
 
@@ -19,17 +20,21 @@ def environment(**more):
     return {**os.environ, **quiet, **more}
 
 
-def arguments(toy, run_dir, *overrides, config="toy"):
-    """Gives the training command for the toy task with ``overrides`` on top."""
-    given = [
+def settings_of(toy, run_dir):
+    """Gives the settings that every run of the toy task is told."""
+    return [
         f"data.train_files={toy}/train.parquet",
         f"data.val_files={toy}/val.parquet",
         f"actor_rollout_ref.model.path={toy}/model",
         f"trainer.default_local_dir={run_dir}",
         "trainer.logger=[console,jsonl]",
     ]
+
+
+def arguments(toy, run_dir, *overrides, config="toy"):
+    """Gives the training command for the toy task with ``overrides`` on top."""
     entry = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", "--config-dir", "recipe/rloo", "--config-name", config]
-    return [*entry, *given, *overrides]
+    return [*entry, *settings_of(toy, run_dir), *overrides]
 
 
 def train(toy, run_dir, *overrides, config="toy", timeout=240, env=None):

@@ -1,0 +1,260 @@
+"""Every mistake in settings, model, data or machine ends in one message that names what to mend, before anything is lost."""
+
+import json
+import shutil
+import sys
+from importlib.machinery import PathFinder
+
+import pyarrow
+import pytest
+import torch
+from pyarrow import parquet
+
+from tests.end_to_end.runs import LOCAL, ROOT, environment, train
+
+AR = "actor_rollout_ref"
+ONE_STEP = ["trainer.total_training_steps=1", "trainer.test_freq=-1", "trainer.val_before_train=false"]
+UNREADABLE = "/proc/self/mem"
+"""A file whose first byte cannot be read, not even by root."""
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["trainer.total_trainig_steps=3"], ["trainer.total_trainig_steps: no such key", "trainer.total_training_steps?"]),
+        (["trainer.save_freq=often"], ["trainer.save_freq=often", "expected a whole number, got text"]),
+        (
+            [f"{AR}.actor.grad_clip=2", f"{AR}.actor.optim.clip_grad=1"],
+            [f"{AR}.actor.grad_clip=2", f"{AR}.actor.optim.clip_grad=1"],
+        ),
+        ([f"{AR}.rollout.n=4,8"], [f"{AR}.rollout.n=4,8: several values for one key", f"{AR}.rollout.n=[a,b]"]),
+        ([f"{AR}.actor.ppo_mini_batch_size=5"], [f"{AR}.actor.ppo_mini_batch_size=5", "data.train_batch_size=32", "divisor"]),
+        (
+            ["data.train_batch_size=3", f"{AR}.actor.ppo_mini_batch_size=3", f"{AR}.rollout.n=3", "trainer.n_gpus_per_node=2"],
+            ["data.train_batch_size=3", "9 sequences do not divide over 2 devices", "a multiple of 2"],
+        ),
+        (
+            [f"{AR}.actor.ppo_max_token_len_per_gpu=19"],
+            [f"{AR}.actor.ppo_max_token_len_per_gpu=19: a sample may have 20 tokens", "at least 20"],
+        ),
+        ([f"{AR}.rollout.tensor_model_parallel_size=2"], [f"{AR}.rollout.tensor_model_parallel_size=2", "1 devices"]),
+        (["trainer.n_gpus_per_node=2", *LOCAL], ["trainer.worker_group=local", "trainer.n_gpus_per_node=2"]),
+        (["trainer.device=tpu"], ["trainer.device=tpu", "auto, cuda, cpu"]),
+        ([f"{AR}.rollout.name=sglang"], [f"{AR}.rollout.name=sglang", "vllm or hf"]),
+        ([f"{AR}.model.external_lib=nowhere_to_be_found"], [f"{AR}.model.external_lib=nowhere_to_be_found", "Install"]),
+        ([f"{AR}.model.override_config.hidden_size=wide"], [f"{AR}.model.override_config.hidden_size=wide", "expected int"]),
+    ],
+)
+def test_settings_that_cannot_be_are_refused_under_their_keys(refused, overrides, said):
+    message = refused(*overrides)
+    for part in said:
+        assert part in message
+
+
+def test_all_mistakes_are_told_at_once(refused):
+    message = refused("trainer.save_freq=often", "trainer.total_trainig_steps=3", f"{AR}.rollout.n=1")
+    assert message.startswith("3 problems in the settings:\n")
+    assert len(message.strip().splitlines()) == 4
+
+
+def test_more_gpus_than_there_are_are_refused(refused):
+    some, none = "trainer.n_gpus_per_node=256: this machine has", "trainer.device=cuda: no CUDA device is visible"
+    message = refused("trainer.device=cuda", "trainer.n_gpus_per_node=256")
+    assert message.startswith(some if torch.cuda.is_available() else none)
+
+
+def test_more_workers_than_the_ray_cluster_holds_are_refused_with_both_numbers(refused):
+    message = refused("ray_kwargs.ray_init.num_cpus=1", "trainer.n_gpus_per_node=2", leaves=["config.yaml"])
+    assert "trainer.n_gpus_per_node=2 asks for 2 CPU on each node, and the cluster's nodes have: 1 CPU" in message
+    assert "raise ray_kwargs.ray_init.num_cpus" in message
+
+
+def test_a_ray_address_where_nothing_answers_is_refused_at_once(refused):
+    message = refused("ray_kwargs.ray_init.address=127.0.0.1:1", leaves=["config.yaml"])
+    assert message.startswith("ray_kwargs.ray_init.address=127.0.0.1:1: nothing answers there")
+
+
+class WithoutVllm(PathFinder):
+    """Finds what is installed, but no vLLM."""
+
+    @classmethod
+    def find_spec(cls, fullname, path=None, target=None):
+        return None if fullname == "vllm" else super().find_spec(fullname, path, target)
+
+
+def test_vllm_that_is_not_installed_is_named_with_the_way_to_get_it_and_the_way_without(refused, monkeypatch):
+    monkeypatch.setattr(sys, "meta_path", [WithoutVllm if finder is PathFinder else finder for finder in sys.meta_path])
+    monkeypatch.delitem(sys.modules, "vllm", raising=False)
+    message = refused(f"{AR}.rollout.name=vllm")
+    assert message.startswith(f"{AR}.rollout.name=vllm: vLLM is not installed")
+    assert "setup_env.sh" in message
+    assert f"{AR}.rollout.name=hf" in message
+
+
+def test_vllm_that_cannot_be_imported_is_told_with_its_own_reason(toy, tmp_path):
+    (tmp_path / "vllm").mkdir()
+    (tmp_path / "vllm" / "__init__.py").write_text("raise ImportError('libnothing.so.1: cannot open shared object file')\n")
+    env = environment(PYTHONPATH=f"{tmp_path}:{ROOT}")
+    process = train(toy, tmp_path / "run", "trainer.worker_group=local", *ONE_STEP, env=env)
+    assert process.returncode == 2, process.stderr[-3000:]
+    assert f"ConfigError: {AR}.rollout.name=vllm: vLLM cannot be imported (libnothing.so.1" in process.stderr
+    assert "Traceback" not in process.stderr
+
+
+def emptied(folder):
+    for path in folder.iterdir():
+        path.unlink()
+
+
+def torn(name):
+    """Cuts the end off a file of a model folder."""
+    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:-2])
+
+
+def gone(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def unreadable(name):
+    def damage(folder):
+        (folder / name).unlink()
+        (folder / name).symlink_to(UNREADABLE)
+
+    return damage
+
+
+def of_no_known_kind(folder):
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"model_type": "abacus"}))
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shutil.rmtree, "no such folder"),
+        (emptied, "the folder has no config.json"),
+        (torn("config.json"), "its config.json cannot be read"),
+        (unreadable("config.json"), "its config.json cannot be read"),
+        (of_no_known_kind, "`abacus`"),
+        (gone("model.safetensors"), "model.safetensors is missing"),
+        (torn("model.safetensors"), "model.safetensors: not a whole safetensors file"),
+        (gone("tokenizer.json"), "it has no tokenizer"),
+        (torn("tokenizer.json"), "its tokenizer cannot be read"),
+        (torn("generation_config.json"), "its generation_config.json cannot be read"),
+        (unreadable("generation_config.json"), "its generation_config.json cannot be read"),
+    ],
+)
+def test_a_model_folder_that_cannot_be_used_is_named_with_what_is_wrong_in_it(refused, toy, tmp_path, damage, said):
+    folder = shutil.copytree(toy / "model", tmp_path / "model")
+    damage(folder)
+    message = refused(f"{AR}.model.path={folder}", *LOCAL)
+    assert str(folder) in message
+    assert said in message
+
+
+def test_a_model_that_is_neither_here_nor_on_the_hub_is_named(refused):
+    message = refused(f"{AR}.model.path=nobody/nothing")
+    assert message.startswith(f"{AR}.model.path=nobody/nothing: no such folder here, and the hub could not give it")
+
+
+def test_weights_of_another_model_are_listed_and_the_folder_takes_the_right_ones_next_time(refused, here, toy, tmp_path):
+    folder = shutil.copytree(toy / "model", tmp_path / "model")
+    settings = json.loads((folder / "config.json").read_text())
+    (folder / "config.json").write_text(json.dumps(settings | {"intermediate_size": 2 * settings["intermediate_size"]}))
+    message = refused(f"{AR}.model.path={folder}", *LOCAL, leaves=["config.yaml"])
+    assert message.startswith(f"{AR}.model.path={folder}: weights and config disagree: ")
+    assert "model.layers.0.mlp.gate_proj.weight has shape (128, 64), the config says (256, 64)" in message
+    assert here(*LOCAL, *ONE_STEP) == 0
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 1
+
+
+@pytest.fixture
+def rows(toy):
+    return parquet.read_table(toy / "train.parquet").to_pylist()
+
+
+def as_lines(rows):
+    return "".join(json.dumps(row) + "\n" for row in rows)
+
+
+@pytest.mark.parametrize("key", ["data.train_files", "data.val_files"])
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("rows.jsonl", None, "there is no such file"),
+        ("rows.jsonl", "", "the file has no rows"),
+        ("rows.csv", "a,b\n", "the suffix '.csv' is unknown"),
+        ("rows.parquet", "PAR1", "not a parquet file that can be read"),
+    ],
+)
+def test_a_dataset_that_is_missing_empty_or_of_another_kind_is_named(refused, tmp_path, key, name, content, said):
+    path = tmp_path / name
+    if content is not None:
+        path.write_text(content)
+    message = refused(f"{key}={path}", kind="DataError")
+    assert str(path) in message
+    assert said in message
+
+
+def test_a_parquet_file_without_rows_is_named(refused, rows, tmp_path):
+    path = tmp_path / "rows.parquet"
+    parquet.write_table(pyarrow.Table.from_pylist(rows).slice(0, 0), path)
+    assert refused(f"data.train_files={path}", kind="DataError").startswith(f"data.train_files: {path}: the file has no rows")
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "json", "parquet"])
+def test_a_dataset_that_cannot_be_read_is_named(refused, tmp_path, suffix):
+    path = tmp_path / f"rows.{suffix}"
+    path.symlink_to(UNREADABLE)
+    message = refused(f"data.train_files={path}", kind="DataError")
+    assert str(path) in message
+    assert "read" in message
+
+
+def test_a_malformed_line_is_named_by_file_and_line(refused, rows, tmp_path):
+    lines = as_lines(rows).splitlines()
+    lines[16] = lines[16][:-3]
+    path = tmp_path / "rows.jsonl"
+    path.write_text("\n".join(lines))
+    assert refused(f"data.train_files={path}", kind="DataError").startswith(f"{path}:17: not valid JSON")
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"prompt": None}, "there is no column 'prompt'; the row has ability, data_source, extra_info, prompt, reward_model"),
+        ({"reward_model": None}, "there is no column 'reward_model'"),
+        ({"data_source": None}, "there is no column 'data_source'"),
+        ({"reward_model": {"style": "rule"}}, "reward_model has no ground_truth"),
+        ({"prompt": ""}, "the prompt is empty"),
+        ({"prompt": [{"role": "user"}]}, "prompt must be a text or a list of {role, content}"),
+        ({"prompt": "1+" * 30}, "the prompt has 60 tokens, data.max_prompt_length is 16"),
+    ],
+)
+def test_a_row_that_cannot_be_used_is_named_by_file_and_row(refused, rows, tmp_path, change, said):
+    rows[4] |= change
+    path = tmp_path / "rows.jsonl"
+    path.write_text(as_lines(rows))
+    message = refused(f"data.train_files={path}", kind="DataError")
+    assert message.startswith(f"{path}:5: {said}")
+
+
+def test_a_source_without_a_rule_is_named_with_the_rules_there_are(refused, rows, tmp_path):
+    rows[4]["data_source"] = "mine"
+    path = tmp_path / "rows.jsonl"
+    path.write_text(as_lines(rows))
+    message = refused(f"data.train_files={path}", kind="RewardError")
+    assert message.startswith(f"{path}:5: data_source 'mine' has no rule; there are rules for toy/arithmetic")
+    assert "custom_reward_function.path" in message
+
+
+@pytest.mark.parametrize("template", ["{{ messages[", '{{ raise_exception("no turns here") }}'])
+def test_a_chat_template_that_does_not_render_is_named(refused, template):
+    message = refused(f"{AR}.model.custom_chat_template='{template}'", kind="DataError")
+    assert "train.parquet:1: the chat template does not render this prompt" in message
+    assert f"{AR}.model.custom_chat_template" in message
+
+
+def test_fewer_rows_than_a_batch_are_refused(refused):
+    message = refused("data.train_batch_size=1024", f"{AR}.actor.ppo_mini_batch_size=1024", kind="DataError")
+    assert message.startswith("data.train_batch_size=1024: an epoch has only 592 rows. Lower it to at most 592")

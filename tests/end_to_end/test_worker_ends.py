@@ -1,0 +1,68 @@
+"""A Ray worker that dies or raises ends its run with the worker's name, and leaves no process behind."""
+
+import signal
+
+import pytest
+
+from tests.end_to_end.runs import ROOT, environment, family, metrics, start, survivors, wait_for_step
+
+HF = "actor_rollout_ref.rollout.name=hf"
+LONG = ["trainer.total_training_steps=100000", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.val_before_train=false"]
+EXPLODES = """
+import torch
+
+class Explodes(torch.optim.AdamW):
+    steps = 0
+
+    def step(self, closure=None):
+        Explodes.steps += 1
+        if Explodes.steps == 3:
+            raise ZeroDivisionError("seven over nothing")
+        return super().step(closure)
+"""
+
+
+@pytest.fixture
+def started(toy, tmp_path):
+    """Starts a run on Ray and gives it with its processes once it has taken a step; it is ended with the test."""
+    processes = []
+
+    def begin(*overrides):
+        process = start(toy, tmp_path / "run", HF, *LONG, *overrides, env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"))
+        processes.append(process)
+        wait_for_step(process, tmp_path / "run", 0)
+        return process, family(process)
+
+    yield begin
+    for process in processes:
+        process.kill()
+        process.communicate()
+
+
+def test_a_worker_that_is_killed_in_the_middle_of_a_run_ends_it_and_is_named(started, tmp_path):
+    process, relatives = started()
+    (worker,) = [relative for relative in relatives if relative.name().startswith("ray::Member")]
+    worker.send_signal(signal.SIGKILL)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output[-3000:]
+    assert not survivors(relatives)
+    (message,) = [line for line in output.splitlines() if line.startswith("WorkerError: ")]
+    assert message.startswith(f"WorkerError: worker 0 (pid {worker.pid} on ")
+    assert ") died: " in message
+    assert "Traceback" not in output
+    assert f"the record so far: {tmp_path / 'run'}" in output
+    assert 1 in metrics(tmp_path / "run")
+
+
+def test_a_worker_that_raises_ends_the_run_with_its_own_traceback(started, tmp_path):
+    (tmp_path / "explodes.py").write_text(EXPLODES)
+    own = ["actor_rollout_ref.actor.optim.optimizer_impl=explodes", "actor_rollout_ref.actor.optim.optimizer=Explodes"]
+    process, relatives = started(*own)
+    output, _ = process.communicate(timeout=60)
+    assert process.returncode == 1, output[-3000:]
+    assert not survivors(relatives)
+    message = output[output.index("WorkerError: ") :]
+    assert message.startswith("WorkerError: worker 0 (pid ")
+    assert f'File "{tmp_path / "explodes.py"}", line 10, in step' in message
+    assert message.rstrip().endswith("ZeroDivisionError: seven over nothing")
+    assert sorted(metrics(tmp_path / "run")) == [1, 2]
