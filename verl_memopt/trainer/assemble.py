@@ -108,7 +108,6 @@ def worker_plan(job: Job) -> WorkerPlan:
         free_engine=site.free_engine,
         track_init=site.device == "cpu" and settings.trainer.track_memory_every_steps > 0,
         memory=settings.memory,
-        memory=settings.memory,
     )
 
 

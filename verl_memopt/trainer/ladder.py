@@ -148,7 +148,6 @@ def _plan(settings: Settings, folder: Path) -> WorkerPlan:
         free_engine=False,
         track_init=False,
         memory=settings.memory,
-        memory=settings.memory,
     )
 
 
