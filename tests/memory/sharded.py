@@ -101,7 +101,7 @@ def tracked_steps(policy, micro, counts):
             with optimizer_scope(policy.optimizer):
                 policy.optimizer.step()
             policy.optimizer.zero_grad(set_to_none=True)
-        tracker.second = {tier: peak for tier, peak in tracker.peaks.items()}
+        tracker.second = dict(tracker.peaks)
     return tracker
 
 

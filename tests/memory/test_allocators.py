@@ -24,7 +24,7 @@ def told(body, limit=1000, phase="update_actor", settings=SETTINGS):
     probe = MemoryProbe(CPU, lambda: [("params", kept)], limit)
     with (
         pytest.raises(DeviceMemoryError) as caught,
-        out_of_memory_told(phase, CPU, lambda: [], settings, limit),
+        out_of_memory_told(phase, CPU, list, settings, limit),
         probe.phase(phase, track=True),
     ):
         body()
@@ -74,9 +74,9 @@ def test_running_out_in_backward_is_told_as_well():
 
 
 def test_other_errors_pass_unchanged():
-    with pytest.raises(ConfigError), out_of_memory_told("gen", CPU, lambda: [], SETTINGS, None):
+    with pytest.raises(ConfigError), out_of_memory_told("gen", CPU, list, SETTINGS, None):
         raise ConfigError("x")
-    with pytest.raises(torch.OutOfMemoryError), out_of_memory_told("gen", CPU, lambda: [], SETTINGS, None):
+    with pytest.raises(torch.OutOfMemoryError), out_of_memory_told("gen", CPU, list, SETTINGS, None):
         raise torch.OutOfMemoryError("not the tracker's")
 
 

@@ -34,7 +34,9 @@ def resting_run(folder, mesh, rank=0, world_size=1):
 
 def both_runs(rank, folder, world_size):
     mesh = training_mesh("cpu", world_size, -1)
-    return resting_run(folder, mesh, rank, world_size), three_steps(policy_of(folder, mesh, world_size=world_size), share(rank, world_size))
+    return resting_run(folder, mesh, rank, world_size), three_steps(
+        policy_of(folder, mesh, world_size=world_size), share(rank, world_size)
+    )
 
 
 def test_offloading_between_phases_changes_no_bit_of_three_steps(untied_folder, one_rank):
