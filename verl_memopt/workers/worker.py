@@ -159,7 +159,8 @@ class Worker:
     def save(self, folder: str, contents: Sequence[str]) -> None:
         """Writes this rank's part of a checkpoint into ``folder``; with hf_model also a Hugging Face folder.
 
-        Parameters that rest on the host are written from there.
+        Parameters that rest on the host are written from there. Errors: CheckpointError naming the folder when the disk
+        refuses.
         """
         with ExitStack() as stack:
             if self.policy_home is not None:
@@ -169,25 +170,26 @@ class Worker:
     def _save(self, folder: str, contents: Sequence[str]) -> None:
         assert self.policy is not None
         save_training_state(Path(folder), self.policy.model, self.policy.optimizer, self.policy.schedule, self.device, contents)
-        self.export(str(Path(folder) / "huggingface"), weights="hf_model" in contents)
-        if self.settings.model.lora_rank > 0:
-            model, adapter = self.settings.model, Path(folder) / "lora_adapter"
-            save_adapter(adapter, self.policy.model, model.path, model.lora_rank, model.lora_alpha, self.place.rank == 0)
+        try:
+            self.export(str(Path(folder) / "huggingface"), weights="hf_model" in contents)
+            if self.settings.model.lora_rank > 0:
+                model, adapter = self.settings.model, Path(folder) / "lora_adapter"
+                save_adapter(adapter, self.policy.model, model.path, model.lora_rank, model.lora_alpha, self.place.rank == 0)
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
 
     def export(self, folder: str, weights: bool) -> None:
-        """Writes config, tokenizer and (streamed, tensor by tensor) weights in Hugging Face format.
-
-        Errors: CheckpointError naming the folder when the disk refuses.
-        """
+        """Writes config, tokenizer, chat template and (streamed, tensor by tensor) weights in Hugging Face format."""
         assert self.policy is not None
         masters = dtype_of(self.settings.actor.fsdp_config.model_dtype, "actor_rollout_ref.actor.fsdp_config.model_dtype")
         bucket = self.settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
         stream = full_weights(self._policy_weights(), masters, bucket) if weights else None
-        config, tokenizer = self.policy.model.lm.config, Path(self.plan.tokenizer_folder)
-        try:
-            export_folder(Path(folder), config, tokenizer, stream, writes=self.place.rank == 0)
-        except (OSError, SafetensorError) as error:
-            raise CheckpointError(f"{folder}: the model folder could not be written: {error}.") from error
+        config, tokenizer, writes = self.policy.model.lm.config, Path(self.plan.tokenizer_folder), self.place.rank == 0
+        export_folder(Path(folder), config, tokenizer, stream, writes)
+        template = self.settings.model.custom_chat_template
+        if writes and template is not None:
+            # transformers reads this file before what tokenizer_config.json says.
+            (Path(folder) / "chat_template.jinja").write_text(template)
 
     def load(self, folder: str, contents: Sequence[str]) -> None:
         """Reads this rank's part of a checkpoint; it may have been written by another number of ranks."""
