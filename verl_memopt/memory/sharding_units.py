@@ -1,8 +1,9 @@
 """Embedding and LM head are FSDP units of their own: each is gathered while it computes, not for the whole pass.
 
-Saves: b_c * 2 * V * h bytes of gathered parameters in the blocks' forward (V vocabulary, h hidden, b_c = 2 for bfloat16), and
-    b_c * V * h in their backward: 11 % off the update peak of an 8B model over 8 devices, 9 % off the log-prob peak (predicted,
-    fake run). The chunked head gathers once a pass, not once a chunk.
+Saves: b_c * (V * h + N_l) bytes in a log-prob pass, twice that where several ranks gather (V vocabulary, h hidden, N_l
+    parameters of a block, b_c = 2 for bfloat16 compute), less a chunk of logits; 2 * b_c * V * h in an update, one of the two
+    matrices and its gradient, less the same: 11 % off the update peak of an 8B over 8 devices, 9 % off the log-prob peak
+    (predicted, fake run). The chunked head gathers once a pass, not once a chunk.
 Costs: two more gathers a forward and one reduction more a backward, of tensors that are large enough to be worth their own.
 Pairs with: ``reshard_after_forward``, without which nothing is freed. Tied embeddings are one tensor of two units, which FSDP2
     cannot free between the two uses: they stay in the root, and the key changes nothing.

@@ -1,0 +1,60 @@
+import pytest
+from torch.distributed.fsdp import FSDPModule
+
+from tests.memory.sharded import device_peak, fake_ranks, policy_of, share, wide_model
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+
+FP32 = 4
+VOCABULARY, HIDDEN = 8192, 64
+HEAD, BLOCK = VOCABULARY * HIDDEN, 61_632
+LOGITS = 8 * VOCABULARY * FP32
+"""Parameters of the head and of a block; bytes of one chunk of logits."""
+
+
+@pytest.fixture(scope="module")
+def wide(tmp_path_factory):
+    return wide_model(tmp_path_factory.mktemp("units"), vocab_size=VOCABULARY)
+
+
+def score_peak(folder, own_units, world_size):
+    with fake_ranks(world_size) as mesh:
+        policy, mini = policy_of(folder, mesh, {"own_units": own_units}, world_size), share()
+        with ByteTracker() as tracker, fsdp_kinds():
+            tracker.mark("params", policy.model.parameters())
+            for name in ("first", "second"):
+                tracker.enter(name)
+                policy.score(mini.batch, mini.micro_batches, 0.9, False)
+            return tracker.peaks[DEVICE].bytes
+
+
+def test_a_log_prob_pass_holds_embedding_or_head_and_not_both(wide):
+    # Apart, the peak is in the head, beside its logits. In the root both are there in the blocks too, beside a block and its
+    # activations, which are about as large as the logits.
+    saved = FP32 * (HEAD + BLOCK)
+    assert score_peak(wide, False, 1) - score_peak(wide, True, 1) == pytest.approx(saved, rel=0.02)
+
+
+def test_on_several_ranks_the_gather_itself_is_of_one_of_them(wide):
+    # What is gathered lies twice for a moment: in the collective's output and in the parameters copied out of it.
+    saved = 2 * FP32 * (HEAD + BLOCK) - LOGITS
+    assert score_peak(wide, False, 4) - score_peak(wide, True, 4) == pytest.approx(saved, rel=0.01)
+
+
+def test_an_update_holds_one_of_the_two_and_its_gradient(wide):
+    # In the root both are gathered, with both gradients, until the embedding's backward; then the head's logits are gone.
+    saved = 2 * FP32 * HEAD - LOGITS
+    assert device_peak(wide, {"own_units": False}).bytes - device_peak(wide).bytes == pytest.approx(saved, rel=0.05)
+
+
+def test_the_key_decides_which_modules_are_units(untied_folder, one_rank):
+    for own in (True, False):
+        policy = policy_of(untied_folder, one_rank, {"own_units": own}).model
+        assert isinstance(policy.lm.get_input_embeddings(), FSDPModule) is own
+        assert isinstance(policy.lm.get_output_embeddings(), FSDPModule) is own
+        assert all(isinstance(block, FSDPModule) for block in policy.blocks())
+
+
+def test_tied_ones_stay_in_the_root(tiny_folder, one_rank):
+    policy = policy_of(tiny_folder, one_rank, {"own_units": True}).model
+    assert not isinstance(policy.lm.get_output_embeddings(), FSDPModule)
