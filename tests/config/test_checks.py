@@ -177,6 +177,26 @@ WRONG = {
         {f"{AR}.ref.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4, f"{AR}.actor.use_kl_loss": True},
         f"{AR}.ref.fsdp_config.fsdp_size=3, ",
     ),
+    "resharding to a number that does not divide the shard group": (
+        {f"{AR}.actor.fsdp_config.reshard_after_forward": 3, "trainer.n_gpus_per_node": 4},
+        f"{AR}.actor.fsdp_config.reshard_after_forward=3, {AR}.actor.fsdp_config.fsdp_size=-1: does not divide the 4 ranks",
+    ),
+    "resharding to all the ranks there are": (
+        {f"{AR}.ref.fsdp_config.reshard_after_forward": 2, "trainer.n_gpus_per_node": 2, f"{AR}.actor.use_kl_loss": True},
+        f"{AR}.ref.fsdp_config.reshard_after_forward=2, {AR}.ref.fsdp_config.fsdp_size=-1: does not divide the 2 ranks",
+    ),
+    "two ways of resting on the host": (
+        {f"{AR}.actor.fsdp_config.offload_policy": True, f"{AR}.actor.fsdp_config.param_offload": True},
+        f"{AR}.actor.fsdp_config.offload_policy=true, {AR}.actor.fsdp_config.param_offload=true: with offload_policy",
+    ),
+    "two ways of offloading optimizer state": (
+        {f"{AR}.actor.fsdp_config.offload_policy": True, f"{AR}.actor.fsdp_config.optimizer_offload": True},
+        f"{AR}.actor.fsdp_config.offload_policy=true, {AR}.actor.fsdp_config.optimizer_offload=true: with offload_policy",
+    ),
+    "a mapped file without a reference on the host": (
+        {f"{AR}.model.load_mode": "mmap", f"{AR}.actor.use_kl_loss": True},
+        f"{AR}.model.load_mode=mmap, {AR}.ref.fsdp_config.param_offload=false: a mapped file is where a reference rests",
+    ),
     "a local group of two devices": (
         {"trainer.worker_group": "local", "trainer.n_gpus_per_node": 2},
         "trainer.worker_group=local, trainer.nnodes=1, trainer.n_gpus_per_node=2: the local worker group has one device",
@@ -259,6 +279,10 @@ def test_an_engine_argument_that_a_key_sets_is_refused(complaint, name):
         {"data.custom_cls.path": "rows.py", "data.custom_cls.name": "Rows"},
         {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.type": "adaptive", "algorithm.kl_ctrl.target_kl": 0.2},
         {"trainer.nnodes": 2, "trainer.n_gpus_per_node": 2, f"{AR}.actor.fsdp_config.fsdp_size": 2},
+        {f"{AR}.actor.fsdp_config.reshard_after_forward": 2, "trainer.n_gpus_per_node": 4},
+        {f"{AR}.actor.fsdp_config.reshard_after_forward": False},
+        {f"{AR}.actor.fsdp_config.offload_policy": True, f"{AR}.ref.fsdp_config.param_offload": True},
+        {f"{AR}.model.load_mode": "mmap", f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.fsdp_config.param_offload": True},
     ],
 )
 def test_a_possible_combination_passes(settled, more):

@@ -84,7 +84,7 @@ def test_computing_in_bfloat16_halves_what_is_gathered(wide):
 
 
 def test_reducing_in_bfloat16_halves_the_reduction_of_the_largest_unit(wide):
-    # The input of the reduction is half as wide. So is its output, which is then cast into the gradient: 2 x V x h / W bytes more.
+    # The input of the reduction is half as wide. So is its output, which is then cast into the gradient: 2 x V x h / W bytes.
     saved = 2 * HEAD * (1 - 1 / 4)
     assert device_peak(wide, HALF, 4).bytes - device_peak(wide, HALF_REDUCTION, 4).bytes == pytest.approx(saved, rel=0.01)
 
