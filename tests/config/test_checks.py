@@ -321,6 +321,21 @@ IDLE_CASES = {
     "custom_reward_function.name": ({}, "mine", {"custom_reward_function.path": "mine.py"}),
     "custom_reward_function.fallback_score": ({}, 1.0, {"custom_reward_function.on_error": "score"}),
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
+    f"{AR}.rollout.sleep_level": ({f"{AR}.rollout.free_cache_engine": False}, 1, {f"{AR}.rollout.free_cache_engine": True}),
+    **{
+        f"{AR}.rollout.{key}": ({}, value, {f"{AR}.rollout.name": "vllm"})
+        for key, value in {
+            "gpu_memory_utilization": 0.3,
+            "kv_cache_memory_gb": 2.0,
+            "max_num_batched_tokens": 100,
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "enable_prefix_caching": False,
+            "cudagraph_capture_sizes": [1],
+            "disable_log_stats": False,
+            "scheduling_policy": "priority",
+        }.items()
+    },
     f"{AR}.model.gradient_checkpointing_mode": (
         {f"{AR}.model.enable_gradient_checkpointing": False},
         "selective",

@@ -10,6 +10,7 @@ READ_ELSEWHERE = {
     # read only by vLLM's settings (tests/rollout/test_vllm_settings.py holds that each reaches the engine)
     "actor_rollout_ref.rollout.gpu_memory_utilization",
     "actor_rollout_ref.rollout.kv_cache_memory_gb",
+    "actor_rollout_ref.rollout.kv_cache_dtype",
     "actor_rollout_ref.rollout.max_num_batched_tokens",
     "actor_rollout_ref.rollout.enable_chunked_prefill",
     "actor_rollout_ref.rollout.enable_prefix_caching",

@@ -7,6 +7,7 @@ import pytest
 from tests.rollout.tools import engine_at, model_of, prompts, sampling, weights_of
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.rollout.engine import RolloutEngine
 
 
@@ -34,6 +35,21 @@ def test_sleep_frees_the_weights_and_a_load_after_waking_brings_them_back(hf_eng
     hf_engine.load_weights(weights_of(model_of(tied_folder)))
     hf_engine.wake_up("kv_cache")
     assert hf_engine.generate(prompts(4), [0] * 4, sampling()) == before
+
+
+def test_an_engine_that_keeps_its_weights_needs_no_load_and_holds_them_on_the_host(tied_folder: Path) -> None:
+    engine = engine_at("hf", tied_folder, load_format="auto", sleep_level=1)
+    before = engine.generate(prompts(4), [0] * 4, sampling())
+    weights = sum(parameter.numel() * 4 for parameter in model_of(tied_folder).parameters())
+    held = host_allocator().held_bytes
+    engine.sleep()
+    engine.sleep()
+    assert list(engine.resident_tensors()) == []
+    assert host_allocator().held_bytes - held == weights
+    engine.wake_up("weights")
+    engine.wake_up("kv_cache")
+    assert host_allocator().held_bytes == held
+    assert engine.generate(prompts(4), [0] * 4, sampling()) == before
 
 
 def test_settings_meant_for_another_engine_are_refused(tied_folder: Path) -> None:

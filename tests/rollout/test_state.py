@@ -51,6 +51,23 @@ def test_after_sleep_weights_must_wake_then_be_loaded_and_the_cache_must_wake() 
     state.check_ready()
 
 
+def test_weights_that_are_kept_need_no_load_after_waking() -> None:
+    state = EngineState(whole=True)
+    state.slept(keeps_weights=True)
+    state.waking("weights")
+    state.waking("kv_cache")
+    state.check_ready()
+
+
+def test_weights_that_were_not_whole_are_not_whole_for_being_kept() -> None:
+    state = EngineState(whole=False)
+    state.slept(keeps_weights=True)
+    state.waking("weights")
+    state.waking("kv_cache")
+    with pytest.raises(RolloutError, match="no whole weights"):
+        state.check_ready()
+
+
 def test_a_part_wakes_once_and_an_unknown_part_is_refused() -> None:
     state = EngineState(whole=True)
     assert not state.waking("weights")

@@ -18,6 +18,8 @@ from tests.rollout.conftest import SharedVllm
 from tests.rollout.tools import engine_at, largest_difference, model_of, naive_log_probs, prompts, sampling, weights_of
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.rollout_memory import kv_bytes_per_token
+from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.rollout.engine import RolloutEngine
 
 
@@ -65,6 +67,55 @@ def test_the_kv_cache_has_the_size_asked_for(vllm_engine: RolloutEngine) -> None
     }
     asked = int(0.02 * 2**30)
     assert 0.98 * asked <= sum(storages.values()) <= asked
+
+
+def kv_bytes(engine: RolloutEngine) -> int:
+    storages = {
+        t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for kind, t in engine.resident_tensors() if kind == "kv"
+    }
+    return sum(storages.values())
+
+
+def kv_tokens(engine: Any) -> int:
+    cache = engine._llm.llm_engine.vllm_config.cache_config
+    return cache.num_gpu_blocks * cache.block_size
+
+
+def test_a_token_takes_the_bytes_of_the_formula(vllm_engine: RolloutEngine) -> None:
+    # 2 layers, 1 KV head of 32, fp32: a key and a value of 128 bytes each in each layer.
+    assert kv_bytes_per_token(2, 1, 32, 4) == 2 * 2 * 128
+    assert kv_bytes(vllm_engine) == kv_tokens(vllm_engine) * kv_bytes_per_token(2, 1, 32, 4)
+
+
+@pytest.mark.skipif(not torch.cpu._is_avx512_supported(), reason="vLLM's CPU build has an fp8 cache on AVX-512 only")
+def test_an_fp8_cache_takes_one_byte_an_element(tied_folder: Path, shared_vllm: SharedVllm) -> None:
+    shared_vllm.close()
+    engine = engine_at("vllm", tied_folder, kv_cache_dtype="fp8")
+    engine.load_weights(weights_of(model_of(tied_folder)))
+    try:
+        assert kv_bytes(engine) == kv_tokens(engine) * kv_bytes_per_token(2, 1, 32, 1)
+        assert 0.98 * 0.02 * 2**30 <= kv_bytes(engine) <= 0.02 * 2**30
+        answer = engine.generate(prompts(4), [0] * 4, sampling())
+        naive = [
+            naive_log_probs(model_of(tied_folder), row, ids, 1.0)
+            for row, ids in zip(prompts(4), answer.response_ids, strict=True)
+        ]
+        assert answer.log_probs is not None
+        assert 1e-5 < largest_difference(answer.log_probs, naive) <= 0.5
+    finally:
+        engine.shutdown()
+
+
+def test_syncing_holds_nothing_beside_the_two_models(vllm_engine: RolloutEngine, tied_folder: Path) -> None:
+    model = model_of(tied_folder)
+    vllm_engine.load_weights(weights_of(model))
+    with ByteTracker() as tracker:
+        tracker.mark("params", model.parameters())
+        tracker.mark("rollout weights", (tensor for _, tensor in vllm_engine.resident_tensors()))
+        before = tracker.total()
+        tracker.enter("sync")
+        vllm_engine.load_weights(weights_of(model))
+        assert tracker.peaks["device"].bytes == before
 
 
 def test_an_engine_on_a_cpu_says_that_it_cannot_sleep(vllm_engine: RolloutEngine, tied_folder: Path) -> None:

@@ -19,6 +19,7 @@ CHANGED: dict[str, tuple[Any, str, Any]] = {
     "seed": (2**40 + 3, "seed", 3),
     "gpu_memory_utilization": (0.25, "gpu_memory_utilization", 0.25),
     "kv_cache_memory_gb": (0.5, "kv_cache_memory_bytes", 2**29),
+    "kv_cache_dtype": ("fp8", "kv_cache_dtype", "fp8"),
     "max_model_len": (99, "max_model_len", 99),
     "max_num_seqs": (3, "max_num_seqs", 3),
     "max_num_batched_tokens": (300, "max_num_batched_tokens", 300),

@@ -1,12 +1,16 @@
 import dataclasses
 import logging
 import re
+from pathlib import Path
 
 import pytest
+import torch
 
+from tests.rollout.tools import place_at
 from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
-from verl_memopt.trainer.site import survey, with_seed
+from verl_memopt.rollout.vllm_settings import engine_arguments
+from verl_memopt.trainer.site import _free_engine, survey, with_seed
 
 
 def test_the_site_of_a_run_on_this_machine(settled, tiny_folder, tmp_path):
@@ -42,10 +46,22 @@ def test_ranks_are_counted_over_nodes(settled):
     assert survey(settled(many)).world_size == 4
 
 
-def test_an_engine_on_a_cpu_cannot_be_asked_to_sleep(settled):
-    with pytest.raises(ConfigError, match=re.escape(f"{AR}.rollout.free_cache_engine=true: an engine on a CPU")):
-        survey(settled({f"{AR}.rollout.free_cache_engine": True}))
+def test_vllm_on_a_cpu_cannot_be_asked_to_sleep_but_hf_can(settled):
+    with pytest.raises(ConfigError, match=re.escape(f"{AR}.rollout.free_cache_engine=true: vLLM on a CPU")):
+        survey(settled({f"{AR}.rollout.name": "vllm", f"{AR}.rollout.free_cache_engine": True}))
+    assert survey(settled({f"{AR}.rollout.name": "hf", f"{AR}.rollout.free_cache_engine": True})).free_engine
     assert not survey(settled({f"{AR}.rollout.free_cache_engine": False})).free_engine
+
+
+@pytest.mark.parametrize("asked", [None, True, False])
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_an_engine_that_is_to_sleep_is_built_so_that_it_can(settled, asked, device):
+    settings = settled({f"{AR}.rollout.name": "vllm", f"{AR}.rollout.free_cache_engine": asked})
+    if (asked, device) == (True, "cpu"):
+        return
+    place = dataclasses.replace(place_at(Path("folder")), device=torch.device(device))
+    arguments = engine_arguments(settings.actor_rollout_ref.rollout, place)
+    assert arguments["enable_sleep_mode"] == _free_engine(settings, device) == (device == "cuda" if asked is None else asked)
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused(settled, tmp_path):

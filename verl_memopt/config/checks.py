@@ -42,7 +42,7 @@ ENGINE_NAMES = {
         for name in (
             *("dtype", "load_format", "seed", "gpu_memory_utilization", "max_model_len", "max_num_seqs", "enforce_eager"),
             *("max_num_batched_tokens", "enable_chunked_prefill", "enable_prefix_caching", "disable_log_stats"),
-            *("cudagraph_capture_sizes", "scheduling_policy", "logprobs_mode"),
+            *("cudagraph_capture_sizes", "scheduling_policy", "logprobs_mode", "kv_cache_dtype"),
         )
     },
 }
@@ -206,6 +206,9 @@ def _engine(settings: Settings) -> Iterator[Problem]:
     if rollout.name == "hf" and rollout.tensor_model_parallel_size > 1:
         picked = _values(settings, f"{_AR}.rollout.name", f"{_AR}.rollout.tensor_model_parallel_size")
         yield problem(picked, "this engine runs on one device", f"Set {_AR}.rollout.name=vllm, or 1.")
+    if rollout.name == "hf" and rollout.kv_cache_dtype != "auto":
+        picked = _values(settings, f"{_AR}.rollout.name", f"{_AR}.rollout.kv_cache_dtype")
+        yield problem(picked, "this engine's cache has the dtype of its model", f"Set {_AR}.rollout.name=vllm, or auto.")
     if not settings.actor_rollout_ref.hybrid_engine:
         picked = _values(settings, f"{_AR}.hybrid_engine")
         yield problem(picked, "trainer and engine always share their devices", "Set true, or remove the key.")
@@ -383,6 +386,21 @@ IDLE: dict[str, Idle] = {
         "custom_reward_function.on_error is raise",
     ),
     "trainer.test_freq": (lambda s: s.data.val_files is None, "data.val_files is null"),
+    f"{_AR}.rollout.sleep_level": (
+        lambda s: s.actor_rollout_ref.rollout.free_cache_engine is False,
+        "actor_rollout_ref.rollout.free_cache_engine is false",
+    ),
+    **dict.fromkeys(
+        (
+            f"{_AR}.rollout.{key}"
+            for key in (
+                *("gpu_memory_utilization", "kv_cache_memory_gb", "max_num_batched_tokens", "enforce_eager"),
+                *("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats"),
+                "scheduling_policy",
+            )
+        ),
+        (lambda s: s.actor_rollout_ref.rollout.name == "hf", "it belongs to actor_rollout_ref.rollout.name=vllm"),
+    ),
     f"{_AR}.actor.optim.bucket_megabytes": (
         lambda s: not any(asks(s) for asks in BUCKETED.values()),
         "the whole state is updated at once where it is neither offloaded, quantised nor rounded",

@@ -49,7 +49,7 @@ FOREIGN = {
     "use_vllm": f"{_AR}.rollout.name",
     "use_ray": "trainer.worker_group",
     "vllm_enable_sleep_mode": f"{_AR}.rollout.free_cache_engine",
-    "vllm_sleep_level": f"{_AR}.rollout.free_cache_engine (the level is derived)",
+    "vllm_sleep_level": f"{_AR}.rollout.sleep_level",
     "vllm_gpu_memory_utilization": f"{_AR}.rollout.gpu_memory_utilization",
     "vllm_max_model_length": f"{_AR}.rollout.max_model_len",
     "vllm_max_model_len": f"{_AR}.rollout.max_model_len",

@@ -378,6 +378,9 @@ class Rollout:
     """vLLM's share of total device memory (GPU)."""
     kv_cache_memory_gb: float | None = None
     """Size of the KV cache in GiB; null = from ``gpu_memory_utilization`` on a GPU, 1 GiB on a CPU."""
+    kv_cache_dtype: str = "auto"
+    """Elements of the KV cache: auto = ``dtype``; bfloat16; fp8 (e4m3), fp8_e4m3, fp8_e5m2 take one byte. Touch it when the
+    cache bounds how many sequences run at once, and watch rollout/logprob_diff_mean."""
     max_model_len: int | None = None
     """Longest sequence; null = prompt_length + response_length."""
     max_num_seqs: int = 256
@@ -393,7 +396,9 @@ class Rollout:
     enable_prefix_caching: bool = True
     """Share equal prompt blocks; reset after every weight sync."""
     free_cache_engine: bool | None = None
-    """The engine sleeps outside rollout and validation; null = true on a GPU, false on a CPU (which cannot)."""
+    """The engine sleeps outside rollout and validation; null = true on a GPU, false on a CPU (where vllm cannot; hf can)."""
+    sleep_level: int | None = None
+    """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2, since every sync brings all weights."""
     cudagraph_capture_sizes: list[int] | None = None
     """Passed to vLLM."""
     checkpoint_engine: BucketEngine = field(default_factory=BucketEngine)

@@ -79,6 +79,30 @@ def engine_share(utilization: float, total: int, limit: int | None) -> float:
     return utilization if limit is None or limit >= total else utilization * limit / total
 
 
+class DeviceCap:
+    """Keeps a process at its limit while vLLM sleeps, whose memory stays on the caching allocator's account meanwhile.
+
+    vLLM unmaps a sleeping part behind the allocator's back; what the driver then has more of is added to the cap, and taken
+    off again when the part wakes. (Argued from both sources, not run on a device.)
+    """
+
+    def __init__(self, device: torch.device, limit: int | None) -> None:
+        self._device = device
+        self._limit = limit if is_gpu(device) else None
+        self._asleep = 0
+
+    @contextmanager
+    def sleeping(self) -> Iterator[None]:
+        """Around a part's going to sleep or waking."""
+        if self._limit is None:
+            yield
+            return
+        before = memory_info(self._device)[0]
+        yield
+        self._asleep += memory_info(self._device)[0] - before
+        cap_device_memory(self._device, self._limit + max(self._asleep, 0))
+
+
 @contextmanager
 def out_of_memory_told(
     phase: str,

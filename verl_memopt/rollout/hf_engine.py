@@ -10,6 +10,8 @@ from torch import nn
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.memory.rollout_memory import KEEP_WEIGHTS, sleep_level
 from verl_memopt.memory.weight_buckets import Weights
 from verl_memopt.models.build import rebuild_buffers
 from verl_memopt.models.policy_model import dtype_of
@@ -41,6 +43,8 @@ class HfEngine:
             self._model = _build(rollout.load_format, self._dtype, place)
         self._expected = ExpectedWeights.of(self._model)
         self._bytes = {id(tensor): tensor.untyped_storage().nbytes() for tensor in self._model.parameters()}
+        self._keeps_weights = sleep_level(rollout) == KEEP_WEIGHTS
+        self._kept: list[torch.Tensor] = []
         self._state = EngineState(whole=rollout.load_format != "dummy")
 
     def generate(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> Generation:
@@ -65,15 +69,27 @@ class HfEngine:
                 (target if part.whole else target[part.start : part.stop]).copy_(part.tensor)
 
     def sleep(self) -> None:
-        for parameter in self._model.parameters():
-            parameter.untyped_storage().resize_(0)
-        self._state.slept()
+        if self._state.is_awake("weights"):
+            for parameter in self._model.parameters():
+                if self._keeps_weights:
+                    self._kept.append(self._on_host(parameter))
+                parameter.untyped_storage().resize_(0)
+        self._state.slept(self._keeps_weights)
         empty_cache(self._place.device)
 
     def wake_up(self, part: str) -> None:
-        if self._state.waking(part) and part == "weights":
-            for parameter in self._model.parameters():
-                parameter.untyped_storage().resize_(self._bytes[id(parameter)])
+        if not self._state.waking(part) or part != "weights":
+            return
+        for parameter in self._model.parameters():
+            parameter.untyped_storage().resize_(self._bytes[id(parameter)])
+        for parameter, kept in zip(self._model.parameters(), self._kept, strict=self._keeps_weights):
+            parameter.copy_(kept.view(parameter.dtype).view(parameter.shape))
+        self._kept.clear()
+
+    def _on_host(self, parameter: torch.Tensor) -> torch.Tensor:
+        kept = host_buffer(parameter.numel() * parameter.itemsize, self._place.device, "rollout weights")
+        kept.view(parameter.dtype).view(parameter.shape).copy_(parameter)
+        return kept
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._state.is_awake("weights"):

@@ -44,11 +44,14 @@ class EngineState:
         yield
         self._whole = True
 
-    def slept(self) -> None:
-        """Records a sleep; an engine that sleeps already may be sent to sleep again."""
+    def slept(self, keeps_weights: bool = False) -> None:
+        """Records a sleep; an engine that sleeps already may be sent to sleep again.
+
+        keeps_weights: they rest elsewhere, and are whole again as soon as they wake.
+        """
         self._check_open()
         self._awake.clear()
-        self._whole = False
+        self._whole = self._whole and keeps_weights
 
     def waking(self, part: str) -> bool:
         """Records that a part wakes; False when it was awake. Errors: RolloutError for an unknown part or a wrong order."""

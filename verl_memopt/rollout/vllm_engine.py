@@ -10,6 +10,7 @@ import gc
 import logging
 import os
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -19,6 +20,8 @@ from torch import nn
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.allocators import DeviceCap
+from verl_memopt.memory.rollout_memory import KEEP_WEIGHTS, sleep_level
 from verl_memopt.memory.weight_buckets import Weights, WeightSlice, joined
 from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
 from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
@@ -49,16 +52,19 @@ class VllmEngine:
         """
         assert place.world_size == 1 or dist.is_initialized(), "the default process group comes before the engines"
         arguments = engine_arguments(rollout, place)
-        _check_free_memory(rollout, place.device)
+        _check_free_memory(arguments["gpu_memory_utilization"], rollout, place.device)
         self._place = place
         self._dtype = weight_dtype(rollout)
         self._longest = max_model_len(rollout)
         self._can_sleep = can_sleep(rollout, place)
+        self._sleep_level = sleep_level(rollout)
+        self._cap = DeviceCap(place.device, place.device_limit_bytes)
         self._keep_group = dist.is_initialized()
         self._expected: ExpectedWeights | None = None
         self._map: WeightMap | None = None
         with process_state_kept(place.device, own_prefix="VLLM_"):
             self._llm: Any = _start(arguments, place)
+        _unlink_shared_memory(place)
         check_arrived(arguments, self._llm.llm_engine.vllm_config, self._llm.llm_engine.log_stats)
         self._in_place = _copies_in_place(self._llm.llm_engine.vllm_config.model_config)
         self._state = EngineState(whole=rollout.load_format != "dummy")
@@ -93,13 +99,15 @@ class VllmEngine:
         if not self._can_sleep:
             raise RolloutError("rollout engine: this one cannot sleep. Build it with rollout.free_cache_engine=true, on a GPU.")
         if not self._state.asleep:
-            self._llm.sleep(level=2)
-        self._state.slept()
+            with self._cap.sleeping():
+                self._llm.sleep(level=self._sleep_level)
+        self._state.slept(keeps_weights=self._sleep_level == KEEP_WEIGHTS)
 
     def wake_up(self, part: str) -> None:
         if self._state.waking(part):
             empty_cache(self._place.device)
-            self._llm.wake_up(tags=[part])
+            with self._cap.sleeping():
+                self._llm.wake_up(tags=[part])
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         runner = self._llm.collective_rpc(lambda worker: worker.model_runner)[0]
@@ -162,6 +170,7 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
 
         if not is_gpu(place.device):
             _prefer_plain_torch(type(current_platform))
+            _name_shared_memory(place)
         from vllm import LLM
     except ImportError as error:
         raise ConfigError(
@@ -170,14 +179,42 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
         ) from error
     try:
         return LLM(**arguments)
-    except (ValueError, TypeError) as error:
-        raise ConfigError(f"{KEY}: vLLM refuses these settings: {error}") from error
+    except (ValueError, TypeError, NotImplementedError) as error:
+        raise ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}") from error
     finally:
         if quiet:
             del os.environ["VLLM_LOGGING_LEVEL"]
             _speak(logging.WARNING)
             for name in NEEDLESS:
                 logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _shared_memory_name(place: EnginePlace) -> str:
+    """A name that the ranks of one run share and no other run on this machine has."""
+    return f"verl-memopt-{os.environ.get('MASTER_PORT', os.getppid())}-{place.world_size}"
+
+
+def _name_shared_memory(place: EnginePlace) -> None:
+    """Gives the shared memory through which tensor-parallel ranks meet on a CPU a name of this run's own.
+
+    vLLM takes one from the address of the process group, which is the same for every run that is started by its environment.
+    """
+    from vllm.distributed.device_communicators.cpu_communicator import _CPUSHMDistributed
+
+    def make_group_name(communicator: Any) -> str:
+        ranks = "-".join(map(str, communicator.ranks))
+        return f"/{_shared_memory_name(place)}-{communicator.unique_name}-{ranks}"
+
+    _CPUSHMDistributed.make_group_name = staticmethod(make_group_name)
+
+
+def _unlink_shared_memory(place: EnginePlace) -> None:
+    """Removes the names once all ranks are joined: the memory lives as long as they do, and ends with them however they end."""
+    if is_gpu(place.device) or place.tensor_parallel_size == 1:
+        return
+    dist.barrier()
+    for path in Path("/dev/shm").glob(f"{_shared_memory_name(place)}-*"):
+        path.unlink(missing_ok=True)
 
 
 def _prefer_plain_torch(platform: type) -> None:
@@ -212,12 +249,12 @@ def _speak(level: int) -> None:
         handler.setLevel(level)
 
 
-def _check_free_memory(rollout: schema.Rollout, device: torch.device) -> None:
+def _check_free_memory(utilization: float, rollout: schema.Rollout, device: torch.device) -> None:
     if not is_gpu(device):
         return
     empty_cache(device)
     free, total = memory_info(device)
-    share = rollout.gpu_memory_utilization * total
+    share = utilization * total
     if free < share:
         raise ConfigError(
             f"{KEY}.gpu_memory_utilization={rollout.gpu_memory_utilization}: that is {share / 2**30:.1f} GiB of the device's "

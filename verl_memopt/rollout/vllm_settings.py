@@ -7,8 +7,9 @@ from typing import Any
 import torch
 
 from verl_memopt.config import schema
-from verl_memopt.distributed.device import is_gpu
+from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.allocators import engine_share
 from verl_memopt.models.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, max_model_len
 
@@ -57,7 +58,8 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
         "logprobs_mode": rollout.logprobs_mode,
         "disable_log_stats": rollout.disable_log_stats,
         "scheduling_policy": rollout.scheduling_policy,
-        "gpu_memory_utilization": rollout.gpu_memory_utilization,
+        "gpu_memory_utilization": _share(rollout, place),
+        "kv_cache_dtype": rollout.kv_cache_dtype,
         "enable_sleep_mode": can_sleep(rollout, place),
         "tensor_parallel_size": place.tensor_parallel_size,
         "distributed_executor_backend": "uni" if place.world_size == 1 else "external_launcher",
@@ -76,6 +78,13 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
 def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
     """Whether the engine is built so that it can sleep: asked for, or not said on a GPU."""
     return is_gpu(place.device) if rollout.free_cache_engine is None else rollout.free_cache_engine
+
+
+def _share(rollout: schema.Rollout, place: EnginePlace) -> float:
+    """The engine's share of the whole device, of which the process may be allowed only a part."""
+    if place.device_limit_bytes is None or not is_gpu(place.device):
+        return rollout.gpu_memory_utilization
+    return engine_share(rollout.gpu_memory_utilization, memory_info(place.device)[1], place.device_limit_bytes)
 
 
 def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> None:
@@ -100,6 +109,7 @@ def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> 
         "scheduling_policy": scheduler.policy,
         "gpu_memory_utilization": cache.gpu_memory_utilization,
         "kv_cache_memory_bytes": cache.kv_cache_memory_bytes,
+        "kv_cache_dtype": cache.cache_dtype,
         "enable_sleep_mode": model.enable_sleep_mode,
         "tensor_parallel_size": resolved.parallel_config.tensor_parallel_size,
         "distributed_executor_backend": resolved.parallel_config.distributed_executor_backend,

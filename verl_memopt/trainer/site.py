@@ -92,11 +92,12 @@ def _check_engine(settings: Settings) -> None:
 
 
 def _free_engine(settings: Settings, device: str) -> bool:
-    asked = settings.actor_rollout_ref.rollout.free_cache_engine
-    if asked and device == "cpu":
+    rollout = settings.actor_rollout_ref.rollout
+    asked = rollout.free_cache_engine
+    if asked and device == "cpu" and rollout.name == "vllm":
         raise ConfigError(
-            "actor_rollout_ref.rollout.free_cache_engine=true: an engine on a CPU cannot give its memory back. "
-            "Leave the key out, or set it to false; rollout.kv_cache_memory_gb bounds the cache."
+            "actor_rollout_ref.rollout.free_cache_engine=true: vLLM on a CPU cannot give its memory back. "
+            "Leave the key out, or set it to false; rollout.kv_cache_memory_gb bounds the cache. Or use rollout.name=hf."
         )
     return device != "cpu" if asked is None else asked
 
