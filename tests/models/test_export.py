@@ -2,8 +2,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.test_build import filled
-from verl_memopt.models import export
+from verl_memopt.models import export, safetensors_writer
 from verl_memopt.models.build import named_weights
+from verl_memopt.observe.byte_tracker import HOST, ByteTracker
 
 
 def exported(folder, tmp_path, writes=True):
@@ -36,3 +37,13 @@ def test_weights_beyond_one_file_are_indexed(untied_folder, tmp_path, monkeypatc
 
 def test_a_rank_that_does_not_write_writes_nothing(tiny_folder, tmp_path):
     assert not exported(tiny_folder, tmp_path, writes=False).exists()
+
+
+def test_an_export_holds_one_chunk_on_the_host(untied_folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(safetensors_writer, "CHUNK_BYTES", 1000)
+    policy, out = filled(untied_folder), tmp_path / "out"
+    weights = ((name, parameter.detach()) for name, parameter in named_weights(policy))
+    with ByteTracker() as tracker:
+        export.export_folder(out, policy.lm.config, untied_folder, weights, True)
+    assert tracker.peaks[HOST].kinds == {"export": 1000}
+    assert_same_weights(untied_folder, out)

@@ -1,15 +1,17 @@
-"""Writes a model folder in Hugging Face format, streamed: never more than one file's tensors on the host."""
+"""Writes a model folder in Hugging Face format, streamed tensor by tensor."""
 
 from __future__ import annotations
 
 import json
 import shutil
 from collections.abc import Iterator
+from contextlib import ExitStack
 from pathlib import Path
 
-from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PretrainedConfig
+
+from verl_memopt.models.safetensors_writer import SafetensorsWriter
 
 FILE_BYTES = 2 * 2**30
 TOKENIZER_FILES = (
@@ -53,27 +55,17 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], writes: bool) -> None:
-    held: dict[str, Tensor] = {}
-    files: list[tuple[Path, list[str]]] = []
-    size, total = 0, 0
-    for name, tensor in weights:
-        if not writes:
-            continue
-        num_bytes = tensor.numel() * tensor.element_size()
-        if held and size + num_bytes > FILE_BYTES:
-            files.append(_flush(folder, held, len(files)))
-            held, size = {}, 0
-        held[name] = tensor.to("cpu", copy=True).contiguous()
-        size, total = size + num_bytes, total + num_bytes
+    files: list[SafetensorsWriter] = []
+    with ExitStack() as stack:
+        for name, tensor in weights:
+            if not writes:
+                continue
+            if not files or files[-1].num_bytes + tensor.nbytes > FILE_BYTES or not files[-1].has_room(name, tensor):
+                stack.pop_all().close()
+                files.append(stack.enter_context(SafetensorsWriter(folder / f"part-{len(files):05d}.safetensors")))
+            files[-1].add(name, tensor)
     if writes:
-        files.append(_flush(folder, held, len(files)))
-        _name_files(folder, files, total)
-
-
-def _flush(folder: Path, held: dict[str, Tensor], index: int) -> tuple[Path, list[str]]:
-    path = folder / f"part-{index:05d}.safetensors"
-    save_file(held, path, metadata={"format": "pt"})
-    return path, list(held)
+        _name_files(folder, [(file.path, file.names) for file in files], sum(file.num_bytes for file in files))
 
 
 def _name_files(folder: Path, files: list[tuple[Path, list[str]]], total: int) -> None:
