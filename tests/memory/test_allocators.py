@@ -112,6 +112,11 @@ def test_activations_are_lowered_by_the_budget_of_their_phase(phase, dynamic, ke
     assert f"lower actor_rollout_ref.{key}" in advice(phase, ["activations"], settings)
 
 
+def test_only_the_update_keeps_activations_that_could_be_recomputed_or_moved():
+    assert advice("gen", ["activations"], SETTINGS) == ["lower actor_rollout_ref.rollout.max_num_seqs (now 256)"]
+    assert len(advice("update_actor", ["activations"], SETTINGS)) > 1
+
+
 def test_what_is_set_already_is_not_advised():
     offloading = dataclasses.replace(SETTINGS, model=Model(path="", enable_gradient_checkpointing=True))
     assert not any("enable_gradient_checkpointing" in way for way in advice("update_actor", ["activations"], offloading))

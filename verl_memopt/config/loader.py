@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -21,12 +22,16 @@ from verl_memopt.config.checks import check
 from verl_memopt.config.keys import flatten
 from verl_memopt.config.links import followers_of, resolve_links
 from verl_memopt.config.plain import to_plain
-from verl_memopt.config.problems import Problem, raise_together
+from verl_memopt.config.problems import Problem, raise_together, shown
 from verl_memopt.config.refusals import drop_inert
 from verl_memopt.config.schema import REQUIRED, Settings
 from verl_memopt.errors import ConfigError
 
+logger = logging.getLogger(__name__)
+
 PACKAGED = Path(__file__).parent / "yaml"
+LAST = frozenset({"memory"})
+"""Groups of profiles: they win over a recipe's keys, and the command line over theirs."""
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -60,14 +65,17 @@ def settings_from_mapping(given: Mapping[str, Any]) -> Settings:
 def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
     """What Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping."""
     folder = _folder(config_name, config_dir)
-    prepared, problems = [], []
+    prepared: list[str] = []
+    problems: list[Problem] = []
     for override in overrides:
         try:
             prepared.append(_prepared(override, folder))
         except ConfigError as error:
             problems.append(Problem((), str(error)))
     raise_together(problems)
-    return _composed(folder, config_name, prepared)
+    composed = _composed(folder, config_name, prepared)
+    _log_profile(overrides, composed)
+    return composed
 
 
 def _composed(folder: Path, config_name: str, overrides: list[str]) -> dict[str, Any]:
@@ -106,7 +114,27 @@ def _prepared(line: str, folder: Path) -> str:
         return line if override.type is OverrideType.DEL or override.package else "++" + line.lstrip("+")
     if override.type is not OverrideType.DEL and not isinstance(override.value(), str | list):
         raise ConfigError(f"{line}: a group takes the name of one of its files. Write {key}=<name>.")
+    if key in LAST and override.type is not OverrideType.DEL:
+        # Appended, it stands after the recipe's own keys; a command line's keys still come after it.
+        return "+" + line.lstrip("+")
     return line.lstrip("+") if key in _groups(PACKAGED) else line
+
+
+def _log_profile(overrides: list[str], composed: dict[str, Any]) -> None:
+    """Says which keys a memory profile set, and which of its keys the command line set otherwise."""
+    chosen = {parsed.key_or_group: parsed.value() for parsed in map(_parsed, overrides)}
+    for group in LAST & chosen.keys():
+        profile = flatten(yaml.safe_load((PACKAGED / group / f"{chosen[group]}.yaml").read_text()) or {})
+        final = flatten(composed)
+        kept = [f"{key}={shown(value)}" for key, value in profile.items() if key in final and final[key] == value]
+        other = [
+            f"{key}={shown(final[key])} (profile: {shown(value)})"
+            for key, value in profile.items()
+            if key in final and final[key] != value
+        ]
+        logger.info("%s=%s sets %s", group, chosen[group], ", ".join(kept) or "nothing")
+        if other:
+            logger.info("%s=%s: the command line says %s", group, chosen[group], ", ".join(other))
 
 
 def _groups(folder: Path) -> set[str]:

@@ -158,7 +158,8 @@ def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef) -
     for kind in kinds:
         pairs = ADVICE.get(kind, ())
         if kind in PER_TOKEN:
-            pairs = (*pairs, (_budget(phase, settings), _LOWER))
+            nothing_kept = kind == "activations" and phase != "update_actor"
+            pairs = (*(() if nothing_kept else pairs), (_budget(phase, settings), _LOWER))
         ways += [way for key, value in pairs if key in leaf_types() and (way := _way(key, value, settings)) is not None]
     return list(dict.fromkeys(ways))
 

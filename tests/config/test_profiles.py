@@ -1,0 +1,82 @@
+"""Memory profiles: ordinary keys between a recipe and the command line, and nothing else."""
+
+import logging
+
+import pytest
+import yaml
+
+from verl_memopt.config.keys import flatten, leaf_types, value_at
+from verl_memopt.config.loader import PACKAGED, load_settings
+from verl_memopt.config.schema import Settings
+from verl_memopt.errors import ConfigError
+
+PROFILES = ("none", "constrained", "balanced", "large_multi_gpu")
+LEAST = ["data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=folder"]
+ROLLOUT = "actor_rollout_ref.rollout"
+
+
+def keys_of(profile):
+    return flatten(yaml.safe_load((PACKAGED / "memory" / f"{profile}.yaml").read_text()) or {})
+
+
+def test_these_are_the_profiles():
+    assert {path.stem for path in (PACKAGED / "memory").glob("*.yaml")} == set(PROFILES)
+
+
+@pytest.mark.parametrize("trainer", ["rloo_trainer", "grpo_trainer"])
+@pytest.mark.parametrize("profile", PROFILES[1:])
+def test_a_profile_sets_its_keys_in_every_trainer_and_no_other(trainer, profile, caplog):
+    plain = load_settings(trainer, [*LEAST, "actor_rollout_ref.actor.use_dynamic_bsz=true"])
+    settings = load_settings(trainer, [*LEAST, f"memory={profile}"])
+    profiled = keys_of(profile)
+    assert all(value_at(settings, key) == value for key, value in profiled.items())
+    # Keys that follow another are null until it is set; those follow the profile's.
+    others = {key for key in leaf_types() if value_at(settings, key) != value_at(plain, key)} - profiled.keys()
+    assert all(value_at(Settings(), key) is None for key in others)
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_no_profile_is_no_key():
+    assert keys_of("none") == {}
+    more = [*LEAST, "actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    assert load_settings("rloo_trainer", [*more, "memory=none"]) == load_settings("rloo_trainer", more)
+
+
+def test_profile_and_limits_live_under_one_name():
+    settings = load_settings("rloo_trainer", [*LEAST, "memory=constrained", "memory.device_limit_gb=32"])
+    assert settings.memory.device_limit_gb == 32
+    assert settings.actor_rollout_ref.rollout.enforce_eager
+
+
+@pytest.mark.parametrize("order", [1, -1])
+def test_the_command_line_wins_over_a_profile_wherever_it_stands(order):
+    given = [f"{ROLLOUT}.max_num_seqs=5", "memory=constrained"][::order]
+    assert load_settings("rloo_trainer", [*LEAST, *given]).actor_rollout_ref.rollout.max_num_seqs == 5
+
+
+def test_a_profile_wins_over_a_recipe(tmp_path):
+    recipe = (
+        "defaults:\n  - rloo_trainer\n  - _self_\nactor_rollout_ref:\n  rollout:\n    gpu_memory_utilization: 0.9\n    n: 16\n"
+    )
+    (tmp_path / "mine.yaml").write_text(recipe)
+    rollout = load_settings("mine", [*LEAST, "memory=constrained"], str(tmp_path)).actor_rollout_ref.rollout
+    assert (rollout.gpu_memory_utilization, rollout.n) == (0.5, 16)
+
+
+def test_a_profile_says_which_keys_it_set_and_which_the_command_line_set(caplog):
+    with caplog.at_level(logging.INFO):
+        load_settings("rloo_trainer", [*LEAST, "memory=constrained", f"{ROLLOUT}.max_num_seqs=5"])
+    said = "\n".join(caplog.messages)
+    assert "memory=constrained sets actor_rollout_ref.model.enable_gradient_checkpointing=true, " in said
+    assert f"memory=constrained: the command line says {ROLLOUT}.max_num_seqs=5 (profile: 64)" in said
+    assert all(key in said for key in keys_of("constrained"))
+
+
+def test_an_unknown_profile_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="balanced constrained large_multi_gpu none"):
+        load_settings("rloo_trainer", [*LEAST, "memory=tiny"])
+
+
+def test_deleting_a_key_of_a_profile_brings_its_default_back():
+    settings = load_settings("rloo_trainer", [*LEAST, "memory=constrained", f"~{ROLLOUT}.max_num_seqs"])
+    assert settings.actor_rollout_ref.rollout.max_num_seqs == 256
