@@ -48,6 +48,7 @@ def prepare(settings: Settings) -> Job:
     store = CheckpointStore(site.run_dir, settings.trainer.max_actor_ckpt_to_keep)
     checkpoint = _find_checkpoint(settings, store)
     settings = with_seed(settings, None if checkpoint is None else checkpoint.driver["seed"])
+    _check_seed(settings, checkpoint)
     data = settings.data
     train = build_dataset(data.train_files, data, site.tokenizer, "train")
     validation = None if data.val_files is None else build_dataset(data.val_files, data, site.tokenizer, "val")
@@ -67,6 +68,14 @@ def prepare(settings: Settings) -> Job:
         checkpoint=checkpoint,
         total_steps=_total_steps(settings, loader),
     )
+
+
+def _check_seed(settings: Settings, checkpoint: Checkpoint | None) -> None:
+    if checkpoint is not None and checkpoint.driver["seed"] != settings.data.seed:
+        raise ConfigError(
+            f"data.seed={settings.data.seed}: the run in {checkpoint.folder.parent} was made with {checkpoint.driver['seed']}. "
+            "Leave data.seed out to go on with it, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
+        )
 
 
 def _find_checkpoint(settings: Settings, store: CheckpointStore) -> Checkpoint | None:
@@ -136,6 +145,8 @@ def workers(job: Job, clock: PhaseClock) -> Iterator[Crew]:
         yield Crew(group, clock, in_process=job.settings.trainer.worker_group == "local")
         if timeline is not None and isinstance(group, RayGroup):
             group.write_timeline(timeline)
+        # Workers that are killed, as shutdown does it, would leave the shared memory of their engines behind.
+        group.all("close")
     finally:
         group.shutdown()
 
