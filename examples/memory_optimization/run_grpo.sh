@@ -36,6 +36,7 @@ MODEL=(actor_rollout_ref.model.path="$model_path")
 TRAINER=(trainer.device="$DEVICE" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$NGPUS_PER_NODE")
 # Each of these is passed on only when its variable is set; otherwise the recipe decides.
 OPTIONAL=(
+    ${SEED:+data.seed="$SEED" trainer.experiment_name="${recipe}_seed$SEED"}
     ${TRAIN_BATCH_SIZE:+data.train_batch_size="$TRAIN_BATCH_SIZE"}
     ${PPO_MINI_BATCH_SIZE:+actor_rollout_ref.actor.ppo_mini_batch_size="$PPO_MINI_BATCH_SIZE"}
     ${MAX_PROMPT_LENGTH:+data.max_prompt_length="$MAX_PROMPT_LENGTH"}

@@ -13,7 +13,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_memopt.config.schema import Data
 from verl_memopt.data.dataset import PromptDataset
-from verl_memopt.data.gsm8k import INSTRUCTION, as_row, final_number, hub_records, prepare_gsm8k
+from verl_memopt.data.gsm8k import INSTRUCTION, as_row, final_number, prepare_gsm8k
 from verl_memopt.errors import DataError
 from verl_memopt.rewards.rules import gsm8k
 
@@ -74,10 +74,11 @@ def test_a_folder_without_files_of_a_split_is_refused(tmp_path: Path) -> None:
         prepare_gsm8k(tmp_path / "out", local_dir=tmp_path)
 
 
-def test_the_hub_without_its_package_is_refused_with_the_way_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(DataError, match="pip install datasets"):
-        hub_records("openai/gsm8k", "train")
+def test_a_hub_that_cannot_be_reached_is_told_with_the_way_out(tmp_path, monkeypatch):
+    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
+    monkeypatch.setenv("HF_HOME", str(tmp_path))
+    with pytest.raises(DataError, match=r"nobody/nothing: the hub could not give it.*give their folder"):
+        prepare_gsm8k(tmp_path / "out", hub_id="nobody/nothing")
 
 
 def test_the_script_writes_the_files_and_ends_with_2_on_bad_data(tmp_path: Path) -> None:

@@ -1,8 +1,7 @@
 import psutil
 import pytest
 
-from tests.end_to_end.runs import RECIPES, settings_of, survivors
-from verl_memopt.cli import main
+from tests.end_to_end.runs import survivors, train_here
 from verl_memopt.data.toy import make_toy
 
 EXIT_CODES = {"ConfigError": 2, "DataError": 2, "RewardError": 1}
@@ -19,8 +18,7 @@ def here(toy, tmp_path):
     """Trains on the toy task in this process and gives the exit code; the run folder is ``tmp_path / "run"``."""
 
     def run(*overrides):
-        entry = ["train", "--config-dir", str(RECIPES), "--config-name", "toy"]
-        return main([*entry, *settings_of(toy, tmp_path / "run"), *overrides])
+        return train_here(toy, tmp_path / "run", *overrides)
 
     return run
 

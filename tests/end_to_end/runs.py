@@ -9,6 +9,8 @@ from pathlib import Path
 
 import psutil
 
+from verl_memopt.cli import main
+
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipe" / "rloo"
 LOCAL = ["trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf"]
@@ -35,6 +37,12 @@ def arguments(toy, run_dir, *overrides, config="toy"):
     """Gives the training command for the toy task with ``overrides`` on top."""
     entry = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", "--config-dir", "recipe/rloo", "--config-name", config]
     return [*entry, *settings_of(toy, run_dir), *overrides]
+
+
+def train_here(toy, run_dir, *overrides):
+    """Gives the exit code of a training run in this process."""
+    entry = ["train", "--config-dir", str(RECIPES), "--config-name", "toy"]
+    return main([*entry, *settings_of(toy, run_dir), *overrides])
 
 
 def train(toy, run_dir, *overrides, config="toy", timeout=240, env=None):

@@ -78,6 +78,7 @@ def runs(toy, folder):
         "actor_rollout_ref.actor.optim.lr_scheduler_type=cosine", "algorithm.kl_ctrl.type=adaptive",
         "algorithm.use_kl_in_reward=true", "data.train_max_samples=8", "trainer.total_epochs=1",
         f"data.custom_cls.path={plugins}", "data.custom_cls.name=Rows",
+        "actor_rollout_ref.model.enable_activation_offload=true", "actor_rollout_ref.model.tiled_mlp.enabled=true",
         f"data.sampler.class_path={plugins}", "data.sampler.class_name=Backwards",
         f"custom_reward_function.path={plugins}", "custom_reward_function.name=score", "custom_reward_function.on_error=score",
     ]  # fmt: skip

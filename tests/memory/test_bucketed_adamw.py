@@ -27,6 +27,10 @@ FORMATS = {
 }
 
 
+OVER_RANKS = ("host", "bfloat16", "int4 on the host")
+"""Formats that two ranks load: one of each way to lie in a checkpoint."""
+
+
 def fused(params):
     return torch.optim.AdamW(params, lr=1e-2, fused=True)
 
@@ -203,8 +207,8 @@ def test_a_checkpoint_in_another_format_is_refused_by_name(one_rank, tmp_path):
 def two_ranks(rank, folder):
     """Gives, per format, what two ranks load and what they have after a further step; and saves it for a world of one."""
     mesh, found = training_mesh("cpu", 2, -1), {}
-    for kind, options in FORMATS.items():
-        two = run(mesh, options)
+    for kind in OVER_RANKS:
+        two = run(mesh, FORMATS[kind])
         load_training_state(folder / kind, *two, CPU, ALL)
         loaded = [tensor.float().numpy() for tensor in values(*two[:2])]
         save_training_state(folder / f"{kind} by two", *two, CPU, ALL)
@@ -214,7 +218,7 @@ def two_ranks(rank, folder):
 
 
 def test_another_number_of_ranks_loads_the_same_state_and_takes_the_same_step(one_rank, tmp_path):
-    runs = {kind: run(one_rank, options) for kind, options in FORMATS.items()}
+    runs = {kind: run(one_rank, FORMATS[kind]) for kind in OVER_RANKS}
     for kind, one in runs.items():
         sharded_step(*one, seed=1)
         save_training_state(tmp_path / kind, *one, CPU, ALL)
@@ -227,5 +231,5 @@ def test_another_number_of_ranks_loads_the_same_state_and_takes_the_same_step(on
         load_training_state(tmp_path / f"{kind} by two", *back, CPU, ALL)
         assert same(values(*back[:2]), before[kind])
         sharded_step(*one, seed=2)
-        if kind in ("fp32", "host"):  # elsewhere rounding differs by rank
+        if kind == "host":  # elsewhere rounding differs by rank
             assert same([torch.from_numpy(array) for array in answer[kind][1]], values(*one[:2]))

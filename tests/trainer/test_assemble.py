@@ -19,7 +19,7 @@ def leave_checkpoint(settings, step, **state):
         job.loader.next_step()
     store = CheckpointStore(job.site.run_dir, None)
     store.begin(step)
-    return store.commit(step, {"seed": 99, "loader": job.loader.state_dict() | state}, 1)
+    return store.commit(step, {"seed": job.settings.data.seed, "loader": job.loader.state_dict() | state}, 1)
 
 
 def texts(rows):

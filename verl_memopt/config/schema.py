@@ -103,7 +103,8 @@ class Model:
     """full = every block keeps its input only; every_n = one block in ``gradient_checkpointing_every`` does, the others keep
     everything; selective = every block also keeps the outputs of products and attention, and computes the rest again."""
     gradient_checkpointing_every: int = 2
-    """With every_n: blocks 0, n, 2n, ... are computed again; 1 is the same as full. Raise it while memory lasts: it is faster."""
+    """With every_n: one block in n is computed again, counted back from the last but one. Raise it while memory lasts: a block
+    that keeps everything is faster."""
     enable_activation_offload: bool = False
     """What a forward saves for its backward rests in host buffers in between, with or without gradient checkpointing."""
     activation_offload_min_bytes: int = 1048576

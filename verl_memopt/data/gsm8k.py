@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +42,22 @@ def local_records(folder: Path, split: str) -> list[RawRow]:
     return read_rows(files, "local_dir")
 
 
-def hub_records(hub_id: str, split: str) -> Iterable[RawRow]:
-    """The records of a dataset on the hub, in its configuration ``main``. Needs the package ``datasets`` and the network."""
+def hub_records(hub_id: str, split: str) -> list[RawRow]:
+    """The records of a dataset on the hub, in its folder ``main``, downloaded once or read from the local cache.
+
+    Raises DataError when the hub cannot give it.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
+
     try:
-        from datasets import load_dataset
-    except ImportError as problem:
+        folder = snapshot_download(hub_id, repo_type="dataset", allow_patterns=[f"main/{split}*"])
+    except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as problem:
         raise DataError(
-            f"{hub_id}: reading from the hub needs the package datasets. Install it with `pip install datasets`, or download "
+            f"{hub_id}: the hub could not give it ({type(problem).__name__}: {problem}). Make the hub reachable, or download "
             "the files and give their folder."
         ) from problem
-    dataset = load_dataset(hub_id, "main", split=split)
-    return ((f"{hub_id}:{split}:{number}", record) for number, record in enumerate(dataset, start=1))
+    return local_records(Path(folder) / "main", split)
 
 
 def as_row(address: str, record: dict[str, Any], split: str, index: int) -> dict[str, Any]:

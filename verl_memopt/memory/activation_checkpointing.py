@@ -1,10 +1,10 @@
 """Activation checkpointing: a decoder block keeps its input only and computes the rest again in backward.
 
 Saves: with A the bytes a block keeps for its backward and X = T x h x b those of its input: ``full`` saves (L - 1) x (A - X), the
-    block whose backward runs being whole again; ``every_n`` saves ceil(L / n) x (A - X), since one block in n is computed
+    block whose backward runs being whole again; ``every_n`` saves ((L - 2) // n + 1) x (A - X), one block in n being computed
     again; ``selective`` keeps Y = T x ((2 x H x D + 2 x K x D + 2 x h + 2 x I) x b + 4 x H) beside the input and saves
     (L - 1) x (A - X - Y). In Qwen3, with H heads and K key heads of size D and MLP width I, A = T x ((4 + 2 x b) x
-    (2 x h + H x D + K x D) + b x (K x D + 2 x H x D + 4 x I)); other models without norms of queries and keys keep less.
+    (2 x h + H x D + K x D) + b x (K x D + 2 x H x D + 4 x I)); models without norms of queries and keys keep less.
 Costs: one more forward of each block that is computed again: a third more compute for ``full``, 1 / n of that for ``every_n``;
     ``selective`` computes norms, rotations and activations again, and no product.
 Pairs with: every knob; FSDP hooks lie outside the recomputation, so a block is gathered once for both. Activation offload then
@@ -45,13 +45,14 @@ KEPT_BY_SELECTIVE = frozenset(
 def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
     """Makes blocks recompute their forward in backward (non-reentrant), without changing their class, name or state.
 
-    mode: ``full``: every block keeps its input only. ``every_n``: blocks 0, n, 2n, ... do, the others keep everything.
+    mode: ``full``: every block keeps its input only. ``every_n``: one block in ``every`` does, counted back from the last but
+    one, and the others keep everything; the last would be whole again when the peak comes, and save nothing.
     ``selective``: every block keeps its input and the outputs of products and attention.
     To be called before the blocks are sharded, so that their FSDP hooks stay outside the recomputed region.
     """
     assert mode in MODES, mode
     contexts = {"context_fn": _selective} if mode == "selective" else {}
-    for block in blocks[:: every if mode == "every_n" else 1]:
+    for block in blocks[-2::-every] if mode == "every_n" else blocks:
         block.forward = functools.partial(_recomputed, block.forward, contexts)
 
 

@@ -1,8 +1,9 @@
 """Activation offload: what a forward saves for its backward rests in host buffers in between.
 
 Saves: with activation checkpointing (L - 1 - k) x T x h x b of device memory at the start of backward, k being
-    ``activation_offload_in_flight``; between forward and backward all block inputs, and what the final norm and the rotary
-    tables keep. Without checkpointing (L - 1) x A, A being what one block keeps, less k tensors.
+    ``activation_offload_in_flight``; between forward and backward all block inputs, the rotary tables and what the final norm
+    keeps. Without checkpointing L x A, A being what one block keeps, less the (3 + k) x T x I x b that the MLP's backward
+    reads and fetches ahead.
 Costs: the same bytes of host memory, and a copy of each either way on a stream of its own, hidden while
     h / N_l < (copied bytes/s) / (FLOP/s), N_l being the parameters of a block. Without checkpointing copies do not hide.
 Pairs with: activation checkpointing, so that block inputs alone are moved; more than one micro-batch to an optimizer step,

@@ -1,8 +1,10 @@
 """Tiled MLP: each MLP runs over tiles of tokens, again in backward, so that its wide tensors exist for one tile at a time.
 
-Saves: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up and their product, with two gradients), I being
-    the MLP width and n ``tiled_mlp.num_shards``; without activation checkpointing also the 4 x T x I x b that each block would
-    keep. In passes without gradients 3 x T x I x b x (1 - 1 / n).
+Saves: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, their product and two gradients), less
+    2 x h x I x b + T x h x b x (1 + 1 / n), since tiles sum the gradients of three weights and of the input side by side; I is
+    the MLP width, n ``tiled_mlp.num_shards``. Without activation checkpointing also the 4 x T x I x b that
+    each of the other L - 1 blocks keeps.
+    In passes without gradients 3 x T x I x b x (1 - 1 / n).
 Costs: one more forward of the MLP, none with activation checkpointing: what is computed again there stops before the MLP.
     n products in place of one, which smaller tiles slow down.
 Pairs with: long micro-batches; activation checkpointing, which makes it free; LoRA; sharding, since a weight's gradient is

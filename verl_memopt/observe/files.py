@@ -4,17 +4,32 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.errors import DataError
+from verl_memopt.errors import DataError, UserError
+
+
+@contextmanager
+def disk_refusals(path: Path) -> Iterator[None]:
+    """Turns the disk's refusal to write ``path`` into a UserError that says how much is free."""
+    try:
+        yield
+    except OSError as error:
+        free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.is_dir() else 0
+        raise UserError(
+            f"{path}: cannot be written ({error.strerror}; {free:.0f} MiB free). Free space or give another "
+            "trainer.default_local_dir, then start again to resume."
+        ) from error
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file so that a reader finds the old text or the new one, never a part."""
+    """Writes a file so that a reader finds the old text or the new one, never a part. Errors: UserError when the disk refuses."""
     aside = path.with_name(f".{path.name}.partial")
-    with aside.open("w", encoding="utf-8") as file:
+    with disk_refusals(path), aside.open("w", encoding="utf-8") as file:
         file.write(text)
         file.flush()
         os.fsync(file.fileno())
@@ -22,9 +37,14 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Appends JSON objects, one a line, and hands them to the operating system at once."""
-    with path.open("a", encoding="utf-8") as file:
-        file.writelines(json_line(row) for row in rows)
+    """Appends JSON objects, one a line, and hands them to the operating system at once. Errors: UserError when the disk refuses."""
+    append_text(path, "".join(json_line(row) for row in rows))
+
+
+def append_text(path: Path, text: str) -> None:
+    """Appends text and hands it to the operating system at once. Errors: UserError when the disk refuses."""
+    with disk_refusals(path), path.open("a", encoding="utf-8", newline="") as file:
+        file.write(text)
 
 
 def json_line(row: dict[str, Any]) -> str:

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import DataError
-from verl_memopt.observe.files import replace_text
+from verl_memopt.observe.files import append_text, replace_text
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.observe.timing import Span
 
@@ -94,8 +94,7 @@ def _counter(memory: PhaseMemory) -> str:
 def append_timeline(path: Path, rows: Sequence[TimelineRow]) -> None:
     """Appends rows to the file, with the header first where the file is new."""
     text = _csv_text(rows, header=not path.exists() or path.stat().st_size == 0)
-    with path.open("a", encoding="utf-8", newline="") as file:
-        file.write(text)
+    append_text(path, text)
 
 
 def keep_timeline(path: Path, last_step: int) -> None:

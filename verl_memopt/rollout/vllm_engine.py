@@ -213,8 +213,12 @@ def _unlink_shared_memory(place: EnginePlace) -> None:
     if is_gpu(place.device) or place.tensor_parallel_size == 1:
         return
     dist.barrier()
-    for path in Path("/dev/shm").glob(f"{_shared_memory_name(place)}-*"):
+    named = set(Path("/dev/shm").glob(f"{_shared_memory_name(place)}-*"))
+    # The message queue between the ranks lies in segments that Python named; those this process has mapped are its own.
+    mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line)
+    for path in named | {Path(name) for name in mapped}:
         path.unlink(missing_ok=True)
+    dist.barrier()
 
 
 def _prefer_plain_torch(platform: type) -> None:
@@ -242,11 +246,12 @@ def _prefer_plain_torch(platform: type) -> None:
 
 
 def _speak(level: int) -> None:
-    """Sets the level from which vLLM's loggers speak."""
+    """Sets the level from which vLLM's loggers speak, and that of the handler vLLM made; others' handlers stay as they are."""
     vllm_logger = logging.getLogger("vllm")
     vllm_logger.setLevel(level)
     for handler in vllm_logger.handlers:
-        handler.setLevel(level)
+        if type(handler.formatter).__module__.startswith("vllm"):
+            handler.setLevel(level)
 
 
 def _check_free_memory(utilization: float, rollout: schema.Rollout, device: torch.device) -> None:

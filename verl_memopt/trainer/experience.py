@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.advantages import check_rewards, group_counts, grpo_advantages, rloo_advantages
+from verl_memopt.algorithms.advantages import ADVANTAGES, check_rewards, group_counts
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
@@ -118,8 +118,6 @@ def advantages(
         kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
         rewards = shaped_rewards(scores, kl, row, controller.coefficient)
         kl_mean = float(kl.mean()) if kl.numel() else 0.0
-    if algorithm.adv_estimator == "grpo":
-        per_row = grpo_advantages(rewards, batch.group, valid, algorithm.norm_adv_by_std_in_grpo)
-    else:
-        per_row = rloo_advantages(rewards, batch.group, valid)
+    options = {"normalize_by_std": algorithm.norm_adv_by_std_in_grpo} if algorithm.adv_estimator == "grpo" else {}
+    per_row = ADVANTAGES[algorithm.adv_estimator](rewards, batch.group, valid, **options)
     return Advantages(per_row[row], per_row, rewards, kl_mean, group_counts(rewards, batch.group, valid))

@@ -1,0 +1,256 @@
+import dataclasses
+import json
+from itertools import pairwise
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+from benchmarks.toy_trl import __main__ as command
+from benchmarks.toy_trl import contest, gate, ours
+from benchmarks.toy_trl.chart import draw, positions
+from benchmarks.toy_trl.table import Row, Spread, VoidError, check_same_prompts, from_json, own_peak, ratios, render, row_of
+from benchmarks.toy_trl.work import (
+    CONTESTANTS,
+    OURS,
+    TRL,
+    WARM_UP,
+    WORK,
+    Contestant,
+    Moment,
+    Peak,
+    Plan,
+    Record,
+    hash_of,
+    peak_of,
+)
+from verl_memopt.config.loader import load_settings
+
+HERE = Path(contest.__file__).parent
+HF, TRL_HF = Contestant(OURS, "hf", 1), Contestant(TRL, "hf", 1)
+MIB = 2**20
+
+
+def record(step=0.2, cpu=0.1, timed=5, update=0.05, peaks=None, prompts="same"):
+    """A run of the warm-up, ``timed`` steps and the last one; the warm-up takes ten times as long."""
+    lengths = [10 * step] * WARM_UP + [step] * (timed + 1)
+    starts = [Moment(sum(lengths[:index]), sum(lengths[:index]) * cpu / step) for index in range(len(lengths))]
+    phases = [{"rollout": Moment(0.04, 0.02), "update": Moment(update, update / 2)} for _ in lengths]
+    found = (
+        {"update": Peak(8 * MIB, MIB), "log_prob": Peak(4 * MIB, MIB), "rollout": Peak(2 * MIB, MIB)} if peaks is None else peaks
+    )
+    return Record(starts, phases, [768] * len(lengths), [0.5] * len(lengths), 0.75, found, prompts)
+
+
+def row(contestant=HF, **options):
+    return row_of(contestant, [record(**options)], [record()])
+
+
+def test_warm_up_and_last_step_are_left_out_of_the_times():
+    found = row(timed=3)
+    assert found.steps == 3
+    assert found.seconds_per_step == Spread(*[pytest.approx(0.2)] * 3)
+    assert found.cpu_seconds_per_step.median == pytest.approx(0.1)
+
+
+def test_a_row_holds_the_median_run_and_the_extremes():
+    found = row_of(HF, [record(step=step) for step in (0.3, 0.1, 0.2)], [record()])
+    assert found.seconds_per_step == Spread(pytest.approx(0.2), pytest.approx(0.1), pytest.approx(0.3))
+    assert found.runs == 3
+
+
+def test_phases_and_rest_add_up_to_the_step():
+    found = row()
+    assert sum(found.seconds.values()) == pytest.approx(0.2)
+    assert found.seconds["rest"] == pytest.approx(0.2 - 0.04 - 0.05)
+    assert found.cpu_seconds["rest"] == pytest.approx(0.1 - 0.02 - 0.025)
+    assert found.seconds["sync"] == 0
+
+
+def test_different_bytes_in_two_runs_of_one_seed_void_the_row():
+    other = record(peaks={**record().peaks, "update": Peak(8 * MIB + 1, MIB)})
+    with pytest.raises(VoidError, match=r"verl_memopt-hf-1.*different bytes"):
+        row_of(HF, [record()], [record(), other])
+
+
+@pytest.mark.parametrize("prompts", ["other", ""])
+def test_other_prompts_or_none_void_the_comparison(prompts):
+    check_same_prompts([record(), record()])
+    with pytest.raises(VoidError, match="same prompts"):
+        check_same_prompts([record(), record(prompts=prompts)])
+
+
+def test_only_weights_and_cache_of_an_engine_count_as_its_own():
+    kinds = {"params": 3, "rollout weights": 5, "kv": 7, "activations": 11}
+    assert peak_of(26, kinds) == Peak(26, 12)
+
+
+def test_the_hash_of_prompts_tells_order_and_steps_apart():
+    assert hash_of([[[1, 2], [3]]]) == hash_of([[[1, 2], [3]]])
+    assert len({hash_of(ids) for ids in ([[[1, 2], [3]]], [[[3], [1, 2]]], [[[1, 2]], [[3]]])}) == 3
+
+
+def test_the_table_has_a_line_for_each_row_and_cuts_none_of_it():
+    rows = [row(contestant) for contestant in CONTESTANTS]
+    lines = render(rows).splitlines()
+    assert "…" not in render(rows)
+    assert [line.split()[0].rstrip(",") for line in lines if line.strip() and line.split()[0].rstrip(",") in (TRL, OURS)] == [
+        contestant.trainer for contestant in CONTESTANTS
+    ]
+    assert "8.0" in lines[3]
+    assert "200-200" in lines[3]
+
+
+def test_shares_leave_out_the_bytes_of_an_engine():
+    own, other = row(), dataclasses.replace(row(TRL_HF), engine_bytes=0, peak_bytes={"update": 14 * MIB})
+    assert own_peak(own) == 7 * MIB
+    assert ratios([other, own]) == ["1 micro-batch: verl_memopt (hf) / TRL (hf): CPU time 1.00, update peak 0.50"]
+
+
+def test_shares_compare_equal_micro_batches_only():
+    assert ratios([row(Contestant(TRL, "hf", 8)), row()]) == []
+
+
+def test_bars_of_other_micro_batches_stand_apart():
+    places = positions([row(contestant) for contestant in CONTESTANTS])
+    steps = [later - earlier for earlier, later in pairwise(places)]
+    assert steps.count(1) == len(steps) - 1
+    assert steps[3] > 1
+
+
+def test_the_chart_is_a_picture(tmp_path):
+    drawn = draw([row(contestant) for contestant in CONTESTANTS], "measured somewhere", tmp_path / "chart.png")
+    assert drawn.read_bytes().startswith(b"\x89PNG")
+
+
+def test_plans_and_records_survive_their_files(tmp_path):
+    plan = Plan(Contestant(TRL, "hf", 8, fitted_tile=True), "/task", "/folder", 5, 1, True)
+    plan.write(tmp_path / "plan.json")
+    assert Plan.read(tmp_path / "plan.json") == plan
+    record().write(tmp_path / "record.json")
+    assert Record.read(tmp_path / "record.json") == record()
+
+
+def test_rows_survive_json():
+    assert from_json(json.loads(json.dumps(dataclasses.asdict(row())))) == row()
+
+
+def test_every_contestant_cuts_all_rows_of_a_step():
+    assert {contestant.rows_per_micro_batch * contestant.micro_batches for contestant in CONTESTANTS} == {WORK.rows}
+    assert len({contestant.slug for contestant in CONTESTANTS}) == len(CONTESTANTS)
+
+
+@pytest.mark.parametrize("contestant", [one for one in CONTESTANTS if one.trainer == OURS], ids=lambda one: one.slug)
+def test_our_settings_are_those_of_the_work(contestant):
+    plan = Plan(contestant, "/task", "/folder", steps=7, seed=3, track=False)
+    settings = load_settings("rloo_trainer", ours.overrides(plan))
+    actor, rollout = settings.actor_rollout_ref.actor, settings.actor_rollout_ref.rollout
+    assert settings.data.train_batch_size * rollout.n == WORK.rows
+    assert actor.ppo_mini_batch_size == settings.data.train_batch_size
+    assert actor.ppo_micro_batch_size_per_gpu == rollout.log_prob_micro_batch_size_per_gpu == contestant.rows_per_micro_batch
+    assert not actor.use_dynamic_bsz
+    assert not actor.use_kl_loss
+    assert not settings.algorithm.use_kl_in_reward
+    assert settings.algorithm.adv_estimator == "rloo"
+    assert actor.policy_loss.loss_mode == "sequence"
+    assert (actor.clip_ratio_low, actor.clip_ratio_high) == (WORK.clip_ratio, WORK.clip_ratio)
+    assert (actor.optim.lr, actor.optim.weight_decay, actor.optim.clip_grad) == (2e-4, 0.01, 1.0)
+    assert (actor.fsdp_config.dtype, rollout.dtype, rollout.temperature) == ("fp32", "fp32", 1.0)
+    assert not settings.actor_rollout_ref.model.enable_gradient_checkpointing
+    assert not rollout.val_kwargs.do_sample
+    assert settings.trainer.track_memory_every_steps == 0
+    assert settings.trainer.total_training_steps == 7
+
+
+def test_the_gate_has_rows_of_many_lengths_and_shifts_beyond_the_clip():
+    batch = gate.make_batch(vocabulary=320)
+    assert {len(response) for response in batch.responses} == {1, 2, 3, 4}
+    assert max(map(len, batch.prompts)) == WORK.max_prompt_tokens
+    assert min(map(len, batch.prompts)) < 8
+    assert min(batch.shifts) < -WORK.clip_ratio < WORK.clip_ratio < max(batch.shifts)
+    assert batch == gate.make_batch(vocabulary=320)
+    assert [batch.shift(row, "on-policy") for row in range(WORK.rows)] == [0.0] * WORK.rows
+
+
+def write_side(folder, loss=0.5, norm=5.0, gradient=(3.0, 4.0), log_prob=-1.0):
+    folder.mkdir()
+    for case in gate.CASES:
+        for micro_batches in gate.MICRO_BATCHES:
+            name = gate.file_name(case, micro_batches)
+            (folder / f"{name}.json").write_text(json.dumps(dataclasses.asdict(gate.Finding(loss, norm, [[log_prob]]))))
+            save_file({"weight": torch.tensor(gradient)}, folder / f"{name}.safetensors")
+
+
+@pytest.mark.parametrize(
+    ("changed", "field", "expected"),
+    [
+        ({"loss": 0.6}, "loss", 0.05),
+        ({"norm": 5.5}, "grad_norm", 0.1),
+        ({"gradient": (3.0, 4.5)}, "gradient", 0.1),
+        ({"log_prob": -1.25}, "log_prob", 0.25),
+    ],
+)
+def test_the_gate_sees_a_difference_in_each_figure(tmp_path, changed, field, expected):
+    batch = gate.Batch([[1]], [[2]], [2.0], [0.0])
+    write_side(tmp_path / "trl")
+    write_side(tmp_path / "ours", **changed)
+    differences = gate.compare(tmp_path, batch)
+    assert len(differences) == 4
+    assert not any(difference.passed for difference in differences)
+    assert getattr(differences[0], field) == pytest.approx(expected, rel=1e-6)
+
+
+def test_the_gate_passes_equal_sides(tmp_path):
+    write_side(tmp_path / "trl")
+    write_side(tmp_path / "ours")
+    assert all(difference.passed for difference in gate.compare(tmp_path, gate.Batch([[1]], [[2]], [2.0], [0.0])))
+
+
+def test_without_trl_the_benchmark_says_how_to_get_it(monkeypatch, tmp_path, capsys):
+    monkeypatch.setattr(command, "TRL_PYTHON", tmp_path / "python")
+    assert command.main([]) == command.REFUSED
+    assert "benchmarks/toy_trl/setup.sh" in capsys.readouterr().err
+
+
+def test_a_process_that_fails_is_told_with_its_last_lines(tmp_path):
+    with pytest.raises(contest.RunFailedError, match=r"exit code 3.*\nno such thing"):
+        contest.call(["bash", "-c", "echo no such thing; exit 3"], tmp_path / "log.txt")
+
+
+def committed():
+    return json.loads((HERE / "results" / "toy_trl.json").read_text())
+
+
+def test_the_readme_shows_the_committed_result():
+    assert command.text(committed()) in (HERE / "README.md").read_text()
+
+
+def test_the_committed_result_passed_its_gate():
+    assert all(gate.Difference(**difference).passed for difference in committed()["gate"])
+    assert len(committed()["gate"]) == len(gate.CASES) * len(gate.MICRO_BATCHES)
+
+
+def test_the_committed_rows_are_those_of_all_contestants():
+    rows = [from_json(found) for found in committed()["rows"]]
+    assert all(isinstance(found, Row) for found in rows)
+    assert [(found.contestant, found.rollout, found.micro_batches) for found in rows] == [
+        (contestant.name, contestant.rollout, contestant.micro_batches) for contestant in CONTESTANTS
+    ]
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not contest.TRL_PYTHON.exists(), reason="TRL's environment is missing: run benchmarks/toy_trl/setup.sh")
+def test_both_trainers_compute_the_same_loss_and_gradient(tmp_path):
+    found = contest.Contest(tmp_path)
+    found.prepare()
+    assert all(difference.passed for difference in found.differences())
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not contest.TRL_PYTHON.exists(), reason="TRL's environment is missing: run benchmarks/toy_trl/setup.sh")
+def test_both_trainers_get_the_same_prompts(tmp_path):
+    found = contest.Contest(tmp_path)
+    found.prepare()
+    plans = [Plan(one, str(found.task), str(tmp_path / one.slug), steps=3, seed=1, track=True) for one in (TRL_HF, HF)]
+    check_same_prompts([contest.run(plan) for plan in plans])
