@@ -53,7 +53,7 @@ def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32
     return Policy(scorer, ACTOR, 10, world_size, CPU, moved)
 
 
-def mini_batch(rank=0, world_size=1, micro_batches=2):
+def mini_batch(rank=0, world_size=1, micro_batches=2, response=RESPONSE):
     """Gives a rank's share: micro-batches of ROWS equal rows."""
     rows = ROWS * micro_batches
     generator = torch.Generator().manual_seed(7 + rank)
@@ -61,10 +61,10 @@ def mini_batch(rank=0, world_size=1, micro_batches=2):
     def ids(length):
         return Ragged.from_rows([torch.randint(256, (length,), generator=generator) for _ in range(rows)], torch.int64)
 
-    tokens = rows * RESPONSE
+    tokens = rows * response
     batch = RolloutBatch(
         prompts=ids(PROMPT),
-        responses=ids(RESPONSE),
+        responses=ids(response),
         group=torch.arange(rows) // 4,
         old_log_probs=torch.randn(tokens, generator=generator) * 0.05 - 5.7,
         advantages=torch.randn(tokens, generator=generator),
