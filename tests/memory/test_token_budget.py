@@ -5,10 +5,10 @@ from fractions import Fraction
 from functools import partial
 
 import pytest
-from benchmarks.packing.contest import SHAPES, batches, measure
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from benchmarks.packing.contest import SHAPES, batches, measure
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.token_budget import FINEST, balance, lower_bound, pack, pack_fixed, split_to_count
 
