@@ -18,6 +18,7 @@ NO_TEST = {
 }
 NO_SOURCE = {
     "config/test_bad_input.py": "odd values of every key, through all files of the room",
+    "config/test_profiles.py": "the profiles are YAML",
     "rollout/test_ranks.py": "both engines over several processes",
 }
 

@@ -64,7 +64,13 @@ def test_engine_and_trainer_agree_in_every_step(run):
 
 def test_the_run_folder_holds_settings_timeline_samples_and_charts(run):
     run_dir = run[1]
-    for name in ("config.yaml", "generations.jsonl", "reward_and_validation.png", "peak_memory_by_phase.png", "memory_timeline.png"):
+    for name in (
+        "config.yaml",
+        "generations.jsonl",
+        "reward_and_validation.png",
+        "peak_memory_by_phase.png",
+        "memory_timeline.png",
+    ):
         assert (run_dir / name).stat().st_size > 0, name
     with (run_dir / "memory_timeline.csv").open() as file:
         rows = list(csv.DictReader(file))
@@ -75,7 +81,9 @@ def test_the_run_folder_holds_settings_timeline_samples_and_charts(run):
 def test_dumps_hold_every_sample(run):
     rollouts = [json.loads(line) for line in (run[1] / "rollouts" / "4.jsonl").read_text().splitlines()]
     assert len(rollouts) == 32 * 8
-    assert {"input", "output", "gts", "score", "step", "uid", "data_source", "prompt_ids", "response_ids", "schema"} <= rollouts[0].keys()
+    assert {"input", "output", "gts", "score", "step", "uid", "data_source", "prompt_ids", "response_ids", "schema"} <= rollouts[
+        0
+    ].keys()
     assert len((run[1] / "validations" / "0.jsonl").read_text().splitlines()) == 128
 
 

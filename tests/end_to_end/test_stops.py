@@ -10,7 +10,19 @@ import time
 
 import pytest
 
-from tests.end_to_end.runs import LOCAL, arguments, environment, family, learned, metrics, start, succeeded, survivors, train, wait_for_step
+from tests.end_to_end.runs import (
+    LOCAL,
+    arguments,
+    environment,
+    family,
+    learned,
+    metrics,
+    start,
+    succeeded,
+    survivors,
+    train,
+    wait_for_step,
+)
 
 SHORT = ["trainer.total_training_steps=8", "trainer.save_freq=2", "trainer.test_freq=4", "trainer.max_actor_ckpt_to_keep=2"]
 
@@ -103,7 +115,12 @@ def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(toy, tmp_path):
 @pytest.mark.timeout(1800)
 def test_five_random_kills_of_the_default_run_change_nothing(toy, tmp_path):
     """The default run: Ray and vLLM. A kill may come before the first checkpoint, in a save, anywhere."""
-    overrides = ["trainer.total_training_steps=20", "trainer.save_freq=3", "trainer.test_freq=10", "trainer.max_actor_ckpt_to_keep=2"]
+    overrides = [
+        "trainer.total_training_steps=20",
+        "trainer.save_freq=3",
+        "trainer.test_freq=10",
+        "trainer.max_actor_ckpt_to_keep=2",
+    ]
     whole = tmp_path / "whole"
     succeeded(train(toy, whole, *overrides))
     generator = random.Random(20261120)

@@ -293,10 +293,21 @@ def _optimizer(settings: Settings) -> Iterator[Problem]:
     if optim.stochastic_rounding and actor.fsdp_config.model_dtype != "bfloat16":
         picked = _values(settings, f"{key}.stochastic_rounding", masters)
         yield problem(picked, "fp32 weights are not rounded", f"Set {masters}=bfloat16, or remove stochastic_rounding.")
-    if (optim.optimizer_impl, optim.optimizer) == ("torchao.optim", "AdamW4bit"):
-        picked = _values(settings, f"{key}.optimizer_impl", f"{key}.optimizer")
-        way_out = f"Set {key}.state_dtype=int4 and remove both, or {key}.optimizer=AdamW8bit."
-        yield problem(picked, "its step fails on sharded parameters", way_out)
+
+
+def _torchao(settings: Settings) -> Iterator[Problem]:
+    """Which of torchao's optimizers update sharded parameters and can be resumed (0.18 with torch 2.13)."""
+    key, optim = f"{_AR}.actor.optim", settings.actor_rollout_ref.actor.optim
+    if optim.optimizer_impl != "torchao.optim":
+        return
+    picked = _values(settings, f"{key}.optimizer_impl", f"{key}.optimizer")
+    if optim.optimizer not in ("AdamW8bit", "Adam8bit"):
+        way_out = f"Remove both and set {key}.state_dtype=int4 (or int8), or set {key}.optimizer=AdamW8bit."
+        yield problem(picked, "it does not update sharded parameters", way_out)
+    if settings.trainer.device != "cuda" and settings.trainer.track_memory_every_steps > 0:
+        picked |= _values(settings, "trainer.device", "trainer.track_memory_every_steps")
+        what = "its step is compiled, and compiled steps do not run while bytes are counted on a CPU"
+        yield problem(picked, what, f"Set trainer.track_memory_every_steps=0, or remove both and set {key}.state_dtype=int8.")
 
 
 def _in_backward(settings: Settings) -> Iterator[Problem]:
@@ -327,6 +338,7 @@ RULES: tuple[Callable[[Settings], Iterator[Problem]], ...] = (
     _loading,
     _lora,
     _optimizer,
+    _torchao,
     _in_backward,
     _engine,
     _validation,

@@ -399,7 +399,7 @@ class Rollout:
     free_cache_engine: bool | None = None
     """The engine sleeps outside rollout and validation; null = true on a GPU, false on a CPU (where vllm cannot; hf can)."""
     sleep_level: int | None = None
-    """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2, since every sync brings all weights."""
+    """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2: a sync brings all weights."""
     cudagraph_capture_sizes: list[int] | None = None
     """Passed to vLLM."""
     checkpoint_engine: BucketEngine = field(default_factory=BucketEngine)

@@ -37,7 +37,7 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Appends JSON objects, one a line, and hands them to the operating system at once. Errors: UserError when the disk refuses."""
+    """Appends JSON objects, one a line, and hands them to the operating system at once. Errors: as :func:`append_text`."""
     append_text(path, "".join(json_line(row) for row in rows))
 
 
