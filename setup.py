@@ -28,6 +28,7 @@ setup(
         "cpu": requirements("requirements/cpu.txt"),
         "gpu": ["vllm==0.32.0"],
         "flash-attn": ["flash-attn>=2.8"],
+        "torchao": ["torchao>=0.18,<0.19"],
         "wandb": ["wandb>=0.18"],
         "dev": requirements("requirements/dev.txt"),
         "docs": ["mkdocs-material>=9.5"],

@@ -80,9 +80,20 @@ WRONG = {
         f"Set {AR}.actor.fsdp_config.model_dtype=bfloat16, or remove stochastic_rounding.",
     ),
     "torchao's 4-bit optimizer": (
-        {f"{AR}.actor.optim.optimizer_impl": "torchao.optim", f"{AR}.actor.optim.optimizer": "AdamW4bit"},
-        f"{AR}.actor.optim.optimizer_impl=torchao.optim, {AR}.actor.optim.optimizer=AdamW4bit: its step fails on sharded "
-        f"parameters. Set {AR}.actor.optim.state_dtype=int4 and remove both, or {AR}.actor.optim.optimizer=AdamW8bit.",
+        {
+            f"{AR}.actor.optim.optimizer_impl": "torchao.optim",
+            f"{AR}.actor.optim.optimizer": "AdamW4bit",
+            "trainer.device": "cuda",
+        },
+        f"{AR}.actor.optim.optimizer_impl=torchao.optim, {AR}.actor.optim.optimizer=AdamW4bit: it does not update sharded "
+        f"parameters. Remove both and set {AR}.actor.optim.state_dtype=int4 (or int8), or set {AR}.actor.optim.optimizer="
+        "AdamW8bit.",
+    ),
+    "torchao's compiled step while bytes are counted": (
+        {f"{AR}.actor.optim.optimizer_impl": "torchao.optim", f"{AR}.actor.optim.optimizer": "AdamW8bit"},
+        f"{AR}.actor.optim.optimizer_impl=torchao.optim, {AR}.actor.optim.optimizer=AdamW8bit, trainer.device=auto, "
+        "trainer.track_memory_every_steps=10: its step is compiled, and compiled steps do not run while bytes are counted on a "
+        f"CPU. Set trainer.track_memory_every_steps=0, or remove both and set {AR}.actor.optim.state_dtype=int8.",
     ),
     "an update in backward that clips": (
         {f"{AR}.actor.optim.in_backward": True},
