@@ -31,6 +31,16 @@ def untied_folder(tmp_path_factory):
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "untied", TinyShape(tie_embeddings=False), seed=2)
 
 
+@pytest.fixture(scope="session")
+def toy(tmp_path_factory):
+    """The toy task as `verl-memopt toy` makes it, warm-up included."""
+    from verl_memopt.cli import main
+
+    folder = tmp_path_factory.mktemp("toy") / "toy"
+    assert main(["toy", str(folder), "--seed", "0"]) == 0
+    return folder
+
+
 @pytest.fixture
 def one_rank():
     """The mesh of a world of one, in a process group that lasts for one test."""

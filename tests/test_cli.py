@@ -1,65 +1,167 @@
-import os
+"""The command line as a person meets it: what it lists, what it prints, how it ends."""
+
+import json
+import shutil
 import subprocess
 import sys
 
 import pytest
+import yaml
 
 from verl_memopt import __version__
 from verl_memopt.cli import COMMANDS, main
+from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.config.plain import to_plain
 
-DRY = [
-    "data.train_files=train.jsonl",
-    "data.val_files=null",
-    "actor_rollout_ref.model.path=folder",
-    "actor_rollout_ref.rollout.name=hf",
-    "actor_rollout_ref.actor.use_dynamic_bsz=true",
-    "debug=dry",
+LEAST = [
+    *("data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=folder"),
+    *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
 ]
 
 
-def refused(arguments):
-    with pytest.raises(SystemExit) as ended:
+def ended(arguments):
+    """Gives the code with which argparse ends the program."""
+    with pytest.raises(SystemExit) as end:
         main(arguments)
-    return ended.value.code
+    return end.value.code
 
 
-def test_the_version_is_printed(capsys):
-    assert refused(["--version"]) == 0
-    assert capsys.readouterr().out.strip() == f"verl-memopt {__version__}"
-
-
-def test_help_names_every_command_with_what_it_does(capsys):
-    assert refused(["--help"]) == 0
+def test_help_lists_every_command(capsys):
+    assert ended(["--help"]) == 0
     shown = capsys.readouterr().out
-    assert all(name in shown and text in shown for name, (_, text) in COMMANDS.items())
+    for name, (_, text) in COMMANDS.items():
+        assert f"{name:8} {text}" in shown
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_every_command_has_a_help_of_its_own(command, capsys):
+    assert ended([command, "--help"]) == 0
+    assert capsys.readouterr().out.startswith(f"usage: verl-memopt {command}")
+
+
+def test_the_version_is_the_packages(capsys):
+    assert ended(["--version"]) == 0
+    assert capsys.readouterr().out == f"verl-memopt {__version__}\n"
 
 
 @pytest.mark.parametrize("arguments", [[], ["trian"]])
-def test_a_missing_or_unknown_command_is_refused_with_those_there_are(arguments, capsys):
-    assert refused(arguments) == 2
-    assert "command" in capsys.readouterr().err
+def test_without_a_command_or_with_an_unknown_one_the_usage_is_shown_on_standard_error(arguments, capsys):
+    assert ended(arguments) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("usage: verl-memopt")
+    assert not arguments or arguments[0] in shown.err
 
 
-def test_train_takes_overrides_as_the_training_entry_does(capsys):
-    assert main(["train", *DRY]) == 0
-    assert "use_dynamic_bsz: true" in capsys.readouterr().out
+@pytest.mark.parametrize("entry", [["verl_memopt"], ["verl_memopt.cli"]])
+def test_it_is_a_module_to_run_too(entry):
+    process = subprocess.run([sys.executable, "-m", *entry, "--version"], capture_output=True, text=True, timeout=60)
+    assert (process.returncode, process.stdout) == (0, f"verl-memopt {__version__}\n")
 
 
-def test_a_users_mistake_is_its_message_alone_and_its_exit_code(tmp_path, capsys):
-    assert main(["train", *DRY, "data.sead=1"]) == 2
-    assert main(["report", str(tmp_path / "nothing")]) == 2
-    lines = capsys.readouterr().err.splitlines()
-    assert lines[0].startswith("ConfigError: data.sead")
-    assert lines[-1].startswith(f"UserError: {tmp_path / 'nothing'}: no such run folder")
+def test_help_imports_neither_torch_nor_ray_nor_vllm():
+    code = "import sys\nfrom verl_memopt.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    print(*sys.modules)"
+    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    assert not {"torch", "ray", "vllm", "transformers"} & set(process.stdout.split())
 
 
-def test_a_command_says_what_it_needs(capsys):
-    assert refused(["report"]) == 2
-    assert "RUN_DIR" in capsys.readouterr().err
+def test_cfg_prints_yaml_that_loads_back_as_the_same_settings(capsys):
+    assert main(["train", "--cfg", "job", *LEAST, "actor_rollout_ref.rollout.n=6"]) == 0
+    shown = yaml.safe_load(capsys.readouterr().out)
+    assert shown["actor_rollout_ref"]["rollout"]["n"] == 6
+    assert to_plain(settings_from_mapping(shown)) == shown
 
 
-def test_the_package_runs_as_a_module():
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
-    command = [sys.executable, "-m", "verl_memopt", "--version"]
-    found = subprocess.run(command, capture_output=True, text=True, check=True, env=environment)
-    assert found.stdout.strip() == f"verl-memopt {__version__}"
+def test_the_printed_yaml_is_a_config_to_start_from(capsys, tmp_path):
+    assert main(["train", "--cfg", "job", *LEAST]) == 0
+    first = capsys.readouterr().out
+    (tmp_path / "mine.yaml").write_text(first)
+    assert main(["train", "--config-dir", str(tmp_path), "--config-name", "mine", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out) == yaml.safe_load(first)
+
+
+def test_a_users_mistake_is_one_line_on_standard_error(capsys):
+    assert main(["train", *LEAST, "trainer.total_epoch=1"]) == 2
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err == "ConfigError: trainer.total_epoch: no such key. Did you mean trainer.total_epochs?\n"
+
+
+@pytest.fixture
+def run_dir(tmp_path):
+    """What a run of two steps leaves at the least."""
+    folder = tmp_path / "first"
+    folder.mkdir()
+    rows = [{"step": step, "critic/score/mean": step / 2, "val-core/toy/reward/mean@1": step / 4} for step in (0, 1, 2)]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return folder
+
+
+def test_report_makes_summary_and_charts_of_a_run_again(run_dir, capsys):
+    assert main(["report", str(run_dir)]) == 0
+    summary = json.loads((run_dir / "summary.json").read_text())
+    assert (summary["steps"], summary["validation_before"], summary["validation_after"]) == (2, 0.0, 0.5)
+    assert (run_dir / "reward_and_validation.png").stat().st_size > 0
+    assert capsys.readouterr().out.rstrip().splitlines()[-1] == str(run_dir / "summary.json")
+
+
+def test_report_compares_runs_and_leaves_their_folders_alone(run_dir, tmp_path, capsys):
+    other = shutil.copytree(run_dir, tmp_path / "second")
+    assert main(["report", str(run_dir), str(other), "--out", str(tmp_path / "both")]) == 0
+    shown = capsys.readouterr().out
+    assert "first" in shown
+    assert "second" in shown
+    assert list((tmp_path / "both").glob("*.png"))
+    assert [path.name for path in run_dir.iterdir()] == [path.name for path in other.iterdir()] == ["metrics.jsonl"]
+
+
+def torn_summary(folder):
+    (folder / "summary.json").write_text("{")
+
+
+def torn_row(folder):
+    path = folder / "metrics.jsonl"
+    path.write_text(path.read_text().replace('{"step": 1,', "", 1))
+
+
+def no_files(folder):
+    (folder / "metrics.jsonl").unlink()
+
+
+@pytest.mark.parametrize(
+    ("damage", "said"),
+    [
+        (shutil.rmtree, "no such run folder"),
+        (no_files, "holds neither metrics.jsonl nor memory_timeline.csv"),
+        (torn_row, "metrics.jsonl:2: not JSON"),
+        (torn_summary, "summary.json: not JSON"),
+    ],
+)
+def test_report_names_a_folder_that_holds_no_run_or_a_damaged_one(run_dir, capsys, damage, said):
+    damage(run_dir)
+    assert main(["report", str(run_dir)]) == 2
+    shown = capsys.readouterr().err
+    assert str(run_dir) in shown
+    assert said in shown
+    assert len(shown.splitlines()) == 1
+
+
+def test_toy_makes_model_and_data_and_leaves_them_when_asked_again(toy, capsys):
+    made = {path: path.stat().st_mtime_ns for path in toy.rglob("*")}
+    assert {"model", "train.parquet", "val.parquet", "toy.json"} <= {path.name for path in made}
+    assert json.loads((toy / "toy.json").read_text())["seed"] == 0
+    assert main(["toy", str(toy), "--seed", "0"]) == 0
+    assert {path: path.stat().st_mtime_ns for path in toy.rglob("*")} == made
+    assert f"{toy} is ready" in capsys.readouterr().err
+
+
+def test_toy_does_not_replace_what_is_no_toy_task(tmp_path, capsys):
+    (tmp_path / "thesis.txt").write_text("years of work")
+    assert main(["toy", str(tmp_path)]) == 2
+    assert capsys.readouterr().err.startswith(f"DataError: {tmp_path}: it exists and is no toy task")
+    assert (tmp_path / "thesis.txt").read_text() == "years of work"
+
+
+def test_toy_takes_a_whole_number_as_its_seed(tmp_path, capsys):
+    assert ended(["toy", str(tmp_path / "toy"), "--seed", "lucky"]) == 2
+    assert "argument --seed: invalid int value: 'lucky'" in capsys.readouterr().err

@@ -2,15 +2,8 @@ import psutil
 import pytest
 
 from tests.end_to_end.runs import survivors, train_here
-from verl_memopt.data.toy import make_toy
 
 EXIT_CODES = {"ConfigError": 2, "DataError": 2, "RewardError": 1}
-
-
-@pytest.fixture(scope="session")
-def toy(tmp_path_factory):
-    """The toy task as `verl-memopt toy` makes it, warm-up included."""
-    return make_toy(tmp_path_factory.mktemp("toy") / "toy", seed=0)
 
 
 @pytest.fixture
