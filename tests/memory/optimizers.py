@@ -74,6 +74,7 @@ def counting(model, optimizer):
 def two_linears(mesh, dtype=torch.float32):
     """Gives a sharded model of 2 x 1024 x 256 parameters, whose rows are whole blocks of every format."""
     torch.manual_seed(0)
-    model = torch.nn.Sequential(torch.nn.Linear(256, 1024, bias=False), torch.nn.Linear(1024, 256, bias=False)).to(dtype)
+    sizes = ((256, 1024), (1024, 256))
+    model = torch.nn.Sequential(*(torch.nn.Linear(*size, bias=False, dtype=dtype) for size in sizes))
     fully_shard(model, mesh=mesh)
     return model

@@ -1,7 +1,9 @@
 import copy
+from contextlib import nullcontext
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import distribute_tensor
 
 from tests.memory.optimizers import bucketed, counting, give_gradients, parameters, same, two_linears, weights_after
@@ -12,7 +14,9 @@ from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.bucketed_adamw import MIB, BucketedAdamW
+from verl_memopt.memory.optimizer_in_backward import StepInBackward
 from verl_memopt.memory.optimizer_layout import local
+from verl_memopt.observe.fsdp_kinds import fsdp_kinds
 from verl_memopt.workers.schedule import build_schedule
 
 ALL = ["model", "optimizer", "extra"]
@@ -142,6 +146,29 @@ def test_torchs_foreach_step_holds_a_temporary_of_all_parameters_and_its_fused_s
     elements, foreach = torchs_step(foreach=True)
     assert foreach == pytest.approx(4 * elements, rel=0.01)
     assert torchs_step(fused=True) == (elements, 0)
+
+
+@pytest.mark.parametrize("in_backward", [False, True])
+@pytest.mark.parametrize("kind", FORMATS)
+def test_a_step_on_fake_tensors_takes_the_bytes_of_a_real_one(kind, in_backward):
+    found = {}
+    for name in ("real", "fake"):
+        with fake_ranks(4) as mesh, FakeTensorMode(allow_non_fake_inputs=True) if name == "fake" else nullcontext():
+            model = two_linears(mesh)
+            optimizer = BucketedAdamW(model.parameters(), lr=1e-2, **FORMATS[kind])
+            stepping = StepInBackward(optimizer) if in_backward else None
+            x = torch.ones(2, 256)
+            with counting(model, optimizer) as tracker, fsdp_kinds():
+                tracker.mark("inputs", [x])
+                for step in ("first", "second"):
+                    tracker.enter(step)
+                    model(x).sum().backward()
+                    if stepping is not None:
+                        stepping.norm()
+                    optimizer.step()
+                    optimizer.zero_grad()
+                found[name] = [tracker.peaks[tier].bytes for tier in ("device", "host")]
+    assert found["fake"] == found["real"]
 
 
 def run(mesh, options, dtype=torch.float32):
