@@ -7,6 +7,7 @@ from torch import nn
 
 from verl_memopt.config.schema import Optim
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.bucketed_adamw import BucketedAdamW
 from verl_memopt.workers.schedule import build_optimizer, build_schedule, learning_rate_factor
 
 KEY = "actor_rollout_ref.actor.optim"
@@ -100,3 +101,41 @@ def test_what_cannot_be_built_is_refused_under_its_key(settings, said):
     with pytest.raises(ConfigError, match=re.escape(said)) as caught:
         build_optimizer(weights(), Optim(**settings))
     assert str(caught.value).startswith(KEY)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "settings", "offload", "expected"),
+    [
+        (torch.float32, {}, False, torch.optim.AdamW),
+        (torch.float32, {"state_dtype": "fp32"}, False, torch.optim.AdamW),
+        (torch.bfloat16, {"state_dtype": "bfloat16"}, False, torch.optim.AdamW),
+        (torch.bfloat16, {}, False, torch.optim.AdamW),
+        (torch.bfloat16, {"state_dtype": "fp32"}, False, BucketedAdamW),
+        (torch.float32, {"state_dtype": "int8"}, False, BucketedAdamW),
+        (torch.float32, {}, True, BucketedAdamW),
+        (torch.float32, {"in_backward": True}, False, BucketedAdamW),
+        (torch.bfloat16, {"stochastic_rounding": True}, False, BucketedAdamW),
+        (torch.float32, {"optimizer": "SGD"}, False, torch.optim.SGD),
+    ],
+)
+def test_adamw_is_torchs_until_something_is_asked_that_only_ours_does(dtype, settings, offload, expected):
+    parameter = nn.Parameter(torch.ones(64, 64, dtype=dtype))
+    assert type(build_optimizer([parameter], Optim(**settings), offload)) is expected
+
+
+def test_moments_follow_the_parameters_unless_told():
+    parameter = nn.Parameter(torch.ones(64, 64, dtype=torch.bfloat16))
+    optimizer = build_optimizer([parameter], Optim(stochastic_rounding=True))
+    assert optimizer.state[parameter]["exp_avg"].dtype == torch.bfloat16
+
+
+def test_our_adamw_takes_the_settings_and_the_overrides():
+    settings = Optim(state_dtype="int8", lr=0.5, betas=(0.8, 0.9), weight_decay=0.1, override_optimizer_config={"eps": 1e-6})
+    group = build_optimizer([nn.Parameter(torch.ones(64, 64))], settings).param_groups[0]
+    assert (group["lr"], group["betas"], group["weight_decay"], group["eps"]) == (0.5, (0.8, 0.9), 0.1, 1e-6)
+
+
+def test_an_argument_our_adamw_does_not_take_is_refused_by_name():
+    settings = Optim(state_dtype="int8", override_optimizer_config={"amsgrad": True})
+    with pytest.raises(ConfigError, match="amsgrad"):
+        build_optimizer(weights(), settings)
