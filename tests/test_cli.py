@@ -1,6 +1,7 @@
 """The command line as a person meets it: what it lists, what it prints, how it ends."""
 
 import json
+import os
 import shutil
 import subprocess
 import sys
@@ -53,15 +54,27 @@ def test_without_a_command_or_with_an_unknown_one_the_usage_is_shown_on_standard
     assert not arguments or arguments[0] in shown.err
 
 
-@pytest.mark.parametrize("entry", [["verl_memopt"], ["verl_memopt.cli"]])
+def test_a_command_says_what_it_needs(capsys):
+    assert ended(["report"]) == 2
+    assert "RUN_DIR" in capsys.readouterr().err
+
+
+def python(*arguments):
+    """Gives the finished process of an interpreter that finds what this one finds."""
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=60, env=environment)
+
+
+@pytest.mark.parametrize("entry", ["verl_memopt", "verl_memopt.cli"])
 def test_it_is_a_module_to_run_too(entry):
-    process = subprocess.run([sys.executable, "-m", *entry, "--version"], capture_output=True, text=True, timeout=60)
+    process = python("-m", entry, "--version")
     assert (process.returncode, process.stdout) == (0, f"verl-memopt {__version__}\n")
 
 
 def test_help_imports_neither_torch_nor_ray_nor_vllm():
     code = "import sys\nfrom verl_memopt.cli import main\ntry:\n    main(['--help'])\nexcept SystemExit:\n    print(*sys.modules)"
-    process = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60)
+    process = python("-c", code)
+    assert "verl_memopt" in process.stdout
     assert not {"torch", "ray", "vllm", "transformers"} & set(process.stdout.split())
 
 
