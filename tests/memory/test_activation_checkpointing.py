@@ -112,10 +112,10 @@ def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
             assert host == 0
 
 
-def test_fake_tensors_give_the_bytes_of_real_ones(folder):
+def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
     options = {"recompute": True, **SELECTIVE}
     with act.fake_ranks(4) as mesh:
-        assert act.fake_peaks(folder, mesh, **options) == act.peaks(act.build(folder, mesh, **options))
+        assert act.fake_peaks(untied_folder, mesh, **options) == act.peaks(act.build(untied_folder, mesh, **options))
 
 
 def test_names_and_classes_of_blocks_stay(untied_folder, one_rank):
