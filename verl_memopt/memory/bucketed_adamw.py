@@ -16,7 +16,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.optim import Optimizer
+from torch.optim import AdamW, Optimizer
 
 from verl_memopt.distributed.device import synchronize
 from verl_memopt.memory.host_buffers import host_buffer
@@ -66,8 +66,11 @@ class BucketedAdamW(Optimizer):
         seed: int = 0,
     ) -> None:
         """params: fp32 or bfloat16, plain or sharded on their first dimension. seed: of the rounding."""
-        super().__init__(params, {"lr": lr, "betas": tuple(betas), "eps": eps, "weight_decay": weight_decay, "num_steps": 0})
+        # Groups have the names of torch's AdamW, so that either can go on from the other's checkpoint.
+        theirs = AdamW([torch.zeros(1)], lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
+        super().__init__(params, theirs.defaults)
         self._offload, self._stochastic, self._seed = offload, stochastic_rounding, seed
+        self._num_steps = 0
         self._bucket_bytes = int(bucket_megabytes * MIB)
         first = self.param_groups[0]["params"][0]
         self._device = local(first).device
@@ -87,8 +90,7 @@ class BucketedAdamW(Optimizer):
                 loss = closure()
         for section in self._sections:
             self._update(section, [member for member in section.members if member.parameter.grad is not None])
-        for group in self.param_groups:
-            group["num_steps"] += 1
+        self._num_steps += 1
         return loss
 
     @torch.no_grad()
@@ -118,6 +120,7 @@ class BucketedAdamW(Optimizer):
                 source, target = local(state_dict["state"][name][key]), local(tensor)
                 if source.data_ptr() != target.data_ptr():
                     target.copy_(source)
+        self._num_steps = int(max(state["step"] for state in self.state.values()))
 
     def _make_state(self) -> None:
         """Takes one buffer for the whole state, on the host or the device, and shows each parameter its part."""
@@ -215,7 +218,7 @@ class BucketedAdamW(Optimizer):
         Replicas of a shard round alike too, or they would drift apart.
         """
         start = first.member.start + first.first
-        words = (self._seed, section.group["num_steps"], self._sections.index(section), start, *self._place)
+        words = (self._seed, self._num_steps, self._sections.index(section), start, *self._place)
         digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
         return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
 
