@@ -2,11 +2,10 @@
 
 Saves: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, their product and two gradients), less
     2 x h x I x b + T x h x b x (1 + 1 / n), since tiles sum the gradients of three weights and of the input side by side; I is
-    the MLP width, n ``tiled_mlp.num_shards``. Without activation checkpointing also the 4 x T x I x b that
-    each of the other L - 1 blocks keeps.
-    In passes without gradients 3 x T x I x b x (1 - 1 / n).
-Costs: one more forward of the MLP, none with activation checkpointing: what is computed again there stops before the MLP.
-    n products in place of one, which smaller tiles slow down.
+    the MLP width, n ``tiled_mlp.num_shards``. Without activation checkpointing also the 4 x T x I x b that each of the other
+    L - 1 blocks keeps. In passes without gradients 3 x T x I x b x (1 - 1 / n), less T x h x b.
+Costs: one more forward of the MLP, with activation checkpointing a third of one: what is computed again there stops before the
+    MLP. n products in place of one, which smaller tiles slow down.
 Pairs with: long micro-batches; activation checkpointing, which makes it free; LoRA; sharding, since a weight's gradient is
     summed over tiles before it is reduced.
 Exact: outputs and gradients of inputs are those of the whole; gradients of weights differ by the order of one sum over tokens.
@@ -160,7 +159,8 @@ class _SummingLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         weight_sum, bias_sum = ctx.sums
         if weight_sum is not None:
-            weight_sum.addmm_(grad.t(), x)
+            # In place, and by this name also counted by torch's FLOP counter.
+            torch.addmm(weight_sum, grad.t(), x, out=weight_sum)
         if bias_sum is not None:
             bias_sum.add_(grad.sum(0))
         return grad @ weight, None, None, None, None
