@@ -87,6 +87,8 @@ def runs(toy, folder):
     yield load_settings("rloo_trainer", common(toy, folder / "plain") + plain)
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other)
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other + resumed)
+    lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
+    yield load_settings("rloo_trainer", common(toy, folder / "lora") + plain + lora)
 
 
 @pytest.fixture(scope="module")
