@@ -80,16 +80,16 @@ def test_row_ranges_land_where_the_loader_puts_the_whole_tensors(rows: int, rank
     whole = tensors()
     loaded, written = FusedModel(rank, ranks), FusedModel(rank, ranks)
     loaded.load_weights(iter(whole.items()))
-    places = WeightMap.of({name: tensor.shape for name, tensor in whole.items()}, written.load_weights)
+    places = WeightMap.of({name: tensor.shape for name, tensor in whole.items()}, written.load_weights, torch.float32)
     calls = len(written.calls)
-    places.write(sliced(whole, rows), torch.float32)
+    places.write(sliced(whole, rows))
     assert len(written.calls) == calls
     assert all(torch.equal(written.parameters[name], loaded.parameters[name]) for name in loaded.parameters)
 
 
 def test_learning_the_places_changes_no_weight_but_the_padding() -> None:
     model = FusedModel(1, 2)
-    WeightMap.of({name: torch.Size(shape) for name, shape in SHAPES.items()}, model.load_weights)
+    WeightMap.of({name: torch.Size(shape) for name, shape in SHAPES.items()}, model.load_weights, torch.float32)
     assert all((model.parameters[name] == 0).all() for name in ("qk", "down", "norm", "one"))
     assert (model.parameters["vocab"][:2] == 7).all()
     assert (model.parameters["vocab"][2:] == 0).all()
@@ -97,6 +97,6 @@ def test_learning_the_places_changes_no_weight_but_the_padding() -> None:
 
 def test_a_tensor_that_is_not_plainly_copied_reaches_the_loader_whole() -> None:
     model, tensor = FusedModel(0, 1), torch.randn(3)
-    places = WeightMap.of({"halved": tensor.shape}, model.load_weights)
-    places.write(sliced({"halved": tensor}, 1), torch.float32)
+    places = WeightMap.of({"halved": tensor.shape}, model.load_weights, torch.float32)
+    places.write(sliced({"halved": tensor}, 1))
     assert torch.equal(model.parameters["halved"], tensor / 2)

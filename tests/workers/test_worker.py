@@ -10,8 +10,10 @@ from tests.ranks import run_ranks
 from tests.workers.test_policy import batch
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.errors import CheckpointError, RolloutError
+from verl_memopt.errors import CheckpointError, DeviceMemoryError, RolloutError
+from verl_memopt.memory.host_buffers import GIB, host_allocator
 from verl_memopt.models.build import named_weights
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.workers.group import Placement
@@ -265,3 +267,20 @@ def test_another_number_of_ranks_goes_on_from_a_checkpoint_and_back(made, tiny_f
     call(back, "load", str(tmp_path / "two"), ALL)
     for name, tensor in weights(back).items():
         torch.testing.assert_close(tensor, weights(worker)[name], rtol=0, atol=2e-5)
+
+
+def test_a_phase_past_the_device_limit_is_an_error_that_names_it_and_the_worker_goes_on(made):
+    worker = made(memory=Memory(device_limit_gb=0.0011), free_engine=True)
+    counts = GlobalCounts(tokens=1.0, sequences=16.0)
+    mini = [MiniBatch(batch(), [list(range(16))], counts)]
+    with pytest.raises(DeviceMemoryError, match=r"update_actor: out of device memory at 0\.0011.* of 0\.0011 GiB .*Most of it is "):
+        worker.call("update_actor", True, "update_actor", mini)
+    # Bytes are only counted in tracked phases of a CPU, so only those are refused.
+    assert worker.call("update_actor", False, "update_actor", mini).value["actor/loss"]
+
+
+def test_a_workers_host_limits_end_with_it(made):
+    worker = made(memory=Memory(host_limit_gb=2, pinned_limit_gb=1))
+    assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (2 * GIB, GIB)
+    worker.close()
+    assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (None, None)

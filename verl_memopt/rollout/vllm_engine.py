@@ -135,8 +135,8 @@ class VllmEngine:
         """Copies each slice to where vLLM's own loader would have put it."""
         assert self._expected is not None
         if self._map is None:
-            self._map = WeightMap.of(self._expected.shapes, model.load_weights)
-        self._map.write(weights, self._dtype)
+            self._map = WeightMap.of(self._expected.shapes, model.load_weights, self._dtype)
+        self._map.write(weights)
 
     def _parameters(self, sampling: SamplingSettings, seed: int) -> Any:
         from vllm import SamplingParams

@@ -45,20 +45,25 @@ class _Place:
 class WeightMap:
     """Made by :meth:`of`. It holds views of the engine's parameters, which must stay where they are."""
 
-    def __init__(self, places: dict[str, list[_Place]], load: Loader) -> None:
+    def __init__(self, places: dict[str, list[_Place]], load: Loader, dtype: torch.dtype) -> None:
         self._places = places
         self._load = load
+        self._dtype = dtype
 
     @classmethod
-    def of(cls, shapes: Mapping[str, torch.Size], load: Loader) -> WeightMap:
-        """Learns the places of tensors of these shapes. What is not plainly copied is left to the loader, as whole tensors."""
-        places = {name: found for name, shape in shapes.items() if (found := _places_of(name, shape, load)) is not None}
-        return cls(places, load)
+    def of(cls, shapes: Mapping[str, torch.Size], load: Loader, dtype: torch.dtype) -> WeightMap:
+        """Learns the places of tensors of these shapes. What is not plainly copied is left to the loader, as whole tensors.
+
+        dtype: of the tensors the loader is given.
+        """
+        probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
+        places = {name: found for name, probe in probes.items() if (found := _places_of(name, probe, load)) is not None}
+        return cls(places, load, dtype)
 
     @torch.no_grad()
-    def write(self, weights: Iterator[WeightSlice], dtype: torch.dtype) -> None:
-        """Copies slices to their places, cast as they are copied; dtype: of the tensors the loader is given."""
-        for name, tensor in joined(self._straight(weights), dtype):
+    def write(self, weights: Iterator[WeightSlice]) -> None:
+        """Copies slices to their places, cast as they are copied."""
+        for name, tensor in joined(self._straight(weights), self._dtype):
             self._load(iter([(name, tensor)]))
 
     def _straight(self, weights: Iterator[WeightSlice]) -> Iterator[WeightSlice]:
@@ -71,8 +76,7 @@ class WeightMap:
                 place.write(part)
 
 
-def _places_of(name: str, shape: torch.Size, load: Loader) -> list[_Place] | None:
-    probe = torch.empty(shape, device="meta")
+def _places_of(name: str, probe: Tensor, load: Loader) -> list[_Place] | None:
     with torch.no_grad(), _Copies(probe) as copies:
         load(iter([(name, probe)]))
     return copies.places
