@@ -13,6 +13,7 @@ from verl_memopt.config.schema import TiledMlp
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora import apply_lora
+from verl_memopt.memory.quantized_frozen import quantize_blocks, quantized_layers
 from verl_memopt.memory.tiled_mlp import KNOWN, tile_mlps
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
@@ -264,3 +265,19 @@ def test_a_layer_that_is_not_linear_is_refused_by_name():
     model.mlp.up_proj = nn.Bilinear(2, 2, 2)
     with pytest.raises(ConfigError, match="up_proj of LlamaMLP is Bilinear"):
         tile_mlps([model], 4)
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_reference_is_tiled_as_well(kind):
+    x, found = torch.randn(1, 9, 64), []
+    for tiles in (False, True):
+        model = block(bias=False, width=64, wide=128)
+        weights = dict(model.named_parameters())
+        quantize_blocks([model], kind)
+        for name, layer in quantized_layers(model).items():
+            layer.qweight.copy_(layer.quantize(weights[f"{name}.weight"].detach()))
+        if tiles:
+            tile_mlps([model], SHARDS, trained=False)
+        with torch.no_grad():
+            found.append(model(x))
+    assert relative(found[1], found[0]) <= BOUND

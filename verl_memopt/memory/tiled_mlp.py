@@ -33,25 +33,26 @@ KNOWN = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-def tile_mlps(blocks: Iterable[nn.Module], num_shards: int) -> None:
+def tile_mlps(blocks: Iterable[nn.Module], num_shards: int, trained: bool = True) -> None:
     """Makes the MLP of each decoder block compute over ``num_shards`` tiles, without changing its class, name or state.
 
+    trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
     Errors: ConfigError naming an MLP class, or a layer in it, whose mathematics this file does not know.
     """
     for block in blocks:
         mlp = getattr(block, "mlp", None)
-        _check(block, mlp)
+        _check(block, mlp, trained)
         mlp.forward = functools.partial(_tiled_forward, mlp, mlp.forward, num_shards)  # type: ignore[union-attr]
 
 
-def _check(block: nn.Module, mlp: Any) -> None:
+def _check(block: nn.Module, mlp: Any, trained: bool) -> None:
     if type(mlp).__name__ not in KNOWN:
         found = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
         raise ConfigError(
             f"{KEY}.enabled=true: {type(block).__name__} {found}; tiles are known for {', '.join(KNOWN)}. "
             f"Set {KEY}.enabled=false."
         )
-    for name in LAYERS:
+    for name in LAYERS if trained else ():
         layer = getattr(mlp, name)
         if type(layer) not in (nn.Linear, LoraLinear):
             raise ConfigError(

@@ -72,7 +72,7 @@ def build_scorer(
         quantize_blocks(policy.blocks(), quantization)
     blocks = _blocks(policy, fsdp)
     if model.tiled_mlp.enabled:
-        tile_mlps(policy.blocks(), model.tiled_mlp.num_shards)
+        tile_mlps(policy.blocks(), model.tiled_mlp.num_shards, trained)
     if recompute:
         checkpoint_blocks(blocks, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
     units = sharding_units(lm.get_input_embeddings(), blocks, lm.get_output_embeddings(), policy.tied, fsdp.own_units)
