@@ -84,7 +84,7 @@ class TiledMlp:
 @dataclass(frozen=True)
 class Model:
     path: str = REQUIRED
-    """Folder in Hugging Face format, or a hub id. ``tiny`` makes the tiny Qwen3 locally."""
+    """Folder in Hugging Face format, or a hub id; ``verl-memopt toy`` makes a tiny one."""
     hf_config_path: str | None = None
     """Read config.json from this folder in place of ``path``."""
     tokenizer_path: str | None = None
