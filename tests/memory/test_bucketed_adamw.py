@@ -2,6 +2,7 @@ from contextlib import nullcontext
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.distributed.tensor import distribute_tensor
 
@@ -14,6 +15,7 @@ from verl_memopt.distributed.sharded_state import load_training_state, save_trai
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.bucketed_adamw import MIB, BucketedAdamW
 from verl_memopt.memory.optimizer_in_backward import StepInBackward
+from verl_memopt.memory.optimizer_layout import local
 from verl_memopt.observe.fsdp_kinds import fsdp_kinds
 from verl_memopt.workers.schedule import build_schedule
 
@@ -231,9 +233,34 @@ def test_a_checkpoint_in_another_format_is_refused_by_name(one_rank, tmp_path):
         load_training_state(tmp_path, *run(one_rank, {"state_dtype": "int8"}), CPU, ALL)
 
 
+def stepped_in_backward(mesh, in_backward):
+    """Gives this rank's weights after two updates from gradients that FSDP2 reduces."""
+    model, optimizer, _ = run(mesh, {"offload": True, "bucket_megabytes": 0.25})
+    stepping = StepInBackward(optimizer) if in_backward else None
+    x = torch.randn(4, 256, generator=torch.Generator().manual_seed(dist.get_rank()))
+    for _ in range(2):
+        model(x).square().sum().backward()
+        if stepping is not None:
+            assert all(parameter.grad is None for parameter in model.parameters())
+            stepping.norm()
+        optimizer.step()
+        optimizer.zero_grad()
+    return [local(parameter) for parameter in model.parameters()]
+
+
+def replicas(rank):
+    """Gives this rank's copy of weights that both ranks hold, after a step that rounds them by chance."""
+    rounding = {"state_dtype": "int8", "stochastic_rounding": True}
+    model, optimizer, schedule = run(training_mesh("cpu", 2, 1), rounding, BF16)
+    sharded_step(model, optimizer, schedule, seed=1)
+    return [local(parameter).float().detach().numpy() for parameter in model.parameters()]
+
+
 def two_ranks(rank, folder):
     """Gives, per format, what two ranks load and what they have after a further step; and saves it for a world of one."""
     mesh, found = training_mesh("cpu", 2, -1), {}
+    assert same(stepped_in_backward(mesh, True), stepped_in_backward(mesh, False))
+    found["replicas"] = replicas(rank)
     for kind in OVER_RANKS:
         two = run(mesh, FORMATS[kind])
         load_training_state(folder / kind, *two, CPU, ALL)
@@ -244,13 +271,16 @@ def two_ranks(rank, folder):
     return found
 
 
-def test_another_number_of_ranks_loads_the_same_state_and_takes_the_same_step(one_rank, tmp_path):
+def test_two_ranks_load_the_state_of_one_step_alike_in_backward_and_keep_replicas_equal(one_rank, tmp_path):
     runs = {kind: run(one_rank, FORMATS[kind]) for kind in OVER_RANKS}
     for kind, one in runs.items():
         sharded_step(*one, seed=1)
         save_training_state(tmp_path / kind, *one, CPU, ALL)
     before = {kind: values(*one[:2]) for kind, one in runs.items()}
-    for answer in run_ranks(two_ranks, 2, tmp_path):
+    answers = run_ranks(two_ranks, 2, tmp_path)
+    for one, other in zip(*(answer.pop("replicas") for answer in answers), strict=True):
+        assert (one == other).all()
+    for answer in answers:
         for kind, (loaded, _) in answer.items():
             assert same([torch.from_numpy(array) for array in loaded], [tensor.float() for tensor in before[kind]]), kind
     for kind, one in runs.items():
