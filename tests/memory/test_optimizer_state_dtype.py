@@ -165,3 +165,13 @@ def test_state_takes_what_the_formula_says_and_the_step_three_buckets(state_dtyp
 def give_gradients_of(model):
     for parameter in model.parameters():
         parameter.grad = torch.ones_like(parameter)
+
+
+def test_what_keeps_fp32_moments_is_told_and_more_loudly_when_it_is_most(caplog):
+    caplog.set_level("INFO")
+    narrow, wide = torch.nn.Parameter(torch.zeros(100, 16)), torch.nn.Parameter(torch.zeros(100, 64))
+    BucketedAdamW([narrow, wide], lr=1e-2, state_dtype="int8")
+    BucketedAdamW([narrow], lr=1e-2, state_dtype="int8")
+    BucketedAdamW([wide], lr=1e-2, state_dtype="int8")
+    assert [record.levelname for record in caplog.records] == ["INFO", "WARNING"]
+    assert "1600 of 8000 elements keep fp32 moments" in caplog.messages[0]

@@ -10,6 +10,7 @@ Pairs with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.stochastic_rou
 from __future__ import annotations
 
 import hashlib
+import logging
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from itertools import chain
 from typing import Any
@@ -35,12 +36,15 @@ from verl_memopt.memory.optimizer_layout import (
     shown,
 )
 from verl_memopt.memory.optimizer_offload import SLOTS, StateLanes
-from verl_memopt.memory.optimizer_state_dtype import Planes, Work
+from verl_memopt.memory.optimizer_state_dtype import LEAST_BLOCK, MOST_BLOCK, Planes, Work
 from verl_memopt.memory.stochastic_rounding import round_to_bfloat16_
 from verl_memopt.observe.byte_tracker import scope
 
+logger = logging.getLogger(__name__)
+
 MIB = 2**20
 KIND = "optimizer"
+KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows have no blocks of %d elements or more"
 
 
 class BucketedAdamW(Optimizer):
@@ -80,6 +84,7 @@ class BucketedAdamW(Optimizer):
         self._sections = sections(self.param_groups, state_dtype)
         self._section_of = {id(member.parameter): (section, member) for section in self._sections for member in section.members}
         self._make_state()
+        self._tell_what_stays_fp32(state_dtype)
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
@@ -145,6 +150,13 @@ class BucketedAdamW(Optimizer):
         for (section, member), step in zip(members, steps.unbind(), strict=True):
             parts = {plane.name: shown(member, plane, section.planes[plane.name]) for plane in section.format.planes}
             self.state[member.parameter] = {"step": step, **parts}
+
+    def _tell_what_stays_fp32(self, state_dtype: str) -> None:
+        whole = sum(section.numel for section in self._sections)
+        kept = sum(section.numel for section in self._sections if not section.format.decodes)
+        if state_dtype in MOST_BLOCK and kept:
+            level = logging.WARNING if 2 * kept > whole else logging.INFO
+            logger.log(level, KEPT, state_dtype, kept, whole, LEAST_BLOCK)
 
     def _update(self, section: Section, members: Sequence[Member]) -> None:
         if not members:
