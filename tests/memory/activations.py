@@ -13,6 +13,7 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group, training_mesh
 from verl_memopt.memory.activation_offload import ActivationOffload
+from verl_memopt.memory.lora import initialize_adapters
 from verl_memopt.models.pack import TENSORS, Pack
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
@@ -49,6 +50,7 @@ def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32
     scorer = build_scorer(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute, trained=True)
     if fill:
         materialize(scorer, folder, CPU)
+        initialize_adapters(scorer, 1)
     moved = None if offload is None else ActivationOffload(scorer, CPU, *offload, chunk_bytes=CHUNK)
     return Policy(scorer, ACTOR, 10, world_size, CPU, moved)
 
@@ -84,7 +86,7 @@ def three_steps(policy, mini):
     for _ in range(3):
         log_probs = policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs
         policy.accumulate(micros(mini), mini.counts, 0.9)
-        gradients = [whole(parameter.grad) for parameter in policy.model.parameters()]
+        gradients = [whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
         policy.optimizer.zero_grad()
         found.append([log_probs, *gradients, *map(torch.tensor, policy.update([mini], 0.9).values())])
     return [tensor for step in found for tensor in step] + [whole(parameter) for parameter in policy.model.parameters()]

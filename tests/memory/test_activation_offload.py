@@ -27,6 +27,7 @@ RECOMPUTED = {
     "selective": {"recompute": True, "gradient_checkpointing_mode": "selective"},
     "every_n": {"recompute": True, "gradient_checkpointing_mode": "every_n"},
     "tiled": {"recompute": True, "tiled_mlp": TiledMlp(True, 4)},
+    "lora": {"recompute": True, "lora_rank": 4},
 }
 
 
@@ -134,15 +135,61 @@ def test_tensors_that_start_together_and_differ_in_layout_stay_apart():
         assert torch.equal(found, expected)
 
 
-def test_a_storage_written_to_between_two_saves_is_kept_twice():
-    buffer, offload = torch.full((8,), 2.0), offload_of(nn.Identity())
-    one, two = (torch.ones(8, requires_grad=True) for _ in range(2))
+def test_a_storage_written_to_once_it_has_left_is_kept_twice():
+    buffer, offload = torch.full((8,), 2.0), offload_of(nn.Identity(), in_flight=1)
+    one, two, others = (torch.ones(8, requires_grad=True) for _ in range(3))
     with offload.forward():
-        first = (one * buffer).sum()
+        loss = (one * buffer).sum()
+        loss = loss + others.exp().sum()  # its output takes the one place in flight
         buffer.mul_(5)
-        loss = first + (two * buffer).sum()
+        loss = loss + (two * buffer).sum()
     loss.backward()
     assert (one.grad.unique().tolist(), two.grad.unique().tolist()) == ([2.0], [10.0])
+
+
+def test_a_storage_written_to_while_it_leaves_is_an_error_as_it_is_to_autograd():
+    buffer, offload, weight = torch.full((8,), 2.0), offload_of(nn.Identity()), torch.ones(8, requires_grad=True)
+    with offload.forward():
+        loss = (weight * buffer).sum()
+        buffer.mul_(5)
+    with pytest.raises(AssertionError, match="written to in place"):
+        loss.backward()
+
+
+class LateStream:
+    """A device's stream of copies at its slowest: a copy runs when it is waited for, after all that were queued before it."""
+
+    def __init__(self):
+        self.queue, self.done = [], 0
+
+    def copy(self, target, source):
+        self.queue.append([(weakref.ref(t.untyped_storage()), t.storage_offset(), t.numel()) for t in (target, source)])
+        return len(self.queue)
+
+    def wait(self, event):
+        while event is not None and self.done < event:
+            target, source = map(self.tensor, self.queue[self.done])
+            target.copy_(source)
+            self.done += 1
+
+    @staticmethod
+    def tensor(place):
+        storage, offset, size = place
+        assert storage() is not None, "memory that is still copied was let go"
+        return torch.empty(0, dtype=torch.uint8).set_(storage(), offset, (size,))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 5, 1000])
+def test_copies_may_run_as_late_as_they_are_waited_for(chain, x, in_flight):
+    expected, offload = gradients(chain, x), offload_of(chain, in_flight)
+    offload.stream = LateStream()
+    for _ in range(2):
+        assert equal(gradients(chain, x, offload), expected)
+    with offload.forward():
+        abandoned = chain(x).sum()
+    del abandoned
+    assert equal(gradients(chain, x, offload), expected)
+    assert offload.stream.done == len(offload.stream.queue)
 
 
 # Traffic.
@@ -286,7 +333,7 @@ def test_a_backward_may_be_run_twice(chain, x):
 
 def test_fifty_steps_hold_no_more_than_one(untied_folder, one_rank):
     policy = act.build(untied_folder, one_rank, offload=(1, 2), recompute=True)
-    minis = [act.mini_batch(response=response) for response in (9, 12, 5)]
+    minis = [act.mini_batch(response=response, micro_batches=1) for response in (9, 12, 5)]
     policy.update(minis, 0.9)
     held, objects = policy.offload.arena.held_bytes, len(gc.get_objects())
     for step in range(50):

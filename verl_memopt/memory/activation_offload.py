@@ -103,6 +103,7 @@ class _Stored:
         self.slot: Slot | None = None
         self.slot = offload.arena.take(self.num_bytes)
         self.on_device: Tensor | None = source
+        self._version = source._version
         self._done = self._copy(list(zip(self.slot.parts, self._cut(source), strict=True)))
 
     def fetch(self) -> None:
@@ -111,28 +112,37 @@ class _Stored:
         if self.on_device is None:
             self.on_device = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.offload._device)
             self._done = self._copy(list(zip(self._cut(self.on_device), self.slot.parts, strict=True)))
+            self._version = self.on_device._version
 
     def ready(self) -> Tensor:
         """Gives the bytes on the device, for work that is queued from here on."""
         self.fetch()
         assert self.on_device is not None
+        self._check_unwritten(self.on_device)
         self._wait()
         self.used = True
         return self.on_device
 
     def leave_device(self) -> None:
         """Lets the device have the memory back as soon as the copy is done."""
-        self._wait()
-        self.on_device = None
+        if self.on_device is not None:
+            self._check_unwritten(self.on_device)
+            self._wait()
+            self.on_device = None
 
     def release(self) -> None:
         """Gives up both copies."""
         if self.slot is not None:
-            self.leave_device()
+            self._wait()
+            self.on_device = None
             self.offload.arena.give_back(self.slot)
             self.slot = None
 
     __del__ = release
+
+    def _check_unwritten(self, held: Tensor) -> None:
+        # The copy may run as late as this: autograd, too, refuses a saved tensor that was written to.
+        assert held._version == self._version, "a tensor saved for backward was written to in place"
 
     def _cut(self, flat: Tensor) -> tuple[Tensor, ...]:
         assert self.slot is not None
