@@ -57,6 +57,25 @@ def test_on_a_cpu_there_is_nothing_to_wait_for_to_free_or_to_restore():
     assert torch.equal(torch.get_rng_state(), before)
 
 
+def test_on_a_cpu_a_copy_is_done_when_it_returns():
+    stream, target = device.CopyStream(CPU), torch.zeros(4)
+    event = stream.copy(target, torch.ones(4))
+    assert (event, target.tolist()) == (None, [1.0] * 4)
+    stream.wait(event)
+
+
+@pytest.mark.gpu
+def test_copies_to_the_host_and_back_keep_their_order_beside_the_computation():
+    here = device.local_device("cuda", 0)
+    stream, rested = device.CopyStream(here), torch.empty(2**24, pin_memory=True)
+    source = torch.rand(2**24, device=here)
+    expected, back = source.clone(), torch.empty_like(source)
+    stream.wait(stream.copy(rested, source))
+    source.zero_()
+    stream.wait(stream.copy(back, rested))
+    assert torch.equal(back, expected)
+
+
 @pytest.mark.gpu
 def test_the_allocators_peak_falls_to_the_present_when_reset():
     here = device.local_device("cuda", 0)

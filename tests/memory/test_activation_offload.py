@@ -11,6 +11,7 @@ from tests.memory.activations import D as HEAD_SIZE
 from tests.memory.activations import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
+from verl_memopt.distributed.device import local_device, memory_allocated, synchronize
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_offload import ActivationOffload
@@ -190,6 +191,25 @@ def test_copies_may_run_as_late_as_they_are_waited_for(chain, x, in_flight):
     del abandoned
     assert equal(gradients(chain, x, offload), expected)
     assert offload.stream.done == len(offload.stream.queue)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_on_a_gpu_copies_beside_the_computation_change_no_gradient_and_free_the_device(in_flight):
+    here = local_device("cuda", 0)
+    model, x = Chain(depth=16, width=2048).to(here), torch.randn(8192, 2048, device=here)
+    offload = ActivationOffload(model, here, 2**20, in_flight)
+    expected = gradients(model, x)
+    for _ in range(5):
+        assert equal(gradients(model, x, offload), expected)
+    before = memory_allocated(here)
+    with offload.forward():
+        loss = model(x).sum()
+    synchronize(here)
+    # Each of 16 layers keeps three tensors like x; one is still there.
+    assert memory_allocated(here) - before <= 2 * x.nbytes
+    assert all(part.is_pinned() for part in offload.arena.take(1).parts)
+    del loss
 
 
 # Traffic.
