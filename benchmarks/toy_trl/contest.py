@@ -55,8 +55,11 @@ class Contest:
         folder.mkdir(exist_ok=True)
         batch = gate.make_batch(vocabulary=320)
         batch.write(folder / "batch.json")
-        for python, module in ((str(TRL_PYTHON), "gate_trl"), (sys.executable, "gate_ours")):
-            call([python, "-m", f"benchmarks.toy_trl.{module}", str(self.task), str(folder)], folder / f"{module}.log")
+        for side in gate.TRL_SIDES:
+            module = [str(TRL_PYTHON), "-m", "benchmarks.toy_trl.gate_trl"]
+            call([*module, str(self.task), str(folder), side], folder / f"{side}.log")
+        module = [sys.executable, "-m", "benchmarks.toy_trl.gate_ours"]
+        call([*module, str(self.task), str(folder)], folder / f"{gate.OUR_SIDE}.log")
         return gate.compare(folder, batch)
 
     def tracked(self) -> dict[Contestant, list[Record]]:

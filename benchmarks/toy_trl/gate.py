@@ -1,4 +1,4 @@
-"""Whether both trainers compute the same: one fixed batch of ids and advantages through both loss paths.
+"""Whether all trainers compute the same: one fixed batch of ids and advantages through each loss path.
 
 ``python -m benchmarks.toy_trl.gate_trl`` and ``gate_ours`` write what each finds; this module makes the batch and compares.
 """
@@ -15,6 +15,9 @@ from benchmarks.toy_trl.work import WORK
 CASES = {"on-policy": False, "off-policy": True}
 """Whether the old log-probs of a case are moved away from the policy's."""
 MICRO_BATCHES = (1, 8)
+TRL_SIDES = {"trl": False, "trl-trimmed": True}
+"""TRL as it comes, and trimmed."""
+OUR_SIDE = "ours"
 BOUND = 1e-5
 """Largest relative difference of loss, gradient norm and gradient, and largest difference of a log-prob in nats."""
 
@@ -68,11 +71,12 @@ class Finding:
 
 @dataclass(frozen=True)
 class Difference:
-    """How far both sides are apart. Relative ones are to TRL's; ``gradient`` is of the whole gradient as one vector.
+    """How far a side is from ours. Relative ones are to TRL's; ``gradient`` is of the whole gradient as one vector.
 
     The loss of a case may be 0 in truth, so it is relative to the mean of the absolute advantages.
     """
 
+    side: str
     case: str
     micro_batches: int
     loss: float
@@ -90,19 +94,25 @@ class Difference:
 
 def compare(folder: Path, batch: Batch) -> list[Difference]:
     """Gives the differences of all cases from what both sides wrote into the folder."""
-    return [_difference(folder, batch, case, micro_batches) for case in CASES for micro_batches in MICRO_BATCHES]
+    return [
+        _difference(folder, side, batch, case, micro_batches)
+        for side in TRL_SIDES
+        for case in CASES
+        for micro_batches in MICRO_BATCHES
+    ]
 
 
-def _difference(folder: Path, batch: Batch, case: str, micro_batches: int) -> Difference:
+def _difference(folder: Path, side: str, batch: Batch, case: str, micro_batches: int) -> Difference:
     from safetensors.torch import load_file
 
     name = file_name(case, micro_batches)
-    trl, ours = (Finding(**json.loads((folder / side / f"{name}.json").read_text())) for side in ("trl", "ours"))
-    theirs, mine = (load_file(folder / side / f"{name}.safetensors") for side in ("trl", "ours"))
+    trl, ours = (Finding(**json.loads((folder / one / f"{name}.json").read_text())) for one in (side, OUR_SIDE))
+    theirs, mine = (load_file(folder / one / f"{name}.safetensors") for one in (side, OUR_SIDE))
     assert theirs.keys() == mine.keys(), theirs.keys() ^ mine.keys()
     squared = sum(float((theirs[key].double() - mine[key].double()).square().sum()) for key in theirs)
     scale = sum(map(abs, batch.advantages)) / len(batch.advantages)
     return Difference(
+        side=side,
         case=case,
         micro_batches=micro_batches,
         loss=abs(trl.loss - ours.loss) / scale,

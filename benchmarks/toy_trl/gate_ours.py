@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from torch.distributed.tensor import DTensor
 
-from benchmarks.toy_trl.gate import CASES, MICRO_BATCHES, Batch, Finding, file_name, slices
+from benchmarks.toy_trl.gate import CASES, MICRO_BATCHES, OUR_SIDE, Batch, Finding, file_name, slices
 from benchmarks.toy_trl.ours import overrides
 from benchmarks.toy_trl.work import OURS, WORK, Contestant, Plan
 from verl_memopt.algorithms.reductions import GlobalCounts
@@ -73,13 +73,13 @@ def _whole(gradient: Tensor | None) -> Tensor:
 def main(task: Path, folder: Path) -> None:
     """Writes all cases."""
     batch = Batch.read(folder / "batch.json")
-    (folder / "ours").mkdir(exist_ok=True)
-    worker = build_worker(task, folder / "ours")
+    (folder / OUR_SIDE).mkdir(exist_ok=True)
+    worker = build_worker(task, folder / OUR_SIDE)
     try:
         assert worker.policy is not None
         for case in CASES:
             for micro_batches in MICRO_BATCHES:
-                find(worker.policy, batch, case, micro_batches, folder / "ours")
+                find(worker.policy, batch, case, micro_batches, folder / OUR_SIDE)
     finally:
         worker.close()
 

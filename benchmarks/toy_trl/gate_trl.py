@@ -1,4 +1,4 @@
-"""``python -m benchmarks.toy_trl.gate_trl TASK FOLDER``: TRL's loss and gradient of the fixed batch.
+"""``python -m benchmarks.toy_trl.gate_trl TASK FOLDER SIDE``: TRL's loss and gradient of the fixed batch.
 
 Runs in TRL's own environment.
 """
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from trl.trainer.utils import pad
 
-from benchmarks.toy_trl.gate import CASES, MICRO_BATCHES, Batch, Finding, file_name, slices
+from benchmarks.toy_trl.gate import CASES, MICRO_BATCHES, TRL_SIDES, Batch, Finding, file_name, slices
 from benchmarks.toy_trl.trl_trainer import MeasuredTrainer, build
 from benchmarks.toy_trl.work import TRL, WORK, Contestant
 
@@ -71,16 +71,17 @@ def find(trainer: MeasuredTrainer, batch: Batch, case: str, micro_batches: int, 
     (folder / f"{file_name(case, micro_batches)}.json").write_text(json.dumps(asdict(Finding(loss, norm, kept))))
 
 
-def main(task: Path, folder: Path) -> None:
-    """Writes all cases."""
+def main(task: Path, folder: Path, side: str) -> None:
+    """Writes all cases of a side."""
     batch = Batch.read(folder / "batch.json")
-    (folder / "trl").mkdir(exist_ok=True)
-    trainer = build(Contestant(TRL, "hf", 1), task, folder / "trl" / "run", steps=1, seed=0, track=False)
+    own = folder / side
+    own.mkdir(exist_ok=True)
+    trainer = build(Contestant(TRL, "hf", 1, trimmed=TRL_SIDES[side]), task, own / "run", steps=1, seed=0, track=False)
     trainer.meter.begin_step()
     for case in CASES:
         for micro_batches in MICRO_BATCHES:
-            find(trainer, batch, case, micro_batches, folder / "trl")
+            find(trainer, batch, case, micro_batches, own)
 
 
 if __name__ == "__main__":
-    main(Path(sys.argv[1]), Path(sys.argv[2]))
+    main(Path(sys.argv[1]), Path(sys.argv[2]), sys.argv[3])

@@ -13,6 +13,8 @@ from benchmarks.toy_trl.work import NOTHING, OURS, PHASES, WARM_UP, Contestant, 
 
 MIB = 2**20
 REST = "rest"
+"""What a step takes beyond its phases: data, advantages, metrics, logging."""
+PARTS = (*PHASES, REST)
 PASSES = ("update", "log_prob", "rollout")
 """Phases whose peak is reported."""
 
@@ -23,27 +25,33 @@ class VoidError(Exception):
 
 @dataclass(frozen=True)
 class Spread:
-    """Median over runs of each run's median step, and the fastest and the slowest run's."""
+    """What steps took in several runs, in seconds."""
 
+    least: float
+    """Of all steps: what the work takes when nothing disturbs it. The neighbours on a machine only ever add to it."""
     median: float
-    fastest: float
-    slowest: float
+    """Over runs, of each run's median step."""
+    fastest_run: float
+    """The least median of a run."""
+    slowest_run: float
+    """The greatest median of a run."""
 
 
 @dataclass(frozen=True)
 class Row:
-    """One contestant's result. ``cpu`` is processor time of the process, ``wall`` includes waiting for the processor."""
+    """One contestant's result. ``cpu``: processor time of the process; other seconds are on the wall, waiting included."""
 
     contestant: str
     rollout: str
     micro_batches: int
     seconds_per_step: Spread
-    """On the wall."""
     cpu_seconds_per_step: Spread
-    seconds: dict[str, float]
-    """Of a step on the wall, by phase and ``rest``."""
-    cpu_seconds: dict[str, float]
-    """The same in processor time."""
+    seconds: dict[str, Spread]
+    """By phase, and ``rest``."""
+    cpu_seconds: dict[str, Spread]
+    """By phase, and ``rest``."""
+    least_step: dict[str, float]
+    """Processor seconds of the step that took the least, by phase, and ``rest``."""
     peak_bytes: dict[str, int]
     """Most live tensor bytes at once, by phase."""
     engine_bytes: int
@@ -63,6 +71,7 @@ def row_of(contestant: Contestant, timed: Sequence[Record], tracked: Sequence[Re
         )
     steps = [timed_steps(record) for record in timed]
     phases = [timed_phases(record) for record in timed]
+    least = min((step for run in phases for step in run), key=lambda step: sum(part.cpu for part in step.values()))
     peaks = tracked[0].peaks
     return Row(
         contestant=contestant.name,
@@ -70,8 +79,9 @@ def row_of(contestant: Contestant, timed: Sequence[Record], tracked: Sequence[Re
         micro_batches=contestant.micro_batches,
         seconds_per_step=spread([[step.wall for step in run] for run in steps]),
         cpu_seconds_per_step=spread([[step.cpu for step in run] for run in steps]),
-        seconds={name: spread([[step[name].wall for step in run] for run in phases]).median for name in (*PHASES, REST)},
-        cpu_seconds={name: spread([[step[name].cpu for step in run] for run in phases]).median for name in (*PHASES, REST)},
+        seconds={name: spread([[step[name].wall for step in run] for run in phases]) for name in PARTS},
+        cpu_seconds={name: spread([[step[name].cpu for step in run] for run in phases]) for name in PARTS},
+        least_step={name: part.cpu for name, part in least.items()},
         peak_bytes={name: peaks[name].bytes for name in PASSES},
         engine_bytes=peaks["update"].engine_bytes,
         response_tokens_per_step=mean(tokens for record in timed for tokens in record.response_tokens),
@@ -84,7 +94,7 @@ def row_of(contestant: Contestant, timed: Sequence[Record], tracked: Sequence[Re
 def spread(runs: Sequence[Sequence[float]]) -> Spread:
     """Gives the spread of runs, each a list of its steps."""
     medians = [median(run) for run in runs]
-    return Spread(median(medians), min(medians), max(medians))
+    return Spread(min(map(min, runs)), median(medians), min(medians), max(medians))
 
 
 def timed_steps(record: Record) -> list[Moment]:
@@ -113,10 +123,9 @@ COLUMNS = (
     "trainer",
     "rollout\nengine",
     "micro-\nbatches",
-    "wall ms\nper step",
-    "fastest-\nslowest",
     "CPU ms\nper step",
-    "fastest-\nslowest",
+    "median\nstep",
+    "medians\nof runs",
     "of it\nrollout",
     "of it\nlog-prob",
     "of it\nupdate",
@@ -130,24 +139,26 @@ COLUMNS = (
 
 
 def cells(row: Row) -> list[str]:
-    """Gives a row's cells in the order of ``COLUMNS``; rest includes reward and weight sync."""
-    cpu = row.cpu_seconds
-    parts = (cpu["rollout"], cpu["log_prob"], cpu["update"], cpu["reward"] + cpu["sync"] + cpu[REST])
+    """Gives a row's cells in the order of ``COLUMNS``."""
+    step = row.cpu_seconds_per_step
     sizes = (*(row.peak_bytes[name] for name in ("update", "log_prob", "rollout")), row.engine_bytes)
     return [
         row.contestant,
         row.rollout,
         str(row.micro_batches),
-        *_words(row.seconds_per_step),
-        *_words(row.cpu_seconds_per_step),
-        *(f"{1e3 * seconds:.0f}" for seconds in parts),
+        f"{1e3 * step.least:.0f}",
+        f"{1e3 * step.median:.0f}",
+        f"{1e3 * step.fastest_run:.0f}-{1e3 * step.slowest_run:.0f}",
+        *(f"{1e3 * seconds:.0f}" for seconds in parts(row).values()),
         *(f"{size / MIB:.1f}" for size in sizes),
         f"{row.accuracy:.3f}",
     ]
 
 
-def _words(seconds: Spread) -> tuple[str, str]:
-    return f"{1e3 * seconds.median:.0f}", f"{1e3 * seconds.fastest:.0f}-{1e3 * seconds.slowest:.0f}"
+def parts(row: Row) -> dict[str, float]:
+    """Gives the least step's three large phases, and its reward, weight sync and rest together."""
+    small = sum(row.least_step[name] for name in ("reward", "sync", REST))
+    return {name: row.least_step[name] for name in ("rollout", "log_prob", "update")} | {REST: small}
 
 
 def render(rows: Sequence[Row], width: int = 180) -> str:
@@ -179,11 +190,10 @@ def ratios(rows: Sequence[Row]) -> list[str]:
 
 def _ratio(ours: Row, other: Row) -> str:
     batches = "1 micro-batch" if ours.micro_batches == 1 else f"{ours.micro_batches} micro-batches"
-    time = ours.cpu_seconds_per_step.median / other.cpu_seconds_per_step.median
-    return (
-        f"{batches}: {ours.contestant} ({ours.rollout}) / {other.contestant} ({other.rollout}): "
-        f"CPU time {time:.2f}, update peak {own_peak(ours) / own_peak(other):.2f}"
-    )
+    mine, theirs = ours.cpu_seconds_per_step, other.cpu_seconds_per_step
+    time = f"CPU time {mine.least / theirs.least:.2f}, of medians {mine.median / theirs.median:.2f}"
+    names = f"{ours.contestant} ({ours.rollout}) / {other.contestant} ({other.rollout})"
+    return f"{batches}: {names}: {time}; update peak {own_peak(ours) / own_peak(other):.2f}"
 
 
 def own_peak(row: Row) -> int:
@@ -194,4 +204,5 @@ def own_peak(row: Row) -> int:
 def from_json(row: dict[str, Any]) -> Row:
     """Gives a row as it was written."""
     spreads = {name: Spread(**row[name]) for name in ("seconds_per_step", "cpu_seconds_per_step")}
-    return Row(**{**row, **spreads})
+    phases = {name: {part: Spread(**found) for part, found in row[name].items()} for name in ("seconds", "cpu_seconds")}
+    return Row(**{**row, **spreads, **phases})

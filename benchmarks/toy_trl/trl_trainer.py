@@ -153,8 +153,10 @@ def build(contestant: Contestant, task: Path, folder: Path, steps: int, seed: in
     The optimizer is made here because TRL's own leaves norm weights out of the weight decay.
     """
     model = AutoModelForCausalLM.from_pretrained(task / "model", dtype=torch.float32)
-    if contestant.fitted_tile:
+    if contestant.trimmed:
         trl.trainer.utils._CHUNKED_LOGPROB_CHUNK_SIZE = model.config.vocab_size
+        # Asked by the caller of the head only, to choose its positions; the head itself asks elsewhere, and runs in torch.
+        trl.trainer.utils._use_triton = lambda device: True
     meter = Meter(track)
     meter.model = model
     return MeasuredTrainer(
