@@ -343,6 +343,14 @@ def test_an_abandoned_forward_gives_its_buffers_back(chain, x):
     assert offload.arena.held_bytes == held
 
 
+def test_closing_gives_the_host_its_memory_back(chain, x):
+    offload, held = offload_of(chain), host_allocator().held_bytes
+    gradients(chain, x, offload)
+    assert host_allocator().held_bytes > held
+    offload.close()
+    assert host_allocator().held_bytes == held
+
+
 def test_a_backward_may_be_run_twice(chain, x):
     offload = offload_of(chain)
     with offload.forward():

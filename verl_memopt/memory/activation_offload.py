@@ -3,11 +3,12 @@
 Saves: with activation checkpointing (L - 1 - k) x T x h x b of device memory at the start of backward, k being
     ``activation_offload_in_flight``; between forward and backward all block inputs, the rotary tables and what the final norm
     keeps. Without checkpointing L x A, A being what one block keeps, less the (3 + k) x T x I x b that the MLP's backward
-    reads and fetches ahead.
-Costs: the same bytes of host memory, and a copy of each either way on a stream of its own, hidden while
-    h / N_l < (copied bytes/s) / (FLOP/s), N_l being the parameters of a block. Without checkpointing copies do not hide.
-Pairs with: activation checkpointing, so that block inputs alone are moved; more than one micro-batch to an optimizer step,
-    since with one the gradients grow by b_g x N_l / W a block while T x h x b are given back.
+    reads and fetches ahead. Where an optimizer step has one micro-batch of fewer than b_g x N_l / (b x h x W) tokens, N_l being
+    the parameters of a block, the peak is at the end of backward and nothing is saved with checkpointing.
+Costs: the same bytes of host memory, in chunks of 64 MiB, and a copy of each either way on a stream of its own, hidden while
+    h / N_l < (copied bytes/s) / (FLOP/s). Without checkpointing copies do not hide.
+Pairs with: activation checkpointing, so that block inputs alone are moved; more than one micro-batch to an optimizer step;
+    ``memory.host_limit_gb``, which bounds what it may take.
 """
 
 from __future__ import annotations
@@ -72,6 +73,10 @@ class ActivationOffload:
         """Gives the bytes moved, both ways, since the last call."""
         moved, self.bytes_moved = self.bytes_moved, 0
         return moved
+
+    def close(self) -> None:
+        """Lets go of the host memory that no forward waiting for its backward uses."""
+        self.arena.shrink()
 
     def stays(self, tensor: Tensor) -> bool:
         """Says whether a tensor is too small to be moved, or of a kind that cannot be."""

@@ -203,6 +203,8 @@ class Worker:
         if self.engine is not None:
             self.engine.shutdown()
             self.engine = None
+        if self.policy is not None and self.policy.offload is not None:
+            self.policy.offload.close()
         self.limits.close()
         leave_process_group()
 
