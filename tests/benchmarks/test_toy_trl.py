@@ -10,7 +10,19 @@ from safetensors.torch import save_file
 from benchmarks.toy_trl import __main__ as command
 from benchmarks.toy_trl import contest, gate, ours
 from benchmarks.toy_trl.chart import draw, positions
-from benchmarks.toy_trl.table import Row, Spread, VoidError, check_same_prompts, from_json, own_peak, ratios, render, row_of
+from benchmarks.toy_trl.table import (
+    Row,
+    Spread,
+    VoidError,
+    check_same_prompts,
+    from_json,
+    own_peak,
+    parts,
+    ratios,
+    render,
+    row_of,
+    spread,
+)
 from benchmarks.toy_trl.work import (
     CONTESTANTS,
     OURS,
@@ -50,22 +62,32 @@ def row(contestant=HF, **options):
 def test_warm_up_and_last_step_are_left_out_of_the_times():
     found = row(timed=3)
     assert found.steps == 3
-    assert found.seconds_per_step == Spread(*[pytest.approx(0.2)] * 3)
+    assert found.seconds_per_step == Spread(*[pytest.approx(0.2)] * 4)
     assert found.cpu_seconds_per_step.median == pytest.approx(0.1)
 
 
-def test_a_row_holds_the_median_run_and_the_extremes():
+def test_a_spread_holds_the_least_step_the_median_run_and_the_extreme_runs():
+    assert spread([[1.0, 4.0, 5.0], [2.0, 2.0, 9.0], [3.0, 3.0, 3.0]]) == Spread(1.0, 3.0, 2.0, 4.0)
+
+
+def test_a_row_counts_its_runs():
     found = row_of(HF, [record(step=step) for step in (0.3, 0.1, 0.2)], [record()])
-    assert found.seconds_per_step == Spread(pytest.approx(0.2), pytest.approx(0.1), pytest.approx(0.3))
     assert found.runs == 3
+    assert (found.seconds_per_step.least, found.seconds_per_step.slowest_run) == (pytest.approx(0.1), pytest.approx(0.3))
 
 
 def test_phases_and_rest_add_up_to_the_step():
     found = row()
-    assert sum(found.seconds.values()) == pytest.approx(0.2)
-    assert found.seconds["rest"] == pytest.approx(0.2 - 0.04 - 0.05)
-    assert found.cpu_seconds["rest"] == pytest.approx(0.1 - 0.02 - 0.025)
-    assert found.seconds["sync"] == 0
+    assert sum(part.median for part in found.seconds.values()) == pytest.approx(0.2)
+    assert found.seconds["rest"].median == pytest.approx(0.2 - 0.04 - 0.05)
+    assert found.cpu_seconds["rest"].median == pytest.approx(0.1 - 0.02 - 0.025)
+    assert found.seconds["sync"].median == 0
+
+
+def test_the_least_step_is_one_step_and_its_parts_are_its_phases():
+    found = row_of(HF, [record(cpu=cpu) for cpu in (0.3, 0.1, 0.2)], [record()])
+    assert sum(found.least_step.values()) == pytest.approx(found.cpu_seconds_per_step.least) == pytest.approx(0.1)
+    assert parts(found) == {"rollout": 0.02, "log_prob": 0, "update": 0.025, "rest": pytest.approx(0.055)}
 
 
 def test_different_bytes_in_two_runs_of_one_seed_void_the_row():
@@ -99,13 +121,15 @@ def test_the_table_has_a_line_for_each_row_and_cuts_none_of_it():
         contestant.trainer for contestant in CONTESTANTS
     ]
     assert "8.0" in lines[3]
-    assert "200-200" in lines[3]
+    assert "100-100" in lines[3]
 
 
 def test_shares_leave_out_the_bytes_of_an_engine():
     own, other = row(), dataclasses.replace(row(TRL_HF), engine_bytes=0, peak_bytes={"update": 14 * MIB})
     assert own_peak(own) == 7 * MIB
-    assert ratios([other, own]) == ["1 micro-batch: verl_memopt (hf) / TRL (hf): CPU time 1.00, update peak 0.50"]
+    assert ratios([other, own]) == [
+        "1 micro-batch: verl_memopt (hf) / TRL (hf): CPU time 1.00, of medians 1.00; update peak 0.50"
+    ]
 
 
 def test_shares_compare_equal_micro_batches_only():
@@ -125,7 +149,7 @@ def test_the_chart_is_a_picture(tmp_path):
 
 
 def test_plans_and_records_survive_their_files(tmp_path):
-    plan = Plan(Contestant(TRL, "hf", 8, fitted_tile=True), "/task", "/folder", 5, 1, True)
+    plan = Plan(Contestant(TRL, "hf", 8, trimmed=True), "/task", "/folder", 5, 1, True)
     plan.write(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == plan
     record().write(tmp_path / "record.json")
@@ -193,17 +217,18 @@ def write_side(folder, loss=0.5, norm=5.0, gradient=(3.0, 4.0), log_prob=-1.0):
 )
 def test_the_gate_sees_a_difference_in_each_figure(tmp_path, changed, field, expected):
     batch = gate.Batch([[1]], [[2]], [2.0], [0.0])
-    write_side(tmp_path / "trl")
-    write_side(tmp_path / "ours", **changed)
+    for side in gate.TRL_SIDES:
+        write_side(tmp_path / side)
+    write_side(tmp_path / gate.OUR_SIDE, **changed)
     differences = gate.compare(tmp_path, batch)
-    assert len(differences) == 4
+    assert len(differences) == 8
     assert not any(difference.passed for difference in differences)
     assert getattr(differences[0], field) == pytest.approx(expected, rel=1e-6)
 
 
 def test_the_gate_passes_equal_sides(tmp_path):
-    write_side(tmp_path / "trl")
-    write_side(tmp_path / "ours")
+    for side in (*gate.TRL_SIDES, gate.OUR_SIDE):
+        write_side(tmp_path / side)
     assert all(difference.passed for difference in gate.compare(tmp_path, gate.Batch([[1]], [[2]], [2.0], [0.0])))
 
 
@@ -228,7 +253,7 @@ def test_the_readme_shows_the_committed_result():
 
 def test_the_committed_result_passed_its_gate():
     assert all(gate.Difference(**difference).passed for difference in committed()["gate"])
-    assert len(committed()["gate"]) == len(gate.CASES) * len(gate.MICRO_BATCHES)
+    assert len(committed()["gate"]) == len(gate.TRL_SIDES) * len(gate.CASES) * len(gate.MICRO_BATCHES)
 
 
 def test_the_committed_rows_are_those_of_all_contestants():
