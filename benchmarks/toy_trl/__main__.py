@@ -123,7 +123,8 @@ def text(result: dict[str, Any]) -> str:
             source(result),
             f"Time: ms of the processor, the least step in {rows[0].runs} interleaved runs of {rows[0].steps}; tracker off.",
             "Bytes: MiB, peak of live tensors in a phase of step 2 (ByteTracker), in runs of their own.",
-            f"Gate: loss paths differ on one batch by at most {worst['loss']:.1e} (loss), {worst['grad_norm']:.1e} (gradient norm),",
+            f"Gate: loss paths differ on one batch by at most {worst['loss']:.1e} (loss), "
+            f"{worst['grad_norm']:.1e} (gradient norm),",
             f"{worst['gradient']:.1e} (gradient), relative, and {worst['log_prob']:.1e} nats (log-probs); bound {BOUND:g}.",
             "",
             render(rows),
