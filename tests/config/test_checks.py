@@ -208,6 +208,14 @@ WRONG = {
         {f"{AR}.model.load_mode": "mmap", f"{AR}.actor.use_kl_loss": True},
         f"{AR}.model.load_mode=mmap, {AR}.ref.fsdp_config.param_offload=false: a mapped file is where a reference rests",
     ),
+    "a mapped file and adapters": (
+        {f"{AR}.model.load_mode": "mmap", f"{AR}.model.lora_rank": 4, f"{AR}.actor.use_kl_loss": True},
+        f"{AR}.model.load_mode=mmap, {AR}.model.lora_rank=4: with LoRA the reference is the policy's own base",
+    ),
+    "a mapped file and a reference that never leaves the host": (
+        {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.offload_policy": True, f"{AR}.actor.use_kl_loss": True},
+        f"{AR}.model.load_mode=mmap, {AR}.ref.fsdp_config.offload_policy=true: with offload_policy the reference never leaves",
+    ),
     "a local group of two devices": (
         {"trainer.worker_group": "local", "trainer.n_gpus_per_node": 2},
         "trainer.worker_group=local, trainer.nnodes=1, trainer.n_gpus_per_node=2: the local worker group has one device",

@@ -187,12 +187,21 @@ def _sharding(settings: Settings) -> Iterator[Problem]:
 
 
 def _loading(settings: Settings) -> Iterator[Problem]:
+    """A mapped file needs a reference that rests on the host: one of its own, and not where it never leaves the host."""
     mode, offload = f"{_AR}.model.load_mode", f"{_AR}.ref.fsdp_config.param_offload"
-    picked = _values(settings, mode, offload)
-    reference = needs_reference(settings) and settings.actor_rollout_ref.model.lora_rank == 0
-    if picked[mode] == "mmap" and not (picked[offload] and reference):
+    native, rank = f"{_AR}.ref.fsdp_config.offload_policy", f"{_AR}.model.lora_rank"
+    values = _values(settings, mode, offload, native, rank)
+    if values[mode] != "mmap":
+        return
+    if values[rank] > 0:
+        what = "with LoRA the reference is the policy's own base, and no other rests in a file"
+        yield problem(_values(settings, mode, rank), what, f"Set {mode}=stream.")
+    elif values[native]:
+        what = "with offload_policy the reference never leaves its host buffer, and none rests in a file"
+        yield problem(_values(settings, mode, native), what, f"Set {offload}=true in place of offload_policy, or {mode}=stream.")
+    elif not (values[offload] and needs_reference(settings)):
         what = "a mapped file is where a reference rests, and no reference rests on the host"
-        yield problem(picked, what, f"Set {offload}=true (with a KL and without LoRA), or {mode}=stream.")
+        yield problem(_values(settings, mode, offload), what, f"Set {offload}=true (with a KL), or {mode}=stream.")
 
 
 def _engine(settings: Settings) -> Iterator[Problem]:
