@@ -12,6 +12,11 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 
 
+def stays_plain(mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> bool:
+    """Whether a model needs no sharding: one device, no cast between rest and compute, and parameters that live on it."""
+    return mesh.size() == 1 and precision.param_dtype is None and type(offload) is OffloadPolicy
+
+
 def shard_model(
     root: nn.Module,
     units: Sequence[nn.Module],
@@ -24,8 +29,11 @@ def shard_model(
     """Shards ``units`` and then what is left of ``root`` over the mesh, in place.
 
     precision: of compute and of the gradient reduction. offload: where the shards live. prefetch: gather the next unit while
-    the present one computes.
+    the present one computes. On one device there is nothing to share, and a model whose parameters are computed with as they
+    rest stays plain: FSDP2 would gather a copy of every unit.
     """
+    if stays_plain(mesh, precision, offload):
+        return
     options: dict[str, Any] = {
         "mesh": mesh, "mp_policy": precision, "offload_policy": offload, "reshard_after_forward": reshard_after_forward,
     }  # fmt: skip

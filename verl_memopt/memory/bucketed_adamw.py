@@ -258,5 +258,7 @@ KNOB = Knob(
         "actor_rollout_ref.actor.optim.override_optimizer_config",
         "actor_rollout_ref.actor.optim.bucket_megabytes",
     ),
+    on=("actor_rollout_ref.actor.optim.override_optimizer_config={}",),
+    off=("actor_rollout_ref.actor.optim.override_optimizer_config={foreach: true, fused: false}",),
     refuses=(Refusal("optim.override_optimizer_config.foreach with any of the four", "buckets are fused; remove foreach"),),
 )

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+
+from verl_memopt.memory.shapes import Shapes
 
 
 @dataclass(frozen=True)
@@ -16,6 +19,17 @@ class Refusal:
 
 
 @dataclass(frozen=True)
+class Claim:
+    """What a knob's *Saves* says, as a number: how far the peak of one kind of bytes falls in one phase."""
+
+    phase: str
+    kind: str
+    """A kind of device bytes, or ``host buffers``."""
+    saves: Callable[[Shapes, Shapes], float]
+    """Bytes, from the shapes before and after the knob is switched on."""
+
+
+@dataclass(frozen=True)
 class Knob:
     """A knob's entry. What it saves, costs and pairs with is said once, in the docstring of its file."""
 
@@ -24,8 +38,10 @@ class Knob:
     keys: tuple[str, ...]
     """Every key of the settings that turns it."""
     on: tuple[str, ...] = ()
-    """Overrides that switch it on; nothing for a knob that is on by default."""
+    """Overrides that switch it on in the ladder. ``{row}`` stands for the tokens of its longest row."""
     off: tuple[str, ...] = ()
-    """Overrides that switch it off, where a run can do without it."""
+    """Overrides that switch it off in the ladder. ``{all}`` stands for the tokens of all its rows."""
     refuses: tuple[Refusal, ...] = field(default_factory=tuple)
     """What it cannot be combined with."""
+    claims: tuple[Claim, ...] = ()
+    """What the ladder holds it to."""

@@ -63,7 +63,7 @@ class Entry:
     off: tuple[str, ...]
 
 
-NOT_KNOBS = ("document", "knob", "knobs")
+NOT_KNOBS = ("document", "knob", "knobs", "shapes")
 """Files of this room that describe knobs and are none."""
 
 

@@ -38,6 +38,8 @@ def mapped(part: Tensor) -> Tensor:
 KNOB = Knob(
     name="load_mode",
     keys=("actor_rollout_ref.model.load_mode",),
+    on=("actor_rollout_ref.model.load_mode=mmap",),
+    off=("actor_rollout_ref.model.load_mode=stream",),
     refuses=(
         Refusal(
             "actor_rollout_ref.ref.fsdp_config.param_offload=false",

@@ -32,6 +32,6 @@ _KEYS = ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
 KNOB = Knob(
     name="precision",
     keys=tuple(f"actor_rollout_ref.{role}.fsdp_config.{key}" for role in ("actor", "ref") for key in _KEYS),
-    on=("actor_rollout_ref.actor.fsdp_config.dtype=bfloat16",),
-    off=("actor_rollout_ref.actor.fsdp_config.dtype=fp32",),
+    on=("actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "actor_rollout_ref.ref.fsdp_config.dtype=bfloat16"),
+    off=("actor_rollout_ref.actor.fsdp_config.dtype=fp32", "actor_rollout_ref.ref.fsdp_config.dtype=fp32"),
 )

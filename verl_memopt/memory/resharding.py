@@ -37,9 +37,11 @@ def reshard_units(model: nn.Module) -> None:
 def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) -> Iterator[Item]:
     """Yields the micro-batches of one optimizer step, having told FSDP2 whether to reduce in the backward of each.
 
-    gradient_sync: every, or last. All ranks have the same number of them.
+    gradient_sync: every, or last. All ranks have the same number of them. A model that is not sharded reduces nothing.
     """
-    assert isinstance(model, FSDPModule), type(model)
+    if not isinstance(model, FSDPModule):
+        yield from micro_batches
+        return
     for item, is_last in _with_last(micro_batches):
         reduce = is_last or gradient_sync == "every"
         model.set_requires_gradient_sync(reduce)
@@ -72,11 +74,11 @@ KNOB = Knob(
         "actor_rollout_ref.actor.fsdp_config.gradient_sync",
     ),
     on=(
-        "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=true",
+        *(f"{role}.reshard_after_forward=true" for role in _ROLES),
         "actor_rollout_ref.actor.fsdp_config.gradient_sync=every",
     ),
     off=(
-        "actor_rollout_ref.actor.fsdp_config.reshard_after_forward=false",
+        *(f"{role}.reshard_after_forward=false" for role in _ROLES),
         "actor_rollout_ref.actor.fsdp_config.gradient_sync=last",
     ),
 )

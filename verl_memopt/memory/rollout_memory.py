@@ -55,6 +55,8 @@ KNOB = Knob(
             *("max_num_batched_tokens", "enforce_eager", "enable_prefix_caching", "free_cache_engine", "sleep_level"),
         )
     ),
+    on=(f"{_ROLLOUT}.free_cache_engine=true",),
+    off=(f"{_ROLLOUT}.free_cache_engine=false",),
     refuses=(
         Refusal(f"{_ROLLOUT}.name=hf", "kv_cache_dtype: its cache has the dtype of the model. Use name=vllm, or rollout.dtype."),
         Refusal("trainer.device=cpu", "free_cache_engine with name=vllm: vLLM cannot sleep on a CPU. Use name=hf."),

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.knob import Knob
 
 BUDGET_KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 
@@ -246,3 +247,20 @@ def _halve(rows: list[int], lengths: Sequence[int] | None) -> tuple[list[int], l
         halves[lighter].append(row)
         sizes[lighter] += int(_size([row], lengths))
     return sorted(halves[0]), sorted(halves[1])
+
+
+KNOB = Knob(
+    name="token_budget",
+    keys=(
+        "actor_rollout_ref.actor.use_dynamic_bsz",
+        BUDGET_KEY,
+        "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        *(
+            f"actor_rollout_ref.{role}.{key}"
+            for role in ("rollout", "ref")
+            for key in ("log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu")
+        ),
+    ),
+    on=(f"{BUDGET_KEY}={{row}}",),
+    off=(f"{BUDGET_KEY}={{all}}",),
+)

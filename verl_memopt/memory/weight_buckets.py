@@ -208,4 +208,5 @@ KNOB = Knob(
     name="weight_buckets",
     keys=("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes",),
     on=("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=64",),
+    off=("actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes=2048",),
 )

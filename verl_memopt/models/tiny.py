@@ -42,6 +42,21 @@ class TinyShape:
     """Standard deviation of the random weights."""
 
 
+SHAPES = {
+    "qwen3-0.6b": TinyShape(
+        vocab_size=151_936,
+        hidden_size=1024,
+        intermediate_size=3072,
+        num_layers=28,
+        num_heads=16,
+        num_kv_heads=8,
+        head_dim=128,
+        max_positions=40_960,
+    ),
+}
+"""Shapes of published models, for random weights of their size."""
+
+
 def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed: int = 0) -> Path:
     """The folder, written with config.json, model.safetensors (fp32), generation config and tokenizer.
 

@@ -64,7 +64,7 @@ class _Entry:
 
 
 class ByteTracker(TorchDispatchMode):
-    """Counts live storage bytes by (tier, kind) while it is entered, and keeps each tier's peak.
+    """Counts live storage bytes by (tier, kind) while it is entered, and keeps the peak of each tier and of each kind.
 
     The tier of a storage is its device when ``device`` is a GPU. On a CPU both tiers are ``cpu``, so the tier is what
     the innermost ``scope(tier=...)`` says, ``device`` outside any. The kind is what ``mark`` or the innermost
@@ -88,6 +88,7 @@ class ByteTracker(TorchDispatchMode):
         self._limit_bytes = limit_bytes
         self.totals: Counter[tuple[str, str]] = Counter()
         self.peaks = {DEVICE: Peak(), HOST: Peak()}
+        self.kind_peaks: Counter[tuple[str, str]] = Counter()
         self.phase = ""
         self._device = device or torch.device("cpu")
         self._block_bytes = block_bytes
@@ -110,6 +111,11 @@ class ByteTracker(TorchDispatchMode):
         """Names the phase that begins and makes the present the peak of both tiers, kinds included."""
         self.phase = phase
         self.peaks = {tier: Peak(self.total(tier), self.kinds(tier), f"start of {phase}") for tier in (DEVICE, HOST)}
+        self.kind_peaks = Counter(self.totals)
+
+    def most(self, tier: str = DEVICE) -> dict[str, int]:
+        """Gives the most bytes each kind of a tier ever held in the phase; the moments differ, so they do not add up."""
+        return {kind: held for (where, kind), held in self.kind_peaks.items() if where == tier and held}
 
     def mark(self, kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) -> None:
         """Labels the storages of tensors; those that were unknown are counted from here on."""
@@ -160,7 +166,9 @@ class ByteTracker(TorchDispatchMode):
         self._add(tier, kind, entry.bytes)
 
     def _add(self, tier: str, kind: str, size: int) -> None:
-        self.totals[tier, kind] += size
+        held = self.totals[tier, kind] = self.totals[tier, kind] + size
+        if held > self.kind_peaks[tier, kind]:
+            self.kind_peaks[tier, kind] = held
         self._tier_bytes[tier] += size
         if size > 0 and self._tier_bytes[tier] > self.peaks[tier].bytes:
             self.peaks[tier] = Peak(self._tier_bytes[tier], self.kinds(tier), self._op)

@@ -40,6 +40,8 @@ class PhaseMemory:
     """Resident memory of the process when the phase ended. A host figure: no ratio and no test is made of it."""
     kinds: dict[str, int] = field(default_factory=dict)
     """Bytes by kind at the peak, where the tracker ran."""
+    kind_peaks: dict[str, int] = field(default_factory=dict)
+    """Most bytes each kind held at any moment of the phase, where the tracker ran; the moments differ."""
     host_buffer_bytes: int = 0
     """Most bytes in host buffers, which hold what was moved off the device."""
 
@@ -55,11 +57,16 @@ class MemoryProbe:
         device: torch.device,
         resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
         limit_bytes: int | None = None,
+        kinds_on_gpu: bool = False,
     ) -> None:
-        """limit_bytes: most live bytes of a phase that is tracked on a CPU; a GPU's allocator has a limit of its own."""
+        """limit_bytes: most live bytes of a phase that is tracked on a CPU; a GPU's allocator has a limit of its own.
+
+        kinds_on_gpu: the tracker runs beside a GPU's allocator in tracked phases, for the bytes by kind; compile must be off.
+        """
         self._device = device
         self._resident = resident
         self._limit_bytes = limit_bytes
+        self._kinds_on_gpu = kinds_on_gpu
 
     @contextmanager
     def phase(self, name: str, track: bool, kind: str = "activations") -> Iterator[Callable[[], PhaseMemory]]:
@@ -70,10 +77,13 @@ class MemoryProbe:
         """
         measured: list[PhaseMemory] = []
         started = time.perf_counter()
-        counter = self._allocator if device_room.is_gpu(self._device) else self._tracker if track else _nothing
-        with counter(name, kind) as figures:
-            yield lambda: measured[0]
-            device_room.synchronize(self._device)
+        on_gpu = device_room.is_gpu(self._device)
+        tracked = track and (self._kinds_on_gpu or not on_gpu)
+        with self._tracker(name, kind) if tracked else _nothing(name, kind) as counted:
+            with self._allocator(name, kind) if on_gpu else _nothing(name, kind) as read:
+                yield lambda: measured[0]
+                device_room.synchronize(self._device)
+        figures = {**counted, **read} if on_gpu else counted
         memory = PhaseMemory(name, time.perf_counter() - started, **figures, host_rss_bytes=host_rss_bytes())
         measured.append(memory)
         logger.debug("%s: %.3f s %s", name, memory.seconds, memory_words(memory))
@@ -102,6 +112,7 @@ class MemoryProbe:
         peak = tracker.peaks[DEVICE]
         figures.update(_no_figures())
         figures.update(peak_allocated_bytes=peak.bytes, allocated_bytes=tracker.total(), kinds=peak.kinds)
+        figures.update(kind_peaks=tracker.most())
 
     def _mark_resident(self, tracker: ByteTracker) -> None:
         # A function of its own, so that no name keeps alive what the phase frees.

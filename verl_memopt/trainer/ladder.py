@@ -6,7 +6,7 @@ import functools
 import logging
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +19,12 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import resolve_device
-from verl_memopt.memory.knobs import Entry, index
+from verl_memopt.memory.knobs import knob_named
+from verl_memopt.memory.shapes import Shapes
+from verl_memopt.models.attention import choose_attention
+from verl_memopt.models.build import empty_model, load_model_config
 from verl_memopt.models.folder import resolve_folder
+from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.passes import cut_ranks
 from verl_memopt.trainer.step import budgets
@@ -30,8 +34,47 @@ from verl_memopt.workers.worker import Worker, WorkerPlan
 
 logger = logging.getLogger(__name__)
 
-MEASURED_ROUND = 2
-"""The first round has no optimizer state yet, so the second is read."""
+ROUNDS = 2
+"""The first has no optimizer state yet, so it is short and the second is read."""
+
+SHORT = 8
+"""Tokens of a prompt and of a response in the first round, at most."""
+
+ALL_OFF = "all off"
+HOST = "host buffers"
+"""Stands for the bytes in host buffers where a claim names a kind."""
+
+CLIMB = (
+    "chunked_logprob",
+    "token_budget",
+    "activation_checkpointing",
+    "activation_offload",
+    "tiled_mlp",
+    "rollout_memory",
+    "bucketed_adamw",
+    "optimizer_offload",
+    "param_offload",
+    "resharding",
+    "sharding_units",
+    "weight_buckets",
+    "load_mode",
+    "precision",
+    "stochastic_rounding",
+    "optimizer_state_dtype",
+)
+"""The rungs in order: what changes no number first, precision last."""
+
+
+@dataclass(frozen=True)
+class Branch:
+    """A knob that some knob of the climb excludes: measured against all on with ``instead`` in place of that knob."""
+
+    knob: str
+    instead: tuple[str, ...]
+    """Overrides of its base and of itself."""
+
+
+BRANCHES: tuple[Branch, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -44,10 +87,28 @@ class Work:
     group: int = 8
     seed: int = 0
 
+    @property
+    def row_tokens(self) -> int:
+        """Tokens of a row that a pass computes, and one: the budget in which it fits by the data's limits."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One claim of a rung's knob beside what was measured, in bytes."""
+
+    phase: str
+    kind: str
+    formula_bytes: int
+    measured_bytes: int
+
 
 @dataclass(frozen=True)
 class Rung:
-    """One measured rung. Bytes are peaks of live tensors on the device, and what lies in host buffers at most."""
+    """One measured rung. Bytes are peaks of live tensors on the device, and what lies in host buffers at most.
+
+    kinds: at the moment of the peak. phase_kinds: the most each kind held in each phase; the moments differ.
+    """
 
     knob: str
     overrides: tuple[str, ...]
@@ -59,47 +120,59 @@ class Rung:
     loss: float
     grad_norm: float
     phase_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
+    savings: tuple[Saving, ...] = ()
 
 
 def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
-    """Gives the settings of a rung: one micro-batch a row budget, no engine but transformers', ``overrides`` on top."""
-    tokens = work.prompt + work.response
+    """Gives the settings of a rung: one optimizer step over all rows, no engine but transformers', ``overrides`` on top."""
     base = {
         "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,
         "data.train_batch_size": work.rows // work.group,
         "data.max_prompt_length": work.prompt, "data.max_response_length": work.response,
         "actor_rollout_ref.model.path": folder, "actor_rollout_ref.actor.ppo_mini_batch_size": work.rows // work.group,
-        "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": tokens * work.rows,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.use_torch_compile": False,
         "actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.n": work.group,
-        "actor_rollout_ref.rollout.dtype": "fp32", "actor_rollout_ref.actor.fsdp_config.dtype": "fp32",
+        "actor_rollout_ref.rollout.dtype": "fp32",
+        "actor_rollout_ref.actor.fsdp_config.dtype": "fp32", "actor_rollout_ref.ref.fsdp_config.dtype": "fp32",
         "trainer.worker_group": "local",
     }  # fmt: skip
     given = dict(override.lstrip("+").split("=", 1) for override in overrides)
     return settings_from_mapping({**base, **{key: yaml.safe_load(text) for key, text in given.items()}})
 
 
-def rungs(entries: Sequence[Entry] | None = None) -> Iterator[tuple[str, tuple[str, ...]]]:
+def rungs(work: Work) -> Iterator[tuple[str, tuple[str, ...]]]:
     """Gives (knob, overrides) of each rung: first every knob off, then one more on at each, last all on."""
-    climbed = [entry for entry in (index() if entries is None else entries) if entry.on]
-    off = [override for entry in climbed for override in entry.off]
-    yield "all off", tuple(off)
-    on: list[str] = []
-    for entry in climbed:
-        on += entry.on
-        replaced = {override.split("=")[0] for override in on}
-        yield entry.name, (*(override for override in off if override.split("=")[0] not in replaced), *on)
+    knobs = [knob_named(name) for name in CLIMB]
+    state = {key: text for knob in knobs for key, text in _pairs(knob.off, work)}
+    yield ALL_OFF, _overrides(state)
+    for knob in knobs:
+        state |= dict(_pairs(knob.on, work))
+        yield knob.name, _overrides(state)
+
+
+def _pairs(overrides: Sequence[str], work: Work) -> Iterator[tuple[str, str]]:
+    sizes = {"{row}": work.row_tokens, "{all}": work.rows * work.row_tokens}
+    for override in overrides:
+        key, text = override.split("=", 1)
+        yield key, str(sizes.get(text, text))
+
+
+def _overrides(state: dict[str, str]) -> tuple[str, ...]:
+    return tuple(f"{key}={text}" for key, text in state.items())
 
 
 def measure(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], extra: Sequence[str] = ()) -> Rung:
-    """Runs log-probs and update twice with the given knobs and gives what the second round held."""
+    """Runs log-probs, update and weight sync with the given knobs, a short round first, and gives what they held."""
     settings = ladder_settings(str(folder), work, [*overrides, *extra])
     device = resolve_device(settings.trainer.device)
     group = start_local_group(functools.partial(Worker, _plan(settings, folder)), device)
     try:
-        for _ in range(MEASURED_ROUND):
-            started = time.perf_counter()
-            memories, metrics = _round(group, settings, make_batch(work))
-            seconds = time.perf_counter() - started
+        _round(group, settings, make_batch(replace(work, prompt=min(SHORT, work.prompt), response=min(SHORT, work.response))))
+        started = time.perf_counter()
+        memories, metrics = _round(group, settings, make_batch(work))
+        seconds = time.perf_counter() - started
+        group.all("close")
     finally:
         group.shutdown()
     highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
@@ -113,22 +186,24 @@ def measure(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], ext
         seconds=seconds,
         loss=metrics["actor/loss"],
         grad_norm=metrics["actor/grad_norm"],
-        phase_kinds={memory.name: dict(memory.kinds) for memory in memories},
+        phase_kinds={memory.name: {**memory.kind_peaks, HOST: memory.host_buffer_bytes} for memory in memories},
     )
 
 
 def make_batch(work: Work) -> RolloutBatch:
-    """Gives rollouts of random tokens with random advantages, the same for the same work."""
+    """Gives rollouts of random tokens with random advantages, one prompt to a group, the same for the same work."""
     generator = torch.Generator().manual_seed(work.seed)
 
-    def ids(length: int) -> Ragged:
-        flat = torch.randint(0, 256, (work.rows * length,), generator=generator)
-        return Ragged(flat=flat, lengths=torch.full((work.rows,), length), batch_size=[])
+    def ids(rows: int, length: int) -> torch.Tensor:
+        return torch.randint(0, 256, (rows, length), generator=generator)
+
+    def ragged(tokens: torch.Tensor) -> Ragged:
+        return Ragged(flat=tokens.reshape(-1), lengths=torch.full((tokens.shape[0],), tokens.shape[1]), batch_size=[])
 
     advantages = torch.randn(work.rows, generator=generator).repeat_interleave(work.response)
     return RolloutBatch(
-        prompts=ids(work.prompt),
-        responses=ids(work.response),
+        prompts=ragged(ids(work.rows // work.group, work.prompt).repeat_interleave(work.group, 0)),
+        responses=ragged(ids(work.rows, work.response)),
         group=torch.arange(work.rows) // work.group,
         advantages=advantages,
         batch_size=[],
@@ -137,25 +212,25 @@ def make_batch(work: Work) -> RolloutBatch:
 
 def _plan(settings: Settings, folder: Path) -> WorkerPlan:
     text = str(folder)
+    with_reference = settings.actor_rollout_ref.model.lora_rank == 0
     return WorkerPlan(
         settings=settings.actor_rollout_ref,
         folder=text,
         engine_folder=text,
-        reference_folder=None,
+        reference_folder=text if with_reference else None,
         tokenizer_folder=text,
         eos_token_ids=(0,),
-        optimizer_steps=MEASURED_ROUND,
-        free_engine=False,
+        optimizer_steps=ROUNDS,
+        free_engine=bool(settings.actor_rollout_ref.rollout.free_cache_engine),
         track_init=False,
         memory=settings.memory,
+        kinds_on_gpu=True,
     )
 
 
 def _round(group: Any, settings: Settings, batch: RolloutBatch) -> tuple[list[PhaseMemory], dict[str, float]]:
-    update, old, _ = budgets(settings)
-    tokens = [batch.computed_tokens()]
-    names = [[f"row {row}" for row in range(batch.num_rows)]]
-    scoring, training = cut_ranks(tokens, names, old)[0], cut_ranks(tokens, names, update)[0]
+    tokens, names = [batch.computed_tokens()], [[f"row {row}" for row in range(batch.num_rows)]]
+    training, scoring, reference = (cut_ranks(tokens, names, budget)[0] for budget in budgets(settings))
     memories = []
 
     def call(phase: str, method: str, *args: Any) -> Any:
@@ -163,17 +238,50 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch) -> tuple[list[Ph
         memories.append(reply.memory)
         return reply.value
 
+    group.all("call", "gen", False, "release_engine")
     batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, scoring, False).log_probs
+    batch.ref_log_probs = call("ref", "ref_log_probs", batch, reference).log_probs
     counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
     metrics = call("update_actor", "update_actor", [MiniBatch(batch, training, counts)])
     call("update_weights", "update_weights")
     return memories, metrics
 
 
+def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
+    """Gives the symbols of the formulas for a model and a rung's settings; nothing is loaded."""
+    settings = ladder_settings(str(folder), work, overrides)
+    model = settings.actor_rollout_ref.model
+    config = load_model_config(model, folder)
+    attention = choose_attention(model.attn_implementation, torch.device("cpu"), torch.float32)
+    policy = PolicyModel(empty_model(config, attention, torch.float32, model.trust_remote_code), 0, False)
+    training = cut_ranks([make_batch(work).computed_tokens()], [[""] * work.rows], budgets(settings)[0])[0]
+    rows = max(map(len, training))
+    whole, block = _count(policy), _count(policy.blocks()[0])
+    return Shapes(
+        settings=settings.actor_rollout_ref,
+        layers=len(policy.blocks()),
+        hidden=config.hidden_size,
+        mlp=config.intermediate_size,
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=getattr(config, "head_dim", config.hidden_size // config.num_attention_heads),
+        vocab=config.vocab_size,
+        params=whole,
+        block_params=block,
+        tied=policy.tied,
+        tokens=rows * (work.row_tokens - 1),
+        responses=rows * work.response,
+    )
+
+
+def _count(module: torch.nn.Module) -> int:
+    return sum(parameter.numel() for parameter in module.parameters())
+
+
 def climb(model: str, work: Work, extra: Sequence[str] = (), only: Sequence[str] = ()) -> Iterator[Rung]:
     """Measures every rung in order, or those whose knob is in ``only``. Errors: ConfigError for a model that is not there."""
     folder = resolve_folder(model, "--model")
-    for knob, overrides in rungs():
+    for knob, overrides in rungs(work):
         if not only or knob in only:
             logger.info("ladder: %s", knob)
             yield measure(folder, work, knob, overrides, extra)

@@ -51,6 +51,7 @@ class WorkerPlan:
 
     engine_folder: the config the engine reads, the model's own or one with ``model.override_config`` merged in.
     free_engine: the engine sleeps outside rollout and validation. track_init: count the bytes of the start on a CPU.
+    kinds_on_gpu: count bytes by kind in tracked phases on a GPU too, which keeps compiled functions uncompiled.
     """
 
     settings: ActorRolloutRef
@@ -63,6 +64,7 @@ class WorkerPlan:
     free_engine: bool
     track_init: bool
     memory: Memory = dataclasses.field(default_factory=Memory)
+    kinds_on_gpu: bool = False
 
 
 @dataclass(frozen=True)
@@ -85,7 +87,7 @@ class Worker:
         self.device = local_device(placement.device, placement.local_rank)
         self._make_deterministic(plan.settings.actor.fsdp_config)
         self.device_limit = limit_bytes(plan.memory.device_limit_gb)
-        self.probe = MemoryProbe(self.device, self._resident, self.device_limit)
+        self.probe = MemoryProbe(self.device, self._resident, self.device_limit, plan.kinds_on_gpu)
         self.residency = Residency(self.device)
         self.policy_home: ParamHome | None = None
         self.engine: RolloutEngine | None = None

@@ -1,0 +1,57 @@
+"""The symbols of the knobs' formulas: a model, the largest micro-batch of a pass, and the settings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_memopt.config.schema import ActorRolloutRef
+
+
+@dataclass(frozen=True)
+class Shapes:
+    """What a formula of *Saves* is evaluated on: a model, the largest micro-batch of a pass, and the settings."""
+
+    settings: ActorRolloutRef
+    layers: int
+    hidden: int
+    mlp: int
+    heads: int
+    kv_heads: int
+    head_dim: int
+    vocab: int
+    params: int
+    """N, a tied matrix once."""
+    block_params: int
+    """N_l, of one decoder block."""
+    tied: bool
+    tokens: int
+    """T, computed in the largest micro-batch."""
+    responses: int
+    """R, response tokens of that micro-batch."""
+
+    @property
+    def compute_bytes(self) -> int:
+        """b, of an element of an activation."""
+        return width(self.settings.actor.fsdp_config.dtype)
+
+    @property
+    def master_bytes(self) -> int:
+        """b_w, of an element of the policy's masters and gradients."""
+        return width(self.settings.actor.fsdp_config.model_dtype)
+
+    @property
+    def input_bytes(self) -> int:
+        """X, of a block's input."""
+        return self.tokens * self.hidden * self.compute_bytes
+
+    @property
+    def block_bytes(self) -> int:
+        """A, of what a block of Qwen3 keeps for its backward; the first term is what its norms keep in fp32."""
+        width_of_norms = 2 * self.hidden + (self.heads + self.kv_heads) * self.head_dim
+        b, kept = self.compute_bytes, (self.kv_heads + 2 * self.heads) * self.head_dim + 4 * self.mlp
+        return self.tokens * ((4 + 2 * b) * width_of_norms + b * kept)
+
+
+def width(dtype: str) -> int:
+    """Gives the bytes of an element by the settings' spelling of a dtype."""
+    return 4 if dtype in ("fp32", "float32") else 2
