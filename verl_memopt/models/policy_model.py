@@ -82,8 +82,7 @@ class PolicyModel(nn.Module):
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
             use_cache=False,
-            pack_lengths=pack.lengths,
-            pack_starts=pack.starts,
+            pack_trees=pack.trees,
         )
         hidden = output.last_hidden_state[0].index_select(0, pack.predicts)
         return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy, token_gradient)
