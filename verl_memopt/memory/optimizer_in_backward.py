@@ -11,6 +11,8 @@ Pairs with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_
 
 from __future__ import annotations
 
+import weakref
+
 import torch
 from torch import Tensor, nn
 
@@ -28,9 +30,11 @@ class StepInBackward:
     def __init__(self, optimizer: BucketedAdamW) -> None:
         self._optimizer = optimizer
         self._norms: dict[int, Tensor] = {}
+        # A parameter keeps its hook where the collector of garbage does not look, so the hook must not keep the optimizer.
+        hook = _WeakHook(self)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
-                parameter.register_post_accumulate_grad_hook(self._update)
+                parameter.register_post_accumulate_grad_hook(hook)
 
     def check(self, num_micro_batches: int) -> None:
         """Errors: ConfigError where the gradients of several micro-batches would have to be summed first."""
@@ -48,13 +52,24 @@ class StepInBackward:
         return torch.linalg.vector_norm(torch.stack(norms))
 
     @torch.no_grad()
-    def _update(self, parameter: nn.Parameter) -> None:
+    def update(self, parameter: nn.Parameter) -> None:
+        """Updates a parameter from its gradient, which is freed."""
         self.check(1 + (id(parameter) in self._norms))
         assert parameter.grad is not None
         with scope(kind="optimizer scratch"):
             self._norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
             self._optimizer.step_parameter(parameter)
         parameter.grad = None
+
+
+class _WeakHook:
+    def __init__(self, owner: StepInBackward) -> None:
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        owner = self._owner()
+        assert owner is not None, "the optimizer lives as long as backward runs"
+        owner.update(parameter)
 
 
 KNOB = Knob(
