@@ -4,6 +4,7 @@ from torch.distributed.fsdp import fully_shard
 
 from tests.memory.optimizers import counting, policy_with, whole_share
 from tests.memory.sharded import assert_equal_runs, fake_ranks, share, three_steps, wide_model
+from tests.tensors import local_of
 from tests.workers.test_policy import micro_batches
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
@@ -44,7 +45,7 @@ def test_it_takes_every_format_of_the_moments(folder, one_rank, kind):
     expected = three_steps(policy(folder, one_rank, in_backward=False), whole_share())[1]
     start = dict(policy(folder, one_rank).model.named_parameters())
     off = sum((found[name] - weight).square().sum() for name, weight in expected.items()).sqrt()
-    moved = sum((start[name].to_local() - weight).square().sum() for name, weight in expected.items()).sqrt()
+    moved = sum((local_of(start[name]) - weight).square().sum() for name, weight in expected.items()).sqrt()
     assert off <= 0.02 * moved
 
 
@@ -96,12 +97,12 @@ def test_no_gradient_is_left_after_a_policys_backward(folder, one_rank):
 
 def test_two_micro_batches_are_refused_before_anything_is_updated(folder, one_rank):
     one = policy(folder, one_rank)
-    before = [parameter.to_local().clone() for parameter in one.model.parameters()]
+    before = [local_of(parameter).clone() for parameter in one.model.parameters()]
     with pytest.raises(
         ConfigError, match=r"in_backward=true: an optimizer step has \d+ micro-batches.*Raise .*in_backward=false"
     ):
         one.update([share()], 0.9)
-    assert all(torch.equal(a, b.to_local()) for a, b in zip(before, one.model.parameters(), strict=True))
+    assert all(torch.equal(a, local_of(b)) for a, b in zip(before, one.model.parameters(), strict=True))
 
 
 def test_a_second_gradient_is_refused_where_nobody_counted():
