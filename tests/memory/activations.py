@@ -15,7 +15,6 @@ from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group, training_mesh
 from verl_memopt.memory.activation_offload import ActivationOffload
 from verl_memopt.memory.lora import initialize_adapters
-from verl_memopt.models.pack import TENSORS, Pack
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 from verl_memopt.observe.fsdp_kinds import fsdp_kinds
@@ -191,6 +190,5 @@ def fake_peaks(folder, mesh, **options):
 
 
 def _faked(fake, micro):
-    pack = {name: fake.from_tensor(getattr(micro.pack, name)) for name in TENSORS}
     flat = (micro.old_log_probs, micro.ref_log_probs, micro.advantages)
-    return MicroBatch(Pack(lengths=micro.pack.lengths, **pack), *(one if one is None else fake.from_tensor(one) for one in flat))
+    return MicroBatch(micro.pack.map(fake.from_tensor), *(one if one is None else fake.from_tensor(one) for one in flat))

@@ -21,10 +21,10 @@ QUERIES, KEYS = HEADS * HEAD_SIZE, KV * HEAD_SIZE
 
 def block_bytes(compute):
     """Gives what one Qwen3 block keeps, from its code: each norm an fp32 input (that of the first is the block's own in fp32),
-    its normed value and its output; the value; attention's output and that joined over sequences; gate, activation, up and
-    their product; and the norms' and the attention's scalars."""
+    its normed value and its output; the value; attention's output; gate, activation, up and their product; and the norms' and
+    the attention's scalars."""
     norms = (4 + 2 * compute) * (2 * WIDTH + QUERIES + KEYS)
-    rest = compute * (KEYS + 2 * QUERIES + 4 * MLP)
+    rest = compute * (KEYS + QUERIES + 4 * MLP)
     return TOKENS * (norms + rest + 4 * (2 + 2 * HEADS + KV))
 
 
@@ -125,8 +125,6 @@ def test_names_and_classes_of_blocks_stay(untied_folder, one_rank):
 
 
 def test_every_operator_that_torch_has_is_spelled_as_torch_does():
-    import torch.nn.attention.varlen
-
     for name in KEPT_BY_SELECTIVE - {"flash_attn::_flash_attn_varlen_forward"}:
         namespace, operator = name.split("::")
         assert hasattr(getattr(torch.ops, namespace), operator), name

@@ -413,7 +413,7 @@ def test_with_checkpointing_the_peak_falls_by_all_inputs_but_those_in_use(folder
 
 def test_without_checkpointing_the_peak_falls_by_what_blocks_keep(folder):
     queries, keys, wide = HEADS * HEAD_SIZE, KV * HEAD_SIZE, TOKENS * MLP * FP32
-    block = TOKENS * FP32 * (6 * WIDTH + 5 * queries + 4 * keys + 4 * MLP + 2 + 2 * HEADS + KV)
+    block = TOKENS * FP32 * (6 * WIDTH + 4 * queries + 4 * keys + 4 * MLP + 2 + 2 * HEADS + KV)
     with act.fake_ranks(2) as mesh:
         without, _ = act.peaks(act.build(folder, mesh))
         device, host = act.peaks(act.build(folder, mesh, offload=(LEAST, 2)))

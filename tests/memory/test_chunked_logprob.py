@@ -1,9 +1,12 @@
+from dataclasses import dataclass, replace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.utils.flop_counter import FlopCounterMode
 
-from verl_memopt.memory.chunked_logprob import head_log_probs
+from verl_memopt.memory.chunked_logprob import adds_in_place, head_log_probs
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 VOCAB, WIDTH = 37, 5
@@ -25,59 +28,203 @@ def naive(hidden, weight, bias, targets, temperature):
     return log_p.gather(-1, targets[:, None]).squeeze(-1), -(log_p.exp() * log_p).sum(-1)
 
 
-def gradients(outputs, weights, tensors):
-    total = sum((output * weight).sum() for output, weight in zip(outputs, weights, strict=True))
-    return torch.autograd.grad(total, tensors)
+def backward(outputs, factors, tensors):
+    """Gives the gradients of a weighted sum of the outputs, through ``.grad``."""
+    sum((output * factor).sum() for output, factor in zip(outputs, factors, strict=True)).backward()
+    found = [tensor.grad for tensor in tensors]
+    for tensor in tensors:
+        tensor.grad = None
+    return found
 
 
-@settings(deadline=None, max_examples=40)
-@given(
-    tokens=st.integers(0, 9),
-    chunk=st.sampled_from([0, 1, 2, 4, 100]),
-    temperature=st.sampled_from([1.0, 0.7, 2.0]),
-    entropy=st.booleans(),
-    bias=st.booleans(),
+@dataclass(frozen=True)
+class Cut:
+    """How the head is computed."""
+
+    chunk: int = 0
+    tile: int = 0
+    ahead: bool = False
+    in_place: bool = False
+
+    def run(self, hidden, weight, bias, targets, temperature, factors):
+        """Gives log-probs and, where there are two factors, entropies, whose gradients will be the factors."""
+
+        def told(rows, log_probs, entropy):
+            assert not log_probs.requires_grad
+            assert (entropy is None) == (len(factors) == 1)
+            return factors[0][rows], None if entropy is None else factors[1][rows]
+
+        found = head_log_probs(
+            hidden,
+            weight,
+            bias,
+            targets,
+            temperature,
+            self.chunk,
+            len(factors) == 2,
+            vocab_tile=self.tile,
+            token_gradient=told if self.ahead else None,
+            in_place=self.in_place,
+        )
+        return [value for value in found if value is not None]
+
+
+CUTS = st.builds(
+    Cut, st.sampled_from([0, 1, 2, 4, 100]), st.sampled_from([0, 1, 5, 16, 36, 37, 100]), st.booleans(), st.booleans()
 )
-def test_values_and_gradients_equal_those_of_whole_logits(tokens, chunk, temperature, entropy, bias):
-    hidden, weight, offset, targets = inputs(tokens, torch.float32, bias)
-    expected = naive(hidden, weight, offset, targets, temperature)[: 1 + entropy]
-    found = [value for value in head_log_probs(hidden, weight, offset, targets, temperature, chunk, entropy) if value is not None]
+ALL_KINDS = [Cut(16, tile, ahead, in_place) for tile in (0, 12) for ahead in (False, True) for in_place in (False, True)]
+
+
+@settings(deadline=None, max_examples=120)
+@given(
+    tokens=st.integers(0, 9), cut=CUTS, temperature=st.sampled_from([1.0, 0.7, 2.0]), entropy=st.booleans(), bias=st.booleans()
+)
+def test_values_and_gradients_equal_those_of_whole_logits(tokens, cut, temperature, entropy, bias):
+    given = inputs(tokens, torch.float32, bias)
     factors = [torch.linspace(-1, 2, tokens), torch.linspace(0.5, -1, tokens)][: 1 + entropy]
-    tensors = [hidden, weight] + ([offset] if bias else [])
+    tensors = [tensor for tensor in given[:3] if tensor is not None]
+    expected, found = naive(*given, temperature)[: 1 + entropy], cut.run(*given, temperature, factors)
     for one, other in zip(found, expected, strict=True):
         torch.testing.assert_close(one, other, rtol=2e-6, atol=2e-6)
-    for one, other in zip(gradients(found, factors, tensors), gradients(expected, factors, tensors), strict=True):
+    with torch.no_grad():
+        again = cut.run(*given, temperature, factors)
+    assert all(torch.equal(one, other) for one, other in zip(found, again, strict=True))
+    for one, other in zip(backward(found, factors, tensors), backward(expected, factors, tensors), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-6, atol=5e-6)
 
 
-def test_half_precision_is_no_worse_than_whole_logits_in_half_precision():
+@pytest.mark.parametrize("cut", ALL_KINDS)
+def test_half_precision_is_no_worse_than_whole_logits_in_half_precision(cut):
     hidden, weight, _, targets = inputs(64, torch.float64, bias=False)
-    exact = naive(hidden, weight, None, targets, 1.0)[0]
-    half = [hidden.detach().bfloat16(), weight.detach().bfloat16()]
-    ours = head_log_probs(*half, None, targets, 1.0, 16, False)[0]
-    theirs = naive(*half, None, targets, 1.0)[0]
-    assert (ours - exact).abs().max() <= (theirs - exact).abs().max() * 1.001
+    factors = [torch.linspace(-1, 2, 64), torch.linspace(0.5, -1, 64)]
+    half = [tensor.detach().bfloat16().requires_grad_() for tensor in (hidden, weight)]
+    wide = [tensor.detach().double().requires_grad_() for tensor in half]
+    exact, ours, theirs = (
+        run(*pair, None, targets, 0.7, *more)
+        for run, pair, more in ((naive, wide, []), (cut.run, half, [factors]), (naive, half, []))
+    )
+    for one, other, value in zip(ours, theirs, exact, strict=True):
+        assert (one - value).abs().max() <= (other - value).abs().max() * 1.001
+    gradients = [backward(outputs, factors, pair) for outputs, pair in ((exact, wide), (ours, half), (theirs, half))]
+    for value, one, other in zip(*gradients, strict=True):
+        assert (one - value).norm() <= (other - value).norm() * 1.25
 
 
-def test_frozen_weights_get_no_gradient():
-    hidden, weight, _, targets = inputs(4, torch.float32, bias=False)
-    head_log_probs(hidden, weight.detach(), None, targets, 1.0, 2, False)[0].sum().backward()
-    assert hidden.grad is not None
+@pytest.mark.parametrize("cut", ALL_KINDS)
+@pytest.mark.parametrize("entropy", [False, True])
+def test_frozen_weights_get_no_gradient(cut, entropy):
+    hidden, weight, bias, targets = inputs(40, torch.float32)
+    factors = [torch.linspace(-1, 2, 40), torch.linspace(0.5, -1, 40)][: 1 + entropy]
+    frozen = weight.detach(), bias.detach()
+    (gradient,) = backward(cut.run(hidden, *frozen, targets, 1.0, factors), factors, [hidden])
+    (expected,) = backward(naive(hidden, *frozen, targets, 1.0)[: 1 + entropy], factors, [hidden])
+    assert [tensor.grad for tensor in frozen] == [None, None]
+    torch.testing.assert_close(gradient, expected, rtol=5e-6, atol=5e-6)
+
+
+@pytest.mark.parametrize("cut", ALL_KINDS)
+def test_without_tokens_the_weight_still_gets_a_gradient_of_zeros(cut):
+    hidden, weight, bias, targets = inputs(0, torch.float32)
+    gradients = backward(cut.run(hidden, weight, bias, targets, 1.0, [torch.zeros(0)]), [torch.zeros(0)], [weight, bias])
+    assert [int(gradient.count_nonzero()) for gradient in gradients] == [0, 0]
+
+
+@pytest.mark.parametrize("cut", ALL_KINDS)
+def test_a_second_backward_adds_to_the_first(cut):
+    hidden, weight, bias, targets = inputs(40, torch.float32)
+    factors = [torch.linspace(-1, 2, 40)]
+    once = backward(cut.run(hidden, weight, bias, targets, 1.0, factors), factors, [weight, bias])
+    for _ in range(2):
+        (cut.run(hidden, weight, bias, targets, 1.0, factors)[0] * factors[0]).sum().backward()
+    for parameter, gradient in zip((weight, bias), once, strict=True):
+        torch.testing.assert_close(parameter.grad, 2 * gradient, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("which", [0, 1])
+def test_a_gradient_that_was_not_told_is_refused(which):
+    hidden, weight, bias, targets = inputs(8, torch.float32)
+    factors = [torch.linspace(-1, 2, 8), torch.linspace(0.5, -1, 8)]
+    found = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, factors)
+    brought = [factor.clone() for factor in factors]
+    brought[which][3] *= 1.001
+    with pytest.raises(RuntimeError, match="not the one that was told"):
+        backward(found, brought, [])
+
+
+def test_only_a_leaf_that_nothing_watches_is_added_to_in_place():
+    leaf = torch.nn.Parameter(torch.zeros(2))
+    assert adds_in_place(leaf)
+    assert not adds_in_place(leaf * 1)
+    assert not adds_in_place(leaf.detach())
+    leaf.register_post_accumulate_grad_hook(lambda _: None)
+    assert not adds_in_place(leaf)
+
+
+def test_a_hook_on_the_weight_sees_its_gradient():
+    hidden, weight, bias, targets = inputs(8, torch.float32)
+    factors, seen = [torch.ones(8)], []
+    weight.register_post_accumulate_grad_hook(lambda parameter: seen.append(parameter.grad.clone()))
+    (gradient,) = backward(Cut(4, 0, True, True).run(hidden, weight, bias, targets, 1.0, factors), factors, [weight])
+    assert torch.equal(seen[0], gradient)
+
+
+def products(cut, tokens, with_grad=True):
+    """Gives how many products of all tokens with the head a pass does."""
+    hidden, weight, _, targets = inputs(tokens, torch.float32, bias=False)
+    with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(with_grad):
+        found = cut.run(hidden, weight, None, targets, 1.0, [torch.ones(tokens)])
+        if with_grad:
+            backward(found, [torch.ones(tokens)], [])
+    return counter.get_total_flops() / (2 * tokens * VOCAB * WIDTH)
+
+
+def test_gradients_told_ahead_spare_a_product():
+    assert products(Cut(4), 8, False) == 1
+    assert products(Cut(4, 10), 8, False) == 1
+    assert products(Cut(4), 8) == 4
+    assert products(Cut(4, ahead=True), 8) == 3
+    assert products(Cut(4, 10, ahead=True), 8) == 4
+
+
+LARGE, CHUNK, NARROW = 40_960, 8, 4
+
+
+def logit_bytes(cut, tokens, dtype=torch.float32, entropy=False, with_grad=True):
+    """Gives the peak of the kind ``logits``, and the peak of everything."""
+    weight = torch.randn(LARGE, NARROW).to(dtype).requires_grad_()
+    hidden, targets = torch.randn(tokens, NARROW).to(dtype).requires_grad_(), torch.zeros(tokens, dtype=torch.int64)
+    factors = [torch.ones(tokens)] * (1 + entropy)
+    weight.grad = torch.zeros_like(weight)
+    with ByteTracker() as tracker, torch.set_grad_enabled(with_grad):
+        tracker.mark("params", [weight, weight.grad, hidden, targets, *factors])
+        found = cut.run(hidden, weight, None, targets, 0.7, factors)
+        if with_grad:
+            sum((value * factor).sum() for value, factor in zip(found, factors, strict=True)).backward()
+        return tracker.peaks["device"].kinds["logits"], tracker.peaks["device"].bytes
+
+
+@pytest.mark.parametrize("with_grad", [False, True])
+@pytest.mark.parametrize("entropy", [False, True])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("cut", [Cut(), Cut(CHUNK), Cut(CHUNK, ahead=True), Cut(CHUNK, LARGE // 4), Cut(0, LARGE // 4, True)])
+def test_logits_take_the_bytes_the_docstring_says(cut, dtype, entropy, with_grad):
+    tokens = 4 * CHUNK
+    found, _ = logit_bytes(cut, tokens, dtype, entropy, with_grad)
+    rows, columns = min(tokens, cut.chunk or tokens), min(LARGE, cut.tile or LARGE)
+    narrow = 0 if dtype == torch.float32 else dtype.itemsize
+    expected = rows * columns * (4 + narrow) + entropy * rows * 4096 * 4
+    assert expected <= found <= expected * 1.01
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-def test_memory_does_not_grow_with_tokens_times_vocabulary(entropy):
-    vocab, chunk, width = 4096, 8, 4
-    weight = torch.randn(vocab, width, requires_grad=True)
-    peaks = {}
-    for tokens in (64, 512):
-        hidden, targets = torch.randn(tokens, width, requires_grad=True), torch.zeros(tokens, dtype=torch.int64)
-        with ByteTracker() as tracker:
-            tracker.mark("params", [weight, hidden, targets])
-            log_probs, values = head_log_probs(hidden, weight, None, targets, 1.0, chunk, entropy)
-            (log_probs.sum() if values is None else log_probs.sum() + values.sum()).backward()
-            peaks[tokens] = tracker.peaks["device"].bytes
-        weight.grad = None
-    per_token = width * 4 * 2 + 8 + 4 * 8  # hidden and its gradient, target, a few fp32 scalars
-    assert peaks[512] - peaks[64] <= (512 - 64) * per_token
-    assert peaks[512] < 512 * vocab * 4  # less than the logits alone
+@pytest.mark.parametrize("cut", [Cut(CHUNK, 0, ahead, True) for ahead in (False, True)])
+def test_memory_does_not_grow_with_tokens_times_vocabulary(cut, entropy):
+    few, many = (logit_bytes(cut, tokens, entropy=entropy)[1] for tokens in (64, 512))
+    per_token = NARROW * 4 * 2 + 8 + 4 * 12  # hidden and its gradient, target, a dozen fp32 scalars
+    assert many - few <= (512 - 64) * per_token
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_adding_in_place_spares_a_gradient(ahead):
+    apart, in_place = (logit_bytes(replace(Cut(CHUNK, 0, ahead), in_place=flag), 64)[1] for flag in (False, True))
+    assert apart - in_place == LARGE * NARROW * 4

@@ -1,15 +1,29 @@
+import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from verl_memopt.models.pack import pack_rows
+from verl_memopt.models.pack import pack_groups, pack_rows
+
+ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=9)
+"""Rows as (group, tokens of the response)."""
+
+
+def flat(rows):
+    return torch.tensor([token for row in rows for token in row], dtype=torch.int64)
+
+
+def packed(prompts, responses, groups=None):
+    arguments = flat(prompts), list(map(len, prompts)), flat(responses), list(map(len, responses))
+    return pack_rows(*arguments) if groups is None else pack_groups(*arguments, groups)
 
 
 def test_a_pack_holds_prompts_and_responses_without_their_last_tokens():
-    pack = pack_rows(torch.tensor([1, 2, 3]), [2, 1], torch.tensor([7, 8, 9]), [1, 2])
+    pack = packed([[1, 2], [3]], [[7], [8, 9]])
     assert pack.input_ids.tolist() == [[1, 2, 3, 8]]
     assert pack.position_ids.tolist() == [[0, 1, 0, 1]]
-    assert pack.lengths == (2, 2)
-    assert pack.starts.tolist() == [0, 2, 4]
+    assert pack.trees.sizes == ((2, ()), (2, ()))
     assert pack.predicts.tolist() == [1, 2, 3]
     assert pack.targets.tolist() == [7, 8, 9]
     assert pack.row.tolist() == [0, 1, 1]
@@ -17,20 +31,113 @@ def test_a_pack_holds_prompts_and_responses_without_their_last_tokens():
 
 
 def test_a_row_without_a_response_costs_no_token_and_keeps_its_place():
-    pack = pack_rows(torch.tensor([1, 2, 3]), [2, 1], torch.tensor([8, 9]), [0, 2])
+    pack = packed([[1, 2], [3]], [[], [8, 9]])
     assert pack.input_ids.tolist() == [[3, 8]]
     assert pack.row.tolist() == [1, 1]
     assert pack.row_lengths.tolist() == [0, 2]
 
 
+def test_a_group_holds_its_prompt_once_and_its_responses_behind_it():
+    pack = packed([[1, 2], [1, 2], [1, 2]], [[7, 8, 9], [4, 5], [6]], [0, 0, 0])
+    assert pack.input_ids.tolist() == [[1, 2, 7, 8, 4]]
+    assert pack.position_ids.tolist() == [[0, 1, 2, 3, 2]]
+    assert pack.trees.sizes == ((2, (2, 1)),)
+    # The prompt's last token predicts every response's first.
+    assert pack.predicts.tolist() == [1, 2, 3, 1, 4, 1]
+    assert pack.targets.tolist() == [7, 8, 9, 4, 5, 6]
+    assert pack.row.tolist() == [0, 0, 0, 1, 1, 2]
+    assert pack.row_lengths.tolist() == [3, 2, 1]
+
+
+def test_rows_of_a_group_need_not_be_neighbours():
+    pack = packed([[1], [2, 3], [1], [2, 3]], [[4, 5], [6, 7], [8, 9], [10, 11]], [5, 2, 5, 2])
+    assert pack.input_ids.tolist() == [[1, 4, 8, 2, 3, 6, 10]]
+    assert pack.trees.sizes == ((1, (1, 1)), (2, (1, 1)))
+    assert pack.predicts.tolist() == [0, 1, 4, 5, 0, 2, 4, 6]
+    assert pack.targets.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
+    assert pack.row.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
+
+
+def test_a_group_with_one_response_is_a_plain_row():
+    pack = packed([[1, 2], [1, 2]], [[], [7, 8, 9]], [0, 0])
+    assert pack.input_ids.tolist() == [[1, 2, 7, 8]]
+    assert pack.trees.sizes == ((4, ()),)
+    assert pack.predicts.tolist() == [1, 2, 3]
+
+
+def test_a_group_of_one_token_responses_has_no_branch():
+    pack = packed([[1, 2], [1, 2]], [[7], [8]], [0, 0])
+    assert pack.input_ids.tolist() == [[1, 2]]
+    assert pack.trees.sizes == ((2, ()),)
+    assert pack.predicts.tolist() == [1, 1]
+
+
+def test_a_group_without_a_response_costs_no_token():
+    pack = packed([[1, 2], [1, 2], [3]], [[], [], [4]], [0, 0, 1])
+    assert pack.input_ids.tolist() == [[3]]
+    assert pack.row_lengths.tolist() == [0, 0, 1]
+
+
+def test_prompts_of_different_lengths_are_not_shared():
+    with pytest.raises(AssertionError, match="share a prompt"):
+        packed([[1, 2], [1]], [[7], [8]], [0, 0])
+
+
 def test_an_empty_micro_batch_is_one_token_that_scores_nothing():
-    pack = pack_rows(torch.tensor([], dtype=torch.int64), [], torch.tensor([], dtype=torch.int64), [])
-    assert pack.input_ids.shape == (1, 1)
-    assert pack.predicts.numel() == pack.targets.numel() == pack.num_rows == 0
+    for groups in (None, []):
+        pack = packed([], [], groups)
+        assert pack.input_ids.shape == (1, 1)
+        assert pack.predicts.numel() == pack.targets.numel() == pack.num_rows == 0
+
+
+def contexts(pack):
+    """Gives, for each response token, the tokens seen by the one that predicts it, read off the trees; and its row."""
+    ids, seen, at = pack.input_ids[0].tolist(), [], 0
+    for trunk, branches in pack.trees.sizes:
+        shared = ids[at : at + trunk]
+        seen += [shared[: place + 1] for place in range(trunk)]
+        at += trunk
+        for length in branches:
+            seen += [shared + ids[at : at + place + 1] for place in range(length)]
+            at += length
+    assert len(seen) == len(ids)
+    assert [len(context) - 1 for context in seen] == pack.position_ids[0].tolist()
+    return [(seen[place], target, row) for place, target, row in zip(*map(list, _asked(pack)), strict=True)]
+
+
+def _asked(pack):
+    return pack.predicts.tolist(), pack.targets.tolist(), pack.row.tolist()
+
+
+@given(ROWS)
+def test_sharing_a_prompt_changes_nothing_that_is_asked_and_costs_each_token_once(rows):
+    groups = [group for group, _ in rows]
+    prompts = [list(range(100 * group, 100 * group + group + 1)) for group in groups]
+    responses = [[1000 * (row + 1) + token for token in range(length)] for row, (_, length) in enumerate(rows)]
+    shared = packed(prompts, responses, groups)
+    expected = [
+        (prompts[row] + response[:token], response[token], row)
+        for row, response in enumerate(responses)
+        for token in range(len(response))
+    ]
+    assert contexts(shared) == contexts(packed(prompts, responses)) == expected
+    needed = {tuple(prompt) for prompt, response in zip(prompts, responses, strict=True) if response}
+    tokens = sum(map(len, needed)) + sum(len(response) - 1 for response in responses if response)
+    assert shared.input_ids.shape[1] == max(tokens, 1)
 
 
 def test_packing_depends_on_no_token_value():
+    def zeros(count):
+        return torch.zeros(count, dtype=torch.int64)
+
     with FakeTensorMode():
-        pack = pack_rows(torch.zeros(5, dtype=torch.int64), [2, 3], torch.zeros(3, dtype=torch.int64), [1, 2])
-    assert pack.input_ids.shape == (1, 6)
-    assert pack.predicts.shape == (3,)
+        rows, groups = pack_rows(zeros(5), [2, 3], zeros(3), [1, 2]), pack_groups(zeros(4), [2, 2], zeros(5), [3, 2], [1, 1])
+    assert (rows.input_ids.shape, rows.predicts.shape) == ((1, 6), (3,))
+    assert (groups.input_ids.shape, groups.predicts.shape) == ((1, 5), (5,))
+
+
+def test_every_tensor_of_a_pack_is_moved():
+    pack = packed([[1], [1]], [[2, 3], [4, 5]], [0, 0]).to(torch.device("meta"))
+    tensors = [value for part in (pack, pack.trees) for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 11
+    assert all(tensor.is_meta for tensor in tensors)

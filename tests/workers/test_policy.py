@@ -16,7 +16,6 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group, training_mesh
 from verl_memopt.models.build import named_weights
-from verl_memopt.models.pack import TENSORS, Pack
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
 from verl_memopt.workers.policy import MiniBatch, Policy
@@ -217,9 +216,8 @@ def test_no_tensor_of_a_micro_batch_outlives_it(tiny_folder, one_rank):
 
 
 def faked(mode, micro):
-    pack = {name: mode.from_tensor(getattr(micro.pack, name)) for name in TENSORS}
     flat = (micro.old_log_probs, micro.ref_log_probs, micro.advantages)
-    return MicroBatch(Pack(lengths=micro.pack.lengths, **pack), *(mode.from_tensor(tensor) for tensor in flat))
+    return MicroBatch(micro.pack.map(mode.from_tensor), *(mode.from_tensor(tensor) for tensor in flat))
 
 
 @pytest.mark.parametrize("world_size", [1, 4])

@@ -98,6 +98,9 @@ def gspo_loss(
 LOSSES: dict[str, Callable[..., LossAndMetrics]] = {"vanilla": token_loss, "sequence": sequence_loss, "gspo": gspo_loss}
 """Values of ``actor.policy_loss.loss_mode``."""
 
+TOKEN_LOCAL = frozenset({"vanilla"})
+"""Those that are sums over tokens: the share and the gradient of a token need no other's log-prob."""
+
 
 def _per_sequence(log_ratio: Tensor, advantages: Tensor, counts: GlobalCounts, actor: Actor) -> LossAndMetrics:
     """Averages clipped losses over sequences. A row without tokens has no advantage here and adds 0."""

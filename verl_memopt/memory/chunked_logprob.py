@@ -1,21 +1,31 @@
 """Log-probs and entropy from hidden states, chunk by chunk: the [tokens, vocabulary] logits never exist.
 
-Saves: 10 to 16 bytes x response tokens x vocabulary in the update, 4 to 8 in the log-prob passes; what stays is one chunk,
-about chunk x vocabulary x 8 bytes (0.6 GiB at 512 x 151,936).
-Costs: one more product with the LM head in backward (the logits of a chunk are computed again).
+Saves: with R response tokens of a micro-batch, V vocabulary entries, c = chunk (0: c = R), t = ``logprob_vocab_tile`` (0: t = V)
+    and b bytes of the compute dtype, the logits of every pass, update and log-probs alike, are one buffer of
+    min(R, c) * min(V, t) * (4 + n) bytes, n = 0 in fp32 and b below it; where entropy is asked for also min(R, c) * 4,096 * 4.
+    So a chunk saves (R - c) * V * (4 + n): at 512 x 151,936 in bfloat16 0.43 GiB stay. Gradients of the head's weight are added
+    where they stay: V * h * b less wherever a gradient is there already (a second micro-batch before the reduction).
+Costs: nothing where the loss says ahead of backward which gradient each log-prob will get: a chunk's logits are computed once,
+    three products with the head in an update. Otherwise, and with tiles always, they are computed again in backward: four.
+    A chunk's gradients are added up in the compute dtype.
 Pairs with: every pass and every other knob; a sharded head is gathered once per pass, not once per chunk.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from verl_memopt.memory.knob import Knob
-from verl_memopt.observe.byte_tracker import scope
+from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Tokens
+from verl_memopt.observe.byte_tracker import mark, scope
+
+TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Says ahead what backward will bring for a slice of tokens: from their log-probs and entropies (or None), without gradients,
+those of the log-probs and of the entropies, fp32 each."""
 
 
 def head_log_probs(
@@ -27,19 +37,73 @@ def head_log_probs(
     chunk_tokens: int,
     with_entropy: bool,
     compiled: bool = False,
+    vocab_tile: int = 0,
+    token_gradient: TokenGradient | None = None,
+    in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Gives the log-prob of each target and, when asked, the entropy of its distribution.
 
     hidden: [R, H] in the compute dtype. weight: [V, H]; bias: [V] or None. targets: int64 [R].
-    Logits are divided by ``temperature`` in fp32. ``chunk_tokens`` of 0 takes all tokens as one chunk.
-    Returns fp32 [R] and fp32 [R] or None. Gradients flow to hidden, weight and bias from both outputs.
+    Logits are divided by ``temperature`` in fp32. ``chunk_tokens`` of 0 takes all tokens as one chunk, ``vocab_tile`` of 0 whole
+    rows. Returns fp32 [R] and fp32 [R] or None. Gradients flow to hidden, weight and bias from both outputs.
+    token_gradient: computes the gradients in the forward; a backward that brings others is an assertion error.
+    in_place: adds to ``.grad`` of weight and bias without passing through autograd (with ``token_gradient`` in the forward),
+    where they are leaves without hooks; for callers that call ``backward`` once per forward, not ``torch.autograd.grad``.
     """
-    chunk = chunk_tokens if chunk_tokens > 0 else max(hidden.shape[0], 1)
-    log_probs, entropy = _ChunkedLogProb.apply(hidden, weight, bias, targets, temperature, chunk, with_entropy, compiled)
+    head = Head(weight, bias, temperature, chunk_tokens, vocab_tile, with_entropy, compiled)
+    if not torch.is_grad_enabled():
+        return _read(head, hidden, targets)
+    if token_gradient is None:
+        log_probs, entropy = _Recomputed.apply(hidden, weight, bias, targets, head, in_place)
+    else:
+        log_probs, entropy = _Ahead.apply(hidden, weight, bias, targets, head, in_place, token_gradient)
     return log_probs, entropy if with_entropy else None
 
 
-class _ChunkedLogProb(torch.autograd.Function):
+def _read(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    tokens = _room_for_tokens(head, hidden)
+    with scope(kind="logits"):
+        logits = LogitTiles(head, hidden)
+        for rows in head.chunks(hidden.shape[0]):
+            _keep(logits.read(hidden[rows], targets[rows]), tokens, rows)
+    return tokens.log_probs, tokens.entropy
+
+
+class _Recomputed(torch.autograd.Function):
+    """Keeps hidden states and normalisers, and computes logits again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        tokens = _room_for_tokens(head, hidden)
+        with scope(kind="logits"):
+            logits = LogitTiles(head, hidden)
+            for rows in head.chunks(hidden.shape[0]):
+                _keep(logits.read(hidden[rows], targets[rows]), tokens, rows)
+        entropy = _or_nothing(tokens.entropy, hidden)
+        # The weight is not among them: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
+        ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
+        ctx.head, ctx.in_place = head, in_place
+        return tokens.log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        hidden, targets, log_normalizer, entropy = ctx.saved_tensors
+        head, (grad_log_probs, grad_entropy) = ctx.head, grads
+        tokens = Tokens(log_normalizer, log_normalizer, entropy)
+        into, handed = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
+        with scope(kind="logits"):
+            logits = LogitTiles(head, hidden)
+            for rows in head.chunks(hidden.shape[0]):
+                above = grad_log_probs[rows], grad_entropy[rows] if head.with_entropy else None
+                logits.differentiate(hidden[rows], targets[rows], _cut(tokens, rows), *above, _at(into, rows), False)
+        return into.hidden, *handed, None, None, None
+
+
+class _Ahead(torch.autograd.Function):
+    """Computes gradients beside log-probs; backward checks that they are those it would have computed."""
+
     @staticmethod
     def forward(
         ctx: Any,
@@ -47,106 +111,102 @@ class _ChunkedLogProb(torch.autograd.Function):
         weight: Tensor,
         bias: Tensor | None,
         targets: Tensor,
-        temperature: float,
-        chunk: int,
-        with_entropy: bool,
-        compiled: bool,
+        head: Head,
+        in_place: bool,
+        token_gradient: TokenGradient,
     ) -> tuple[Tensor, Tensor]:
-        scores = _compiled(_chunk_scores) if compiled else _chunk_scores
-        log_probs = hidden.new_empty(hidden.shape[0], dtype=torch.float32)
-        entropy = hidden.new_empty(hidden.shape[0] if with_entropy else 0, dtype=torch.float32)
-        log_normalizer = torch.empty_like(log_probs)
+        tokens, told = _room_for_tokens(head, hidden), _room_for_tokens(head, hidden)
+        into, ctx.handed = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
         with scope(kind="logits"):
-            for rows in _chunks(hidden.shape[0], chunk):
-                part = scores(hidden[rows], weight, bias, targets[rows], temperature, with_entropy)
-                log_probs[rows], log_normalizer[rows] = part[0], part[1]
-                if with_entropy:
-                    entropy[rows] = part[2]
-        ctx.save_for_backward(hidden, weight, bias, targets, log_normalizer, entropy)
-        ctx.temperature, ctx.chunk, ctx.with_entropy, ctx.compiled = temperature, chunk, with_entropy, compiled
-        return log_probs, entropy
+            logits = LogitTiles(head, hidden)
+            for rows in head.chunks(hidden.shape[0]):
+                found = logits.read(hidden[rows], targets[rows])
+                grad_log_probs, grad_entropy = _told(token_gradient, rows, found)
+                logits.differentiate(hidden[rows], targets[rows], found, grad_log_probs, grad_entropy, _at(into, rows), True)
+                _keep(found, tokens, rows)
+                _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), told, rows)
+        ctx.save_for_backward(told.log_probs, told.entropy, into.hidden)
+        return tokens.log_probs, _or_nothing(tokens.entropy, hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        grad_log_probs, grad_entropy = grads
-        hidden, weight, bias, targets, log_normalizer, entropy = ctx.saved_tensors
-        needs_hidden, needs_weight, needs_bias = ctx.needs_input_grad[:3]
-        logit_grads: Callable[..., Any] = _compiled(_chunk_logit_grads) if ctx.compiled else _chunk_logit_grads
-        grad_hidden = torch.empty_like(hidden) if needs_hidden else None
-        grad_weight = torch.zeros_like(weight) if needs_weight else None
-        grad_bias = torch.zeros_like(bias) if bias is not None and needs_bias else None
-        with scope(kind="logits"):
-            for rows in _chunks(hidden.shape[0], ctx.chunk):
-                extra = (entropy[rows], grad_entropy[rows]) if ctx.with_entropy else (None, None)
-                grad = logit_grads(
-                    hidden[rows], weight, bias, targets[rows], log_normalizer[rows], grad_log_probs[rows], *extra, ctx.temperature
-                )
-                if grad_hidden is not None:
-                    torch.mm(grad, weight, out=grad_hidden[rows])
-                if grad_weight is not None:
-                    grad_weight.addmm_(grad.t(), hidden[rows])
-                if grad_bias is not None:
-                    grad_bias += grad.sum(0)
-        return grad_hidden, grad_weight, grad_bias, None, None, None, None, None
+        told_log_probs, told_entropy, grad_hidden = ctx.saved_tensors
+        handed, ctx.handed = ctx.handed, None
+        assert handed is not None, "the gradients of this forward were handed out already"
+        _assert_as_told(told_log_probs, grads[0])
+        if told_entropy is not None:
+            _assert_as_told(told_entropy, grads[1])
+        return grad_hidden, *handed, None, None, None, None
 
 
-def _chunks(total: int, chunk: int) -> Iterator[slice]:
-    return (slice(start, min(start + chunk, total)) for start in range(0, total, chunk))
+def _told(token_gradient: TokenGradient, rows: slice, found: Tokens) -> tuple[Tensor, Tensor | None]:
+    # What its own autograd saves stays here: it is small, and gone again before any hook could gain from it.
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+        return token_gradient(rows, found.log_probs, found.entropy)
 
 
-def _chunk_logits(hidden: Tensor, weight: Tensor, bias: Tensor | None, temperature: float) -> Tensor:
-    """Gives fp32 [c, V] logits over temperature; the division is in place where the upcast made a new tensor."""
-    logits = torch.nn.functional.linear(hidden, weight, bias).float()
-    return logits if temperature == 1.0 else logits.div_(temperature)
+def _assert_as_told(told: Tensor, brought: Tensor) -> None:
+    """Breaks off where backward brings another gradient than was told; nothing here waits for the device."""
+    if told.numel():
+        bound = told.abs().amax() * 1e-5
+        same = ((told - brought).abs() <= bound) | ~torch.isfinite(brought)
+        torch._assert_async(same.all(), "the gradient of the log-probs is not the one that was told ahead")
 
 
-def _chunk_scores(
-    hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, temperature: float, with_entropy: bool
-) -> tuple[Tensor, ...]:
-    log_p = _chunk_logits(hidden, weight, bias, temperature)
-    log_normalizer = log_p.logsumexp(-1)
-    log_p.sub_(log_normalizer[:, None])
-    log_probs = log_p.gather(-1, targets[:, None]).squeeze(-1)
-    if not with_entropy:
-        return log_probs, log_normalizer
-    return log_probs, log_normalizer, -log_p.exp().mul_(log_p).sum(-1)
+def _gradient_room(
+    head: Head, hidden: Tensor, needs: tuple[bool, ...], in_place: bool
+) -> tuple[Gradients, tuple[Tensor | None, Tensor | None]]:
+    """Gives where gradients go, and those for weight and bias that autograd is to be handed."""
+    needs_hidden, needs_weight, needs_bias = needs[:3]
+    weight, hand_weight = _room_for(head.weight, needs_weight, in_place)
+    bias, hand_bias = _room_for(head.bias, needs_bias, in_place)
+    return Gradients(torch.empty_like(hidden) if needs_hidden else None, weight, bias), (hand_weight, hand_bias)
 
 
-def _chunk_logit_grads(
-    hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
-    targets: Tensor,
-    log_normalizer: Tensor,
-    grad_log_probs: Tensor,
-    entropy: Tensor | None,
-    grad_entropy: Tensor | None,
-    temperature: float,
-) -> Tensor:
-    """Gives [c, V] in the compute dtype: the gradient of the undivided logits.
-
-    d log p(y) / d z = onehot(y) - p;  d entropy / d z = -p (log p + entropy), with z = logits / temperature.
-    """
-    logits = _chunk_logits(hidden, weight, bias, temperature)
-    log_p = logits.sub_(log_normalizer[:, None])
-    if entropy is None or grad_entropy is None:
-        grad = log_p.exp_().mul_(-grad_log_probs[:, None])
-    else:
-        factor = (log_p + entropy[:, None]).mul_(grad_entropy[:, None]).add_(grad_log_probs[:, None])
-        grad = log_p.exp_().mul_(factor).neg_()
-    grad.scatter_add_(-1, targets[:, None], grad_log_probs[:, None])
-    if temperature != 1.0:
-        grad.div_(temperature)
-    return grad.to(hidden.dtype)
+def _room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Tensor | None, Tensor | None]:
+    if parameter is None or not needed:
+        return None, None
+    if not (in_place and adds_in_place(parameter)):
+        room = torch.zeros_like(parameter)
+        return room, room
+    if parameter.grad is None:
+        parameter.grad = torch.zeros_like(parameter)
+        mark("grads", [parameter.grad])
+    return parameter.grad, None
 
 
-_COMPILED: dict[str, Callable[..., Any]] = {}
+def adds_in_place(parameter: Tensor) -> bool:
+    """Says whether a gradient may be added to ``.grad`` behind autograd's back: a leaf that nothing watches."""
+    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return parameter.is_leaf and parameter.requires_grad and not watched and type(parameter) in (Tensor, torch.nn.Parameter)
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    if function.__name__ not in _COMPILED:
-        _COMPILED[function.__name__] = torch.compile(function, dynamic=True)
-    return _COMPILED[function.__name__]
+def _room_for_tokens(head: Head, hidden: Tensor) -> Tokens:
+    count = hidden.shape[0]
+
+    def room() -> Tensor:
+        return hidden.new_empty(count, dtype=torch.float32)
+
+    return Tokens(room(), room(), room() if head.with_entropy else None)
+
+
+def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
+    whole.log_probs[rows], whole.log_normalizer[rows] = part.log_probs, part.log_normalizer
+    if whole.entropy is not None:
+        assert part.entropy is not None
+        whole.entropy[rows] = part.entropy
+
+
+def _cut(tokens: Tokens, rows: slice) -> Tokens:
+    return Tokens(tokens.log_probs[rows], tokens.log_normalizer[rows], None if tokens.entropy is None else tokens.entropy[rows])
+
+
+def _at(into: Gradients, rows: slice) -> Gradients:
+    return Gradients(None if into.hidden is None else into.hidden[rows], into.weight, into.bias)
+
+
+def _or_nothing(values: Tensor | None, hidden: Tensor) -> Tensor:
+    return hidden.new_empty(0, dtype=torch.float32) if values is None else values
 
 
 KNOB = Knob(

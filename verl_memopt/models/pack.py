@@ -2,27 +2,28 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl_memopt.models.trees import Tree, Trees
+
 
 @dataclass(frozen=True)
 class Pack:
     """The packed tokens of some rows.
 
-    input_ids, position_ids: int64 [1, T]. lengths: tokens of each sequence, a host tuple. starts: int32 [sequences + 1].
+    input_ids, position_ids: int64 [1, T]. trees: which of the T tokens see which.
     predicts: int64 [R], where in T the hidden state lies that predicts each response token. targets: int64 [R].
     row: int64 [R], the row of each response token; row_lengths: int64 [rows], response tokens of each row.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    lengths: tuple[int, ...]
-    starts: Tensor
+    trees: Trees
     predicts: Tensor
     targets: Tensor
     row: Tensor
@@ -34,51 +35,98 @@ class Pack:
 
     def to(self, device: torch.device) -> Pack:
         """Gives the pack on a device; the copies do not wait."""
-        moved = {name: getattr(self, name).to(device, non_blocking=True) for name in TENSORS}
-        return Pack(lengths=self.lengths, **moved)
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
-
-TENSORS = ("input_ids", "position_ids", "starts", "predicts", "targets", "row", "row_lengths")
+    def map(self, change: Callable[[Tensor], Tensor]) -> Pack:
+        """Gives the same pack with each tensor changed."""
+        changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return Pack(trees=self.trees.map(change), **changed)
 
 
 def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:
-    """Gives the pack of rows whose tokens lie one row after another in ``prompts`` and ``responses``.
+    """Gives the pack of rows whose tokens lie one row after another in ``prompts`` and ``responses``, each with its own prompt.
 
-    prompts, responses: int64, flat. A response's last token predicts nothing and is left out; a row with an empty response
-    is left out whole. With nothing to compute, one token stands in, so that ranks in step run the same collectives.
+    Otherwise as :func:`pack_groups`.
+    """
+    return pack_groups(prompts, prompt_sizes, responses, response_sizes, range(len(response_sizes)))
+
+
+def pack_groups(
+    prompts: Tensor,
+    prompt_sizes: Sequence[int],
+    responses: Tensor,
+    response_sizes: Sequence[int],
+    groups: Sequence[int],
+) -> Pack:
+    """Gives the pack of rows in which the rows of one group share their prompt.
+
+    prompts, responses: int64, flat, one row after another; every row brings its prompt, and the first of a group lends its
+    own. groups: a number for each row; rows with the same number need not be neighbours. What is asked of the model keeps the
+    order of rows. A response's last token predicts nothing and is left out; so is a row with an empty response, and the prompt
+    of a group without any other. With nothing to compute, one token stands in, so that ranks in step run the same collectives.
     No shape depends on the tokens' values, so fake tensors pass through.
     """
     p, r = np.asarray(prompt_sizes, dtype=np.int64), np.asarray(response_sizes, dtype=np.int64)
-    present = r > 0
-    lengths = (p + r - 1)[present]
-    first = np.cumsum(lengths) - lengths
-    # A row's tokens: its prompt from the one tensor, then its response but for the last from the other, which lies behind.
-    prompt_start, response_start = np.cumsum(p) - p, len(prompts) + np.cumsum(r) - r
-    pieces = np.stack([prompt_start[present], response_start[present]], axis=1).reshape(-1)
-    sizes = np.stack([p[present], r[present] - 1], axis=1).reshape(-1)
-    if not len(lengths):
+    assert len(p) == len(r) == len(groups), (len(p), len(r), len(groups))
+    members = _members(groups, r)
+    if not members:
         return _nothing(responses, len(r))
+    # A tree's pieces: one prompt from the one tensor, then from the other, which lies behind it, each response but for its last.
+    prompt_start, response_start = np.cumsum(p) - p, len(prompts) + np.cumsum(r) - r
+    pieces: list[tuple[int, int, int]] = []  # (first place in both tensors, tokens, position of the first)
+    trees: list[Tree] = []
+    prompt_end, branch_start = np.zeros_like(p), np.zeros_like(p)
+    token = 0
+    for rows in members:
+        trunk = int(p[rows[0]])
+        assert all(p[row] == trunk for row in rows), f"rows {rows} share a prompt, and their prompts have {p[rows]} tokens"
+        trees.append(_tree(trunk, [int(r[row]) - 1 for row in rows]))
+        pieces.append((prompt_start[rows[0]], trunk, 0))
+        token += trunk
+        prompt_end[rows] = token
+        for row in rows:
+            pieces.append((response_start[row], r[row] - 1, trunk))
+            branch_start[row] = token
+            token += int(r[row]) - 1
+    first, sizes, positions = np.array(pieces, dtype=np.int64).T
+    present = r > 0
+    predictors = np.stack([prompt_end[present] - 1, branch_start[present]], axis=1).reshape(-1)
+    predicted = np.stack([np.ones_like(r[present]), r[present] - 1], axis=1).reshape(-1)
     return Pack(
-        input_ids=torch.cat([prompts, responses])[_host(ranges(pieces, sizes))][None],
-        position_ids=_host(ranges(np.zeros_like(lengths), lengths))[None],
-        lengths=tuple(lengths.tolist()),
-        starts=_host(np.append(first, lengths.sum()), torch.int32),
-        predicts=_host(ranges(first + p[present] - 1, r[present])),
+        input_ids=torch.cat([prompts, responses])[_host(ranges(first, sizes))][None],
+        position_ids=_host(ranges(positions, sizes))[None],
+        trees=Trees.of(tuple(trees)),
+        predicts=_host(ranges(predictors, predicted)),
         targets=responses,
         row=_host(np.repeat(np.arange(len(r)), r)),
         row_lengths=_host(r),
     )
 
 
+def _members(groups: Sequence[int], response_sizes: np.ndarray) -> list[list[int]]:
+    """Gives the rows of each group that have a response, groups in the order of their first such row."""
+    found: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        if response_sizes[row] > 0:
+            found.setdefault(int(group), []).append(row)
+    return list(found.values())
+
+
+def _tree(trunk: int, branches: list[int]) -> Tree:
+    if len(branches) == 1:  # nobody to share with: one segment costs one call of a kernel, not three
+        return trunk + branches[0], ()
+    return trunk, tuple(length for length in branches if length > 0)
+
+
 def _nothing(responses: Tensor, num_rows: int) -> Pack:
     none = _host(np.zeros(0, dtype=np.int64))
     token = _host(np.zeros((1, 1), dtype=np.int64))
-    starts, row_lengths = _host(np.array([0, 1]), torch.int32), _host(np.zeros(num_rows, dtype=np.int64))
-    return Pack(token, token, (1,), starts, none, responses, none, row_lengths)
+    row_lengths = _host(np.zeros(num_rows, dtype=np.int64))
+    return Pack(token, token, Trees.of(((1, ()),)), none, responses, none, row_lengths)
 
 
-def _host(values: np.ndarray, dtype: torch.dtype = torch.int64) -> Tensor:
-    return torch.tensor(values, dtype=dtype)
+def _host(values: np.ndarray) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:

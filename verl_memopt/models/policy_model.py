@@ -9,7 +9,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.chunked_logprob import head_log_probs
+from verl_memopt.memory.chunked_logprob import TokenGradient, head_log_probs
 from verl_memopt.memory.native_offload import allocate_on_host
 from verl_memopt.models.pack import Pack
 
@@ -27,9 +27,20 @@ class LogProbHead(nn.Module):
         self.chunk_tokens = chunk_tokens
         self.compiled = compiled
 
-    def forward(self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+    def forward(
+        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool, token_gradient: TokenGradient | None = None
+    ) -> tuple[Tensor, Tensor | None]:
         return head_log_probs(
-            hidden, self.weight, self.bias, targets, temperature, self.chunk_tokens, with_entropy, self.compiled
+            hidden,
+            self.weight,
+            self.bias,
+            targets,
+            temperature,
+            self.chunk_tokens,
+            with_entropy,
+            self.compiled,
+            token_gradient=token_gradient,
+            in_place=True,
         )
 
 
@@ -60,17 +71,21 @@ class PolicyModel(nn.Module):
         """Gives the decoder blocks in order."""
         return list(self.lm.get_decoder().layers)
 
-    def forward(self, pack: Pack, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
-        """Gives log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked."""
+    def forward(
+        self, pack: Pack, temperature: float, with_entropy: bool, token_gradient: TokenGradient | None = None
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gives log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked.
+
+        token_gradient: what backward will bring for each of them, so that the head need not wait for it.
+        """
         output: Any = self.lm.get_decoder()(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
             use_cache=False,
-            pack_lengths=pack.lengths,
-            pack_starts=pack.starts,
+            pack_trees=pack.trees,
         )
         hidden = output.last_hidden_state[0].index_select(0, pack.predicts)
-        return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy)
+        return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy, token_gradient)
 
 
 def allocate(policy: PolicyModel, device: torch.device, on_host: bool = False) -> None:

@@ -11,9 +11,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from verl_memopt.algorithms.kl import kl_estimate
-from verl_memopt.algorithms.losses import policy_loss
-from verl_memopt.algorithms.reductions import GlobalCounts, aggregate
+from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.activation_offload import ActivationOffload
@@ -22,6 +20,7 @@ from verl_memopt.memory.optimizer_in_backward import StepInBackward
 from verl_memopt.memory.resharding import synced
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.kinds import optimizer_scope
+from verl_memopt.workers.objective import Objective
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
 from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batch, score_batch
 
@@ -124,35 +123,19 @@ class Policy:
         with nullcontext() if self.offload is None else self.offload.forward():
             loss, metrics = self.loss(micro, counts, temperature)
         # FSDP averages gradients over ranks; the loss is this rank's share of a global mean, so it is scaled back up.
+        # The head has computed its gradients with the same factor.
         (loss * self.world_size).backward()
         return metrics
 
     def loss(self, micro: MicroBatch, counts: GlobalCounts, temperature: float) -> tuple[Tensor, dict[str, Tensor]]:
         """Gives this micro-batch's share of the loss and of its metrics.
 
-        Without ``old_log_probs`` the policy is strictly on-policy and its own log-probs stand for them.
+        The backward to follow is that of ``world_size`` times the loss, once.
         """
-        actor, pack = self.actor, micro.pack
-        assert micro.advantages is not None
-        log_probs, entropy = self.model(pack, temperature, actor.entropy_coeff != 0)
-        old = log_probs.detach() if micro.old_log_probs is None else micro.old_log_probs
-        loss, parts = policy_loss(log_probs, old, micro.advantages, pack.row, pack.row_lengths, counts, actor)
-        metrics = {f"actor/{name}": value for name, value in parts.items()}
-
-        def mean(values: Tensor) -> Tensor:
-            return aggregate(values, pack.row, pack.row_lengths, actor.loss_agg_mode, counts, actor.loss_scale_factor)
-
-        if entropy is not None:
-            bonus = mean(entropy)
-            metrics["actor/entropy"] = bonus.detach()
-            loss = loss - actor.entropy_coeff * bonus
-        if actor.use_kl_loss:
-            assert micro.ref_log_probs is not None
-            divergence = mean(kl_estimate(log_probs, micro.ref_log_probs, actor.kl_loss_type))
-            metrics["actor/kl_loss"] = divergence.detach()
-            loss = loss + actor.kl_loss_coef * divergence
-        metrics["actor/loss"] = loss.detach()
-        return loss, metrics
+        objective = Objective(micro, counts, self.actor)
+        ahead = objective.token_gradient(self.world_size)
+        log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, ahead)
+        return objective.loss(log_probs, entropy)
 
 
 def _read(steps: Sequence[dict[str, Tensor]]) -> dict[str, float]:

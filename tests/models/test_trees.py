@@ -1,0 +1,42 @@
+import torch
+
+from verl_memopt.models.trees import Fork, Run, Trees
+
+SIZES = ((3, (2, 2, 4)), (4, ()), (4, ()), (1, (1,)))
+
+
+def test_segments_lie_trunk_first_and_tree_after_tree():
+    trees = Trees.of(SIZES)
+    assert trees.segments == (3, 2, 2, 4, 4, 4, 1, 1)
+    assert trees.starts.tolist() == [0, 3, 5, 7, 11, 15, 19, 20, 21]
+    assert trees.starts.dtype == torch.int32
+
+
+def test_neighbours_of_one_length_are_one_run():
+    assert Trees.of(SIZES).runs == (Run(0, 1, 3), Run(3, 2, 2), Run(7, 3, 4), Run(19, 2, 1))
+
+
+def test_a_fork_says_where_trunk_and_branches_of_a_tree_lie():
+    assert Trees.of(SIZES).forks == (Fork(Run(0, 1, 3), Run(3, 1, 8)), Fork(Run(19, 1, 1), Run(20, 1, 1)))
+
+
+def test_trees_with_branches_are_gathered_by_index():
+    trees = Trees.of(SIZES)
+    assert trees.branch_index.tolist() == [3, 4, 5, 6, 7, 8, 9, 10, 20]
+    assert trees.trunk_index.tolist() == [0, 1, 2, 19]
+    assert trees.branch_starts.tolist() == [0, 8, 9]
+    assert trees.trunk_starts.tolist() == [0, 3, 4]
+
+
+def test_trees_without_branches_gather_nothing():
+    trees = Trees.of(((3, ()), (2, ())))
+    assert trees.branch_index.numel() == trees.trunk_index.numel() == 0
+    assert trees.branch_starts.tolist() == trees.trunk_starts.tolist() == [0]
+    assert trees.forks == ()
+
+
+def test_moving_trees_moves_their_tensors_and_keeps_their_sizes():
+    moved = Trees.of(SIZES).map(lambda tensor: tensor.to("meta"))
+    assert moved.sizes == SIZES
+    assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
+    assert moved.branch_index.shape == (9,)

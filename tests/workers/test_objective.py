@@ -1,0 +1,83 @@
+import itertools
+
+import pytest
+import torch
+
+from verl_memopt.algorithms.kl import KL_ESTIMATORS
+from verl_memopt.algorithms.losses import LOSSES
+from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
+from verl_memopt.config.schema import Actor, PolicyLoss
+from verl_memopt.memory.chunked_logprob import head_log_probs
+from verl_memopt.models.pack import pack_rows
+from verl_memopt.workers.objective import Objective
+from verl_memopt.workers.scorer import MicroBatch
+
+SIZES = [3, 0, 5, 1]
+TOKENS, COUNTS = sum(SIZES), GlobalCounts(31.0, 7.0)
+VOCAB, WIDTH, CHUNK, SCALE = 29, 4, 2, 3
+KL = [None, *KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)]
+
+
+def objective(loss_mode, agg_mode, kl, entropy_coeff, off_policy):
+    """Gives the objective of four rows, one of them empty; the chunks of the head cut through rows."""
+    generator = torch.Generator().manual_seed(3)
+    pack = pack_rows(torch.zeros(4, dtype=torch.int64), [1] * 4, torch.randint(VOCAB, (TOKENS,), generator=generator), SIZES)
+    old, reference, advantages = (torch.randn(TOKENS, generator=generator) for _ in range(3))
+    actor = Actor(
+        clip_ratio_low=0.2,
+        clip_ratio_high=0.3,
+        loss_agg_mode=agg_mode,
+        loss_scale_factor=11,
+        entropy_coeff=entropy_coeff,
+        use_kl_loss=kl is not None,
+        kl_loss_coef=0.2,
+        kl_loss_type=kl or "k1",
+        policy_loss=PolicyLoss(loss_mode=loss_mode),
+    )
+    micro = MicroBatch(pack, old * 0.3 - 3.4 if off_policy else None, reference * 0.3 - 3.4, advantages)
+    return Objective(micro, COUNTS, actor)
+
+
+def step(whole, fused):
+    """Gives loss, metrics and gradients of hidden states and head."""
+    generator = torch.Generator().manual_seed(4)
+    hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((TOKENS, WIDTH), (VOCAB, WIDTH), (VOCAB,)))
+    leaves = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
+    ahead = whole.token_gradient(SCALE) if fused else None
+    found = head_log_probs(*leaves, whole.micro.pack.targets, 0.7, CHUNK, whole.with_entropy, token_gradient=ahead)
+    loss, metrics = whole.loss(*found)
+    (loss * SCALE).backward()
+    return loss, metrics, [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", LOSSES)
+def test_gradients_told_ahead_are_those_of_the_loss(loss_mode, agg_mode):
+    for kl, entropy_coeff, off_policy in itertools.product(KL, (0.0, 0.01), (False, True)):
+        if off_policy and loss_mode != "vanilla":
+            continue
+        whole = objective(loss_mode, agg_mode, kl, entropy_coeff, off_policy)
+        (loss, metrics, gradients), expected = (step(whole, fused) for fused in (True, False))
+        assert torch.equal(loss, expected[0])
+        assert metrics == expected[1]
+        for one, other in zip(gradients, expected[2], strict=True):
+            assert (one - other).norm() <= 1e-6 * other.norm(), (kl, entropy_coeff, off_policy)
+
+
+@pytest.mark.parametrize("loss_mode", LOSSES)
+def test_an_off_policy_ratio_of_sequences_waits_for_backward(loss_mode):
+    gradient = objective(loss_mode, "token-mean", None, 0.0, True).token_gradient(1.0)
+    assert (gradient is None) == (loss_mode != "vanilla")
+    assert objective(loss_mode, "token-mean", None, 0.0, False).token_gradient(1.0) is not None
+
+
+def test_a_penalty_is_in_the_loss_with_its_coefficient():
+    log_probs, entropy = torch.linspace(-4, -3, TOKENS), torch.linspace(1, 2, TOKENS)
+    whole = objective("vanilla", "token-mean", "k1", 0.5, False)
+    loss, metrics = whole.loss(log_probs, entropy)
+    divergence = (log_probs - whole.micro.ref_log_probs).sum() / COUNTS.tokens
+    bonus, policy = entropy.sum() / COUNTS.tokens, -whole.micro.advantages.sum() / COUNTS.tokens
+    torch.testing.assert_close(loss, policy - 0.5 * bonus + 0.2 * divergence)
+    torch.testing.assert_close(
+        [metrics[f"actor/{name}"] for name in ("pg_loss", "entropy", "kl_loss", "loss")], [policy, bonus, divergence, loss]
+    )

@@ -1,0 +1,292 @@
+"""The logits of one chunk of tokens, tile by tile of the vocabulary: what they say of a token, and the gradients through them.
+
+One fp32 buffer of [chunk, tile] holds logits, log-probs, probabilities and the gradient in turn; no other tensor of that size
+exists in fp32, and in half precision there is one more of it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+SCRATCH_COLUMNS = 4096
+"""Columns of the buffer for what entropy needs beside the logits, where the functions are not compiled."""
+
+
+@dataclass(frozen=True)
+class Head:
+    """The LM head and how it is cut.
+
+    weight: [V, H]; bias: [V] or None. Logits are divided by ``temperature`` in fp32. chunk_tokens, vocab_tile: tokens and
+    vocabulary entries of the logits that exist at once, 0 = all. compiled: compile what runs between the products.
+    """
+
+    weight: Tensor
+    bias: Tensor | None
+    temperature: float
+    chunk_tokens: int
+    vocab_tile: int
+    with_entropy: bool
+    compiled: bool
+
+    @property
+    def vocabulary(self) -> int:
+        return int(self.weight.shape[0])
+
+    @property
+    def tile(self) -> int:
+        return min(self.vocab_tile, self.vocabulary) or self.vocabulary
+
+    @property
+    def whole_rows(self) -> bool:
+        return self.tile == self.vocabulary
+
+    def chunks(self, tokens: int) -> list[slice]:
+        """Gives the slices of tokens, in order."""
+        return list(_slices(tokens, self.chunk_tokens or max(tokens, 1)))
+
+    def tiles(self) -> list[slice]:
+        """Gives the slices of the vocabulary, in order."""
+        return list(_slices(self.vocabulary, self.tile))
+
+
+@dataclass(frozen=True)
+class Tokens:
+    """What is known of some tokens, fp32 each: log-prob of the target, log of the normaliser, entropy where asked for."""
+
+    log_probs: Tensor
+    log_normalizer: Tensor
+    entropy: Tensor | None
+
+
+@dataclass(frozen=True)
+class Gradients:
+    """Where gradients go; None where none is wanted. weight, bias: added to. hidden: written."""
+
+    hidden: Tensor | None
+    weight: Tensor | None
+    bias: Tensor | None
+
+
+class LogitTiles:
+    """The buffers for chunks of one head and one hidden dtype, to be kept for a pass and no longer."""
+
+    def __init__(self, head: Head, hidden: Tensor) -> None:
+        self.head = head
+        size = min(head.chunk_tokens or hidden.shape[0], hidden.shape[0]) * head.tile
+        self._wide = hidden.new_empty(size, dtype=torch.float32)
+        self._narrow = None if hidden.dtype == torch.float32 else hidden.new_empty(size)
+        columns = min(SCRATCH_COLUMNS, head.tile) if head.with_entropy and not head.compiled else 0
+        self._scratch = hidden.new_empty(size // head.tile * columns, dtype=torch.float32)
+        self._columns = columns
+        self._run: Callable[..., Callable[..., Any]] = _compiled if head.compiled else _plain
+
+    def read(self, hidden: Tensor, targets: Tensor) -> Tokens:
+        """Gives what the logits of a chunk say of its targets; with whole rows their log-probs stay for :meth:`differentiate`.
+
+        hidden: [c, H]; targets: int64 [c].
+        """
+        parts = [self._read_tile(hidden, targets, columns) for columns in self.head.tiles()]
+        top, log_sum, picked, entropy = parts[0]
+        for part in parts[1:]:
+            top, log_sum, picked, entropy = _merged((top, log_sum, picked, entropy), part)
+        return Tokens((picked - top) - log_sum, top + log_sum, entropy)
+
+    def differentiate(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        tokens: Tokens,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor | None,
+        into: Gradients,
+        just_read: bool,
+    ) -> None:
+        """Adds the gradients of a chunk, given those of its log-probs and entropies (fp32 [c]).
+
+        just_read: :meth:`read` of the same chunk was the last call, so that whole rows need not be computed again.
+        """
+        tiles = self.head.tiles()
+        # Several tiles are added up in fp32 whatever the compute dtype.
+        total = hidden.new_zeros(hidden.shape, dtype=torch.float32) if into.hidden is not None and len(tiles) > 1 else None
+        for columns in tiles:
+            matrix, scale = self._logit_gradient(hidden, targets, columns, tokens, grad_log_probs, grad_entropy, just_read)
+            weight = self.head.weight[columns]
+            if total is not None:
+                total += torch.mm(matrix, weight)
+            elif into.hidden is not None:
+                torch.mm(matrix, weight, out=into.hidden)
+            if into.weight is not None:
+                scaled = hidden if scale is None else hidden * scale[:, None]
+                part = into.weight[columns]
+                torch.addmm(part, matrix.t(), scaled, out=part)
+            if into.bias is not None:
+                into.bias[columns] += matrix.sum(0) if scale is None else scale @ matrix
+        if into.hidden is not None:
+            if total is not None:
+                into.hidden.copy_(total)
+            if scale is not None:
+                into.hidden.mul_(scale[:, None])
+
+    def _read_tile(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+        logits = self._logits(hidden, columns)
+        local = targets if self.head.whole_rows else targets - columns.start
+        scratch = self._scratch_for(logits)
+        return self._run(log_softmax_)(logits, local, scratch, self.head.with_entropy)
+
+    def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
+        """Gives fp32 [c, tile] logits over temperature, in the buffer."""
+        head, inverse = self.head, 1.0 / self.head.temperature
+        weight, bias = head.weight[columns].t(), None if head.bias is None else head.bias[columns]
+        wide, narrow = self._shaped(self._wide, hidden, columns), self._shaped(self._narrow, hidden, columns)
+        assert wide is not None
+        product = wide if narrow is None else narrow
+        # In fp32 the product itself divides; in half precision it is rounded first, as a model's own logits are.
+        factor = inverse if narrow is None else 1.0
+        if bias is None:
+            torch.addmm(product, hidden, weight, beta=0, alpha=factor, out=product)
+        else:
+            torch.addmm(bias, hidden, weight, beta=factor, alpha=factor, out=product)
+        if narrow is not None:
+            wide.copy_(narrow)
+            if inverse != 1.0:
+                wide.mul_(inverse)
+        return wide
+
+    def _logit_gradient(
+        self,
+        hidden: Tensor,
+        targets: Tensor,
+        columns: slice,
+        tokens: Tokens,
+        grad_log_probs: Tensor,
+        grad_entropy: Tensor | None,
+        just_read: bool,
+    ) -> tuple[Tensor, Tensor | None]:
+        """Gives [c, tile] in the compute dtype and a factor fp32 [c] or None: their product is the undivided logits' gradient."""
+        if just_read and self.head.whole_rows:
+            log_p = self._shaped(self._wide, hidden, columns)
+            assert log_p is not None
+        else:
+            log_p = self._logits(hidden, columns).sub_(tokens.log_normalizer[:, None])
+        local = targets if self.head.whole_rows else targets - columns.start
+        inverse, narrow = 1.0 / self.head.temperature, self._shaped(self._narrow, hidden, columns)
+        if grad_entropy is not None:
+            assert tokens.entropy is not None
+            self._run(both_gradients_)(
+                log_p, local, tokens.entropy, grad_log_probs * inverse, grad_entropy * inverse, self._scratch_for(log_p)
+            )
+            scale = None
+        else:
+            self._run(log_prob_gradient_)(log_p, local)
+            scale = grad_log_probs * -inverse
+        if narrow is None:
+            return log_p, scale
+        if scale is not None:
+            log_p.mul_(scale[:, None])
+        return narrow.copy_(log_p), None
+
+    def _shaped(self, buffer: Tensor | None, hidden: Tensor, columns: slice) -> Any:
+        rows, width = hidden.shape[0], columns.stop - columns.start
+        return None if buffer is None else buffer[: rows * width].view(rows, width)
+
+    def _scratch_for(self, logits: Tensor) -> Tensor | None:
+        if not self._columns:
+            return None
+        return self._scratch[: logits.shape[0] * self._columns].view(logits.shape[0], self._columns)
+
+
+def log_softmax_(
+    logits: Tensor, targets: Tensor, scratch: Tensor | None, with_entropy: bool
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    """Turns logits [c, v] into log-probs within these columns, in place.
+
+    Gives (largest logit, log of the sum of exponentials relative to it, target's logit or 0, entropy or None), each [c].
+    ``targets`` may lie outside of 0 .. v. scratch: [c, any number of columns], or None to let it be allocated.
+    """
+    top = logits.amax(-1)
+    picked = logits.gather(-1, _clamped(targets, logits)).squeeze(-1)
+    picked = torch.where(_inside(targets, logits), picked, 0.0)
+    if logits.device.type == "cpu":
+        # One kernel, which reads a row before it writes it.
+        torch.log_softmax(logits, -1, out=logits)
+        log_sum = -logits.amax(-1)
+    else:
+        logits.sub_(top[:, None])
+        log_sum = logits.exp().sum(-1).log()
+        logits.sub_(log_sum[:, None])
+    if not with_entropy:
+        return top, log_sum, picked, None
+    entropy = torch.zeros_like(top)
+    for part, room in _parts(logits, scratch):
+        entropy -= torch.exp(part, out=room).mul_(part).sum(-1) if room is not None else (part.exp() * part).sum(-1)
+    return top, log_sum, picked, entropy
+
+
+def log_prob_gradient_(log_p: Tensor, targets: Tensor) -> None:
+    """Turns log-probs [c, v] into p - onehot(target), in place: minus the gradient of the target's log-prob."""
+    log_p.exp_().scatter_add_(-1, _clamped(targets, log_p), -_inside(targets, log_p)[:, None].float())
+
+
+def both_gradients_(
+    log_p: Tensor, targets: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, scratch: Tensor | None
+) -> None:
+    """Turns log-probs [c, v] into the gradient of the logits, in place.
+
+    d log p(y) / d z = onehot(y) - p;  d entropy / d z = -p (log p + entropy).
+    """
+    constant = grad_log_probs + grad_entropy * entropy
+    for part, room in _parts(log_p, scratch):
+        # -p (grad_entropy * log p + constant)
+        factor = torch.mul(part, -grad_entropy[:, None], out=room) if room is not None else part * -grad_entropy[:, None]
+        part.exp_().mul_(factor.sub_(constant[:, None]))
+    log_p.scatter_add_(-1, _clamped(targets, log_p), (grad_log_probs * _inside(targets, log_p))[:, None])
+
+
+def _merged(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Gives for two sets of columns together what :func:`log_softmax_` gives for each."""
+    top = torch.maximum(one[0], other[0])
+    first, second = one[0] - top + one[1], other[0] - top + other[1]
+    log_sum = torch.logaddexp(first, second)
+    if one[3] is None:
+        return top, log_sum, one[2] + other[2], None
+    shares = [(part - log_sum).exp() * (entropy + log_sum - part) for part, entropy in ((first, one[3]), (second, other[3]))]
+    return top, log_sum, one[2] + other[2], shares[0] + shares[1]
+
+
+def _inside(targets: Tensor, logits: Tensor) -> Tensor:
+    return (targets >= 0) & (targets < logits.shape[1])
+
+
+def _clamped(targets: Tensor, logits: Tensor) -> Tensor:
+    return targets.clamp(0, logits.shape[1] - 1)[:, None]
+
+
+def _parts(wide: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
+    """Yields groups of columns with as much of the scratch as each needs."""
+    if scratch is None:
+        yield wide, None
+        return
+    for columns in _slices(wide.shape[1], scratch.shape[1]):
+        yield wide[:, columns], scratch[:, : columns.stop - columns.start]
+
+
+def _slices(total: int, step: int) -> Iterator[slice]:
+    return (slice(start, min(start + step, total)) for start in range(0, total, step))
+
+
+_COMPILED: dict[str, Callable[..., Any]] = {}
+
+
+def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+    if function.__name__ not in _COMPILED:
+        _COMPILED[function.__name__] = torch.compile(function, dynamic=True)
+    return _COMPILED[function.__name__]
+
+
+def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
+    return function
