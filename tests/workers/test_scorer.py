@@ -18,11 +18,15 @@ from verl_memopt.workers.scorer import build_scorer, materialize, micro_batch, q
 HEAT = 0.7
 
 
+def built(folder, mesh, dtype="fp32"):
+    scorer = build_scorer(Model(path=str(folder)), Fsdp(dtype=dtype), folder, mesh, CPU, "key", False, False)
+    materialize(scorer, folder, CPU)
+    return scorer
+
+
 @pytest.fixture
 def model(tiny_folder, one_rank):
-    scorer = build_scorer(Model(path=str(tiny_folder)), Fsdp(dtype="fp32"), tiny_folder, one_rank, CPU, "key", False, False)
-    materialize(scorer, tiny_folder, CPU)
-    return scorer
+    return built(tiny_folder, one_rank)
 
 
 @torch.no_grad()
@@ -71,7 +75,8 @@ def test_rows_without_a_response_have_nothing_to_score(model):
     assert found.log_probs.shape == found.entropy.shape == (0,)
 
 
-def test_scoring_frees_what_it_gathered(model):
+def test_scoring_frees_what_it_gathered(tiny_folder, one_rank):
+    model = built(tiny_folder, one_rank, "bfloat16")
     score_batch(model, batch(rows=2), [[0, 1]], HEAT, False, CPU)
     assert all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.parameters())
 
