@@ -3,6 +3,7 @@ import torch
 
 from tests.distributed.test_sharding import CPU, sharded
 from tests.ranks import run_ranks
+from tests.tensors import like, whole_of
 from verl_memopt.config.schema import Optim
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
@@ -24,13 +25,13 @@ def step(policy, optimizer, schedule, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in policy.parameters():
         full = torch.randn(parameter.shape, generator=generator)
-        parameter.grad = torch.distributed.tensor.distribute_tensor(full, parameter.device_mesh, parameter.placements)
+        parameter.grad = like(parameter, full)
     optimizer.step()
     schedule.step()
 
 
 def full(policy):
-    return {name: parameter.full_tensor().detach().clone() for name, parameter in named_weights(policy)}
+    return {name: whole_of(parameter).detach().clone() for name, parameter in named_weights(policy)}
 
 
 def test_a_loaded_run_takes_the_same_next_step_bit_for_bit(tiny_folder, one_rank, tmp_path):

@@ -7,6 +7,7 @@ import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
+from tests.tensors import whole_of
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, Optim, TrainedFsdp
 from verl_memopt.data.batch import RolloutBatch
@@ -92,7 +93,7 @@ def three_steps(policy, mini):
 
 
 def whole(tensor):
-    return tensor.full_tensor().detach().clone()
+    return whole_of(tensor).detach().clone()
 
 
 def without_traffic(policy):

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.distributed.tensor import distribute_tensor
 
 from tests.memory.optimizers import bucketed, counting, give_gradients, parameters, same, two_linears, weights_after
 from tests.memory.sharded import fake_ranks
 from tests.ranks import run_ranks
+from tests.tensors import like, whole_of
 from verl_memopt.config.schema import Optim
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
@@ -181,7 +181,7 @@ def sharded_step(model, optimizer, schedule, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
         gradient = torch.randn(parameter.shape, generator=generator).to(parameter.dtype)
-        parameter.grad = distribute_tensor(gradient, parameter.device_mesh, parameter.placements)
+        parameter.grad = like(parameter, gradient)
     optimizer.step()
     schedule.step()
 
@@ -189,7 +189,7 @@ def sharded_step(model, optimizer, schedule, seed):
 def values(model, optimizer):
     """Gives every weight and every piece of state, whole."""
     tensors = [*model.parameters(), *(value for state in optimizer.state.values() for value in state.values())]
-    return [tensor.full_tensor().detach().clone() if hasattr(tensor, "full_tensor") else tensor.clone() for tensor in tensors]
+    return [whole_of(tensor).detach().clone() for tensor in tensors]
 
 
 @pytest.mark.parametrize("kind", [*FORMATS, "bfloat16 weights"])

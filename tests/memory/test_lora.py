@@ -8,6 +8,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.test_build import built
 from tests.ranks import run_ranks
+from tests.tensors import whole_of
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.distributed.sharding import shard_model
 from verl_memopt.errors import ConfigError
@@ -152,7 +153,7 @@ def two_ranks(rank, folder):
     loss = log_probs(policy).sum()
     loss.backward()
     grads = {
-        name: parameter.grad.full_tensor().numpy() for name, parameter in policy.named_parameters() if parameter.grad is not None
+        name: whole_of(parameter.grad).numpy() for name, parameter in policy.named_parameters() if parameter.grad is not None
     }
     with adapters_off(policy), torch.no_grad():
         base = log_probs(policy).numpy()

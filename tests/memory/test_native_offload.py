@@ -5,6 +5,7 @@ import torch
 
 from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, local, policy_of, share, three_steps
 from tests.ranks import run_ranks
+from tests.tensors import local_of
 from tests.workers.test_worker import AR, call, generated, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
@@ -51,7 +52,7 @@ def two_ranks(rank, folder, aside):
     for each in (policy, other):
         each.update([share(rank, 2)], 0.9)
     for one, two in zip(policy.model.parameters(), other.model.parameters(), strict=True):
-        assert torch.equal(one.to_local(), two.to_local())
+        assert torch.equal(local_of(one), local_of(two))
     return "equal"
 
 

@@ -3,6 +3,7 @@ import torch
 
 from tests.memory.optimizers import bucketed, counting, policy_with, same, weights_after
 from tests.memory.sharded import assert_equal_runs, fake_ranks, share, three_steps, wide_model
+from tests.tensors import local_of
 from tests.workers.test_policy import CPU, micro_batches
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host_buffers import host_allocator, host_limits
@@ -85,7 +86,7 @@ def step_bytes(folder, world_size=4, steps=2, fsdp=None, **optim):
                 found.append((*before, tracker.peaks["device"].bytes, max(whole, tracker.peaks["device"].bytes)))
                 assert tracker.peaks["host"].bytes == before[1]
                 policy.optimizer.zero_grad()
-    return found, sum(parameter.to_local().numel() for parameter in policy.model.parameters()), len(policy.optimizer.state)
+    return found, sum(local_of(parameter).numel() for parameter in policy.model.parameters()), len(policy.optimizer.state)
 
 
 def test_the_step_holds_three_buckets_and_no_state_and_the_first_step_as_the_second(folder):
@@ -111,7 +112,7 @@ def test_state_is_made_where_it_rests(folder):
     with fake_ranks(4) as mesh, ByteTracker() as tracker:
         held = host_allocator().held_bytes
         policy = policy_with(folder, mesh, 4, fsdp={"optimizer_offload": True})
-        elements = sum(parameter.to_local().numel() for parameter in policy.model.parameters())
+        elements = sum(local_of(parameter).numel() for parameter in policy.model.parameters())
         assert host_allocator().held_bytes - held == pytest.approx(8 * elements, abs=128)
         assert tracker.kinds("host")["optimizer"] == host_allocator().held_bytes - held
         assert tracker.kinds()["optimizer"] == 4 * len(policy.optimizer.state)

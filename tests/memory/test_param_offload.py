@@ -4,6 +4,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, local, policy_of, share, three_steps, wide_model
 from tests.ranks import run_ranks
+from tests.tensors import whole_of
 from verl_memopt.config.schema import TrainedFsdp
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
@@ -53,7 +54,7 @@ def two_ranks(rank, folder, aside):
     mesh = training_mesh("cpu", 2, -1)
     policy, other = policy_of(folder, mesh, world_size=2), policy_of(folder, mesh, world_size=2)
     policy.update([share(rank, 2)], 0.9)
-    expected = {name: weight.full_tensor() for name, weight in policy.model.state_dict().items()}
+    expected = {name: whole_of(weight) for name, weight in policy.model.state_dict().items()}
     home = home_of(policy)
     home.to_host()
     with home.readable():
@@ -62,7 +63,7 @@ def two_ranks(rank, folder, aside):
             assert torch.equal(whole, expected[f"lm.{name}"]), name
     load_training_state(aside / "saved", other.model, other.optimizer, other.schedule, CPU, ["model", "optimizer"])
     for name, weight in other.model.state_dict().items():
-        assert torch.equal(weight.full_tensor(), expected[name]), name
+        assert torch.equal(whole_of(weight), expected[name]), name
     return "equal"
 
 

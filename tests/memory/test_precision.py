@@ -3,6 +3,7 @@ import torch
 
 from tests.memory.sharded import WHOLE, device_peak, fake_ranks, policy_of, share, wide_model
 from tests.ranks import run_ranks
+from tests.tensors import whole_of
 from tests.workers.test_policy import micro_batches
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.memory.precision import mixed_precision
@@ -27,7 +28,7 @@ def outcome(folder, mesh, fsdp=None, rank=0, world_size=1):
     log_probs = policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs
     policy.accumulate(micro_batches(mini), mini.counts, 0.9)
     parameters = list(policy.model.parameters())
-    gradient = torch.cat([p.grad.full_tensor().flatten().float() for p in parameters])
+    gradient = torch.cat([whole_of(p.grad).flatten().float() for p in parameters])
     return log_probs, gradient
 
 

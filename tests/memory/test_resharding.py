@@ -11,7 +11,7 @@ from verl_memopt.memory.resharding import synced
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.observe.fsdp_kinds import fsdp_kinds
 
-FP32 = 4
+FP32, BF16 = 4, 2
 VOCABULARY, HIDDEN, BLOCK, N = 4096, 64, 61_632, 770_880
 HEAD = VOCABULARY * HIDDEN
 """Parameters of the head, of a block and of the whole wide model."""
@@ -39,11 +39,16 @@ def test_the_wide_model_has_the_sizes_that_the_sums_below_use(wide, one_rank):
     assert sum(parameter.numel() for parameter in policy.model.blocks()[0].parameters()) == BLOCK
 
 
-@pytest.mark.parametrize("world_size", [1, 4])
-def test_resharding_frees_every_gathered_unit_but_the_one_in_use(peak, world_size):
-    # The peak is in the head's backward. On several ranks the next unit, a block, is gathered there already.
-    kept = FP32 * (N - HEAD) - (FP32 * BLOCK if world_size > 1 else 0)
-    assert peak(world_size, reshard_after_forward=False).bytes - peak(world_size).bytes == pytest.approx(kept, rel=0.01)
+def test_resharding_frees_every_gathered_unit_but_the_one_in_use(peak):
+    # The peak is in the head's backward, where the next unit, a block, is gathered already.
+    kept = FP32 * (N - HEAD) - FP32 * BLOCK
+    assert peak(4, reshard_after_forward=False).bytes - peak(4).bytes == pytest.approx(kept, rel=0.01)
+
+
+def test_on_one_rank_it_frees_the_cast_copies_and_without_a_cast_there_are_none(peak):
+    whole, half = {"reshard_after_forward": False}, {"dtype": "bfloat16"}
+    assert peak(1, **whole).bytes == peak(1).bytes
+    assert peak(1, **whole, **half).bytes - peak(1, **half).bytes == pytest.approx(BF16 * (N - HEAD), rel=0.01)
 
 
 def test_resharding_to_a_number_of_ranks_keeps_that_share_of_the_model(peak):

@@ -29,13 +29,6 @@ def score_peak(folder, own_units, world_size):
 
 
 def test_a_log_prob_pass_holds_embedding_or_head_and_not_both(wide):
-    # Apart, the peak is in the head, beside its logits. In the root both are there in the blocks too, beside a block and its
-    # activations, which are about as large as the logits.
-    saved = FP32 * (HEAD + BLOCK)
-    assert score_peak(wide, False, 1) - score_peak(wide, True, 1) == pytest.approx(saved, rel=0.02)
-
-
-def test_on_several_ranks_the_gather_itself_is_of_one_of_them(wide):
     # What is gathered lies twice for a moment: in the collective's output and in the parameters copied out of it.
     saved = 2 * FP32 * (HEAD + BLOCK) - LOGITS
     assert score_peak(wide, False, 4) - score_peak(wide, True, 4) == pytest.approx(saved, rel=0.01)
@@ -44,15 +37,24 @@ def test_on_several_ranks_the_gather_itself_is_of_one_of_them(wide):
 def test_an_update_holds_one_of_the_two_and_its_gradient(wide):
     # In the root both are gathered, with both gradients, until the embedding's backward; then the head's logits are gone.
     saved = 2 * FP32 * HEAD - LOGITS
-    assert device_peak(wide, {"own_units": False}).bytes - device_peak(wide).bytes == pytest.approx(saved, rel=0.05)
+    assert device_peak(wide, {"own_units": False}, 2).bytes - device_peak(wide, world_size=2).bytes == pytest.approx(
+        saved, rel=0.05
+    )
 
 
-def test_the_key_decides_which_modules_are_units(untied_folder, one_rank):
-    for own in (True, False):
-        policy = policy_of(untied_folder, one_rank, {"own_units": own}).model
-        assert isinstance(policy.lm.get_input_embeddings(), FSDPModule) is own
-        assert isinstance(policy.lm.get_output_embeddings(), FSDPModule) is own
-        assert all(isinstance(block, FSDPModule) for block in policy.blocks())
+def test_the_key_decides_which_modules_are_units(untied_folder):
+    with fake_ranks(2) as mesh:
+        for own in (True, False):
+            policy = policy_of(untied_folder, mesh, {"own_units": own}, 2).model
+            assert isinstance(policy.lm.get_input_embeddings(), FSDPModule) is own
+            assert isinstance(policy.lm.get_output_embeddings(), FSDPModule) is own
+            assert all(isinstance(block, FSDPModule) for block in policy.blocks())
+
+
+def test_one_rank_gathers_nothing_whatever_the_key_says(wide):
+    peaks = [device_peak(wide, {"own_units": own}) for own in (True, False)]
+    assert peaks[0].bytes == peaks[1].bytes
+    assert "gathered parameters" not in peaks[0].kinds
 
 
 def test_tied_ones_stay_in_the_root(tiny_folder, one_rank):

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.ranks import run_ranks
+from tests.tensors import local_of, whole_of
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Actor, Fsdp, Model, Optim
 from verl_memopt.data.batch import RolloutBatch
@@ -86,7 +87,7 @@ def first_step(folder, mesh, rank=0, world_size=1, budget=WHOLE, **options):
     policy = policy_for(folder, mesh, world_size, **options)
     mini = shares(batch(), world_size, budget)[rank]
     accumulated(policy, mini)
-    gradients = {name: parameter.grad.full_tensor().clone() for name, parameter in named_weights(policy.model)}
+    gradients = {name: whole_of(parameter.grad).clone() for name, parameter in named_weights(policy.model)}
     policy.optimizer.zero_grad()
     metrics = policy.update([mini], 0.9)
     return metrics, gradients
@@ -163,7 +164,7 @@ def test_loss_and_gradients_equal_those_of_whole_logits(untied_folder, one_rank)
     metrics = accumulated(policy, shares(batch(), 1, SMALL)[0])
     assert relative(float(metrics["actor/loss"]), loss) <= 2e-6
     for name, parameter in named_weights(policy.model):
-        expected, found = gradients[name], parameter.grad.full_tensor()
+        expected, found = gradients[name], whole_of(parameter.grad)
         assert (found - expected).norm() <= 2e-6 * max(expected.norm(), gradients["lm_head.weight"].norm())
 
 
@@ -172,21 +173,21 @@ def test_an_on_policy_batch_needs_no_old_log_probs(tiny_folder, one_rank):
     policy = policy_for(tiny_folder, one_rank, 1, actor=dataclasses.replace(ACTOR, use_kl_loss=False))
     whole.old_log_probs = policy.score(whole, [range(whole.num_rows)], 0.9, False).log_probs
     with_old = accumulated(policy, shares(whole, 1, WHOLE)[0])
-    gradients = [parameter.grad.full_tensor().clone() for parameter in policy.model.parameters()]
+    gradients = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters()]
     policy.optimizer.zero_grad()
     whole.old_log_probs = None
     without = accumulated(policy, shares(whole, 1, WHOLE)[0])
     assert relative(float(without["actor/loss"]), float(with_old["actor/loss"])) <= 1e-6
     for one, parameter in zip(gradients, policy.model.parameters(), strict=True):
-        torch.testing.assert_close(one, parameter.grad.full_tensor(), rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(one, whole_of(parameter.grad), rtol=1e-5, atol=1e-7)
 
 
 def test_a_step_clips_the_gradient_and_moves_every_parameter(tiny_folder, one_rank):
     policy = policy_for(tiny_folder, one_rank, 1)
-    before = {name: p.full_tensor().detach().clone() for name, p in named_weights(policy.model)}
+    before = {name: whole_of(p).detach().clone() for name, p in named_weights(policy.model)}
     metrics = policy.update([shares(batch(), 1, WHOLE)[0]], 0.9)
     assert metrics["actor/lr"] == pytest.approx(1e-2)
-    assert all((p.full_tensor() != before[name]).any() for name, p in named_weights(policy.model))
+    assert all((whole_of(p) != before[name]).any() for name, p in named_weights(policy.model))
 
 
 def test_no_tensor_of_a_micro_batch_outlives_it(tiny_folder, one_rank):
@@ -231,7 +232,7 @@ def test_every_pass_runs_on_fake_tensors_under_a_fake_process_group(untied_folde
         with FakeTensorMode(allow_non_fake_inputs=True) as fake:
             micro = [faked(fake, each) for each in real]
             policy = policy_for(untied_folder, mesh, world_size, recompute=recompute, dtype="bfloat16", fill=False)
-            assert all(isinstance(p.to_local(), FakeTensor) for p in policy.model.parameters())
+            assert all(isinstance(local_of(p), FakeTensor) for p in policy.model.parameters())
             for _ in range(2):
                 metrics = policy.step(micro, mini.counts, 0.9)
             log_probs, entropy = score_pack(policy.model, micro[0].pack, 0.9, True)

@@ -5,6 +5,7 @@ import torch
 from safetensors.torch import load_file
 
 from tests.ranks import run_ranks
+from tests.tensors import local_of, whole_of
 from tests.workers.test_policy import CPU, batch
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import RolloutBatch
@@ -17,11 +18,15 @@ from verl_memopt.workers.scorer import build_scorer, materialize, micro_batch, q
 HEAT = 0.7
 
 
+def built(folder, mesh, dtype="fp32"):
+    scorer = build_scorer(Model(path=str(folder)), Fsdp(dtype=dtype), folder, mesh, CPU, "key", False, False)
+    materialize(scorer, folder, CPU)
+    return scorer
+
+
 @pytest.fixture
 def model(tiny_folder, one_rank):
-    scorer = build_scorer(Model(path=str(tiny_folder)), Fsdp(dtype="fp32"), tiny_folder, one_rank, CPU, "key", False, False)
-    materialize(scorer, tiny_folder, CPU)
-    return scorer
+    return built(tiny_folder, one_rank)
 
 
 @torch.no_grad()
@@ -40,7 +45,7 @@ def naive(folder, whole):
 
 def test_the_model_holds_the_folders_weights(model, tiny_folder):
     expected = load_file(tiny_folder / "model.safetensors")
-    found = {name: parameter.full_tensor() for name, parameter in named_weights(model)}
+    found = {name: whole_of(parameter) for name, parameter in named_weights(model)}
     assert found.keys() == expected.keys() - {"lm_head.weight"}
     assert all(torch.equal(tensor, expected[name]) for name, tensor in found.items())
 
@@ -70,7 +75,8 @@ def test_rows_without_a_response_have_nothing_to_score(model):
     assert found.log_probs.shape == found.entropy.shape == (0,)
 
 
-def test_scoring_frees_what_it_gathered(model):
+def test_scoring_frees_what_it_gathered(tiny_folder, one_rank):
+    model = built(tiny_folder, one_rank, "bfloat16")
     score_batch(model, batch(rows=2), [[0, 1]], HEAT, False, CPU)
     assert all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.parameters())
 
@@ -114,7 +120,7 @@ def test_a_quantised_reference_holds_codes_and_scales(tmp_path, one_rank, kind, 
     shape = TinyShape(hidden_size=128, intermediate_size=256, num_heads=4, num_kv_heads=4)
     folder = make_tiny_model(tmp_path / "model", shape)
     policy = quantised(folder, one_rank, kind)
-    held = sum(p.to_local().untyped_storage().nbytes() for name, p in policy.named_parameters() if name.endswith("qweight"))
+    held = sum(local_of(p).untyped_storage().nbytes() for name, p in policy.named_parameters() if name.endswith("qweight"))
     # per block: q, k, v, o 128 x 128; gate, up 256 x 128; down 128 x 256
     weights = 2 * (4 * 128 * 128 + 3 * 128 * 256)
     assert held == weights * code_bits // 8 + 4 * weights // group

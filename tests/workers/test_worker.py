@@ -7,6 +7,7 @@ from safetensors.torch import load_file
 from transformers import AutoTokenizer
 
 from tests.ranks import run_ranks
+from tests.tensors import local_of, whole_of
 from tests.workers.test_policy import batch
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
@@ -94,7 +95,7 @@ def mini_batch(rows=4):
 
 
 def weights(worker):
-    return {name: parameter.full_tensor().detach().clone() for name, parameter in named_weights(worker.policy.model)}
+    return {name: whole_of(parameter).detach().clone() for name, parameter in named_weights(worker.policy.model)}
 
 
 def same(one, other):
@@ -178,7 +179,7 @@ def test_tracked_bytes_of_an_update_hold_masters_and_the_optimizers_two_moments(
     worker = made()
     call(worker, "update_actor", [mini_batch()])
     kinds = worker.call("update_actor", True, "update_actor", [mini_batch()]).memory.kinds
-    sizes = sum(parameter.to_local().nbytes for parameter in worker.policy.model.parameters())
+    sizes = sum(local_of(parameter).nbytes for parameter in worker.policy.model.parameters())
     assert kinds["params"] == sizes
     assert 2 * sizes <= kinds["optimizer"] <= 2 * sizes + 8 * len(list(worker.policy.model.parameters()))
     assert kinds["rollout weights"] >= sizes
