@@ -15,8 +15,16 @@ def sharded(folder, mesh, **fsdp):
     return policy
 
 
-def test_every_parameter_is_sharded(tiny_folder, one_rank):
+def test_every_parameter_is_sharded_where_compute_casts(tiny_folder, one_rank):
     assert all(isinstance(parameter, DTensor) for parameter in sharded(tiny_folder, one_rank).parameters())
+
+
+def test_one_device_without_a_cast_keeps_a_plain_model(tiny_folder, one_rank):
+    plain = sharded(tiny_folder, one_rank, dtype="fp32")
+    assert not any(isinstance(module, FSDPModule) for module in plain.modules())
+    assert not any(isinstance(parameter, DTensor) for parameter in plain.parameters())
+    for other in ({"dtype": "bfloat16"}, {"dtype": "fp32", "offload_policy": True}):
+        assert isinstance(sharded(tiny_folder, one_rank, **other), FSDPModule)
 
 
 def test_embedding_and_head_are_units_of_their_own_unless_tied(tiny_folder, untied_folder, one_rank):
