@@ -1,0 +1,112 @@
+"""This project's own path: the sharded model of a worker on one rank, and ``Policy.accumulate``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+
+from benchmarks.update_pass.sides import CLIP, TEMPERATURE, Job, Side
+from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import Actor, Model, TrainedFsdp
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.distributed.process_group import join_process_group, training_mesh
+from verl_memopt.memory.token_budget import pack
+from verl_memopt.models.build import named_weights
+from verl_memopt.models.pack import pack_groups
+from verl_memopt.workers.policy import Policy
+from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batch
+
+KEY = "actor_rollout_ref.actor"
+
+
+def build_ours_no_sharing(job: Job) -> Side:
+    """Gives the project's update with the prompt computed once per answer."""
+    batch = to_batch(job)
+    cuts = _rows_by_budget(job, batch)
+    return _side(job, [micro_batch(batch, rows) for rows in cuts])
+
+
+def build_ours(job: Job) -> Side:
+    """Gives the project's update with each prompt computed once for the answers to it in a micro-batch."""
+    batch = to_batch(job)
+    return _side(job, [shared_micro_batch(batch.select(rows)) for rows in _shared_rows_by_budget(job)])
+
+
+def shared_micro_batch(batch: RolloutBatch) -> MicroBatch:
+    """Gives all rows of a batch as one micro-batch, those of a group with one prompt."""
+    prompts, responses = batch.prompts, batch.responses
+    pack = pack_groups(prompts.flat, prompts.sizes(), responses.flat, responses.sizes(), batch.group.tolist())
+    return MicroBatch(pack, advantages=batch.advantages)
+
+
+def _shared_rows_by_budget(job: Job) -> list[list[int]]:
+    """Gives rows in order, as many as the budget holds; a group cut in two brings its prompt twice."""
+    if job.work.token_budget is None:
+        return [list(rows) for rows in job.groups()]
+    bins: list[list[int]] = []
+    room = 0
+    for row, answer in enumerate(job.batch.answers):
+        prompt, tokens = len(job.batch.prompt_of(row)), len(answer) - 1
+        opens = not bins or bins[-1][-1] // job.work.k != row // job.work.k
+        need = tokens + (prompt if opens else 0)
+        if need > room:
+            bins.append([])
+            room, need = job.work.token_budget, prompt + tokens
+        bins[-1].append(row)
+        room -= need
+    return bins
+
+
+def _rows_by_budget(job: Job, batch: RolloutBatch) -> list[list[int]]:
+    if job.work.token_budget is None:
+        return [list(rows) for rows in job.groups()]
+    return pack(batch.computed_tokens(), job.work.token_budget)
+
+
+def _side(job: Job, micro_batches: Sequence[MicroBatch]) -> Side:
+    policy = build_policy(job)
+    tokens = sum(len(answer) for answer in job.batch.answers)
+    counts = GlobalCounts(tokens=float(tokens), sequences=float(len(job.batch.answers)))
+
+    def update() -> None:
+        policy.accumulate(micro_batches, counts, TEMPERATURE)
+
+    return Side(policy.model, update, lambda: {name: _whole(parameter.grad) for name, parameter in named_weights(policy.model)})
+
+
+def build_policy(job: Job) -> Policy:
+    """Gives the policy as a worker builds it, on one rank; compile is off, as for all."""
+    join_process_group(job.device, 0, 1, "", 0, 600)
+    mesh = training_mesh(job.device.type, 1, -1)
+    fsdp = TrainedFsdp(model_dtype=job.work.dtype, dtype=job.work.dtype)
+    model = Model(path=str(job.folder), logprob_chunk_tokens=job.work.chunk_tokens)
+    actor = Actor(
+        use_dynamic_bsz=True, use_torch_compile=False, loss_agg_mode="seq-mean-token-sum", clip_ratio_low=CLIP,
+        clip_ratio_high=CLIP, fsdp_config=fsdp,
+    )  # fmt: skip
+    scorer = build_scorer(model, fsdp, job.folder, mesh, job.device, KEY, False, job.checkpointing, trained=True)
+    materialize(scorer, job.folder, job.device)
+    return Policy(scorer, actor, optimizer_steps=1, world_size=1, device=job.device)
+
+
+def to_batch(job: Job) -> RolloutBatch:
+    """Gives the rows as the trainer's batch. Old log-probs are absent: the policy is its own."""
+    batch = job.batch
+    answers = Ragged.from_rows(batch.answers, torch.int64)
+    rows = range(len(batch.answers))
+    return RolloutBatch(
+        prompts=Ragged.from_rows([batch.prompt_of(row) for row in rows], torch.int64),
+        responses=answers,
+        group=torch.arange(len(rows)) // batch.k,
+        advantages=torch.tensor(batch.advantages).repeat_interleave(answers.lengths),
+        batch_size=[],
+    )
+
+
+def _whole(gradient: Tensor | None) -> Tensor:
+    assert gradient is not None
+    return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient
