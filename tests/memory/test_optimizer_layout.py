@@ -100,6 +100,8 @@ def test_a_shard_shows_its_rows_and_replicas_are_at_one_place(second_of_two):
         fully_shard(layer, mesh=training_mesh("cpu", 2, size))
         places.append(shard_place(layer.weight))
     assert places == [(0,), (1,)]
+    # On one device a model is sharded or not by how it is computed with, and is rounded alike.
+    assert shard_place(torch.nn.Linear(64, 5).weight) == (0,)
     state = BucketedAdamW([layer.weight], lr=1e-2, state_dtype="int8").state[layer.weight]
     assert all(isinstance(value, DTensor) for name, value in state.items() if name != "step")
     shown = {name: (tuple(value.shape), tuple(local(value).shape)) for name, value in state.items()}

@@ -106,9 +106,9 @@ def _sharded_on_rows(parameter: Tensor) -> bool:
 
 
 def shard_place(parameter: Tensor) -> tuple[int, ...]:
-    """Gives which shard of a parameter this rank holds; replicas of a shard are at the same place."""
+    """Gives which shard of a parameter this rank holds; replicas of a shard are at the same place, a plain one at the first."""
     if not isinstance(parameter, DTensor):
-        return ()
+        return (0,)
     place = parameter.device_mesh.get_coordinate() or []
     return tuple(at for at, placement in zip(place, parameter.placements, strict=True) if isinstance(placement, Shard))
 
