@@ -1,4 +1,6 @@
-"""Trees and tensors on which kernels of attention are compared."""
+"""Trees and tensors on which kernels of attention are compared, and GPU kernels' contracts fulfilled on a CPU."""
+
+from contextlib import contextmanager
 
 import torch
 from hypothesis import strategies as st
@@ -17,8 +19,13 @@ def random_inputs(trees, heads, kv_heads, size=8, dtype=torch.float32, seed=0):
     return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes]
 
 
+def flat_inputs(trees, heads, kv_heads, **options):
+    """Gives query [T, heads, size], key and value [T, kv heads, size]."""
+    return [tensor[0].transpose(0, 1) for tensor in random_inputs(trees, heads, kv_heads, **options)]
+
+
 def with_gradients(attend, inputs):
-    """Gives the output [T, heads, D] of attention over tokens and the gradients of its three inputs."""
+    """Gives the output of attention and the gradients of its three inputs."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = attend(*leaves)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
@@ -28,3 +35,105 @@ def with_gradients(attend, inputs):
 def norm_error(found, expected):
     """Gives the norm of the difference, as a share of the norm of what is expected."""
     return float((found.double() - expected.double()).norm() / expected.double().norm().clamp_min(1e-30))
+
+
+def agree(found, expected, tolerance):
+    return all(norm_error(one, other) < tolerance for one, other in zip(found, expected, strict=True))
+
+
+# What torch says of its GPU kernels, written out. Nothing here takes part in how kernels are put together.
+
+
+def attention_of_one(q, k, v, hidden, scale):
+    """Gives output [H, L, D] and log-sum-exp [H, L] of queries [H, L, D] and keys [H, M, D]; hidden: bool [L, M]."""
+    scores = (q @ k.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf"))
+    return scores.softmax(-1) @ v, scores.logsumexp(-1)
+
+
+def gradient_of_one(grad, q, k, v, out, lse, hidden, scale):
+    """Gives the gradients of q, k and v from a given output and log-sum-exp, which may be over more keys than these."""
+    shares = ((q @ k.transpose(-1, -2) * scale).masked_fill(hidden, float("-inf")) - lse[..., None]).exp()
+    inner = shares * (grad @ v.transpose(-1, -2) - (grad * out).sum(-1, keepdim=True)) * scale
+    return inner @ k, inner.transpose(-1, -2) @ q, shares.transpose(-1, -2) @ grad
+
+
+def _hidden(queries, keys, causal, left=-1):
+    distance = torch.arange(queries)[:, None] - torch.arange(keys)
+    hidden = (distance < 0) if causal else torch.zeros_like(distance, dtype=torch.bool)
+    return hidden | (distance > left) if left >= 0 else hidden
+
+
+def flash_forward(
+    q, k, v, q_starts, k_starts, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
+):
+    assert not dropout
+    assert not debug
+    assert (max_q, max_k) == tuple(int(starts.diff().max()) for starts in (q_starts, k_starts))
+    assert window_size_right == (0 if causal else -1)
+    outs, lses = [], []
+    for q_, k_, v_ in _segments(q, k, v, q_starts, k_starts):
+        out, lse = attention_of_one(q_, k_, v_, _hidden(q_.shape[1], k_.shape[1], causal, window_size_left), scale)
+        outs.append(out.transpose(0, 1))
+        lses.append(lse)
+    none = torch.empty(0)
+    return torch.cat(outs), torch.cat(lses, 1).float(), torch.zeros(2, dtype=torch.uint64), none, none
+
+
+def flash_backward(
+    grad, q, k, v, out, lse, q_starts, k_starts, max_q, max_k, dropout, causal, state, unused, *, scale, window_size_left,
+    window_size_right,
+):  # fmt: skip
+    assert lse.is_contiguous()
+    dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
+    assert grad.is_contiguous()
+    kv_heads, queries, keys = k.shape[1], q_starts.tolist(), k_starts.tolist()
+    for place, (q_, k_, v_) in enumerate(_segments(q, k, v, q_starts, k_starts)):
+        here, there = slice(*queries[place : place + 2]), slice(*keys[place : place + 2])
+        hidden = _hidden(q_.shape[1], k_.shape[1], causal, window_size_left)
+        given = grad[here].transpose(0, 1), q_, k_, v_, out[here].transpose(0, 1), lse[:, here]
+        parts = gradient_of_one(*given, hidden, scale)
+        dq[here] = parts[0].transpose(0, 1)
+        for target, part in zip((dk, dv), parts[1:], strict=True):
+            target[there] = part.unflatten(0, (kv_heads, -1)).sum(1).transpose(0, 1)
+    return dq, dk, dv
+
+
+def _segments(q, k, v, q_starts, k_starts):
+    repeats = q.shape[1] // k.shape[1]
+    sizes = q_starts.diff().tolist(), k_starts.diff().tolist()
+    for q_, k_, v_ in zip(q.split(sizes[0]), k.split(sizes[1]), v.split(sizes[1]), strict=True):
+        yield q_.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(repeats, 0) for x in (k_, v_))
+
+
+def efficient_forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, *, scale=None):
+    assert bias is None
+    assert with_lse
+    out, lse = attention_of_one(q, k, v, _hidden(q.shape[2], k.shape[2], causal), scale)
+    padded = torch.full((*lse.shape[:2], -(-lse.shape[2] // 32) * 32), float("inf"))
+    padded[..., : lse.shape[2]] = lse
+    return out, padded, torch.zeros((), dtype=torch.int64), torch.zeros((), dtype=torch.int64)
+
+
+def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, needed, causal=False, *, scale=None):
+    assert lse.shape[2] % 32 == 0
+    assert lse.is_contiguous()
+    assert torch.all(lse[..., q.shape[2] :] == float("inf"))
+    hidden = _hidden(q.shape[2], k.shape[2], causal)
+    return *gradient_of_one(grad, q, k, v, out, lse[..., : q.shape[2]], hidden, scale), torch.empty(0)
+
+
+GPU_OPERATORS = {
+    "_flash_attention_forward": flash_forward,
+    "_flash_attention_backward": flash_backward,
+    "_scaled_dot_product_efficient_attention": efficient_forward,
+    "_scaled_dot_product_efficient_attention_backward": efficient_backward,
+}
+
+
+@contextmanager
+def gpu_operators_on_a_cpu():
+    """Gives torch's operators that only GPUs have an implementation on CPUs, for as long as the body runs."""
+    with torch.library._scoped_library("aten", "IMPL") as library:
+        for name, function in GPU_OPERATORS.items():
+            library.impl(name, function, "CPU")
+        yield

@@ -25,10 +25,17 @@ class Kernel:
 
     forward: (q, k, v, causal, scale) -> output, log-sum-exp fp32 [batch, heads, length].
     backward: (gradient, q, k, v, output, log-sum-exp, causal, scale) -> gradients of q, k, v.
+    float_parts: what is merged from parts is computed in fp32 and rounded once, which costs no time where half precision is no
+    faster.
     """
 
     forward: Callable[..., tuple[Tensor, Tensor]]
     backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    float_parts: bool
+
+    def working(self, trees: Trees, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Gives the tensors in the dtype that attention over these trees is computed in."""
+        return tuple(tensor.float() for tensor in tensors) if self.float_parts and trees.forks else tensors
 
 
 def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
@@ -62,7 +69,8 @@ def _gpu_backward(
     return dq, dk, dv
 
 
-CPU_FLASH, EFFICIENT = Kernel(_cpu_forward, _cpu_backward), Kernel(_gpu_forward, _gpu_backward)
+CPU_FLASH = Kernel(_cpu_forward, _cpu_backward, float_parts=True)
+EFFICIENT = Kernel(_gpu_forward, _gpu_backward, float_parts=False)
 
 
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float) -> Tensor:
@@ -77,7 +85,8 @@ def dense_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, sca
 
 class _DenseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, trees: Trees, scale: float, kernel: Kernel) -> Tensor:
+    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, kernel: Kernel) -> Tensor:
+        q, k, v = kernel.working(trees, query, key, value)
         # The kernel's own outputs stay as they are: selective checkpointing keeps them, and refuses what was written to.
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
         for run in trees.runs:
@@ -91,25 +100,27 @@ class _DenseAttention(torch.autograd.Function):
                 merged, merged_lse = merge(out_, lse_, part, part_lse)
                 out_.copy_(merged)
                 lse_.copy_(merged_lse)
-        ctx.save_for_backward(q, k, v, out, lse)
+        out = out.to(query.dtype)
+        ctx.save_for_backward(query, key, value, out, lse)
         ctx.trees, ctx.scale, ctx.kernel = trees, scale, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
+        trees, kernel, dtype = ctx.trees, ctx.kernel, grad.dtype
+        *given, lse = ctx.saved_tensors
+        grad, q, k, v, out = kernel.working(trees, grad.contiguous(), *given)
         dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        by_query, by_key = (dq, grad.contiguous(), q, out, lse), (dk, dv, k, v)
-        parts = [(run, run, True) for run in ctx.trees.runs] + [(fork.branches, fork.trunk, False) for fork in ctx.trees.forks]
+        parts = [(run, run, True) for run in trees.runs] + [(fork.branches, fork.trunk, False) for fork in trees.forks]
         for queries, keys, own in parts:
-            for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _calls(queries, keys, by_query, by_key):
-                found = ctx.kernel.backward(grad_, q_, _like(k_, q_), _like(v_, q_), out_, lse_, own, ctx.scale)
+            for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _calls(queries, keys, (dq, grad, q, out, lse), (dk, dv, k, v)):
+                found = kernel.backward(grad_, q_, _like(k_, q_), _like(v_, q_), out_, lse_, own, ctx.scale)
                 for target, part in zip((dq_, dk_, dv_), found, strict=True):
                     summed = part if part.shape == target.shape else part.sum(1, keepdim=True)
                     # Every token is in one segment of its own, and that comes first.
                     target.copy_(summed) if own else target.add_(summed)
-        return dq, dk, dv, None, None, None
+        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:

@@ -1,0 +1,137 @@
+import pytest
+import torch
+from hypothesis import given
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils.checkpoint import checkpoint
+
+from tests.models.attention_cases import HEADS, SIZES, agree, flat_inputs, gpu_operators_on_a_cpu, norm_error, with_gradients
+from verl_memopt.models.attention_dense import EFFICIENT, _DenseAttention, dense_attention, merge
+from verl_memopt.models.attention_eager import eager_attention
+from verl_memopt.models.trees import Trees
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+
+FORKED = ((9, (4, 4, 4)), (3, ()), (5, (2, 7)))
+
+
+def written_out(trees):
+    def attend(*inputs):
+        return eager_attention(*(tensor.transpose(0, 1)[None] for tensor in inputs), trees, 0.3, None)[0].transpose(0, 1)
+
+    return attend
+
+
+def dense(trees):
+    return lambda *inputs: dense_attention(*inputs, trees, 0.3)
+
+
+@given(SIZES, HEADS)
+def test_every_way_to_cut_calls_gives_attention_and_its_gradients(sizes, heads):
+    trees = Trees.of(sizes)
+    inputs = flat_inputs(trees, *heads)
+    assert agree(with_gradients(dense(trees), inputs), with_gradients(written_out(trees), inputs), 1e-6)
+
+
+@given(SIZES, HEADS)
+def test_the_kernel_of_gpus_is_put_together_alike(sizes, heads):
+    trees = Trees.of(sizes)
+    inputs = flat_inputs(trees, *heads)
+    with gpu_operators_on_a_cpu():
+        found = with_gradients(lambda *x: _DenseAttention.apply(*x, trees, 0.3, EFFICIENT), inputs)
+    assert agree(found, with_gradients(written_out(trees), inputs), 1e-6)
+
+
+def test_attention_over_two_sets_of_keys_merges_into_that_over_both():
+    generator = torch.Generator().manual_seed(0)
+    query, keys, values = (torch.randn(shape, generator=generator) for shape in ((3, 8), (10, 8), (10, 8)))
+
+    def over(some):
+        scores = query @ keys[some].T
+        return scores.softmax(-1) @ values[some], scores.logsumexp(-1)
+
+    found = merge(*over(slice(0, 4)), *over(slice(4, 10)))
+    for one, other in zip(found, over(slice(0, 10)), strict=True):
+        torch.testing.assert_close(one, other, rtol=0, atol=1e-6)
+
+
+def test_scores_far_apart_merge_without_overflow():
+    near, far = torch.tensor([1.0]), torch.tensor([3.0])
+    out, lse = merge(near[:, None], torch.tensor([500.0]), far[:, None], torch.tensor([-500.0]))
+    assert (out.item(), lse.item()) == (1.0, 500.0)
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2), (4, 1)])
+def test_half_precision_is_as_near_to_float_as_without_sharing(heads):
+    exact = flat_inputs(Trees.of(((300, (90,) * 8),)), *heads, size=32)
+    shared, rounded = Trees.of(((300, (90,) * 8),)), [tensor.bfloat16() for tensor in exact]
+    expected = with_gradients(dense(shared), [tensor.float() for tensor in rounded])
+    repeated = Trees.of(((390, ()),) * 8)
+    # Row by row: the prompt's tokens, then those of one branch.
+    places = torch.cat([torch.cat([torch.arange(300), 300 + 90 * row + torch.arange(90)]) for row in range(8)])
+    naive = with_gradients(lambda *x: _own(dense(repeated)(*(tensor[places] for tensor in x))), rounded)
+    found = with_gradients(dense(shared), rounded)
+    for one, other, right in zip(found, naive, expected, strict=True):
+        assert norm_error(one, right) <= norm_error(other, right)
+
+
+def _own(rows):
+    """Gives the outputs of the shared tree from those of its eight rows: the prompt's from the first."""
+    rows = rows.unflatten(0, (8, 390))
+    return torch.cat([rows[0, :300], rows[:, 300:].flatten(0, 1)])
+
+
+def test_recomputed_attention_is_the_same_to_the_bit():
+    trees = Trees.of(FORKED)
+    inputs = flat_inputs(trees, 4, 2)
+    expected = with_gradients(dense(trees), inputs)
+    found = with_gradients(lambda *x: checkpoint(dense(trees), *x, use_reentrant=False), inputs)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def peaks(trees, heads=4, kv_heads=2, size=16):
+    inputs = [tensor.contiguous().requires_grad_() for tensor in flat_inputs(trees, heads, kv_heads, size=size)]
+    found = []
+    with ByteTracker() as tracker:
+        tracker.mark("inputs", inputs)
+        for _ in range(2):
+            tracker.enter("attention")
+            before = tracker.total()
+            out = dense(trees)(*inputs)
+            found.append(tracker.total() - before)
+            gradients = torch.autograd.grad(out, inputs, out.detach())
+            found.append(tracker.peaks[DEVICE].bytes - before)
+            del out, gradients
+    return found[2:]
+
+
+def test_beside_its_arguments_it_keeps_its_output_and_a_number_for_each_head():
+    kept, _ = peaks(Trees.of(FORKED), heads=4, size=16)
+    assert kept == (9 + 12 + 3 + 5 + 9) * 4 * (16 + 1) * 4
+
+
+def test_bytes_grow_with_tokens_not_with_their_square():
+    one, two, four = (peaks(Trees.of(((64 * times, (16 * times,) * 4),)))[1] for times in (1, 2, 4))
+    assert (two, four) == (2 * one, 4 * one)
+
+
+def test_fake_tensors_give_the_bytes_of_real_ones():
+    trees = Trees.of(FORKED)
+    expected = peaks(trees)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert peaks(trees.map(fake.from_tensor)) == expected
+
+
+def test_the_kernel_of_gpus_takes_fake_tensors():
+    trees = Trees.of(FORKED)
+    with FakeTensorMode():
+        inputs = [torch.empty(38, heads, 16) for heads in (4, 2, 2)]
+        found = with_gradients(lambda *x: _DenseAttention.apply(*x, trees, 0.3, EFFICIENT), inputs)
+    assert [tensor.shape for tensor in found] == [inputs[0].shape, *(tensor.shape for tensor in inputs)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("heads", [(4, 4), (6, 3)])
+def test_on_a_gpu_the_real_kernel_takes_merged_log_sum_exps(heads):
+    trees = Trees.of(((37, (20, 20, 3)), (64, ()), (5, (130, 1))))
+    inputs = flat_inputs(trees, *heads, size=64)
+    found = with_gradients(dense(trees), [tensor.cuda() for tensor in inputs])
+    assert agree([tensor.cpu() for tensor in found], with_gradients(written_out(trees), inputs), 1e-4)

@@ -1,0 +1,66 @@
+import pytest
+import torch
+
+from tests.models.attention_cases import random_inputs
+from verl_memopt.models.attention_eager import eager_attention, tree_mask, windowed_attention
+from verl_memopt.models.trees import Trees
+
+CPU = torch.device("cpu")
+
+
+def test_a_branch_sees_the_trunk_and_itself():
+    assert tree_mask((2, (2, 1)), None, CPU).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [1, 1, 1, 0, 0],
+        [1, 1, 1, 1, 0],
+        [1, 1, 0, 0, 1],
+    ]
+
+
+def test_a_window_shows_the_last_positions():
+    assert tree_mask((4, ()), 2, CPU).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+
+
+def test_a_windows_positions_go_on_from_trunk_to_branch():
+    assert tree_mask((2, (2, 1)), 2, CPU).int().tolist() == [
+        [1, 0, 0, 0, 0],
+        [1, 1, 0, 0, 0],
+        [0, 1, 1, 0, 0],
+        [0, 0, 1, 1, 0],
+        [0, 1, 0, 0, 1],
+    ]
+
+
+def softmax_over_what_is_seen(query, key, value, seen, scale):
+    """Token by token and head by head."""
+    out, repeats = torch.empty(query.shape), query.shape[1] // key.shape[1]
+    for head in range(query.shape[1]):
+        for token, places in enumerate(seen):
+            keys, values = key[0, head // repeats, places], value[0, head // repeats, places]
+            out[0, head, token] = (keys @ query[0, head, token] * scale).softmax(0) @ values
+    return out
+
+
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+def test_written_out_attention_is_a_softmax_over_what_a_token_sees(heads):
+    trees = Trees.of(((2, (2, 1)), (3, ())))
+    inputs = random_inputs(trees, *heads)
+    seen = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [5], [5, 6], [5, 6, 7]]
+    found = eager_attention(*inputs, trees, 0.3, None)
+    torch.testing.assert_close(found, softmax_over_what_is_seen(*inputs, seen, 0.3), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("attention", [eager_attention, windowed_attention])
+def test_a_window_holds_in_every_sequence(attention):
+    trees = Trees.of(((4, ()), (1, ()), (2, ())))
+    inputs = random_inputs(trees, 4, 2)
+    seen = [[0], [0, 1], [1, 2], [2, 3], [4], [5], [5, 6]]
+    found = attention(*inputs, trees, 0.3, 2)
+    torch.testing.assert_close(found, softmax_over_what_is_seen(*inputs, seen, 0.3), rtol=0, atol=1e-6)
+
+
+def test_sequences_under_a_window_share_nothing():
+    trees = Trees.of(((4, (1, 2)),))
+    with pytest.raises(AssertionError):
+        windowed_attention(*random_inputs(trees, 1, 1), trees, 0.3, 2)
