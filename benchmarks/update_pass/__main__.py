@@ -30,8 +30,8 @@ from verl_memopt.observe.phase import GIB
 DONE, WRONG, MISSING = 0, 4, 2
 PACKAGES = ("torch", "transformers", "trl", "verl", "liger_kernel", "prefix-grouper")
 GROWTH_SIDES = ("response_logits", "trl_grpo_trimmed", "verl_prefix_grouper", *OURS)
-GROWTH = {"k": ("k", 8), "answer": ("answer tokens", 8), "groups": ("groups", 4)}
-"""Field of the workload: what it is called, and the largest factor it is multiplied with, from 1 by doubling."""
+GROWTH = {"k": "k", "answer": "answer tokens", "groups": "groups"}
+"""Fields of the workload that are doubled in turn, and what they are called."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -72,6 +72,7 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--cpu", action="store_true", help="run a GPU's workload on a CPU")
     parser.add_argument("--floor", action="store_true", help="print the FLOP floor of the workload and stop")
     parser.add_argument("--growth", action="store_true", help="double k, answers and groups in turn, in place of one size")
+    parser.add_argument("--doublings", type=int, default=3, help="of each, with --growth (default: 3)")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, default=None, help="write the record here")
     parser.add_argument("--png", type=Path, default=None, help="draw the record here")
@@ -149,10 +150,10 @@ def growth(
     asked: argparse.Namespace, work: Workload, names: Sequence[str], device: torch.device, folder: Path
 ) -> Iterator[tuple[str, list[dict[str, Any]]]]:
     """Yields, for each size that is doubled, its values with their rows; the first setting of checkpointing asked for."""
-    for field, (what, most) in GROWTH.items():
+    for field, what in GROWTH.items():
         points = []
-        for factor in (1 << power for power in range(most.bit_length())):
-            size = getattr(work, field) * factor
+        for doublings in range(asked.doublings + 1):
+            size = getattr(work, field) << doublings
             grown = dataclasses.replace(work, **{field: size}, ks=(), more_ks=())
             rows = round_of(asked, grown, grown, names, device, folder, settings(asked)[0])
             points.append({"size": size, "rows": [to_json(row) for row in rows]})

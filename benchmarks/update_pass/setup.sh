@@ -25,6 +25,8 @@ rm -f .venv-peers/.stamp
 pip() { .venv-peers/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
 pip install -r "$here/requirements.txt" -c requirements/constraints.txt
 pip install --no-deps -r "$here/requirements-no-deps.txt"
+# Liger's modules import Triton, also where nothing of it runs. A CUDA build of torch brings its own.
+.venv-peers/bin/python -c 'import triton' 2>/dev/null || pip install "$(grep '^triton==' requirements/constraints.txt)"
 installed=$(.venv-peers/bin/python -c 'from importlib.metadata import version; print(version("torch"))')
 [ "$installed" = "$torch" ] || { echo "setup.sh: .venv-peers has torch $installed, .venv has $torch; times and bytes would not compare." >&2; exit 1; }
 echo "$stamp" > .venv-peers/.stamp

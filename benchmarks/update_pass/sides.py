@@ -58,7 +58,9 @@ class Side:
 def plain_model(job: Job, attention: str = "sdpa") -> nn.Module:
     """Gives transformers' model of the job, in training mode, with its blocks checkpointed where that is asked for."""
     from transformers import AutoModelForCausalLM
+    from transformers.utils.logging import disable_progress_bar
 
+    disable_progress_bar()
     model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype, attn_implementation=attention).to(job.device)
     model.train()
     if job.checkpointing:

@@ -1,0 +1,220 @@
+import dataclasses
+import json
+
+import pytest
+import torch
+
+from benchmarks.update_pass import contest
+from benchmarks.update_pass.__main__ import main
+from benchmarks.update_pass.contest import Row, WrongGradientError, difference, in_turns, make_job, run
+from benchmarks.update_pass.naive import reference
+from benchmarks.update_pass.ours import build_ours_no_sharing, shared_micro_batch, to_batch
+from benchmarks.update_pass.sides import Side, plain_model
+from benchmarks.update_pass.table import ratios, render
+from benchmarks.update_pass.work import WORKLOADS, Batch, Workload, make_batch, shrunk
+from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.models.tiny import TinyShape
+
+CPU = torch.device("cpu")
+TINY = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_positions=256)
+WORK = Workload("a small one", TINY, groups=2, k=3, prompt=9, answer=4, spread=0.5, chunk_tokens=5)
+HERE = ("naive", "response_logits", "ours_no_sharing", "ours")
+"""Contestants that need no peer's package."""
+
+
+@pytest.fixture(autouse=True)
+def process_group():
+    yield
+    leave_process_group()
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return tmp_path_factory.mktemp("update_pass") / "model"
+
+
+@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("budget", [None, 31])
+def test_all_compute_one_gradient_at_any_micro_batch_size(folder, checkpointing, budget):
+    job, expected = make_job(dataclasses.replace(WORK, token_budget=budget), folder, checkpointing, CPU)
+    rows = run(HERE, job, expected, repeats=1)
+    assert [row.contestant for row in rows] == list(HERE)
+    for row in rows:
+        assert row.grad_rel_err <= 3e-6, row.contestant
+        assert row.peak_bytes > row.param_grad_bytes
+        assert len(row.runs) == 1
+
+
+def test_the_reference_is_the_gradient_of_advantage_times_log_prob(folder):
+    job, expected = make_job(dataclasses.replace(WORK, groups=1, k=2, spread=0.0), folder, False, CPU)
+    model, batch = plain_model(job).double(), job.batch
+    sums = []
+    for answer in batch.answers:
+        ids = batch.prompts[0] + answer
+        log_p = model(input_ids=torch.tensor([ids])).logits[0].log_softmax(-1)
+        sums.append(sum(log_p[position - 1, ids[position]] for position in range(len(batch.prompts[0]), len(ids))))
+    loss = -sum(advantage * total for advantage, total in zip(batch.advantages, sums, strict=True)) / 2
+    loss.backward()
+    sums = [float(total.detach()) for total in sums]
+    assert difference({name: parameter.grad for name, parameter in model.named_parameters()}, expected.gradients) <= 1e-6
+    assert [float(log_probs.sum()) for log_probs in expected.log_probs] == pytest.approx(sums, 1e-6)
+
+
+def test_a_wrong_gradient_is_an_error_and_no_row(folder):
+    job, expected = make_job(WORK, folder, False, CPU)
+    advantages = [advantage * 1.001 for advantage in job.batch.advantages]
+    other = dataclasses.replace(job, batch=dataclasses.replace(job.batch, advantages=advantages))
+    with pytest.raises(WrongGradientError, match=r"naive: its gradient differs by 0\.001 "):
+        run(["naive"], other, expected, repeats=1)
+
+
+def test_what_does_not_fit_is_not_run_and_says_so(folder):
+    job, expected = make_job(dataclasses.replace(WORK, groups=1, spread=0.0), folder, False, CPU)
+    logits = 16 * 3 * (9 + 4) * 320
+    assert contest.CONTESTANTS["naive"].least_bytes(job) == logits
+    rows = run(["naive", "ours"], job, expected, repeats=1, most_bytes=logits - 1)
+    assert rows[0].seconds is None
+    assert rows[0].peak_bytes is None
+    assert rows[0].note.startswith("not run: ")
+    assert rows[1].seconds > 0
+    assert rows[0].param_grad_bytes == rows[1].param_grad_bytes
+    assert "naive, k = 3: not run" in render(rows)
+
+
+def test_half_precision_is_reported_and_not_judged(folder):
+    job, expected = make_job(dataclasses.replace(WORK, dtype="bfloat16"), folder, False, CPU)
+    rows = run(["response_logits", "ours_no_sharing"], job, expected, repeats=1)
+    assert all(contest.BOUND < row.grad_rel_err < 0.1 for row in rows)
+    assert rows[0].param_grad_bytes == sum(2 * 2 * tensor.numel() for tensor in expected.gradients.values())
+
+
+def test_a_shared_micro_batch_holds_each_prompt_once(folder):
+    job, _ = make_job(dataclasses.replace(WORK, spread=0.0), folder, False, CPU)
+    shared = shared_micro_batch(to_batch(job))
+    assert shared.pack.input_ids.shape == (1, 2 * (9 + 3 * (4 - 1)))
+    assert shared.pack.targets.tolist() == [token for answer in job.batch.answers for token in answer]
+
+
+def test_gradients_are_dropped_between_rounds(folder):
+    job, _ = make_job(WORK, folder, False, CPU)
+    side = build_ours_no_sharing(job)
+    side.update()
+    once = {name: tensor.clone() for name, tensor in side.gradients().items()}
+    side.clear()
+    side.update()
+    assert difference(side.gradients(), once) <= 1e-6
+
+
+def test_every_contestant_is_first_as_often_as_the_others():
+    turns = []
+    found = in_turns({name: lambda name=name: turns.append(name) or float(len(turns)) for name in "abc"}, repeats=3)
+    assert turns == list("abcbcacababc")
+    assert found["a"] == [6.0, 8.0, 10.0]
+
+
+def test_the_same_seed_gives_the_same_ids_and_advantages_that_cancel():
+    batch = make_batch(WORK)
+    assert batch == make_batch(WORK)
+    assert batch.hash() != make_batch(WORK, seed=1).hash()
+    assert len({len(answer) for answer in batch.answers}) > 1
+    for start in (0, 3):
+        assert sum(batch.advantages[start : start + 3]) == pytest.approx(0.0, abs=1e-12)
+        assert batch.prompt_of(start + 2) is batch.prompts[start // 3]
+
+
+def test_a_shrunk_workload_keeps_its_groups_and_fits_its_budget():
+    for work in WORKLOADS.values():
+        small = shrunk(work, 1, 16)
+        assert (small.groups, small.k, small.shape.num_layers) == (work.groups, work.k, 1)
+        assert small.token_budget is None or small.token_budget >= small.prompt + small.answer
+
+
+def row(name, seconds, beyond, **changed):
+    given = {"checkpointing": False, "k": 8, "flops": 10, "grad_rel_err": 0.0, "floor_flops": 5, "runs": (seconds,)}
+    return Row(name, seconds=seconds, peak_bytes=100 + beyond, param_grad_bytes=100, **{**given, **changed})
+
+
+def test_ratios_are_to_the_best_peer_of_each_column_and_to_the_naive_update():
+    rows = [row("naive", 8.0, 64), row("fast", 2.0, 32), row("lean", 4.0, 16), row("ours", 1.0, 4), row("fast", 0.1, 1, k=4)]
+    assert ratios(rows) == [
+        "ours, k = 8, checkpointing off: 2.00 x as fast as fast; 0.250 of the bytes beyond parameters and gradients of lean",
+        "ours, k = 8, checkpointing off: 8.00 x as fast as naive; 0.062 of the bytes beyond parameters and gradients of naive",
+    ]
+
+
+SMALL = ["--layers", "1", "--shrink", "64", "--threads", "1", "--repeats", "1"]
+
+
+def test_the_command_prints_a_table_and_writes_record_and_chart(tmp_path, capsys):
+    files = ["--json", str(tmp_path / "rows.json"), "--png", str(tmp_path / "rows.png")]
+    code = main(["--workload", "a", "--contestants", *HERE, "--k", "2", "4", "--checkpointing", "off", *SMALL, *files])
+    printed = capsys.readouterr().out
+    assert code == 0
+    record = json.loads((tmp_path / "rows.json").read_text())
+    assert [(found["contestant"], found["k"]) for found in record["rows"]] == [(name, k) for k in (2, 4) for name in HERE]
+    assert all(name in printed for name in HERE)
+    assert (tmp_path / "rows.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_the_command_draws_how_cost_grows(tmp_path):
+    files = ["--json", str(tmp_path / "growth.json"), "--png", str(tmp_path / "growth.png")]
+    options = ["--growth", "--doublings", "1", "--contestants", "ours", "--checkpointing", "off"]
+    assert main(["--workload", "c", *options, *SMALL, *files]) == 0
+    series = json.loads((tmp_path / "growth.json").read_text())["growth"]
+    assert {what: [point["size"] for point in points] for what, points in series.items()} == {
+        "k": [8, 16],
+        "answer tokens": [16, 32],
+        "groups": [1, 2],
+    }
+    assert (tmp_path / "growth.png").exists()
+
+
+def test_the_floor_is_printed_without_running_anything(capsys):
+    assert main(["--workload", "a", "--floor"]) == 0
+    assert "k = 64: " in capsys.readouterr().out
+
+
+def test_the_shape_of_a_gpu_workload_runs_on_a_cpu_when_asked(capsys):
+    assert main(["--workload", "e", "--cpu", "--contestants", "ours", "response_logits", *SMALL]) == 0
+    assert "Activation checkpointing on" in capsys.readouterr().out
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="says what happens where there is no GPU")
+def test_a_gpu_workload_without_a_gpu_says_what_to_do(capsys):
+    assert main(["--workload", "e"]) == 2
+    assert "--workload e: the shape of Qwen3-0.6B needs a CUDA device" in capsys.readouterr().err
+
+
+def test_unknown_and_missing_contestants_are_named(capsys, monkeypatch):
+    assert main(["--contestants", "nobody"]) == 2
+    assert "--contestants nobody: unknown. Use some of naive, " in capsys.readouterr().err
+    absent = contest.Contestant("no_such_side", "build")
+    monkeypatch.setitem(contest.CONTESTANTS, "absent", absent)
+    assert main(["--contestants", "absent"]) == 2
+    assert "setup.sh" in capsys.readouterr().err
+
+
+class Twice(contest.Contestant):
+    """A contestant that adds the gradient two times."""
+
+    def build(self, job):
+        side = super().build(job)
+        return Side(side.model, lambda: [side.update() for _ in range(2)], side.gradients)
+
+
+def test_the_exit_code_tells_of_a_wrong_gradient(monkeypatch, capsys):
+    monkeypatch.setitem(contest.CONTESTANTS, "twice", Twice("naive", "build_response_logits"))
+    assert main(["--workload", "b", "--contestants", "twice", *SMALL]) == 4
+    assert "twice: its gradient differs by 1 of" in capsys.readouterr().err
+
+
+def test_the_reference_does_not_depend_on_dtype_or_checkpointing(folder):
+    job, expected = make_job(WORK, folder, False, CPU)
+    other = reference(dataclasses.replace(job, checkpointing=True, work=dataclasses.replace(WORK, dtype="bfloat16")))
+    assert difference(other.gradients, expected.gradients) == 0.0
+
+
+def test_advantages_of_a_batch_are_per_row():
+    batch = Batch(prompts=[[5], [6]], answers=[[7], [8], [9], [7]], advantages=[1.0, 2.0, 3.0, 4.0])
+    assert batch.k == 2
+    assert [batch.prompt_of(row) for row in range(4)] == [[5], [5], [6], [6]]
