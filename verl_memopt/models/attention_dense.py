@@ -7,9 +7,9 @@ log-sum-exp, give in backward the exact gradient of each part, and the gradients
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -76,8 +76,8 @@ EFFICIENT = Kernel(_gpu_forward, _gpu_backward, float_parts=False)
 def dense_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float) -> Tensor:
     """Gives attention [T, heads, D]; saves its arguments, its output and one log-sum-exp for each token and head.
 
-    query: [T, heads, D]; key, value: [T, kv heads, D]; heads that share a key head are never expanded in memory, but for the
-    gradients of keys and values of one call. The last stride must be 1.
+    query: [T, heads, D]; key, value: [T, kv heads, D]. Keys and values are never repeated for the heads that share them; their
+    gradients are, until they are summed. The last stride must be 1.
     """
     kernel = EFFICIENT if is_gpu(query.device) else CPU_FLASH
     return _DenseAttention.apply(query, key, value, trees, scale, kernel)
@@ -89,17 +89,17 @@ class _DenseAttention(torch.autograd.Function):
         q, k, v = kernel.working(trees, query, key, value)
         # The kernel's own outputs stay as they are: selective checkpointing keeps them, and refuses what was written to.
         out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        for run in trees.runs:
-            for q_, out_, lse_, k_, v_ in _calls(run, run, (q, out, lse), (k, v)):
-                part, part_lse = kernel.forward(q_, _like(k_, q_), _like(v_, q_), True, scale)
-                out_.copy_(part)
-                lse_.copy_(part_lse)
-        for fork in trees.forks:
-            for q_, out_, lse_, k_, v_ in _calls(fork.branches, fork.trunk, (q, out, lse), (k, v)):
-                part, part_lse = kernel.forward(q_, _like(k_, q_), _like(v_, q_), False, scale)
-                merged, merged_lse = merge(out_, lse_, part, part_lse)
-                out_.copy_(merged)
-                lse_.copy_(merged_lse)
+        batch = _key_batch(q, k)
+        by_query, by_key = _grouped((q, out, lse), batch), _expanded(_grouped((k, v), batch), q)
+        for q_, out_, lse_, k_, v_ in _own_calls(trees, by_query + by_key):
+            part, part_lse = kernel.forward(q_, k_, v_, True, scale)
+            out_.copy_(part)
+            lse_.copy_(part_lse)
+        for q_, out_, lse_, k_, v_ in _trunk_calls(trees, by_query, by_key):
+            part, part_lse = kernel.forward(q_, k_, v_, False, scale)
+            merged, merged_lse = merge(out_, lse_, part, part_lse)
+            out_.copy_(merged)
+            lse_.copy_(merged_lse)
         out = out.to(query.dtype)
         ctx.save_for_backward(query, key, value, out, lse)
         ctx.trees, ctx.scale, ctx.kernel = trees, scale, kernel
@@ -111,15 +111,21 @@ class _DenseAttention(torch.autograd.Function):
         trees, kernel, dtype = ctx.trees, ctx.kernel, grad.dtype
         *given, lse = ctx.saved_tensors
         grad, q, k, v, out = kernel.working(trees, grad.contiguous(), *given)
-        dq, dk, dv = torch.empty_like(q), torch.empty_like(k), torch.empty_like(v)
-        parts = [(run, run, True) for run in trees.runs] + [(fork.branches, fork.trunk, False) for fork in trees.forks]
-        for queries, keys, own in parts:
-            for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _calls(queries, keys, (dq, grad, q, out, lse), (dk, dv, k, v)):
-                found = kernel.backward(grad_, q_, _like(k_, q_), _like(v_, q_), out_, lse_, own, ctx.scale)
-                for target, part in zip((dq_, dk_, dv_), found, strict=True):
-                    summed = part if part.shape == target.shape else part.sum(1, keepdim=True)
-                    # Every token is in one segment of its own, and that comes first.
-                    target.copy_(summed) if own else target.add_(summed)
+        # One for each query head, also of keys and values: to sum these call by call would be many small sums.
+        dq, dk, dv = (torch.empty_like(q) for _ in range(3))
+        batch = _key_batch(q, k)
+        by_query = _grouped((dq, grad, q, out, lse), batch)
+        by_key = _grouped((dk, dv), batch) + _expanded(_grouped((k, v), batch), q)
+        for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _own_calls(trees, by_query + by_key):
+            parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, True, ctx.scale)
+            for target, part in zip((dq_, dk_, dv_), parts, strict=True):
+                target.copy_(part)
+        for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _trunk_calls(trees, by_query, by_key):
+            parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, False, ctx.scale)
+            for target, part in zip((dq_, dk_, dv_), parts, strict=True):
+                target.add_(part)
+        if q.shape[1] != k.shape[1]:
+            dk, dv = (gradient.unflatten(1, (k.shape[1], -1)).sum(2) for gradient in (dk, dv))
         return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None
 
 
@@ -129,23 +135,42 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     return out.float().lerp(other.float(), share[..., None]), torch.logaddexp(lse, other_lse)
 
 
-def _calls(queries: Run, keys: Run, by_query: tuple[Tensor, ...], by_key: tuple[Tensor, ...]) -> Iterator[tuple[Tensor, ...]]:
-    """Gives, for each call of a kernel, the views [batch, heads, length, ...] of tensors of tokens [T, heads, ...]."""
-    kv_heads = by_key[-1].shape[1]
-    groups = by_query[0].shape[1] // kv_heads
-    views = [_views(tensor, queries, kv_heads, groups) for tensor in by_query]
-    views += [_views(tensor, keys, kv_heads, groups) for tensor in by_key]
-    return zip(*views, strict=True)
+_Views: TypeAlias = tuple[Tensor, ...]
 
 
-def _views(tensor: Tensor, run: Run, kv_heads: int, groups: int) -> Sequence[Tensor]:
-    part = tensor.narrow(0, run.start, run.count * run.length).unflatten(0, (run.count, run.length))
-    part = part.unflatten(2, (kv_heads, -1)).movedim(1, 3)  # [count, kv heads, heads of each, length, ...]
-    if groups == 1:
-        return (part.squeeze(2),)
-    # Heads that share a key head are the heads of a call; segments or key heads are its batch, and the other is a loop.
-    return part.unbind(0) if run.count <= kv_heads else part.unbind(1)
+def _key_batch(query: Tensor, key: Tensor) -> int:
+    """Gives the batch of a call over one segment: key heads that several query heads share, else one, as tokens lie."""
+    return 1 if query.shape[1] == key.shape[1] else key.shape[1]
 
 
-def _like(key: Tensor, query: Tensor) -> Tensor:
-    return key.expand(-1, query.shape[1], -1, -1)
+def _grouped(tensors: _Views, batch: int) -> _Views:
+    """Gives views [batch, heads, T, ...] of tensors of tokens [T, batch x heads, ...]."""
+    return tuple(tensor.unflatten(1, (batch, -1)).movedim(0, 2) for tensor in tensors)
+
+
+def _expanded(tensors: _Views, query: Tensor) -> _Views:
+    return tuple(tensor.expand(-1, query.shape[1] // tensor.shape[0], -1, -1) for tensor in tensors)
+
+
+def _own_calls(trees: Trees, tensors: _Views) -> Iterator[_Views]:
+    """Gives, for each call over segments by themselves, the views [batch, heads, length, ...] of grouped tensors."""
+    tokens = [run.count * run.length for run in trees.runs]
+    for run, *parts in zip(trees.runs, *(tensor.split(tokens, 2) for tensor in tensors), strict=True):
+        if run.count == 1:
+            yield tuple(parts)
+        else:
+            yield from zip(*(_batched(part, run) for part in parts), strict=True)
+
+
+def _batched(part: Tensor, run: Run) -> _Views:
+    """Gives the views of as few calls as strides can say: a call's batch is of segments or of key heads, the other is a loop."""
+    split = part.unflatten(2, (run.count, run.length))  # [key heads, heads, segments, length, ...]
+    return split.unbind(2) if run.count < split.shape[0] else split.movedim(2, 1).unbind(0)
+
+
+def _trunk_calls(trees: Trees, by_query: _Views, by_key: _Views) -> Iterator[_Views]:
+    """Gives, for each call over all branches of a tree and its trunk, the views of grouped tensors."""
+    for fork in trees.forks:
+        queries = (tensor.narrow(2, fork.branches.start, fork.branches.length) for tensor in by_query)
+        keys = (tensor.narrow(2, fork.trunk.start, fork.trunk.length) for tensor in by_key)
+        yield *queries, *keys
