@@ -23,7 +23,7 @@ from verl_memopt.workers.policy import MiniBatch, Policy
 from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batch
 
 CPU = torch.device("cpu")
-ACTOR = Actor(use_dynamic_bsz=True, clip_ratio_low=0.2, clip_ratio_high=0.2, optim=Optim(lr=1e-2))
+ACTOR = Actor(use_prefix_grouper=False, use_dynamic_bsz=True, clip_ratio_low=0.2, clip_ratio_high=0.2, optim=Optim(lr=1e-2))
 SHAPE = TinyShape(
     vocab_size=1792, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=2, num_kv_heads=1, tie_embeddings=False
 )

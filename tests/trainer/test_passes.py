@@ -5,10 +5,12 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.shared_prompt import RowTokens
 from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank
 
 BY_TOKENS = Budget(True, 10, None, "some.key")
 BY_ROWS = Budget(False, 0, 2, "some.key")
+alone = RowTokens.alone
 
 
 def test_mini_batches_are_whole_groups_in_order():
@@ -33,23 +35,23 @@ def test_a_shuffle_seed_gives_one_order_and_another_seed_another():
 
 
 def test_one_rank_takes_all_rows_in_their_order():
-    assert rows_per_rank([1, 2, 3], [2, 0], 1, True) == [[2, 0]]
+    assert rows_per_rank(alone([1, 2, 3]), [2, 0], 1, True) == [[2, 0]]
 
 
 def test_without_balancing_rows_are_dealt_as_they_stand():
-    assert rows_per_rank([9, 1, 1, 1], [3, 2, 1, 0], 2, False) == [[3, 2], [1, 0]]
+    assert rows_per_rank(alone([9, 1, 1, 1]), [3, 2, 1, 0], 2, False) == [[3, 2], [1, 0]]
 
 
 def test_balancing_evens_out_tokens_at_equal_row_counts():
     tokens = [9, 7, 1, 1]
-    shares = rows_per_rank(tokens, range(4), 2, True)
+    shares = rows_per_rank(alone(tokens), range(4), 2, True)
     assert sorted(sum(tokens[row] for row in rows) for rows in shares) == [8, 10]
     assert [len(rows) for rows in shares] == [2, 2]
 
 
 def test_balancing_counts_only_the_rows_of_the_mini_batch():
     tokens = [100, 5, 100, 1, 1, 5]
-    shares = rows_per_rank(tokens, [1, 3, 4, 5], 2, True)
+    shares = rows_per_rank(alone(tokens), [1, 3, 4, 5], 2, True)
     assert sorted(chain.from_iterable(shares)) == [1, 3, 4, 5]
     assert [sum(tokens[row] for row in rows) for rows in shares] == [6, 6]
 
@@ -58,34 +60,52 @@ def test_balancing_counts_only_the_rows_of_the_mini_batch():
 def test_every_row_is_on_one_rank_and_all_ranks_have_as_many(data, world, share, even_out):
     rows = data.draw(st.permutations(range(world * share)))
     tokens = data.draw(st.lists(st.integers(0, 50), min_size=world * share, max_size=world * share))
-    shares = rows_per_rank(tokens, rows, world, even_out)
+    shares = rows_per_rank(alone(tokens), rows, world, even_out)
     assert sorted(chain.from_iterable(shares)) == sorted(rows)
     assert {len(each) for each in shares} == {share}
 
 
 def test_a_share_that_does_not_come_out_even_is_a_broken_invariant():
     with pytest.raises(AssertionError):
-        rows_per_rank([1, 1, 1], range(3), 2, False)
+        rows_per_rank(alone([1, 1, 1]), range(3), 2, False)
 
 
 def test_a_token_budget_is_a_hard_cap():
-    assert BY_TOKENS.micro_batches([6, 5, 4, 5], "abcd") == [[0, 2], [1, 3]]
+    assert BY_TOKENS.micro_batches(alone([6, 5, 4, 5]), "abcd") == [[0, 2], [1, 3]]
 
 
 def test_a_row_over_the_cap_is_named_with_the_key():
     with pytest.raises(ConfigError, match=r"some\.key=10: b has 11 tokens"):
-        BY_TOKENS.micro_batches([6, 11], ["a", "b"])
+        BY_TOKENS.micro_batches(alone([6, 11]), ["a", "b"])
 
 
 def test_a_row_budget_cuts_by_count_whatever_the_lengths():
-    assert BY_ROWS.micro_batches([60, 1, 1], "abc") == [[0, 1], [2]]
+    assert BY_ROWS.micro_batches(alone([60, 1, 1]), "abc") == [[0, 1], [2]]
 
 
 def test_every_rank_runs_as_many_micro_batches_as_the_busiest():
-    cut = cut_ranks([[10, 10, 10], [2, 2, 1]], ["abc", "def"], BY_TOKENS)
+    cut = cut_ranks([alone([10, 10, 10]), alone([2, 2, 1])], ["abc", "def"], BY_TOKENS)
     assert [len(bins) for bins in cut] == [3, 3]
     assert [sorted(chain.from_iterable(bins)) for bins in cut] == [[0, 1, 2], [0, 1, 2]]
 
 
 def test_a_rank_with_too_few_rows_gets_empty_micro_batches():
-    assert cut_ranks([[10, 10], [3]], ["ab", "c"], BY_TOKENS) == [[[0], [1]], [[0], []]]
+    assert cut_ranks([alone([10, 10]), alone([3])], ["ab", "c"], BY_TOKENS) == [[[0], [1]], [[0], []]]
+
+
+GROUPS = RowTokens(prompts=(5,) * 8, answers=(1, 2, 3, 4, 1, 1, 1, 9), groups=(0, 0, 0, 0, 1, 1, 1, 1))
+
+
+def test_groups_stay_whole_on_the_ranks_where_their_number_divides():
+    assert sorted(rows_per_rank(GROUPS, range(8), 2, True)) == [[0, 1, 2, 3], [4, 5, 6, 7]]
+
+
+def test_a_group_is_halved_where_there_are_fewer_groups_than_ranks():
+    shares = rows_per_rank(GROUPS, range(8), 4, True)
+    assert sorted(shares) == [[0, 1], [2, 3], [4, 5], [6, 7]]
+
+
+def test_ranks_are_balanced_by_what_is_computed():
+    tokens = RowTokens(prompts=(90, 90, 50, 50, 10, 10, 20, 20), answers=(10, 0) * 4, groups=(0, 0, 1, 1, 2, 2, 3, 3))
+    # Computed: 100, 60, 20 and 30 with one prompt a group; evenly dealt, 120 and 90.
+    assert sorted(rows_per_rank(tokens, range(8), 2, True)) == [[0, 1, 4, 5], [2, 3, 6, 7]]

@@ -9,6 +9,7 @@ import torch
 from tests.trainer.conftest import AR, Member, crew_of, write_rows
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.shared_prompt import RowTokens
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.assemble import prepare, reward_processes, workers
@@ -89,7 +90,7 @@ def test_each_pass_may_have_a_budget_of_its_own(settled):
 )
 def test_a_row_over_a_budget_is_told_under_the_key_of_its_pass(settled, which, key):
     with pytest.raises(ConfigError, match=f"{key}=40: rows:7 has 41 tokens"):
-        budgets(settled())[which].micro_batches([41], ["rows:7"])
+        budgets(settled())[which].micro_batches(RowTokens.alone([41]), ["rows:7"])
 
 
 # Mini-batches.
@@ -108,11 +109,13 @@ def test_a_mini_batch_of_empty_responses_counts_one_token_so_that_nothing_is_div
     assert mini.counts == GlobalCounts(1.0, 2.0)
 
 
-def test_the_samples_of_one_prompt_may_lie_on_different_ranks(alike):
+def test_the_samples_of_one_prompt_lie_on_one_rank_or_where_there_are_too_few_prompts_on_several(alike):
     batch = batch_of([4, 4, 1, 1])
     batch.advantages = torch.tensor([1.0] * 4 + [-1.0] * 4 + [0.5, -0.5])
-    minis = alike(crew=crew_of(Member(0), Member(1))).mini_batches(batch, [0, 1, 2, 3], "abcd")
-    assert [sorted(mini.batch.group.tolist()) for mini in minis] == [[0, 1], [0, 1]]
+    stepper = alike(crew=crew_of(Member(0), Member(1)))
+    assert [mini.batch.group.tolist() for mini in stepper.mini_batches(batch, [0, 1], "abcd")] == [[0], [0]]
+    minis = stepper.mini_batches(batch, [0, 1, 2, 3], "abcd")
+    assert [mini.batch.group.tolist() for mini in minis] == [[0, 0], [1, 1]]
     assert sorted(value for mini in minis for value in mini.batch.advantages.tolist()) == sorted(batch.advantages.tolist())
 
 

@@ -23,6 +23,7 @@ from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, mi
 
 CPU = torch.device("cpu")
 ACTOR = Actor(
+    use_prefix_grouper=False,
     use_dynamic_bsz=True,
     clip_ratio_low=0.2,
     clip_ratio_high=0.2,
@@ -66,10 +67,10 @@ def policy_for(folder, mesh, world_size, attention="sdpa", recompute=False, dtyp
 
 
 def shares(whole, world_size, budget):
-    tokens, sizes = whole.computed_tokens(), whole.responses.sizes()
+    tokens, sizes = whole.row_tokens(False), whole.responses.sizes()
     rows = rows_per_rank(tokens, range(whole.num_rows), world_size, True)
     names = [[str(row) for row in own] for own in rows]
-    micro = cut_ranks([[tokens[row] for row in own] for own in rows], names, Budget(True, budget, None, "key"))
+    micro = cut_ranks([tokens.select(own) for own in rows], names, Budget(True, budget, None, "key"))
     counts = GlobalCounts(float(sum(sizes)), float(whole.num_rows))
     return [MiniBatch(whole.select(own), bins, counts) for own, bins in zip(rows, micro, strict=True)]
 

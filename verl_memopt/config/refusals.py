@@ -60,7 +60,6 @@ _MODEL = {
 }
 
 _ACTOR = {
-    "use_prefix_grouper": Refusal((False,), "each sample is computed with its own prompt. Remove the key"),
     "freeze_vision_tower": Refusal((False,), _TEXT_ONLY),
     "router_replay.mode": Refusal(("disabled",), _NOT_HERE),
     "router_replay.*": Refusal((), _NOT_HERE),

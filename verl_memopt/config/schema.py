@@ -255,6 +255,8 @@ class Actor:
     """Pack micro-batches by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: int = 16384
     """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+    use_prefix_grouper: bool = True
+    """Compute the prompt of a group once for all its answers, in every pass; false = once for each answer."""
     clip_ratio: float = 0.2
     """Clip of the ratio on both sides."""
     clip_ratio_low: float | None = None

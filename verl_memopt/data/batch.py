@@ -9,6 +9,7 @@ from tensordict import TensorClass
 from torch import Tensor
 
 from verl_memopt.data.ragged import Ragged, token_index
+from verl_memopt.memory.shared_prompt import RowTokens
 
 TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
 """Fields that are flat over response tokens, in the order of ``responses.flat``."""
@@ -37,8 +38,16 @@ class RolloutBatch(TensorClass):
 
         A row with an empty response has nothing to score and costs nothing.
         """
-        pairs = zip(self.prompts.sizes(), self.responses.sizes(), strict=True)
-        return [prompt + response - 1 if response else 0 for prompt, response in pairs]
+        return self.row_tokens(shared=False).each()
+
+    def row_tokens(self, shared: bool) -> RowTokens:
+        """Gives what each row makes a pass compute, and, where prompts are ``shared``, with which rows it shares its own."""
+        pairs = list(zip(self.prompts.sizes(), self.responses.sizes(), strict=True))
+        return RowTokens(
+            prompts=tuple(prompt if response else 0 for prompt, response in pairs),
+            answers=tuple(max(response - 1, 0) for _, response in pairs),
+            groups=tuple(self.group.tolist()) if shared else tuple(range(len(pairs))),
+        )
 
     def response_row(self) -> Tensor:
         """Gives int64 [R]: the row of each response token."""

@@ -24,6 +24,7 @@ LADDER = (
     "activation_checkpointing",
     "activation_offload",
     "tiled_mlp",
+    "shared_prompt",
     "token_budget",
     "bucketed_adamw",
     "optimizer_offload",

@@ -45,6 +45,12 @@ class Shapes:
         return self.tokens * self.hidden * self.compute_bytes
 
     @property
+    def kept_bytes(self) -> int:
+        """What all blocks keep of the micro-batch between forward and backward."""
+        checkpointed = self.settings.model.enable_gradient_checkpointing
+        return (self.layers - 1) * self.input_bytes + self.block_bytes if checkpointed else self.layers * self.block_bytes
+
+    @property
     def block_bytes(self) -> int:
         """A, of what a block of Qwen3 keeps for its backward; the first term is what its norms keep in fp32."""
         width_of_norms = 2 * self.hidden + (self.heads + self.kv_heads) * self.head_dim

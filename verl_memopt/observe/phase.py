@@ -79,10 +79,10 @@ class MemoryProbe:
         started = time.perf_counter()
         on_gpu = device_room.is_gpu(self._device)
         tracked = track and (self._kinds_on_gpu or not on_gpu)
-        with self._tracker(name, kind) if tracked else _nothing(name, kind) as counted:
-            with self._allocator(name, kind) if on_gpu else _nothing(name, kind) as read:
-                yield lambda: measured[0]
-                device_room.synchronize(self._device)
+        tracker, allocator = self._tracker if tracked else _nothing, self._allocator if on_gpu else _nothing
+        with tracker(name, kind) as counted, allocator(name, kind) as read:
+            yield lambda: measured[0]
+            device_room.synchronize(self._device)
         figures = {**counted, **read} if on_gpu else counted
         memory = PhaseMemory(name, time.perf_counter() - started, **figures, host_rss_bytes=host_rss_bytes())
         measured.append(memory)

@@ -85,10 +85,9 @@ def scored(
     crew: Crew, phase: str, method: str, batch: RolloutBatch, budget: Budget, names: Sequence[str], even_out: bool, *args: bool
 ) -> tuple[Tensor, Tensor | None]:
     """Gives (log-probs, entropies or None), fp32 [R], of a pass over the whole batch, spread over the ranks."""
-    tokens = batch.computed_tokens()
+    tokens = batch.row_tokens(budget.shared)
     rows = rows_per_rank(tokens, range(batch.num_rows), crew.world_size, even_out)
-    own_tokens = [[tokens[row] for row in own] for own in rows]
-    micro = cut_ranks(own_tokens, [[names[row] for row in own] for own in rows], budget)
+    micro = cut_ranks([tokens.select(own) for own in rows], [[names[row] for row in own] for own in rows], budget)
     answers = crew.each(phase, method, [(batch.select(own), bins, *args) for own, bins in zip(rows, micro, strict=True)])
     sizes = batch.responses.sizes()
     log_probs = scatter_tokens([(own, answer.log_probs) for own, answer in zip(rows, answers, strict=True)], sizes)

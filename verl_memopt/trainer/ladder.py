@@ -46,6 +46,7 @@ HOST = "host buffers"
 
 CLIMB = (
     "chunked_logprob",
+    "shared_prompt",
     "token_budget",
     "activation_checkpointing",
     "activation_offload",
@@ -229,8 +230,9 @@ def _plan(settings: Settings, folder: Path) -> WorkerPlan:
 
 
 def _round(group: Any, settings: Settings, batch: RolloutBatch) -> tuple[list[PhaseMemory], dict[str, float]]:
-    tokens, names = [batch.computed_tokens()], [[f"row {row}" for row in range(batch.num_rows)]]
-    training, scoring, reference = (cut_ranks(tokens, names, budget)[0] for budget in budgets(settings))
+    names = [f"row {row}" for row in range(batch.num_rows)]
+    cuts = (cut_ranks([batch.row_tokens(budget.shared)], [names], budget)[0] for budget in budgets(settings))
+    training, scoring, reference = cuts
     memories = []
 
     def call(phase: str, method: str, *args: Any) -> Any:
@@ -254,8 +256,9 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
     config = load_model_config(model, folder)
     attention = choose_attention(model.attn_implementation, torch.device("cpu"), torch.float32)
     policy = PolicyModel(empty_model(config, attention, torch.float32, model.trust_remote_code), 0, False)
-    training = cut_ranks([make_batch(work).computed_tokens()], [[""] * work.rows], budgets(settings)[0])[0]
-    rows = max(map(len, training))
+    update, batch = budgets(settings)[0], make_batch(work)
+    computed = batch.row_tokens(update.shared)
+    rows = max(update.micro_batches(computed, [""] * work.rows), key=computed.cost)
     whole, block = _count(policy), _count(policy.blocks()[0])
     return Shapes(
         settings=settings.actor_rollout_ref,
@@ -269,8 +272,8 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
         params=whole,
         block_params=block,
         tied=policy.tied,
-        tokens=rows * (work.row_tokens - 1),
-        responses=rows * work.response,
+        tokens=computed.cost(rows),
+        responses=len(rows) * work.response,
     )
 
 

@@ -2,26 +2,33 @@
 
 from __future__ import annotations
 
+import math
 import random
 from collections.abc import Sequence
 from dataclasses import dataclass
+from itertools import groupby
 
-from verl_memopt.memory.token_budget import balance, pack, pack_fixed, split_to_count
+from verl_memopt.memory.shared_prompt import RowTokens, pack_groups_under
+from verl_memopt.memory.token_budget import balance, pack_fixed, split_to_count
 
 
 @dataclass(frozen=True)
 class Budget:
-    """How a pass cuts its rows: by tokens (hard cap ``max_tokens``) or by ``rows`` sequences. key names the cap in errors."""
+    """How a pass cuts its rows: by tokens (hard cap ``max_tokens``) or by ``rows`` sequences. key names the cap in errors.
+
+    shared: rows of a group share their prompt.
+    """
 
     by_tokens: bool
     max_tokens: int
     rows: int | None
     key: str
+    shared: bool = False
 
-    def micro_batches(self, tokens: Sequence[int], names: Sequence[str]) -> list[list[int]]:
+    def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
         """Gives rows per micro-batch for one rank. Errors: ConfigError naming a row that alone exceeds the cap."""
         if self.by_tokens:
-            return pack(tokens, self.max_tokens, names=names, key=self.key)
+            return pack_groups_under(tokens, self.max_tokens, names, self.key)
         assert self.rows is not None
         return pack_fixed(len(tokens), self.rows)
 
@@ -35,20 +42,31 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
     return [[prompt * samples + sample for prompt in chunk for sample in range(samples)] for chunk in chunks]
 
 
-def rows_per_rank(tokens: Sequence[int], rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
-    """Gives the rows of each rank: as many on each, with as even a number of tokens as can be when ``even_out``."""
+def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
+    """Gives the rows of each rank: as many on each, with as even a number of tokens as can be when ``even_out``.
+
+    Rows of a group stay together as far as equal numbers of rows allow. ``rows``: whole groups, one after another.
+    """
     if world_size == 1:
         return [list(rows)]
+    assert len(rows) % world_size == 0, (len(rows), world_size)
+    share = len(rows) // world_size
     if not even_out:
-        assert len(rows) % world_size == 0, (len(rows), world_size)
-        share = len(rows) // world_size
         return [list(rows[rank * share : (rank + 1) * share]) for rank in range(world_size)]
-    parts = balance([tokens[row] for row in rows], world_size)
-    return [sorted(rows[index] for index in part) for part in parts]
+    unit = _together(tokens, rows, share)
+    units = [rows[start : start + unit] for start in range(0, len(rows), unit)]
+    parts = balance([tokens.cost(members) for members in units], world_size)
+    return [sorted(row for index in part for row in units[index]) for part in parts]
 
 
-def cut_ranks(tokens_per_rank: Sequence[Sequence[int]], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:
+def _together(tokens: RowTokens, rows: Sequence[int], share: int) -> int:
+    """Gives the most rows that stay together: a divisor of every group's number of rows and of a rank's share."""
+    sizes = [len(list(members)) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
+    return math.gcd(share, *sizes)
+
+
+def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:
     """Gives each rank's micro-batches, as many on every rank: the collectives of a sharded model must match."""
     cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
     count = max(len(bins) for bins in cut)
-    return [split_to_count(bins, count, tokens) for bins, tokens in zip(cut, tokens_per_rank, strict=True)]
+    return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, tokens_per_rank, strict=True)]

@@ -173,12 +173,10 @@ class Stepper:
 
     def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
         """Gives each rank's share of one mini-batch."""
-        tokens, sizes = batch.computed_tokens(), batch.responses.sizes()
+        tokens, sizes = batch.row_tokens(self.update_budget.shared), batch.responses.sizes()
         counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
         shares = rows_per_rank(tokens, rows, self.crew.world_size, self.settings.trainer.balance_batch)
-        micro = cut_ranks(
-            [[tokens[r] for r in own] for own in shares], [[names[r] for r in own] for own in shares], self.update_budget
-        )
+        micro = cut_ranks([tokens.select(own) for own in shares], [[names[r] for r in own] for own in shares], self.update_budget)
         return [MiniBatch(batch.select(own), bins, counts) for own, bins in zip(shares, micro, strict=True)]
 
     def _describe(
@@ -205,6 +203,7 @@ def budgets(settings: Settings) -> tuple[Budget, Budget, Budget]:
         actor.ppo_max_token_len_per_gpu,
         actor.ppo_micro_batch_size_per_gpu,
         f"{ACTOR}.ppo_max_token_len_per_gpu",
+        actor.use_prefix_grouper,
     )
 
     def scoring(section: str, by_tokens: bool | None, max_tokens: int | None, rows: int | None) -> Budget:

@@ -54,6 +54,7 @@ class Policy:
         self.model = model
         self.offload = offload
         self.actor = actor
+        self.shared = actor.use_prefix_grouper
         self.device = device
         self.world_size = world_size
         trained, fsdp = [parameter for parameter in model.parameters() if parameter.requires_grad], actor.fsdp_config
@@ -68,7 +69,7 @@ class Policy:
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
     ) -> Scores:
         """Gives the log-probs of a batch under the present weights."""
-        return score_batch(self.model, batch, micro_batches, temperature, with_entropy, self.device)
+        return score_batch(self.model, batch, micro_batches, temperature, with_entropy, self.device, self.shared)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
         """Takes one optimizer step per mini-batch and gives the mean of their metrics.
@@ -79,7 +80,7 @@ class Policy:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
         metrics = _read(
             [
-                self.step((micro_batch(mini.batch, rows) for rows in mini.micro_batches), mini.counts, temperature)
+                self.step((micro_batch(mini.batch, rows, self.shared) for rows in mini.micro_batches), mini.counts, temperature)
                 for mini in mini_batches
             ]
         )

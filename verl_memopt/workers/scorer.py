@@ -31,7 +31,7 @@ from verl_memopt.models.build import (
     mapped_weights,
     rebuild_buffers,
 )
-from verl_memopt.models.pack import Pack, pack_rows
+from verl_memopt.models.pack import Pack, pack_groups, pack_rows
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
 
 
@@ -141,11 +141,15 @@ class MicroBatch:
         return MicroBatch(self.pack.to(device), *(None if one is None else one.to(device, non_blocking=True) for one in flat))
 
 
-def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
-    """Gives the micro-batch of the chosen rows, on the host. The only place that reads lengths from tensors."""
+def micro_batch(batch: RolloutBatch, rows: Sequence[int], shared: bool = False) -> MicroBatch:
+    """Gives the micro-batch of the chosen rows, on the host. The only place that reads lengths from tensors.
+
+    shared: rows of one group share their prompt.
+    """
     chosen = batch.select(rows)
     prompts, responses = chosen.prompts, chosen.responses
-    pack = pack_rows(prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
+    tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
+    pack = pack_groups(*tokens, chosen.group.tolist()) if shared else pack_rows(*tokens)
     return MicroBatch(pack, chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages)
 
 
@@ -162,12 +166,14 @@ def score_batch(
     temperature: float,
     with_entropy: bool,
     device: torch.device,
+    shared: bool = False,
 ) -> Scores:
     """Gives the log-probs of every response token, without gradients.
 
     micro_batches: rows of each forward; together they hold every row once, and all ranks have the same number of them.
+    shared: rows of one group share their prompt.
     """
-    packs = [(rows, micro_batch(batch, rows).pack.to(device)) for rows in micro_batches]
+    packs = [(rows, micro_batch(batch, rows, shared).pack.to(device)) for rows in micro_batches]
     scored = [(rows, *score_pack(policy, pack, temperature, with_entropy)) for rows, pack in packs]
     reshard_units(policy)
     sizes = batch.responses.sizes()

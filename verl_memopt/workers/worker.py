@@ -27,6 +27,7 @@ from verl_memopt.memory.lora import adapters_off, initialize_adapters, load_adap
 from verl_memopt.memory.param_offload import ParamHome
 from verl_memopt.memory.residency import POLICY, REFERENCE, Residency
 from verl_memopt.memory.weight_buckets import weight_slices
+from verl_memopt.models.attention import refuse_sliding_window
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
@@ -151,7 +152,8 @@ class Worker:
             assert self.policy is not None
             with adapters_off(self.policy.model):
                 return self.policy.score(batch, micro_batches, self._temperature, False)
-        return score_batch(self.reference, batch, micro_batches, self._temperature, False, self.device)
+        shared = self.settings.actor.use_prefix_grouper
+        return score_batch(self.reference, batch, micro_batches, self._temperature, False, self.device, shared)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Takes one optimizer step per mini-batch."""
@@ -247,6 +249,8 @@ class Worker:
     def _build_policy(self) -> Policy:
         actor, model = self.settings.actor, self.settings.model
         policy = self._sharded(actor.fsdp_config, "actor", actor.use_torch_compile, model.enable_gradient_checkpointing)
+        if actor.use_prefix_grouper:
+            refuse_sliding_window(policy.lm.config)
         materialize(policy, Path(self.plan.folder), self.device, actor.fsdp_config.offload_policy)
         if model.lora_adapter_path is not None:
             load_adapter(Path(model.lora_adapter_path), policy)

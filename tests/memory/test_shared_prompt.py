@@ -1,0 +1,157 @@
+import dataclasses
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from tests.memory.activations import FP32, LAYERS, WIDTH
+from tests.tensors import whole_of
+from tests.workers.test_policy import ACTOR, policy_for
+from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.shared_prompt import RowTokens, pack_groups_under
+from verl_memopt.models.build import named_weights
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.scorer import micro_batch
+
+TOKENS = RowTokens(prompts=(10, 10, 10, 4, 0), answers=(3, 4, 5, 6, 0), groups=(0, 0, 0, 1, 1))
+
+
+def test_a_group_costs_its_prompt_once_and_every_answer():
+    assert TOKENS.cost([0, 1, 2]) == 10 + 3 + 4 + 5
+    assert TOKENS.cost([0, 3, 4]) == 10 + 3 + 4 + 6
+    assert TOKENS.cost([4]) == 0
+    assert TOKENS.each() == [13, 14, 15, 10, 0]
+
+
+def test_rows_that_share_nothing_cost_their_sum():
+    assert RowTokens.alone([7, 8]).cost([0, 1]) == 15
+
+
+def test_groups_stay_whole_where_the_budget_allows():
+    assert sorted(pack_groups_under(TOKENS, 22, "abcde")) == [[0, 1, 2], [3, 4]]
+    assert pack_groups_under(TOKENS, 32, "abcde") == [[0, 1, 2, 3, 4]]
+
+
+def test_a_group_over_the_budget_is_cut_and_each_part_pays_the_prompt():
+    bins = pack_groups_under(TOKENS, 18, "abcde")
+    assert sorted(bins) == [[0, 2], [1], [3, 4]]
+
+
+def test_a_row_over_the_budget_is_named():
+    with pytest.raises(ConfigError, match=r"ppo_max_token_len_per_gpu=14: c has 15 tokens.*Raise it to at least 15"):
+        pack_groups_under(TOKENS, 14, "abcde")
+
+
+def test_answers_of_one_token_to_a_prompt_as_long_as_the_budget_fit_together():
+    tokens = RowTokens(prompts=(10, 10), answers=(0, 0), groups=(0, 0))
+    assert pack_groups_under(tokens, 10, "ab") == [[0, 1]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=8))
+def test_no_micro_batch_computes_more_than_the_budget_and_every_row_is_in_one(groups):
+    rows = [(prompt, answer, number) for number, (prompt, answers) in enumerate(groups) for answer in answers]
+    tokens = RowTokens(*(tuple(part) for part in zip(*rows, strict=True)))
+    bins = pack_groups_under(tokens, 50, [str(row) for row in range(len(rows))])
+    assert sorted(row for members in bins for row in members) == list(range(len(rows)))
+    assert all(tokens.cost(members) <= 50 for members in bins)
+
+
+def grouped(prompt, answers, groups=1, seed=0):
+    """Gives ``groups`` groups: a random prompt each, and answers of the given lengths."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = [torch.randint(256, (prompt,), generator=generator) for _ in range(groups)]
+    responses = [torch.randint(256, (length,), generator=generator) for _ in range(groups) for length in answers]
+    tokens = sum(map(len, responses))
+    return RolloutBatch(
+        prompts=Ragged.from_rows([each for each in prompts for _ in answers], torch.int64),
+        responses=Ragged.from_rows(responses, torch.int64),
+        group=torch.arange(groups).repeat_interleave(len(answers)),
+        old_log_probs=torch.randn(tokens, generator=generator) * 0.05 - 5.7,
+        ref_log_probs=torch.randn(tokens, generator=generator) * 0.05 - 5.7,
+        advantages=torch.randn(tokens, generator=generator),
+        batch_size=[],
+    )
+
+
+def counts_of(batch):
+    return GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
+
+
+def gradients(policy, batch, bins, shared):
+    """Gives the loss and every whole gradient of one mini-batch."""
+    micros = [micro_batch(batch, rows, shared) for rows in bins]
+    metrics = policy.accumulate(micros, counts_of(batch), 0.9)
+    found = {name: whole_of(weight.grad).clone() for name, weight in named_weights(policy.model)}
+    policy.optimizer.zero_grad()
+    return metrics["actor/loss"], found
+
+
+@settings(deadline=None, max_examples=15, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_loss_and_gradients_are_those_of_the_repeated_prompt(untied_folder, one_rank, data):
+    answers = data.draw(st.lists(st.integers(0, 9), min_size=2, max_size=5).filter(any))
+    batch = grouped(data.draw(st.integers(1, 20)), answers, data.draw(st.integers(1, 3)), seed=len(answers))
+    policy = policy_for(untied_folder, one_rank, 1)
+    naive, expected = gradients(policy, batch, [[row] for row in range(batch.num_rows)], False)
+    loss, found = gradients(policy, batch, [list(range(batch.num_rows))], True)
+    torch.testing.assert_close(loss, naive, rtol=1e-5, atol=1e-6)
+    for name, gradient in expected.items():
+        assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+
+
+def test_scores_of_split_groups_are_those_of_whole_ones(tiny_folder, one_rank):
+    batch = grouped(12, [4, 1, 0, 7], groups=2)
+    shared = policy_for(tiny_folder, one_rank, 1, actor=dataclasses.replace(ACTOR, use_prefix_grouper=True))
+    whole = shared.score(batch, [list(range(8))], 0.9, True)
+    split = shared.score(batch, [[0, 5], [1, 4, 6], [2, 3, 7]], 0.9, True)
+    torch.testing.assert_close(whole.log_probs, split.log_probs, rtol=0, atol=3e-6)
+    torch.testing.assert_close(whole.entropy, split.entropy, rtol=0, atol=3e-6)
+
+
+@pytest.fixture(scope="module")
+def deep(tmp_path_factory):
+    from tests.memory.activations import model_folder
+
+    return model_folder(tmp_path_factory.mktemp("shared"))
+
+
+def test_activations_fall_by_those_of_the_repeated_prompts(deep, one_rank):
+    from tests.memory.activations import SHAPE
+
+    prompt, answers = 256, [33] * 4
+    batch = grouped(prompt, answers)
+    policy, bins, peaks = policy_for(deep, one_rank, 1), [[0, 1, 2, 3]], {}
+    for shared in (False, True):
+        mini = MiniBatch(batch, bins, counts_of(batch))
+        with ByteTracker() as tracker:
+            tracker.mark("params", policy.model.parameters())
+            for name in ("first", "second"):
+                tracker.enter(name)
+                policy.accumulate([micro_batch(batch, rows, shared) for rows in mini.micro_batches], mini.counts, 0.9)
+            peaks[shared] = tracker.peaks[DEVICE].bytes
+        policy.optimizer.zero_grad()
+    heads, kv = SHAPE.num_heads * SHAPE.head_dim, SHAPE.num_kv_heads * SHAPE.head_dim
+    # What a block keeps of a token: norms in fp32 with their inputs, keys, values and attention, and the MLP.
+    kept = (4 + 2 * FP32) * (2 * WIDTH + heads + kv) + FP32 * (kv + 2 * heads + 4 * SHAPE.intermediate_size)
+    # Beside it the backward of the last block's MLP has two gradients of its width, and the gradient of the hidden state.
+    passing = FP32 * (2 * SHAPE.intermediate_size + 2 * WIDTH)
+    saved = 3 * prompt * (LAYERS * kept + passing)
+    assert peaks[False] - peaks[True] == pytest.approx(saved, rel=0.05)
+
+
+def test_a_model_whose_window_slides_is_refused_by_name(tmp_path):
+    from transformers import AutoConfig
+
+    from verl_memopt.models.attention import refuse_sliding_window
+    from verl_memopt.models.tiny import TinyShape, make_tiny_model
+
+    folder = make_tiny_model(tmp_path / "mistral", TinyShape(model_type="mistral"))
+    config = AutoConfig.from_pretrained(folder)
+    config.sliding_window = 64
+    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true: .*sliding_window=64.*use_prefix_grouper=false"):
+        refuse_sliding_window(config)

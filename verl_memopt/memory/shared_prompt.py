@@ -1,0 +1,107 @@
+"""The prompt of a group is computed once for all its answers, in every pass.
+
+Saves: of the tokens of a group of k answers to a prompt of P tokens, (k - 1) x P of the k x P + sum(R_i - 1) that a pass
+    computes, and what each of them holds: (k - 1) x P x L x A / T bytes of activations where the group is one micro-batch
+    (A / T is what a block keeps of one token). Under a token budget the peak stays, and there are fewer micro-batches.
+Costs: nothing in the result: log-probs and gradients are those of the repeated prompt, in another order of sums. Where a budget
+    splits a group, each part computes the prompt again.
+Pairs with: every knob, and a token budget of at least prompt + all answers, which keeps groups whole. It pays as
+    (k x (P + R)) / (P + k x R): much where prompts are long beside answers, nothing where they are short.
+Exact for causal attention over the whole sequence; a model whose window slides is refused.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from verl_memopt.memory.knob import Claim, Knob, Refusal
+from verl_memopt.memory.shapes import Shapes
+from verl_memopt.memory.token_budget import BUDGET_KEY, pack
+
+KEY = "actor_rollout_ref.actor.use_prefix_grouper"
+
+
+@dataclass(frozen=True)
+class RowTokens:
+    """The tokens that rows make a pass compute, one entry a row.
+
+    prompts: of the prompt. answers: of the response but for its last token, which predicts nothing. Both are 0 for a row with
+    an empty response, which is not computed. groups: rows with the same number share their prompt.
+    """
+
+    prompts: tuple[int, ...]
+    answers: tuple[int, ...]
+    groups: tuple[int, ...]
+
+    @classmethod
+    def alone(cls, tokens: Sequence[int]) -> RowTokens:
+        """Gives rows that share nothing."""
+        return cls(tuple(tokens), (0,) * len(tokens), tuple(range(len(tokens))))
+
+    def __len__(self) -> int:
+        return len(self.prompts)
+
+    def select(self, rows: Sequence[int]) -> RowTokens:
+        """Gives the chosen rows, in the order chosen."""
+        parts = (self.prompts, self.answers, self.groups)
+        return RowTokens(*(tuple(part[row] for row in rows) for part in parts))
+
+    def cost(self, rows: Sequence[int]) -> int:
+        """Gives the tokens computed for some rows together: each group's prompt once, and every answer."""
+        prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
+        return sum(prompts.values()) + sum(self.answers[row] for row in rows)
+
+    def each(self) -> list[int]:
+        """Gives the tokens of each row computed by itself."""
+        return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
+
+    def families(self) -> list[list[int]]:
+        """Gives the rows of each group, groups in the order of their first row."""
+        found: dict[int, list[int]] = {}
+        for row, group in enumerate(self.groups):
+            found.setdefault(group, []).append(row)
+        return list(found.values())
+
+
+def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
+    """Gives micro-batches as lists of rows, none of which computes more than ``budget`` tokens.
+
+    A group stays whole where it fits; one that does not is cut into as few parts as its answers allow, each with the prompt.
+    Errors: ConfigError naming ``key`` and the row that alone exceeds the cap.
+    """
+    units = [unit for family in tokens.families() for unit in _parts(tokens, family, budget, names, key)]
+    costs = [tokens.cost(unit) for unit in units]
+    bins = pack(costs, budget, names=[names[unit[0]] for unit in units], key=key)
+    return [sorted(row for unit in chosen for row in units[unit]) for chosen in bins]
+
+
+def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[str], key: str) -> list[list[int]]:
+    if len(family) == 1 or tokens.cost(family) <= budget:
+        return [family]
+    alone = tokens.each()
+    pack([alone[row] for row in family], budget, names=[names[row] for row in family], key=key)
+    prompt = max(tokens.prompts[row] for row in family)
+    answers = [tokens.answers[row] for row in family]
+    if not any(answers):
+        return [family]
+    return [[family[place] for place in places] for places in pack(answers, budget - prompt, key=key)]
+
+
+def _saved(before: Shapes, after: Shapes) -> float:
+    return (before.tokens - after.tokens) * before.kept_bytes / before.tokens
+
+
+KNOB = Knob(
+    name="shared_prompt",
+    keys=(KEY,),
+    on=(f"{KEY}=true",),
+    off=(f"{KEY}=false",),
+    refuses=(
+        Refusal(
+            "a model with sliding-window attention",
+            "an answer would need the window over the prompt's end; set use_prefix_grouper=false",
+        ),
+    ),
+    claims=(Claim("update_actor", "activations", _saved),),
+)
