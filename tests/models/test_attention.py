@@ -1,14 +1,62 @@
+import copy
+
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from transformers import MistralConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.models.attention_cases import HEADS, SIZES, norm_error, random_inputs, with_gradients
+from tests.models.test_build import built, filled
+from tests.models.test_pack import packed
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.attention import REGISTERED, choose_attention
+from verl_memopt.memory.activation_checkpointing import MODES, checkpoint_blocks
+from verl_memopt.memory.activation_offload import ActivationOffload
+from verl_memopt.models.attention import REGISTERED, choose_attention, refuse_sliding_window
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.models.trees import Trees
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 CPU = torch.device("cpu")
+ROWS = st.lists(st.tuples(st.integers(0, 3), st.one_of(st.integers(0, 12), st.just(6))), min_size=1, max_size=10)
+"""Rows as (group, tokens of the response); a group's prompt has three tokens more than its number."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory):
+    """Tiny models by the heads they have: six on three key heads, two of their own; weights large enough to attend unevenly."""
+    parent = tmp_path_factory.mktemp("attention")
+    shapes = {
+        "grouped": TinyShape(num_heads=6, num_kv_heads=3, initializer_range=0.15),
+        "own": TinyShape(num_heads=2, num_kv_heads=2, initializer_range=0.15),
+    }
+    return {name: make_tiny_model(parent / name, shape, seed=3) for name, shape in shapes.items()}
+
+
+@pytest.fixture(scope="module")
+def models(folders):
+    return {name: filled(folder) for name, folder in folders.items()}
+
+
+def packs(rows, seed=0):
+    """Gives the pack of rows that share prompts within their groups, and the pack in which each row has its own."""
+    generator = torch.Generator().manual_seed(seed)
+    prompts = {group: torch.randint(256, (group + 3,), generator=generator).tolist() for group, _ in sorted(rows)}
+    responses = [torch.randint(256, (length,), generator=generator).tolist() for _, length in rows]
+    groups = [group for group, _ in rows]
+    own = [prompts[group] for group in groups]
+    return packed(own, responses, groups), packed(own, responses)
+
+
+def scored(model, pack):
+    """Gives the log-probs of a pack and the gradient of a weighted sum of them with respect to every parameter."""
+    model.zero_grad()
+    log_probs, _ = model(pack, 0.9, False)
+    (log_probs * torch.randn(log_probs.shape, generator=torch.Generator().manual_seed(4))).sum().backward()
+    zero = torch.zeros(())
+    return [log_probs.detach(), *(zero if each.grad is None else each.grad.clone() for each in model.parameters())]
 
 
 def attend(name, query, key, value, trees, window=None):
@@ -24,6 +72,87 @@ def test_the_fused_kernel_and_written_out_attention_agree_in_output_and_gradient
     assert all(norm_error(one, other) < 1e-6 for one, other in zip(found, expected, strict=True))
 
 
+@pytest.mark.parametrize("which", ["grouped", "own"])
+@settings(max_examples=40)
+@given(rows=ROWS)
+def test_a_shared_prompt_changes_no_log_prob_and_no_gradient(models, which, rows):
+    shared, repeated = (scored(models[which], pack) for pack in packs(rows))
+    assert max(norm_error(one, other) for one, other in zip(shared, repeated, strict=True)) < 2e-6
+
+
+GROUPS = [(0, 20), (0, 1), (0, 0), (0, 7), (2, 12), (2, 12), (2, 12), (3, 5)]
+
+
+@pytest.mark.parametrize("which", ["grouped", "own"])
+def test_in_half_precision_a_shared_prompt_is_no_farther_from_float(models, which):
+    half, errors = copy.deepcopy(models[which]).bfloat16(), {"shared": 0.0, "repeated": 0.0}
+    exact = copy.deepcopy(half).float()
+    for seed in range(8):
+        shared, repeated = packs(GROUPS, seed)
+        expected = scored(exact, repeated)
+        for name, pack in {"shared": shared, "repeated": repeated}.items():
+            errors[name] += sum(norm_error(one, other) for one, other in zip(scored(half, pack), expected, strict=True))
+    assert errors["shared"] <= errors["repeated"]
+
+
+@pytest.mark.parametrize("name", ["packed_eager", "packed_sdpa"])
+@pytest.mark.parametrize("mode", MODES)
+def test_recomputed_blocks_give_a_shared_pack_the_same_bits(models, name, mode):
+    model = copy.deepcopy(models["grouped"])
+    for block in model.blocks():
+        block.self_attn.config._attn_implementation = name
+    shared, _ = packs(GROUPS)
+    expected = scored(model, shared)
+    checkpoint_blocks(model.blocks(), mode)
+    assert all(torch.equal(one, other) for one, other in zip(scored(model, shared), expected, strict=True))
+
+
+def test_offload_gives_a_shared_pack_the_same_bits(models):
+    model, (shared, _) = copy.deepcopy(models["grouped"]), packs(GROUPS)
+    expected, offload, forward = scored(model, shared), ActivationOffload(model, CPU, 1, 2), model.forward
+
+    def offloaded(*args):
+        with offload.forward():
+            return forward(*args)
+
+    model.forward = offloaded
+    found = scored(model, shared)
+    assert offload.take_bytes_moved() > 0
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+def peak(model, pack):
+    """Gives the most bytes a forward and backward of the decoder hold beside parameters, gradients and the pack."""
+    for parameter in model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    with ByteTracker() as tracker:
+        tracker.mark("kept", [each for one in model.parameters() for each in (one, one.grad)])
+        tracker.mark("kept", [value for part in (pack, pack.trees) for value in vars(part).values() if torch.is_tensor(value)])
+        before = tracker.total()
+        hidden = model.lm.get_decoder()(
+            input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, pack_trees=pack.trees
+        ).last_hidden_state
+        hidden.backward(hidden.detach())
+    return tracker.peaks[DEVICE].bytes - before
+
+
+def group_of(responses, length, prompt):
+    return packed([[1] * prompt] * responses, [[2] * length] * responses, [0] * responses)
+
+
+def test_bytes_of_a_shared_pack_grow_with_its_tokens_only(models):
+    # Tokens: 512 + 4 x 64, then each twice as much.
+    few, more = (peak(models["grouped"], group_of(4 * times, 65, 512 * times)) for times in (1, 2))
+    assert more == pytest.approx(2 * few, rel=0.03)
+
+
+def test_fake_tensors_give_a_shared_pack_the_bytes_of_real_ones(models, folders):
+    pack = packs(GROUPS)[0]
+    expected = peak(models["grouped"], pack)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        assert peak(built(folders["grouped"]), pack.map(fake.from_tensor)) == expected
+
+
 @pytest.mark.parametrize("window", [None, 3, 50])
 def test_kernels_agree_on_rows_with_and_without_a_window(window):
     trees = Trees.of(((5, ()), (1, ()), (7, ())))
@@ -36,6 +165,30 @@ def test_a_shared_prompt_under_a_sliding_window_is_refused_with_the_way_out(name
     trees = Trees.of(((3, (3, 2)),))  # each segment is within the window, a branch's tokens behind the prompt are not
     with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=3.*use_prefix_grouper=false"):
         attend(name, *random_inputs(trees, 2, 1), trees, window=3)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(sliding_window=64),
+        Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1, num_hidden_layers=2),
+        Qwen3Config(layer_types=["full_attention", "sliding_attention"], sliding_window=64, use_sliding_window=True,
+                    num_hidden_layers=2),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_a_model_with_a_sliding_window_is_refused_when_prompts_are_shared(config):
+    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=64.*use_prefix_grouper=false"):
+        refuse_sliding_window(config)
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MistralConfig(sliding_window=None), Qwen2Config(use_sliding_window=False, sliding_window=64), Qwen3Config()],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_without_sliding_layers_may_share_prompts(config):
+    refuse_sliding_window(config)
 
 
 def test_values_may_have_heads_of_another_size():

@@ -87,7 +87,7 @@ def test_recomputed_attention_is_the_same_to_the_bit():
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
-def peaks(trees, heads=4, kv_heads=2, size=16):
+def peaks(trees, heads=4, kv_heads=2, size=16, attention=dense):
     inputs = [tensor.contiguous().requires_grad_() for tensor in flat_inputs(trees, heads, kv_heads, size=size)]
     found = []
     with ByteTracker() as tracker:
@@ -95,7 +95,7 @@ def peaks(trees, heads=4, kv_heads=2, size=16):
         for _ in range(2):
             tracker.enter("attention")
             before = tracker.total()
-            out = dense(trees)(*inputs)
+            out = attention(trees)(*inputs)
             found.append(tracker.total() - before)
             gradients = torch.autograd.grad(out, inputs, out.detach())
             found.append(tracker.peaks[DEVICE].bytes - before)
@@ -111,6 +111,12 @@ def test_beside_its_arguments_it_keeps_its_output_and_a_number_for_each_head():
 def test_bytes_grow_with_tokens_not_with_their_square():
     one, two, four = (peaks(Trees.of(((64 * times, (16 * times,) * 4),)))[1] for times in (1, 2, 4))
     assert (two, four) == (2 * one, 4 * one)
+
+
+def test_nothing_is_held_for_pairs_of_tokens():
+    trees, tokens, sizes = Trees.of(((1024, (64,) * 16),)), 1024 + 64 * 16, {"heads": 2, "kv_heads": 1, "size": 8}
+    assert peaks(trees, **sizes)[1] < tokens**2  # bytes: a mask has one for each pair, scores have four for each pair and head
+    assert peaks(trees, **sizes, attention=written_out)[1] > tokens**2 * 4 * 2
 
 
 def test_fake_tensors_give_the_bytes_of_real_ones():
