@@ -9,6 +9,8 @@ from tests.ranks import run_ranks
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.memory.activation_checkpointing import KEPT_BY_SELECTIVE, checkpoint_blocks
 from verl_memopt.memory.knobs import knob_named
+from verl_memopt.models.trees import Trees
+from verl_memopt.observe.byte_tracker import ByteTracker
 
 EVERY_2 = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
 EVERY_3 = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 3}
@@ -110,6 +112,25 @@ def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
             peak, host = act.peaks(act.build(folder, mesh, recompute=True, **mode))
             assert close(plain - peak, saved), mode
             assert host == 0
+
+
+def kept_by_decoder(policy, sizes):
+    """Gives the bytes that the decoder keeps of trees of these sizes between forward and backward."""
+    trees, model = Trees.of(sizes), policy.model.lm.get_decoder()
+    ids = torch.zeros(1, sum(trees.segments), dtype=torch.int64)
+    with ByteTracker() as tracker:
+        tracker.mark("params", [*policy.model.parameters(), *policy.model.buffers(), ids])
+        before = tracker.total()
+        hidden = model(input_ids=ids, position_ids=ids, use_cache=False, pack_trees=trees).last_hidden_state
+        found = tracker.total() - before
+        del hidden
+    return found
+
+
+def test_selective_keeps_of_a_shared_prompt_what_attention_over_it_gives_each_branch(folder, one_rank):
+    policy = act.build(folder, one_rank, recompute=True, **SELECTIVE)
+    alone, shared = (kept_by_decoder(policy, sizes) for sizes in (((90, ()),), ((30, (20, 20, 20)),)))
+    assert shared - alone == LAYERS * 60 * (QUERIES + HEADS) * FP32
 
 
 def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):

@@ -54,7 +54,7 @@ class Shapes:
     def block_bytes(self) -> int:
         """A, of what a block of Qwen3 keeps for its backward; the first term is what its norms keep in fp32."""
         width_of_norms = 2 * self.hidden + (self.heads + self.kv_heads) * self.head_dim
-        b, kept = self.compute_bytes, (self.kv_heads + 2 * self.heads) * self.head_dim + 4 * self.mlp
+        b, kept = self.compute_bytes, (self.kv_heads + self.heads) * self.head_dim + 4 * self.mlp
         return self.tokens * ((4 + 2 * b) * width_of_norms + b * kept)
 
 
