@@ -71,7 +71,8 @@ def draw_growth(series: dict[str, list[tuple[int, list[Row]]]], source: str, pat
             for index, name in enumerate(names):
                 found = [(size, value(row)) for size, rows in points for row in rows if row.contestant == name]
                 known = [(size, number) for size, number in found if number is not None]
-                axes.plot(*zip(*known, strict=True), "o-", color=PALETTE[index % len(PALETTE)], label=name, markersize=4)
+                sizes, numbers = [size for size, _ in known], [number for _, number in known]
+                axes.plot(sizes, numbers, "o-", color=PALETTE[index % len(PALETTE)], label=name, markersize=4)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")
             axes.set_xticks([size for size, _ in points], [f"{size:,}" for size, _ in points])

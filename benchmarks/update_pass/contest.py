@@ -15,6 +15,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.update_pass import flops
 from benchmarks.update_pass.naive import Reference, reference
@@ -38,13 +39,15 @@ class Contestant:
     """module, function: what builds the side; imported when asked for, as not every environment has every peer.
 
     logit_bytes: most bytes of logits and of what is made of them, per position that has any and word of the vocabulary.
-    whole: whether prompts have logits as well.
+    prompts: how often a prompt has logits as well: not at all, once per group (shared), or once per answer (repeated).
     """
 
     module: str
     function: str
     logit_bytes: int = 0
-    whole: bool = False
+    prompts: str = "none"
+    simulates: bool = False
+    """Whether its update runs on tensors without values, which gives the peak of what does not fit."""
 
     def build(self, job: Job) -> Side:
         """Gives the side, ready to run."""
@@ -54,22 +57,22 @@ class Contestant:
         """Gives the bytes its logits alone will take at the peak, for the largest micro-batch."""
         batch = job.batch
         longest = [max(len(batch.answers[row]) for row in rows) for rows in job.groups()]
-        prompts = [len(prompt) if self.whole else 0 for prompt in batch.prompts]
-        positions = max(batch.k * (prompt + answer) for prompt, answer in zip(prompts, longest, strict=True))
+        times = {"none": 0, "shared": 1, "repeated": batch.k}[self.prompts]
+        positions = max(times * len(prompt) + batch.k * most for prompt, most in zip(batch.prompts, longest, strict=True))
         return self.logit_bytes * positions * job.work.shape.vocab_size
 
 
 CONTESTANTS = {
-    "naive": Contestant("naive", "build_naive", logit_bytes=16, whole=True),
-    "response_logits": Contestant("naive", "build_response_logits", logit_bytes=12),
+    "naive": Contestant("naive", "build_naive", logit_bytes=16, prompts="repeated", simulates=True),
+    "response_logits": Contestant("naive", "build_response_logits", logit_bytes=28, simulates=True),
     "trl_rloo": Contestant("trl_side", "build_rloo"),
     "trl_grpo": Contestant("trl_side", "build_grpo"),
     "trl_rloo_trimmed": Contestant("trl_side", "build_rloo_trimmed"),
     "trl_grpo_trimmed": Contestant("trl_side", "build_grpo_trimmed"),
     "liger": Contestant("liger_side", "build_liger"),
-    "verl": Contestant("verl_side", "build_verl", logit_bytes=12, whole=True),
+    "verl": Contestant("verl_side", "build_verl", logit_bytes=12, prompts="repeated"),
     "verl_fused": Contestant("verl_side", "build_verl_fused"),
-    "verl_prefix_grouper": Contestant("verl_side", "build_verl_prefix_grouper", logit_bytes=12),
+    "verl_prefix_grouper": Contestant("verl_side", "build_verl_prefix_grouper", logit_bytes=12, prompts="shared"),
     "ours_no_sharing": Contestant("ours", "build_ours_no_sharing"),
     "ours": Contestant("ours", "build_ours"),
 }
@@ -84,7 +87,7 @@ class Row:
     k: int
     seconds: float | None
     peak_bytes: int | None
-    """Most live tensor bytes at once, parameters and gradients among them."""
+    """Most live tensor bytes at once, parameters and gradients among them. Without ``seconds``: simulated."""
     param_grad_bytes: int
     flops: int | None
     grad_rel_err: float | None
@@ -140,11 +143,13 @@ def run(names: Sequence[str], job: Job, expected: Reference, repeats: int, most_
         for name, side in sides.items()
     }
     size = 2 * sum(gradient.numel() for gradient in expected.gradients.values()) * job.dtype.itemsize
+    absent = functools.partial(row, seconds=None, param_grad_bytes=size, flops=None, grad_rel_err=None)
     for name in names:
         if name not in rows:
             need = CONTESTANTS[name].least_bytes(job) / GIB
             note = f"not run: its logits alone take {need:.1f} GiB, the limit is {most_bytes / GIB:.0f} GiB"
-            rows[name] = row(name, seconds=None, peak_bytes=None, param_grad_bytes=size, flops=None, grad_rel_err=None, note=note)
+            found = simulated_peak(name, job) if CONTESTANTS[name].simulates else None
+            rows[name] = absent(name, peak_bytes=found, note=note + ("" if found is None else "; the peak is simulated"))
     return [rows[name] for name in names]
 
 
@@ -175,6 +180,12 @@ def peak(side: Side, device: torch.device) -> int:
     found = report().peak_allocated_bytes
     assert found is not None
     return found - before + (parameter_bytes(side) if before else 0)
+
+
+def simulated_peak(name: str, job: Job) -> int:
+    """Gives the peak of an update on tensors that have shapes and no values, counted by the same tracker."""
+    with FakeTensorMode():
+        return peak(CONTESTANTS[name].build(job), job.device)
 
 
 def parameter_bytes(side: Side) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -9,7 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from benchmarks.update_pass.sides import CLIP, TEMPERATURE, Job, Side, padded, plain_model, plain_side
+from benchmarks.update_pass.sides import CLIP, PAD, TEMPERATURE, Job, Side, padded, plain_model, plain_side
 
 
 def build_naive(job: Job) -> Side:
@@ -27,7 +28,7 @@ def _naive_micro_batch(model: nn.Module, job: Job, rows: Sequence[int]) -> None:
     queries, responses, mask = _inputs(job, rows)
     advantages = _advantages(job, rows)
     context = queries.shape[1]
-    output = _forward(model, torch.cat([queries, responses], 1))
+    output = _forward(model, job, torch.cat([queries, responses], 1))
     logits = output.logits[:, context - 1 : -1]
     logits /= TEMPERATURE
     all_log_probs = torch.nn.functional.log_softmax(logits, dim=-1)
@@ -43,23 +44,25 @@ def build_response_logits(job: Job) -> Side:
     def update() -> None:
         for rows in job.groups():
             queries, responses, mask = _inputs(job, rows)
-            log_probs = _kept_log_probs(model, queries, responses) * mask
+            log_probs = _kept_log_probs(model, job, queries, responses) * mask
             _clipped(log_probs.sum(1), _advantages(job, rows), len(job.batch.answers)).backward()
 
     return plain_side(model, update)
 
 
-def _kept_log_probs(model: nn.Module, queries: Tensor, responses: Tensor) -> Tensor:
+def _kept_log_probs(model: nn.Module, job: Job, queries: Tensor, responses: Tensor) -> Tensor:
     kept = responses.shape[1] + 1
-    logits = _forward(model, torch.cat([queries, responses], 1), logits_to_keep=kept).logits[:, :-1]
+    logits = _forward(model, job, torch.cat([queries, responses], 1), logits_to_keep=kept).logits[:, :-1]
     chosen = torch.gather(logits, 2, responses.unsqueeze(-1)).squeeze(-1)
     return chosen.float() - torch.logsumexp(logits.float(), dim=-1)
 
 
-def _forward(model: nn.Module, ids: Tensor, **options: Any) -> Any:
-    attention_mask = ids != 0
-    position_ids = attention_mask.cumsum(1) - attention_mask.long()
-    return model(input_ids=ids, attention_mask=attention_mask, position_ids=position_ids, use_cache=False, **options)
+def _forward(model: nn.Module, job: Job, ids: Tensor, **options: Any) -> Any:
+    mask = ids != PAD
+    position_ids = mask.cumsum(1) - mask.long()
+    # Without padding transformers comes to no mask by itself, but by reading values, which a fake tensor lacks.
+    given = mask if job.work.spread else {"full_attention": None}
+    return model(input_ids=ids, attention_mask=given, position_ids=position_ids, use_cache=False, **options)
 
 
 def _inputs(job: Job, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
@@ -90,8 +93,6 @@ class Reference:
 
 def reference(job: Job) -> Reference:
     """Gives gradient and log-probs from the plainest path in fp32: one row at a time, no padding, torch's own autograd."""
-    import dataclasses
-
     job = dataclasses.replace(job, work=dataclasses.replace(job.work, dtype="fp32"), checkpointing=False)
     model = plain_model(job)
     found = []

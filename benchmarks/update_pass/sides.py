@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
+from torch._guards import detect_fake_mode
 from torch.nn.utils.rnn import pad_sequence
 
 from benchmarks.update_pass.work import Batch, Workload
@@ -56,12 +57,20 @@ class Side:
 
 
 def plain_model(job: Job, attention: str = "sdpa") -> nn.Module:
-    """Gives transformers' model of the job, in training mode, with its blocks checkpointed where that is asked for."""
-    from transformers import AutoModelForCausalLM
+    """Gives transformers' model of the job, in training mode, with its blocks checkpointed where that is asked for.
+
+    Inside a fake mode its weights are fake and hold no values.
+    """
+    from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
-    model = AutoModelForCausalLM.from_pretrained(job.folder, dtype=job.dtype, attn_implementation=attention).to(job.device)
+    options = {"dtype": job.dtype, "attn_implementation": attention}
+    if detect_fake_mode() is None:
+        model = AutoModelForCausalLM.from_pretrained(job.folder, **options).to(job.device)
+    else:
+        with job.device:
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder), **options)
     model.train()
     if job.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

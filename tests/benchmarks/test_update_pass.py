@@ -74,11 +74,19 @@ def test_what_does_not_fit_is_not_run_and_says_so(folder):
     assert contest.CONTESTANTS["naive"].least_bytes(job) == logits
     rows = run(["naive", "ours"], job, expected, repeats=1, most_bytes=logits - 1)
     assert rows[0].seconds is None
-    assert rows[0].peak_bytes is None
+    assert rows[0].peak_bytes == contest.simulated_peak("naive", job)
     assert rows[0].note.startswith("not run: ")
     assert rows[1].seconds > 0
     assert rows[0].param_grad_bytes == rows[1].param_grad_bytes
     assert "naive, k = 3: not run" in render(rows)
+
+
+@pytest.mark.parametrize("name", ["naive", "response_logits"])
+def test_a_simulated_peak_is_the_peak(folder, name):
+    work = dataclasses.replace(WORK, groups=1, k=4, prompt=60, answer=20, spread=0.0)
+    job, expected = make_job(work, folder, False, CPU)
+    counted = run([name], job, expected, repeats=1)[0].peak_bytes
+    assert contest.simulated_peak(name, job) == pytest.approx(counted, rel=0.01)
 
 
 def test_half_precision_is_reported_and_not_judged(folder):
