@@ -100,7 +100,8 @@ RANGES: dict[str, Range] = {
     ),
     **_rows(_NOT_NEGATIVE, f"{_AR}.model.activation_offload_min_bytes"),
     **_rows(_MINUS_ONE_OR_POSITIVE, "data.train_max_samples", "data.val_max_samples"),
-    **_rows(_NOT_NEGATIVE, "data.seed", f"{_AR}.model.logprob_chunk_tokens", f"{_AR}.model.lora_rank"),
+    **_rows(_NOT_NEGATIVE, "data.seed", f"{_AR}.model.lora_rank"),
+    **_rows(_NOT_NEGATIVE, f"{_AR}.model.logprob_chunk_tokens", f"{_AR}.model.logprob_vocab_tile"),
     **_rows(_POSITIVE, f"{_AR}.model.lora_alpha"),
     **_rows(
         _POSITIVE,

@@ -120,6 +120,9 @@ class Model:
     safetensors file, mapped, and takes no host memory of its own."""
     logprob_chunk_tokens: int = 512
     """Response tokens per chunk of LM head, log-prob and entropy; 0 = whole logits."""
+    logprob_vocab_tile: int = 0
+    """Vocabulary entries per tile of a chunk's logits; 0 = 16,384 where a tile costs nothing, and whole rows where it would cost
+    a product with the head: in an update whose loss is one of tokens, or strictly on-policy. Set it when logits are the peak."""
     lora_rank: int = 0
     """Rank of the adapters of a frozen base; 0 = train every weight. Use it when gradients and optimizer do not fit."""
     lora_alpha: float = 16

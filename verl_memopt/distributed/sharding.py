@@ -41,7 +41,8 @@ def shard_model(
     with unset_fake_temporarily():
         for unit in units:
             fully_shard(unit, **options)
-        fully_shard(root, **options)
+        # The root's parameters are in use to the end of the forward and again from the start of the backward.
+        fully_shard(root, **{**options, "reshard_after_forward": False})
     if prefetch:
         for unit, following in pairwise(units):
             if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):

@@ -1,13 +1,15 @@
 """Log-probs and entropy from hidden states, chunk by chunk: the [tokens, vocabulary] logits never exist.
 
-Saves: with R response tokens of a micro-batch, V vocabulary entries, c = chunk (0: c = R), t = ``logprob_vocab_tile`` (0: t = V)
-    and b bytes of the compute dtype, the logits of every pass, update and log-probs alike, are one buffer of
-    min(R, c) * min(V, t) * (4 + n) bytes, n = 0 in fp32 and b below it; where entropy is asked for also min(R, c) * 4,096 * 4.
-    So a chunk saves (R - c) * V * (4 + n): at 512 x 151,936 in bfloat16 0.43 GiB stay. Gradients of the head's weight are added
-    where they stay: V * h * b less wherever a gradient is there already (a second micro-batch before the reduction).
-Costs: nothing where the loss says ahead of backward which gradient each log-prob will get: a chunk's logits are computed once,
-    three products with the head in an update. Otherwise, and with tiles always, they are computed again in backward: four.
-    A chunk's gradients are added up in the compute dtype.
+Saves: with R response tokens of a micro-batch, V vocabulary entries, c = chunk, t = ``logprob_vocab_tile`` and b bytes of the
+    compute dtype, the logits of a pass are one buffer of min(R, c) * min(V, t) * (4 + n) bytes, n = 0 in fp32 and b below it;
+    where entropy is asked for also min(R, c) * min(V, t, 4,096) * 4. c = 0 is R. t = 0 is V in an update whose loss is one of
+    tokens or strictly on-policy, and wherever c = 0; it is 16,384 in log-prob passes and in other updates. So from c = 0 to a
+    chunk the update falls by (R - c) * V * (4 + n), leaving 0.43 GiB at 512 x 151,936 in bfloat16, a log-prob pass by
+    (R * V - c * 16,384) * (4 + n), leaving 48 MiB. Gradients of the head's weight are added where they stay: V * h * b less
+    wherever there is one already (a second micro-batch before the reduction).
+Costs: nothing in an update whose loss is one of tokens or strictly on-policy: the gradient of a log-prob is known ahead of
+    backward, so a chunk's logits are computed once, three products with the head. In other updates they are computed again
+    in backward, which makes four; so does a tile that is set. A chunk's gradients are added up in the compute dtype.
 Pairs with: every pass and every other knob; a sharded head is gathered once per pass, not once per chunk.
 """
 
@@ -19,9 +21,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_memopt.memory.in_place_gradient import room_for
 from verl_memopt.memory.knob import Knob
 from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Tokens
-from verl_memopt.observe.byte_tracker import mark, scope
+from verl_memopt.observe.byte_tracker import scope
+
+FREE_TILE = 16_384
+"""Vocabulary entries per tile where it is left open and tiles cost no product."""
 
 TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """Says ahead what backward will bring for a slice of tokens: from their log-probs and entropies (or None), without gradients,
@@ -44,13 +50,16 @@ def head_log_probs(
     """Gives the log-prob of each target and, when asked, the entropy of its distribution.
 
     hidden: [R, H] in the compute dtype. weight: [V, H]; bias: [V] or None. targets: int64 [R].
-    Logits are divided by ``temperature`` in fp32. ``chunk_tokens`` of 0 takes all tokens as one chunk, ``vocab_tile`` of 0 whole
-    rows. Returns fp32 [R] and fp32 [R] or None. Gradients flow to hidden, weight and bias from both outputs.
+    Logits are divided by ``temperature`` in fp32. ``chunk_tokens`` of 0 takes all tokens as one chunk; ``vocab_tile`` of 0 whole
+    rows, or FREE_TILE where chunks are asked for and logits are computed in forward and in backward, or in forward alone.
+    Returns fp32 [R] and fp32 [R] or None. Gradients flow to hidden, weight and bias from both outputs.
     token_gradient: computes the gradients in the forward; a backward that brings others is an assertion error.
     in_place: adds to ``.grad`` of weight and bias without passing through autograd (with ``token_gradient`` in the forward),
     where they are leaves without hooks; for callers that call ``backward`` once per forward, not ``torch.autograd.grad``.
     """
-    head = Head(weight, bias, temperature, chunk_tokens, vocab_tile, with_entropy, compiled)
+    once = token_gradient is not None and torch.is_grad_enabled()
+    tile = FREE_TILE if vocab_tile == 0 and chunk_tokens > 0 and not once else vocab_tile
+    head = Head(weight, bias, temperature, chunk_tokens, tile, with_entropy, compiled)
     if not torch.is_grad_enabled():
         return _read(head, hidden, targets)
     if token_gradient is None:
@@ -158,27 +167,9 @@ def _gradient_room(
 ) -> tuple[Gradients, tuple[Tensor | None, Tensor | None]]:
     """Gives where gradients go, and those for weight and bias that autograd is to be handed."""
     needs_hidden, needs_weight, needs_bias = needs[:3]
-    weight, hand_weight = _room_for(head.weight, needs_weight, in_place)
-    bias, hand_bias = _room_for(head.bias, needs_bias, in_place)
+    weight, hand_weight = room_for(head.weight, needs_weight, in_place)
+    bias, hand_bias = room_for(head.bias, needs_bias, in_place)
     return Gradients(torch.empty_like(hidden) if needs_hidden else None, weight, bias), (hand_weight, hand_bias)
-
-
-def _room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Tensor | None, Tensor | None]:
-    if parameter is None or not needed:
-        return None, None
-    if not (in_place and adds_in_place(parameter)):
-        room = torch.zeros_like(parameter)
-        return room, room
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-        mark("grads", [parameter.grad])
-    return parameter.grad, None
-
-
-def adds_in_place(parameter: Tensor) -> bool:
-    """Says whether a gradient may be added to ``.grad`` behind autograd's back: a leaf that nothing watches."""
-    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
-    return parameter.is_leaf and parameter.requires_grad and not watched and type(parameter) in (Tensor, torch.nn.Parameter)
 
 
 def _room_for_tokens(head: Head, hidden: Tensor) -> Tokens:
@@ -211,7 +202,7 @@ def _or_nothing(values: Tensor | None, hidden: Tensor) -> Tensor:
 
 KNOB = Knob(
     name="chunked_logprob",
-    keys=("actor_rollout_ref.model.logprob_chunk_tokens",),
+    keys=("actor_rollout_ref.model.logprob_chunk_tokens", "actor_rollout_ref.model.logprob_vocab_tile"),
     on=("actor_rollout_ref.model.logprob_chunk_tokens=512",),
     off=("actor_rollout_ref.model.logprob_chunk_tokens=0",),
 )

@@ -34,6 +34,21 @@ def reshard_units(model: nn.Module) -> None:
             module.reshard()
 
 
+def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
+    """To be called in the forward of a unit with a large weight: frees the buffer it was gathered through, where there is one.
+
+    FSDP2 keeps that until the next gather, beside the weight itself. again_in_backward: whether backward reads the weight.
+    """
+    if not isinstance(unit, FSDPModule):
+        return
+    unit.set_unshard_in_backward(again_in_backward)
+    context = unit._get_fsdp_state()._comm_ctx
+    if context.all_gather_state is not None:
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            stream.wait_event(context.all_gather_state.event)
+        context.all_gather_state = None
+
+
 def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) -> Iterator[Item]:
     """Yields the micro-batches of one optimizer step, having told FSDP2 whether to reduce in the backward of each.
 

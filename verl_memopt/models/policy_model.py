@@ -10,7 +10,9 @@ from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.chunked_logprob import TokenGradient, head_log_probs
+from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
 from verl_memopt.memory.native_offload import allocate_on_host
+from verl_memopt.memory.resharding import gathered_for_forward
 from verl_memopt.models.pack import Pack
 
 
@@ -20,16 +22,18 @@ class LogProbHead(nn.Module):
     The product runs inside this module's forward, so that a head sharded as a unit of its own is gathered for it.
     """
 
-    def __init__(self, linear: nn.Linear, chunk_tokens: int, compiled: bool) -> None:
+    def __init__(self, linear: nn.Linear, chunk_tokens: int, compiled: bool, vocab_tile: int) -> None:
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias
         self.chunk_tokens = chunk_tokens
         self.compiled = compiled
+        self.vocab_tile = vocab_tile
 
     def forward(
         self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool, token_gradient: TokenGradient | None = None
     ) -> tuple[Tensor, Tensor | None]:
+        gathered_for_forward(self, again_in_backward=token_gradient is None)
         return head_log_probs(
             hidden,
             self.weight,
@@ -39,6 +43,7 @@ class LogProbHead(nn.Module):
             self.chunk_tokens,
             with_entropy,
             self.compiled,
+            self.vocab_tile,
             token_gradient=token_gradient,
             in_place=True,
         )
@@ -48,10 +53,10 @@ class PolicyModel(nn.Module):
     """A Hugging Face causal LM whose forward scores the response tokens of a pack.
 
     lm: any causal LM with a decoder and a linear head. chunk_tokens: response tokens per chunk of the head, 0 = all.
-    compiled: compile the per-chunk functions.
+    compiled: compile the per-chunk functions. vocab_tile: vocabulary entries per tile of a chunk, 0 = where they are free.
     """
 
-    def __init__(self, lm: PreTrainedModel, chunk_tokens: int, compiled: bool) -> None:
+    def __init__(self, lm: PreTrainedModel, chunk_tokens: int, compiled: bool, vocab_tile: int = 0) -> None:
         """Errors: ConfigError for a model whose head is no plain linear layer."""
         super().__init__()
         head = lm.get_output_embeddings()
@@ -59,7 +64,10 @@ class PolicyModel(nn.Module):
             raise ConfigError(
                 f"actor_rollout_ref.model.path: the head of {type(lm).__name__} is {type(head).__name__}, not a linear layer."
             )
-        lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled))
+        lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled, vocab_tile))
+        embedding = lm.get_input_embeddings()
+        if is_plain(embedding):
+            lm.set_input_embeddings(TrainedEmbedding(embedding))
         self.lm = lm
 
     @property

@@ -65,7 +65,7 @@ def build_scorer(
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{key}.fsdp_config.mixed_precision.reduce_dtype")
     attention = choose_attention(model.attn_implementation, device, compute)
     lm = empty_model(load_model_config(model, folder), attention, masters, model.trust_remote_code)
-    policy = PolicyModel(lm, model.logprob_chunk_tokens, compile_head)
+    policy = PolicyModel(lm, model.logprob_chunk_tokens, compile_head, model.logprob_vocab_tile)
     if trained and model.lora_rank > 0:
         apply_lora(lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
     if quantization != "none":
