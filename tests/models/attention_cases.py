@@ -115,6 +115,7 @@ def efficient_forward(q, k, v, bias, with_lse, dropout=0.0, causal=False, *, sca
 
 
 def efficient_backward(grad, q, k, v, bias, out, lse, seed, offset, dropout, needed, causal=False, *, scale=None):
+    assert out.transpose(1, 2).is_contiguous()
     assert lse.shape[2] % 32 == 0
     assert lse.is_contiguous()
     assert torch.all(lse[..., q.shape[2] :] == float("inf"))
