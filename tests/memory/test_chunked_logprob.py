@@ -6,7 +6,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.utils.flop_counter import FlopCounterMode
 
-from verl_memopt.memory.chunked_logprob import FREE_TILE, head_log_probs
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
+from verl_memopt.memory.chunked_logprob import FREE_TILE, head_log_probs, logit_bytes
+from verl_memopt.memory.shapes import Shapes
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 VOCAB, WIDTH = 37, 5
@@ -180,7 +182,7 @@ def test_gradients_told_ahead_spare_a_product():
 LARGE, CHUNK, NARROW = 40_960, 8, 4
 
 
-def logit_bytes(cut, tokens, dtype=torch.float32, entropy=False, with_grad=True):
+def measured(cut, tokens, dtype=torch.float32, entropy=False, with_grad=True):
     """Gives the peak of the kind ``logits``, and the peak of everything."""
     weight = torch.randn(LARGE, NARROW).to(dtype).requires_grad_()
     hidden, targets = torch.randn(tokens, NARROW).to(dtype).requires_grad_(), torch.zeros(tokens, dtype=torch.int64)
@@ -200,23 +202,34 @@ def logit_bytes(cut, tokens, dtype=torch.float32, entropy=False, with_grad=True)
 @pytest.mark.parametrize("cut", [Cut(), Cut(CHUNK), Cut(CHUNK, ahead=True), Cut(CHUNK, LARGE // 4), Cut(0, LARGE // 4, True)])
 def test_logits_take_the_bytes_the_docstring_says(cut, dtype, entropy, with_grad):
     tokens = 4 * CHUNK
-    found, _ = logit_bytes(cut, tokens, dtype, entropy, with_grad)
+    found, _ = measured(cut, tokens, dtype, entropy, with_grad)
     once = cut.ahead and with_grad
     rows, columns = min(tokens, cut.chunk or tokens), cut.tile or (FREE_TILE if cut.chunk and not once else LARGE)
     narrow = 0 if dtype == torch.float32 else dtype.itemsize
     expected = rows * columns * (4 + narrow) + entropy * rows * 4096 * 4
     assert expected <= found <= expected * 1.01
+    assert expected - entropy * rows * 4096 * 4 == logit_bytes(shapes(cut, tokens, dtype), with_grad)
+
+
+def shapes(cut, tokens, dtype):
+    """Gives the symbols of the formula; an update that is not told its gradients is one of sequence ratios."""
+    model = Model(path="", logprob_chunk_tokens=cut.chunk, logprob_vocab_tile=cut.tile)
+    fsdp = TrainedFsdp(dtype="fp32" if dtype == torch.float32 else "bfloat16")
+    mode = PolicyLoss(loss_mode="vanilla" if cut.ahead else "sequence")
+    roles = ActorRolloutRef(model=model, actor=Actor(fsdp_config=fsdp, policy_loss=mode))
+    unread = dict.fromkeys(("layers", "hidden", "mlp", "heads", "kv_heads", "head_dim", "params", "block_params"), 0)
+    return Shapes(settings=roles, vocab=LARGE, tied=False, tokens=tokens, responses=tokens, **unread)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("cut", [Cut(CHUNK, 0, ahead, True) for ahead in (False, True)])
 def test_memory_does_not_grow_with_tokens_times_vocabulary(cut, entropy):
-    few, many = (logit_bytes(cut, tokens, entropy=entropy)[1] for tokens in (64, 512))
+    few, many = (measured(cut, tokens, entropy=entropy)[1] for tokens in (64, 512))
     per_token = NARROW * 4 * 2 + 8 + 4 * 12  # hidden and its gradient, target, a dozen fp32 scalars
     assert many - few <= (512 - 64) * per_token
 
 
 @pytest.mark.parametrize("ahead", [False, True])
 def test_adding_in_place_spares_a_gradient(ahead):
-    apart, in_place = (logit_bytes(replace(Cut(CHUNK, 0, ahead), in_place=flag), 64)[1] for flag in (False, True))
+    apart, in_place = (measured(replace(Cut(CHUNK, 0, ahead), in_place=flag), 64)[1] for flag in (False, True))
     assert apart - in_place == LARGE * NARROW * 4

@@ -22,8 +22,9 @@ import torch
 from torch import Tensor
 
 from verl_memopt.memory.in_place_gradient import room_for
-from verl_memopt.memory.knob import Knob
+from verl_memopt.memory.knob import Claim, Knob
 from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Tokens
+from verl_memopt.memory.shapes import Shapes
 from verl_memopt.observe.byte_tracker import scope
 
 FREE_TILE = 16_384
@@ -200,9 +201,24 @@ def _or_nothing(values: Tensor | None, hidden: Tensor) -> Tensor:
     return hidden.new_empty(0, dtype=torch.float32) if values is None else values
 
 
+def logit_bytes(shapes: Shapes, update: bool) -> int:
+    """Gives the formula of *Saves*: bytes of the logits of an update with old log-probs, or of a log-prob pass, no entropy."""
+    model, actor = shapes.settings.model, shapes.settings.actor
+    chunk = model.logprob_chunk_tokens
+    once = chunk == 0 or (update and actor.policy_loss.loss_mode == "vanilla")
+    tile = model.logprob_vocab_tile or (shapes.vocab if once else FREE_TILE)
+    narrow = 0 if shapes.compute_bytes == 4 else shapes.compute_bytes
+    return min(shapes.responses, chunk or shapes.responses) * min(shapes.vocab, tile) * (4 + narrow)
+
+
+def _saved(update: bool) -> Callable[[Shapes, Shapes], float]:
+    return lambda before, after: logit_bytes(before, update) - logit_bytes(after, update)
+
+
 KNOB = Knob(
     name="chunked_logprob",
     keys=("actor_rollout_ref.model.logprob_chunk_tokens", "actor_rollout_ref.model.logprob_vocab_tile"),
     on=("actor_rollout_ref.model.logprob_chunk_tokens=512",),
     off=("actor_rollout_ref.model.logprob_chunk_tokens=0",),
+    claims=(Claim("update_actor", "logits", _saved(True)), Claim("old_log_prob", "logits", _saved(False))),
 )
