@@ -10,6 +10,7 @@ from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.chunked_logprob import TokenGradient, head_log_probs
+from verl_memopt.memory.embedding_gradient import embedding_in_place
 from verl_memopt.memory.native_offload import allocate_on_host
 from verl_memopt.models.pack import Pack
 
@@ -60,6 +61,7 @@ class PolicyModel(nn.Module):
                 f"actor_rollout_ref.model.path: the head of {type(lm).__name__} is {type(head).__name__}, not a linear layer."
             )
         lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled))
+        lm.set_input_embeddings(embedding_in_place(lm.get_input_embeddings()))
         self.lm = lm
 
     @property
