@@ -39,13 +39,14 @@ def embedding_in_place(embedding: nn.Module) -> nn.Module:
 class _Lookup(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding: int | None) -> Tensor:
-        ctx.save_for_backward(ids, weight)
-        ctx.padding = padding
+        # Not saved as a tensor: what moves saved tensors would hand back another one, whose .grad is not the parameter's.
+        ctx.save_for_backward(ids)
+        ctx.weight, ctx.padding = weight, padding
         return nn.functional.embedding(ids, weight)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        ids, weight = ctx.saved_tensors
+        (ids,), weight = ctx.saved_tensors, ctx.weight
         rows, values = ids.reshape(-1), grads[0].reshape(-1, weight.shape[1])
         if ctx.padding is not None:
             values = values.masked_fill((rows == ctx.padding)[:, None], 0)
