@@ -9,7 +9,7 @@ from verl_memopt.observe.kinds import gradient_kinds, optimizer_scope
 def test_gradients_of_an_unsharded_module_are_labelled_as_they_accumulate() -> None:
     layer = torch.nn.Linear(10, 10, bias=False)
     inputs = torch.ones(1, 10)
-    with ByteTracker() as tracker, gradient_kinds(layer):
+    with ByteTracker() as tracker, gradient_kinds(layer.parameters()):
         tracker.mark("params", layer.parameters())
         tracker.mark("inputs", [inputs])
         layer(inputs).sum().backward()
@@ -18,9 +18,9 @@ def test_gradients_of_an_unsharded_module_are_labelled_as_they_accumulate() -> N
 
 def test_the_hooks_of_gradient_kinds_are_removed() -> None:
     layer = torch.nn.Linear(10, 10, bias=False)
-    with gradient_kinds(layer):
-        pass
     with ByteTracker() as tracker:
+        with gradient_kinds(layer.parameters()):
+            pass
         layer(torch.ones(1, 10)).sum().backward()
         assert "grads" not in tracker.kinds()
 

@@ -64,7 +64,7 @@ class Entry:
     off: tuple[str, ...]
 
 
-NOT_KNOBS = ("document", "knob", "knobs", "shapes")
+NOT_KNOBS = ("document", "embedding_gradient", "knob", "knobs", "shapes")
 """Files of this room that describe knobs and are none."""
 
 

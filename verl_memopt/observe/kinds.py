@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 
 import torch
 
-from verl_memopt.observe.byte_tracker import mark, scope
+from verl_memopt.observe.byte_tracker import active_tracker, mark, scope
 
 
 @contextmanager
@@ -25,14 +25,15 @@ def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
 
 
 @contextmanager
-def gradient_kinds(module: torch.nn.Module) -> Iterator[None]:
-    """Labels the gradients of a module ``grads`` as they are accumulated; for modules FSDP2 has not sharded."""
+def gradient_kinds(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Labels the gradients of plain parameters ``grads`` as they are accumulated, where a tracker is active."""
 
     def label(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:
             mark("grads", [parameter.grad])
 
-    hooks = [p.register_post_accumulate_grad_hook(label) for p in module.parameters() if p.requires_grad]
+    plain = [p for p in parameters if p.requires_grad and type(p) is torch.nn.Parameter] if active_tracker() else []
+    hooks = [p.register_post_accumulate_grad_hook(label) for p in plain]
     try:
         yield
     finally:

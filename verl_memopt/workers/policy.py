@@ -19,7 +19,7 @@ from verl_memopt.memory.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.optimizer_in_backward import StepInBackward
 from verl_memopt.memory.resharding import synced
 from verl_memopt.models.policy_model import PolicyModel
-from verl_memopt.observe.kinds import optimizer_scope
+from verl_memopt.observe.kinds import gradient_kinds, optimizer_scope
 from verl_memopt.workers.objective import Objective
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
 from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batch, score_batch
@@ -114,9 +114,10 @@ class Policy:
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Adds the gradient of a mini-batch, micro-batch by micro-batch, and gives the summed metrics."""
         total: dict[str, Tensor] = {}
-        for micro in synced(micro_batches, self.model, self.actor.fsdp_config.gradient_sync):
-            for name, value in self.backward(micro.to(self.device), counts, temperature).items():
-                total[name] = total[name] + value if name in total else value
+        with gradient_kinds(parameter for block in self.model.blocks() for parameter in block.parameters()):
+            for micro in synced(micro_batches, self.model, self.actor.fsdp_config.gradient_sync):
+                for name, value in self.backward(micro.to(self.device), counts, temperature).items():
+                    total[name] = total[name] + value if name in total else value
         return total
 
     def backward(self, micro: MicroBatch, counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
