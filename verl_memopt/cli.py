@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Callable, Sequence
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 
 from verl_memopt import __version__
@@ -53,6 +55,9 @@ def _knobs(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("--measure", action="store_true", help="run one update of --model from all knobs off to all on")
     parser.add_argument("--model", help="model folder to measure")
+    parser.add_argument("--shape", help="measure a model of this shape with random weights, made for it: qwen3-0.6b")
+    parser.add_argument("--layers", type=int, help="decoder blocks of --shape (default: all of them)")
+    parser.add_argument("--vocabulary", type=int, help="rows of the embedding of --shape (default: its own)")
     parser.add_argument("--rows", type=int, default=8, help="rollouts in the update (default: 8)")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt (default: 1024)")
     parser.add_argument("--response", type=int, default=256, help="tokens of each response (default: 256)")
@@ -76,19 +81,43 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
         else:
             knob_report.print_index(index(), Console(highlight=False))
         return 0
-    if parsed.model is None:
-        parser.error("--measure needs --model FOLDER")
+    if (parsed.model is None) == (parsed.shape is None):
+        parser.error("--measure needs --model FOLDER or --shape NAME")
     setup_logging()
+    name = parsed.model or f"{parsed.shape}" + (f", {parsed.layers} layers" if parsed.layers else "")
     work = ladder.Work(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
-    rungs = list(ladder.climb(parsed.model, work, parsed.overrides, parsed.only))
-    Console(highlight=False, width=max(200, Console().width)).print(knob_report.ladder_table(rungs))
+    with model_folder(parsed, parser) as folder:
+        rungs = list(ladder.climb(str(folder), work, parsed.overrides, parsed.only))
+    climbed, branches = ladder.split(rungs)
+    console = Console(highlight=False, width=max(200, Console().width))
+    console.print(knob_report.ladder_table(climbed))
+    if branches:
+        console.print("\nInstead of what follows a rung:", knob_report.ladder_table(branches, climbed[0]))
+    console.print("\nWhat each saves on the rung below:", knob_report.savings_table(rungs))
     if parsed.json not in (None, "-"):
-        Path(parsed.json).write_text(json.dumps(ladder.as_json(rungs, work, parsed.model), indent=2) + "\n")
+        Path(parsed.json).write_text(json.dumps(ladder.as_json(rungs, work, name), indent=2) + "\n")
     if parsed.png is not None:
-        knob_report.draw_ladder(
-            rungs, parsed.png, f"Memory knobs on {parsed.model}, {work.rows} x ({work.prompt} + {work.response}) tokens"
-        )
+        title = f"Memory knobs on {name}, {work.rows} x ({work.prompt} + {work.response}) tokens"
+        knob_report.draw_ladder(climbed, parsed.png, title)
     return 0
+
+
+@contextmanager
+def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[Path]:
+    """Gives the folder of ``--model``, or one made for ``--shape`` and removed afterwards."""
+    if parsed.model is not None:
+        yield Path(parsed.model)
+        return
+    from dataclasses import replace
+
+    from verl_memopt.models.tiny import SHAPES, make_tiny_model
+
+    if parsed.shape not in SHAPES:
+        parser.error(f"--shape {parsed.shape}: unknown. Use {', '.join(SHAPES)}, or --model FOLDER.")
+    given = {"num_layers": parsed.layers, "vocab_size": parsed.vocabulary}
+    shape = replace(SHAPES[parsed.shape], **{key: value for key, value in given.items() if value is not None})
+    with tempfile.TemporaryDirectory() as parent:
+        yield make_tiny_model(Path(parent) / "model", shape)
 
 
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {

@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from verl_memopt.memory.knob import Knob
+from verl_memopt.memory.knob import Claim, Knob
 
 KEY = "actor_rollout_ref.model"
 
@@ -93,4 +93,7 @@ KNOB = Knob(
     ),
     on=(f"{KEY}.enable_gradient_checkpointing=true",),
     off=(f"{KEY}.enable_gradient_checkpointing=false",),
+    claims=(
+        Claim("update_actor", "activations", lambda before, _: (before.layers - 1) * (before.block_bytes - before.input_bytes)),
+    ),
 )

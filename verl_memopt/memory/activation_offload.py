@@ -27,7 +27,8 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_memopt.distributed.device import CopyStream
 from verl_memopt.memory.host_arena import CHUNK_BYTES, HostArena, Slot
-from verl_memopt.memory.knob import Knob
+from verl_memopt.memory.knob import Claim, Knob
+from verl_memopt.memory.shapes import Shapes
 
 KEY = "actor_rollout_ref.model"
 
@@ -252,6 +253,11 @@ def _whole_storage(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
 
+def _saved(_: Shapes, after: Shapes) -> float:
+    """Gives the formula of *Saves* with checkpointing."""
+    return max(after.layers - 1 - after.settings.model.activation_offload_in_flight, 0) * after.input_bytes
+
+
 KNOB = Knob(
     name="activation_offload",
     keys=(
@@ -261,4 +267,5 @@ KNOB = Knob(
     ),
     on=(f"{KEY}.enable_activation_offload=true",),
     off=(f"{KEY}.enable_activation_offload=false",),
+    claims=(Claim("update_actor", "activations", _saved),),
 )

@@ -21,7 +21,7 @@ from torch.optim import AdamW, Optimizer
 
 from verl_memopt.distributed.device import synchronize
 from verl_memopt.memory.host_buffers import host_buffer
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
 from verl_memopt.memory.optimizer_layout import (
     Member,
     Section,
@@ -260,5 +260,6 @@ KNOB = Knob(
     ),
     on=("actor_rollout_ref.actor.optim.override_optimizer_config={}",),
     off=("actor_rollout_ref.actor.optim.override_optimizer_config={foreach: true, fused: false}",),
+    claims=(Claim("update_actor", "optimizer scratch", lambda _, after: 4 * after.params),),
     refuses=(Refusal("optim.override_optimizer_config.foreach with any of the four", "buckets are fused; remove foreach"),),
 )

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
 from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
 
 KIND = "mapped file"
@@ -40,6 +40,7 @@ KNOB = Knob(
     keys=("actor_rollout_ref.model.load_mode",),
     on=("actor_rollout_ref.model.load_mode=mmap",),
     off=("actor_rollout_ref.model.load_mode=stream",),
+    claims=(Claim("update_actor", "host buffers", lambda _, after: after.reference_bytes),),
     refuses=(
         Refusal(
             "actor_rollout_ref.ref.fsdp_config.param_offload=false",

@@ -24,7 +24,8 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
+from verl_memopt.memory.shapes import Shapes
 
 KEY = "actor_rollout_ref.model"
 ADAPTERS = ("lora_A", "lora_B")
@@ -205,6 +206,13 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
         _copy_whole(parameter, found[name])
 
 
+def _adapters(shapes: Shapes) -> int:
+    """Gives N_a with adapters on every linear layer of Qwen3's blocks."""
+    h, mlp, query, key = shapes.hidden, shapes.mlp, shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
+    sides = 2 * (h + query) + 2 * (h + key) + 3 * (h + mlp)
+    return shapes.layers * shapes.settings.model.lora_rank * sides
+
+
 KNOB = Knob(
     name="lora",
     keys=(
@@ -213,6 +221,13 @@ KNOB = Knob(
         f"{KEY}.target_modules",
         f"{KEY}.exclude_modules",
         f"{KEY}.lora_adapter_path",
+    ),
+    on=(f"{KEY}.lora_rank=8",),
+    off=(f"{KEY}.lora_rank=0",),
+    claims=(
+        Claim("update_actor", "params", lambda before, after: before.reference_bytes - after.master_bytes * _adapters(after)),
+        Claim("update_actor", "grads", lambda before, after: before.master_bytes * (before.params - _adapters(after))),
+        Claim("update_actor", "optimizer", lambda before, after: 8 * (before.params - _adapters(after))),
     ),
     refuses=(
         Refusal(

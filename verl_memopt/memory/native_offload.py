@@ -16,7 +16,7 @@ from torch.distributed.fsdp import CPUOffloadPolicy, OffloadPolicy
 from torch.distributed.tensor import DTensor
 
 from verl_memopt.memory.host_buffers import host_buffer
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
 
 KIND = "params"
 
@@ -55,5 +55,11 @@ _WHY = "parameters and optimizer state never leave the host then; set one of the
 KNOB = Knob(
     name="native_offload",
     keys=("actor_rollout_ref.actor.fsdp_config.offload_policy", "actor_rollout_ref.ref.fsdp_config.offload_policy"),
+    on=("actor_rollout_ref.actor.fsdp_config.offload_policy=true", "actor_rollout_ref.ref.fsdp_config.offload_policy=true"),
+    off=("actor_rollout_ref.actor.fsdp_config.offload_policy=false", "actor_rollout_ref.ref.fsdp_config.offload_policy=false"),
+    claims=(
+        Claim("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),
+        Claim("update_actor", "optimizer", lambda before, _: 8 * before.params),
+    ),
     refuses=(Refusal("fsdp_config.param_offload=true", _WHY), Refusal("fsdp_config.optimizer_offload=true", _WHY)),
 )

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
 from verl_memopt.observe.byte_tracker import scope
 
 KEY = "actor_rollout_ref.actor.optim.in_backward"
@@ -77,6 +77,7 @@ KNOB = Knob(
     keys=(KEY, "actor_rollout_ref.actor.optim.clip_grad"),
     on=(f"{KEY}=true", "actor_rollout_ref.actor.optim.clip_grad=null"),
     off=(f"{KEY}=false", "actor_rollout_ref.actor.optim.clip_grad=1.0"),
+    claims=(Claim("update_actor", "grads", lambda _, after: after.master_bytes * (after.params - after.vocab * after.hidden)),),
     refuses=(
         Refusal("optim.clip_grad other than null", "clipping needs the norm of all gradients; set clip_grad=null"),
         Refusal(

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
 
 SLOTS = 3
 """Buckets on the device at once: with two, what arrives would wait for what leaves."""
@@ -82,6 +82,7 @@ KNOB = Knob(
     keys=("actor_rollout_ref.actor.fsdp_config.optimizer_offload",),
     on=("actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",),
     off=("actor_rollout_ref.actor.fsdp_config.optimizer_offload=false",),
+    claims=(Claim("update_actor", "optimizer", lambda _, after: 8 * after.params),),
     refuses=(
         Refusal("fsdp_config.offload_policy=true", "its state never leaves the host; set one of the two to false"),
         Refusal(

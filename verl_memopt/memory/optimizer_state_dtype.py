@@ -24,7 +24,7 @@ from functools import partial
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
 from verl_memopt.memory.stochastic_rounding import round_to_bfloat16_
 
 STATE_DTYPES = ("fp32", "bfloat16", "int8", "int4")
@@ -195,6 +195,7 @@ KNOB = Knob(
     keys=("actor_rollout_ref.actor.optim.state_dtype",),
     on=("actor_rollout_ref.actor.optim.state_dtype=int8",),
     off=("actor_rollout_ref.actor.optim.state_dtype=null",),
+    claims=(Claim("update_actor", "host buffers", lambda _, after: 5.97 * after.params),),
     refuses=(
         Refusal(
             "optim.optimizer other than AdamW", "the formats are our AdamW's; leave optimizer and optimizer_impl as they are"

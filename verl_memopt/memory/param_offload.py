@@ -20,7 +20,7 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_memopt.distributed.device import synchronize
 from verl_memopt.memory.host_buffers import host_buffer
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
 from verl_memopt.observe.byte_tracker import mark
 
 KIND = "params"
@@ -199,5 +199,9 @@ KNOB = Knob(
     keys=("actor_rollout_ref.actor.fsdp_config.param_offload", "actor_rollout_ref.ref.fsdp_config.param_offload"),
     on=("actor_rollout_ref.actor.fsdp_config.param_offload=true", "actor_rollout_ref.ref.fsdp_config.param_offload=true"),
     off=("actor_rollout_ref.actor.fsdp_config.param_offload=false", "actor_rollout_ref.ref.fsdp_config.param_offload=false"),
+    claims=(
+        Claim("update_actor", "params", lambda _, after: after.reference_bytes),
+        Claim("ref", "params", lambda _, after: after.params * after.master_bytes),
+    ),
     refuses=(Refusal("fsdp_config.offload_policy=true", "parameters never leave the host then; set one of the two to false"),),
 )

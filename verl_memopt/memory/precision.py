@@ -17,7 +17,7 @@ from __future__ import annotations
 import torch
 from torch.distributed.fsdp import MixedPrecisionPolicy
 
-from verl_memopt.memory.knob import Knob
+from verl_memopt.memory.knob import Claim, Knob
 
 
 def mixed_precision(masters: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
@@ -33,6 +33,11 @@ _KEYS = ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
 KNOB = Knob(
     name="precision",
     keys=tuple(f"actor_rollout_ref.{role}.fsdp_config.{key}" for role in ("actor", "ref") for key in _KEYS),
-    on=("actor_rollout_ref.actor.fsdp_config.dtype=bfloat16", "actor_rollout_ref.ref.fsdp_config.dtype=bfloat16"),
-    off=("actor_rollout_ref.actor.fsdp_config.dtype=fp32", "actor_rollout_ref.ref.fsdp_config.dtype=fp32"),
+    on=tuple(f"actor_rollout_ref.{role}.fsdp_config.{key}=bfloat16" for role in ("actor", "ref") for key in _KEYS),
+    off=tuple(f"actor_rollout_ref.{role}.fsdp_config.{key}=fp32" for role in ("actor", "ref") for key in _KEYS),
+    claims=(
+        Claim("update_actor", "params", lambda before, after: (before.master_bytes - after.master_bytes) * after.params),
+        Claim("update_actor", "grads", lambda before, after: (before.master_bytes - after.master_bytes) * after.params),
+        Claim("update_actor", "activations", lambda before, _: before.activation_bytes / 2),
+    ),
 )

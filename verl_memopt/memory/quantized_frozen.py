@@ -18,7 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
 
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
 
 KEY = "actor_rollout_ref.ref.quantization"
 
@@ -140,6 +140,9 @@ def _reader(read: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
 KNOB = Knob(
     name="quantized_frozen",
     keys=(KEY,),
+    on=(f"{KEY}=int8",),
+    off=(f"{KEY}=none",),
+    claims=(Claim("update_actor", "params", lambda _, after: after.linear_params * (after.master_bytes - 1.03)),),
     refuses=(
         Refusal(
             "actor_rollout_ref.model.lora_rank>0",

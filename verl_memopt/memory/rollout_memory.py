@@ -23,7 +23,8 @@ Pairs with: the sync bucket, since the sync is the one moment at which trainer a
 from __future__ import annotations
 
 from verl_memopt.config.schema import Rollout
-from verl_memopt.memory.knob import Knob, Refusal
+from verl_memopt.memory.knob import Claim, Knob, Refusal
+from verl_memopt.memory.shapes import width
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
@@ -57,6 +58,7 @@ KNOB = Knob(
     ),
     on=(f"{_ROLLOUT}.free_cache_engine=true",),
     off=(f"{_ROLLOUT}.free_cache_engine=false",),
+    claims=(Claim("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),
     refuses=(
         Refusal(f"{_ROLLOUT}.name=hf", "kv_cache_dtype: its cache has the dtype of the model. Use name=vllm, or rollout.dtype."),
         Refusal("trainer.device=cpu", "free_cache_engine with name=vllm: vLLM cannot sleep on a CPU. Use name=hf."),

@@ -40,15 +40,29 @@ class Shapes:
         return width(self.settings.actor.fsdp_config.model_dtype)
 
     @property
+    def reference_bytes(self) -> int:
+        """Bytes of the reference's parameters at rest; 0 where the policy without its adapters is the reference."""
+        frozen = self.settings.ref.fsdp_config.model_dtype
+        return 0 if self.settings.model.lora_rank else self.params * width(frozen)
+
+    @property
     def input_bytes(self) -> int:
         """X, of a block's input."""
         return self.tokens * self.hidden * self.compute_bytes
 
     @property
-    def kept_bytes(self) -> int:
-        """What all blocks keep of the micro-batch between forward and backward."""
+    def activation_bytes(self) -> int:
+        """What blocks keep of a micro-batch when the backward of the last one's MLP runs, and what that holds beside it."""
         checkpointed = self.settings.model.enable_gradient_checkpointing
-        return (self.layers - 1) * self.input_bytes + self.block_bytes if checkpointed else self.layers * self.block_bytes
+        others = self.input_bytes if checkpointed else self.block_bytes
+        passing = 2 * self.tokens * self.mlp * self.compute_bytes + 2 * self.input_bytes
+        return (self.layers - 1) * others + self.block_bytes + passing
+
+    @property
+    def linear_params(self) -> int:
+        """Parameters of the linear layers of all blocks, which are what is quantised and what LoRA adapts."""
+        attention = 2 * (self.heads + self.kv_heads) * self.head_dim * self.hidden
+        return self.layers * (attention + 3 * self.hidden * self.mlp)
 
     @property
     def block_bytes(self) -> int:

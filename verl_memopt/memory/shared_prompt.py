@@ -1,8 +1,9 @@
 """The prompt of a group is computed once for all its answers, in every pass.
 
 Saves: of the tokens of a group of k answers to a prompt of P tokens, (k - 1) x P of the k x P + sum(R_i - 1) that a pass
-    computes, and what each of them holds: (k - 1) x P x L x A / T bytes of activations where the group is one micro-batch
-    (A / T is what a block keeps of one token). Under a token budget the peak stays, and there are fewer micro-batches.
+    computes, and what each of them holds where the group is one micro-batch: (k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes
+    of activations, A / T being what a block keeps of one token and the rest what the backward of an MLP holds. Under a token
+    budget the peak stays, and there are fewer micro-batches.
 Costs: nothing in the result: log-probs and gradients are those of the repeated prompt, in another order of sums. Where a budget
     splits a group, each part computes the prompt again.
 Pairs with: every knob, and a token budget of at least prompt + all answers, which keeps groups whole. It pays as
@@ -16,7 +17,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 from verl_memopt.memory.knob import Claim, Knob, Refusal
-from verl_memopt.memory.shapes import Shapes
 from verl_memopt.memory.token_budget import BUDGET_KEY, pack
 
 KEY = "actor_rollout_ref.actor.use_prefix_grouper"
@@ -88,10 +88,6 @@ def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[st
     return [[family[place] for place in places] for places in pack(answers, budget - prompt, key=key)]
 
 
-def _saved(before: Shapes, after: Shapes) -> float:
-    return (before.tokens - after.tokens) * before.kept_bytes / before.tokens
-
-
 KNOB = Knob(
     name="shared_prompt",
     keys=(KEY,),
@@ -103,5 +99,5 @@ KNOB = Knob(
             "an answer would need the window over the prompt's end; set use_prefix_grouper=false",
         ),
     ),
-    claims=(Claim("update_actor", "activations", _saved),),
+    claims=(Claim("update_actor", "activations", lambda before, after: before.activation_bytes - after.activation_bytes),),
 )

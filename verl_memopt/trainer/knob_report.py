@@ -31,14 +31,17 @@ def print_index(entries: Sequence[Entry], console: Console) -> None:
         console.print()
 
 
-def ladder_table(rungs: Sequence[Rung]) -> Table:
-    """Gives the ladder in MiB: each rung's peak, its share of the first, its phases, kinds at the peak, host and seconds."""
+def ladder_table(rungs: Sequence[Rung], all_off: Rung | None = None) -> Table:
+    """Gives the ladder in MiB: each rung's peak, its share of all off, its phases, kinds at the peak, host and seconds.
+
+    all_off: the first rung, where ``rungs`` does not begin with it.
+    """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("+ knob", no_wrap=True)
     phases = list(rungs[0].phases)
     for head in ("peak\nMiB", "of\nall off", *(f"{name}\nMiB" for name in phases), *KINDS, "other", "host\nMiB", "s"):
         table.add_column(head, justify="right", no_wrap=True)
-    first = rungs[0].peak_device_bytes
+    first = (all_off or rungs[0]).peak_device_bytes
     for rung in rungs:
         kinds = [rung.kinds.get(kind, 0) for kind in KINDS]
         other = sum(rung.kinds.values()) - sum(kinds)
@@ -50,6 +53,21 @@ def ladder_table(rungs: Sequence[Rung]) -> Table:
             *map(_mib, sizes),
             f"{rung.seconds:.1f}",
         )
+    return table
+
+
+def savings_table(rungs: Sequence[Rung]) -> Table:
+    """Gives every claim of the ladder: what a knob's formula says it saves on the rung below, and what it did, in MiB."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in ("+ knob", "on", "phase", "kind"):
+        table.add_column(head, no_wrap=True)
+    for head in ("formula\nMiB", "measured\nMiB", "of\nformula"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for rung in rungs:
+        for saving in rung.savings:
+            share = f"{saving.measured_bytes / saving.formula_bytes:.3f}" if saving.formula_bytes else "-"
+            sizes = (_mib(saving.formula_bytes), _mib(saving.measured_bytes))
+            table.add_row(rung.knob, rung.base, saving.phase, saving.kind, *sizes, share)
     return table
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import logging
 import time
 from collections.abc import Iterator, Sequence
@@ -19,6 +20,8 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import resolve_device
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.knob import Claim
 from verl_memopt.memory.knobs import knob_named
 from verl_memopt.memory.shapes import Shapes
 from verl_memopt.models.attention import choose_attention
@@ -47,35 +50,31 @@ HOST = "host buffers"
 CLIMB = (
     "chunked_logprob",
     "shared_prompt",
+    "bucketed_adamw",
     "token_budget",
     "activation_checkpointing",
     "activation_offload",
     "tiled_mlp",
     "rollout_memory",
-    "bucketed_adamw",
     "optimizer_offload",
     "param_offload",
     "resharding",
     "sharding_units",
     "weight_buckets",
-    "load_mode",
     "precision",
     "stochastic_rounding",
     "optimizer_state_dtype",
 )
 """The rungs in order: what changes no number first, precision last."""
 
-
-@dataclass(frozen=True)
-class Branch:
-    """A knob that some knob of the climb excludes: measured against all on with ``instead`` in place of that knob."""
-
-    knob: str
-    instead: tuple[str, ...]
-    """Overrides of its base and of itself."""
-
-
-BRANCHES: tuple[Branch, ...] = ()
+BRANCHES = {
+    "optimizer_in_backward": "bucketed_adamw",
+    "native_offload": "rollout_memory",
+    "lora": "rollout_memory",
+    "quantized_frozen": "rollout_memory",
+    "load_mode": "param_offload",
+}
+"""Knobs that another knob of the climb excludes, and the rung that each is set on in place of what follows there."""
 
 
 @dataclass(frozen=True)
@@ -122,6 +121,8 @@ class Rung:
     grad_norm: float
     phase_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
     savings: tuple[Saving, ...] = ()
+    base: str = ""
+    """The rung below."""
 
 
 def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
@@ -142,14 +143,27 @@ def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settin
     return settings_from_mapping({**base, **{key: yaml.safe_load(text) for key, text in given.items()}})
 
 
-def rungs(work: Work) -> Iterator[tuple[str, tuple[str, ...]]]:
-    """Gives (knob, overrides) of each rung: first every knob off, then one more on at each, last all on."""
-    knobs = [knob_named(name) for name in CLIMB]
-    state = {key: text for knob in knobs for key, text in _pairs(knob.off, work)}
-    yield ALL_OFF, _overrides(state)
-    for knob in knobs:
-        state |= dict(_pairs(knob.on, work))
-        yield knob.name, _overrides(state)
+@dataclass(frozen=True)
+class Step:
+    """A rung to measure: its knob, its settings, and the knob of the rung below."""
+
+    knob: str
+    overrides: tuple[str, ...]
+    base: str = ""
+
+
+def steps(work: Work) -> list[Step]:
+    """Gives the rungs: first every knob off, then one more on at each until all are on, then the branches."""
+    knobs = {name: knob_named(name) for name in (*CLIMB, *BRANCHES)}
+    state = {key: text for knob in knobs.values() for key, text in _pairs(knob.off, work)}
+    found = {ALL_OFF: Step(ALL_OFF, _overrides(state))}
+    states, below = {ALL_OFF: state}, ALL_OFF
+    for name in CLIMB:
+        state = states[name] = state | dict(_pairs(knobs[name].on, work))
+        found[name], below = Step(name, _overrides(state), below), name
+    for name, base in BRANCHES.items():
+        found[name] = Step(name, _overrides(states[base] | dict(_pairs(knobs[name].on, work))), base)
+    return list(found.values())
 
 
 def _pairs(overrides: Sequence[str], work: Work) -> Iterator[tuple[str, str]]:
@@ -176,6 +190,9 @@ def measure(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], ext
         group.all("close")
     finally:
         group.shutdown()
+        # A worker's parts point at each other, and the next rung counts what is still there.
+        del group
+        gc.collect()
     highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
     return Rung(
         knob=knob,
@@ -281,15 +298,62 @@ def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
+def with_savings(rung: Rung, base: Rung, before: Shapes, after: Shapes) -> Rung:
+    """Gives a rung with what its knob's formula says it saves on its base, beside what it does."""
+    savings = [
+        Saving(
+            claim.phase,
+            claim.kind,
+            formula_bytes=round(claim.saves(before, after)),
+            measured_bytes=_held(base, claim) - _held(rung, claim),
+        )
+        for claim in knob_named(rung.knob).claims
+    ]
+    return replace(rung, savings=tuple(savings), base=base.knob)
+
+
+def _held(rung: Rung, claim: Claim) -> int:
+    return rung.phase_kinds[claim.phase].get(claim.kind, 0)
+
+
 def climb(model: str, work: Work, extra: Sequence[str] = (), only: Sequence[str] = ()) -> Iterator[Rung]:
-    """Measures every rung in order, or those whose knob is in ``only``. Errors: ConfigError for a model that is not there."""
+    """Measures every rung in order, then the branches; or those whose knob is in ``only``, and the rungs below them.
+
+    Errors: ConfigError for a model that is not there or a knob that the ladder does not have.
+    """
     folder = resolve_folder(model, "--model")
-    for knob, overrides in rungs(work):
-        if not only or knob in only:
-            logger.info("ladder: %s", knob)
-            yield measure(folder, work, knob, overrides, extra)
+    todo = steps(work)
+    unknown = set(only) - {step.knob for step in todo}
+    if unknown:
+        raise ConfigError(f"--only {' '.join(sorted(unknown))}: not on the ladder. It has {', '.join(s.knob for s in todo)}.")
+    wanted = {step.knob for step in todo if not only or step.knob in only}
+    wanted |= {step.base for step in todo if step.knob in wanted}
+    done: dict[str, tuple[Rung, Shapes]] = {}
+    for step in todo:
+        if step.knob not in wanted:
+            continue
+        logger.info("ladder: %s", step.knob)
+        rung = measure(folder, work, step.knob, step.overrides, extra)
+        at = shapes(folder, work, [*step.overrides, *extra])
+        if step.base:
+            base, before = done[step.base]
+            rung = with_savings(rung, base, before, at)
+        done[step.knob] = rung, at
+        yield rung
 
 
 def as_json(rungs: Sequence[Rung], work: Work, model: str) -> dict[str, Any]:
-    """Gives a ladder as plain values: ``rungs`` first all off, last all on."""
-    return {"schema": 1, "model": model, "work": asdict(work), "rungs": [asdict(rung) for rung in rungs]}
+    """Gives a ladder as plain values: ``rungs`` first all off, last all on; ``branches``, each beside the rung ``base``."""
+    climbed, branches = split(rungs)
+    return {
+        "schema": 2,
+        "model": model,
+        "work": asdict(work),
+        "rungs": [asdict(rung) for rung in climbed],
+        "branches": [asdict(rung) for rung in branches],
+    }
+
+
+def split(rungs: Sequence[Rung]) -> tuple[list[Rung], list[Rung]]:
+    """Gives the rungs of the climb, and the branches."""
+    return [rung for rung in rungs if rung.knob not in BRANCHES], [rung for rung in rungs if rung.knob in BRANCHES]
