@@ -67,6 +67,8 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--k", type=int, nargs="+", help="group sizes in place of the workload's")
     parser.add_argument("--layers", type=int, help="in place of the model's")
     parser.add_argument("--shrink", type=int, default=1, help="divide lengths, widths and vocabulary by this")
+    parser.add_argument("--rows", type=int, help="rows in a micro-batch of those who pad, a divisor of k (default: k)")
+    parser.add_argument("--token-budget", type=int, help="tokens in a micro-batch of our contestants")
     parser.add_argument("--chunk-tokens", type=int, help="logprob_chunk_tokens of our contestants")
     parser.add_argument("--most-gib", type=float, default=10.0, help="do not run who needs more for logits alone (default: 10)")
     parser.add_argument("--cpu", action="store_true", help="run a GPU's workload on a CPU")
@@ -89,9 +91,10 @@ def workload(asked: argparse.Namespace) -> Workload:
         )
     if asked.layers or asked.shrink > 1:
         work = shrunk(work, asked.layers, asked.shrink)
-    if asked.chunk_tokens is not None:
-        work = dataclasses.replace(work, chunk_tokens=asked.chunk_tokens)
-    return dataclasses.replace(work, ks=tuple(asked.k), more_ks=()) if asked.k else work
+    given = {"rows": asked.rows, "token_budget": asked.token_budget, "chunk_tokens": asked.chunk_tokens}
+    if asked.k:
+        given |= {"ks": tuple(asked.k), "more_ks": ()}
+    return dataclasses.replace(work, **{name: value for name, value in given.items() if value is not None})
 
 
 def contestants(asked: argparse.Namespace) -> list[str]:

@@ -55,11 +55,12 @@ class Contestant:
 
     def least_bytes(self, job: Job) -> int:
         """Gives the bytes its logits alone will take at the peak, for the largest micro-batch."""
-        batch = job.batch
-        longest = [max(len(batch.answers[row]) for row in rows) for rows in job.groups()]
-        times = {"none": 0, "shared": 1, "repeated": batch.k}[self.prompts]
-        positions = max(times * len(prompt) + batch.k * most for prompt, most in zip(batch.prompts, longest, strict=True))
-        return self.logit_bytes * positions * job.work.shape.vocab_size
+        most = 0
+        for rows in job.cuts():
+            times = {"none": 0, "shared": 1, "repeated": len(rows)}[self.prompts]
+            longest = max(len(job.batch.answers[row]) for row in rows)
+            most = max(most, times * len(job.batch.prompt_of(rows[0])) + len(rows) * longest)
+        return self.logit_bytes * most * job.work.shape.vocab_size
 
 
 CONTESTANTS = {

@@ -17,7 +17,7 @@ def build_liger(job: Job) -> Side:
     )  # fmt: skip
 
     def update() -> None:
-        for rows in job.groups():
+        for rows in job.cuts():
             queries, query_mask = padded([job.batch.prompt_of(row) for row in rows], "left", job.device)
             responses, mask = padded([job.batch.answers[row] for row in rows], "right", job.device)
             advantages = torch.tensor([job.batch.advantages[row] for row in rows], device=job.device)

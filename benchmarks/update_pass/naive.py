@@ -18,7 +18,7 @@ def build_naive(job: Job) -> Side:
     model = plain_model(job)
 
     def update() -> None:
-        for rows in job.groups():
+        for rows in job.cuts():
             _naive_micro_batch(model, job, rows)
 
     return plain_side(model, update)
@@ -42,7 +42,7 @@ def build_response_logits(job: Job) -> Side:
     model = plain_model(job)
 
     def update() -> None:
-        for rows in job.groups():
+        for rows in job.cuts():
             queries, responses, mask = _inputs(job, rows)
             log_probs = _kept_log_probs(model, job, queries, responses) * mask
             _clipped(log_probs.sum(1), _advantages(job, rows), len(job.batch.answers)).backward()

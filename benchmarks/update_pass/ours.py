@@ -46,7 +46,7 @@ def shared_micro_batch(batch: RolloutBatch) -> MicroBatch:
 def _shared_rows_by_budget(job: Job) -> list[list[int]]:
     """Gives rows in order, as many as the budget holds; a group cut in two brings its prompt twice."""
     if job.work.token_budget is None:
-        return [list(rows) for rows in job.groups()]
+        return [list(rows) for rows in job.cuts()]
     bins: list[list[int]] = []
     room = 0
     for row, answer in enumerate(job.batch.answers):
@@ -63,7 +63,7 @@ def _shared_rows_by_budget(job: Job) -> list[list[int]]:
 
 def _rows_by_budget(job: Job, batch: RolloutBatch) -> list[list[int]]:
     if job.work.token_budget is None:
-        return [list(rows) for rows in job.groups()]
+        return [list(rows) for rows in job.cuts()]
     return pack(batch.computed_tokens(), job.work.token_budget)
 
 

@@ -35,9 +35,11 @@ class Job:
     def dtype(self) -> torch.dtype:
         return torch.float32 if self.work.dtype == "fp32" else torch.bfloat16
 
-    def groups(self) -> list[range]:
-        """Gives the rows of each micro-batch of a contestant that pads: one group, its answers side by side."""
-        return [range(start, start + self.work.k) for start in range(0, len(self.batch.answers), self.work.k)]
+    def cuts(self) -> list[range]:
+        """Gives the rows of each micro-batch of a contestant that pads: of one group, its answers side by side."""
+        rows = self.work.rows or self.work.k
+        assert self.work.k % rows == 0, (self.work.k, rows)
+        return [range(start, start + rows) for start in range(0, len(self.batch.answers), rows)]
 
 
 @dataclass(frozen=True)

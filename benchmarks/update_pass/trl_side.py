@@ -27,7 +27,7 @@ logging.getLogger("trl").setLevel(logging.ERROR)
 
 def build_rloo(job: Job, trimmed: bool = False) -> Side:
     """Gives RLOOTrainer's loss: one ratio per sequence. Its loop divides by the number of micro-batches; so does this."""
-    return _side(job, RLOOTrainer, _config(RLOOConfig, job), trimmed, 1 / len(job.groups()))
+    return _side(job, RLOOTrainer, _config(RLOOConfig, job), trimmed, 1 / len(job.cuts()))
 
 
 def build_grpo(job: Job, trimmed: bool = False) -> Side:
@@ -55,8 +55,8 @@ def _config(kind: type, job: Job, **options: Any) -> Any:
         use_cpu=job.device.type == "cpu",
         bf16=False,
         gradient_checkpointing=False,
-        per_device_train_batch_size=job.work.k,
-        gradient_accumulation_steps=len(job.groups()),
+        per_device_train_batch_size=job.work.rows or job.work.k,
+        gradient_accumulation_steps=len(job.cuts()),
         num_generations=job.work.k,
         temperature=TEMPERATURE,
         beta=0.0,
@@ -75,14 +75,14 @@ def _side(job: Job, kind: type, config: Any, trimmed: bool, scale: float) -> Sid
         model=model,
         reward_funcs=_no_reward,
         args=config,
-        train_dataset=Dataset.from_list([{"prompt": "1"}] * job.work.k * len(job.groups())),
+        train_dataset=Dataset.from_list([{"prompt": "1"}] * len(job.batch.answers)),
         processing_class=AutoTokenizer.from_pretrained(job.folder, padding_side="left"),
     )
-    trainer.current_gradient_accumulation_steps = len(job.groups())
+    trainer.current_gradient_accumulation_steps = len(job.cuts())
     as_asked = functools.partial(_trimmed, job.work.shape.vocab_size) if trimmed else nullcontext
     model.train()
     with as_asked():
-        inputs = [_inputs(job, rows, trainer) for rows in job.groups()]
+        inputs = [_inputs(job, rows, trainer) for rows in job.cuts()]
 
     def update() -> None:
         with as_asked():

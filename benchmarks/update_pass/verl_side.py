@@ -49,7 +49,7 @@ def build_verl_fused(job: Job) -> Side:
 def _engine_side(job: Job, fused: bool) -> Side:
     engine = _engine(job, fused)
     loss_of = functools.partial(ppo_loss, config=_actor())
-    data = [_micro_batch(job, rows, fused) for rows in job.groups()]
+    data = [_micro_batch(job, rows, fused) for rows in job.cuts()]
 
     def update() -> None:
         for micro_batch in data:
@@ -137,7 +137,7 @@ def build_verl_prefix_grouper(job: Job) -> Side:
     AttentionInterface.register(ATTENTION, monkey_patch._create_prefix_grouper_wrapper(_padding_masked))
     model = plain_model(job, ATTENTION)
     actor = _actor()
-    data = [_grouped(job, rows) for rows in job.groups()]
+    data = [_grouped(job, rows) for rows in job.cuts()]
 
     def update() -> None:
         for micro_batch, given in data:

@@ -36,8 +36,10 @@ class Workload:
     """Group sizes of a series that all contestants run; empty = ``k`` alone."""
     more_ks: tuple[int, ...] = ()
     """Further group sizes, for the project's contestants alone."""
+    rows: int | None = None
+    """Rows in a micro-batch of those who pad, a divisor of ``k``; None = ``k``, one group."""
     token_budget: int | None = None
-    """Most tokens in a micro-batch of the project's contestants; None = whole groups, as many at once as the peers take."""
+    """Most tokens in a micro-batch of the project's contestants; None = the rows that the others take."""
     chunk_tokens: int = 512
     """``logprob_chunk_tokens`` of the project's contestants."""
     dtype: str = "fp32"

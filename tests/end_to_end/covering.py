@@ -37,6 +37,7 @@ def _fsdp(key, roles=(FSDP, REF_FSDP), **levels):
 
 FACTORS = {
     "chunk": {"whole": {f"{MODEL}.logprob_chunk_tokens": 0}, "5": {f"{MODEL}.logprob_chunk_tokens": 5}},
+    "vocabulary tile": _switch(f"{MODEL}.logprob_vocab_tile", auto=0, of_96=96),
     "checkpointing": {
         "off": {CHECKPOINTING: False},
         "full": {CHECKPOINTING: True},
