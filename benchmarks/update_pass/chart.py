@@ -36,13 +36,14 @@ def _bars(line: Sequence[Any], rows: Sequence[Row], k: int) -> None:
         ("Work", "GFLOP; line: the floor", [None if row.flops is None else row.flops / 1e9 for row in rows]),
     )
     colours = [OURS_COLOUR if row.contestant in OURS else PEER_COLOUR for row in rows]
-    for axes, (title, unit, values) in zip(line, columns, strict=True):
+    ends = [[max(row.runs, default=0.0) for row in rows], columns[1][2], columns[2][2]]
+    for axes, (title, unit, values), beside in zip(line, columns, ends, strict=True):
         style(axes, title, unit, "", grid="x")
         axes.barh(places, [value or 0.0 for value in values], height=0.62, color=colours)
-        for place, value in zip(places, values, strict=True):
+        for place, value, end in zip(places, values, beside, strict=True):
             text = "not run" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
-            axes.annotate(text, (value or 0.0, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
-        axes.set_xlim(0, 1.2 * max((value for value in values if value is not None), default=1.0))
+            axes.annotate(text, (end or 0.0, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+        axes.set_xlim(0, 1.2 * max((end for end in beside if end), default=1.0))
     for row, place in zip(rows, places, strict=True):
         if row.seconds is not None:
             spread = [[row.seconds - min(row.runs)], [max(row.runs) - row.seconds]]
