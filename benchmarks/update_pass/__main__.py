@@ -248,9 +248,10 @@ def _series(record: dict[str, Any]) -> dict[str, list[tuple[int, list[Row]]]]:
 def source(record: dict[str, Any]) -> str:
     """Gives a line on when, where and with what the figures were measured."""
     where = record["machine"]
+    load = f"load {where['load_before']} to {where['load_after']}"
     packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     return (
-        f"Measured {record['date']} on {where['processor']}, {where['cores']} cores (load {where['load_before']} to {where['load_after']}), "
+        f"Measured {record['date']} on {where['processor']}, {where['cores']} cores ({load}), "
         f"{where['threads']} threads; {packages}."
     )
 
