@@ -46,7 +46,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         return MISSING
     try:
         with tempfile.TemporaryDirectory() as folder:
-            record = {**heading(asked, work), **measure(asked, work, names, device, Path(folder))}
+            record = heading(asked, work)
+            record |= measure(asked, work, names, device, Path(folder))
+            record["machine"]["load_after"] = round(os.getloadavg()[0], 1)
     except WrongGradientError as error:
         print(f"update_pass: {error}", file=sys.stderr)
         return WRONG
@@ -189,7 +191,7 @@ def heading(asked: argparse.Namespace, work: Workload) -> dict[str, Any]:
             "processor": _processor(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
-            "load": round(os.getloadavg()[0], 1),
+            "load_before": round(os.getloadavg()[0], 1),
             "python": platform.python_version(),
         },
         "versions": {name: found for name in PACKAGES if (found := _version(name))} | {"commit": commit},
@@ -246,9 +248,10 @@ def _series(record: dict[str, Any]) -> dict[str, list[tuple[int, list[Row]]]]:
 def source(record: dict[str, Any]) -> str:
     """Gives a line on when, where and with what the figures were measured."""
     where = record["machine"]
+    load = f"load {where['load_before']} to {where['load_after']}"
     packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
     return (
-        f"Measured {record['date']} on {where['processor']}, {where['cores']} cores (load {where['load']}), "
+        f"Measured {record['date']} on {where['processor']}, {where['cores']} cores ({load}), "
         f"{where['threads']} threads; {packages}."
     )
 

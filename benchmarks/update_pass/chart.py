@@ -30,19 +30,22 @@ def draw(rows: Sequence[Row], title: str, source: str, path: Path) -> Path:
 def _bars(line: Sequence[Any], rows: Sequence[Row], k: int) -> None:
     places = range(len(rows))
     on = "on" if rows[0].checkpointing else "off"
+    seconds, peaks = [row.seconds for row in rows], [_mib(row.peak_bytes) for row in rows]
+    work = [None if row.flops is None else row.flops / 1e9 for row in rows]
+    slowest = [max(row.runs, default=None) for row in rows]
     columns = (
-        (f"k = {k}, checkpointing {on}", "seconds, median; whisker: least and most", [row.seconds for row in rows]),
-        ("Peak", "live MiB; dark: parameters and gradients", [_mib(row.peak_bytes) for row in rows]),
-        ("Work", "GFLOP; line: the floor", [None if row.flops is None else row.flops / 1e9 for row in rows]),
+        (f"k = {k}, checkpointing {on}", "seconds, median; whisker: least and most", seconds, slowest),
+        ("Peak", "live MiB; dark: parameters and gradients", peaks, peaks),
+        ("Work", "GFLOP; line: the floor", work, work),
     )
     colours = [OURS_COLOUR if row.contestant in OURS else PEER_COLOUR for row in rows]
-    for axes, (title, unit, values) in zip(line, columns, strict=True):
+    for axes, (title, unit, values, ends) in zip(line, columns, strict=True):
         style(axes, title, unit, "", grid="x")
         axes.barh(places, [value or 0.0 for value in values], height=0.62, color=colours)
-        for place, value in zip(places, values, strict=True):
+        for place, value, end in zip(places, values, ends, strict=True):
             text = "not run" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
-            axes.annotate(text, (value or 0.0, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
-        axes.set_xlim(0, 1.2 * max((value for value in values if value is not None), default=1.0))
+            axes.annotate(text, (end or 0.0, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+        axes.set_xlim(0, 1.2 * max((end for end in ends if end), default=1.0))
     for row, place in zip(rows, places, strict=True):
         if row.seconds is not None:
             spread = [[row.seconds - min(row.runs)], [max(row.runs) - row.seconds]]
