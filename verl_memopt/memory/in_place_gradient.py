@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-from verl_memopt.observe.byte_tracker import mark
+from verl_memopt.observe.byte_tracker import scope
 
 
 def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Tensor | None, Tensor | None]:
@@ -15,12 +15,12 @@ def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Te
     """
     if parameter is None or not needed:
         return None, None
-    if not (in_place and adds_in_place(parameter)):
-        room = torch.zeros_like(parameter)
-        return room, room
-    if parameter.grad is None:
-        parameter.grad = torch.zeros_like(parameter)
-        mark("grads", [parameter.grad])
+    with scope(kind="grads"):
+        if not (in_place and adds_in_place(parameter)):
+            room = torch.zeros_like(parameter)
+            return room, room
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
     return parameter.grad, None
 
 

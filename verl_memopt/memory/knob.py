@@ -38,7 +38,7 @@ class Knob:
     keys: tuple[str, ...]
     """Every key of the settings that turns it."""
     on: tuple[str, ...] = ()
-    """Overrides that switch it on in the ladder. ``{row}`` stands for the tokens of its longest row."""
+    """Overrides that switch it on in the ladder. ``{pair}`` stands for the tokens of two of its rows."""
     off: tuple[str, ...] = ()
     """Overrides that switch it off in the ladder. ``{all}`` stands for the tokens of all its rows."""
     refuses: tuple[Refusal, ...] = field(default_factory=tuple)

@@ -227,7 +227,7 @@ KNOB = Knob(
     claims=(
         Claim("update_actor", "params", lambda before, after: before.reference_bytes - after.master_bytes * _adapters(after)),
         Claim("update_actor", "grads", lambda before, after: before.master_bytes * (before.params - _adapters(after))),
-        Claim("update_actor", "optimizer", lambda before, after: 8 * (before.params - _adapters(after))),
+        Claim("update_actor", "optimizer", lambda before, after: before.state_bytes * (before.params - _adapters(after))),
     ),
     refuses=(
         Refusal(

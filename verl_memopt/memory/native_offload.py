@@ -59,7 +59,7 @@ KNOB = Knob(
     off=("actor_rollout_ref.actor.fsdp_config.offload_policy=false", "actor_rollout_ref.ref.fsdp_config.offload_policy=false"),
     claims=(
         Claim("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),
-        Claim("update_actor", "optimizer", lambda before, _: 8 * before.params),
+        Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),
     ),
     refuses=(Refusal("fsdp_config.param_offload=true", _WHY), Refusal("fsdp_config.optimizer_offload=true", _WHY)),
 )

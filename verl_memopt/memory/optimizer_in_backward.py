@@ -1,8 +1,8 @@
 """Each FSDP unit is updated inside backward, as soon as its gradient is reduced, and the gradient is freed at once.
 
 Saves: b_g * (N - N_u) / W bytes (b_g = 4 for fp32 gradients, N parameters, N_u those of the largest unit, W ranks in the shard
-    group): at no time is there more than one unit's gradient. Without it all of them lie there from the end of backward to
-    the end of the optimizer step.
+    group): at no time is there more than one unit's gradient; of a matrix that head and embedding share there are two, which
+    meet in backward. Without it all of them lie there from the end of backward to the end of the optimizer step.
 Costs: clipping, which needs the norm of all gradients first (the norm is still reported), and accumulation: one micro-batch
     per optimizer step. The update no longer waits for backward, nor runs as one launch.
 Pairs with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_rounding``; a token budget that takes a whole
@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.knob import Claim, Knob, Refusal
+from verl_memopt.memory.shapes import Shapes
 from verl_memopt.observe.byte_tracker import scope
 
 KEY = "actor_rollout_ref.actor.optim.in_backward"
@@ -72,12 +73,18 @@ class _WeakHook:
         owner.update(parameter)
 
 
+def _saved(_: Shapes, after: Shapes) -> float:
+    """Gives the formula of *Saves* on one device, where a unit is one parameter and the matrix of the vocabulary the largest."""
+    largest = after.vocab * after.hidden * (2 if after.tied else 1)
+    return after.master_bytes * (after.params - largest)
+
+
 KNOB = Knob(
     name="optimizer_in_backward",
     keys=(KEY, "actor_rollout_ref.actor.optim.clip_grad"),
     on=(f"{KEY}=true", "actor_rollout_ref.actor.optim.clip_grad=null"),
-    off=(f"{KEY}=false", "actor_rollout_ref.actor.optim.clip_grad=1.0"),
-    claims=(Claim("update_actor", "grads", lambda _, after: after.master_bytes * (after.params - after.vocab * after.hidden)),),
+    off=(f"{KEY}=false",),
+    claims=(Claim("update_actor", "grads", _saved),),
     refuses=(
         Refusal("optim.clip_grad other than null", "clipping needs the norm of all gradients; set clip_grad=null"),
         Refusal(

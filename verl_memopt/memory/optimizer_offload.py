@@ -82,7 +82,7 @@ KNOB = Knob(
     keys=("actor_rollout_ref.actor.fsdp_config.optimizer_offload",),
     on=("actor_rollout_ref.actor.fsdp_config.optimizer_offload=true",),
     off=("actor_rollout_ref.actor.fsdp_config.optimizer_offload=false",),
-    claims=(Claim("update_actor", "optimizer", lambda _, after: 8 * after.params),),
+    claims=(Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),
     refuses=(
         Refusal("fsdp_config.offload_policy=true", "its state never leaves the host; set one of the two to false"),
         Refusal(

@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.memory.knob import Claim, Knob, Refusal
+from verl_memopt.memory.shapes import Shapes
 from verl_memopt.memory.stochastic_rounding import round_to_bfloat16_
 
 STATE_DTYPES = ("fp32", "bfloat16", "int8", "int4")
@@ -190,12 +191,16 @@ def _unpack(stored: Tensor, values: Tensor) -> None:
     pairs[:, 0].copy_(stored).sub_(pairs[:, 1], alpha=16)
 
 
+def _saved(before: Shapes, after: Shapes) -> float:
+    return (before.state_bytes - after.state_bytes) * after.params
+
+
 KNOB = Knob(
     name="optimizer_state_dtype",
     keys=("actor_rollout_ref.actor.optim.state_dtype",),
     on=("actor_rollout_ref.actor.optim.state_dtype=int8",),
     off=("actor_rollout_ref.actor.optim.state_dtype=null",),
-    claims=(Claim("update_actor", "host buffers", lambda _, after: 5.97 * after.params),),
+    claims=(Claim("update_actor", "host buffers", _saved),),
     refuses=(
         Refusal(
             "optim.optimizer other than AdamW", "the formats are our AdamW's; leave optimizer and optimizer_impl as they are"

@@ -38,6 +38,5 @@ KNOB = Knob(
     claims=(
         Claim("update_actor", "params", lambda before, after: (before.master_bytes - after.master_bytes) * after.params),
         Claim("update_actor", "grads", lambda before, after: (before.master_bytes - after.master_bytes) * after.params),
-        Claim("update_actor", "activations", lambda before, _: before.activation_bytes / 2),
     ),
 )

@@ -46,6 +46,14 @@ class Shapes:
         return 0 if self.settings.model.lora_rank else self.params * width(frozen)
 
     @property
+    def state_bytes(self) -> float:
+        """b_o, of both moments of a parameter; without a dtype of their own they have the masters'."""
+        asked, coded = self.settings.actor.optim.state_dtype, {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}
+        if asked is None:
+            return 2.0 * self.master_bytes
+        return 2 * coded[asked] if asked in coded else 2.0 * width(asked)
+
+    @property
     def input_bytes(self) -> int:
         """X, of a block's input."""
         return self.tokens * self.hidden * self.compute_bytes
@@ -53,10 +61,18 @@ class Shapes:
     @property
     def activation_bytes(self) -> int:
         """What blocks keep of a micro-batch when the backward of the last one's MLP runs, and what that holds beside it."""
-        checkpointed = self.settings.model.enable_gradient_checkpointing
-        others = self.input_bytes if checkpointed else self.block_bytes
+        model = self.settings.model
+        others = (self.layers - 1) * (self.input_bytes if model.enable_gradient_checkpointing else self.block_bytes)
+        if model.enable_gradient_checkpointing and model.enable_activation_offload:
+            others = min(self.layers - 1, model.activation_offload_in_flight) * self.input_bytes
         passing = 2 * self.tokens * self.mlp * self.compute_bytes + 2 * self.input_bytes
-        return (self.layers - 1) * others + self.block_bytes + passing
+        return others + self.block_bytes + passing - (self.tiled_bytes if model.tiled_mlp.enabled else 0)
+
+    @property
+    def tiled_bytes(self) -> int:
+        """What a tiled MLP saves at its own backward, where its block is computed again."""
+        n, wide = self.settings.model.tiled_mlp.num_shards, self.mlp * self.compute_bytes
+        return round(6 * self.tokens * wide * (1 - 1 / n) - 2 * self.hidden * wide - self.input_bytes * (1 + 1 / n))
 
     @property
     def linear_params(self) -> int:

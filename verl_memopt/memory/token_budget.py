@@ -262,7 +262,7 @@ KNOB = Knob(
             for key in ("log_prob_use_dynamic_bsz", "log_prob_max_token_len_per_gpu", "log_prob_micro_batch_size_per_gpu")
         ),
     ),
-    on=(f"{BUDGET_KEY}={{row}}",),
+    on=(f"{BUDGET_KEY}={{pair}}",),
     off=(f"{BUDGET_KEY}={{all}}",),
     claims=(Claim("update_actor", "activations", lambda before, after: before.activation_bytes - after.activation_bytes),),
 )

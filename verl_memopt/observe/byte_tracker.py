@@ -254,6 +254,11 @@ def mark(kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) ->
         tracker.mark(kind, tensors, tier)
 
 
+def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
+    """Gives the storages under a tensor, those of its inner tensors where it wraps some."""
+    return [storage for storage, _ in _storages([tensor])]
+
+
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):

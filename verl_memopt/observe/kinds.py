@@ -7,15 +7,22 @@ from contextlib import contextmanager
 
 import torch
 
-from verl_memopt.observe.byte_tracker import active_tracker, mark, scope
+from verl_memopt.observe.byte_tracker import HOST, active_tracker, declare_host, mark, scope, storages_of
 
 
 @contextmanager
-def optimizer_scope(optimizer: torch.optim.Optimizer) -> Iterator[None]:
-    """Labels what ``step()`` allocates inside ``optimizer scratch``, and the state it leaves behind ``optimizer``."""
-    with scope(kind="optimizer scratch"):
+def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> Iterator[None]:
+    """Labels what ``step()`` allocates inside ``optimizer scratch``, and the state it leaves behind ``optimizer``.
+
+    on_host: the step runs on the host, and its state stays there.
+    """
+    with scope(kind="optimizer scratch", tier=HOST if on_host else None):
         yield
-    mark("optimizer", state_tensors(optimizer))
+    if on_host:
+        for tensor in state_tensors(optimizer):
+            for storage in storages_of(tensor):
+                declare_host(storage)
+    mark("optimizer", state_tensors(optimizer), HOST if on_host else None)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:

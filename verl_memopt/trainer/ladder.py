@@ -133,7 +133,7 @@ def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settin
         "data.max_prompt_length": work.prompt, "data.max_response_length": work.response,
         "actor_rollout_ref.model.path": folder, "actor_rollout_ref.actor.ppo_mini_batch_size": work.rows // work.group,
         "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.use_kl_loss": True,
-        "actor_rollout_ref.actor.use_torch_compile": False,
+        "actor_rollout_ref.actor.use_torch_compile": False, "actor_rollout_ref.actor.optim.clip_grad": None,
         "actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.n": work.group,
         "actor_rollout_ref.rollout.dtype": "fp32",
         "actor_rollout_ref.actor.fsdp_config.dtype": "fp32", "actor_rollout_ref.ref.fsdp_config.dtype": "fp32",
@@ -167,7 +167,7 @@ def steps(work: Work) -> list[Step]:
 
 
 def _pairs(overrides: Sequence[str], work: Work) -> Iterator[tuple[str, str]]:
-    sizes = {"{row}": work.row_tokens, "{all}": work.rows * work.row_tokens}
+    sizes = {"{pair}": 2 * work.row_tokens, "{all}": work.rows * work.row_tokens}
     for override in overrides:
         key, text = override.split("=", 1)
         yield key, str(sizes.get(text, text))
@@ -335,7 +335,7 @@ def climb(model: str, work: Work, extra: Sequence[str] = (), only: Sequence[str]
         logger.info("ladder: %s", step.knob)
         rung = measure(folder, work, step.knob, step.overrides, extra)
         at = shapes(folder, work, [*step.overrides, *extra])
-        if step.base:
+        if step.base in done:
             base, before = done[step.base]
             rung = with_savings(rung, base, before, at)
         done[step.knob] = rung, at

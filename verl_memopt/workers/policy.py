@@ -94,7 +94,7 @@ class Policy:
         metrics = self.accumulate(micro_batches, counts, temperature)
         metrics["actor/grad_norm"] = self.clip()
         metrics["actor/lr"] = torch.tensor(learning_rate)
-        with optimizer_scope(self.optimizer):
+        with optimizer_scope(self.optimizer, on_host=self.actor.fsdp_config.offload_policy):
             self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()

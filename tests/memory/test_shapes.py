@@ -1,0 +1,62 @@
+import dataclasses
+
+import pytest
+
+from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import ActorRolloutRef
+from verl_memopt.memory.shapes import Shapes, width
+
+SHAPES = Shapes(
+    settings=ActorRolloutRef(), layers=4, hidden=8, mlp=16, heads=4, kv_heads=2, head_dim=2, vocab=100, params=5000,
+    block_params=1000, tied=True, tokens=10, responses=3,
+)  # fmt: skip
+
+
+def having(**model):
+    actor = replaced(SHAPES.settings.actor, {"fsdp_config": replaced(SHAPES.settings.actor.fsdp_config, {"dtype": "fp32"})})
+    base = {"enable_gradient_checkpointing": False, **model}
+    settings = replaced(SHAPES.settings, {"actor": actor, "model": replaced(SHAPES.settings.model, base)})
+    return dataclasses.replace(SHAPES, settings=settings)
+
+
+@pytest.mark.parametrize(("dtype", "expected"), [("fp32", 4), ("float32", 4), ("bf16", 2), ("bfloat16", 2), ("fp16", 2)])
+def test_the_width_of_every_spelling(dtype, expected):
+    assert width(dtype) == expected
+
+
+def test_a_block_keeps_three_numbers_a_norm_and_one_a_product():
+    # 10 tokens; norms of 8, 8, 4 x 2 and 2 x 2; values, attention and four of the MLP's width.
+    assert having().block_bytes == 10 * 4 * (3 * (8 + 8 + 8 + 4) + (4 + 8 + 4 * 16))
+
+
+def test_activations_with_and_without_checkpointing_and_offload():
+    block, given = having().block_bytes, 10 * 8 * 4
+    passing = 2 * 10 * 16 * 4 + 2 * given
+    assert having().activation_bytes == 4 * block + passing
+    on = {"enable_gradient_checkpointing": True}
+    assert having(**on).activation_bytes == 3 * given + block + passing
+    moved = having(**on, enable_activation_offload=True, activation_offload_in_flight=1)
+    assert moved.activation_bytes == given + block + passing
+
+
+def test_moments_follow_the_masters_unless_they_have_a_dtype_of_their_own():
+    def state(model_dtype, state_dtype):
+        actor = SHAPES.settings.actor
+        fsdp = replaced(actor.fsdp_config, {"model_dtype": model_dtype})
+        optim = replaced(actor.optim, {"state_dtype": state_dtype})
+        actor = replaced(actor, {"fsdp_config": fsdp, "optim": optim})
+        return dataclasses.replace(SHAPES, settings=replaced(SHAPES.settings, {"actor": actor})).state_bytes
+
+    assert state("fp32", None) == 8
+    assert state("bfloat16", None) == 4
+    assert state("bfloat16", "fp32") == 8
+    assert state("fp32", "int8") == 2 * 260 / 256
+
+
+def test_linear_layers_of_a_block_are_four_of_attention_and_three_of_the_mlp():
+    assert SHAPES.linear_params == 4 * (8 * 8 + 2 * 8 * 4 + 8 * 8 + 3 * 8 * 16)
+
+
+def test_the_reference_is_the_policy_with_lora():
+    assert having().reference_bytes == 5000 * 4
+    assert having(lora_rank=4).reference_bytes == 0
