@@ -14,9 +14,8 @@ from verl_memopt.config.schema import Actor, Model, TrainedFsdp
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import join_process_group, training_mesh
-from verl_memopt.memory.token_budget import pack
 from verl_memopt.models.build import named_weights
-from verl_memopt.models.pack import pack_groups
+from verl_memopt.trainer.passes import Budget
 from verl_memopt.workers.policy import Policy
 from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batch
 
@@ -25,46 +24,23 @@ KEY = "actor_rollout_ref.actor"
 
 def build_ours_no_sharing(job: Job) -> Side:
     """Gives the project's update with the prompt computed once per answer."""
-    batch = to_batch(job)
-    cuts = _rows_by_budget(job, batch)
-    return _side(job, [micro_batch(batch, rows) for rows in cuts])
+    return _side(job, cut(job, shared=False))
 
 
 def build_ours(job: Job) -> Side:
     """Gives the project's update with each prompt computed once for the answers to it in a micro-batch."""
+    return _side(job, cut(job, shared=True))
+
+
+def cut(job: Job, shared: bool) -> list[MicroBatch]:
+    """Gives the micro-batches as the trainer cuts and packs them; without a budget, of the rows that the others take."""
     batch = to_batch(job)
-    return _side(job, [shared_micro_batch(batch.select(rows)) for rows in _shared_rows_by_budget(job)])
-
-
-def shared_micro_batch(batch: RolloutBatch) -> MicroBatch:
-    """Gives all rows of a batch as one micro-batch, those of a group with one prompt."""
-    prompts, responses = batch.prompts, batch.responses
-    pack = pack_groups(prompts.flat, prompts.sizes(), responses.flat, responses.sizes(), batch.group.tolist())
-    return MicroBatch(pack, advantages=batch.advantages)
-
-
-def _shared_rows_by_budget(job: Job) -> list[list[int]]:
-    """Gives rows in order, as many as the budget holds; a group cut in two brings its prompt twice."""
     if job.work.token_budget is None:
-        return [list(rows) for rows in job.cuts()]
-    bins: list[list[int]] = []
-    room = 0
-    for row, answer in enumerate(job.batch.answers):
-        prompt, tokens = len(job.batch.prompt_of(row)), len(answer) - 1
-        opens = not bins or bins[-1][-1] // job.work.k != row // job.work.k
-        need = tokens + (prompt if opens else 0)
-        if need > room:
-            bins.append([])
-            room, need = job.work.token_budget, prompt + tokens
-        bins[-1].append(row)
-        room -= need
-    return bins
-
-
-def _rows_by_budget(job: Job, batch: RolloutBatch) -> list[list[int]]:
-    if job.work.token_budget is None:
-        return [list(rows) for rows in job.cuts()]
-    return pack(batch.computed_tokens(), job.work.token_budget)
+        rows = [list(some) for some in job.cuts()]
+    else:
+        budget = Budget(True, job.work.token_budget, None, f"{KEY}.ppo_max_token_len_per_gpu", shared)
+        rows = budget.micro_batches(batch.row_tokens(shared), [str(row) for row in range(batch.num_rows)])
+    return [micro_batch(batch, some, shared) for some in rows]
 
 
 def _side(job: Job, micro_batches: Sequence[MicroBatch]) -> Side:

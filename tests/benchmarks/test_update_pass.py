@@ -8,7 +8,7 @@ from benchmarks.update_pass import contest
 from benchmarks.update_pass.__main__ import main
 from benchmarks.update_pass.contest import Row, WrongGradientError, difference, in_turns, make_job, run
 from benchmarks.update_pass.naive import reference
-from benchmarks.update_pass.ours import build_ours_no_sharing, shared_micro_batch, to_batch
+from benchmarks.update_pass.ours import build_ours_no_sharing, cut
 from benchmarks.update_pass.sides import Side, plain_model
 from benchmarks.update_pass.table import ratios, render
 from benchmarks.update_pass.work import WORKLOADS, Batch, Workload, make_batch, shrunk
@@ -98,8 +98,9 @@ def test_half_precision_is_reported_and_not_judged(folder):
 
 def test_a_shared_micro_batch_holds_each_prompt_once(folder):
     job, _ = make_job(dataclasses.replace(WORK, spread=0.0), folder, False, CPU)
-    shared = shared_micro_batch(to_batch(job))
-    assert shared.pack.input_ids.shape == (1, 2 * (9 + 3 * (4 - 1)))
+    budget = 2 * (9 + 3 * (4 - 1))
+    (shared,) = cut(dataclasses.replace(job, work=dataclasses.replace(job.work, token_budget=budget)), shared=True)
+    assert shared.pack.input_ids.shape == (1, budget)
     assert shared.pack.targets.tolist() == [token for answer in job.batch.answers for token in answer]
 
 
