@@ -1,7 +1,7 @@
 # make train   set up and train the tiny model on the toy task (a real model on a GPU)
 # make test    set up, lint, check types, run the tests
 # make proofs  the slow proofs (kill -9, many seeds)
-# make docs    docs/configuration.md from the settings, and the site
+# make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
 .PHONY: setup train test lint types proofs docs clean
 .DEFAULT_GOAL := help
@@ -32,9 +32,10 @@ proofs: setup
 
 docs: setup
 	.venv/bin/python -m verl_memopt.config.document > docs/configuration.md
+	.venv/bin/python -m verl_memopt.memory.document > docs/memory.md
 	@if [ -x .venv/bin/mkdocs ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict && echo "the site: build/docs/index.html"; \
 	else echo "For the site as well: .venv/bin/pip install -e '.[docs]', then make docs again"; fi
 
 clean:
-	rm -rf .venv runs checkpoints outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-peers runs checkpoints outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

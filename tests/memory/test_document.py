@@ -1,3 +1,5 @@
+from pathlib import Path
+
 import pytest
 
 from verl_memopt.memory.document import page
@@ -36,3 +38,8 @@ def test_the_page_ends_with_the_three_kinds_of_running_out(sections):
     (last,) = list(sections)[len(ENTRIES) :]
     assert last.startswith("Troubleshooting")
     assert all(f"**{kind}" in sections[last] for kind in ("In training", "In rollout", "On the host"))
+
+
+def test_the_page_in_the_documentation_is_this_one():
+    committed = Path(__file__).parents[2] / "docs" / "memory.md"
+    assert committed.read_text() == page(), "make docs writes it"

@@ -36,7 +36,7 @@ def test_a_branch_adds_its_knob_to_the_rung_it_names():
 
 def test_every_knob_that_an_update_can_show_is_a_rung_or_a_branch():
     shown = {*CLIMB, *BRANCHES}
-    assert {entry.name for entry in index()} - shown == {"limits"}
+    assert {entry.name for entry in index()} - shown == {"limits", "profiles"}
     assert all(entry.on and entry.off for entry in index() if entry.name in shown)
 
 

@@ -187,4 +187,8 @@ def _gib(num_bytes: int) -> str:
     return f"{num_bytes / GIB:.3g}"
 
 
-KNOB = Knob(name="limits", keys=(KEY, "memory.host_limit_gb", "memory.pinned_limit_gb"))
+KNOB = Knob(
+    name="limits",
+    keys=(KEY, "memory.host_limit_gb", "memory.pinned_limit_gb"),
+    besides=("ALLOCATOR=tcmalloc", "ALLOCATOR=jemalloc", "PYTORCH_ALLOC_CONF"),
+)

@@ -37,10 +37,13 @@ def page() -> str:
 
 
 def _section(entry: Entry) -> str:
-    keys = "\n".join(f"| `{key}` | `{_default(entry.defaults[key])}` |" for key in entry.keys)
+    rows = [f"| `{key}` | `{_default(entry.defaults[key])}` |" for key in entry.keys] + [
+        f"| `{name}` | |" for name in entry.besides
+    ]
+    keys = "\n".join(rows)
     refuses = "".join(f"- Refuses `{refusal.setting}`: {refusal.reason}\n" for refusal in entry.refuses)
     return (
-        f"## {entry.name}\n\n{entry.title}\n\n| key | default |\n|---|---|\n{keys}\n\n"
+        f"## {entry.name}\n\n{entry.title}\n\n| key or variable | default |\n|---|---|\n{keys}\n\n"
         f"- **Saves:** {entry.saves}\n- **Costs:** {entry.costs}\n- **Pairs with:** {entry.pairs}\n{refuses}"
     )
 

@@ -37,6 +37,8 @@ class Knob:
     """Short name, in the order of the ladder."""
     keys: tuple[str, ...]
     """Every key of the settings that turns it."""
+    besides: tuple[str, ...] = ()
+    """What turns it and is no key: a choice of a settings group, or an environment variable."""
     on: tuple[str, ...] = ()
     """Overrides that switch it on in the ladder. ``{pair}`` stands for the tokens of two of its rows."""
     off: tuple[str, ...] = ()

@@ -42,7 +42,7 @@ LADDER = (
     "rollout_memory",
     "load_mode",
     "limits",
-    "allocators",
+    "profiles",
 )
 """The order in which knobs are listed: what costs least first, within training, then the engine, then the host."""
 
@@ -56,6 +56,7 @@ class Entry:
     """First sentence of the file's docstring."""
     keys: tuple[str, ...]
     defaults: dict[str, Any]
+    besides: tuple[str, ...]
     saves: str
     costs: str
     pairs: str
@@ -102,6 +103,7 @@ def _entry(module: Any, knob: Knob) -> Entry:
         title=text[""],
         keys=knob.keys,
         defaults={key: value_at(settings, key) for key in knob.keys},
+        besides=knob.besides,
         saves=text["Saves"],
         costs=text["Costs"],
         pairs=text["Pairs with"],

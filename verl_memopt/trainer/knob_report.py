@@ -24,6 +24,8 @@ def print_index(entries: Sequence[Entry], console: Console) -> None:
         console.print(f"[bold]{entry.name}[/bold]  {_escaped(entry.title)}", highlight=False)
         for key in entry.keys:
             console.print(f"  {key} = {_escaped(str(entry.defaults[key]))}", highlight=False)
+        for name in entry.besides:
+            console.print(f"  {_escaped(name)}", highlight=False)
         for head, text in (("saves", entry.saves), ("costs", entry.costs), ("pairs with", entry.pairs)):
             console.print(f"  {head + ':':12} {_escaped(text)}", highlight=False)
         for refusal in entry.refuses:
