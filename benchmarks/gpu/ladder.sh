@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# The ladder of memory knobs on the shapes of Qwen3-0.6B, under the limit of a 32 GB card, on whatever GPU there is.
+# Writes ladder.json, ladder.txt, ladder.png and machine.txt to OUT (default: docs/evidence/<date>-ladder-<device>).
+# Without a GPU it runs on the CPU: make it small then, for example
+#   LAYERS=2 VOCABULARY=2048 PROMPT=64 RESPONSE=16 OUT=/tmp/ladder bash benchmarks/gpu/ladder.sh
+# Settings of every rung go at the end of the command line.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+SHAPE=${SHAPE:-qwen3-0.6b}
+ROWS=${ROWS:-8}
+PROMPT=${PROMPT:-1024}
+RESPONSE=${RESPONSE:-256}
+LIMIT_GB=${LIMIT_GB:-32}
+DEVICE=$("$PYTHON" -c 'from verl_memopt.distributed.device import resolve_device; print(resolve_device("auto"))')
+OUT=${OUT:-docs/evidence/$(date +%Y-%m-%d)-ladder-$DEVICE}
+mkdir -p "$OUT"
+
+command=(
+    "$PYTHON" -m verl_memopt knobs --measure --shape "$SHAPE" ${LAYERS:+--layers "$LAYERS"} ${VOCABULARY:+--vocabulary "$VOCABULARY"}
+    --rows "$ROWS" --prompt "$PROMPT" --response "$RESPONSE" ${ONLY:+--only $ONLY} --json "$OUT/ladder.json" --png "$OUT/ladder.png"
+    memory.device_limit_gb="$LIMIT_GB" "$@"
+)
+{
+    date -u +"%Y-%m-%d %H:%M UTC"
+    git rev-parse HEAD 2>/dev/null || true
+    printf '%q ' "${command[@]}"; echo
+    "$PYTHON" -c 'import platform, torch, transformers; print("python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)'
+    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null || echo "no GPU: CPU, $(nproc) cores"
+} > "$OUT/machine.txt"
+"${command[@]}" | tee "$OUT/ladder.txt"

@@ -1,0 +1,31 @@
+"""The scripts that measure on a GPU, run on the CPU on small shapes: what only a GPU changes is the figures."""
+
+import json
+import subprocess
+import sys
+
+from tests.end_to_end.runs import ROOT, environment
+
+SMALL = {"LAYERS": "2", "VOCABULARY": "1024", "ROWS": "2", "PROMPT": "16", "RESPONSE": "8", "PYTHON": sys.executable}
+
+
+def test_the_ladder_script_leaves_table_json_picture_and_what_it_ran_on(tmp_path):
+    env = environment(**SMALL, OUT=str(tmp_path / "out"), ONLY="chunked_logprob")
+    command = ["bash", "benchmarks/gpu/ladder.sh", "actor_rollout_ref.actor.optim.bucket_megabytes=1"]
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    out = tmp_path / "out"
+    ladder = json.loads((out / "ladder.json").read_text())
+    assert [rung["knob"] for rung in ladder["rungs"]] == ["all off", "chunked_logprob"]
+    assert "memory.device_limit_gb=32" in (out / "machine.txt").read_text()
+    assert (out / "ladder.png").read_bytes().startswith(b"\x89PNG")
+    assert "chunked_logprob" in (out / "ladder.txt").read_text()
+
+
+def test_a_limit_that_is_passed_ends_the_script_with_its_error(tmp_path):
+    env = environment(**SMALL, OUT=str(tmp_path / "out"), ONLY="chunked_logprob", LIMIT_GB="0.001")
+    process = subprocess.run(["bash", "benchmarks/gpu/ladder.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert process.returncode not in (0, None)
+    assert "out of device memory at" in process.stderr
+    assert "of 0.001 GiB" in process.stderr
+    assert not (tmp_path / "out" / "ladder.json").exists()
