@@ -2,57 +2,11 @@
 # GRPO on one GPU, or several with NGPUS_PER_NODE. Without a GPU and without MODEL_PATH: the tiny model on the toy task, on the CPU.
 # Any setting can be overridden on the command line, for example:
 #   bash examples/memory_optimization/run_grpo.sh actor_rollout_ref.rollout.n=16 trainer.total_training_steps=20
+# or by a variable: MODEL_PATH, TRAIN_FILES, VAL_FILES, ROLLOUT_N, ACTOR_LR, NGPUS_PER_NODE, ... (all of them in train.sh).
 set -xeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
-. examples/memory_optimization/allocator.sh
 
-############################ user-adjustable ############################
-PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
-DEVICE=${DEVICE:-auto}
-HAS_GPU=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
-NNODES=${NNODES:-1}
-NGPUS_PER_NODE=${NGPUS_PER_NODE:-1}
-if [ -z "${MODEL_PATH:-}" ] && { [ "$DEVICE" = cpu ] || [ "$HAS_GPU" = 0 ]; }; then
-    recipe=toy_grpo
-    toy_dir=${TOY_DIR:-runs/toy_seed${SEED:-0}}
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
-    "$PYTHON" -m verl_memopt toy "$toy_dir" --seed "${SEED:-0}"
-    model_path=$toy_dir/model
-    train_files=${TRAIN_FILES:-$toy_dir/train.parquet}
-    val_files=${VAL_FILES:-$toy_dir/val.parquet}
-else
-    recipe=gsm8k_grpo
-    model_path=${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}
-    train_files=${TRAIN_FILES:-data/gsm8k/train.parquet}
-    val_files=${VAL_FILES:-data/gsm8k/test.parquet}
-    if [ ! -e "$train_files" ] && [ -z "${TRAIN_FILES:-}" ]; then
-        "$PYTHON" recipe/rloo/prepare_gsm8k.py --hub openai/gsm8k --out data/gsm8k
-    fi
-fi
-#########################################################################
-
-DATA=(data.train_files="$train_files" data.val_files="$val_files")
-MODEL=(actor_rollout_ref.model.path="$model_path")
-TRAINER=(trainer.device="$DEVICE" trainer.nnodes="$NNODES" trainer.n_gpus_per_node="$NGPUS_PER_NODE")
-# Each of these is passed on only when its variable is set; otherwise the recipe decides.
-OPTIONAL=(
-    ${SEED:+data.seed="$SEED" trainer.experiment_name="${recipe}_seed$SEED"}
-    ${TRAIN_BATCH_SIZE:+data.train_batch_size="$TRAIN_BATCH_SIZE"}
-    ${PPO_MINI_BATCH_SIZE:+actor_rollout_ref.actor.ppo_mini_batch_size="$PPO_MINI_BATCH_SIZE"}
-    ${MAX_PROMPT_LENGTH:+data.max_prompt_length="$MAX_PROMPT_LENGTH"}
-    ${MAX_RESPONSE_LENGTH:+data.max_response_length="$MAX_RESPONSE_LENGTH"}
-    ${PPO_MAX_TOKEN_LEN_PER_GPU:+actor_rollout_ref.actor.ppo_max_token_len_per_gpu="$PPO_MAX_TOKEN_LEN_PER_GPU"}
-    ${ACTOR_LR:+actor_rollout_ref.actor.optim.lr="$ACTOR_LR"}
-    ${KL_COEF:+actor_rollout_ref.actor.kl_loss_coef="$KL_COEF"}
-    ${ROLLOUT_N:+actor_rollout_ref.rollout.n="$ROLLOUT_N"}
-    ${ROLLOUT_TP:+actor_rollout_ref.rollout.tensor_model_parallel_size="$ROLLOUT_TP"}
-    ${ROLLOUT_GPU_MEM_UTIL:+actor_rollout_ref.rollout.gpu_memory_utilization="$ROLLOUT_GPU_MEM_UTIL"}
-    ${TOTAL_EPOCHS:+trainer.total_epochs="$TOTAL_EPOCHS"}
-    ${SAVE_FREQ:+trainer.save_freq="$SAVE_FREQ"}
-    ${TEST_FREQ:+trainer.test_freq="$TEST_FREQ"}
-    ${PROJECT_NAME:+trainer.project_name="$PROJECT_NAME"}
-    ${EXPERIMENT_NAME:+trainer.experiment_name="$EXPERIMENT_NAME"}
-)
-
-"$PYTHON" -m verl_memopt.trainer.main_ppo --config-dir recipe/rloo --config-name "$recipe" \
-    "${DATA[@]}" "${MODEL[@]}" "${TRAINER[@]}" "${OPTIONAL[@]}" "$@"
+toy_recipe=toy_grpo
+gsm8k_recipe=gsm8k_grpo
+kl_key=actor_rollout_ref.actor.kl_loss_coef
+. examples/memory_optimization/train.sh
