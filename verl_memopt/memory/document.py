@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 
-from verl_memopt.memory.knobs import Entry, index
+from verl_memopt.memory.knobs import Entry, in_yaml, index
 
 HEAD = """# Memory knobs
 
@@ -37,7 +37,7 @@ def page() -> str:
 
 
 def _section(entry: Entry) -> str:
-    rows = [f"| `{key}` | `{_default(entry.defaults[key])}` |" for key in entry.keys] + [
+    rows = [f"| `{key}` | `{in_yaml(entry.defaults[key])}` |" for key in entry.keys] + [
         f"| `{name}` | |" for name in entry.besides
     ]
     keys = "\n".join(rows)
@@ -45,14 +45,6 @@ def _section(entry: Entry) -> str:
     return (
         f"## {entry.name}\n\n{entry.title}\n\n| key or variable | default |\n|---|---|\n{keys}\n\n"
         f"- **Saves:** {entry.saves}\n- **Costs:** {entry.costs}\n- **Pairs with:** {entry.pairs}\n{refuses}"
-    )
-
-
-def _default(value: object) -> str:
-    return (
-        {None: "null", True: "true", False: "false"}.get(value, str(value))
-        if value is None or isinstance(value, bool)
-        else str(value)
     )
 
 

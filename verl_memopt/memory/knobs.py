@@ -86,6 +86,11 @@ def knob_named(name: str) -> Knob:
     return next(knob for module in _modules() for knob in _knobs(module) if knob.name == name)
 
 
+def in_yaml(value: object) -> str:
+    """Gives a default as a settings file writes it."""
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
 def _modules() -> list[Any]:
     names = sorted(info.name for info in pkgutil.iter_modules(verl_memopt.memory.__path__) if info.name not in NOT_KNOBS)
     return [importlib.import_module(f"verl_memopt.memory.{name}") for name in names]

@@ -9,7 +9,7 @@ from rich import box
 from rich.console import Console
 from rich.table import Table
 
-from verl_memopt.memory.knobs import Entry
+from verl_memopt.memory.knobs import Entry, in_yaml
 from verl_memopt.observe.drawing import KIND_COLOURS, colours, figure, save, style
 from verl_memopt.observe.phase import MIB
 from verl_memopt.trainer.ladder import Rung
@@ -21,16 +21,18 @@ KINDS = ("params", "grads", "optimizer", "activations", "logits")
 def print_index(entries: Sequence[Entry], console: Console) -> None:
     """Prints every knob with its keys, defaults, and what it saves, costs, pairs with and refuses."""
     for entry in entries:
-        console.print(f"[bold]{entry.name}[/bold]  {_escaped(entry.title)}", highlight=False)
-        for key in entry.keys:
-            console.print(f"  {key} = {_escaped(str(entry.defaults[key]))}", highlight=False)
-        for name in entry.besides:
-            console.print(f"  {_escaped(name)}", highlight=False)
-        for head, text in (("saves", entry.saves), ("costs", entry.costs), ("pairs with", entry.pairs)):
-            console.print(f"  {head + ':':12} {_escaped(text)}", highlight=False)
-        for refusal in entry.refuses:
-            console.print(f"  {'refuses:':12} {_escaped(refusal.setting)}: {_escaped(refusal.reason)}", highlight=False)
-        console.print()
+        table = Table.grid(padding=(0, 2, 0, 0))
+        table.add_column(no_wrap=True)
+        table.add_column()
+        rows = [("  keys", f"{key} = {in_yaml(entry.defaults[key])}") for key in entry.keys]
+        rows += [("  besides", name) for name in entry.besides]
+        rows = [(head if place == 0 or head != rows[place - 1][0] else "", text) for place, (head, text) in enumerate(rows)]
+        rows += [("  saves", entry.saves), ("  costs", entry.costs), ("  pairs with", entry.pairs)]
+        rows += [("  refuses", f"{refusal.setting}: {refusal.reason}") for refusal in entry.refuses]
+        for head, text in rows:
+            table.add_row(head, _escaped(text).replace("``", ""))
+        console.print(f"[bold]{entry.name}[/bold]", _escaped(entry.title), highlight=False)
+        console.print(table, "", highlight=False)
 
 
 def ladder_table(rungs: Sequence[Rung], all_off: Rung | None = None) -> Table:
