@@ -110,3 +110,22 @@ def test_plain_output_has_a_line_a_step_and_tables_of_80_columns(run):
         assert "mem_max_alloc_mb=" in line
     assert "\x1b" not in run[0].stdout
     assert max(len(line) for line in lines if "│" in line or "──" in line) <= 80
+
+
+def test_a_run_without_the_old_log_prob_pass_learns_the_same(toy, tmp_path):
+    """Three steps, on one worker and with groups in an order of their own; the seconds differ, and the pass is not there."""
+    found = {}
+    for choice in ("always", "auto"):
+        process = train(
+            toy, tmp_path / choice, *LOCAL, "trainer.total_training_steps=3", "trainer.val_before_train=false",
+            "trainer.save_freq=-1", "actor_rollout_ref.actor.shuffle=true", f"actor_rollout_ref.actor.old_log_prob_pass={choice}",
+        )  # fmt: skip
+        succeeded(process)
+        found[choice] = metrics(tmp_path / choice)
+    compared = ("actor/loss", "actor/grad_norm", "actor/ppo_kl", "critic/score/mean", "rollout/logprob_diff_mean")
+    for step, row in found["always"].items():
+        assert {name: found["auto"][step][name] for name in compared} == pytest.approx(
+            {name: row[name] for name in compared}, rel=1e-4, abs=1e-6
+        )
+    assert "timing_s/old_log_prob" in found["always"][2]
+    assert not [name for row in found["auto"].values() for name in row if "old_log_prob" in name]

@@ -14,7 +14,7 @@ from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.assemble import prepare, reward_processes, workers
 from verl_memopt.trainer.experience import Answers, to_batch
-from verl_memopt.trainer.step import Stepper, budgets, same_distribution
+from verl_memopt.trainer.step import Stepper, budgets, leaves_out_old_pass, same_distribution
 
 
 @contextmanager
@@ -91,6 +91,24 @@ def test_each_pass_may_have_a_budget_of_its_own(settled):
 def test_a_row_over_a_budget_is_told_under_the_key_of_its_pass(settled, which, key):
     with pytest.raises(ConfigError, match=f"{key}=40: rows:7 has 41 tokens"):
         budgets(settled())[which].micro_batches(RowTokens.alone([41]), ["rows:7"])
+
+
+@pytest.mark.parametrize(
+    ("more", "left_out"),
+    [
+        ({}, True),
+        ({f"{AR}.actor.old_log_prob_pass": "always"}, False),
+        ({f"{AR}.actor.ppo_epochs": 2}, False),
+        ({f"{AR}.actor.ppo_mini_batch_size": 1}, False),
+        ({"algorithm.use_kl_in_reward": True}, False),
+        ({f"{AR}.actor.calculate_entropy": True}, False),
+        ({f"{AR}.actor.use_kl_loss": True}, True),
+    ],
+)
+def test_the_old_pass_is_left_out_where_one_update_follows_a_rollout_and_nothing_else_reads_it(settled, more, left_out):
+    batch = settled().data.train_batch_size
+    given = {f"{AR}.actor.old_log_prob_pass": "auto", f"{AR}.actor.ppo_mini_batch_size": batch, **more}
+    assert leaves_out_old_pass(settled(given)) is left_out
 
 
 # Mini-batches.

@@ -183,6 +183,19 @@ def test_an_on_policy_batch_needs_no_old_log_probs(tiny_folder, one_rank):
         torch.testing.assert_close(one, whole_of(parameter.grad), rtol=1e-5, atol=1e-7)
 
 
+def test_a_step_without_old_log_probs_gives_those_it_found_and_the_metrics_of_a_step_with_them(tiny_folder, one_rank):
+    actor = dataclasses.replace(ACTOR, use_kl_loss=False)
+    whole = batch()
+    whole.old_log_probs = policy_for(tiny_folder, one_rank, 1, actor=actor).score(whole, [range(16)], 0.9, False).log_probs
+    with_old = policy_for(tiny_folder, one_rank, 1, actor=actor).update([shares(whole, 1, SMALL)[0]], 0.9)
+    expected, whole.old_log_probs = whole.old_log_probs, None
+    found = policy_for(tiny_folder, one_rank, 1, actor=actor).update_on_policy(shares(whole, 1, SMALL)[0], 0.9)
+    torch.testing.assert_close(found.log_probs, expected, rtol=0, atol=2e-6)
+    assert found.metrics.keys() == with_old.keys()
+    for name, value in with_old.items():
+        assert found.metrics[name] == pytest.approx(value, rel=1e-5, abs=1e-6), name
+
+
 def test_a_step_clips_the_gradient_and_moves_every_parameter(tiny_folder, one_rank):
     policy = policy_for(tiny_folder, one_rank, 1)
     before = {name: whole_of(p).detach().clone() for name, p in named_weights(policy.model)}

@@ -22,6 +22,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     f"{_AR}.actor.strategy": ("fsdp2",),
     f"{_AR}.actor.fsdp_config.gradient_sync": ("every", "last"),
     f"{_AR}.actor.policy_loss.loss_mode": ("vanilla", "sequence", "gspo"),
+    f"{_AR}.actor.old_log_prob_pass": ("always", "auto"),
     f"{_AR}.actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     f"{_AR}.actor.kl_loss_type": _KL + tuple(f"{name}+" for name in _KL),
     f"{_AR}.actor.optim.lr_scheduler_type": ("constant", "cosine"),

@@ -13,7 +13,7 @@ from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.checks import needs_reference
 from verl_memopt.config.schema import Settings
-from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.feed import PromptFeed, StepPrompts
 from verl_memopt.errors import RolloutError
@@ -63,6 +63,7 @@ class Stepper:
         encoder = PromptEncoder(copy.deepcopy(job.site.tokenizer), data.max_prompt_length, data.truncation)
         self.feed = PromptFeed(job.loader, n, job.settings.algorithm.expansion, encoder)
         self.update_budget, self.old_budget, self.ref_budget = budgets(job.settings)
+        self.on_policy = leaves_out_old_pass(job.settings)
 
     def run(self, step: int) -> StepResult:
         """Runs step number ``step`` and gives what it leaves.
@@ -76,12 +77,14 @@ class Stepper:
         batch = to_batch(answers, self.settings.actor_rollout_ref.rollout.n)
         names = [f"{row.address} (sample of step {step})" for row in answers.rows]
         batch, entropy = self.log_probs(batch, names)
-        metrics = self.compare_log_probs(batch, step)
+        metrics = {} if self.on_policy else self.compare_log_probs(batch, step)
         with self.crew.clock.phase("adv"):
             scores = torch.tensor([result.score for result in results], dtype=torch.float32)
             found = advantages(batch, scores, names, self.settings.algorithm, self.kl_control)
             batch.advantages = found.per_token
         metrics |= self.update(batch, names, step)
+        if self.on_policy:
+            metrics |= self.compare_log_probs(batch, step)
         self.crew.all("update_weights", "update_weights")
         metrics |= self._describe(batch, scores, found, entropy, results)
         if self.settings.data.truncation != "error":
@@ -107,12 +110,16 @@ class Stepper:
         return Answers(rows, taken.prompt_ids, generation, texts)
 
     def log_probs(self, batch: RolloutBatch, names: Sequence[str]) -> tuple[RolloutBatch, Tensor | None]:
-        """Adds the policy's log-probs before the update and, where a KL is asked for, the reference's."""
-        even_out = self.settings.trainer.balance_batch
+        """Adds the policy's log-probs before the update and, where a KL is asked for, the reference's.
+
+        Strictly on-policy the update finds the first by itself, and they are added then.
+        """
+        even_out, entropy = self.settings.trainer.balance_batch, None
         with_entropy = self.settings.actor_rollout_ref.actor.calculate_entropy
-        batch.old_log_probs, entropy = scored(
-            self.crew, "old_log_prob", "old_log_probs", batch, self.old_budget, names, even_out, with_entropy
-        )
+        if not self.on_policy:
+            batch.old_log_probs, entropy = scored(
+                self.crew, "old_log_prob", "old_log_probs", batch, self.old_budget, names, even_out, with_entropy
+            )
         if needs_reference(self.settings):
             batch.ref_log_probs, _ = scored(self.crew, "ref", "ref_log_probs", batch, self.ref_budget, names, even_out)
         return batch, entropy
@@ -159,7 +166,7 @@ class Stepper:
             for rows in minis:
                 for rank, mini in enumerate(self.mini_batches(batch, rows, names)):
                     per_rank[rank].append(mini)
-        answers = self.crew.each("update_actor", "update_actor", [(minis,) for minis in per_rank])
+        answers = self._updated(batch, per_rank, rows)
         same = ("actor/grad_norm", "actor/lr")
         metrics = {name: answers[0][name] if name in same else sum(answer[name] for answer in answers) for name in answers[0]}
         if not torch.isfinite(torch.tensor(metrics["actor/grad_norm"])):
@@ -171,11 +178,31 @@ class Stepper:
             metrics["actor/kl_coef"] = actor.kl_loss_coef
         return metrics
 
+    def _updated(
+        self, batch: RolloutBatch, per_rank: Sequence[Sequence[MiniBatch]], last_rows: Sequence[int]
+    ) -> list[dict[str, float]]:
+        """Takes each rank's optimizer steps and gives its metrics; strictly on-policy ``batch`` gets its log-probs.
+
+        last_rows: of the last mini-batch, which on-policy is the only one.
+        """
+        if not self.on_policy:
+            return self.crew.each("update_actor", "update_actor", [(minis,) for minis in per_rank])
+        answers = self.crew.each("update_actor", "update_on_policy", [tuple(minis) for minis in per_rank])
+        shares = self.shares(batch, last_rows)
+        found = [(own, answer.log_probs) for own, answer in zip(shares, answers, strict=True)]
+        batch.old_log_probs = scatter_tokens(found, batch.responses.sizes())
+        return [answer.metrics for answer in answers]
+
+    def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
+        """Gives each rank's rows of an update's mini-batch."""
+        tokens = batch.row_tokens(self.update_budget.shared)
+        return rows_per_rank(tokens, rows, self.crew.world_size, self.settings.trainer.balance_batch)
+
     def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
         """Gives each rank's share of one mini-batch."""
         tokens, sizes = batch.row_tokens(self.update_budget.shared), batch.responses.sizes()
         counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
-        shares = rows_per_rank(tokens, rows, self.crew.world_size, self.settings.trainer.balance_batch)
+        shares = self.shares(batch, rows)
         micro = cut_ranks([tokens.select(own) for own in shares], [[names[r] for r in own] for own in shares], self.update_budget)
         return [MiniBatch(batch.select(own), bins, counts) for own, bins in zip(shares, micro, strict=True)]
 
@@ -225,6 +252,14 @@ def budgets(settings: Settings) -> tuple[Budget, Budget, Budget]:
         "ref", ref.log_prob_use_dynamic_bsz, ref.log_prob_max_token_len_per_gpu, ref.log_prob_micro_batch_size_per_gpu
     )
     return update, old, reference
+
+
+def leaves_out_old_pass(settings: Settings) -> bool:
+    """Says whether the pass for old log-probs is left out: what it gives, the forward of the only optimizer step gives too."""
+    actor, batch = settings.actor_rollout_ref.actor, settings.data.train_batch_size
+    once = actor.ppo_epochs == 1 and batch == actor.ppo_mini_batch_size
+    needed = settings.algorithm.use_kl_in_reward or actor.calculate_entropy
+    return actor.old_log_prob_pass == "auto" and once and not needed
 
 
 def same_distribution(settings: Settings) -> bool:

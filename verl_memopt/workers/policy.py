@@ -13,7 +13,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Actor
-from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.memory.activation_offload import ActivationOffload
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.optimizer_in_backward import StepInBackward
@@ -38,6 +38,14 @@ class MiniBatch:
     counts: GlobalCounts
 
 
+@dataclass(frozen=True)
+class Updated:
+    """What an optimizer step gives that is its own old-log-prob pass. log_probs: fp32 [R] on the host, in batch order."""
+
+    metrics: dict[str, float]
+    log_probs: Tensor
+
+
 class Policy:
     """The trained model. All ranks call the same methods in the same order."""
 
@@ -59,6 +67,7 @@ class Policy:
         self.world_size = world_size
         trained, fsdp = [parameter for parameter in model.parameters() if parameter.requires_grad], actor.fsdp_config
         self.optimizer = build_optimizer(trained, actor.optim, fsdp.optimizer_offload, fsdp.seed)
+        self._found: list[Tensor] | None = None
         self.in_backward = None
         if actor.optim.in_backward:
             assert isinstance(self.optimizer, BucketedAdamW), type(self.optimizer)
@@ -87,6 +96,14 @@ class Policy:
         if self.offload is not None:
             metrics["memory/activation_offload/bytes_moved"] = float(self.offload.take_bytes_moved())
         return metrics
+
+    def update_on_policy(self, mini: MiniBatch, temperature: float) -> Updated:
+        """Takes one optimizer step on a batch without old log-probs and gives, beside its metrics, those it found."""
+        assert mini.batch.old_log_probs is None
+        self._found = []
+        metrics = self.update([mini], temperature)
+        parts, self._found = self._found, None
+        return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
 
     def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Takes one optimizer step and gives its metrics as tensors; nothing here waits for the device."""
@@ -137,6 +154,8 @@ class Policy:
         objective = Objective(micro, counts, self.actor)
         ahead = objective.token_gradient(self.world_size)
         log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, ahead)
+        if self._found is not None:
+            self._found.append(log_probs.detach())
         return objective.loss(log_probs, entropy)
 
 

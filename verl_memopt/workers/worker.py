@@ -37,7 +37,7 @@ from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, b
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.workers.group import Placement
-from verl_memopt.workers.policy import MiniBatch, Policy
+from verl_memopt.workers.policy import MiniBatch, Policy, Updated
 from verl_memopt.workers.scorer import Scores, build_scorer, materialize, materialize_mapped, quantization_error, score_batch
 
 logger = logging.getLogger(__name__)
@@ -159,6 +159,11 @@ class Worker:
         """Takes one optimizer step per mini-batch."""
         assert self.policy is not None
         return self.policy.update(mini_batches, self._temperature)
+
+    def update_on_policy(self, mini: MiniBatch) -> Updated:
+        """Takes one optimizer step whose own forward gives the old log-probs."""
+        assert self.policy is not None
+        return self.policy.update_on_policy(mini, self._temperature)
 
     def save(self, folder: str, contents: Sequence[str]) -> None:
         """Writes this rank's part of a checkpoint into ``folder``; with hf_model also a Hugging Face folder.
