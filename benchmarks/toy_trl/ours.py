@@ -32,6 +32,8 @@ def _work(plan: Plan) -> list[str]:
         f"data.seed={plan.seed}",
         f"actor_rollout_ref.model.path={task / 'model'}",
         "actor_rollout_ref.model.enable_gradient_checkpointing=false",
+        # TRL computes old log-probs in every step of this task, so both do.
+        f"{actor}.old_log_prob_pass=always",
         f"{actor}.ppo_mini_batch_size={WORK.prompts}",
         f"{actor}.ppo_micro_batch_size_per_gpu={contestant.rows_per_micro_batch}",
         f"{actor}.clip_ratio={WORK.clip_ratio}",

@@ -33,7 +33,7 @@ def test_the_summary_says_steps_seconds_validation_and_phases(run):
     assert summary["steps"] == 6
     assert summary["seconds"] > 0
     assert summary["validation_before"] <= 0.5 < summary["validation_after"]
-    for name in ("init", "gen", "old_log_prob", "update_actor", "update_weights", "testing", "save_checkpoint"):
+    for name in ("init", "gen", "update_actor", "update_weights", "testing", "save_checkpoint"):
         phase = summary["phases"][name]
         assert phase["seconds"] > 0
         assert phase["peak_allocated_bytes"] > 0
@@ -74,7 +74,7 @@ def test_the_run_folder_holds_settings_timeline_samples_and_charts(run):
         assert (run_dir / name).stat().st_size > 0, name
     with (run_dir / "memory_timeline.csv").open() as file:
         rows = list(csv.DictReader(file))
-    assert {row["phase"] for row in rows} >= {"init", "gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights"}
+    assert {row["phase"] for row in rows} >= {"init", "gen", "reward", "adv", "update_actor", "update_weights"}
     assert list((run_dir / "tensorboard").glob("events*"))
 
 

@@ -258,7 +258,7 @@ class Actor:
     """Pack micro-batches by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: int = 16384
     """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
-    old_log_prob_pass: str = "always"
+    old_log_prob_pass: str = "auto"
     """always, or auto: left out where the update's own forward gives the same log-probs, which is with one optimizer step a
     rollout and neither ``algorithm.use_kl_in_reward`` nor ``calculate_entropy``."""
     use_prefix_grouper: bool = True
