@@ -3,7 +3,7 @@ import dataclasses
 import pytest
 
 from verl_memopt.config.keys import replaced
-from verl_memopt.config.schema import ActorRolloutRef
+from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
 from verl_memopt.memory.shapes import Shapes, width
 
 SHAPES = Shapes(
@@ -60,3 +60,15 @@ def test_linear_layers_of_a_block_are_four_of_attention_and_three_of_the_mlp():
 def test_the_reference_is_the_policy_with_lora():
     assert having().reference_bytes == 5000 * 4
     assert having(lora_rank=4).reference_bytes == 0
+
+
+def test_tiles_take_the_peak_down_to_that_of_attention_and_no_further():
+    on = {"enable_gradient_checkpointing": True}
+    tiled = having(**on, tiled_mlp=TiledMlp(enabled=True, num_shards=2))
+    whole, attention = having(**on).activation_bytes, tiled.attention_bytes
+    # 10 tokens, the inputs of three other blocks, and two of the head's tensors of 3 responses.
+    assert attention == 4 * (3 * 10 * 8 + 10 * (4 * 8 + 8 * 8 + 6 * 4 + 2 * 2) + 2 * 3 * 8)
+    saved = 6 * 10 * 16 * 4 // 2 - 2 * 8 * 16 * 4 - 10 * 8 * 4 * 3 // 2
+    assert tiled.activation_bytes == max(whole - saved, attention)
+    many_heads = dataclasses.replace(tiled, heads=64)
+    assert many_heads.activation_bytes == many_heads.attention_bytes

@@ -28,6 +28,8 @@ class Shapes:
     """T, computed in the largest micro-batch."""
     responses: int
     """R, response tokens of that micro-batch."""
+    branch_tokens: int = 0
+    """Those of its computed tokens that are answers sharing a prompt."""
 
     @property
     def compute_bytes(self) -> int:
@@ -66,7 +68,18 @@ class Shapes:
         if model.enable_gradient_checkpointing and model.enable_activation_offload:
             others = min(self.layers - 1, model.activation_offload_in_flight) * self.input_bytes
         passing = 2 * self.tokens * self.mlp * self.compute_bytes + 2 * self.input_bytes
-        return others + self.block_bytes + passing - (self.tiled_bytes if model.tiled_mlp.enabled else 0)
+        whole = others + self.block_bytes + passing
+        return max(whole - self.tiled_bytes, self.attention_bytes) if model.tiled_mlp.enabled else whole
+
+    @property
+    def attention_bytes(self) -> int:
+        """What is held, with checkpointing, when the backward of the last block comes to the norm of its queries."""
+        model, b, query, key = self.settings.model, self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
+        ahead = model.activation_offload_in_flight + 1 if model.enable_activation_offload else self.layers
+        others = min(self.layers - 1, ahead) * self.input_bytes
+        kept = (4 + 2 * b) * (self.hidden + query + key) + b * (query + key)
+        passing = b * (self.hidden + 4 * query + 2 * key + 2 * self.head_dim)
+        return others + self.tokens * (kept + passing) + b * (self.branch_tokens * query + 2 * self.responses * self.hidden)
 
     @property
     def tiled_bytes(self) -> int:

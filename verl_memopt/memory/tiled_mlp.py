@@ -2,7 +2,10 @@
 
 Saves: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, their product and two gradients), less
     2 x h x I x b + T x h x b x (1 + 1 / n), since tiles sum the gradients of three weights and of the input side by side; I is
-    the MLP width, n ``tiled_mlp.num_shards``. Without activation checkpointing also the 4 x T x I x b that each of the other
+    the MLP width, n ``tiled_mlp.num_shards``; and no more than takes the peak down to the next one, when the backward of
+    attention comes to the norm of the queries: with H heads and K key heads of size D, in fp32, T x b x (4 x h + 8 x H x D +
+    6 x K x D + 2 x D) beside the inputs of other blocks, H x D x b for each token of an answer that shares its prompt, and
+    2 x R x h x b of the head's. Without activation checkpointing also the 4 x T x I x b that each of the other
     L - 1 blocks keeps. In passes without gradients 3 x T x I x b x (1 - 1 / n), less T x h x b.
 Costs: one more forward of the MLP, with activation checkpointing a third of one: what is computed again there stops before the
     MLP. n products in place of one, which smaller tiles slow down.
@@ -172,5 +175,5 @@ KNOB = Knob(
     keys=(f"{KEY}.enabled", f"{KEY}.num_shards"),
     on=(f"{KEY}.enabled=true",),
     off=(f"{KEY}.enabled=false",),
-    claims=(Claim("update_actor", "activations", lambda _, after: after.tiled_bytes),),
+    claims=(Claim("update_actor", "activations", lambda before, after: before.activation_bytes - after.activation_bytes),),
 )

@@ -291,6 +291,7 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
         tied=policy.tied,
         tokens=computed.cost(rows),
         responses=len(rows) * work.response,
+        branch_tokens=sum(computed.answers[row] for row in rows) if update.shared and len(rows) > 1 else 0,
     )
 
 
