@@ -61,6 +61,10 @@ SUMS = Apart(log_prob=5e-6, ref_log_prob=2e-6, loss=1e-7, grad_norm=5e-7, weight
 CHANCES = Apart(log_prob=2e-5, ref_log_prob=2e-6, loss=1e-6, grad_norm=1e-5, weights=1e-3)
 """With moments or engine alone in fewer bits: the same, and a few numbers fall on the other side of a rounding."""
 
+PULLED = Apart(log_prob=5e-4, ref_log_prob=8e-3, loss=2e-6, grad_norm=5e-5, weights=5e-3)
+"""The same beside a reference scored in bfloat16: its log-probs are rounded to other neighbours, by up to 2^-8, the KL passes a
+part of that on to the gradient, and more of the moments fall on the other side of a rounding."""
+
 ROUNDINGS = Apart(log_prob=8e-3, ref_log_prob=2e-6, loss=1e-4, grad_norm=2**-7, weights=6e-2)
 """With bfloat16 in compute, gradients or masters: what comes in another order is rounded to other neighbours. Log-probs change
 by two spacings of a logit, 2^-8 each, and ratios beside a clip pass it; a norm of bfloat16 has a spacing of 2^-7 of it at most;
@@ -108,7 +112,9 @@ def cost(row):
     total["log_prob"] = max((each.log_prob for each in own.values()), default=0.0)
     if row["lora"] != "off":
         total["ref_log_prob"] = total["log_prob"]
-    # Sums in another order on top.
+    # Sums in another order on top; where each is rounded to bfloat16, Adam carries a flipped sign of a small gradient into the
+    # weights at full size, as between two runs that differ by the order alone.
+    total["weights"] += tolerance(row).weights
     return {name: value + getattr(SUMS, name) for name, value in total.items()}
 
 
@@ -119,7 +125,9 @@ def tolerance(row):
     else:
         most = SUMS if row["state"] == "follows" and row["engine dtype"] == "fp32" else CHANCES
     scored_in = row["ref dtype" if row["lora"] == "off" else "actor dtype"]
-    return most if scored_in == "fp32" else replace(most, ref_log_prob=ROUNDINGS.log_prob)
+    if scored_in == "fp32":
+        return most
+    return replace(PULLED if most is CHANCES else most, ref_log_prob=ROUNDINGS.log_prob)
 
 
 def apart(one, other):

@@ -9,6 +9,7 @@ from pathlib import Path
 import psutil
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.utils._python_dispatch import _len_torch_dispatch_stack, is_traceable_wrapper_subclass
 
 from tests.end_to_end.runs import RECIPES, metrics, survivors
@@ -102,7 +103,7 @@ def storages_of(tensor):
             inner = getattr(tensor, name)
             if isinstance(inner, torch.Tensor):
                 yield from storages_of(inner)
-    elif tensor.device.type == "cpu" and tensor.layout is torch.strided:
+    elif not isinstance(tensor, FakeTensor) and tensor.device.type == "cpu" and tensor.layout is torch.strided:
         yield tensor.untyped_storage()
 
 

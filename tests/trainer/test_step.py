@@ -150,7 +150,9 @@ class Updater(Member):
 def updated(alike, more, ranks=1, step=1):
     """Gives the first response token of every row, per rank and mini-batch, of an update over eight rows of two samples."""
     crew = crew_of(*map(Updater, range(ranks)))
-    metrics = alike(more, crew).update(batch_of([1] * 8), [f"row {row}" for row in range(8)], step)
+    metrics = alike({f"{AR}.actor.old_log_prob_pass": "always", **more}, crew).update(
+        batch_of([1] * 8), [f"row {row}" for row in range(8)], step
+    )
     return metrics, [[(mini.batch.responses.flat - 3).tolist() for mini in member.minis] for member in crew.group.members]
 
 

@@ -35,6 +35,8 @@ def plan_of(folder, more=None, **plan):
         f"{AR}.model.path": str(folder),
         f"{AR}.model.enable_gradient_checkpointing": False,
         f"{AR}.actor.use_dynamic_bsz": True,
+        # Batches here are of rows alone.
+        f"{AR}.actor.use_prefix_grouper": False,
         f"{AR}.actor.optim.lr": 1e-3,
         f"{AR}.actor.fsdp_config.dtype": "fp32",
         f"{AR}.ref.fsdp_config.dtype": "fp32",

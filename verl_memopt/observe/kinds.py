@@ -16,13 +16,12 @@ def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> 
 
     on_host: the step runs on the host, and its state stays there.
     """
-    with scope(kind="optimizer scratch", tier=HOST if on_host else None):
+    tier = HOST if on_host else None
+    with scope("optimizer scratch", tier):
         yield
-    if on_host:
-        for tensor in state_tensors(optimizer):
-            for storage in storages_of(tensor):
-                declare_host(storage)
-    mark("optimizer", state_tensors(optimizer), HOST if on_host else None)
+    for storage in (storage for tensor in state_tensors(optimizer) for storage in storages_of(tensor)) if on_host else ():
+        declare_host(storage)
+    mark("optimizer", state_tensors(optimizer), tier)
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
