@@ -92,7 +92,10 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
     console = Console(highlight=False, width=max(200, Console().width))
     console.print(knob_report.ladder_table(climbed))
     if branches:
-        console.print("\nInstead of what follows a rung:", knob_report.ladder_table(branches, climbed[0]))
+        console.print(
+            "\nInstead of what follows a rung:",
+            knob_report.ladder_table(branches, climbed[0] if climbed[0].knob == ladder.ALL_OFF else None),
+        )
     console.print("\nWhat each saves on the rung below:", knob_report.savings_table(rungs))
     if parsed.json not in (None, "-"):
         Path(parsed.json).write_text(json.dumps(ladder.as_json(rungs, work, name), indent=2) + "\n")

@@ -1,8 +1,10 @@
+from dataclasses import replace
+
 from rich.console import Console
 
 from verl_memopt.memory.knobs import index
-from verl_memopt.trainer.knob_report import draw_ladder, ladder_table, print_index
-from verl_memopt.trainer.ladder import Rung
+from verl_memopt.trainer.knob_report import draw_ladder, ladder_table, print_index, savings_table
+from verl_memopt.trainer.ladder import Rung, Saving
 
 
 def rung(knob, activations):
@@ -20,6 +22,18 @@ def test_the_table_says_each_rungs_peak_and_share():
     text = printed(ladder_table([rung("all off", 3 * 2**20), rung("chunked_logprob", 2**20)]))
     rows = [line.split() for line in text.splitlines() if "all off" in line or "chunked" in line]
     assert rows[-1][:3] == ["chunked_logprob", "2.0", "0.50"]
+
+
+def test_without_all_off_there_is_no_share_of_it():
+    text = printed(ladder_table([rung("tiled_mlp", 3 * 2**20), rung("param_offload", 2**20)]))
+    assert [line.split()[2] for line in text.splitlines() if line.startswith(("tiled_mlp", "param_offload"))] == ["-", "-"]
+
+
+def test_the_table_of_savings_puts_what_was_measured_beside_the_formula():
+    saving = Saving("update_actor", "logits", formula_bytes=4 * 2**20, measured_bytes=3 * 2**20)
+    text = printed(savings_table([replace(rung("chunked_logprob", 2**20), savings=(saving,), base="all off")]))
+    row = next(line for line in text.splitlines() if line.startswith("chunked_logprob"))
+    assert row.split() == ["chunked_logprob", "all", "off", "update_actor", "logits", "4.0", "3.0", "0.750"]
 
 
 def test_the_index_names_every_knob_and_key():

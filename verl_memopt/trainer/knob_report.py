@@ -12,7 +12,7 @@ from rich.table import Table
 from verl_memopt.memory.knobs import Entry, in_yaml
 from verl_memopt.observe.drawing import KIND_COLOURS, colours, figure, save, style
 from verl_memopt.observe.phase import MIB
-from verl_memopt.trainer.ladder import Rung
+from verl_memopt.trainer.ladder import ALL_OFF, Rung
 
 KINDS = ("params", "grads", "optimizer", "activations", "logits")
 """Kinds with a column of their own; the rest is ``other``."""
@@ -38,14 +38,14 @@ def print_index(entries: Sequence[Entry], console: Console) -> None:
 def ladder_table(rungs: Sequence[Rung], all_off: Rung | None = None) -> Table:
     """Gives the ladder in MiB: each rung's peak, its share of all off, its phases, kinds at the peak, host and seconds.
 
-    all_off: the first rung, where ``rungs`` does not begin with it.
+    all_off: the first rung, where ``rungs`` does not begin with it; no share is given where it was not measured.
     """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("+ knob", no_wrap=True)
     phases = list(rungs[0].phases)
     for head in ("peak\nMiB", "of\nall off", *(f"{name}\nMiB" for name in phases), *KINDS, "other", "host\nMiB", "s"):
         table.add_column(head, justify="right", no_wrap=True)
-    first = (all_off or rungs[0]).peak_device_bytes
+    first = all_off or (rungs[0] if rungs[0].knob == ALL_OFF else None)
     for rung in rungs:
         kinds = [rung.kinds.get(kind, 0) for kind in KINDS]
         other = sum(rung.kinds.values()) - sum(kinds)
@@ -53,7 +53,7 @@ def ladder_table(rungs: Sequence[Rung], all_off: Rung | None = None) -> Table:
         table.add_row(
             rung.knob,
             _mib(rung.peak_device_bytes),
-            f"{rung.peak_device_bytes / first:.2f}",
+            f"{rung.peak_device_bytes / first.peak_device_bytes:.2f}" if first else "-",
             *map(_mib, sizes),
             f"{rung.seconds:.1f}",
         )
