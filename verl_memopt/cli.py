@@ -74,6 +74,7 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
     from verl_memopt.memory.knobs import as_json, index
     from verl_memopt.observe.log_setup import setup_logging
     from verl_memopt.trainer import knob_report, ladder
+    from verl_memopt.trainer.ladder_plan import ALL_OFF, Work
 
     if not parsed.measure:
         if parsed.json is not None:
@@ -85,7 +86,7 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
         parser.error("--measure needs --model FOLDER or --shape NAME")
     setup_logging()
     name = parsed.model or f"{parsed.shape}" + (f", {parsed.layers} layers" if parsed.layers else "")
-    work = ladder.Work(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
+    work = Work(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
     with model_folder(parsed, parser) as folder:
         rungs = list(ladder.climb(str(folder), work, parsed.overrides, parsed.only))
     climbed, branches = ladder.split(rungs)
@@ -94,7 +95,7 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
     if branches:
         console.print(
             "\nInstead of what follows a rung:",
-            knob_report.ladder_table(branches, climbed[0] if climbed[0].knob == ladder.ALL_OFF else None),
+            knob_report.ladder_table(branches, climbed[0] if climbed[0].knob == ALL_OFF else None),
         )
     console.print("\nWhat each saves on the rung below:", knob_report.savings_table(rungs))
     if parsed.json not in (None, "-"):

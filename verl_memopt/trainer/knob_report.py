@@ -12,7 +12,8 @@ from rich.table import Table
 from verl_memopt.memory.knobs import Entry, in_yaml
 from verl_memopt.observe.drawing import KIND_COLOURS, colours, figure, save, style
 from verl_memopt.observe.phase import MIB
-from verl_memopt.trainer.ladder import ALL_OFF, Rung
+from verl_memopt.trainer.ladder import Rung
+from verl_memopt.trainer.ladder_plan import ALL_OFF
 
 KINDS = ("params", "grads", "optimizer", "activations", "logits")
 """Kinds with a column of their own; the rest is ``other``."""

@@ -12,10 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import yaml
 
 from verl_memopt.algorithms.reductions import GlobalCounts
-from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
@@ -29,6 +27,7 @@ from verl_memopt.models.build import empty_model, load_model_config
 from verl_memopt.models.folder import resolve_folder
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.phase import PhaseMemory
+from verl_memopt.trainer.ladder_plan import BRANCHES, Work, ladder_settings, steps
 from verl_memopt.trainer.passes import cut_ranks
 from verl_memopt.trainer.step import budgets
 from verl_memopt.workers.local_group import start_local_group
@@ -43,54 +42,8 @@ ROUNDS = 2
 SHORT = 8
 """Tokens of a prompt and of a response in the first round, at most."""
 
-ALL_OFF = "all off"
 HOST = "host buffers"
 """Stands for the bytes in host buffers where a claim names a kind."""
-
-CLIMB = (
-    "chunked_logprob",
-    "shared_prompt",
-    "bucketed_adamw",
-    "token_budget",
-    "activation_checkpointing",
-    "activation_offload",
-    "tiled_mlp",
-    "rollout_memory",
-    "optimizer_offload",
-    "param_offload",
-    "resharding",
-    "sharding_units",
-    "weight_buckets",
-    "precision",
-    "stochastic_rounding",
-    "optimizer_state_dtype",
-)
-"""The rungs in order: what changes no number first, precision last."""
-
-BRANCHES = {
-    "optimizer_in_backward": "bucketed_adamw",
-    "native_offload": "rollout_memory",
-    "lora": "rollout_memory",
-    "quantized_frozen": "rollout_memory",
-    "load_mode": "param_offload",
-}
-"""Knobs that another knob of the climb excludes, and the rung that each is set on in place of what follows there."""
-
-
-@dataclass(frozen=True)
-class Work:
-    """What every rung computes: ``rows`` rollouts of ``prompt`` + ``response`` tokens, in groups of ``group``."""
-
-    rows: int = 8
-    prompt: int = 1024
-    response: int = 256
-    group: int = 8
-    seed: int = 0
-
-    @property
-    def row_tokens(self) -> int:
-        """Tokens of a row that a pass computes, and one: the budget in which it fits by the data's limits."""
-        return self.prompt + self.response
 
 
 @dataclass(frozen=True)
@@ -123,58 +76,6 @@ class Rung:
     savings: tuple[Saving, ...] = ()
     base: str = ""
     """The rung below."""
-
-
-def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
-    """Gives the settings of a rung: one optimizer step over all rows, no engine but transformers', ``overrides`` on top."""
-    base = {
-        "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,
-        "data.train_batch_size": work.rows // work.group,
-        "data.max_prompt_length": work.prompt, "data.max_response_length": work.response,
-        "actor_rollout_ref.model.path": folder, "actor_rollout_ref.actor.ppo_mini_batch_size": work.rows // work.group,
-        "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.use_kl_loss": True,
-        "actor_rollout_ref.actor.use_torch_compile": False, "actor_rollout_ref.actor.optim.clip_grad": None,
-        "actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.n": work.group,
-        "actor_rollout_ref.rollout.dtype": "fp32",
-        "actor_rollout_ref.actor.fsdp_config.dtype": "fp32", "actor_rollout_ref.ref.fsdp_config.dtype": "fp32",
-        "trainer.worker_group": "local",
-    }  # fmt: skip
-    given = dict(override.lstrip("+").split("=", 1) for override in overrides)
-    return settings_from_mapping({**base, **{key: yaml.safe_load(text) for key, text in given.items()}})
-
-
-@dataclass(frozen=True)
-class Step:
-    """A rung to measure: its knob, its settings, and the knob of the rung below."""
-
-    knob: str
-    overrides: tuple[str, ...]
-    base: str = ""
-
-
-def steps(work: Work) -> list[Step]:
-    """Gives the rungs: first every knob off, then one more on at each until all are on, then the branches."""
-    knobs = {name: knob_named(name) for name in (*CLIMB, *BRANCHES)}
-    state = {key: text for knob in knobs.values() for key, text in _pairs(knob.off, work)}
-    found = {ALL_OFF: Step(ALL_OFF, _overrides(state))}
-    states, below = {ALL_OFF: state}, ALL_OFF
-    for name in CLIMB:
-        state = states[name] = state | dict(_pairs(knobs[name].on, work))
-        found[name], below = Step(name, _overrides(state), below), name
-    for name, base in BRANCHES.items():
-        found[name] = Step(name, _overrides(states[base] | dict(_pairs(knobs[name].on, work))), base)
-    return list(found.values())
-
-
-def _pairs(overrides: Sequence[str], work: Work) -> Iterator[tuple[str, str]]:
-    sizes = {"{pair}": 2 * work.row_tokens, "{all}": work.rows * work.row_tokens}
-    for override in overrides:
-        key, text = override.split("=", 1)
-        yield key, str(sizes.get(text, text))
-
-
-def _overrides(state: dict[str, str]) -> tuple[str, ...]:
-    return tuple(f"{key}={text}" for key, text in state.items())
 
 
 def measure(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], extra: Sequence[str] = ()) -> Rung:
