@@ -45,7 +45,8 @@ def model_folder(parent, shape=SHAPE):
 
 def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32", fill=True, **model):
     """Gives a policy. offload: (min_bytes, in_flight) of activation offload, None for none; model: settings of the model."""
-    settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, **model)
+    asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 8, "recompute_elementwise": False, **model}
+    settings = Model(path=str(folder), **asked)
     fsdp = TrainedFsdp(dtype=dtype)
     scorer = build_scorer(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute, trained=True)
     if fill:

@@ -11,10 +11,13 @@ SHAPES = Shapes(
     block_params=1000, tied=True, tokens=10, responses=3,
 )  # fmt: skip
 
+TILES = 6 * 2**16 * 4
+"""Bytes of elementwise statements."""
+
 
 def having(**model):
     actor = replaced(SHAPES.settings.actor, {"fsdp_config": replaced(SHAPES.settings.actor.fsdp_config, {"dtype": "fp32"})})
-    base = {"enable_gradient_checkpointing": False, **model}
+    base = {"enable_gradient_checkpointing": False, "recompute_elementwise": False, **model}
     settings = replaced(SHAPES.settings, {"actor": actor, "model": replaced(SHAPES.settings.model, base)})
     return dataclasses.replace(SHAPES, settings=settings)
 
@@ -65,10 +68,41 @@ def test_the_reference_is_the_policy_with_lora():
 def test_tiles_take_the_peak_down_to_that_of_attention_and_no_further():
     on = {"enable_gradient_checkpointing": True}
     tiled = having(**on, tiled_mlp=TiledMlp(enabled=True, num_shards=2))
-    whole, attention = having(**on).activation_bytes, tiled.attention_bytes
+    whole, attention = having(**on).activation_bytes, tiled.norm_backward_bytes
     # 10 tokens, the inputs of three other blocks, and two of the head's tensors of 3 responses.
     assert attention == 4 * (3 * 10 * 8 + 10 * (4 * 8 + 8 * 8 + 6 * 4 + 2 * 2) + 2 * 3 * 8)
     saved = 6 * 10 * 16 * 4 // 2 - 2 * 8 * 16 * 4 - 10 * 8 * 4 * 3 // 2
     assert tiled.activation_bytes == max(whole - saved, attention)
     many_heads = dataclasses.replace(tiled, heads=64)
-    assert many_heads.activation_bytes == many_heads.attention_bytes
+    assert many_heads.activation_bytes == many_heads.norm_backward_bytes
+
+
+def test_recomputed_norms_leave_a_block_their_inputs_and_those_of_products():
+    on = {"recompute_elementwise": True}
+    # 10 tokens: two inputs of 8, queries of 8 and keys of 4 three times (before and after their norms, attention's output and
+    # the values), and gate and up of 16; a tiled MLP keeps its input of 8 in their place.
+    assert having(**on).block_bytes == 10 * 4 * (2 * 8 + 3 * 8 + 3 * 4 + 2 * 16)
+    assert having(**on, tiled_mlp=TiledMlp(enabled=True)).block_bytes == 10 * 4 * (2 * 8 + 3 * 8 + 3 * 4 + 8)
+
+
+def test_recomputed_norms_leave_the_last_block_two_moments_to_peak_at():
+    on = {"recompute_elementwise": True}
+    few, many = having(**on), dataclasses.replace(having(**on), heads=64)
+    # 10 tokens of one segment each: attention's gradients and those of its parts; 3 of the head's tensors twice.
+    assert few.attention_backward_bytes == 4 * (10 * (2 * 8 + 7 * 8 + 3 * 4 + 2 * 2) + 30 * 8 + 2 * 3 * 8)
+    assert dataclasses.replace(few, branch_tokens=6).attention_backward_bytes == few.attention_backward_bytes - 4 * (10 + 6) * 8
+    assert few.activation_bytes == 3 * few.block_bytes + max(
+        few.block_bytes + 10 * 8 * 4 + 10 * 16 * 4, few.attention_backward_bytes
+    )
+    assert many.activation_bytes == 3 * many.block_bytes + many.attention_backward_bytes + TILES
+    wide = dataclasses.replace(having(**on), mlp=64)
+    assert wide.activation_bytes == 4 * wide.block_bytes + 10 * 8 * 4 + 10 * 64 * 4 + TILES
+    # 5,000 tokens are three tiles.
+    long = dataclasses.replace(wide, tokens=5000)
+    assert long.activation_bytes == 4 * long.block_bytes + 5000 * 8 * 4 + round(5000 / 3 * 64 * 4) + TILES
+
+
+def test_recomputed_norms_beside_tiles_leave_the_tiles_of_one_backward():
+    tiled = dataclasses.replace(having(recompute_elementwise=True, tiled_mlp=TiledMlp(enabled=True, num_shards=2)), mlp=64)
+    passing = 6 * 10 * 64 * 4 // 2 + 2 * 8 * 64 * 4 + 10 * 8 * 4 * 5 // 2
+    assert tiled.activation_bytes == 4 * tiled.block_bytes + passing + TILES

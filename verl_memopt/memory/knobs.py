@@ -21,9 +21,10 @@ SECTIONS = ("Saves", "Costs", "Pairs with")
 
 LADDER = (
     "chunked_logprob",
+    "recompute_elementwise",
+    "tiled_mlp",
     "activation_checkpointing",
     "activation_offload",
-    "tiled_mlp",
     "shared_prompt",
     "token_budget",
     "bucketed_adamw",
@@ -65,7 +66,7 @@ class Entry:
     off: tuple[str, ...]
 
 
-NOT_KNOBS = ("document", "embedding_gradient", "knob", "knobs", "shapes")
+NOT_KNOBS = ("discarded_values", "document", "embedding_gradient", "knob", "knobs", "shapes")
 """Files of this room that describe knobs and are none."""
 
 

@@ -6,6 +6,12 @@ from dataclasses import dataclass
 
 from verl_memopt.config.schema import ActorRolloutRef
 
+ROWS_OF_BACKWARD = 2048
+"""Tokens at most in a tile of a block's products in backward, on a CPU; where it is more, it is still little beside a block."""
+
+ELEMENTWISE_BYTES = 6 * 2**16 * 4
+"""Of the tiles that elementwise statements of a backward hold at once, on a CPU."""
+
 
 @dataclass(frozen=True)
 class Shapes:
@@ -62,17 +68,34 @@ class Shapes:
 
     @property
     def activation_bytes(self) -> int:
-        """What blocks keep of a micro-batch when the backward of the last one's MLP runs, and what that holds beside it."""
-        model = self.settings.model
-        others = (self.layers - 1) * (self.input_bytes if model.enable_gradient_checkpointing else self.block_bytes)
+        """What blocks keep of a micro-batch when the last one's backward comes to its peak, and what that holds beside it."""
+        model, wide, given = self.settings.model, self.tokens * self.mlp * self.compute_bytes, self.input_bytes
+        others = (self.layers - 1) * (given if model.enable_gradient_checkpointing else self.block_bytes)
         if model.enable_gradient_checkpointing and model.enable_activation_offload:
-            others = min(self.layers - 1, model.activation_offload_in_flight) * self.input_bytes
-        passing = 2 * self.tokens * self.mlp * self.compute_bytes + 2 * self.input_bytes
-        whole = others + self.block_bytes + passing
-        return max(whole - self.tiled_bytes, self.attention_bytes) if model.tiled_mlp.enabled else whole
+            others = min(self.layers - 1, model.activation_offload_in_flight) * given
+        if model.recompute_elementwise:
+            n, weights = model.tiled_mlp.num_shards, 2 * self.hidden * self.mlp * self.compute_bytes
+            tiled = model.tiled_mlp.enabled
+            passing = (
+                6 * wide / n + weights + given * (2 + 1 / n) if tiled else given + wide / -(-self.tokens // ROWS_OF_BACKWARD)
+            )
+            passing = max(passing, 3 * self.responses * self.hidden * self.compute_bytes)
+            return others + max(round(self.block_bytes + passing), self.attention_backward_bytes) + ELEMENTWISE_BYTES
+        if not model.tiled_mlp.enabled:
+            return others + self.block_bytes + 2 * wide + 2 * given
+        whole = others + self.block_bytes + 6 * wide + 2 * given
+        return max(whole - self.tiled_bytes, self.norm_backward_bytes)
 
     @property
-    def attention_bytes(self) -> int:
+    def attention_backward_bytes(self) -> int:
+        """What a block of recomputed norms holds when the backward of its attention has run."""
+        query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
+        of_tokens = self.tokens * (2 * self.hidden + 7 * query + 3 * key + 2 * self.head_dim)
+        parts = (2 * self.tokens - self.branch_tokens if self.branch_tokens else 3 * self.tokens) * query
+        return self.compute_bytes * (of_tokens + parts + 2 * self.responses * self.hidden)
+
+    @property
+    def norm_backward_bytes(self) -> int:
         """What is held, with checkpointing, when the backward of the last block comes to the norm of its queries."""
         model, b, query, key = self.settings.model, self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim
         ahead = model.activation_offload_in_flight + 1 if model.enable_activation_offload else self.layers
@@ -95,10 +118,13 @@ class Shapes:
 
     @property
     def block_bytes(self) -> int:
-        """A, of what a block of Qwen3 keeps for its backward; the first term is what its norms keep in fp32."""
-        width_of_norms = 2 * self.hidden + (self.heads + self.kv_heads) * self.head_dim
-        b, kept = self.compute_bytes, (self.kv_heads + self.heads) * self.head_dim + 4 * self.mlp
-        return self.tokens * ((4 + 2 * b) * width_of_norms + b * kept)
+        """A, of what a block of Qwen3 keeps for its backward."""
+        b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
+        if model.recompute_elementwise:
+            mlp = self.hidden if model.tiled_mlp.enabled else 2 * self.mlp
+            return self.tokens * b * (2 * self.hidden + 3 * query + 3 * key + mlp)
+        norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # of each input, norm and output the first is fp32
+        return self.tokens * (norms + b * (query + key + (0 if model.tiled_mlp.enabled else 4 * self.mlp)))
 
 
 def width(dtype: str) -> int:

@@ -25,6 +25,7 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.discarded_values import keep, kept
 from verl_memopt.memory.knob import Claim, Knob
 from verl_memopt.memory.lora import LoraLinear
 
@@ -68,10 +69,8 @@ def _tiled_forward(mlp: Any, whole: Callable[[Tensor], Tensor], num_shards: int,
     """Gives what ``whole`` gives: x [..., h] -> [..., h]."""
     if torch.is_grad_enabled():
         names, weights = zip(*mlp.named_parameters(), strict=True)
-        # A node of its own saves the inputs before anything is computed from them. Inside a checkpointed block it is the last
-        # to save, so that the block's second forward stops here.
-        kept = _Keep.apply(x, *weights).grad_fn
-        return _Tiles.apply(mlp, num_shards, kept, names, x, *weights)
+        # Inside a checkpointed block this is the last to save, so that the block's second forward stops here.
+        return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
     flat = x.reshape(-1, x.shape[-1])
     out = torch.empty_like(flat)
     for rows in _tiles(flat.shape[0], num_shards):
@@ -79,23 +78,12 @@ def _tiled_forward(mlp: Any, whole: Callable[[Tensor], Tensor], num_shards: int,
     return out.view(x.shape)
 
 
-class _Keep(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, *weights: Tensor) -> Tensor:
-        ctx.save_for_backward(x, *weights)
-        return x.new_empty(0)
-
-    @staticmethod
-    def backward(ctx: Any, *_: Any) -> Any:
-        raise AssertionError("nothing is computed from this node's output")
-
-
 class _Tiles(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, mlp: nn.Module, num_shards: int, kept: Any, names: tuple[str, ...], x: Tensor, *weights: Tensor
+        ctx: Any, mlp: nn.Module, num_shards: int, node: Any, names: tuple[str, ...], x: Tensor, *weights: Tensor
     ) -> Tensor:
-        ctx.mlp, ctx.num_shards, ctx.kept, ctx.names = mlp, num_shards, kept, names
+        ctx.mlp, ctx.num_shards, ctx.kept, ctx.names = mlp, num_shards, node, names
         flat, held = x.reshape(-1, x.shape[-1]), dict(zip(names, weights, strict=True))
         out = torch.empty_like(flat)
         for rows in _tiles(flat.shape[0], num_shards):
@@ -105,9 +93,7 @@ class _Tiles(torch.autograd.Function):
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        assert ctx.kept is not None, "the graph of a tiled MLP runs backward once"
-        x, *weights = ctx.kept.saved_tensors
-        ctx.kept = None
+        x, *weights = kept(ctx)
         held = {name: weight.detach() for name, weight in zip(ctx.names, weights, strict=True)}
         needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
         sums = {name: torch.zeros_like(weight) for name, weight in held.items() if needed[name]}

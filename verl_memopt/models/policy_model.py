@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -69,6 +70,8 @@ class PolicyModel(nn.Module):
         if is_plain(embedding):
             lm.set_input_embeddings(TrainedEmbedding(embedding))
         self.lm = lm
+        self.final_norm: Callable[[Tensor], Tensor] | None = None
+        """[R, h] -> [R, h], where the decoder leaves its last norm to this model; set by ``recompute_elementwise``."""
 
     @property
     def tied(self) -> bool:
@@ -93,6 +96,8 @@ class PolicyModel(nn.Module):
             pack_trees=pack.trees,
         )
         hidden = output.last_hidden_state[0].index_select(0, pack.predicts)
+        if self.final_norm is not None:
+            hidden = self.final_norm(hidden)
         return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy, token_gradient)
 
 

@@ -19,6 +19,7 @@ from verl_memopt.memory.lora import apply_lora
 from verl_memopt.memory.native_offload import native_offload
 from verl_memopt.memory.precision import mixed_precision
 from verl_memopt.memory.quantized_frozen import exact_weights, quantize_blocks
+from verl_memopt.memory.recompute_elementwise import recompute_elementwise
 from verl_memopt.memory.resharding import reshard_units
 from verl_memopt.memory.sharding_units import sharding_units
 from verl_memopt.memory.tiled_mlp import tile_mlps
@@ -73,6 +74,8 @@ def build_scorer(
     blocks = _blocks(policy, fsdp)
     if model.tiled_mlp.enabled:
         tile_mlps(policy.blocks(), model.tiled_mlp.num_shards, trained)
+    if model.recompute_elementwise:
+        policy.final_norm = recompute_elementwise(lm.get_decoder(), trained, model.tiled_mlp.enabled)
     if recompute:
         checkpoint_blocks(blocks, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
     units = sharding_units(lm.get_input_embeddings(), blocks, lm.get_output_embeddings(), policy.tied, fsdp.own_units)

@@ -1,0 +1,239 @@
+import logging
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.flop_counter import FlopCounterMode
+
+from tests.memory import activations as act
+from tests.memory.activations import KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
+from tests.memory.activations import D as HEAD_SIZE
+from tests.memory.activations import H as HEADS
+from tests.ranks import run_ranks
+from verl_memopt.config.schema import TiledMlp
+from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.memory.knobs import knob_named
+from verl_memopt.memory.quantized_frozen import quantize_blocks, quantized_layers
+from verl_memopt.memory.recompute_elementwise import KNOWN, recompute_elementwise
+from verl_memopt.models.pack import pack_groups
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+
+ON, OFF = {"recompute_elementwise": True}, {"recompute_elementwise": False}
+TILED = {"tiled_mlp": TiledMlp(True, 4)}
+SELECTIVE = {"recompute": True, "gradient_checkpointing_mode": "selective"}
+EVERY_2 = {"recompute": True, "gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+BOUND = 2e-6
+"""Of the difference of a gradient, relative to its norm, in fp32."""
+
+QUERIES, KEYS = HEADS * HEAD_SIZE, KV * HEAD_SIZE
+
+
+def largest_difference(found, expected):
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - two).norm() / (two.norm() or 1.0)) for one, two in pairs)
+
+
+def first_gradients(policy, mini):
+    policy.accumulate(act.micros(mini), mini.counts, 0.9)
+    return [act.whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
+
+
+# Numbers.
+
+
+@pytest.mark.parametrize(
+    "options",
+    [{}, {"recompute": True}, SELECTIVE, EVERY_2, {"offload": (1, 2)}, {"recompute": True, "offload": (1, 2)}, TILED, LORA],
+    ids=["alone", "full", "selective", "every_n", "offload", "full and offload", "tiled", "lora"],
+)
+def test_gradients_differ_by_rounding_only(untied_folder, one_rank, options):
+    mini = act.mini_batch()
+    found = [first_gradients(act.build(untied_folder, one_rank, **options, **own), mini) for own in (OFF, ON)]
+    assert largest_difference(*found) <= BOUND
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, LORA], ids=["alone", "full", "lora"])
+def test_three_steps_of_a_policy_are_those_that_keep_everything(untied_folder, one_rank, options):
+    mini = act.mini_batch(response=12)
+    found = [act.three_steps(act.build(untied_folder, one_rank, **options, **own), mini) for own in (OFF, ON)]
+    # Adam makes steps of the learning rate out of the smallest gradients, so that rounding grows with every step.
+    assert largest_difference(*found) <= 2e-4
+
+
+@pytest.mark.parametrize("options", [{"recompute": True}, SELECTIVE, EVERY_2, {"offload": (1, 2)}])
+def test_checkpointing_and_offload_change_no_bit(untied_folder, one_rank, options):
+    mini = act.mini_batch(response=12)
+    policy = act.build(untied_folder, one_rank, **options, **ON)
+    policy = act.without_traffic(policy) if policy.offload else policy
+    act.assert_same_numbers(act.three_steps(policy, mini), act.three_steps(act.build(untied_folder, one_rank, **ON), mini))
+
+
+def two_rank_gradients(rank, folder):
+    mesh, mini = training_mesh("cpu", 2, -1), act.mini_batch(rank, 2)
+    found = [first_gradients(act.build(folder, mesh, 2, **own), mini) for own in (OFF, ON, {"recompute": True, **ON})]
+    return [largest_difference(one, found[0]) for one in found[1:]]
+
+
+def test_the_gradients_of_two_ranks_differ_by_rounding_only(untied_folder):
+    assert max(max(found) for found in run_ranks(two_rank_gradients, 2, untied_folder)) <= BOUND
+
+
+@pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
+def test_every_known_model_gives_what_its_own_forward_gives(tmp_path, one_rank, model_type):
+    folder, mini = make_tiny_model(tmp_path / model_type, TinyShape(model_type=model_type), seed=3), act.mini_batch(response=12)
+    policies = [act.build(folder, one_rank, **own) for own in (OFF, ON)]
+    scores = [policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in policies]
+    assert largest_difference([scores[1]], [scores[0]]) <= BOUND
+    assert largest_difference(*(first_gradients(policy, mini) for policy in policies)) <= BOUND
+    assert (
+        type(policies[1].model.blocks()[0]).__mro__[1].__name__ in KNOWN or type(policies[1].model.blocks()[0]).__name__ in KNOWN
+    )
+
+
+@pytest.mark.parametrize("attention", ["sdpa", "eager"])
+def test_answers_that_share_a_prompt_give_what_they_gave(untied_folder, one_rank, attention):
+    lengths = [5, 1, 9]
+    ids = torch.randint(256, (3 * 20 + sum(lengths),), generator=torch.Generator().manual_seed(1))
+    prompts = ids[:20].repeat(3)
+    pack = pack_groups(prompts, [20] * 3, ids[60:], lengths, [0, 0, 0])
+    found = []
+    for own in (OFF, ON):
+        model = act.build(untied_folder, one_rank, attn_implementation=attention, **own).model
+        log_probs, _ = model(pack, 1.0, False)
+        log_probs.sum().backward()
+        found.append([log_probs.detach(), *(parameter.grad for parameter in model.parameters())])
+    assert largest_difference(*found) <= BOUND
+
+
+def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one_rank):
+    pack, found = act.micros(act.mini_batch())[0].pack, []
+    above = torch.randn(RESPONSES, generator=torch.Generator().manual_seed(3))
+    for dtype, own in (("fp32", OFF), ("bfloat16", OFF), ("bfloat16", ON)):
+        model = act.build(untied_folder, one_rank, dtype=dtype, **own).model
+        (model(pack, 1.0, False)[0] * above).sum().backward()
+        found.append(torch.cat([act.whole(parameter.grad).flatten() for parameter in model.parameters()]))
+    errors = [largest_difference([one], [found[0]]) for one in found[1:]]
+    assert errors[1] <= 1.01 * errors[0]  # both are made of thousands of roundings, of different ones
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_quantised_blocks_without_gradients_are_computed_as_well(untied_folder, one_rank, kind):
+    mini, found = act.mini_batch(), []
+    for on in (False, True):
+        model = act.build(untied_folder, one_rank, **OFF).model
+        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
+        quantize_blocks(model.blocks(), kind)
+        for name, layer in quantized_layers(model).items():
+            layer.qweight.copy_(layer.quantize(weights[f"lm.{name}.weight"]))
+        model.final_norm = recompute_elementwise(model.lm.get_decoder(), trained=False, tiled=False) if on else None
+        with torch.no_grad():
+            found.append(model(act.micros(mini)[0].pack, 1.0, False)[0])
+    assert largest_difference([found[1]], [found[0]]) <= BOUND
+
+
+# Cost.
+
+
+def flops(policy, mini):
+    with FlopCounterMode(display=False) as counter:
+        policy.accumulate(act.micros(mini)[:1], mini.counts, 0.9)
+    return counter.get_total_flops()
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": True}, SELECTIVE])
+def test_no_product_is_computed_again(untied_folder, one_rank, options):
+    mini = act.mini_batch()
+    counted = [flops(act.build(untied_folder, one_rank, **options, **own), mini) for own in (OFF, ON)]
+    assert counted[0] == counted[1]
+
+
+# Bytes.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return act.model_folder(tmp_path_factory.mktemp("recomputed"))
+
+
+def block_bytes(compute, mlp=2 * MLP):
+    """Gives what one block keeps: two inputs of norms, queries and keys before and after theirs, values, attention's output and
+    its normalizers, gate and up."""
+    return TOKENS * (compute * (2 * WIDTH + 3 * QUERIES + 3 * KEYS + mlp) + 4 * HEADS)
+
+
+@pytest.mark.parametrize(("dtype", "compute"), [("fp32", 4), ("bfloat16", 2)])
+def test_a_block_keeps_what_the_formula_says(folder, dtype, compute):
+    # The final norm keeps the rows that are read, and the head has them normed; rotary tables are of two halves.
+    beside = TOKENS * 2 * HEAD_SIZE * compute + 2 * RESPONSES * WIDTH * compute
+    with act.fake_ranks(2) as mesh:
+        found, _ = act.kept(act.build(folder, mesh, dtype=dtype, **ON))
+        assert close(found, LAYERS * block_bytes(compute) + beside)
+        # A tiled MLP keeps its input, the norm's output.
+        found, _ = act.kept(act.build(folder, mesh, dtype=dtype, **ON, **TILED))
+        assert close(found, LAYERS * block_bytes(compute, mlp=WIDTH) + beside)
+
+
+def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
+    response = 1024  # enough for blocks to be more than the tensors of units
+    tokens = act.ROWS * response
+    before = tokens * (3 * (2 * WIDTH + QUERIES + KEYS) + KEYS + QUERIES + 4 * MLP) * 4
+    after, wide, given = tokens * (2 * WIDTH + 3 * QUERIES + 3 * KEYS + 2 * MLP) * 4, tokens * MLP * 4, tokens * WIDTH * 4
+    attention = (
+        tokens * (2 * WIDTH + 7 * QUERIES + 3 * KEYS + 2 * HEAD_SIZE + 3 * QUERIES) * 4 + 2 * act.ROWS * response * WIDTH * 4
+    )
+    # At the backward of the MLP lay two wide tensors and two of a block's width beside the block. Now it is a tile of 2,048
+    # tokens, half of all; at the final norm's it is three of a block's width.
+    fallen = before + 2 * wide + 2 * given - max(after + given + wide // 2, after + 3 * given, attention)
+    mini = act.mini_batch(response=response)
+    with act.fake_ranks(2) as mesh:
+        peak = [act.peaks(act.build(folder, mesh, **own), mini)[0] for own in (OFF, ON)]
+        assert close(peak[0] - peak[1], (LAYERS - 1) * (before - after) + fallen)
+
+
+def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
+    with act.fake_ranks(4) as mesh:
+        assert act.fake_peaks(untied_folder, mesh, **ON) == act.peaks(act.build(untied_folder, mesh, **ON))
+
+
+# What it leaves alone.
+
+
+def test_names_classes_and_state_of_blocks_stay(untied_folder, one_rank):
+    plain, recomputed = (act.build(untied_folder, one_rank, **own).model for own in (OFF, ON))
+    assert list(plain.state_dict()) == list(recomputed.state_dict())
+    assert [type(block) for block in plain.blocks()] == [type(block) for block in recomputed.blocks()]
+
+
+def test_an_unknown_block_keeps_its_forward_and_a_warning_says_so(caplog):
+    class Experts(nn.Module):
+        def forward(self, x):
+            return x
+
+    block, decoder = Experts(), nn.Module()
+    decoder.layers = nn.ModuleList([block])
+    with caplog.at_level(logging.WARNING):
+        assert recompute_elementwise(decoder, trained=True, tiled=False) is None
+    assert "forward" not in vars(block)
+    assert "recompute_elementwise=true: Experts is not one of LlamaDecoderLayer" in caplog.text
+
+
+def test_a_trained_layer_of_another_class_is_left_alone_with_a_warning(untied_folder, one_rank, caplog):
+    decoder = act.build(untied_folder, one_rank, **OFF).model.lm.get_decoder()
+    decoder.layers[0].mlp.up_proj = nn.Bilinear(2, 2, 2)
+    decoder.layers[0].mlp.up_proj.in_features = 2
+    with caplog.at_level(logging.WARNING):
+        assert recompute_elementwise(decoder, trained=True, tiled=False) is None
+    assert "has a layer of class Bilinear" in caplog.text
+
+
+def test_another_activation_is_left_alone_with_a_warning(untied_folder, one_rank, caplog):
+    decoder = act.build(untied_folder, one_rank, **OFF).model.lm.get_decoder()
+    decoder.layers[0].self_attn.config.hidden_act = "gelu"
+    with caplog.at_level(logging.WARNING):
+        assert recompute_elementwise(decoder, trained=True, tiled=False) is None
+    assert "has the activation gelu, not silu" in caplog.text
+
+
+def test_the_index_has_it_on_by_default():
+    assert knob_named("recompute_elementwise").off == ("actor_rollout_ref.model.recompute_elementwise=false",)

@@ -1,0 +1,290 @@
+"""Values that are cheap to make again: products keep what they were made from, and make them once more in backward.
+
+A norm's output and a gated activation are as wide as what they come from and cost no product. Autograd would keep them, and what
+lies between, until backward; here the product that reads them keeps their sources instead. Megatron-Core calls it
+output-discarding recomputation (``recompute_modules=[layernorm, mlp_act]``; selective recomputation is arXiv 2205.05198).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import silu
+
+from verl_memopt.memory.shapes import ROWS_OF_BACKWARD
+
+TILE_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
+"""Elements of a tile of rows that elementwise statements run over: what stays in a core's cache, or fills a GPU."""
+
+PRODUCT_ROWS = {"cpu": ROWS_OF_BACKWARD, "cuda": 8192}
+"""Rows of a tile of backward: enough for its products to be as fast as whole ones."""
+
+Some: TypeAlias = tuple[Tensor, ...]
+
+
+class Maker(Protocol):
+    """How a value [T, n] is made from sources [T, n] and parameters [n], and how its gradient becomes theirs.
+
+    sources: how many there are. overwrites: their gradients are written over them.
+    """
+
+    @property
+    def sources(self) -> int: ...
+
+    @property
+    def overwrites(self) -> bool: ...
+
+    def make(self, sources: Some, parameters: Some, out: Tensor | None = None) -> Tensor:
+        """Gives the value, in ``out`` where given, which may be a source."""
+        ...
+
+    def differentiate(self, grad: Tensor, sources: Some, parameters: Some, into: Some, sums: Sequence[Tensor | None]) -> None:
+        """Writes the sources' gradients into ``into`` and adds the parameters' to ``sums``, where not None."""
+        ...
+
+
+@dataclass(frozen=True)
+class Normed:
+    """x, weight -> the RMS norm of x, in the statements of transformers. Source: arXiv 1910.07467."""
+
+    eps: float
+    sources: int = 1
+    overwrites: bool = False
+
+    def make(self, sources: Some, parameters: Some, out: Tensor | None = None) -> Tensor:
+        (x,), (weight,) = sources, parameters
+        out = torch.empty_like(x) if out is None else out
+        for rows in tiles(x):
+            normal, _ = _normalized(x[rows], self.eps)
+            torch.mul(normal.to(x.dtype), weight, out=out[rows])
+        return out
+
+    def differentiate(self, grad: Tensor, sources: Some, parameters: Some, into: Some, sums: Sequence[Tensor | None]) -> None:
+        (x,), (weight,) = sources, parameters
+        for rows in tiles(x):
+            _norm_gradient(grad[rows], x[rows], weight, self.eps, into[0][rows], sums[0])
+
+
+@dataclass(frozen=True)
+class Gated:
+    """gate, up -> silu(gate) * up. Source: arXiv 2002.05202."""
+
+    sources: int = 2
+    overwrites: bool = True
+
+    def make(self, sources: Some, parameters: Some, out: Tensor | None = None) -> Tensor:
+        gate, up = sources
+        out = torch.empty_like(gate) if out is None else out
+        for rows in tiles(gate):
+            torch.mul(silu(gate[rows]), up[rows], out=out[rows])
+        return out
+
+    def differentiate(self, grad: Tensor, sources: Some, parameters: Some, into: Some, sums: Sequence[Tensor | None]) -> None:
+        gate, up = sources
+        for rows in tiles(gate):
+            active, above = silu(gate[rows]), grad[rows] * up[rows]
+            torch.mul(grad[rows], active, out=into[1][rows])
+            torch.ops.aten.silu_backward.grad_input(above, gate[rows], grad_input=active)
+            into[0][rows].copy_(active)
+
+
+def tiles(tensor: Tensor) -> Iterator[slice]:
+    """Gives slices of a tensor's rows, each of few enough elements for elementwise statements to be fast."""
+    size = max(TILE_ELEMENTS.get(tensor.device.type, 2**22) // max(tensor[:1].numel(), 1), 1)
+    return (slice(start, start + size) for start in range(0, tensor.shape[0], size))
+
+
+def _product_tiles(tensor: Tensor) -> list[slice]:
+    """Gives slices of a tensor's rows for products; as equal as they can be, and one where there are no rows."""
+    rows = tensor.shape[0]
+    count = max(-(-rows // PRODUCT_ROWS.get(tensor.device.type, 8192)), 1)
+    size = max(-(-rows // count), 1)
+    return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
+
+
+def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Gives x [..., n] over its root mean square in fp32 (or wider), and one over that root [..., 1]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
+    return wide * inverse, inverse
+
+
+def _norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float, into: Tensor, sums: Tensor | None) -> None:
+    """Writes x's gradient into ``into``, which may be ``grad``, that of x's norm; adds the weight's to ``sums``."""
+    normal, inverse = _normalized(x, eps)
+    above = grad.to(normal.dtype)
+    product = above * normal
+    if sums is not None:
+        sums.add_(product.flatten(0, -2).sum(0))
+    shared = (product * weight).mean(-1, keepdim=True).neg_()
+    torch.mul(torch.addcmul(above * weight, normal, shared), inverse, out=normal)
+    into.copy_(normal)
+
+
+def products(maker: Maker, sources: Some, parameters: Some, weights: Sequence[Tensor]) -> Some:
+    """Gives the value's product with each of some weights [m, n]: [T, m] each.
+
+    Keeps sources, parameters and weights for backward, not the value. Sources that the maker overwrites may be read by nothing
+    else. A weight's gradient is summed over tiles of rows, in fp32 where the dtype is narrower.
+    """
+    tensors = (*sources, *parameters, *weights)
+    return _Products.apply(maker, len(parameters), keep(*tensors), *tensors)
+
+
+def keep(*tensors: Tensor) -> Any:
+    """Gives a node of the graph that holds tensors for another node's backward; None where none needs a gradient.
+
+    A node saves its tensors after its forward. Saved by one of their own they are there before anything is computed from them,
+    so that the second forward of a checkpointed block stops before the product, if no more is saved after.
+    """
+    return _Keep.apply(*tensors).grad_fn
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
+        ctx.save_for_backward(*tensors)
+        return tensors[0].new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nothing is computed from this node's output")
+
+
+def kept(ctx: Any) -> tuple[Tensor, ...]:
+    """Gives the tensors that ``ctx.kept`` holds, for good: a second backward is an assertion error."""
+    assert ctx.kept is not None, "this graph runs backward once"
+    node, ctx.kept = ctx.kept, None
+    return node.saved_tensors
+
+
+class _Products(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, maker: Maker, parameters: int, node: Any, *tensors: Tensor) -> Some:
+        ctx.maker, ctx.parameters, ctx.kept = maker, parameters, node
+        first, second = maker.sources, maker.sources + parameters
+        value = maker.make(tensors[:first], tensors[first:second])
+        return tuple(torch.mm(value, weight.t()) for weight in tensors[second:])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        maker, tensors, needed = ctx.maker, kept(ctx), ctx.needs_input_grad[3:]
+        first, second = maker.sources, maker.sources + ctx.parameters
+        sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
+        further = any(needed[:second])
+        into = sources if maker.overwrites else tuple(torch.empty_like(source) for source in sources if further)
+        sums = [_zeros_to_sum(one) if wanted else None for one, wanted in zip(parameters, needed[first:second], strict=True)]
+        of_weights = [_Sum(weight) if wanted else None for weight, wanted in zip(weights, needed[second:], strict=True)]
+        cuts = _product_tiles(sources[0])
+        for rows in cuts:
+            cut = tuple(source[rows] for source in sources)
+            value = maker.make(cut, parameters)
+            for grad, total in zip(grads, of_weights, strict=True):
+                if total is not None:
+                    total.add(grad[rows], value, alone=len(cuts) == 1)
+            if not further:
+                continue
+            torch.mm(grads[0][rows], weights[0], out=value)
+            for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                torch.addmm(value, grad[rows], weight, out=value)
+            maker.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums)
+        given = into if further else (None,) * first
+        of_parameters = (None if one is None else one.to(like.dtype) for one, like in zip(sums, parameters, strict=True))
+        return None, None, None, *given, *of_parameters, *(None if one is None else one.given() for one in of_weights)
+
+
+class _Sum:
+    """The gradient of a weight [m, n], from tiles of rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        self.dtype, self.total = weight.dtype, weight.new_empty(0)
+        self.wide = torch.promote_types(weight.dtype, torch.float32)
+
+    def add(self, grad: Tensor, value: Tensor, alone: bool) -> None:
+        """Adds grad [t, m] and value [t, n]'s product. alone: there is no other tile."""
+        if not self.total.numel():
+            product = torch.mm(grad.t(), value)
+            self.total = product if alone else product.to(self.wide)
+        elif self.wide == self.dtype:
+            torch.addmm(self.total, grad.t(), value, out=self.total)  # counted by torch's FLOP counter
+        else:
+            self.total.add_(torch.mm(grad.t(), value))
+
+    def given(self) -> Tensor:
+        """Gives the whole, in the weight's dtype."""
+        return self.total.to(self.dtype)
+
+
+def normed(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Gives the RMS norm of x [T, n]; keeps x alone."""
+    return _NormedAlone.apply(x, weight, eps)
+
+
+class _NormedAlone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight)
+        return Normed(eps).make((x,), (weight,))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        into, sums = torch.empty_like(x), _zeros_to_sum(weight) if ctx.needs_input_grad[1] else None
+        Normed(ctx.eps).differentiate(grad, (x,), (weight,), (into,), (sums,))
+        return into, None if sums is None else sums.to(weight.dtype), None
+
+
+def rotated(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Gives queries or keys [T, heads, D] normed (where there is a weight [D]) and rotated by cos and sin [T, D].
+
+    Keeps x where it is normed, and nothing of its size where it is not. Source: arXiv 2104.09864.
+    """
+    return _Rotated.apply(x, weight, eps, cos, sin)
+
+
+class _Rotated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
+        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+        for rows in tiles(x):
+            given = x[rows] if weight is None else _normalized(x[rows], eps)[0].to(x.dtype).mul_(weight)
+            _rotate(given, cos[rows], sin[rows], out[rows], 1)
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, cos, sin = ctx.saved_tensors
+        of_x = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        sums = _zeros_to_sum(weight) if weight is not None and ctx.needs_input_grad[1] else None
+        for rows in tiles(grad):
+            into = of_x[rows]
+            _rotate(grad[rows], cos[rows], sin[rows], into, -1)
+            if weight is not None:
+                _norm_gradient(into, x[rows], weight, ctx.eps, into, sums)
+        return of_x, None if sums is None else sums.to(weight.dtype), None, None, None
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
+    """Writes x [T, heads, D] rotated by angles whose cos and sin [T, D] are given, or by minus them, into ``out``."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None], sin[:, None]
+    torch.mul(x, cos, out=out)
+    # The transpose reads the sine of the other half.
+    first, second = (sin[..., :half], sin[..., half:]) if sign == 1 else (sin[..., half:], sin[..., :half])
+    out[..., :half].addcmul_(x[..., half:], first, value=-sign)
+    out[..., half:].addcmul_(x[..., :half], second, value=sign)
+
+
+def _zeros_to_sum(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))

@@ -1,0 +1,152 @@
+"""Recomputed norms and activations: a block keeps what its norms and its gated activation read, and not what they give.
+
+Saves: with T tokens computed in the largest micro-batch, L blocks of width h, H heads and K key heads of size D, MLP width I, b
+    bytes of the compute dtype and X = T x h x b, a block of Qwen3 keeps A' = T x b x (2 x h + 3 x H x D + 3 x K x D + 2 x I) in
+    place of A = T x ((4 + 2 x b) x (2 x h + H x D + K x D) + b x (H x D + K x D + 4 x I)), which is half of it in bfloat16:
+    (L - 1) x (A - A') without activation checkpointing. In the last block, whose backward sets the peak, A + 2 x T x I x b + 2 x
+    X falls to the largest of three: A' + 3 x R x h x b at the final norm's backward, which is of the R positions that predict;
+    A' + X + t x I x b at the MLP's, over tiles of t <= 2,048 tokens (8,192 on a GPU), where gradients take the place of what they
+    are made from; and, at attention's, T x b x (2 x h + 7 x H x D + 3 x K x D + 2 x D), with (2 x T - T_a) x H x D x b for the
+    gradients of its parts, T_a of the tokens being answers that share a prompt, and 2 x R x h x b of the head's. Elementwise tiles add 1.5
+    MiB (96 on a GPU).
+Costs: norms and the MLP's activation once more in backward: elementwise statements, and no product.
+Pairs with: every knob. Beside activation checkpointing it lowers the one block that is whole; beside a tiled MLP it
+    recomputes norms alone. LoRA's products with A read the same recomputed value as the layer's own.
+Exact but for the order of sums: a norm's gradient is computed in fp32 throughout, rotations round once, and a weight's gradient
+    is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half precision rounds it once more. Source: arXiv
+    2205.05198.
+"""
+
+from __future__ import annotations
+
+import functools
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from verl_memopt.memory.discarded_values import Gated, Maker, Normed, normed, products, rotated
+from verl_memopt.memory.knob import Claim, Knob
+from verl_memopt.memory.lora import LoraLinear
+
+KEY = "actor_rollout_ref.model.recompute_elementwise"
+
+KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+"""Blocks of two RMS norms, rotary attention with or without norms of queries and keys, and down(silu(gate(x)) * up(x))."""
+
+logger = logging.getLogger(__name__)
+
+
+def recompute_elementwise(decoder: Any, trained: bool, tiled: bool) -> Callable[[Tensor], Tensor] | None:
+    """Makes a decoder's blocks make their cheap values again in backward, without changing a class, a name or state.
+
+    decoder: has ``layers`` and a final ``norm``. trained: false for a model that only ever runs without gradients; its layers may
+    then be of any kind (quantised). tiled: their MLP is computed over tiles, which keep nothing either.
+    Gives the final norm, [R, h] -> [R, h], which the decoder itself then leaves out, as few rows are read; or None for a decoder
+    with blocks of a class that is not in KNOWN: it is left as it is, with a warning.
+    """
+    unknown = next((reason for block in decoder.layers if (reason := _unlike(block, trained))), None)
+    if unknown is not None:
+        logger.warning("%s=true: %s; the blocks of this model keep these values", KEY, unknown)
+        return None
+    for block in decoder.layers:
+        block.forward = functools.partial(_block, block, tiled)
+    decoder.norm.forward = _passed_on
+    return functools.partial(_normed, decoder.norm)
+
+
+def _passed_on(hidden_states: Tensor) -> Tensor:
+    return hidden_states
+
+
+def _normed(norm: Any, x: Tensor) -> Tensor:
+    return normed(x, norm.weight, norm.variance_epsilon)
+
+
+def _unlike(block: Any, trained: bool) -> str | None:
+    """Says what keeps a block from being computed here, if anything."""
+    name = type(block).__name__
+    if name not in KNOWN:
+        return f"{name} is not one of {', '.join(KNOWN)}"
+    if block.self_attn.config.hidden_act not in ("silu", "swish"):
+        return f"{name} has the activation {block.self_attn.config.hidden_act}, not silu"
+    layers = [module for module in block.modules() if hasattr(module, "in_features")]
+    other = next((layer for layer in layers if trained and type(layer) not in (nn.Linear, LoraLinear)), None)
+    return None if other is None else f"{name} has a layer of class {type(other).__name__}"
+
+
+def _block(block: Any, tiled: bool, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any) -> Tensor:
+    """Gives what the block's own forward gives: hidden_states [1, T, h] -> [1, T, h]."""
+    # Sums are of three dimensions, so that what FSDP2 gets is no view.
+    hidden = hidden_states + _attention(block, hidden_states[0], position_embeddings, others)[None]
+    x, norm = hidden[0], block.post_attention_layernorm
+    if tiled:
+        return hidden + block.mlp(_normed(norm, x))[None]
+    gate, up = _layers(Normed(norm.variance_epsilon), (x,), (norm.weight,), block.mlp, GATE_UP)
+    (down,) = _layers(Gated(), (gate, up), (), block.mlp, DOWN)
+    return hidden + down[None]
+
+
+QUERY_KEY_VALUE, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)
+
+
+def _attention(block: Any, x: Tensor, tables: tuple[Tensor, Tensor], others: dict[str, Any]) -> Tensor:
+    attention, norm = block.self_attn, block.input_layernorm
+    query, key, value = (
+        given.view(x.shape[0], -1, attention.head_dim)
+        for given in _layers(Normed(norm.variance_epsilon), (x,), (norm.weight,), attention, QUERY_KEY_VALUE)
+    )
+    query, key = (_rotated(given, getattr(attention, name, None), tables) for given, name in ((query, "q_norm"), (key, "k_norm")))
+    attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    out, _ = attend(
+        attention,
+        *(given.transpose(0, 1)[None] for given in (query, key, value)),
+        scaling=attention.scaling,
+        sliding_window=_window(attention),
+        **others,
+    )
+    return attention.o_proj(out.reshape(x.shape[0], -1))
+
+
+def _window(attention: Any) -> int | None:
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None
+
+
+def _rotated(x: Tensor, norm: Any, tables: tuple[Tensor, Tensor]) -> Tensor:
+    cos, sin = (table[0] for table in tables)
+    return rotated(x, None, 0.0, cos, sin) if norm is None else rotated(x, norm.weight, norm.variance_epsilon, cos, sin)
+
+
+def _layers(
+    maker: Maker, sources: tuple[Tensor, ...], parameters: tuple[Tensor, ...], parent: Any, names: Sequence[str]
+) -> list[Tensor]:
+    """Gives the outputs [T, m] of the named linear layers over the value that is made from the sources."""
+    layers = [getattr(parent, name) for name in names]
+    if not torch.is_grad_enabled():
+        value = maker.make(sources, parameters, sources[0] if maker.overwrites else None)
+        return [layer(value) for layer in layers]
+    adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
+    weights = [layer.weight for layer in layers] + [layer.lora_A for layer in adapted]
+    outs = list(products(maker, sources, parameters, weights))
+    thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=True))
+    return [_finished(layer, out, thin.get(id(layer))) for layer, out in zip(layers, outs, strict=False)]
+
+
+def _finished(layer: Any, out: Tensor, thin: Tensor | None) -> Tensor:
+    out = out if layer.bias is None else out + layer.bias
+    return out if thin is None else out + layer.scale * linear(thin, layer.lora_B)
+
+
+KNOB = Knob(
+    name="recompute_elementwise",
+    keys=(KEY,),
+    on=(f"{KEY}=true",),
+    off=(f"{KEY}=false",),
+    claims=(Claim("update_actor", "activations", lambda before, after: before.activation_bytes - after.activation_bytes),),
+)
