@@ -6,11 +6,13 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from tests.memory.activations import FP32, LAYERS, WIDTH
+from tests.ranks import run_ranks
 from tests.tensors import whole_of
-from tests.workers.test_policy import ACTOR, policy_for
+from tests.workers.test_policy import ACTOR, NothingWaits, policy_for
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
+from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.shared_prompt import RowTokens, pack_groups_under
 from verl_memopt.models.build import named_weights
@@ -156,3 +158,35 @@ def test_a_model_whose_window_slides_is_refused_by_name(tmp_path):
     config.sliding_window = 64
     with pytest.raises(ConfigError, match=r"use_prefix_grouper=true: .*sliding_window=64.*use_prefix_grouper=false"):
         refuse_sliding_window(config)
+
+
+def two_rank_differences(rank, folder):
+    """Gives, for some random batches, how far the gradients of shared prompts are from those of repeated ones."""
+    mesh, found = training_mesh("cpu", 2, -1), []
+    policy = policy_for(folder, mesh, 2)
+    for seed, answers in enumerate(([3, 0, 1, 7], [1, 1], [12, 5, 30, 2, 9])):
+        # Each rank has groups of its own, and counts are those of both.
+        batch, other = (grouped(11 + 5 * seed, answers, groups=2 + seed % 2, seed=10 * seed + one) for one in (rank, 1 - rank))
+        own, rest = counts_of(batch), counts_of(other)
+        counts = GlobalCounts(own.tokens + rest.tokens, own.sequences + rest.sequences)
+        rows = batch.num_rows
+        bins = [list(range(rows // 2 + 1)), list(range(rows // 2 + 1, rows))]
+        gradients = []
+        for shared in (False, True):
+            policy.accumulate([micro_batch(batch, some, shared) for some in bins], counts, 0.9)
+            gradients.append([whole_of(parameter.grad).clone() for parameter in policy.model.parameters()])
+            policy.optimizer.zero_grad()
+        found += [float((one - two).norm() / (two.norm() or 1.0)) for two, one in zip(*gradients, strict=True)]
+    return found
+
+
+def test_gradients_of_two_ranks_are_those_of_the_repeated_prompt(untied_folder):
+    assert max(max(found) for found in run_ranks(two_rank_differences, 2, untied_folder)) <= 2e-6
+
+
+def test_the_host_waits_for_nothing_between_micro_batches_of_shared_prompts(tiny_folder, one_rank):
+    policy, rows = policy_for(tiny_folder, one_rank, 1), grouped(12, [4, 1, 0, 7], groups=4)
+    micros = [micro_batch(rows, bins, True) for bins in ([0, 1, 2, 3, 4], [5, 6, 7], list(range(8, 16)))]
+    counts = counts_of(rows)
+    with NothingWaits():
+        policy.step(micros, counts, 0.9)

@@ -47,6 +47,16 @@ def test_a_cached_prefix_of_the_old_weights_is_never_used_with_the_new(vllm_engi
     assert largest_difference(after.log_probs, [naive]) <= 1e-5
 
 
+def test_answers_to_one_prompt_compute_it_once(vllm_engine: RolloutEngine) -> None:
+    long_prompt = [5 + place % 190 for place in range(150)]
+    found = vllm_engine.generate([long_prompt] * 4, [0, 1, 2, 3], sampling(max_tokens=4))
+    block = vllm_engine._llm.llm_engine.vllm_config.cache_config.block_size  # type: ignore[attr-defined]
+    # Whole blocks of the first answer's prompt serve the other three; one token at least is computed, to predict the next.
+    assert found.cached_tokens == 3 * (149 // block * block)
+    vllm_engine.load_weights(weights_of(model_of(vllm_engine._place.model_folder)))  # type: ignore[attr-defined]
+    assert vllm_engine.generate([long_prompt], [0], sampling(max_tokens=4)).cached_tokens == 0
+
+
 def test_rebuilding_each_module_loads_the_same_weights_as_copying_in_place(
     vllm_engine: RolloutEngine, other_folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -26,7 +26,7 @@ class Doubler(Member):
     def generate(self, prompt_ids, seeds, settings):
         responses = [[ids[0], 2 * ids[0], seed] for ids, seed in zip(prompt_ids, seeds, strict=True)]
         log_probs = [[-float(token) for token in row] for row in responses] if settings.log_probs else None
-        return Generation(responses, log_probs, ["length"] * len(responses))
+        return Generation(responses, log_probs, ["length"] * len(responses), cached_tokens=len(responses))
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
@@ -36,6 +36,7 @@ def test_answers_come_in_the_order_of_the_prompts_over_any_number_of_engines(ran
     assert found.response_ids == [[n, 2 * n, 100 + n] for n in range(5)]
     assert found.log_probs == [[-n, -2 * n, -100 - n] for n in range(5)]
     assert found.finish_reasons == ["length"] * 5
+    assert found.cached_tokens == 5
 
 
 def test_prompts_are_spread_evenly_over_engines():

@@ -7,6 +7,7 @@ import torch
 import torch.distributed as dist
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 from tests.tensors import local_of, whole_of
@@ -202,6 +203,35 @@ def test_a_step_clips_the_gradient_and_moves_every_parameter(tiny_folder, one_ra
     metrics = policy.update([shares(batch(), 1, WHOLE)[0]], 0.9)
     assert metrics["actor/lr"] == pytest.approx(1e-2)
     assert all((whole_of(p) != before[name]).any() for name, p in named_weights(policy.model))
+
+
+WAITING = (
+    torch.ops.aten._local_scalar_dense, torch.ops.aten.is_nonzero, torch.ops.aten.nonzero, torch.ops.aten.masked_select,
+    torch.ops.aten._unique2, torch.ops.aten.unique_consecutive, torch.ops.aten.equal, torch.ops.aten.bincount,
+    torch.ops.aten.repeat_interleave,
+)  # fmt: skip
+"""Operators that a GPU's host would wait for: their result is a number, or has a size that values decide."""
+
+
+class NothingWaits(TorchDispatchMode):
+    """Fails at an operator that a GPU's host would wait for."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        assert func.overloadpacket not in WAITING, func
+        masks = args[1] if func.overloadpacket in (torch.ops.aten.index, torch.ops.aten.index_put) else ()
+        assert all(mask is None or mask.dtype != torch.bool for mask in masks), func
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_host_waits_for_nothing_between_the_micro_batches_of_a_step(tiny_folder, one_rank, recompute):
+    policy = policy_for(tiny_folder, one_rank, 1, recompute=recompute)
+    (mini,) = shares(batch(), 1, SMALL)
+    micros = [micro_batch(mini.batch, rows) for rows in mini.micro_batches]
+    with NothingWaits():
+        policy.step(micros, mini.counts, 0.9)
+    with NothingWaits(), pytest.raises(AssertionError, match="_local_scalar_dense"):
+        torch.ones(1).item()
 
 
 def test_no_tensor_of_a_micro_batch_outlives_it(tiny_folder, one_rank):

@@ -7,8 +7,8 @@ Saves: with T tokens computed in the largest micro-batch, L blocks of width h, H
     X falls to the largest of three: A' + 3 x R x h x b at the final norm's backward, which is of the R positions that predict;
     A' + X + t x I x b at the MLP's, over tiles of t <= 2,048 tokens (8,192 on a GPU), where gradients take the place of what they
     are made from; and, at attention's, T x b x (2 x h + 7 x H x D + 3 x K x D + 2 x D), with (2 x T - T_a) x H x D x b for the
-    gradients of its parts, T_a of the tokens being answers that share a prompt, and 2 x R x h x b of the head's. Elementwise tiles add 1.5
-    MiB (96 on a GPU).
+    gradients of its parts, T_a of the tokens being answers that share a prompt, and 2 x R x h x b of the head's. Elementwise
+    tiles add 1.5 MiB (96 on a GPU).
 Costs: norms and the MLP's activation once more in backward: elementwise statements, and no product.
 Pairs with: every knob. Beside activation checkpointing it lowers the one block that is whole; beside a tiled MLP it
     recomputes norms alone. LoRA's products with A read the same recomputed value as the layer's own.

@@ -24,6 +24,8 @@ class Generation:
     """fp32 log-probs of those tokens, or None when they were not asked for."""
     finish_reasons: list[str]
     """stop = an end-of-sequence token was generated; length = the cap was reached."""
+    cached_tokens: int = 0
+    """Prompt tokens that were not computed, since their keys and values were in the prefix cache."""
 
 
 class RolloutEngine(Protocol):

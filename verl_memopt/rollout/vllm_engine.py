@@ -80,6 +80,7 @@ class VllmEngine:
             response_ids=[list(answer.token_ids) for answer in answers],
             log_probs=[_log_probs(answer) for answer in answers] if sampling.log_probs else None,
             finish_reasons=[answer.finish_reason for answer in answers],
+            cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
         )
 
     def load_weights(self, weights: Weights) -> None:

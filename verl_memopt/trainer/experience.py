@@ -50,6 +50,7 @@ def generate(
         response_ids=[ids for answer in answers for ids in answer.response_ids],
         log_probs=[row for answer in answers for row in answer.log_probs] if sampling.log_probs else None,
         finish_reasons=[reason for answer in answers for reason in answer.finish_reasons],
+        cached_tokens=sum(answer.cached_tokens for answer in answers),
     )
 
 

@@ -87,6 +87,7 @@ class Stepper:
             metrics |= self.compare_log_probs(batch, step)
         self.crew.all("update_weights", "update_weights")
         metrics |= self._describe(batch, scores, found, entropy, results)
+        metrics["rollout/prefix_cache_hit_rate"] = answers.generation.cached_tokens / int(batch.prompts.lengths.sum())
         if self.settings.data.truncation != "error":
             metrics |= {"data/tokens_dropped": float(taken.tokens_dropped), "data/rows_truncated": float(taken.rows_truncated)}
         total = sum(batch.prompts.sizes()) + sum(batch.responses.sizes())
