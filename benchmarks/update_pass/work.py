@@ -70,10 +70,11 @@ WORKLOADS = {
         "tiny model, a real vocabulary, a long prompt",
         TINY, groups=1, k=8, prompt=3015, answer=100, ks=(2, 4, 8), more_ks=(16, 32, 64), token_budget=4096, chunk_tokens=64,
     ),
-    "b": Workload("long prompt, short answers", SMALL, groups=1, k=8, prompt=1024, answer=64),
-    "c": Workload("short prompt, long answers", SMALL, groups=1, k=8, prompt=64, answer=1024),
+    "b": Workload("long prompt, short answers", SMALL, groups=1, k=8, prompt=1024, answer=64, chunk_tokens=256),
+    "c": Workload("short prompt, long answers", SMALL, groups=1, k=8, prompt=64, answer=1024, chunk_tokens=256),
     "d": Workload(
-        "eight groups of ragged lengths", SMALL, groups=8, k=8, prompt=512, answer=128, spread=0.7, token_budget=4096
+        "eight groups of ragged lengths", SMALL, groups=8, k=8, prompt=512, answer=128, spread=0.7, token_budget=4096,
+        chunk_tokens=256,
     ),
     "e": Workload(
         "the shape of Qwen3-0.6B", QWEN, groups=1, k=8, prompt=2048, answer=256, dtype="bfloat16", gpu=True

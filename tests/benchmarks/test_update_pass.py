@@ -8,7 +8,7 @@ from benchmarks.update_pass import contest
 from benchmarks.update_pass.__main__ import main
 from benchmarks.update_pass.contest import Row, WrongGradientError, difference, in_turns, make_job, run
 from benchmarks.update_pass.naive import reference
-from benchmarks.update_pass.ours import build_ours_no_sharing, cut
+from benchmarks.update_pass.ours import build_ours, build_ours_no_sharing, cut
 from benchmarks.update_pass.sides import Side, plain_model
 from benchmarks.update_pass.table import ratios, render
 from benchmarks.update_pass.work import WORKLOADS, Batch, Workload, make_batch, shrunk
@@ -40,7 +40,7 @@ def test_all_compute_one_gradient_at_any_micro_batch_size(folder, checkpointing,
     rows = run(HERE, job, expected, repeats=1)
     assert [row.contestant for row in rows] == list(HERE)
     for row in rows:
-        assert row.grad_rel_err <= 3e-6, row.contestant
+        assert row.grad_rel_err <= 2e-6, row.contestant
         assert row.peak_bytes > row.param_grad_bytes
         assert len(row.runs) == 1
 
@@ -58,6 +58,26 @@ def test_the_reference_is_the_gradient_of_advantage_times_log_prob(folder):
     sums = [float(total.detach()) for total in sums]
     assert difference({name: parameter.grad for name, parameter in model.named_parameters()}, expected.gradients) <= 1e-6
     assert [float(log_probs.sum()) for log_probs in expected.log_probs] == pytest.approx(sums, 1e-6)
+
+
+def exact_gradients(job):
+    """Gives the gradients of the update in float64."""
+    model, count = plain_model(job).double(), len(job.batch.answers)
+    for row, answer in enumerate(job.batch.answers):
+        prompt = job.batch.prompt_of(row)
+        logits = model(input_ids=torch.tensor([prompt + answer])).logits[0, len(prompt) - 1 : -1]
+        log_probs = logits.log_softmax(-1).gather(1, torch.tensor(answer)[:, None])
+        (-job.batch.advantages[row] * log_probs.sum() / count).backward()
+    return {name: parameter.grad for name, parameter in model.named_parameters()}
+
+
+def test_a_gradient_that_rounding_moves_far_is_as_near_to_the_exact_one_as_the_references(tmp_path):
+    # Workload a in small: few channels and a long prompt, where fp32 itself is some 1e-6 away.
+    job, expected = make_job(dataclasses.replace(shrunk(WORKLOADS["a"], 2, 8), k=4), tmp_path / "model", False, CPU)
+    exact = exact_gradients(job)
+    side = build_ours(job)
+    side.update()
+    assert difference(side.gradients(), exact) <= 1.1 * difference(expected.gradients, exact)
 
 
 def test_a_wrong_gradient_is_an_error_and_no_row(folder):

@@ -57,6 +57,7 @@ FACTORS = {
             f"{MODEL}.activation_offload_in_flight": 1,
         },
     },
+    "recomputed values": _switch(f"{MODEL}.recompute_elementwise", off=False, on=True),
     "tiled mlp": {"off": {}, "3": {f"{MODEL}.tiled_mlp.enabled": True, f"{MODEL}.tiled_mlp.num_shards": 3}},
     "batching": {
         "whole": {f"{ACTOR}.use_dynamic_bsz": True},

@@ -11,9 +11,6 @@ SHAPES = Shapes(
     block_params=1000, tied=True, tokens=10, responses=3,
 )  # fmt: skip
 
-TILES = 6 * 2**16 * 4
-"""Bytes of elementwise statements."""
-
 
 def having(**model):
     actor = replaced(SHAPES.settings.actor, {"fsdp_config": replaced(SHAPES.settings.actor.fsdp_config, {"dtype": "fp32"})})
@@ -85,24 +82,23 @@ def test_recomputed_norms_leave_a_block_their_inputs_and_those_of_products():
     assert having(**on, tiled_mlp=TiledMlp(enabled=True)).block_bytes == 10 * 4 * (2 * 8 + 3 * 8 + 3 * 4 + 8)
 
 
-def test_recomputed_norms_leave_the_last_block_two_moments_to_peak_at():
-    on = {"recompute_elementwise": True}
-    few, many = having(**on), dataclasses.replace(having(**on), heads=64)
-    # 10 tokens of one segment each: attention's gradients and those of its parts; 3 of the head's tensors twice.
+def test_recomputed_norms_leave_the_last_block_three_moments_to_peak_at():
+    few, tiles = having(recompute_elementwise=True), 6 * 2**16 * 4
+    # At attention: 10 tokens of one segment each, its gradients and those of its parts; 3 of the head's tensors twice.
     assert few.attention_backward_bytes == 4 * (10 * (2 * 8 + 7 * 8 + 3 * 4 + 2 * 2) + 30 * 8 + 2 * 3 * 8)
     assert dataclasses.replace(few, branch_tokens=6).attention_backward_bytes == few.attention_backward_bytes - 4 * (10 + 6) * 8
-    assert few.activation_bytes == 3 * few.block_bytes + max(
-        few.block_bytes + 10 * 8 * 4 + 10 * 16 * 4, few.attention_backward_bytes
-    )
-    assert many.activation_bytes == 3 * many.block_bytes + many.attention_backward_bytes + TILES
-    wide = dataclasses.replace(having(**on), mlp=64)
-    assert wide.activation_bytes == 4 * wide.block_bytes + 10 * 8 * 4 + 10 * 64 * 4 + TILES
-    # 5,000 tokens are three tiles.
-    long = dataclasses.replace(wide, tokens=5000)
-    assert long.activation_bytes == 4 * long.block_bytes + 5000 * 8 * 4 + round(5000 / 3 * 64 * 4) + TILES
+    many = dataclasses.replace(few, heads=4000)
+    assert many.activation_bytes == 3 * many.block_bytes + many.attention_backward_bytes
+    # At the MLP: one gradient, a tile's value and the tiles of elementwise statements. 5,000 tokens are three tiles.
+    assert few.activation_bytes == 4 * few.block_bytes + 10 * 8 * 4 + 10 * 16 * 4 + tiles
+    long = dataclasses.replace(few, tokens=5000, mlp=64)
+    assert long.activation_bytes == 4 * long.block_bytes + 5000 * 8 * 4 + round(5000 / 3 * 64 * 4) + tiles
+    # At the final norm: three tensors of the rows that are read.
+    read = dataclasses.replace(few, responses=100)
+    assert read.activation_bytes == 4 * read.block_bytes + 3 * 100 * 8 * 4 + tiles
 
 
 def test_recomputed_norms_beside_tiles_leave_the_tiles_of_one_backward():
     tiled = dataclasses.replace(having(recompute_elementwise=True, tiled_mlp=TiledMlp(enabled=True, num_shards=2)), mlp=64)
     passing = 6 * 10 * 64 * 4 // 2 + 2 * 8 * 64 * 4 + 10 * 8 * 4 * 5 // 2
-    assert tiled.activation_bytes == 4 * tiled.block_bytes + passing + TILES
+    assert tiled.activation_bytes == 4 * tiled.block_bytes + passing

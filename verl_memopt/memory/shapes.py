@@ -75,12 +75,12 @@ class Shapes:
             others = min(self.layers - 1, model.activation_offload_in_flight) * given
         if model.recompute_elementwise:
             n, weights = model.tiled_mlp.num_shards, 2 * self.hidden * self.mlp * self.compute_bytes
-            tiled = model.tiled_mlp.enabled
-            passing = (
-                6 * wide / n + weights + given * (2 + 1 / n) if tiled else given + wide / -(-self.tokens // ROWS_OF_BACKWARD)
-            )
-            passing = max(passing, 3 * self.responses * self.hidden * self.compute_bytes)
-            return others + max(round(self.block_bytes + passing), self.attention_backward_bytes) + ELEMENTWISE_BYTES
+            if model.tiled_mlp.enabled:
+                passing = 6 * wide / n + weights + given * (2 + 1 / n)
+            else:
+                final_norm = 3 * self.responses * self.hidden * self.compute_bytes
+                passing = max(given + wide / -(-self.tokens // ROWS_OF_BACKWARD), final_norm) + ELEMENTWISE_BYTES
+            return others + max(round(self.block_bytes + passing), self.attention_backward_bytes)
         if not model.tiled_mlp.enabled:
             return others + self.block_bytes + 2 * wide + 2 * given
         whole = others + self.block_bytes + 6 * wide + 2 * given
