@@ -6,6 +6,7 @@
 # Settings of every rung go at the end of the command line.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source benchmarks/gpu/machine.sh
 
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 SHAPE=${SHAPE:-qwen3-0.6b}
@@ -22,11 +23,5 @@ command=(
     --rows "$ROWS" --prompt "$PROMPT" --response "$RESPONSE" ${ONLY:+--only $ONLY} --json "$OUT/ladder.json" --png "$OUT/ladder.png"
     memory.device_limit_gb="$LIMIT_GB" "$@"
 )
-{
-    date -u +"%Y-%m-%d %H:%M UTC"
-    git rev-parse HEAD 2>/dev/null || true
-    printf '%q ' "${command[@]}"; echo
-    "$PYTHON" -c 'import platform, torch, transformers; print("python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)'
-    nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null || echo "no GPU: CPU, $(nproc) cores"
-} > "$OUT/machine.txt"
+machine "$PYTHON" "${command[@]}" > "$OUT/machine.txt"
 "${command[@]}" | tee "$OUT/ladder.txt"

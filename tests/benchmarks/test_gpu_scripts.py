@@ -29,3 +29,19 @@ def test_a_limit_that_is_passed_ends_the_script_with_its_error(tmp_path):
     assert "out of device memory at" in process.stderr
     assert "of 0.001 GiB" in process.stderr
     assert not (tmp_path / "out" / "ladder.json").exists()
+
+
+def test_the_update_pass_script_leaves_a_table_a_record_and_a_picture_for_each_workload(tmp_path):
+    out = tmp_path / "out"
+    env = environment(
+        OUT=str(out), PYTHON=sys.executable, LAYERS="1", SHRINK="64", REPEATS="1", CONTESTANTS="response_logits ours"
+    )
+    command = ["bash", "benchmarks/gpu/update_pass.sh", "--k", "2", "--checkpointing", "off"]
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
+    assert process.returncode == 0, process.stderr[-3000:]
+    for workload in ("e", "a"):
+        record = json.loads((out / f"{workload}.json").read_text())
+        assert {row["contestant"] for row in record["rows"]} == {"response_logits", "ours"}
+        assert (out / f"{workload}.png").read_bytes().startswith(b"\x89PNG")
+        assert f"Workload {workload}" in (out / f"{workload}.txt").read_text()
+        assert f"--workload {workload}" in (out / f"machine-{workload}.txt").read_text()

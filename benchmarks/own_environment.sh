@@ -1,0 +1,32 @@
+#!/usr/bin/env bash
+# Makes a virtual environment beside .venv from a benchmark's requirements, with torch in the build that .venv has.
+# Runs again at once when nothing it depends on has changed.
+#
+#   benchmarks/own_environment.sh FOLDER BENCHMARK     .venv-peers benchmarks/update_pass
+#   PYTHON=python3.12 benchmarks/own_environment.sh …
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/.."
+folder=$1 benchmark=$2
+
+PYTHON=${PYTHON:-.venv/bin/python}
+[ -x .venv/bin/python ] || { echo "setup.sh: .venv is missing. Run ./setup_env.sh first." >&2; exit 2; }
+version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])')
+torch=$(.venv/bin/python -c 'from importlib.metadata import version; print(version("torch"))')
+
+files=("$benchmark"/requirements*.txt "$benchmark/setup.sh" benchmarks/own_environment.sh requirements/constraints.txt)
+stamp="$version $torch $(pwd) $(cat "${files[@]}" | sha256sum | cut -d' ' -f1)"
+if [ -f "$folder/.stamp" ] && [ "$(cat "$folder/.stamp")" = "$stamp" ]; then
+    exit 0
+fi
+
+echo "setup.sh: installing $benchmark/requirements.txt into $folder (Python $version); this is done once" >&2
+[ -x "$folder/bin/python" ] && [ "$("$folder/bin/python" -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] \
+    || { rm -rf "$folder"; "$PYTHON" -m venv "$folder"; }
+rm -f "$folder/.stamp"
+pip() { "$folder/bin/python" -m pip --disable-pip-version-check --quiet "$@"; }
+pip install -r "$benchmark/requirements.txt" -c requirements/constraints.txt
+[ ! -f "$benchmark/requirements-no-deps.txt" ] || pip install --no-deps -r "$benchmark/requirements-no-deps.txt"
+installed=$("$folder/bin/python" -c 'from importlib.metadata import version; print(version("torch"))')
+[ "$installed" = "$torch" ] \
+    || { echo "setup.sh: $folder has torch $installed, .venv has $torch; times and bytes would not compare." >&2; exit 1; }
+echo "$stamp" > "$folder/.stamp"
