@@ -76,10 +76,10 @@ def draw_growth(series: dict[str, list[tuple[int, list[Row]]]], source: str, pat
                 known = [(size, number) for size, number in found if number is not None]
                 sizes, numbers = [size for size, _ in known], [number for _, number in known]
                 axes.plot(sizes, numbers, "o-", color=PALETTE[index % len(PALETTE)], label=name, markersize=4)
-            axes.set_xscale("log", base=2)
-            axes.set_yscale("log")
+            # From zero and to scale, so that what grows linearly is a straight line.
+            axes.set_xlim(0, 1.04 * points[-1][0])
+            axes.set_ylim(0, 1.04 * axes.get_ylim()[1])
             axes.set_xticks([size for size, _ in points], [f"{size:,}" for size, _ in points])
-            axes.minorticks_off()
     grid[0][0].legend(frameon=False, fontsize=8.5)
     drawing.supxlabel(source, x=0.01, ha="left", fontsize=8.5, color=MUTED)
     return save(drawing, path)
