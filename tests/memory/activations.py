@@ -93,6 +93,25 @@ def three_steps(policy, mini):
     return [tensor for step in found for tensor in step] + [whole(parameter) for parameter in policy.model.parameters()]
 
 
+def first_gradients(policy, mini):
+    """Gives the whole gradients of a mini-batch, of what is trained."""
+    policy.accumulate(micros(mini), mini.counts, 0.9)
+    return [whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
+
+
+def largest_difference(found, expected):
+    """Gives the most by which a tensor differs from the expected, relative to its norm where it has one."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - two).norm() / (two.norm() or 1.0)) for one, two in pairs)
+
+
+def two_rank_differences(rank, folder, variants):
+    """Gives, on one of two ranks, how far the gradients under each of the variants are from those under the first."""
+    mesh, mini = training_mesh("cpu", 2, -1), mini_batch(rank, 2)
+    found = [first_gradients(build(folder, mesh, 2, **variant), mini) for variant in variants]
+    return [largest_difference(one, found[0]) for one in found[1:]]
+
+
 def whole(tensor):
     return whole_of(tensor).detach().clone()
 

@@ -11,7 +11,6 @@ from tests.memory.activations import D as HEAD_SIZE
 from tests.memory.activations import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
-from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.memory.knobs import knob_named
 from verl_memopt.memory.quantized_frozen import quantize_blocks, quantized_layers
 from verl_memopt.memory.recompute_elementwise import KNOWN, recompute_elementwise
@@ -29,16 +28,6 @@ BOUND = 2e-6
 QUERIES, KEYS = HEADS * HEAD_SIZE, KV * HEAD_SIZE
 
 
-def largest_difference(found, expected):
-    pairs = zip(found, expected, strict=True)
-    return max(float((one - two).norm() / (two.norm() or 1.0)) for one, two in pairs)
-
-
-def first_gradients(policy, mini):
-    policy.accumulate(act.micros(mini), mini.counts, 0.9)
-    return [act.whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
-
-
 # Numbers.
 
 
@@ -49,8 +38,8 @@ def first_gradients(policy, mini):
 )
 def test_gradients_differ_by_rounding_only(untied_folder, one_rank, options):
     mini = act.mini_batch()
-    found = [first_gradients(act.build(untied_folder, one_rank, **options, **own), mini) for own in (OFF, ON)]
-    assert largest_difference(*found) <= BOUND
+    found = [act.first_gradients(act.build(untied_folder, one_rank, **options, **own), mini) for own in (OFF, ON)]
+    assert act.largest_difference(*found) <= BOUND
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, LORA], ids=["alone", "full", "lora"])
@@ -58,7 +47,7 @@ def test_three_steps_of_a_policy_are_those_that_keep_everything(untied_folder, o
     mini = act.mini_batch(response=12)
     found = [act.three_steps(act.build(untied_folder, one_rank, **options, **own), mini) for own in (OFF, ON)]
     # Adam makes steps of the learning rate out of the smallest gradients, so that rounding grows with every step.
-    assert largest_difference(*found) <= 2e-4
+    assert act.largest_difference(*found) <= 2e-4
 
 
 @pytest.mark.parametrize("options", [{"recompute": True}, SELECTIVE, EVERY_2, {"offload": (1, 2)}])
@@ -69,14 +58,9 @@ def test_checkpointing_and_offload_change_no_bit(untied_folder, one_rank, option
     act.assert_same_numbers(act.three_steps(policy, mini), act.three_steps(act.build(untied_folder, one_rank, **ON), mini))
 
 
-def two_rank_gradients(rank, folder):
-    mesh, mini = training_mesh("cpu", 2, -1), act.mini_batch(rank, 2)
-    found = [first_gradients(act.build(folder, mesh, 2, **own), mini) for own in (OFF, ON, {"recompute": True, **ON})]
-    return [largest_difference(one, found[0]) for one in found[1:]]
-
-
 def test_the_gradients_of_two_ranks_differ_by_rounding_only(untied_folder):
-    assert max(max(found) for found in run_ranks(two_rank_gradients, 2, untied_folder)) <= BOUND
+    variants = (OFF, ON, {"recompute": True, **ON})
+    assert max(max(found) for found in run_ranks(act.two_rank_differences, 2, untied_folder, variants)) <= BOUND
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])
@@ -84,8 +68,8 @@ def test_every_known_model_gives_what_its_own_forward_gives(tmp_path, one_rank, 
     folder, mini = make_tiny_model(tmp_path / model_type, TinyShape(model_type=model_type), seed=3), act.mini_batch(response=12)
     policies = [act.build(folder, one_rank, **own) for own in (OFF, ON)]
     scores = [policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in policies]
-    assert largest_difference([scores[1]], [scores[0]]) <= BOUND
-    assert largest_difference(*(first_gradients(policy, mini) for policy in policies)) <= BOUND
+    assert act.largest_difference([scores[1]], [scores[0]]) <= BOUND
+    assert act.largest_difference(*(act.first_gradients(policy, mini) for policy in policies)) <= BOUND
     assert (
         type(policies[1].model.blocks()[0]).__mro__[1].__name__ in KNOWN or type(policies[1].model.blocks()[0]).__name__ in KNOWN
     )
@@ -103,7 +87,7 @@ def test_answers_that_share_a_prompt_give_what_they_gave(untied_folder, one_rank
         log_probs, _ = model(pack, 1.0, False)
         log_probs.sum().backward()
         found.append([log_probs.detach(), *(parameter.grad for parameter in model.parameters())])
-    assert largest_difference(*found) <= BOUND
+    assert act.largest_difference(*found) <= BOUND
 
 
 def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one_rank):
@@ -113,7 +97,7 @@ def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one
         model = act.build(untied_folder, one_rank, dtype=dtype, **own).model
         (model(pack, 1.0, False)[0] * above).sum().backward()
         found.append(torch.cat([act.whole(parameter.grad).flatten() for parameter in model.parameters()]))
-    errors = [largest_difference([one], [found[0]]) for one in found[1:]]
+    errors = [act.largest_difference([one], [found[0]]) for one in found[1:]]
     assert errors[1] <= 1.01 * errors[0]  # both are made of thousands of roundings, of different ones
 
 
@@ -129,7 +113,7 @@ def test_quantised_blocks_without_gradients_are_computed_as_well(untied_folder, 
         model.final_norm = recompute_elementwise(model.lm.get_decoder(), trained=False, tiled=False) if on else None
         with torch.no_grad():
             found.append(model(act.micros(mini)[0].pack, 1.0, False)[0])
-    assert largest_difference([found[1]], [found[0]]) <= BOUND
+    assert act.largest_difference([found[1]], [found[0]]) <= BOUND
 
 
 # Cost.

@@ -101,7 +101,8 @@ def test_loss_and_gradients_are_those_of_the_repeated_prompt(untied_folder, one_
     policy = policy_for(untied_folder, one_rank, 1)
     naive, expected = gradients(policy, batch, [[row] for row in range(batch.num_rows)], False)
     loss, found = gradients(policy, batch, [list(range(batch.num_rows))], True)
-    torch.testing.assert_close(loss, naive, rtol=1e-5, atol=1e-6)
+    # A loss is a mean of terms of about the advantages' size, 1, whose sum may cancel.
+    assert abs(float(loss) - float(naive)) <= 2e-6 * max(abs(float(naive)), 1)
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
 
@@ -189,4 +190,5 @@ def test_the_host_waits_for_nothing_between_micro_batches_of_shared_prompts(tiny
     micros = [micro_batch(rows, bins, True) for bins in ([0, 1, 2, 3, 4], [5, 6, 7], list(range(8, 16)))]
     counts = counts_of(rows)
     with NothingWaits():
-        policy.step(micros, counts, 0.9)
+        metrics = policy.step(micros, counts, 0.9)
+    assert float(metrics["actor/grad_norm"]) > 0

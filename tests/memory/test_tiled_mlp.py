@@ -10,7 +10,6 @@ from tests.memory import activations as act
 from tests.memory.activations import FP32, LAYERS, MLP, TOKENS, WIDTH, close
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
-from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora import apply_lora
 from verl_memopt.memory.quantized_frozen import quantize_blocks, quantized_layers
@@ -86,10 +85,6 @@ def test_bfloat16_gradients_are_as_far_from_the_truth_as_those_of_the_whole():
     assert all(two <= one + SHARDS * 2**-9 for one, two in zip(*errors, strict=True))
 
 
-def largest_difference(found, expected):
-    return max(relative(one, two) if two.norm() else float(one.norm()) for one, two in zip(found, expected, strict=True))
-
-
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, SELECTIVE, {"recompute": True, "offload": (1, 2)}])
 def test_three_steps_of_a_policy_are_those_without_tiles(untied_folder, one_rank, options):
     mini = act.mini_batch(response=12)
@@ -97,30 +92,19 @@ def test_three_steps_of_a_policy_are_those_without_tiles(untied_folder, one_rank
     policy = act.build(untied_folder, one_rank, **TILED, **options)
     policy = act.without_traffic(policy) if policy.offload else policy
     # Adam makes steps of the learning rate out of the smallest gradients, so that rounding grows with every step.
-    assert largest_difference(act.three_steps(policy, mini), expected) <= 2e-4
+    assert act.largest_difference(act.three_steps(policy, mini), expected) <= 2e-4
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": True}, SELECTIVE])
 def test_the_first_gradients_of_a_policy_differ_by_rounding_only(untied_folder, one_rank, options):
-    mini, found = act.mini_batch(), []
-    for more in ({}, TILED):
-        policy = act.build(untied_folder, one_rank, **options, **more)
-        policy.accumulate(act.micros(mini), mini.counts, 0.9)
-        found.append([act.whole(parameter.grad) for parameter in policy.model.parameters()])
-    assert largest_difference(*found) <= BOUND
-
-
-def two_rank_gradients(rank, folder):
-    mesh, mini, found = training_mesh("cpu", 2, -1), act.mini_batch(rank, 2), []
-    for more in ({}, TILED, {"recompute": True, **TILED}):
-        policy = act.build(folder, mesh, 2, **more)
-        policy.accumulate(act.micros(mini), mini.counts, 0.9)
-        found.append([act.whole(parameter.grad) for parameter in policy.model.parameters()])
-    return [largest_difference(tiled, found[0]) for tiled in found[1:]]
+    mini = act.mini_batch()
+    found = [act.first_gradients(act.build(untied_folder, one_rank, **options, **more), mini) for more in ({}, TILED)]
+    assert act.largest_difference(*found) <= BOUND
 
 
 def test_the_gradients_of_two_ranks_differ_by_rounding_only(untied_folder):
-    assert max(max(found) for found in run_ranks(two_rank_gradients, 2, untied_folder)) <= BOUND
+    variants = ({}, TILED, {"recompute": True, **TILED})
+    assert max(max(found) for found in run_ranks(act.two_rank_differences, 2, untied_folder, variants)) <= BOUND
 
 
 @pytest.mark.parametrize("model_type", ["llama", "mistral", "qwen2", "qwen3"])

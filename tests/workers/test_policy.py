@@ -181,7 +181,7 @@ def test_an_on_policy_batch_needs_no_old_log_probs(tiny_folder, one_rank):
     without = accumulated(policy, shares(whole, 1, WHOLE)[0])
     assert relative(float(without["actor/loss"]), float(with_old["actor/loss"])) <= 1e-6
     for one, parameter in zip(gradients, policy.model.parameters(), strict=True):
-        torch.testing.assert_close(one, whole_of(parameter.grad), rtol=1e-5, atol=1e-7)
+        assert (one - whole_of(parameter.grad)).norm() <= 2e-6 * one.norm()
 
 
 def test_a_step_without_old_log_probs_gives_those_it_found_and_the_metrics_of_a_step_with_them(tiny_folder, one_rank):
@@ -229,7 +229,8 @@ def test_the_host_waits_for_nothing_between_the_micro_batches_of_a_step(tiny_fol
     (mini,) = shares(batch(), 1, SMALL)
     micros = [micro_batch(mini.batch, rows) for rows in mini.micro_batches]
     with NothingWaits():
-        policy.step(micros, mini.counts, 0.9)
+        metrics = policy.step(micros, mini.counts, 0.9)
+    assert float(metrics["actor/grad_norm"]) > 0
     with NothingWaits(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         torch.ones(1).item()
 
