@@ -4,41 +4,16 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
 from torch.nn.functional import silu
-from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm, apply_rotary_pos_emb
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
-from verl_memopt.memory.discarded_values import PRODUCT_ROWS, Gated, Normed, keep, normed, products, rotated, tiles
+from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
+from verl_memopt.memory.discarded_values import PRODUCT_ROWS, Gated, Normed, keep, normed, products, tiles
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-
-EPS = 1e-6
-DOUBLE = torch.float64
-ROUNDING = 1e-13
-"""Relative to a gradient's norm, in float64: sums of thousands of terms in another order."""
-
-
-def drawn(*shape, seed=0, dtype=DOUBLE, scale=1.0):
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed), dtype=DOUBLE).mul_(scale).to(dtype).requires_grad_()
-
-
-def plain_norm(x, weight):
-    norm = Qwen3RMSNorm(x.shape[-1], EPS)
-    norm.weight = nn.Parameter(weight.detach())
-    # Its own statements, except that what it computes in fp32 is float64 where the input is.
-    wide = x.to(torch.promote_types(x.dtype, torch.float32))
-    return weight * (wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + EPS)).to(x.dtype)
 
 
 def plain_products(maker, sources, parameters, weights):
     value = plain_norm(*sources, *parameters) if isinstance(maker, Normed) else silu(sources[0]) * sources[1]
     return [value @ weight.t() for weight in weights]
-
-
-def gradients(outs, tensors):
-    above = [torch.randn(out.shape, generator=torch.Generator().manual_seed(9), dtype=DOUBLE).to(out.dtype) for out in outs]
-    return torch.autograd.grad(outs, tensors, above, allow_unused=True)
-
-
-def relative(found, expected):
-    return float((found - expected).detach().norm() / max(float(expected.detach().norm()), 1e-300))
 
 
 def operands(maker, rows, dtype=DOUBLE, width=6, outs=(5, 3)):
@@ -114,34 +89,7 @@ def test_a_norm_alone_is_that_of_transformers_to_the_bit():
         assert relative(one, other) <= 1e-6  # in fp32
 
 
-@pytest.mark.parametrize("with_norm", [False, True])
-def test_rotations_are_those_of_transformers(with_norm):
-    tokens, heads, size = 40, 3, 8
-    x, weight = drawn(tokens, heads, size), drawn(size, seed=1) if with_norm else None
-    angles = drawn(tokens, size // 2, seed=2).detach().repeat(1, 2)
-    cos, sin = angles.cos(), angles.sin()
-    given = (x if weight is None else plain_norm(x, weight)).transpose(0, 1)[None]
-    expected = apply_rotary_pos_emb(given, given, cos[None], sin[None])[0][0].transpose(0, 1)
-    out, tensors = rotated(x, weight, EPS, cos, sin), [x] if weight is None else [x, weight]
-    assert relative(out, expected) <= ROUNDING
-    for one, other in zip(gradients([out], tensors), gradients([expected], tensors), strict=True):
-        assert relative(one, other) <= ROUNDING
-
-
-def test_a_rotation_whose_halves_have_angles_of_their_own_has_its_transpose_for_a_gradient():
-    cos, sin = drawn(4, 6, seed=1).detach(), drawn(4, 6, seed=2).detach()
-    assert torch.autograd.gradcheck(lambda x, weight: rotated(x, weight, EPS, cos, sin), (drawn(4, 2, 6), drawn(6, seed=3)))
-    assert torch.autograd.gradcheck(lambda x: rotated(x, None, EPS, cos, sin), (drawn(4, 2, 6),))
-
-
 # Bytes.
-
-
-def saved_by(compute):
-    found = []
-    with torch.autograd.graph.saved_tensors_hooks(lambda tensor: found.append(tensor) or tensor, lambda tensor: tensor):
-        outs = compute()
-    return found, outs
 
 
 @pytest.mark.parametrize("maker", MAKERS, ids=["norm", "gate"])
@@ -150,12 +98,6 @@ def test_sources_parameters_and_weights_are_all_that_is_kept(maker):
     found, _ = saved_by(lambda: products(maker, *operand))
     given = [*operand[0], *operand[1], *operand[2]]
     assert [one.data_ptr() for one in found] == [one.data_ptr() for one in given]
-
-
-def test_a_rotation_without_a_norm_keeps_tables_alone():
-    x, table = drawn(10, 2, 4), torch.ones(10, 4, dtype=DOUBLE)
-    found, _ = saved_by(lambda: rotated(x, None, 0.0, table, table))
-    assert [one.data_ptr() for one in found] == [table.data_ptr()] * 2
 
 
 def test_the_gradients_of_a_gate_take_the_place_of_what_it_was_made_of():

@@ -110,7 +110,7 @@ def test_quantised_blocks_without_gradients_are_computed_as_well(untied_folder, 
         quantize_blocks(model.blocks(), kind)
         for name, layer in quantized_layers(model).items():
             layer.qweight.copy_(layer.quantize(weights[f"lm.{name}.weight"]))
-        model.final_norm = recompute_elementwise(model.lm.get_decoder(), trained=False, tiled=False) if on else None
+        model.final_norm = recompute_elementwise(model.lm.get_decoder(), trained=False) if on else None
         with torch.no_grad():
             found.append(model(act.micros(mini)[0].pack, 1.0, False)[0])
     assert act.largest_difference([found[1]], [found[0]]) <= BOUND
@@ -197,7 +197,7 @@ def test_an_unknown_block_keeps_its_forward_and_a_warning_says_so(caplog):
     block, decoder = Experts(), nn.Module()
     decoder.layers = nn.ModuleList([block])
     with caplog.at_level(logging.WARNING):
-        assert recompute_elementwise(decoder, trained=True, tiled=False) is None
+        assert recompute_elementwise(decoder, trained=True) is None
     assert "forward" not in vars(block)
     assert "recompute_elementwise=true: Experts is not one of LlamaDecoderLayer" in caplog.text
 
@@ -207,7 +207,7 @@ def test_a_trained_layer_of_another_class_is_left_alone_with_a_warning(untied_fo
     decoder.layers[0].mlp.up_proj = nn.Bilinear(2, 2, 2)
     decoder.layers[0].mlp.up_proj.in_features = 2
     with caplog.at_level(logging.WARNING):
-        assert recompute_elementwise(decoder, trained=True, tiled=False) is None
+        assert recompute_elementwise(decoder, trained=True) is None
     assert "has a layer of class Bilinear" in caplog.text
 
 
@@ -215,7 +215,7 @@ def test_another_activation_is_left_alone_with_a_warning(untied_folder, one_rank
     decoder = act.build(untied_folder, one_rank, **OFF).model.lm.get_decoder()
     decoder.layers[0].self_attn.config.hidden_act = "gelu"
     with caplog.at_level(logging.WARNING):
-        assert recompute_elementwise(decoder, trained=True, tiled=False) is None
+        assert recompute_elementwise(decoder, trained=True) is None
     assert "has the activation gelu, not silu" in caplog.text
 
 

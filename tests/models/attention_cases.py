@@ -5,6 +5,8 @@ from contextlib import contextmanager
 import torch
 from hypothesis import strategies as st
 
+from verl_memopt.memory.rotation import Rotary
+
 BRANCHES = st.one_of(st.lists(st.integers(1, 6), max_size=5), st.integers(2, 6).map(lambda count: [4] * count))
 SIZES = st.lists(st.tuples(st.integers(1, 9), BRANCHES.map(tuple)), min_size=1, max_size=4).map(tuple)
 """Sizes of trees: trunks alone, and trunks with branches of different and of equal lengths."""
@@ -30,6 +32,23 @@ def with_gradients(attend, inputs):
     out = attend(*leaves)
     weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+def rotary_of(tokens, size=8, normed=True, dtype=torch.float32):
+    """Gives random tables, with norms of queries and keys whose weights learn, or without."""
+    generator = torch.Generator().manual_seed(4)
+    angles = torch.randn(tokens, size // 2, generator=generator).repeat(1, 2)
+    norms = tuple((1 + torch.rand(size, generator=generator)).to(dtype).requires_grad_() if normed else None for _ in range(2))
+    return Rotary(angles.cos().to(dtype), angles.sin().to(dtype), norms, 1e-6)
+
+
+def with_turned_gradients(attend, inputs, rotary):
+    """Gives the output and the gradients of query, key, value and of the norms' weights; attend: (q, k, v) -> output."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = attend(*(leaf * 1 for leaf in leaves))  # of no leaf, as in a model: attention may write over them
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
+    asked = [*leaves, *(norm for norm in rotary.norms if norm is not None)]
+    return [out.detach(), *torch.autograd.grad(out, asked, weights)]
 
 
 def norm_error(found, expected):

@@ -1,10 +1,22 @@
 import pytest
 import torch
-from hypothesis import given
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils.checkpoint import checkpoint
 
-from tests.models.attention_cases import HEADS, SIZES, agree, flat_inputs, gpu_operators_on_a_cpu, norm_error, with_gradients
+from tests.models.attention_cases import (
+    HEADS,
+    SIZES,
+    agree,
+    flat_inputs,
+    gpu_operators_on_a_cpu,
+    norm_error,
+    rotary_of,
+    with_gradients,
+    with_turned_gradients,
+)
+from verl_memopt.memory.rotation import turning
 from verl_memopt.models.attention_dense import EFFICIENT, _DenseAttention, dense_attention, merge
 from verl_memopt.models.attention_eager import eager_attention
 from verl_memopt.models.trees import Trees
@@ -36,8 +48,32 @@ def test_the_kernel_of_gpus_is_put_together_alike(sizes, heads):
     trees = Trees.of(sizes)
     inputs = flat_inputs(trees, *heads)
     with gpu_operators_on_a_cpu():
-        found = with_gradients(lambda *x: _DenseAttention.apply(*x, trees, 0.3, EFFICIENT), inputs)
+        found = with_gradients(lambda *x: _DenseAttention.apply(*x, *turning(None), trees, 0.3, EFFICIENT), inputs)
     assert agree(found, with_gradients(written_out(trees), inputs), 1e-6)
+
+
+@settings(deadline=None)
+@given(SIZES, HEADS, st.booleans())
+def test_queries_and_keys_turned_inside_give_what_they_give_turned_before(sizes, heads, normed):
+    trees = Trees.of(sizes)
+    inputs, rotary = flat_inputs(trees, *heads), rotary_of(sum(trees.segments), normed=normed)
+    found = with_turned_gradients(lambda q, k, v: dense_attention(q, k, v, trees, 0.3, rotary), inputs, rotary)
+    before = with_turned_gradients(lambda q, k, v: dense_attention(rotary.query(q), rotary.key(k), v, trees, 0.3), inputs, rotary)
+    assert all(torch.equal(one, other) for one, other in zip(found[:4], before[:4], strict=True))
+    assert agree(found[4:], before[4:], 1e-6)  # of the norms' weights, summed head by head
+
+
+@pytest.mark.parametrize("heads", [(4, 4), (4, 2)])
+def test_in_half_precision_turning_inside_changes_no_bit(heads):
+    trees = Trees.of(FORKED)
+    inputs = [tensor.bfloat16() for tensor in flat_inputs(trees, *heads)]
+    rotary = rotary_of(38, dtype=torch.bfloat16)
+    found = with_turned_gradients(lambda q, k, v: dense_attention(q, k, v, trees, 0.3, rotary), inputs, rotary)
+    expected = with_turned_gradients(
+        lambda q, k, v: dense_attention(rotary.query(q), rotary.key(k), v, trees, 0.3), inputs, rotary
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found[:4], expected[:4], strict=True))
+    assert agree(found[4:], expected[4:], 2**-8)  # sums over heads in another order, rounded once
 
 
 def test_attention_over_two_sets_of_keys_merges_into_that_over_both():
@@ -108,6 +144,40 @@ def test_beside_its_arguments_it_keeps_its_output_and_a_number_for_each_head():
     assert kept == (9 + 12 + 3 + 5 + 9) * 4 * (16 + 1) * 4
 
 
+def test_with_a_rotary_it_keeps_what_was_not_turned_and_puts_gradients_in_its_place():
+    trees = Trees.of(FORKED)
+    inputs = [tensor.contiguous().requires_grad_() for tensor in flat_inputs(trees, 4, 2, size=16)]
+    rotary = rotary_of(38, size=16)
+    given = [tensor * 1 for tensor in inputs]
+    with ByteTracker() as tracker:
+        tracker.mark("inputs", [*given, rotary.cos, rotary.sin, *rotary.norms])
+        before = tracker.total()
+        out = dense_attention(*given, trees, 0.3, rotary)
+        assert tracker.total() - before == 38 * 4 * (16 + 1) * 4
+        gradients = torch.autograd.grad(out, given, out.detach())
+    assert [one.data_ptr() for one in gradients] == [one.data_ptr() for one in given]
+
+
+def test_what_a_backward_makes_beside_is_of_one_key_head():
+    trees, tokens, branches, size = Trees.of(((100, (512,) * 6),)), 100 + 512 * 6, 512 * 6, 32
+    of_token, each = size * 4, 2
+    for kv_heads in (2, 4):
+        rotary = rotary_of(tokens, size=size)
+        inputs = [x.contiguous().requires_grad_() for x in flat_inputs(trees, each * kv_heads, kv_heads, size=size)]
+        given = [tensor * 1 for tensor in inputs]
+        out = dense_attention(*given, trees, 0.3, rotary)
+        above = torch.ones_like(out)
+        with ByteTracker() as tracker:
+            tracker.mark("inputs", [*given, out, above, rotary.cos, rotary.sin, *rotary.norms])
+            before = tracker.total()
+            torch.autograd.grad(out, given, above)
+            found = tracker.peaks[DEVICE].bytes - before
+        # Queries and a key turned, a gradient of each and of a value; of the call over branches three gradients for each head,
+        # one of them summed over heads.
+        expected = of_token * (tokens * (each + 1 + each + 2) + branches * (3 * each + 1))
+        assert abs(found / expected - 1) < 0.05
+
+
 def test_bytes_grow_with_tokens_not_with_their_square():
     one, two, four = (peaks(Trees.of(((64 * times, (16 * times,) * 4),)))[1] for times in (1, 2, 4))
     assert (two, four) == (2 * one, 4 * one)
@@ -130,7 +200,7 @@ def test_the_kernel_of_gpus_takes_fake_tensors():
     trees = Trees.of(FORKED)
     with FakeTensorMode():
         inputs = [torch.empty(38, heads, 16) for heads in (4, 2, 2)]
-        found = with_gradients(lambda *x: _DenseAttention.apply(*x, trees, 0.3, EFFICIENT), inputs)
+        found = with_gradients(lambda *x: _DenseAttention.apply(*x, *turning(None), trees, 0.3, EFFICIENT), inputs)
     assert [tensor.shape for tensor in found] == [inputs[0].shape, *(tensor.shape for tensor in inputs)]
 
 

@@ -3,7 +3,16 @@ import torch
 from hypothesis import given
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from tests.models.attention_cases import HEADS, SIZES, agree, flat_inputs, gpu_operators_on_a_cpu, with_gradients
+from tests.models.attention_cases import (
+    HEADS,
+    SIZES,
+    agree,
+    flat_inputs,
+    gpu_operators_on_a_cpu,
+    rotary_of,
+    with_gradients,
+    with_turned_gradients,
+)
 from verl_memopt.models.attention_eager import eager_attention
 from verl_memopt.models.attention_flash import flash_attention
 from verl_memopt.models.trees import Trees
@@ -23,6 +32,18 @@ def test_two_calls_over_all_segments_give_attention_and_its_gradients(sizes, hea
     with gpu_operators_on_a_cpu():
         found = with_gradients(lambda *x: flash_attention(*x, trees, 0.3, None), inputs)
     assert agree(found, with_gradients(written_out(trees), inputs), 1e-6)
+
+
+@given(SIZES, HEADS)
+def test_queries_and_keys_turned_inside_give_what_they_give_turned_before(sizes, heads):
+    trees = Trees.of(sizes)
+    inputs, rotary = flat_inputs(trees, *heads), rotary_of(sum(trees.segments))
+    with gpu_operators_on_a_cpu():
+        found = with_turned_gradients(lambda q, k, v: flash_attention(q, k, v, trees, 0.3, None, rotary), inputs, rotary)
+        expected = with_turned_gradients(
+            lambda q, k, v: flash_attention(rotary.query(q), rotary.key(k), v, trees, 0.3, None), inputs, rotary
+        )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_a_window_reaches_the_kernel():

@@ -53,8 +53,17 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: in
     """
     assert mode in MODES, mode
     contexts = {"context_fn": _selective} if mode == "selective" else {}
-    for block in blocks[-2::-every] if mode == "every_n" else blocks:
+    for block in _chosen(blocks, mode, every):
         block.forward = functools.partial(_recomputed, block.forward, contexts)
+
+
+def recomputed_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> list[nn.Module]:
+    """Gives the blocks whose products are computed again in backward."""
+    return [] if mode == "selective" else list(_chosen(blocks, mode, every))
+
+
+def _chosen(blocks: Sequence[nn.Module], mode: str, every: int) -> Sequence[nn.Module]:
+    return blocks[-2::-every] if mode == "every_n" else blocks
 
 
 def _recomputed(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:

@@ -60,14 +60,14 @@ class Normed:
         (x,), (weight,) = sources, parameters
         out = torch.empty_like(x) if out is None else out
         for rows in tiles(x):
-            normal, _ = _normalized(x[rows], self.eps)
+            normal, _ = normalized(x[rows], self.eps)
             torch.mul(normal.to(x.dtype), weight, out=out[rows])
         return out
 
     def differentiate(self, grad: Tensor, sources: Some, parameters: Some, into: Some, sums: Sequence[Tensor | None]) -> None:
         (x,), (weight,) = sources, parameters
         for rows in tiles(x):
-            _norm_gradient(grad[rows], x[rows], weight, self.eps, into[0][rows], sums[0])
+            norm_gradient(grad[rows], x[rows], weight, self.eps, into[0][rows], sums[0])
 
 
 @dataclass(frozen=True)
@@ -99,24 +99,24 @@ def tiles(tensor: Tensor) -> Iterator[slice]:
     return (slice(start, start + size) for start in range(0, tensor.shape[0], size))
 
 
-def _product_tiles(tensor: Tensor) -> list[slice]:
-    """Gives slices of a tensor's rows for products; as equal as they can be, and one where there are no rows."""
+def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
+    """Gives slices of a tensor's rows for products, ``least`` or more; as equal as they can be; one where there are no rows."""
     rows = tensor.shape[0]
-    count = max(-(-rows // PRODUCT_ROWS.get(tensor.device.type, 8192)), 1)
+    count = max(-(-rows // PRODUCT_ROWS.get(tensor.device.type, 8192)), least)
     size = max(-(-rows // count), 1)
     return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
 
 
-def _normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gives x [..., n] over its root mean square in fp32 (or wider), and one over that root [..., 1]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
     return wide * inverse, inverse
 
 
-def _norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float, into: Tensor, sums: Tensor | None) -> None:
+def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float, into: Tensor, sums: Tensor | None) -> None:
     """Writes x's gradient into ``into``, which may be ``grad``, that of x's norm; adds the weight's to ``sums``."""
-    normal, inverse = _normalized(x, eps)
+    normal, inverse = normalized(x, eps)
     above = grad.to(normal.dtype)
     product = above * normal
     if sums is not None:
@@ -136,20 +136,20 @@ def products(maker: Maker, sources: Some, parameters: Some, weights: Sequence[Te
     return _Products.apply(maker, len(parameters), keep(*tensors), *tensors)
 
 
-def keep(*tensors: Tensor) -> Any:
+def keep(first: Tensor, *others: Tensor | None) -> Any:
     """Gives a node of the graph that holds tensors for another node's backward; None where none needs a gradient.
 
     A node saves its tensors after its forward. Saved by one of their own they are there before anything is computed from them,
     so that the second forward of a checkpointed block stops before the product, if no more is saved after.
     """
-    return _Keep.apply(*tensors).grad_fn
+    return _Keep.apply(first, *others).grad_fn
 
 
 class _Keep(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, *tensors: Tensor) -> Tensor:
-        ctx.save_for_backward(*tensors)
-        return tensors[0].new_empty(0)
+    def forward(ctx: Any, first: Tensor, *others: Tensor | None) -> Tensor:
+        ctx.save_for_backward(first, *others)
+        return first.new_empty(0)
 
     @staticmethod
     def backward(ctx: Any, *_: Any) -> Any:
@@ -179,9 +179,9 @@ class _Products(torch.autograd.Function):
         sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
         further = any(needed[:second])
         into = sources if maker.overwrites else tuple(torch.empty_like(source) for source in sources if further)
-        sums = [_zeros_to_sum(one) if wanted else None for one, wanted in zip(parameters, needed[first:second], strict=True)]
-        of_weights = [_Sum(weight) if wanted else None for weight, wanted in zip(weights, needed[second:], strict=True)]
-        cuts = _product_tiles(sources[0])
+        sums = [zeros_to_sum(one) if wanted else None for one, wanted in zip(parameters, needed[first:second], strict=True)]
+        of_weights = [WeightSum(weight) if wanted else None for weight, wanted in zip(weights, needed[second:], strict=True)]
+        cuts = product_tiles(sources[0])
         for rows in cuts:
             cut = tuple(source[rows] for source in sources)
             value = maker.make(cut, parameters)
@@ -199,7 +199,7 @@ class _Products(torch.autograd.Function):
         return None, None, None, *given, *of_parameters, *(None if one is None else one.given() for one in of_weights)
 
 
-class _Sum:
+class WeightSum:
     """The gradient of a weight [m, n], from tiles of rows."""
 
     def __init__(self, weight: Tensor) -> None:
@@ -237,54 +237,10 @@ class _NormedAlone(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight = ctx.saved_tensors
-        into, sums = torch.empty_like(x), _zeros_to_sum(weight) if ctx.needs_input_grad[1] else None
+        into, sums = torch.empty_like(x), zeros_to_sum(weight) if ctx.needs_input_grad[1] else None
         Normed(ctx.eps).differentiate(grad, (x,), (weight,), (into,), (sums,))
         return into, None if sums is None else sums.to(weight.dtype), None
 
 
-def rotated(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-    """Gives queries or keys [T, heads, D] normed (where there is a weight [D]) and rotated by cos and sin [T, D].
-
-    Keeps x where it is normed, and nothing of its size where it is not. Source: arXiv 2104.09864.
-    """
-    return _Rotated.apply(x, weight, eps, cos, sin)
-
-
-class _Rotated(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
-        ctx.eps = eps
-        ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
-        out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-        for rows in tiles(x):
-            given = x[rows] if weight is None else _normalized(x[rows], eps)[0].to(x.dtype).mul_(weight)
-            _rotate(given, cos[rows], sin[rows], out[rows], 1)
-        return out
-
-    @staticmethod
-    @once_differentiable
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        x, weight, cos, sin = ctx.saved_tensors
-        of_x = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
-        sums = _zeros_to_sum(weight) if weight is not None and ctx.needs_input_grad[1] else None
-        for rows in tiles(grad):
-            into = of_x[rows]
-            _rotate(grad[rows], cos[rows], sin[rows], into, -1)
-            if weight is not None:
-                _norm_gradient(into, x[rows], weight, ctx.eps, into, sums)
-        return of_x, None if sums is None else sums.to(weight.dtype), None, None, None
-
-
-def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
-    """Writes x [T, heads, D] rotated by angles whose cos and sin [T, D] are given, or by minus them, into ``out``."""
-    half = x.shape[-1] // 2
-    cos, sin = cos[:, None], sin[:, None]
-    torch.mul(x, cos, out=out)
-    # The transpose reads the sine of the other half.
-    first, second = (sin[..., :half], sin[..., half:]) if sign == 1 else (sin[..., half:], sin[..., :half])
-    out[..., :half].addcmul_(x[..., half:], first, value=-sign)
-    out[..., half:].addcmul_(x[..., :half], second, value=sign)
-
-
-def _zeros_to_sum(parameter: Tensor) -> Tensor:
+def zeros_to_sum(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))

@@ -29,9 +29,11 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from verl_memopt.memory.discarded_values import Gated, Maker, Normed, normed, products, rotated
+from verl_memopt.memory.discarded_values import Gated, Maker, Normed, normed, products
 from verl_memopt.memory.knob import Claim, Knob
 from verl_memopt.memory.lora import LoraLinear
+from verl_memopt.memory.recomputed_mlp import recomputed_mlp
+from verl_memopt.memory.rotation import Rotary
 
 KEY = "actor_rollout_ref.model.recompute_elementwise"
 
@@ -41,11 +43,14 @@ KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3
 logger = logging.getLogger(__name__)
 
 
-def recompute_elementwise(decoder: Any, trained: bool, tiled: bool) -> Callable[[Tensor], Tensor] | None:
+def recompute_elementwise(
+    decoder: Any, trained: bool, mlp_tiles: Callable[[nn.Module], int | None] = lambda block: None
+) -> Callable[[Tensor], Tensor] | None:
     """Makes a decoder's blocks make their cheap values again in backward, without changing a class, a name or state.
 
     decoder: has ``layers`` and a final ``norm``. trained: false for a model that only ever runs without gradients; its layers may
-    then be of any kind (quantised). tiled: their MLP is computed over tiles, which keep nothing either.
+    then be of any kind (quantised). mlp_tiles: over how many tiles, at least, a block's MLP is to be computed, keeping nothing;
+    None to keep its gate and up.
     Gives the final norm, [R, h] -> [R, h], which the decoder itself then leaves out, as few rows are read; or None for a decoder
     with blocks of a class that is not in KNOWN: it is left as it is, with a warning.
     """
@@ -54,7 +59,7 @@ def recompute_elementwise(decoder: Any, trained: bool, tiled: bool) -> Callable[
         logger.warning("%s=true: %s; the blocks of this model keep these values", KEY, unknown)
         return None
     for block in decoder.layers:
-        block.forward = functools.partial(_block, block, tiled)
+        block.forward = functools.partial(_block, block, mlp_tiles(block))
     decoder.norm.forward = _passed_on
     return functools.partial(_normed, decoder.norm)
 
@@ -79,16 +84,23 @@ def _unlike(block: Any, trained: bool) -> str | None:
     return None if other is None else f"{name} has a layer of class {type(other).__name__}"
 
 
-def _block(block: Any, tiled: bool, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any) -> Tensor:
+def _block(
+    block: Any, tiles: int | None, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
+) -> Tensor:
     """Gives what the block's own forward gives: hidden_states [1, T, h] -> [1, T, h]."""
     # Sums are of three dimensions, so that what FSDP2 gets is no view.
     hidden = hidden_states + _attention(block, hidden_states[0], position_embeddings, others)[None]
-    x, norm = hidden[0], block.post_attention_layernorm
-    if tiled:
-        return hidden + block.mlp(_normed(norm, x))[None]
-    gate, up = _layers(Normed(norm.variance_epsilon), (x,), (norm.weight,), block.mlp, GATE_UP)
-    (down,) = _layers(Gated(), (gate, up), (), block.mlp, DOWN)
-    return hidden + down[None]
+    return hidden + _mlp(block, tiles, hidden[0])[None]
+
+
+def _mlp(block: Any, tiles: int | None, x: Tensor) -> Tensor:
+    norm, mlp = block.post_attention_layernorm, block.mlp
+    made = Normed(norm.variance_epsilon)
+    if tiles is not None or not torch.is_grad_enabled():
+        return recomputed_mlp(x, made, norm.weight, [getattr(mlp, name) for name in (*GATE_UP, *DOWN)], tiles or 1)
+    gate, up = _layers(made, (x,), (norm.weight,), mlp, GATE_UP)
+    (down,) = _layers(Gated(), (gate, up), (), mlp, DOWN)
+    return down
 
 
 QUERY_KEY_VALUE, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"), ("down_proj",)
@@ -100,13 +112,19 @@ def _attention(block: Any, x: Tensor, tables: tuple[Tensor, Tensor], others: dic
         given.view(x.shape[0], -1, attention.head_dim)
         for given in _layers(Normed(norm.variance_epsilon), (x,), (norm.weight,), attention, QUERY_KEY_VALUE)
     )
-    query, key = (_rotated(given, getattr(attention, name, None), tables) for given, name in ((query, "q_norm"), (key, "k_norm")))
+    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
+    rotary = Rotary(
+        *(table[0] for table in tables),
+        (None, None) if None in norms else (norms[0].weight, norms[1].weight),
+        getattr(norms[0], "variance_epsilon", 0.0),
+    )
     attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
     out, _ = attend(
         attention,
         *(given.transpose(0, 1)[None] for given in (query, key, value)),
         scaling=attention.scaling,
         sliding_window=_window(attention),
+        rotary=rotary,
         **others,
     )
     return attention.o_proj(out.reshape(x.shape[0], -1))
@@ -116,11 +134,6 @@ def _window(attention: Any) -> int | None:
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None
-
-
-def _rotated(x: Tensor, norm: Any, tables: tuple[Tensor, Tensor]) -> Tensor:
-    cos, sin = (table[0] for table in tables)
-    return rotated(x, None, 0.0, cos, sin) if norm is None else rotated(x, norm.weight, norm.variance_epsilon, cos, sin)
 
 
 def _layers(

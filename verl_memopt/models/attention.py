@@ -18,6 +18,7 @@ from transformers import AttentionInterface, PretrainedConfig
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.rotation import Rotary
 from verl_memopt.models.attention_dense import dense_attention
 from verl_memopt.models.attention_eager import eager_attention, windowed_attention
 from verl_memopt.models.attention_flash import flash_attention
@@ -65,8 +66,18 @@ def choose_attention(asked: str, device: torch.device, dtype: torch.dtype) -> At
     return AttentionChoice("sdpa", REGISTERED["sdpa"], f"no flash kernel for {device} {dtype}")
 
 
-Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Trees, float, int | None], Tensor]
-"""(query [1, heads, T, D], key and value [1, kv heads, T, D], trees, scale, window) -> [1, T, heads, D]."""
+@dataclass(frozen=True)
+class Over:
+    """What attention is over. window: how many positions back a token sees, itself included. rotary: turns queries and keys."""
+
+    trees: Trees
+    scale: float
+    window: int | None
+    rotary: Rotary | None
+
+
+Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Over], Tensor]
+"""(query [1, heads, T, D], key and value [1, kv heads, T, D], what it is over) -> [1, T, heads, D]."""
 
 
 def _registered(attend: Attention) -> Callable[..., tuple[Tensor, None]]:
@@ -81,69 +92,85 @@ def _registered(attend: Attention) -> Callable[..., tuple[Tensor, None]]:
         scaling: float | None = None,
         sliding_window: int | None = None,
         pack_trees: Trees | None = None,
+        rotary: Rotary | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
         assert pack_trees is not None, "attention over a pack needs the pack's trees"
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(query, key, value, pack_trees, scale, sliding_window), None
+        return attend(query, key, value, Over(pack_trees, scale, sliding_window, rotary)), None
 
     return packed
 
 
-def _eager(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, window: int | None) -> Tensor:
-    return eager_attention(query, key, value, trees, scale, window).transpose(1, 2)
+def _eager(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
+    query, key = _turned(query, key, over.rotary)
+    return eager_attention(query, key, value, over.trees, over.scale, over.window).transpose(1, 2)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, window: int | None) -> Tensor:
-    _refuse_branches(trees, window)
-    if window is not None and max(trees.segments) > window:
-        return windowed_attention(query, key, value, trees, scale, window).transpose(1, 2)
-    return _one_size(lambda q, k, v: dense_attention(q, k, v, trees, scale), query, key, value)
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
+    _refuse_branches(over)
+    if over.window is not None and max(over.trees.segments) > over.window:
+        query, key = _turned(query, key, over.rotary)
+        return windowed_attention(query, key, value, over.trees, over.scale, over.window).transpose(1, 2)
+    return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, over.trees, over.scale, rotary), query, key, value, over)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, window: int | None) -> Tensor:
-    _refuse_branches(trees, window)
-    return _one_size(lambda q, k, v: flash_attention(q, k, v, trees, scale, window), query, key, value)
+def _varlen(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
+    _refuse_branches(over)
+    given = over.trees, over.scale, over.window
+    return _one_size(lambda q, k, v, rotary: flash_attention(q, k, v, *given, rotary), query, key, value, over)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, window: int | None) -> Tensor:
-    if trees.forks:  # the package gives its log-sum-exps no gradient, nor takes merged ones in backward
-        return _varlen(query, key, value, trees, scale, window)
+def _flash(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
+    if over.trees.forks:  # the package gives its log-sum-exps no gradient, nor takes merged ones in backward
+        return _varlen(query, key, value, over)
     from flash_attn import flash_attn_varlen_func
 
-    longest = max(trees.segments)
+    query, key = _turned(query, key, over.rotary)
+    starts, longest = over.trees.starts, max(over.trees.segments)
     return flash_attn_varlen_func(
         _flat(query),
         _flat(key),
         _flat(value),
-        trees.starts,
-        trees.starts,
+        starts,
+        starts,
         longest,
         longest,
-        softmax_scale=scale,
+        softmax_scale=over.scale,
         causal=True,
-        window_size=(-1, -1) if window is None else (window - 1, 0),
+        window_size=(-1, -1) if over.window is None else (over.window - 1, 0),
     )[None]
 
 
-def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+def _turned(query: Tensor, key: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+    """Gives query and key turned, for an attention that cannot turn them itself; it keeps them both ways."""
+    if rotary is None:
+        return query, key
+    turned = rotary.query(_flat(query)), rotary.key(_flat(key))
+    return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
+
+
+def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
     """Gives [1, T, heads, D of the values] from a kernel over tokens whose heads have one size, on a GPU a multiple of eight.
 
     Zeros beside queries and keys add nothing to a score; what they give beside values is cut off.
     """
     size = max(query.shape[-1], value.shape[-1])
     size += -size % HEAD_MULTIPLE if is_gpu(query.device) else 0
+    rotary = over.rotary
+    if size != query.shape[-1]:
+        (query, key), rotary = _turned(query, key, rotary), None
     q, k, v = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in map(_flat, (query, key, value)))
-    return attend(q, k, v)[None, ..., : value.shape[-1]]
+    return attend(q, k, v, rotary)[None, ..., : value.shape[-1]]
 
 
 def _flat(tensor: Tensor) -> Tensor:
     return tensor[0].transpose(0, 1)  # [T, heads, D]
 
 
-def _refuse_branches(trees: Trees, window: int | None) -> None:
-    if trees.forks and window is not None:
-        raise ConfigError(_no_sharing(window))
+def _refuse_branches(over: Over) -> None:
+    if over.trees.forks and over.window is not None:
+        raise ConfigError(_no_sharing(over.window))
 
 
 def refuse_sliding_window(config: PretrainedConfig) -> None:

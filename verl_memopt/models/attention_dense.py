@@ -16,7 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu
-from verl_memopt.models.trees import Run, Trees
+from verl_memopt.memory.rotation import Rotary, turned, turned_back, turning, weight_sums
+from verl_memopt.models.trees import Trees
 
 
 @dataclass(frozen=True)
@@ -74,60 +75,95 @@ CPU_FLASH = Kernel(_cpu_forward, _cpu_backward, float_parts=True)
 EFFICIENT = Kernel(_gpu_forward, _gpu_backward, float_parts=False)
 
 
-def dense_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float) -> Tensor:
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, rotary: Rotary | None = None
+) -> Tensor:
     """Gives attention [T, heads, D]; saves its arguments, its output and one log-sum-exp for each token and head.
 
-    query: [T, heads, D]; key, value: [T, kv heads, D]. Keys and values are never repeated for the heads that share them; their
-    gradients are, until they are summed. The last stride must be 1.
+    query: [T, heads, D]; key, value: [T, kv heads, D]. The last stride must be 1. With ``rotary`` queries and keys are turned
+    here, and again in backward, whose gradients take the place of the arguments. Key heads come one after another, each with the
+    query heads that share it, so that what a call makes beside is of one key head.
     """
     kernel = EFFICIENT if is_gpu(query.device) else CPU_FLASH
-    return _DenseAttention.apply(query, key, value, trees, scale, kernel)
+    return _DenseAttention.apply(query, key, value, *turning(rotary), trees, scale, kernel)
 
 
 class _DenseAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, kernel: Kernel) -> Tensor:
-        q, k, v = kernel.working(trees, query, key, value)
-        # The kernel's own outputs stay as they are: selective checkpointing keeps them, and refuses what was written to.
-        out, lse = torch.empty_like(q), torch.empty(q.shape[:2], dtype=torch.float32, device=q.device)
-        batch = _key_batch(q, k)
-        by_query, by_key = _grouped((q, out, lse), batch), _expanded(_grouped((k, v), batch), q)
-        for q_, out_, lse_, k_, v_ in _own_calls(trees, by_query + by_key):
-            part, part_lse = kernel.forward(q_, k_, v_, True, scale)
-            out_.copy_(part)
-            lse_.copy_(part_lse)
-        for q_, out_, lse_, k_, v_ in _trunk_calls(trees, by_query, by_key):
-            part, part_lse = kernel.forward(q_, k_, v_, False, scale)
-            merged, merged_lse = merge(out_, lse_, part, part_lse)
-            out_.copy_(merged)
-            lse_.copy_(merged_lse)
-        out = out.to(query.dtype)
-        ctx.save_for_backward(query, key, value, out, lse)
-        ctx.trees, ctx.scale, ctx.kernel = trees, scale, kernel
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        eps: float,
+        trees: Trees,
+        scale: float,
+        kernel: Kernel,
+    ) -> Tensor:
+        tables = eps, cos, sin
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        for queries, keys in _heads(query, key):
+            made = turned(query[:, queries], query_norm, *tables), turned(key[:, keys], key_norm, *tables)
+            q, k, v = kernel.working(trees, *made, value[:, keys])
+            # The kernel's own outputs stay as they are: selective checkpointing keeps them, and refuses what was written to.
+            whole = out[:, queries] if q.dtype == out.dtype else torch.empty_like(q)
+            by_query, by_key = _views(q, whole, lse[:, queries]), _shared(_views(k, v), q)
+            for q_, out_, lse_, k_, v_ in _own_calls(trees, by_query + by_key):
+                part, part_lse = kernel.forward(q_, k_, v_, True, scale)
+                out_.copy_(part)
+                lse_.copy_(part_lse)
+            for q_, out_, lse_, k_, v_ in _trunk_calls(trees, by_query, by_key):
+                part, part_lse = kernel.forward(q_, k_, v_, False, scale)
+                merged, merged_lse = merge(out_, lse_, part, part_lse)
+                out_.copy_(merged)
+                lse_.copy_(merged_lse)
+            if whole.dtype != out.dtype:
+                out[:, queries].copy_(whole)
+        ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
+        ctx.eps, ctx.trees, ctx.scale, ctx.kernel = eps, trees, scale, kernel
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        trees, kernel, dtype = ctx.trees, ctx.kernel, grad.dtype
-        *given, lse = ctx.saved_tensors
-        grad, q, k, v, out = kernel.working(trees, grad.contiguous(), *given)
-        # One for each query head, also of keys and values: to sum these call by call would be many small sums.
-        dq, dk, dv = (torch.empty_like(q) for _ in range(3))
-        batch = _key_batch(q, k)
-        by_query = _grouped((dq, grad, q, out, lse), batch)
-        by_key = _grouped((dk, dv), batch) + _expanded(_grouped((k, v), batch), q)
-        for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _own_calls(trees, by_query + by_key):
-            parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, True, ctx.scale)
-            for target, part in zip((dq_, dk_, dv_), parts, strict=True):
-                target.copy_(part)
-        for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _trunk_calls(trees, by_query, by_key):
-            parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, False, ctx.scale)
-            for target, part in zip((dq_, dk_, dv_), parts, strict=True):
-                target.add_(part)
-        if q.shape[1] != k.shape[1]:
-            dk, dv = (gradient.unflatten(1, (k.shape[1], -1)).sum(2) for gradient in (dk, dv))
-        return dq.to(dtype), dk.to(dtype), dv.to(dtype), None, None, None
+        trees, kernel, scale = ctx.trees, ctx.kernel, ctx.scale
+        query, key, value, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
+        grad, tables, norms = grad.contiguous(), (ctx.eps, cos, sin), (query_norm, key_norm)
+        sums = weight_sums(norms, ctx.needs_input_grad[5:7])
+        into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
+        for queries, keys in _heads(query, key):
+            x, y = query[:, queries], key[:, keys]
+            made = turned(x, query_norm, *tables), turned(y, key_norm, *tables)
+            given = kernel.working(trees, *made, value[:, keys], grad[:, queries], out[:, queries])
+            dq, dk, dv = _backward_of_heads(kernel, trees, scale, *given, lse[:, queries])
+            turned_back(dq.to(x.dtype), x, query_norm, *tables, into[0][:, queries], sums[0])
+            turned_back(dk.to(y.dtype), y, key_norm, *tables, into[1][:, keys], sums[1])
+            into[2][:, keys].copy_(dv)
+            del made, given, dq, dk, dv  # the next head's are not to lie beside them
+        of_norms = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
+        return *into, None, None, *of_norms, None, None, None, None
+
+
+def _backward_of_heads(
+    kernel: Kernel, trees: Trees, scale: float, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor
+) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives the gradients of q [T, heads, D], and of the key and value [T, 1, D] that these heads share."""
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
+    by_query, by_key = _views(dq, grad, q, out, lse), _views(dk, dv) + _shared(_views(k, v), q)
+    for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _own_calls(trees, by_query + by_key):
+        parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, True, scale)
+        _collect(Tensor.copy_, (dq_, dk_, dv_), parts)
+        del parts
+    for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _trunk_calls(trees, by_query, by_key):
+        parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, False, scale)
+        _collect(Tensor.add_, (dq_, dk_, dv_), parts)
+        del parts
+    return dq, dk, dv
 
 
 def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
@@ -139,38 +175,39 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
 _Views: TypeAlias = tuple[Tensor, ...]
 
 
-def _key_batch(query: Tensor, key: Tensor) -> int:
-    """Gives the batch of a call over one segment: key heads that several query heads share, else one, as tokens lie."""
-    return 1 if query.shape[1] == key.shape[1] else key.shape[1]
+def _heads(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Gives, for each key head, the query heads that share it, and itself."""
+    each = query.shape[1] // key.shape[1]
+    return ((slice(head * each, (head + 1) * each), slice(head, head + 1)) for head in range(key.shape[1]))
 
 
-def _grouped(tensors: _Views, batch: int) -> _Views:
-    """Gives views [batch, heads, T, ...] of tensors of tokens [T, batch x heads, ...]."""
-    return tuple(tensor.unflatten(1, (batch, -1)).movedim(0, 2) for tensor in tensors)
+def _views(*tensors: Tensor) -> _Views:
+    """Gives views [1, heads, T, ...] of tensors of tokens [T, heads, ...]."""
+    return tuple(tensor.transpose(0, 1)[None] for tensor in tensors)
 
 
-def _expanded(tensors: _Views, query: Tensor) -> _Views:
-    return tuple(tensor.expand(-1, query.shape[1] // tensor.shape[0], -1, -1) for tensor in tensors)
+def _shared(tensors: _Views, query: Tensor) -> _Views:
+    return tuple(tensor.expand(-1, query.shape[1], -1, -1) for tensor in tensors)
+
+
+def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: _Views, parts: _Views) -> None:
+    """Copies or adds the gradients of queries, and those of the key and value that their heads share, summed over the heads."""
+    for target, part in zip(targets, parts, strict=True):
+        collect(target, part if part.shape[1] == target.shape[1] else part.sum(1, keepdim=True))
 
 
 def _own_calls(trees: Trees, tensors: _Views) -> Iterator[_Views]:
-    """Gives, for each call over segments by themselves, the views [batch, heads, length, ...] of grouped tensors."""
+    """Gives, for each call over segments by themselves, the views [segments, heads, length, ...] of tensors of tokens."""
     tokens = [run.count * run.length for run in trees.runs]
     for run, *parts in zip(trees.runs, *(tensor.split(tokens, 2) for tensor in tensors), strict=True):
         if run.count == 1:
             yield tuple(parts)
         else:
-            yield from zip(*(_batched(part, run) for part in parts), strict=True)
-
-
-def _batched(part: Tensor, run: Run) -> _Views:
-    """Gives the views of as few calls as strides can say: a call's batch is of segments or of key heads, the other is a loop."""
-    split = part.unflatten(2, (run.count, run.length))  # [key heads, heads, segments, length, ...]
-    return split.unbind(2) if run.count < split.shape[0] else split.movedim(2, 1).unbind(0)
+            yield tuple(part[0].unflatten(1, (run.count, run.length)).transpose(0, 1) for part in parts)
 
 
 def _trunk_calls(trees: Trees, by_query: _Views, by_key: _Views) -> Iterator[_Views]:
-    """Gives, for each call over all branches of a tree and its trunk, the views of grouped tensors."""
+    """Gives, for each call over all branches of a tree and its trunk, their views."""
     for fork in trees.forks:
         queries = (tensor.narrow(2, fork.branches.start, fork.branches.length) for tensor in by_query)
         keys = (tensor.narrow(2, fork.trunk.start, fork.trunk.length) for tensor in by_key)

@@ -13,24 +13,42 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
+from verl_memopt.memory.rotation import Rotary, turned, turned_back, turning, weight_sums
 from verl_memopt.models.attention_dense import merge
 from verl_memopt.models.trees import Trees
 
 
-def flash_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, window: int | None) -> Tensor:
+def flash_attention(
+    query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, window: int | None, rotary: Rotary | None = None
+) -> Tensor:
     """Gives attention [T, heads, D] by torch's own flash kernels; saves its arguments, its output and one log-sum-exp for each
     token and head.
 
     query: [T, heads, D]; key, value: [T, kv heads, D], the last stride 1. window: how many positions back a token sees, itself
-    included; only over trees without branches.
+    included; only over trees without branches. With ``rotary`` queries and keys are turned here, and again in backward, whose
+    gradients of them take their place.
     """
     assert window is None or not trees.forks, (window, trees.sizes)
-    return _FlashAttention.apply(query, key, value, trees, scale, window)
+    return _FlashAttention.apply(query, key, value, *turning(rotary), trees, scale, window)
 
 
 class _FlashAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, trees: Trees, scale: float, window: int | None) -> Tensor:
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        eps: float,
+        trees: Trees,
+        scale: float,
+        window: int | None,
+    ) -> Tensor:
+        q, k, v = turned(query, query_norm, eps, cos, sin), turned(key, key_norm, eps, cos, sin), value
         out, lse = _forward(q, k, v, _own(trees, window), scale)  # lse: fp32 [heads, T]
         if trees.forks:
             at, trunk = trees.branch_index, trees.trunk_index
@@ -38,15 +56,16 @@ class _FlashAttention(torch.autograd.Function):
             merged, merged_lse = merge(out[at], lse[:, at].t(), other, other_lse.t())
             # Not in place: selective checkpointing keeps the kernel's outputs, and refuses what was written to.
             out, lse = out.index_copy(0, at, merged.to(out.dtype)), lse.index_copy(1, at, merged_lse.t())
-        ctx.save_for_backward(q, k, v, out, lse)
-        ctx.trees, ctx.scale, ctx.window = trees, scale, window
+        ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
+        ctx.eps, ctx.trees, ctx.scale, ctx.window = eps, trees, scale, window
         return out
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, lse = ctx.saved_tensors
-        trees, scale, grad = ctx.trees, ctx.scale, grad.contiguous()
+        query, key, v, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
+        trees, scale, grad, tables, norms = ctx.trees, ctx.scale, grad.contiguous(), (ctx.eps, cos, sin), (query_norm, key_norm)
+        q, k = turned(query, query_norm, *tables), turned(key, key_norm, *tables)
         dq, dk, dv = _backward(grad, q, k, v, out, lse, _own(trees, ctx.window), scale)
         if trees.forks:
             at, trunk = trees.branch_index, trees.trunk_index
@@ -54,7 +73,13 @@ class _FlashAttention(torch.autograd.Function):
             parts = _backward(*given, _trunks(trees), scale)
             for target, place, part in zip((dq, dk, dv), (at, trunk, trunk), parts, strict=True):
                 target.index_add_(0, place, part)
-        return dq, dk, dv, None, None, None
+        if cos is None:
+            return dq, dk, dv, *(None,) * 8
+        sums = weight_sums(norms, ctx.needs_input_grad[5:7])
+        turned_back(dq, query, query_norm, *tables, query, sums[0])
+        turned_back(dk, key, key_norm, *tables, key, sums[1])
+        of_norms = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
+        return query, key, dv, None, None, *of_norms, None, None, None, None
 
 
 @dataclass(frozen=True)

@@ -14,7 +14,7 @@ from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.distributed.sharding import shard_model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_checkpointing import checkpoint_blocks
+from verl_memopt.memory.activation_checkpointing import checkpoint_blocks, recomputed_blocks
 from verl_memopt.memory.lora import apply_lora
 from verl_memopt.memory.native_offload import native_offload
 from verl_memopt.memory.precision import mixed_precision
@@ -72,12 +72,16 @@ def build_scorer(
     if quantization != "none":
         quantize_blocks(policy.blocks(), quantization)
     blocks = _blocks(policy, fsdp)
+    mode, shards = (model.gradient_checkpointing_mode, model.gradient_checkpointing_every), model.tiled_mlp.num_shards
     if model.tiled_mlp.enabled:
-        tile_mlps(policy.blocks(), model.tiled_mlp.num_shards, trained)
+        tile_mlps(policy.blocks(), shards, trained)
     if model.recompute_elementwise:
-        policy.final_norm = recompute_elementwise(lm.get_decoder(), trained, model.tiled_mlp.enabled)
+        again = {id(block) for block in (recomputed_blocks(blocks, *mode) if recompute else ())}
+        policy.final_norm = recompute_elementwise(
+            lm.get_decoder(), trained, lambda block: shards if model.tiled_mlp.enabled else 1 if id(block) in again else None
+        )
     if recompute:
-        checkpoint_blocks(blocks, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
+        checkpoint_blocks(blocks, *mode)
     units = sharding_units(lm.get_input_embeddings(), blocks, lm.get_output_embeddings(), policy.tied, fsdp.own_units)
     precision, offload = mixed_precision(masters, compute, reduce), native_offload(fsdp.offload_policy)
     shard_model(policy, units, mesh, precision, offload, fsdp.reshard_after_forward, fsdp.forward_prefetch)
