@@ -141,9 +141,9 @@ def folder(tmp_path_factory):
 
 
 def block_bytes(compute, mlp=2 * MLP):
-    """Gives what one block keeps: two inputs of norms, queries and keys before and after theirs, values, attention's output and
-    its normalizers, gate and up."""
-    return TOKENS * (compute * (2 * WIDTH + 3 * QUERIES + 3 * KEYS + mlp) + 4 * HEADS)
+    """Gives what one block keeps: two inputs of norms, queries and keys before theirs, values, attention's output and its
+    normalizers, gate and up."""
+    return TOKENS * (compute * (2 * WIDTH + 2 * QUERIES + 2 * KEYS + mlp) + 4 * HEADS)
 
 
 @pytest.mark.parametrize(("dtype", "compute"), [("fp32", 4), ("bfloat16", 2)])
@@ -153,26 +153,53 @@ def test_a_block_keeps_what_the_formula_says(folder, dtype, compute):
     with act.fake_ranks(2) as mesh:
         found, _ = act.kept(act.build(folder, mesh, dtype=dtype, **ON))
         assert close(found, LAYERS * block_bytes(compute) + beside)
-        # A tiled MLP keeps its input, the norm's output.
+        # A tiled MLP keeps the norm's input alone, which is one of the two.
         found, _ = act.kept(act.build(folder, mesh, dtype=dtype, **ON, **TILED))
-        assert close(found, LAYERS * block_bytes(compute, mlp=WIDTH) + beside)
+        assert close(found, LAYERS * block_bytes(compute, mlp=0) + beside)
+
+
+RESPONSE = 1024
+"""Enough for blocks to be more than the tensors of units."""
+ALL = act.ROWS * RESPONSE
+INPUT, WEIGHT = ALL * WIDTH * 4, WIDTH * MLP * 4
+KEPT = ALL * (2 * WIDTH + 2 * QUERIES + 2 * KEYS) * 4
+"""By a block, but for gate and up."""
+EACH = HEADS // KV * HEAD_SIZE
+AT_ATTENTION = KEPT + ALL * (QUERIES + 2 * HEAD_SIZE + 2 * EACH + 3 * HEAD_SIZE + 3 * EACH + HEAD_SIZE) * 4
+"""At the backward of attention: the output's gradient and rotary tables; queries and a key turned, gradients of these and of a
+value, and those of a call, one of them summed over heads."""
+
+
+TILES = 6 * 2**16 * 4
+"""Of elementwise statements."""
+
+
+def peak_of(folder, **options):
+    mini = act.mini_batch(response=RESPONSE)
+    with act.fake_ranks(2) as mesh:
+        return act.peaks(act.build(folder, mesh, **options), mini)[0]
+
+
+def at_peak():
+    """Gives what the last block holds at its highest moment. At its MLP tiles are of 2,048 tokens, half of all."""
+    after, wide = KEPT + 2 * ALL * MLP * 4, ALL * MLP * 4
+    at_mlp = after + INPUT + wide // 2 + WEIGHT, after + 2 * INPUT + INPUT // 2 + 2 * WEIGHT
+    return max(*at_mlp, after + 3 * INPUT, AT_ATTENTION)
 
 
 def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
-    response = 1024  # enough for blocks to be more than the tensors of units
-    tokens = act.ROWS * response
-    before = tokens * (3 * (2 * WIDTH + QUERIES + KEYS) + KEYS + QUERIES + 4 * MLP) * 4
-    after, wide, given = tokens * (2 * WIDTH + 3 * QUERIES + 3 * KEYS + 2 * MLP) * 4, tokens * MLP * 4, tokens * WIDTH * 4
-    attention = (
-        tokens * (2 * WIDTH + 7 * QUERIES + 3 * KEYS + 2 * HEAD_SIZE + 3 * QUERIES) * 4 + 2 * act.ROWS * response * WIDTH * 4
-    )
-    # At the backward of the MLP lay two wide tensors and two of a block's width beside the block. Now it is a tile of 2,048
-    # tokens, half of all; at the final norm's it is three of a block's width.
-    fallen = before + 2 * wide + 2 * given - max(after + given + wide // 2, after + 3 * given, attention)
-    mini = act.mini_batch(response=response)
-    with act.fake_ranks(2) as mesh:
-        peak = [act.peaks(act.build(folder, mesh, **own), mini)[0] for own in (OFF, ON)]
-        assert close(peak[0] - peak[1], (LAYERS - 1) * (before - after) + fallen)
+    before = ALL * (3 * (2 * WIDTH + QUERIES + KEYS) + KEYS + QUERIES + 4 * MLP) * 4
+    # At the backward of the MLP lay two wide tensors and two of a block's width beside the block.
+    fallen = before + 2 * ALL * MLP * 4 + 2 * INPUT - at_peak()
+    others = (LAYERS - 1) * (before - KEPT - 2 * ALL * MLP * 4)
+    assert close(peak_of(folder, **OFF) - peak_of(folder, **ON), others + fallen)
+
+
+def test_with_checkpointing_the_last_block_never_holds_gate_and_up(folder):
+    at_gate = KEPT + 2 * INPUT + ALL // 2 * (WIDTH + 3 * MLP) * 4 + 3 * WEIGHT + TILES
+    fallen = at_peak() + TILES - max(at_gate, AT_ATTENTION)
+    others = (LAYERS - 1) * (KEPT + 2 * ALL * MLP * 4 - INPUT)
+    assert close(peak_of(folder, **ON) - peak_of(folder, **ON, recompute=True), others + fallen)
 
 
 def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):

@@ -76,29 +76,66 @@ def test_tiles_take_the_peak_down_to_that_of_attention_and_no_further():
 
 def test_recomputed_norms_leave_a_block_their_inputs_and_those_of_products():
     on = {"recompute_elementwise": True}
-    # 10 tokens: two inputs of 8, queries of 8 and keys of 4 three times (before and after their norms, attention's output and
-    # the values), and gate and up of 16; a tiled MLP keeps its input of 8 in their place.
-    assert having(**on).block_bytes == 10 * 4 * (2 * 8 + 3 * 8 + 3 * 4 + 2 * 16)
-    assert having(**on, tiled_mlp=TiledMlp(enabled=True)).block_bytes == 10 * 4 * (2 * 8 + 3 * 8 + 3 * 4 + 8)
+    # 10 tokens: two inputs of 8, queries of 8 and keys of 4 twice (before their norms, attention's output and the values), and
+    # gate and up of 16, which a tiled MLP does not keep.
+    assert having(**on).block_bytes == 10 * 4 * (2 * 8 + 2 * 8 + 2 * 4 + 2 * 16)
+    assert having(**on, tiled_mlp=TiledMlp(enabled=True)).block_bytes == 10 * 4 * (2 * 8 + 2 * 8 + 2 * 4)
 
 
-def test_recomputed_norms_leave_the_last_block_three_moments_to_peak_at():
+def test_recomputed_norms_leave_the_last_block_four_moments_to_peak_at():
     few, tiles = having(recompute_elementwise=True), 6 * 2**16 * 4
-    # At attention: 10 tokens of one segment each, its gradients and those of its parts; 3 of the head's tensors twice.
-    assert few.attention_backward_bytes == 4 * (10 * (2 * 8 + 7 * 8 + 3 * 4 + 2 * 2) + 30 * 8 + 2 * 3 * 8)
-    assert dataclasses.replace(few, branch_tokens=6).attention_backward_bytes == few.attention_backward_bytes - 4 * (10 + 6) * 8
-    many = dataclasses.replace(few, heads=4000)
+    # At attention: 10 tokens of one segment each, the output's gradient and tables; queries (two heads of 2) and a key of 2
+    # turned, and the gradients of both and of a value; of one call three of the heads, and one summed over them.
+    attention = 10 * (2 * 8 + 3 * 8 + 2 * 4 + 2 * 2) + 10 * (2 * 4 + 3 * 2) + 10 * (3 * 4 + 2)
+    assert few.attention_backward_bytes == 4 * attention
+    # Answers that share a prompt have a call of their own: of 6 tokens, and the prompt's is of 4.
+    assert dataclasses.replace(few, branch_tokens=6).attention_backward_bytes == 4 * (attention - 4 * (3 * 4 + 2))
+    assert dataclasses.replace(few, branch_tokens=4).attention_backward_bytes == 4 * (attention - 4 * (3 * 4 + 2))
+    many = dataclasses.replace(few, heads=40000, kv_heads=40000)
     assert many.activation_bytes == 3 * many.block_bytes + many.attention_backward_bytes
-    # At the MLP: one gradient, a tile's value and the tiles of elementwise statements. 5,000 tokens are three tiles.
-    assert few.activation_bytes == 4 * few.block_bytes + 10 * 8 * 4 + 10 * 16 * 4 + tiles
+    # With one query head to a key head nothing is summed.
+    assert many.attention_backward_bytes == 4 * 10 * (2 * 8 + 5 * 80000 + 2 * 2 + 2 * 2 + 3 * 2 + 3 * 2)
+    # At the MLP's norm: two tensors of its width, the norm's output and the gradients of gate and up.
+    assert few.activation_bytes == 4 * few.block_bytes + 4 * (3 * 10 * 8 + 2 * 8 * 16) + tiles
+    # At the gate: one gradient, a tile's value and the gradient of down. 5,000 tokens are three tiles, of 1,667.
     long = dataclasses.replace(few, tokens=5000, mlp=64)
-    assert long.activation_bytes == 4 * long.block_bytes + 5000 * 8 * 4 + round(5000 / 3 * 64 * 4) + tiles
+    assert long.activation_bytes == 4 * long.block_bytes + 4 * (5000 * 8 + 1667 * 64 + 8 * 64) + tiles
     # At the final norm: three tensors of the rows that are read.
     read = dataclasses.replace(few, responses=100)
     assert read.activation_bytes == 4 * read.block_bytes + 3 * 100 * 8 * 4 + tiles
 
 
-def test_recomputed_norms_beside_tiles_leave_the_tiles_of_one_backward():
-    tiled = dataclasses.replace(having(recompute_elementwise=True, tiled_mlp=TiledMlp(enabled=True, num_shards=2)), mlp=64)
-    passing = 6 * 10 * 64 * 4 // 2 + 2 * 8 * 64 * 4 + 10 * 8 * 4 * 5 // 2
-    assert tiled.activation_bytes == 4 * tiled.block_bytes + passing
+@pytest.mark.parametrize("tiled", [False, True])
+def test_a_block_that_is_computed_again_never_holds_its_gate_and_up(tiled):
+    on = {"recompute_elementwise": True, "enable_gradient_checkpointing": True}
+    shapes = having(**on, tiled_mlp=TiledMlp(enabled=tiled, num_shards=2))
+    kept = 10 * 4 * (2 * 8 + 2 * 8 + 2 * 4)
+    # A tile of all ten tokens or of five; sums of gradients are of all three weights where there are two tiles.
+    rows, sums = (5, 3) if tiled else (10, 1)
+    wide = dataclasses.replace(shapes, mlp=6400)
+    at_gate = kept + 4 * (2 * 10 * 8 + sums * 8 * 6400 + rows * (8 + 3 * 6400)) + 6 * 2**16 * 4
+    at_norm = kept + 4 * (2 * 10 * 8 + 3 * 8 * 6400 + rows * (8 + 2 * 6400)) + 6 * 2**16 * 4
+    assert wide.recomputes_mlp
+    assert wide.activation_bytes == 3 * 10 * 8 * 4 + max(at_gate, at_norm)
+
+
+def test_in_half_precision_gradients_that_are_summed_over_tiles_are_wide():
+    tiled = having(recompute_elementwise=True, tiled_mlp=TiledMlp(enabled=True, num_shards=2))
+    half = replaced(tiled.settings.actor.fsdp_config, {"dtype": "bfloat16"})
+    actor = replaced(tiled.settings.actor, {"fsdp_config": half})
+    tiled = dataclasses.replace(tiled, settings=replaced(tiled.settings, {"actor": actor}))
+    assert tiled.mlp_backward_bytes == 10 * 2 * 40 + 2 * 10 * 8 * 2 + 5 * 2 * (8 + 3 * 16) + 3 * 8 * 16 * 4 + 6 * 2**16 * 4
+
+
+@pytest.mark.parametrize(
+    ("model", "again"),
+    [
+        ({}, False),
+        ({"enable_gradient_checkpointing": True}, True),
+        ({"enable_gradient_checkpointing": True, "gradient_checkpointing_mode": "selective"}, False),
+        ({"tiled_mlp": TiledMlp(enabled=True)}, True),
+        ({"enable_gradient_checkpointing": True, "recompute_elementwise": False}, False),
+    ],
+)
+def test_which_mlps_are_computed_again(model, again):
+    assert having(**{"recompute_elementwise": True, **model}).recomputes_mlp is again

@@ -7,10 +7,11 @@ from safetensors.torch import load_file
 from tests.ranks import run_ranks
 from tests.tensors import local_of, whole_of
 from tests.workers.test_policy import CPU, batch
-from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.config.schema import Fsdp, Model, WrapPolicy
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.errors import ConfigError
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.scorer import build_scorer, materialize, micro_batch, quantization_error, score_batch
@@ -135,3 +136,17 @@ def test_a_quantised_reference_is_the_same_on_two_ranks(untied_folder, one_rank)
     alone = quantization_error(quantised(untied_folder, one_rank, "nf4"), untied_folder, CPU, 1.0)
     for answer in run_ranks(two_rank_quantised, 2, untied_folder):
         assert answer == pytest.approx(alone, rel=1e-4)
+
+
+def test_a_unit_inside_a_block_is_refused_where_a_block_reads_its_weights_itself(tiny_folder, one_rank):
+    def build(recompute_elementwise):
+        model = Model(path=str(tiny_folder), recompute_elementwise=recompute_elementwise)
+        fsdp = Fsdp(wrap_policy=WrapPolicy(["Qwen3MLP"]))
+        return build_scorer(model, fsdp, tiny_folder, one_rank, CPU, "critic", False, False)
+
+    expected = (
+        r"critic.fsdp_config.wrap_policy.*\['Qwen3MLP'\]: Qwen3MLP lies inside .*DecoderLayer.*set recompute_elementwise=false"
+    )
+    with pytest.raises(ConfigError, match=expected):
+        build(True)
+    build(False)

@@ -4,8 +4,10 @@ Saves: with A the bytes a block keeps for its backward and X = T x h x b those o
     block whose backward runs being whole again; ``every_n`` saves ((L - 2) // n + 1) x (A - X), one block in n being computed
     again; ``selective`` keeps Y = T x ((2 x H x D + 2 x K x D + 2 x h + 2 x I) x b + 4 x H) beside the input and saves
     (L - 1) x (A - X - Y). In Qwen3, with H heads and K key heads of size D and MLP width I, A = T x ((4 + 2 x b) x
-    (2 x h + H x D + K x D) + b x (K x D + H x D + 4 x I)); models without norms of queries and keys keep less. Where answers
-    share a prompt, ``selective`` keeps H x D x b + 4 x H more for each of their tokens.
+    (2 x h + H x D + K x D) + b x (K x D + H x D + 4 x I)); models without norms of queries and keys keep less. Where norms are
+    recomputed (``recompute_elementwise``, which has its A and the moments of the last block) a block that is computed again
+    never holds its gate and up whole: ``full`` then saves up to 2 x T x I x b in the last block too. Where answers share a
+    prompt, ``selective`` keeps H x D x b + 4 x H more for each of their tokens.
 Costs: one more forward of each block that is computed again: a third more compute for ``full``, 1 / n of that for ``every_n``;
     ``selective`` computes norms, rotations and activations again, and no product.
 Pairs with: every knob; FSDP hooks lie outside the recomputation, so a block is gathered once for both. Activation offload then
@@ -102,7 +104,5 @@ KNOB = Knob(
     ),
     on=(f"{KEY}.enable_gradient_checkpointing=true",),
     off=(f"{KEY}.enable_gradient_checkpointing=false",),
-    claims=(
-        Claim("update_actor", "activations", lambda before, _: (before.layers - 1) * (before.block_bytes - before.input_bytes)),
-    ),
+    claims=(Claim("update_actor", "activations", lambda before, after: before.activation_bytes - after.activation_bytes),),
 )

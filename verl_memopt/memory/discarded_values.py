@@ -188,12 +188,12 @@ class _Products(torch.autograd.Function):
             for grad, total in zip(grads, of_weights, strict=True):
                 if total is not None:
                     total.add(grad[rows], value, alone=len(cuts) == 1)
-            if not further:
-                continue
-            torch.mm(grads[0][rows], weights[0], out=value)
-            for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                torch.addmm(value, grad[rows], weight, out=value)
-            maker.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums)
+            if further:
+                torch.mm(grads[0][rows], weights[0], out=value)
+                for grad, weight in zip(grads[1:], weights[1:], strict=True):
+                    torch.addmm(value, grad[rows], weight, out=value)
+                maker.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums)
+            del value  # the next tile's is not to lie beside it
         given = into if further else (None,) * first
         of_parameters = (None if one is None else one.to(like.dtype) for one, like in zip(sums, parameters, strict=True))
         return None, None, None, *given, *of_parameters, *(None if one is None else one.given() for one in of_weights)

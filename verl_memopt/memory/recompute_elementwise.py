@@ -1,17 +1,19 @@
-"""Recomputed norms and activations: a block keeps what its norms and its gated activation read, and not what they give.
+"""Recomputed norms, rotations and activations: a block keeps what they read, and not what they give.
 
 Saves: with T tokens computed in the largest micro-batch, L blocks of width h, H heads and K key heads of size D, MLP width I, b
-    bytes of the compute dtype and X = T x h x b, a block of Qwen3 keeps A' = T x b x (2 x h + 3 x H x D + 3 x K x D + 2 x I) in
-    place of A = T x ((4 + 2 x b) x (2 x h + H x D + K x D) + b x (H x D + K x D + 4 x I)), which is half of it in bfloat16:
+    bytes of the compute dtype and X = T x h x b, a block of Qwen3 keeps A' = T x b x (2 x h + 2 x H x D + 2 x K x D + 2 x I) in
+    place of A = T x ((4 + 2 x b) x (2 x h + H x D + K x D) + b x (H x D + K x D + 4 x I)), less than half of it in bfloat16:
     (L - 1) x (A - A') without activation checkpointing. In the last block, whose backward sets the peak, A + 2 x T x I x b + 2 x
-    X falls to the largest of three: A' + 3 x R x h x b at the final norm's backward, which is of the R positions that predict;
-    A' + X + t x I x b at the MLP's, over tiles of t <= 2,048 tokens (8,192 on a GPU), where gradients take the place of what they
-    are made from; and, at attention's, T x b x (2 x h + 7 x H x D + 3 x K x D + 2 x D), with (2 x T - T_a) x H x D x b for the
-    gradients of its parts, T_a of the tokens being answers that share a prompt, and 2 x R x h x b of the head's. Elementwise
-    tiles add 1.5 MiB (96 on a GPU).
-Costs: norms and the MLP's activation once more in backward: elementwise statements, and no product.
-Pairs with: every knob. Beside activation checkpointing it lowers the one block that is whole; beside a tiled MLP it
-    recomputes norms alone. LoRA's products with A read the same recomputed value as the layer's own.
+    X falls to the largest of four: A' + 3 x R x h x b at the final norm's, which is of the R positions that predict; at the
+    MLP's, over n tiles of t <= 2,048 tokens (8,192 on a GPU), A' + X + (t + h) x I x b where gradients take the place of gate and
+    up, and A' + 2 x X + (t + 2 x I) x h x b at its norm; at attention's, key head by key head, with G = H / K,
+    T x b x (2 x h + 3 x H x D + 2 x K x D + (2 x G + 5) x D) and (3 x G + 1) x D x b for each token of the larger part of prompts
+    and answers. A block that activation checkpointing computes again keeps none of its gate and up: at the MLP's it holds
+    A' - 2 x T x I x b + 2 x X + (t x (h + 3 x I) + 3 x h x I) x b. Elementwise tiles add 1.5 MiB (96 on a GPU).
+Costs: norms, rotations and the MLP's activation once more in backward: elementwise statements, and no product.
+Pairs with: every knob. Activation checkpointing computes the MLP again over tiles, at no product more; a tiled MLP makes these
+    tiles smaller, and keeps its input alone without checkpointing as well. LoRA's products with A read the same recomputed value
+    as the layer's own.
 Exact but for the order of sums: a norm's gradient is computed in fp32 throughout, rotations round once, and a weight's gradient
     is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half precision rounds it once more. Source: arXiv
     2205.05198.
@@ -112,12 +114,7 @@ def _attention(block: Any, x: Tensor, tables: tuple[Tensor, Tensor], others: dic
         given.view(x.shape[0], -1, attention.head_dim)
         for given in _layers(Normed(norm.variance_epsilon), (x,), (norm.weight,), attention, QUERY_KEY_VALUE)
     )
-    norms = [getattr(attention, name, None) for name in ("q_norm", "k_norm")]
-    rotary = Rotary(
-        *(table[0] for table in tables),
-        (None, None) if None in norms else (norms[0].weight, norms[1].weight),
-        getattr(norms[0], "variance_epsilon", 0.0),
-    )
+    rotary = _rotary(attention, tables)
     attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
     out, _ = attend(
         attention,
@@ -128,6 +125,13 @@ def _attention(block: Any, x: Tensor, tables: tuple[Tensor, Tensor], others: dic
         **others,
     )
     return attention.o_proj(out.reshape(x.shape[0], -1))
+
+
+def _rotary(attention: Any, tables: tuple[Tensor, Tensor]) -> Rotary:
+    cos, sin = (table[0] for table in tables)
+    if not hasattr(attention, "q_norm"):
+        return Rotary(cos, sin, (None, None), 0.0)
+    return Rotary(cos, sin, (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.variance_epsilon)
 
 
 def _window(attention: Any) -> int | None:

@@ -167,6 +167,7 @@ def _tile_backward(
     down.add(grad, value, alone)
     down.through(grad, value, add=False)
     GATED.differentiate(value, sources, (), sources, ())
+    del value
     for layer, above in zip((gate, up), sources, strict=True):
         layer.add(above, normal, alone)
     if into is None:

@@ -74,25 +74,55 @@ class Shapes:
         if model.enable_gradient_checkpointing and model.enable_activation_offload:
             others = min(self.layers - 1, model.activation_offload_in_flight) * given
         if model.recompute_elementwise:
-            n, weights = model.tiled_mlp.num_shards, 2 * self.hidden * self.mlp * self.compute_bytes
-            if model.tiled_mlp.enabled:
-                passing = 6 * wide / n + weights + given * (2 + 1 / n)
-            else:
-                final_norm = 3 * self.responses * self.hidden * self.compute_bytes
-                passing = max(given + wide / -(-self.tokens // ROWS_OF_BACKWARD), final_norm) + ELEMENTWISE_BYTES
-            return others + max(round(self.block_bytes + passing), self.attention_backward_bytes)
+            kept = given if model.enable_gradient_checkpointing else self.block_bytes
+            read = kept + 3 * self.responses * self.hidden * self.compute_bytes
+            return others + max(read + ELEMENTWISE_BYTES, self.mlp_backward_bytes, self.attention_backward_bytes)
         if not model.tiled_mlp.enabled:
             return others + self.block_bytes + 2 * wide + 2 * given
         whole = others + self.block_bytes + 6 * wide + 2 * given
         return max(whole - self.tiled_bytes, self.norm_backward_bytes)
 
     @property
-    def attention_backward_bytes(self) -> int:
-        """What a block of recomputed norms holds when the backward of its attention has run."""
+    def recomputes_mlp(self) -> bool:
+        """Whether MLPs keep their input alone and are computed again in backward, tile by tile."""
+        model = self.settings.model
+        again = model.enable_gradient_checkpointing and model.gradient_checkpointing_mode == "full"
+        return model.recompute_elementwise and (again or model.tiled_mlp.enabled)
+
+    @property
+    def mlp_backward_bytes(self) -> int:
+        """What a block of recomputed norms holds, itself included, at the backward of its MLP: at the gate's or at the norm's.
+
+        A weight's gradient that is summed over tiles is among it; once given to its parameter it is of another kind.
+        """
+        model, b, given = self.settings.model, self.compute_bytes, self.input_bytes
+        least = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else 1
+        tiles = max(-(-self.tokens // ROWS_OF_BACKWARD), least if self.recomputes_mlp else 1)
+        normal, wide = (round(self.tokens / tiles) * size * b for size in (self.hidden, self.mlp))
+        whole = self.hidden * self.mlp * (b if tiles == 1 else max(b, 4))
+        if self.recomputes_mlp:
+            at_gate, at_norm = 3 * wide + normal + whole * (1 if tiles == 1 else 3), 2 * wide + normal + 3 * whole
+            return self.attention_bytes + 2 * given + max(at_gate, at_norm) + ELEMENTWISE_BYTES
+        # Gradients of gate and up take their place.
+        return self.block_bytes + given + max(wide + whole, given + normal + 2 * whole) + ELEMENTWISE_BYTES
+
+    @property
+    def attention_bytes(self) -> int:
+        """What a block of recomputed norms keeps but for its gate and up: two inputs, queries, keys, values and their output."""
         query, key = self.heads * self.head_dim, self.kv_heads * self.head_dim
-        of_tokens = self.tokens * (2 * self.hidden + 7 * query + 3 * key + 2 * self.head_dim)
-        parts = (2 * self.tokens - self.branch_tokens if self.branch_tokens else 3 * self.tokens) * query
-        return self.compute_bytes * (of_tokens + parts + 2 * self.responses * self.hidden)
+        return self.tokens * self.compute_bytes * (2 * self.hidden + 2 * query + 2 * key)
+
+    @property
+    def attention_backward_bytes(self) -> int:
+        """What a block of recomputed norms holds, itself included, at the backward of its attention, key head by key head."""
+        query, each = self.heads * self.head_dim, self.heads // self.kv_heads * self.head_dim
+        # The place of the MLP's input is the gradient's now; the output has a gradient, and rotary tables are of two halves.
+        whole = self.attention_bytes + self.tokens * self.compute_bytes * (query + 2 * self.head_dim)
+        head = self.tokens * (2 * each + 3 * self.head_dim)
+        call = max(self.branch_tokens, self.tokens - self.branch_tokens) * (
+            3 * each + (self.head_dim if each > self.head_dim else 0)
+        )
+        return whole + self.compute_bytes * (head + call)
 
     @property
     def norm_backward_bytes(self) -> int:
@@ -121,8 +151,7 @@ class Shapes:
         """A, of what a block of Qwen3 keeps for its backward."""
         b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
         if model.recompute_elementwise:
-            mlp = self.hidden if model.tiled_mlp.enabled else 2 * self.mlp
-            return self.tokens * b * (2 * self.hidden + 3 * query + 3 * key + mlp)
+            return self.attention_bytes + (0 if model.tiled_mlp.enabled else 2 * self.tokens * self.mlp * b)
         norms = (4 + 2 * b) * (2 * self.hidden + query + key)  # of each input, norm and output the first is fp32
         return self.tokens * (norms + b * (query + key + (0 if model.tiled_mlp.enabled else 4 * self.mlp)))
 

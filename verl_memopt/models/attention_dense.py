@@ -19,6 +19,8 @@ from verl_memopt.distributed.device import is_gpu
 from verl_memopt.memory.rotation import Rotary, turned, turned_back, turning, weight_sums
 from verl_memopt.models.trees import Trees
 
+_Views: TypeAlias = tuple[Tensor, ...]
+
 
 @dataclass(frozen=True)
 class Kernel:
@@ -140,7 +142,7 @@ class _DenseAttention(torch.autograd.Function):
             x, y = query[:, queries], key[:, keys]
             made = turned(x, query_norm, *tables), turned(y, key_norm, *tables)
             given = kernel.working(trees, *made, value[:, keys], grad[:, queries], out[:, queries])
-            dq, dk, dv = _backward_of_heads(kernel, trees, scale, *given, lse[:, queries])
+            dq, dk, dv = _backward_of_heads(kernel, trees, scale, (*given, lse[:, queries]))
             turned_back(dq.to(x.dtype), x, query_norm, *tables, into[0][:, queries], sums[0])
             turned_back(dk.to(y.dtype), y, key_norm, *tables, into[1][:, keys], sums[1])
             into[2][:, keys].copy_(dv)
@@ -149,10 +151,12 @@ class _DenseAttention(torch.autograd.Function):
         return *into, None, None, *of_norms, None, None, None, None
 
 
-def _backward_of_heads(
-    kernel: Kernel, trees: Trees, scale: float, q: Tensor, k: Tensor, v: Tensor, grad: Tensor, out: Tensor, lse: Tensor
-) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives the gradients of q [T, heads, D], and of the key and value [T, 1, D] that these heads share."""
+def _backward_of_heads(kernel: Kernel, trees: Trees, scale: float, given: _Views) -> tuple[Tensor, Tensor, Tensor]:
+    """Gives the gradients of queries [T, heads, D], and of the key and value [T, 1, D] that these heads share.
+
+    given: queries, key, value, the output's gradient, the output, and its log-sum-exps.
+    """
+    q, k, v, grad, out, lse = given
     dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
     by_query, by_key = _views(dq, grad, q, out, lse), _views(dk, dv) + _shared(_views(k, v), q)
     for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _own_calls(trees, by_query + by_key):
@@ -170,9 +174,6 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     """Gives attention over two sets of keys together, from that over each: output fp32 [..., D] and log-sum-exp fp32 [...]."""
     share = torch.sigmoid(other_lse - lse)
     return out.float().lerp(other.float(), share[..., None]), torch.logaddexp(lse, other_lse)
-
-
-_Views: TypeAlias = tuple[Tensor, ...]
 
 
 def _heads(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:

@@ -80,6 +80,7 @@ def build_scorer(
         policy.final_norm = recompute_elementwise(
             lm.get_decoder(), trained, lambda block: shards if model.tiled_mlp.enabled else 1 if id(block) in again else None
         )
+        _refuse_units_inside_blocks(policy, fsdp, key)
     if recompute:
         checkpoint_blocks(blocks, *mode)
     units = sharding_units(lm.get_input_embeddings(), blocks, lm.get_output_embeddings(), policy.tied, fsdp.own_units)
@@ -100,6 +101,18 @@ def _blocks(policy: PolicyModel, fsdp: Fsdp) -> list[torch.nn.Module]:
             f"Its blocks are {', '.join(kinds)}; leave the key out to take them."
         )
     return blocks
+
+
+def _refuse_units_inside_blocks(policy: PolicyModel, fsdp: Fsdp, key: str) -> None:
+    wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
+    for block in policy.blocks() if policy.final_norm is not None else ():
+        inside = sorted({type(module).__name__ for module in block.modules() if module is not block} & set(wanted))
+        if inside:
+            raise ConfigError(
+                f"{key}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
+                f"{type(block).__name__}, whose weights actor_rollout_ref.model.recompute_elementwise=true reads as one unit. "
+                "Leave the key out, or set recompute_elementwise=false."
+            )
 
 
 def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host: bool = False) -> None:
