@@ -158,6 +158,15 @@ def test_with_a_rotary_it_keeps_what_was_not_turned_and_puts_gradients_in_its_pl
     assert [one.data_ptr() for one in gradients] == [one.data_ptr() for one in given]
 
 
+def test_a_second_backward_over_what_gradients_have_taken_the_place_of_is_an_error():
+    trees, rotary = Trees.of(FORKED), rotary_of(38)
+    given = [tensor.requires_grad_() * 1 for tensor in flat_inputs(trees, 4, 2)]
+    out = dense_attention(*given, trees, 0.3, rotary).sum()
+    out.backward(retain_graph=True)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        out.backward()
+
+
 def test_what_a_backward_makes_beside_is_of_one_key_head():
     trees, tokens, branches, size = Trees.of(((100, (512,) * 6),)), 100 + 512 * 6, 512 * 6, 32
     of_token, each = size * 4, 2

@@ -1,0 +1,85 @@
+import pytest
+
+from verl_memopt.config.idle import IDLE
+from verl_memopt.config.keys import leaf_keys
+
+AR = "actor_rollout_ref"
+
+IDLE_CASES = {
+    "algorithm.norm_adv_by_std_in_grpo": ({}, True, {"algorithm.adv_estimator": "grpo"}),
+    "algorithm.kl_penalty": ({}, "abs", {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.type": ({}, "adaptive", {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.kl_coef": ({}, 0.5, {"algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.horizon": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
+    "algorithm.kl_ctrl.target_kl": ({}, 5, {"algorithm.kl_ctrl.type": "adaptive", "algorithm.use_kl_in_reward": True}),
+    f"{AR}.actor.optim.bucket_megabytes": ({}, 8.0, {f"{AR}.actor.optim.state_dtype": "bfloat16"}),
+    f"{AR}.actor.kl_loss_coef": ({}, 0.5, {f"{AR}.actor.use_kl_loss": True}),
+    f"{AR}.actor.kl_loss_type": ({}, "abs", {f"{AR}.actor.use_kl_loss": True}),
+    f"{AR}.actor.loss_scale_factor": ({}, 5, {f"{AR}.actor.loss_agg_mode": "seq-mean-token-sum-norm"}),
+    f"{AR}.actor.clip_ratio_c": (
+        {f"{AR}.actor.policy_loss.loss_mode": "sequence"},
+        5.0,
+        {f"{AR}.actor.policy_loss.loss_mode": "vanilla"},
+    ),
+    f"{AR}.actor.loss_agg_mode": (
+        {f"{AR}.actor.policy_loss.loss_mode": "gspo"},
+        "seq-mean-token-sum",
+        {f"{AR}.actor.entropy_coeff": 0.1},
+    ),
+    f"{AR}.actor.ppo_micro_batch_size_per_gpu": ({}, 5, {f"{AR}.actor.use_dynamic_bsz": False}),
+    f"{AR}.actor.ppo_max_token_len_per_gpu": (
+        {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.rollout.log_prob_use_dynamic_bsz": False}
+        | {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 1, f"{AR}.actor.ppo_micro_batch_size_per_gpu": 1},
+        5000,
+        {f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.actor.ppo_micro_batch_size_per_gpu": None},
+    ),
+    f"{AR}.rollout.do_sample": ({}, False, None),
+    "custom_reward_function.name": ({}, "mine", {"custom_reward_function.path": "mine.py"}),
+    "custom_reward_function.fallback_score": ({}, 1.0, {"custom_reward_function.on_error": "score"}),
+    "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
+    f"{AR}.rollout.sleep_level": ({f"{AR}.rollout.free_cache_engine": False}, 1, {f"{AR}.rollout.free_cache_engine": True}),
+    **{
+        f"{AR}.rollout.{key}": ({}, value, {f"{AR}.rollout.name": "vllm"})
+        for key, value in {
+            "gpu_memory_utilization": 0.3,
+            "kv_cache_memory_gb": 2.0,
+            "max_num_batched_tokens": 100,
+            "enforce_eager": True,
+            "enable_chunked_prefill": False,
+            "enable_prefix_caching": False,
+            "cudagraph_capture_sizes": [1],
+            "disable_log_stats": False,
+            "scheduling_policy": "priority",
+        }.items()
+    },
+    f"{AR}.model.gradient_checkpointing_mode": (
+        {f"{AR}.model.enable_gradient_checkpointing": False},
+        "selective",
+        {f"{AR}.model.enable_gradient_checkpointing": True},
+    ),
+    f"{AR}.model.gradient_checkpointing_every": ({}, 3, {f"{AR}.model.gradient_checkpointing_mode": "every_n"}),
+    f"{AR}.model.activation_offload_min_bytes": ({}, 0, {f"{AR}.model.enable_activation_offload": True}),
+    f"{AR}.model.activation_offload_in_flight": ({}, 5, {f"{AR}.model.enable_activation_offload": True}),
+    f"{AR}.model.tiled_mlp.num_shards": ({}, 8, {f"{AR}.model.tiled_mlp.enabled": True}),
+}
+"""Key -> (keys that make it idle, a value to give, keys that make it count; None = nothing does)."""
+
+
+def test_every_rule_is_about_a_key_that_exists():
+    assert set(IDLE) <= set(leaf_keys())
+
+
+@pytest.mark.parametrize("key", IDLE)
+def test_a_key_that_has_no_effect_is_warned_of_and_only_then(settled, caplog, key):
+    around, value, cure = IDLE_CASES[key]
+    settled(around | {key: value})
+    assert [text.split("=")[0] for text in caplog.messages] == [key]
+    caplog.clear()
+    if cure is not None:
+        settled(around | {key: value} | cure)
+        assert caplog.messages == []
+
+
+def test_a_default_given_on_purpose_is_not_warned_of(settled, caplog):
+    settled({f"{AR}.actor.kl_loss_coef": 0.001, f"{AR}.actor.loss_scale_factor": 512, "data.max_response_length": 512})
+    assert caplog.messages == []

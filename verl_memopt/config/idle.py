@@ -1,0 +1,131 @@
+"""Keys that have no effect under other keys: giving one earns a warning, since it asks for something that does not happen."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+
+from verl_memopt.config.keys import value_at
+from verl_memopt.config.links import LINKS
+from verl_memopt.config.problems import shown
+from verl_memopt.config.schema import Settings
+
+logger = logging.getLogger(__name__)
+
+_AR = "actor_rollout_ref"
+
+Idle = tuple[Callable[[Settings], bool], str]
+
+BUCKETED: dict[str, Callable[[Settings], bool]] = {
+    "actor.fsdp_config.optimizer_offload": lambda s: s.actor_rollout_ref.actor.fsdp_config.optimizer_offload,
+    "actor.optim.state_dtype": lambda s: (
+        s.actor_rollout_ref.actor.optim.state_dtype != s.actor_rollout_ref.actor.fsdp_config.model_dtype
+    ),
+    "actor.optim.stochastic_rounding": lambda s: s.actor_rollout_ref.actor.optim.stochastic_rounding,
+    "actor.optim.in_backward": lambda s: s.actor_rollout_ref.actor.optim.in_backward,
+}
+"""Key -> whether it asks for something that only our AdamW does."""
+
+_PER_SEQUENCE = "actor.policy_loss.loss_mode clips one ratio per sequence"
+
+
+def _aggregates_tokens(settings: Settings) -> bool:
+    actor = settings.actor_rollout_ref.actor
+    return actor.policy_loss.loss_mode == "vanilla" or actor.use_kl_loss or actor.entropy_coeff != 0
+
+
+_KL_LOSS_OFF: Idle = (lambda s: not s.actor_rollout_ref.actor.use_kl_loss, "actor.use_kl_loss is false")
+_KL_REWARD_OFF: Idle = (lambda s: not s.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
+_KL_FIXED: Idle = (lambda s: s.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.type is fixed")
+_CHECKPOINTING_OFF: Idle = (
+    lambda s: not s.actor_rollout_ref.model.enable_gradient_checkpointing,
+    "model.enable_gradient_checkpointing is false",
+)
+_OFFLOAD_OFF: Idle = (
+    lambda s: not s.actor_rollout_ref.model.enable_activation_offload,
+    "model.enable_activation_offload is false",
+)
+IDLE: dict[str, Idle] = {
+    "algorithm.norm_adv_by_std_in_grpo": (lambda s: s.algorithm.adv_estimator != "grpo", "it belongs to GRPO"),
+    "algorithm.kl_penalty": _KL_REWARD_OFF,
+    "algorithm.kl_ctrl.type": _KL_REWARD_OFF,
+    "algorithm.kl_ctrl.kl_coef": _KL_REWARD_OFF,
+    "algorithm.kl_ctrl.horizon": _KL_FIXED,
+    "algorithm.kl_ctrl.target_kl": _KL_FIXED,
+    f"{_AR}.actor.kl_loss_coef": _KL_LOSS_OFF,
+    f"{_AR}.actor.kl_loss_type": _KL_LOSS_OFF,
+    f"{_AR}.actor.loss_scale_factor": (
+        lambda s: s.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
+        "actor.loss_agg_mode is not seq-mean-token-sum-norm",
+    ),
+    f"{_AR}.actor.ppo_micro_batch_size_per_gpu": (
+        lambda s: s.actor_rollout_ref.actor.use_dynamic_bsz,
+        "actor.use_dynamic_bsz packs by tokens",
+    ),
+    f"{_AR}.actor.ppo_max_token_len_per_gpu": (
+        lambda s: not s.actor_rollout_ref.actor.use_dynamic_bsz,
+        "actor.use_dynamic_bsz is false",
+    ),
+    f"{_AR}.actor.clip_ratio_c": (lambda s: s.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla", _PER_SEQUENCE),
+    f"{_AR}.actor.loss_agg_mode": (lambda s: not _aggregates_tokens(s), _PER_SEQUENCE),
+    f"{_AR}.rollout.do_sample": (
+        lambda s: not s.actor_rollout_ref.rollout.do_sample,
+        "greedy samples of one prompt are all alike, so every advantage is 0",
+    ),
+    "custom_reward_function.name": (lambda s: s.custom_reward_function.path is None, "custom_reward_function.path is null"),
+    "custom_reward_function.fallback_score": (
+        lambda s: s.custom_reward_function.on_error == "raise",
+        "custom_reward_function.on_error is raise",
+    ),
+    "trainer.test_freq": (lambda s: s.data.val_files is None, "data.val_files is null"),
+    f"{_AR}.rollout.sleep_level": (
+        lambda s: s.actor_rollout_ref.rollout.free_cache_engine is False,
+        "actor_rollout_ref.rollout.free_cache_engine is false",
+    ),
+    **dict.fromkeys(
+        (
+            f"{_AR}.rollout.{key}"
+            for key in (
+                *("gpu_memory_utilization", "kv_cache_memory_gb", "max_num_batched_tokens", "enforce_eager"),
+                *("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats"),
+                "scheduling_policy",
+            )
+        ),
+        (lambda s: s.actor_rollout_ref.rollout.name == "hf", "it belongs to actor_rollout_ref.rollout.name=vllm"),
+    ),
+    f"{_AR}.actor.optim.bucket_megabytes": (
+        lambda s: not any(asks(s) for asks in BUCKETED.values()),
+        "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
+    ),
+    f"{_AR}.model.gradient_checkpointing_mode": _CHECKPOINTING_OFF,
+    f"{_AR}.model.gradient_checkpointing_every": (
+        lambda s: (
+            not s.actor_rollout_ref.model.enable_gradient_checkpointing
+            or s.actor_rollout_ref.model.gradient_checkpointing_mode != "every_n"
+        ),
+        "model.gradient_checkpointing_mode is not every_n",
+    ),
+    f"{_AR}.model.activation_offload_min_bytes": _OFFLOAD_OFF,
+    f"{_AR}.model.activation_offload_in_flight": _OFFLOAD_OFF,
+    f"{_AR}.model.tiled_mlp.num_shards": (
+        lambda s: not s.actor_rollout_ref.model.tiled_mlp.enabled,
+        "model.tiled_mlp.enabled is false",
+    ),
+}
+"""Key -> when giving it asks for something that does not happen, and why."""
+
+_NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
+"""Its default looks like a wish for normalisation, so giving even the default earns the warning."""
+
+
+def warn_idle(settings: Settings, given: frozenset[str]) -> None:
+    """Logs a warning for each key of ``given`` that has no effect."""
+    for key, (idle, why) in IDLE.items():
+        if key in given and idle(settings) and (key == _NAMED_ON_SIGHT or not _as_without_it(settings, key)):
+            logger.warning("%s=%s has no effect here: %s.", key, shown(value_at(settings, key)), why)
+
+
+def _as_without_it(settings: Settings, key: str) -> bool:
+    """Whether the key holds what it would hold had it not been given."""
+    source, place = (settings, LINKS[key]) if key in LINKS else (Settings(), key)
+    return bool(value_at(settings, key) == value_at(source, place))
