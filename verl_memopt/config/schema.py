@@ -114,8 +114,8 @@ class Model:
     tiled_mlp: TiledMlp = field(default_factory=TiledMlp)
     """The MLP of each block over tiles of tokens."""
     recompute_elementwise: bool = True
-    """Outputs of norms and of the MLP's activation are made again in backward from what they were made of, which no product
-    needs; set it to false only to compare."""
+    """Outputs of norms, rotations and the MLP's activation are made again in backward from what they were made of, which no
+    product needs; set it to false only to compare."""
     attn_implementation: str = "auto"
     """auto, flash_attention_2, sdpa, eager. auto = flash kernels where device and dtype support them, else sdpa."""
     load_mode: str = "stream"
