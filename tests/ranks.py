@@ -43,3 +43,5 @@ def _run(rank, world_size, port, folder, function, args):
         answer = (False, traceback.format_exc())
     (Path(folder) / str(rank)).write_bytes(pickle.dumps(answer))
     leave_process_group()
+    # Threads of torch's that are still there when the interpreter takes itself down can abort a process that has done its work.
+    os._exit(0)

@@ -19,6 +19,7 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.knob import Claim
 from verl_memopt.memory.knobs import knob_named
 from verl_memopt.memory.shapes import Shapes
@@ -82,6 +83,9 @@ def measure(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], ext
     """Runs log-probs, update and weight sync with the given knobs, a short round first, and gives what they held."""
     settings = ladder_settings(str(folder), work, [*overrides, *extra])
     device = resolve_device(settings.trainer.device)
+    # A worker's parts point at each other; what an earlier one left, and what is not the ladder's, is not this rung's.
+    gc.collect()
+    held_before = host_allocator().held_bytes
     group = start_local_group(functools.partial(Worker, _plan(settings, folder)), device)
     try:
         _round(group, settings, make_batch(replace(work, prompt=min(SHORT, work.prompt), response=min(SHORT, work.response))))
@@ -91,9 +95,6 @@ def measure(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], ext
         group.all("close")
     finally:
         group.shutdown()
-        # A worker's parts point at each other, and the next rung counts what is still there.
-        del group
-        gc.collect()
     highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
     return Rung(
         knob=knob,
@@ -101,11 +102,11 @@ def measure(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], ext
         phases={memory.name: memory.peak_allocated_bytes or 0 for memory in memories},
         kinds=dict(highest.kinds),
         peak_device_bytes=highest.peak_allocated_bytes or 0,
-        host_bytes=max(memory.host_buffer_bytes for memory in memories),
+        host_bytes=max(memory.host_buffer_bytes for memory in memories) - held_before,
         seconds=seconds,
         loss=metrics["actor/loss"],
         grad_norm=metrics["actor/grad_norm"],
-        phase_kinds={memory.name: {**memory.kind_peaks, HOST: memory.host_buffer_bytes} for memory in memories},
+        phase_kinds={memory.name: {**memory.kind_peaks, HOST: memory.host_buffer_bytes - held_before} for memory in memories},
     )
 
 
