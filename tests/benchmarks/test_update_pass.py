@@ -78,6 +78,7 @@ def test_a_gradient_that_rounding_moves_far_is_as_near_to_the_exact_one_as_the_r
     side = build_ours(job)
     side.update()
     assert difference(side.gradients(), exact) <= 1.1 * difference(expected.gradients, exact)
+    assert difference(side.gradients(), expected.gradients) <= 2e-6
 
 
 def test_a_wrong_gradient_is_an_error_and_no_row(folder):

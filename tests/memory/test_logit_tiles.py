@@ -41,8 +41,8 @@ def test_a_target_of_another_tile_adds_nothing():
         assert torch.equal(picked, torch.zeros(ROWS))
         log_p = values.log_softmax(-1)
         probabilities = log_p.exp()
-        log_prob_gradient_(log_p, targets)
-        assert torch.equal(log_p, probabilities)
+        log_prob_gradient_(log_p, targets, torch.full((ROWS,), -2.0))
+        assert torch.equal(log_p, 2 * probabilities)
 
 
 @pytest.mark.parametrize("columns", [None, 7])
@@ -59,8 +59,7 @@ def test_gradients_of_a_tile_are_those_of_autograd(columns, entropy):
     if entropy:
         both_gradients_(found, targets, entropies.detach().float(), *factors, scratch(columns))
     else:
-        log_prob_gradient_(found, targets)
-        found *= -factors[0][:, None]
+        log_prob_gradient_(found, targets, factors[0])
     torch.testing.assert_close(found, expected.float(), rtol=1e-6, atol=1e-6)
 
 

@@ -114,23 +114,19 @@ class LogitTiles:
         # Several tiles are added up in fp32 whatever the compute dtype.
         total = hidden.new_zeros(hidden.shape, dtype=torch.float32) if into.hidden is not None and len(tiles) > 1 else None
         for columns in tiles:
-            matrix, scale = self._logit_gradient(hidden, targets, columns, tokens, grad_log_probs, grad_entropy, just_read)
+            matrix = self._logit_gradient(hidden, targets, columns, tokens, grad_log_probs, grad_entropy, just_read)
             weight = self.head.weight[columns]
             if total is not None:
                 total += torch.mm(matrix, weight)
             elif into.hidden is not None:
                 torch.mm(matrix, weight, out=into.hidden)
             if into.weight is not None:
-                scaled = hidden if scale is None else hidden * scale[:, None]
                 part = into.weight[columns]
-                torch.addmm(part, matrix.t(), scaled, out=part)
+                torch.addmm(part, matrix.t(), hidden, out=part)
             if into.bias is not None:
-                into.bias[columns] += matrix.sum(0) if scale is None else scale @ matrix
-        if into.hidden is not None:
-            if total is not None:
-                into.hidden.copy_(total)
-            if scale is not None:
-                into.hidden.mul_(scale[:, None])
+                into.bias[columns] += matrix.sum(0)
+        if into.hidden is not None and total is not None:
+            into.hidden.copy_(total)
 
     def _read_tile(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         logits = self._logits(hidden, columns)
@@ -166,8 +162,8 @@ class LogitTiles:
         grad_log_probs: Tensor,
         grad_entropy: Tensor | None,
         just_read: bool,
-    ) -> tuple[Tensor, Tensor | None]:
-        """Gives [c, tile] in the compute dtype and a factor fp32 [c] or None: their product is the undivided logits' gradient."""
+    ) -> Tensor:
+        """Gives the gradient of the undivided logits, [c, tile] in the compute dtype."""
         if just_read and self.head.whole_rows:
             log_p = self._shaped(self._wide, hidden, columns)
             assert log_p is not None
@@ -175,20 +171,14 @@ class LogitTiles:
             log_p = self._logits(hidden, columns).sub_(tokens.log_normalizer[:, None])
         local = targets if self.head.whole_rows else targets - columns.start
         inverse, narrow = 1.0 / self.head.temperature, self._shaped(self._narrow, hidden, columns)
-        if grad_entropy is not None:
+        if grad_entropy is None:
+            self._run(log_prob_gradient_)(log_p, local, grad_log_probs * inverse)
+        else:
             assert tokens.entropy is not None
             self._run(both_gradients_)(
                 log_p, local, tokens.entropy, grad_log_probs * inverse, grad_entropy * inverse, self._scratch_for(log_p)
             )
-            scale = None
-        else:
-            self._run(log_prob_gradient_)(log_p, local)
-            scale = grad_log_probs * -inverse
-        if narrow is None:
-            return log_p, scale
-        if scale is not None:
-            log_p.mul_(scale[:, None])
-        return narrow.copy_(log_p), None
+        return log_p if narrow is None else narrow.copy_(log_p)
 
     def _shaped(self, buffer: Tensor | None, hidden: Tensor, columns: slice) -> Any:
         rows, width = hidden.shape[0], columns.stop - columns.start
@@ -227,9 +217,13 @@ def log_softmax_(
     return top, log_sum, picked, entropy
 
 
-def log_prob_gradient_(log_p: Tensor, targets: Tensor) -> None:
-    """Turns log-probs [c, v] into p - onehot(target), in place: minus the gradient of the target's log-prob."""
-    log_p.exp_().scatter_add_(-1, _clamped(targets, log_p), -_inside(targets, log_p)[:, None].float())
+def log_prob_gradient_(log_p: Tensor, targets: Tensor, grad: Tensor) -> None:
+    """Turns log-probs [c, v] into the gradient of the logits, in place: grad x (onehot - p), with fp32 [c] of the log-probs.
+
+    Multiplied before the product with the head and not after, it rounds there as plain autograd does: on a long vocabulary the
+    product of a row is a few 1e-6 from the exact one, as many small terms are added to the target's large one.
+    """
+    log_p.exp_().mul_(-grad[:, None]).scatter_add_(-1, _clamped(targets, log_p), (grad * _inside(targets, log_p))[:, None])
 
 
 def both_gradients_(
