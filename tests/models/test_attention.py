@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from tests.models.attention_cases import HEADS, SIZES, norm_error, random_inputs, with_gradients
+from tests.models.attention_cases import HEADS, SIZES, agree, norm_error, random_inputs, with_gradients
 from tests.models.test_build import built, filled
 from tests.models.test_pack import packed
 from verl_memopt.errors import ConfigError
@@ -69,7 +69,7 @@ def test_the_fused_kernel_and_written_out_attention_agree_in_output_and_gradient
     trees = Trees.of(sizes)
     inputs = random_inputs(trees, *heads)
     found, expected = (with_gradients(lambda *x, name=name: attend(name, *x, trees), inputs) for name in ("sdpa", "eager"))
-    assert all(norm_error(one, other) < 1e-6 for one, other in zip(found, expected, strict=True))
+    assert agree(found, expected, 1e-6)
 
 
 @pytest.mark.parametrize("which", ["grouped", "own"])
