@@ -31,7 +31,7 @@ def test_two_calls_over_all_segments_give_attention_and_its_gradients(sizes, hea
     inputs = flat_inputs(trees, *heads)
     with gpu_operators_on_a_cpu():
         found = with_gradients(lambda *x: flash_attention(*x, trees, 0.3, None), inputs)
-    assert agree(found, with_gradients(written_out(trees), inputs), 1e-6)
+    assert agree(found, with_gradients(written_out(trees), inputs), 5e-7)
 
 
 @given(SIZES, HEADS)
