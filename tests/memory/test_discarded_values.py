@@ -7,7 +7,7 @@ from torch.nn.functional import silu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
-from verl_memopt.memory.discarded_values import PRODUCT_ROWS, Gated, Normed, keep, normed, products, tiles
+from verl_memopt.memory.discarded_values import PRODUCT_ROWS, Gated, Normed, Rows, keep, normed, products, tiles
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 
@@ -40,6 +40,21 @@ def test_products_and_their_gradients_are_those_of_autograd(maker, rows):
     assert all(torch.equal(one, other) for one, other in zip(outs, expected_outs, strict=True))
     for one, other in zip(gradients(outs, tensors), expected, strict=True):
         assert relative(one, other) <= ROUNDING
+
+
+@pytest.mark.parametrize("maker", MAKERS, ids=["norm", "gate"])
+@settings(deadline=None, max_examples=20)
+@given(data=st.data(), rows=st.one_of(st.integers(1, 40), st.integers(PRODUCT_ROWS["cpu"] - 2, 2 * PRODUCT_ROWS["cpu"] + 2)))
+def test_products_of_some_rows_are_rows_of_the_products(maker, data, rows):
+    operand, first = operands(maker, rows), data.draw(st.integers(0, rows - 1))
+    places = torch.tensor(sorted({first, *data.draw(st.lists(st.integers(0, rows - 1), max_size=60))}))
+    tensors = [*operand[0], *operand[1], *operand[2]]
+    whole, other = plain_products(maker, *operand)
+    expected = gradients([whole[places], other], tensors)
+    outs = products(maker, *operand, Rows(places, places.numpy()), (True, False))
+    assert all(relative(one, two) <= ROUNDING for one, two in zip(outs, (whole[places], other), strict=True))
+    for one, two in zip(gradients(outs, tensors), expected, strict=True):
+        assert relative(one, two) <= ROUNDING
 
 
 @pytest.mark.parametrize("maker", MAKERS, ids=["norm", "gate"])

@@ -103,8 +103,10 @@ def test_loss_and_gradients_are_those_of_the_repeated_prompt(untied_folder, one_
     loss, found = gradients(policy, batch, [list(range(batch.num_rows))], True)
     # A loss is a mean of terms of about the advantages' size, 1, whose sum may cancel.
     assert abs(float(loss) - float(naive)) <= 2e-6 * max(abs(float(naive)), 1)
+    # Over a single key the gradient of queries is 0, and what is computed of it is rounding of numbers of the others' size.
+    rounding = 2**-24 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
-        assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm() + 1e-9, name
+        assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm() + rounding, name
 
 
 def test_scores_of_split_groups_are_those_of_whole_ones(tiny_folder, one_rank):
@@ -128,7 +130,7 @@ def test_activations_fall_by_those_of_the_repeated_prompts(deep, one_rank):
 
     prompt, answers = 256, [33] * 4
     batch = grouped(prompt, answers)
-    policy, bins, peaks = policy_for(deep, one_rank, 1), [[0, 1, 2, 3]], {}
+    policy, bins, peaks = policy_for(deep, one_rank, 1, prune=False), [[0, 1, 2, 3]], {}
     for shared in (False, True):
         mini = MiniBatch(batch, bins, counts_of(batch))
         with ByteTracker() as tracker:

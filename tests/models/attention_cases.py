@@ -1,23 +1,29 @@
 """Trees and tensors on which kernels of attention are compared, and GPU kernels' contracts fulfilled on a CPU."""
 
+import dataclasses
 from contextlib import contextmanager
 
 import torch
 from hypothesis import strategies as st
 
 from verl_memopt.memory.rotation import Rotary
+from verl_memopt.models.trees import Trees
 
 BRANCHES = st.one_of(st.lists(st.integers(1, 6), max_size=5), st.integers(2, 6).map(lambda count: [4] * count))
 SIZES = st.lists(st.tuples(st.integers(1, 9), BRANCHES.map(tuple)), min_size=1, max_size=4).map(tuple)
 """Sizes of trees: trunks alone, and trunks with branches of different and of equal lengths."""
+UNREAD = st.one_of(st.just((0,) * 4), st.tuples(*[st.integers(0, 8)] * 4))
+TREES = st.builds(lambda sizes, unread: Trees.of(sizes, unread[: len(sizes)]), SIZES, UNREAD)
+"""Trees of these sizes, of which all tokens are read, or not the first ones of some."""
 HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
 """Query heads and key heads."""
 
 
 def random_inputs(trees, heads, kv_heads, size=8, dtype=torch.float32, seed=0):
     """Gives query [1, heads, T, size], key and value [1, kv heads, T, size], tokens lying apart as models have them."""
-    generator, tokens = torch.Generator().manual_seed(seed), sum(trees.segments)
-    shapes = [(1, tokens, count, size) for count in (heads, kv_heads, kv_heads)]
+    generator, keys = torch.Generator().manual_seed(seed), sum(trees.tokens)
+    counts = (sum(trees.segments), heads), (keys, kv_heads), (keys, kv_heads)
+    shapes = [(1, tokens, count, size) for tokens, count in counts]
     return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes]
 
 
@@ -40,6 +46,12 @@ def rotary_of(tokens, size=8, normed=True, dtype=torch.float32):
     angles = torch.randn(tokens, size // 2, generator=generator).repeat(1, 2)
     norms = tuple((1 + torch.rand(size, generator=generator)).to(dtype).requires_grad_() if normed else None for _ in range(2))
     return Rotary(angles.cos().to(dtype), angles.sin().to(dtype), norms, 1e-6)
+
+
+def turned_before(rotary, trees, query, key):
+    """Gives query and key turned by the rotary, before any attention is called."""
+    cos, sin = trees.at_queries(rotary.cos, rotary.sin)
+    return dataclasses.replace(rotary, cos=cos, sin=sin).query(query), rotary.key(key)
 
 
 def with_turned_gradients(attend, inputs, rotary):

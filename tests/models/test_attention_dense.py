@@ -7,12 +7,13 @@ from torch.utils.checkpoint import checkpoint
 
 from tests.models.attention_cases import (
     HEADS,
-    SIZES,
+    TREES,
     agree,
     flat_inputs,
     gpu_operators_on_a_cpu,
     norm_error,
     rotary_of,
+    turned_before,
     with_gradients,
     with_turned_gradients,
 )
@@ -36,16 +37,14 @@ def dense(trees):
     return lambda *inputs: dense_attention(*inputs, trees, 0.3)
 
 
-@given(SIZES, HEADS)
-def test_every_way_to_cut_calls_gives_attention_and_its_gradients(sizes, heads):
-    trees = Trees.of(sizes)
+@given(TREES, HEADS)
+def test_every_way_to_cut_calls_gives_attention_and_its_gradients(trees, heads):
     inputs = flat_inputs(trees, *heads)
     assert agree(with_gradients(dense(trees), inputs), with_gradients(written_out(trees), inputs), 5e-7)
 
 
-@given(SIZES, HEADS)
-def test_the_kernel_of_gpus_is_put_together_alike(sizes, heads):
-    trees = Trees.of(sizes)
+@given(TREES, HEADS)
+def test_the_kernel_of_gpus_is_put_together_alike(trees, heads):
     inputs = flat_inputs(trees, *heads)
     with gpu_operators_on_a_cpu():
         found = with_gradients(lambda *x: _DenseAttention.apply(*x, *turning(None), trees, 0.3, EFFICIENT), inputs)
@@ -53,12 +52,13 @@ def test_the_kernel_of_gpus_is_put_together_alike(sizes, heads):
 
 
 @settings(deadline=None)
-@given(SIZES, HEADS, st.booleans())
-def test_queries_and_keys_turned_inside_give_what_they_give_turned_before(sizes, heads, normed):
-    trees = Trees.of(sizes)
-    inputs, rotary = flat_inputs(trees, *heads), rotary_of(sum(trees.segments), normed=normed)
+@given(TREES, HEADS, st.booleans())
+def test_queries_and_keys_turned_inside_give_what_they_give_turned_before(trees, heads, normed):
+    inputs, rotary = flat_inputs(trees, *heads), rotary_of(sum(trees.tokens), normed=normed)
     found = with_turned_gradients(lambda q, k, v: dense_attention(q, k, v, trees, 0.3, rotary), inputs, rotary)
-    before = with_turned_gradients(lambda q, k, v: dense_attention(rotary.query(q), rotary.key(k), v, trees, 0.3), inputs, rotary)
+    before = with_turned_gradients(
+        lambda q, k, v: dense_attention(*turned_before(rotary, trees, q, k), v, trees, 0.3), inputs, rotary
+    )
     assert all(torch.equal(one, other) for one, other in zip(found[:4], before[:4], strict=True))
     # Of the norms' weights, summed head by head.
     assert all(norm_error(one, other) < 1e-6 for one, other in zip(found[4:], before[4:], strict=True))

@@ -51,6 +51,16 @@ def test_written_out_attention_is_a_softmax_over_what_a_token_sees(heads):
     torch.testing.assert_close(found, softmax_over_what_is_seen(*inputs, seen, 0.3), rtol=0, atol=1e-6)
 
 
+@pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
+def test_tokens_that_are_not_read_are_seen(heads):
+    trees = Trees.of(((1, (2, 1)), (2, ())), unread=(2, 1))
+    inputs = random_inputs(trees, *heads)
+    # Places of keys: a trunk of three, branches 3, 4 and 5, and a tree of three.
+    seen = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 5], [6, 7], [6, 7, 8]]
+    found = eager_attention(*inputs, trees, 0.3, None)
+    torch.testing.assert_close(found, softmax_over_what_is_seen(*inputs, seen, 0.3), rtol=0, atol=1e-6)
+
+
 @pytest.mark.parametrize("attention", [eager_attention, windowed_attention])
 def test_a_window_holds_in_every_sequence(attention):
     trees = Trees.of(((4, ()), (1, ()), (2, ())))

@@ -5,11 +5,12 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.models.attention_cases import (
     HEADS,
-    SIZES,
+    TREES,
     agree,
     flat_inputs,
     gpu_operators_on_a_cpu,
     rotary_of,
+    turned_before,
     with_gradients,
     with_turned_gradients,
 )
@@ -25,23 +26,21 @@ def written_out(trees, window=None):
     return attend
 
 
-@given(SIZES, HEADS)
-def test_two_calls_over_all_segments_give_attention_and_its_gradients(sizes, heads):
-    trees = Trees.of(sizes)
+@given(TREES, HEADS)
+def test_two_calls_over_all_segments_give_attention_and_its_gradients(trees, heads):
     inputs = flat_inputs(trees, *heads)
     with gpu_operators_on_a_cpu():
         found = with_gradients(lambda *x: flash_attention(*x, trees, 0.3, None), inputs)
     assert agree(found, with_gradients(written_out(trees), inputs), 5e-7)
 
 
-@given(SIZES, HEADS)
-def test_queries_and_keys_turned_inside_give_what_they_give_turned_before(sizes, heads):
-    trees = Trees.of(sizes)
-    inputs, rotary = flat_inputs(trees, *heads), rotary_of(sum(trees.segments))
+@given(TREES, HEADS)
+def test_queries_and_keys_turned_inside_give_what_they_give_turned_before(trees, heads):
+    inputs, rotary = flat_inputs(trees, *heads), rotary_of(sum(trees.tokens))
     with gpu_operators_on_a_cpu():
         found = with_turned_gradients(lambda q, k, v: flash_attention(q, k, v, trees, 0.3, None, rotary), inputs, rotary)
         expected = with_turned_gradients(
-            lambda q, k, v: flash_attention(rotary.query(q), rotary.key(k), v, trees, 0.3, None), inputs, rotary
+            lambda q, k, v: flash_attention(*turned_before(rotary, trees, q, k), v, trees, 0.3, None), inputs, rotary
         )
     assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
@@ -54,10 +53,11 @@ def test_a_window_reaches_the_kernel():
     assert agree(found, with_gradients(written_out(trees, 3), inputs), 1e-6)
 
 
-@pytest.mark.parametrize("sizes", [((5, ()), (3, ())), ((5, (4, 4, 1)), (3, ()), (2, (2,)))])
-def test_shapes_and_types_on_fake_tensors(sizes):
+@pytest.mark.parametrize("unread", [(0, 0), (4, 0), (4, 6)])
+@pytest.mark.parametrize("sizes", [((5, ()), (3, ())), ((5, (4, 4, 1)), (2, (2,)))])
+def test_shapes_and_types_on_fake_tensors(sizes, unread):
     with FakeTensorMode(allow_non_fake_inputs=True):
-        trees = Trees.of(sizes)
+        trees = Trees.of(sizes, unread)
         inputs = flat_inputs(trees, 4, 2, dtype=torch.bfloat16)
         found = with_gradients(lambda *x: flash_attention(*x, trees, 0.3, None), inputs)
     assert [tensor.shape for tensor in found] == [inputs[0].shape, *(tensor.shape for tensor in inputs)]
@@ -65,9 +65,10 @@ def test_shapes_and_types_on_fake_tensors(sizes):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("unread", [(0, 0, 0), (36, 100, 0)])
 @pytest.mark.parametrize("heads", [(4, 4), (6, 3)])
-def test_on_a_gpu_the_real_kernels_take_merged_log_sum_exps(heads):
-    trees = Trees.of(((37, (20, 20, 3)), (64, ()), (5, (130, 1))))
+def test_on_a_gpu_the_real_kernels_take_merged_log_sum_exps(heads, unread):
+    trees = Trees.of(((37, (20, 20, 3)), (64, ()), (5, (130, 1))), unread)
     exact = flat_inputs(trees, *heads, size=64)
     expected = with_gradients(written_out(trees), exact)
     there = trees.map(lambda tensor: tensor.to("cuda"))

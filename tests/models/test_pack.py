@@ -126,6 +126,29 @@ def test_sharing_a_prompt_changes_nothing_that_is_asked_and_costs_each_token_onc
     assert shared.input_ids.shape[1] == max(tokens, 1)
 
 
+@given(ROWS)
+def test_what_is_read_is_what_predicts(rows):
+    groups = [group for group, _ in rows]
+    prompts = [list(range(7 * (group + 1))) for group in groups]
+    for shared in (None, groups):
+        pack = packed(prompts, [[1] * length for _, length in rows], shared)
+        if pack.read is None:
+            unread = pack.input_ids.numel() - len(set(pack.predicts.tolist()))
+            assert unread < pack.input_ids.numel() / 8 or pack.num_rows == 0 or not pack.predicts.numel()
+            continue
+        read = pack.read.trees.read
+        assert read.tolist() == sorted(set(pack.predicts.tolist()))
+        assert torch.equal(read[pack.read.predicts], pack.predicts)
+        trees = zip(pack.trees.sizes, pack.read.trees.sizes, pack.read.trees.unread, strict=True)
+        assert all(whole == (unread + trunk, branches) for whole, (trunk, branches), unread in trees)
+
+
+def test_few_unread_tokens_are_read():
+    assert packed([[1, 1]], [[2] * 8]).read is None  # one of nine
+    assert packed([[1, 1, 1]], [[2] * 8]).read is not None  # two of ten
+    assert packed([[1]], [[2]]).read is None
+
+
 def test_packing_depends_on_no_token_value():
     def zeros(count):
         return torch.zeros(count, dtype=torch.int64)
@@ -137,7 +160,8 @@ def test_packing_depends_on_no_token_value():
 
 
 def test_every_tensor_of_a_pack_is_moved():
-    pack = packed([[1], [1]], [[2, 3], [4, 5]], [0, 0]).to(torch.device("meta"))
-    tensors = [value for part in (pack, pack.trees) for value in vars(part).values() if isinstance(value, torch.Tensor)]
-    assert len(tensors) == 11
+    pack = packed([[1, 1], [1, 1]], [[2, 3], [4, 5]], [0, 0]).to(torch.device("meta"))
+    parts = (pack, pack.trees, pack.read, pack.read.trees)
+    tensors = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
+    assert len(tensors) == 11 + 1 + 6
     assert all(tensor.is_meta for tensor in tensors)

@@ -35,6 +35,38 @@ def test_trees_without_branches_gather_nothing():
     assert trees.forks == ()
 
 
+UNREAD = Trees.of(((1, (2, 2)), (3, ()), (4, ())), unread=(5, 0, 2))
+
+
+def test_queries_of_trees_with_unread_tokens_lie_close_together():
+    assert UNREAD.segments == (1, 2, 2, 3, 4)
+    assert UNREAD.starts.tolist() == [0, 1, 3, 5, 8, 12]
+    assert UNREAD.tokens == (10, 3, 6)
+    assert UNREAD.read.tolist() == [*range(5, 10), *range(10, 13), *range(15, 19)]
+
+
+def test_what_is_read_of_a_trunk_forks_from_what_is_not():
+    first, branches, last = UNREAD.forks
+    assert first == Fork(trunk=Run(0, 1, 5), branches=Run(0, 1, 1))
+    assert branches == Fork(trunk=Run(0, 1, 6), branches=Run(1, 1, 4))
+    assert last == Fork(trunk=Run(13, 1, 2), branches=Run(8, 1, 4))
+    assert UNREAD.branch_index.tolist() == [0, 1, 2, 3, 4, 8, 9, 10, 11]
+    assert UNREAD.trunk_index.tolist() == [*range(5), *range(6), 13, 14]
+
+
+def test_tensors_of_all_tokens_and_of_those_that_are_read():
+    every = torch.arange(19.0)
+    (read, nothing) = UNREAD.at_queries(every, None)
+    assert read.tolist() == UNREAD.read.tolist()
+    assert nothing is None
+    back = UNREAD.at_keys(read, every)
+    assert back.tolist() == [place if place in read.tolist() else 0 for place in range(19)]
+    trees = Trees.of(SIZES)
+    assert trees.read is None
+    assert trees.at_queries(every)[0] is every
+    assert trees.at_keys(every, every) is every
+
+
 def test_moving_trees_moves_their_tensors_and_keeps_their_sizes():
     moved = Trees.of(SIZES).map(lambda tensor: tensor.to("meta"))
     assert moved.sizes == SIZES

@@ -59,8 +59,8 @@ def batch(rows=16, seed=0):
     )
 
 
-def policy_for(folder, mesh, world_size, attention="sdpa", recompute=False, dtype="fp32", actor=ACTOR, fill=True):
-    settings = Model(path=str(folder), attn_implementation=attention, logprob_chunk_tokens=8)
+def policy_for(folder, mesh, world_size, attention="sdpa", recompute=False, dtype="fp32", actor=ACTOR, fill=True, prune=True):
+    settings = Model(path=str(folder), attn_implementation=attention, logprob_chunk_tokens=8, prune_last_block=prune)
     model = build_scorer(settings, Fsdp(dtype=dtype), folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
     if fill:
         materialize(model, folder, CPU)

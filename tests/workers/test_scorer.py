@@ -139,14 +139,12 @@ def test_a_quantised_reference_is_the_same_on_two_ranks(untied_folder, one_rank)
 
 
 def test_a_unit_inside_a_block_is_refused_where_a_block_reads_its_weights_itself(tiny_folder, one_rank):
-    def build(recompute_elementwise):
-        model = Model(path=str(tiny_folder), recompute_elementwise=recompute_elementwise)
+    def build(**model):
         fsdp = Fsdp(wrap_policy=WrapPolicy(["Qwen3MLP"]))
-        return build_scorer(model, fsdp, tiny_folder, one_rank, CPU, "critic", False, False)
+        return build_scorer(Model(path=str(tiny_folder), **model), fsdp, tiny_folder, one_rank, CPU, "critic", False, False)
 
-    expected = (
-        r"critic.fsdp_config.wrap_policy.*\['Qwen3MLP'\]: Qwen3MLP lies inside .*DecoderLayer.*set recompute_elementwise=false"
-    )
-    with pytest.raises(ConfigError, match=expected):
-        build(True)
-    build(False)
+    expected = r"critic.fsdp_config.wrap_policy.*\['Qwen3MLP'\]: Qwen3MLP lies inside .*DecoderLayer.*set both to false"
+    for one in ("recompute_elementwise", "prune_last_block"):
+        with pytest.raises(ConfigError, match=expected):
+            build(**{one: False})
+    build(recompute_elementwise=False, prune_last_block=False)

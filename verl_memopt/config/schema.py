@@ -116,6 +116,8 @@ class Model:
     recompute_elementwise: bool = True
     """Outputs of norms, rotations and the MLP's activation are made again in backward from what they were made of, which no
     product needs; set it to false only to compare."""
+    prune_last_block: bool = True
+    """The last block computes what is read of it, not the prompt; set it to false only to compare."""
     attn_implementation: str = "auto"
     """auto, flash_attention_2, sdpa, eager. auto = flash kernels where device and dtype support them, else sdpa."""
     load_mode: str = "stream"

@@ -11,6 +11,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
@@ -126,14 +127,36 @@ def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float, into: Ten
     into.copy_(normal)
 
 
-def products(maker: Maker, sources: Some, parameters: Some, weights: Sequence[Tensor]) -> Some:
-    """Gives the value's product with each of some weights [m, n]: [T, m] each.
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a tensor, in order: int64 [R] on its device and on the host."""
 
-    Keeps sources, parameters and weights for backward, not the value. Sources that the maker overwrites may be read by nothing
-    else. A weight's gradient is summed over tiles of rows, in fp32 where the dtype is narrower.
+    index: Tensor
+    places: np.ndarray
+
+    def within(self, tile: slice) -> tuple[slice, Tensor]:
+        """Gives which of them lie in a tile of rows, and where in the tile."""
+        first, end = np.searchsorted(self.places, (tile.start, tile.stop)).tolist()
+        return slice(first, end), self.index[first:end] - tile.start
+
+
+def products(
+    maker: Maker,
+    sources: Some,
+    parameters: Some,
+    weights: Sequence[Tensor],
+    rows: Rows | None = None,
+    of_rows: Sequence[bool] = (),
+) -> Some:
+    """Gives the value's product with each of some weights [m, n]: [T, m], or [R, m] of ``rows`` for those that ``of_rows`` marks.
+
+    At least one is of all rows. Keeps sources, parameters and weights for backward, not the value. Sources that the maker
+    overwrites may be read by nothing else. A weight's gradient is summed over tiles of rows, in fp32 where the dtype is narrower.
     """
-    tensors = (*sources, *parameters, *weights)
-    return _Products.apply(maker, len(parameters), keep(*tensors), *tensors)
+    tensors, marked = (*sources, *parameters, *weights), tuple(of_rows) if rows is not None else (False,) * len(weights)
+    assert len(marked) == len(weights), (marked, len(weights))
+    assert not all(marked)
+    return _Products.apply(maker, len(parameters), rows, marked, keep(*tensors), *tensors)
 
 
 def keep(first: Tensor, *others: Tensor | None) -> Any:
@@ -165,16 +188,19 @@ def kept(ctx: Any) -> tuple[Tensor, ...]:
 
 class _Products(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, maker: Maker, parameters: int, node: Any, *tensors: Tensor) -> Some:
-        ctx.maker, ctx.parameters, ctx.kept = maker, parameters, node
+    def forward(
+        ctx: Any, maker: Maker, parameters: int, rows: Rows | None, marked: Sequence[bool], node: Any, *tensors: Tensor
+    ) -> Some:
+        ctx.maker, ctx.parameters, ctx.rows, ctx.marked, ctx.kept = maker, parameters, rows, marked, node
         first, second = maker.sources, maker.sources + parameters
         value = maker.make(tensors[:first], tensors[first:second])
-        return tuple(torch.mm(value, weight.t()) for weight in tensors[second:])
+        part = value if rows is None else value[rows.index]
+        return tuple(torch.mm(part if some else value, weight.t()) for weight, some in zip(tensors[second:], marked, strict=True))
 
     @staticmethod
     @once_differentiable
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
-        maker, tensors, needed = ctx.maker, kept(ctx), ctx.needs_input_grad[3:]
+        maker, tensors, needed = ctx.maker, kept(ctx), ctx.needs_input_grad[5:]
         first, second = maker.sources, maker.sources + ctx.parameters
         sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
         further = any(needed[:second])
@@ -185,18 +211,34 @@ class _Products(torch.autograd.Function):
         for rows in cuts:
             cut = tuple(source[rows] for source in sources)
             value = maker.make(cut, parameters)
-            for grad, total in zip(grads, of_weights, strict=True):
+            here, places = (rows, None) if ctx.rows is None else ctx.rows.within(rows)
+            above = [grad[here if some else rows] for grad, some in zip(grads, ctx.marked, strict=True)]
+            for grad, total, some in zip(above, of_weights, ctx.marked, strict=True):
                 if total is not None:
-                    total.add(grad[rows], value, alone=len(cuts) == 1)
+                    total.add(grad, value[places] if some else value, alone=len(cuts) == 1)
             if further:
-                torch.mm(grads[0][rows], weights[0], out=value)
-                for grad, weight in zip(grads[1:], weights[1:], strict=True):
-                    torch.addmm(value, grad[rows], weight, out=value)
+                _through(above, weights, ctx.marked, places, value)
                 maker.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums)
-            del value  # the next tile's is not to lie beside it
+            del value, above  # the next tile's are not to lie beside them
         given = into if further else (None,) * first
         of_parameters = (None if one is None else one.to(like.dtype) for one, like in zip(sums, parameters, strict=True))
-        return None, None, None, *given, *of_parameters, *(None if one is None else one.given() for one in of_weights)
+        return *(None,) * 5, *given, *of_parameters, *(None if one is None else one.given() for one in of_weights)
+
+
+def _through(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], marked: Sequence[bool], places: Tensor | None, out: Tensor
+) -> None:
+    """Writes the sum of each gradient's product with its weight into ``out``; of marked ones it is of the rows at ``places``."""
+    pairs = list(zip(grads, weights, marked, strict=True))
+    whole, part = ([(grad, weight) for grad, weight, some in pairs if some is wanted] for wanted in (False, True))
+    torch.mm(*whole[0], out=out)
+    for grad, weight in whole[1:]:
+        torch.addmm(out, grad, weight, out=out)
+    if part:
+        added = out[places]
+        for grad, weight in part:
+            torch.addmm(added, grad, weight, out=added)
+        out[places] = added
 
 
 class WeightSum:

@@ -22,6 +22,7 @@ SECTIONS = ("Saves", "Costs", "Pairs with")
 LADDER = (
     "chunked_logprob",
     "recompute_elementwise",
+    "prune_last_block",
     "tiled_mlp",
     "activation_checkpointing",
     "activation_offload",

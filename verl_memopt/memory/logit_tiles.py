@@ -83,10 +83,12 @@ class LogitTiles:
         columns = min(SCRATCH_COLUMNS, head.tile) if head.with_entropy and not head.compiled else 0
         self._scratch = hidden.new_empty(size // head.tile * columns, dtype=torch.float32)
         self._columns = columns
+        self._soft = head.whole_rows and not head.with_entropy
         self._run: Callable[..., Callable[..., Any]] = _compiled if head.compiled else _plain
 
     def read(self, hidden: Tensor, targets: Tensor) -> Tokens:
-        """Gives what the logits of a chunk say of its targets; with whole rows their log-probs stay for :meth:`differentiate`.
+        """Gives what the logits of a chunk say of its targets; with whole rows what was made of them stays for
+        :meth:`differentiate`: log-probs where there is entropy, else probabilities, whose exponentials are taken once.
 
         hidden: [c, H]; targets: int64 [c].
         """
@@ -132,6 +134,8 @@ class LogitTiles:
         logits = self._logits(hidden, columns)
         local = targets if self.head.whole_rows else targets - columns.start
         scratch = self._scratch_for(logits)
+        if self._soft:
+            return *self._run(softmax_)(logits, local), None
         return self._run(log_softmax_)(logits, local, scratch, self.head.with_entropy)
 
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
@@ -164,15 +168,15 @@ class LogitTiles:
         just_read: bool,
     ) -> Tensor:
         """Gives the gradient of the undivided logits, [c, tile] in the compute dtype."""
-        if just_read and self.head.whole_rows:
-            log_p = self._shaped(self._wide, hidden, columns)
-            assert log_p is not None
-        else:
-            log_p = self._logits(hidden, columns).sub_(tokens.log_normalizer[:, None])
+        still = just_read and self.head.whole_rows
+        log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
+        assert log_p is not None
+        if not still:
+            log_p.sub_(tokens.log_normalizer[:, None])
         local = targets if self.head.whole_rows else targets - columns.start
         inverse, narrow = 1.0 / self.head.temperature, self._shaped(self._narrow, hidden, columns)
         if grad_entropy is None:
-            self._run(log_prob_gradient_)(log_p, local, grad_log_probs * inverse)
+            self._run(probability_gradient_ if still else log_prob_gradient_)(log_p, local, grad_log_probs * inverse)
         else:
             assert tokens.entropy is not None
             self._run(both_gradients_)(
@@ -188,6 +192,22 @@ class LogitTiles:
         if not self._columns:
             return None
         return self._scratch[: logits.shape[0] * self._columns].view(logits.shape[0], self._columns)
+
+
+def softmax_(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """Turns logits [c, v] into probabilities, in place.
+
+    Gives (largest logit, log of the sum of exponentials relative to it, target's logit), each [c].
+    """
+    top, picked = logits.amax(-1), logits.gather(-1, targets[:, None]).squeeze(-1)
+    if logits.device.type == "cpu":
+        # One kernel, which reads a row before it writes it; the largest logit's own exponential is 1.
+        torch.softmax(logits, -1, out=logits)
+        return top, -logits.amax(-1).log(), picked
+    logits.sub_(top[:, None]).exp_()
+    total = logits.sum(-1)
+    logits.div_(total[:, None])
+    return top, total.log(), picked
 
 
 def log_softmax_(
@@ -223,7 +243,12 @@ def log_prob_gradient_(log_p: Tensor, targets: Tensor, grad: Tensor) -> None:
     Multiplied before the product with the head and not after, it rounds there as plain autograd does: on a long vocabulary the
     product of a row is a few 1e-6 from the exact one, as many small terms are added to the target's large one.
     """
-    log_p.exp_().mul_(-grad[:, None]).scatter_add_(-1, _clamped(targets, log_p), (grad * _inside(targets, log_p))[:, None])
+    probability_gradient_(log_p.exp_(), targets, grad)
+
+
+def probability_gradient_(p: Tensor, targets: Tensor, grad: Tensor) -> None:
+    """Turns probabilities [c, v] into what :func:`log_prob_gradient_` gives, in place."""
+    p.mul_(-grad[:, None]).scatter_add_(-1, _clamped(targets, p), (grad * _inside(targets, p))[:, None])
 
 
 def both_gradients_(

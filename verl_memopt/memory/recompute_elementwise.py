@@ -31,9 +31,10 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from verl_memopt.memory.discarded_values import Gated, Maker, Normed, normed, products
+from verl_memopt.memory.discarded_values import Gated, Maker, Normed, Rows, normed, product_tiles, products
 from verl_memopt.memory.knob import Claim, Knob
 from verl_memopt.memory.lora import LoraLinear
+from verl_memopt.memory.read_rows import read_rows
 from verl_memopt.memory.recomputed_mlp import recomputed_mlp
 from verl_memopt.memory.rotation import Rotary
 
@@ -89,10 +90,14 @@ def _unlike(block: Any, trained: bool) -> str | None:
 def _block(
     block: Any, tiles: int | None, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
 ) -> Tensor:
-    """Gives what the block's own forward gives: hidden_states [1, T, h] -> [1, T, h]."""
+    """Gives what the block's own forward gives: hidden_states [1, T, h] -> [1, T, h], or the tokens that are read."""
+    trees = others["pack_trees"]
+    x, read = read_rows(hidden_states[0], trees.read)
     # Sums are of three dimensions, so that what FSDP2 gets is no view.
-    hidden = hidden_states + _attention(block, hidden_states[0], position_embeddings, others)[None]
-    return hidden + _mlp(block, tiles, hidden[0])[None]
+    hidden = read[None] + _attention(block, x, position_embeddings, others)[None]
+    # Not in larger tiles than all tokens would have.
+    least = None if tiles is None else max(tiles, len(product_tiles(x)))
+    return hidden + _mlp(block, least, hidden[0])[None]
 
 
 def _mlp(block: Any, tiles: int | None, x: Tensor) -> Tensor:
@@ -109,22 +114,29 @@ QUERY_KEY_VALUE, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "
 
 
 def _attention(block: Any, x: Tensor, tables: tuple[Tensor, Tensor], others: dict[str, Any]) -> Tensor:
-    attention, norm = block.self_attn, block.input_layernorm
-    query, key, value = (
-        given.view(x.shape[0], -1, attention.head_dim)
-        for given in _layers(Normed(norm.variance_epsilon), (x,), (norm.weight,), attention, QUERY_KEY_VALUE)
+    norm, trees = block.input_layernorm, others["pack_trees"]
+    rows = None if trees.read is None else Rows(trees.read, trees.read_places)
+    query, key, value = _layers(
+        Normed(norm.variance_epsilon), (x,), (norm.weight,), block.self_attn, QUERY_KEY_VALUE, rows, ("q_proj",)
     )
-    rotary = _rotary(attention, tables)
+    return attended(block.self_attn, query, key, value, tables, others)
+
+
+def attended(
+    attention: Any, query: Tensor, key: Tensor, value: Tensor, tables: tuple[Tensor, Tensor], others: dict[str, Any]
+) -> Tensor:
+    """Gives the output [T', h] of a known block's attention from what its layers made: query [T', n], key and value [T, m]."""
     attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
+    heads = (given.view(given.shape[0], -1, attention.head_dim).transpose(0, 1)[None] for given in (query, key, value))
     out, _ = attend(
         attention,
-        *(given.transpose(0, 1)[None] for given in (query, key, value)),
+        *heads,
         scaling=attention.scaling,
-        sliding_window=_window(attention),
-        rotary=rotary,
+        sliding_window=window_of(attention),
+        rotary=_rotary(attention, tables),
         **others,
     )
-    return attention.o_proj(out.reshape(x.shape[0], -1))
+    return attention.o_proj(out.reshape(query.shape[0], -1))
 
 
 def _rotary(attention: Any, tables: tuple[Tensor, Tensor]) -> Rotary:
@@ -134,23 +146,36 @@ def _rotary(attention: Any, tables: tuple[Tensor, Tensor]) -> Rotary:
     return Rotary(cos, sin, (attention.q_norm.weight, attention.k_norm.weight), attention.q_norm.variance_epsilon)
 
 
-def _window(attention: Any) -> int | None:
+def window_of(attention: Any) -> int | None:
+    """Gives how many positions back a token of a known block sees; None for all."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None
 
 
 def _layers(
-    maker: Maker, sources: tuple[Tensor, ...], parameters: tuple[Tensor, ...], parent: Any, names: Sequence[str]
+    maker: Maker,
+    sources: tuple[Tensor, ...],
+    parameters: tuple[Tensor, ...],
+    parent: Any,
+    names: Sequence[str],
+    rows: Rows | None = None,
+    of_rows: Sequence[str] = (),
 ) -> list[Tensor]:
-    """Gives the outputs [T, m] of the named linear layers over the value that is made from the sources."""
+    """Gives the outputs [T, m] of the named linear layers over the value that is made from the sources.
+
+    rows: those over which the layers in ``of_rows`` run; None for all.
+    """
     layers = [getattr(parent, name) for name in names]
     if not torch.is_grad_enabled():
         value = maker.make(sources, parameters, sources[0] if maker.overwrites else None)
-        return [layer(value) for layer in layers]
+        part = value if rows is None else value[rows.index]
+        return [layer(part if name in of_rows else value) for name, layer in zip(names, layers, strict=True)]
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
     weights = [layer.weight for layer in layers] + [layer.lora_A for layer in adapted]
-    outs = list(products(maker, sources, parameters, weights))
+    marked = [getattr(parent, name) for name in of_rows]
+    of_weights = [any(layer is one for one in marked) for layer in (*layers, *adapted)]
+    outs = list(products(maker, sources, parameters, weights, rows, of_weights))
     thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=True))
     return [_finished(layer, out, thin.get(id(layer))) for layer, out in zip(layers, outs, strict=False)]
 

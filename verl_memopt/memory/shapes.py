@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from verl_memopt.config.schema import ActorRolloutRef
 
@@ -36,6 +36,8 @@ class Shapes:
     """R, response tokens of that micro-batch."""
     branch_tokens: int = 0
     """Those of its computed tokens that are answers sharing a prompt."""
+    unread: int = 0
+    """U, those of its computed tokens that ``prune_last_block`` leaves out of the last block."""
 
     @property
     def compute_bytes(self) -> int:
@@ -68,19 +70,60 @@ class Shapes:
 
     @property
     def activation_bytes(self) -> int:
-        """What blocks keep of a micro-batch when the last one's backward comes to its peak, and what that holds beside it."""
-        model, wide, given = self.settings.model, self.tokens * self.mlp * self.compute_bytes, self.input_bytes
-        others = (self.layers - 1) * (given if model.enable_gradient_checkpointing else self.block_bytes)
+        """What blocks keep of a micro-batch when backward comes to its peak, and what that block holds beside it."""
+        model, others = self.settings.model, self._of_others(self.layers - 1)
+        if self.unread and model.prune_last_block:
+            before = self._of_others(self.layers - 2) + self.backward_bytes if self.layers > 1 else 0
+            return max(before, others + self.pruned_backward_bytes)
+        if not model.recompute_elementwise:
+            return max(others + self.backward_bytes, self.norm_backward_bytes if model.tiled_mlp.enabled else 0)
+        return others + max(self.final_norm_bytes, self.backward_bytes)
+
+    def _of_others(self, blocks: int) -> int:
+        """What some blocks keep while another's backward runs."""
+        model = self.settings.model
         if model.enable_gradient_checkpointing and model.enable_activation_offload:
-            others = min(self.layers - 1, model.activation_offload_in_flight) * given
+            blocks = min(blocks, model.activation_offload_in_flight)
+        return blocks * (self.input_bytes if model.enable_gradient_checkpointing else self.block_bytes)
+
+    @property
+    def final_norm_bytes(self) -> int:
+        """What the last block keeps and the backward of the final norm holds, which reads the tokens that predict."""
+        kept = self.input_bytes if self.settings.model.enable_gradient_checkpointing else self.block_bytes
+        return kept + 3 * self.responses * self.hidden * self.compute_bytes + ELEMENTWISE_BYTES
+
+    @property
+    def backward_bytes(self) -> int:
+        """What a block holds at the peak of its own backward."""
+        model, wide, given = self.settings.model, self.tokens * self.mlp * self.compute_bytes, self.input_bytes
         if model.recompute_elementwise:
-            kept = given if model.enable_gradient_checkpointing else self.block_bytes
-            read = kept + 3 * self.responses * self.hidden * self.compute_bytes
-            return others + max(read + ELEMENTWISE_BYTES, self.mlp_backward_bytes, self.attention_backward_bytes)
+            return max(self.mlp_backward_bytes, self.attention_backward_bytes)
         if not model.tiled_mlp.enabled:
-            return others + self.block_bytes + 2 * wide + 2 * given
-        whole = others + self.block_bytes + 6 * wide + 2 * given
-        return max(whole - self.tiled_bytes, self.norm_backward_bytes)
+            return self.block_bytes + 2 * wide + 2 * given
+        return self.block_bytes + 6 * wide + 2 * given - self.tiled_bytes
+
+    @property
+    def pruned_backward_bytes(self) -> int:
+        """What the last block holds at most, from the final norm on, where it computes keys and values alone of U tokens."""
+        b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
+        read = replace(self, tokens=self.tokens - self.unread, unread=0)
+        if not model.recompute_elementwise:
+            # The norm of the whole input, of which what is read is kept once more; norms of queries and keys keep nothing here.
+            norm = (4 + 2 * b) * self.unread * self.hidden + b * read.tokens * self.hidden
+            return read.backward_bytes + norm + 2 * b * self.unread * key - (4 + b) * read.tokens * (query + key)
+        beside = b * self.unread * (self.hidden + 2 * key)  # inputs, keys and values of U more
+        if model.enable_gradient_checkpointing:
+            normal = self.input_bytes + 3 * self.responses * self.hidden * b + ELEMENTWISE_BYTES
+        else:
+            normal = beside + read.final_norm_bytes
+        # One head's: its keys turned, gradients of keys and values, over all tokens in place of those that are read.
+        head = b * self.head_dim * (3 * self.unread + 4 * read.tokens)
+        call = b * (3 * self.heads // self.kv_heads * self.head_dim) * max(self.unread - read.tokens, 0)
+        mlp = read.mlp_bytes(self.tokens if self.recomputes_mlp else read.tokens)
+        # At the products of keys and values: the input and its gradient, their gradients, rotary tables, and a tile of the norm.
+        tile = -(-self.tokens // -(-self.tokens // ROWS_OF_BACKWARD))
+        last = b * (self.tokens * 2 * (self.hidden + key + self.head_dim) + (tile + 2 * read.tokens) * self.hidden)
+        return max(normal, beside + max(mlp, read.attention_backward_bytes + head + call), last + ELEMENTWISE_BYTES)
 
     @property
     def recomputes_mlp(self) -> bool:
@@ -91,13 +134,17 @@ class Shapes:
 
     @property
     def mlp_backward_bytes(self) -> int:
-        """What a block of recomputed norms holds, itself included, at the backward of its MLP: at the gate's or at the norm's.
+        """What a block of recomputed norms holds, itself included, at the backward of its MLP."""
+        return self.mlp_bytes(self.tokens)
+
+    def mlp_bytes(self, cut: int) -> int:
+        """Gives what is held at the backward of the MLP, at the gate's or at the norm's, in tiles as ``cut`` tokens are cut.
 
         A weight's gradient that is summed over tiles is among it; once given to its parameter it is of another kind.
         """
         model, b, given = self.settings.model, self.compute_bytes, self.input_bytes
         least = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else 1
-        tiles = max(-(-self.tokens // ROWS_OF_BACKWARD), least if self.recomputes_mlp else 1)
+        tiles = max(-(-cut // ROWS_OF_BACKWARD), least if self.recomputes_mlp else 1)
         normal, wide = (round(self.tokens / tiles) * size * b for size in (self.hidden, self.mlp))
         whole = self.hidden * self.mlp * (b if tiles == 1 else max(b, 4))
         if self.recomputes_mlp:

@@ -13,13 +13,21 @@ Exact for causal attention over the whole sequence; a model whose window slides 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from verl_memopt.memory.knob import Claim, Knob, Refusal
 from verl_memopt.memory.token_budget import BUDGET_KEY, pack
 
 KEY = "actor_rollout_ref.actor.use_prefix_grouper"
+
+UNREAD_SHARE = 1 / 8
+"""Of a pack's tokens, from which on leaving them out of the last block costs fewer bytes than the copies of the others."""
+
+
+def unread_if_many(unread: int, tokens: int) -> int:
+    """Gives how many tokens of a pack the last block may leave out: the unread ones, or none."""
+    return unread if unread and unread >= tokens * UNREAD_SHARE else 0
 
 
 @dataclass(frozen=True)
@@ -51,6 +59,11 @@ class RowTokens:
         """Gives the tokens computed for some rows together: each group's prompt once, and every answer."""
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
         return sum(prompts.values()) + sum(self.answers[row] for row in rows)
+
+    def unread(self, rows: Iterable[int]) -> int:
+        """Gives the computed tokens of some rows that predict nothing, prompts but for the last; 0 where they are few."""
+        prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
+        return unread_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
 
     def each(self) -> list[int]:
         """Gives the tokens of each row computed by itself."""

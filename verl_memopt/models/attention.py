@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, TypeAlias
 
 import torch
@@ -77,7 +77,8 @@ class Over:
 
 
 Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Over], Tensor]
-"""(query [1, heads, T, D], key and value [1, kv heads, T, D], what it is over) -> [1, T, heads, D]."""
+"""(query [1, heads, T, D], key and value [1, kv heads, T, D], what it is over) -> [1, T, heads, D]; T of what is read for
+queries and outputs."""
 
 
 def _registered(attend: Attention) -> Callable[..., tuple[Tensor, None]]:
@@ -103,14 +104,14 @@ def _registered(attend: Attention) -> Callable[..., tuple[Tensor, None]]:
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
-    query, key = _turned(query, key, over.rotary)
+    query, key = _turned(query, key, over.rotary, over.trees)
     return eager_attention(query, key, value, over.trees, over.scale, over.window).transpose(1, 2)
 
 
 def _sdpa(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
     _refuse_branches(over)
     if over.window is not None and max(over.trees.segments) > over.window:
-        query, key = _turned(query, key, over.rotary)
+        query, key = _turned(query, key, over.rotary, over.trees)
         return windowed_attention(query, key, value, over.trees, over.scale, over.window).transpose(1, 2)
     return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, over.trees, over.scale, rotary), query, key, value, over)
 
@@ -126,7 +127,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
         return _varlen(query, key, value, over)
     from flash_attn import flash_attn_varlen_func
 
-    query, key = _turned(query, key, over.rotary)
+    query, key = _turned(query, key, over.rotary, over.trees)
     starts, longest = over.trees.starts, max(over.trees.segments)
     return flash_attn_varlen_func(
         _flat(query),
@@ -142,11 +143,12 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
     )[None]
 
 
-def _turned(query: Tensor, key: Tensor, rotary: Rotary | None) -> tuple[Tensor, Tensor]:
+def _turned(query: Tensor, key: Tensor, rotary: Rotary | None, trees: Trees) -> tuple[Tensor, Tensor]:
     """Gives query and key turned, for an attention that cannot turn them itself; it keeps them both ways."""
     if rotary is None:
         return query, key
-    turned = rotary.query(_flat(query)), rotary.key(_flat(key))
+    of_queries = replace(rotary, **dict(zip(("cos", "sin"), trees.at_queries(rotary.cos, rotary.sin), strict=True)))
+    turned = of_queries.query(_flat(query)), rotary.key(_flat(key))
     return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
 
 
@@ -159,7 +161,7 @@ def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: 
     size += -size % HEAD_MULTIPLE if is_gpu(query.device) else 0
     rotary = over.rotary
     if size != query.shape[-1]:
-        (query, key), rotary = _turned(query, key, rotary), None
+        (query, key), rotary = _turned(query, key, rotary, over.trees), None
     q, k, v = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in map(_flat, (query, key, value)))
     return attend(q, k, v, rotary)[None, ..., : value.shape[-1]]
 

@@ -82,9 +82,9 @@ def dense_attention(
 ) -> Tensor:
     """Gives attention [T, heads, D]; saves its arguments, its output and one log-sum-exp for each token and head.
 
-    query: [T, heads, D]; key, value: [T, kv heads, D]. The last stride must be 1. With ``rotary`` queries and keys are turned
-    here, and again in backward, whose gradients take the place of the arguments. Key heads come one after another, each with the
-    query heads that share it, so that what a call makes beside is of one key head.
+    query: [T, heads, D], or of the tokens that are read alone; key, value: [T, kv heads, D]. The last stride must be 1. With
+    ``rotary`` queries and keys are turned here, and again in backward, whose gradients take the place of the arguments. Key heads
+    come one after another, each with the query heads that share it, so that what a call makes beside is of one key head.
     """
     kernel = EFFICIENT if is_gpu(query.device) else CPU_FLASH
     return _DenseAttention.apply(query, key, value, *turning(rotary), trees, scale, kernel)
@@ -106,16 +106,17 @@ class _DenseAttention(torch.autograd.Function):
         scale: float,
         kernel: Kernel,
     ) -> Tensor:
-        tables = eps, cos, sin
+        tables, (query_cos, query_sin) = (eps, cos, sin), trees.at_queries(cos, sin)
+        query_tables = eps, query_cos, query_sin
         out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
         lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
         for queries, keys in _heads(query, key):
-            made = turned(query[:, queries], query_norm, *tables), turned(key[:, keys], key_norm, *tables)
+            made = turned(query[:, queries], query_norm, *query_tables), turned(key[:, keys], key_norm, *tables)
             q, k, v = kernel.working(trees, *made, value[:, keys])
             # The kernel's own outputs stay as they are: selective checkpointing keeps them, and refuses what was written to.
             whole = out[:, queries] if q.dtype == out.dtype else torch.empty_like(q)
             by_query, by_key = _views(q, whole, lse[:, queries]), _shared(_views(k, v), q)
-            for q_, out_, lse_, k_, v_ in _own_calls(trees, by_query + by_key):
+            for q_, out_, lse_, k_, v_ in _own_calls(trees, by_query + _shared(_views(*trees.at_queries(k, v)), q)):
                 part, part_lse = kernel.forward(q_, k_, v_, True, scale)
                 out_.copy_(part)
                 lse_.copy_(part_lse)
@@ -136,14 +137,16 @@ class _DenseAttention(torch.autograd.Function):
         trees, kernel, scale = ctx.trees, ctx.kernel, ctx.scale
         query, key, value, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
         grad, tables, norms = grad.contiguous(), (ctx.eps, cos, sin), (query_norm, key_norm)
+        query_cos, query_sin = trees.at_queries(cos, sin)
+        query_tables = ctx.eps, query_cos, query_sin
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
         into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
         for queries, keys in _heads(query, key):
             x, y = query[:, queries], key[:, keys]
-            made = turned(x, query_norm, *tables), turned(y, key_norm, *tables)
+            made = turned(x, query_norm, *query_tables), turned(y, key_norm, *tables)
             given = kernel.working(trees, *made, value[:, keys], grad[:, queries], out[:, queries])
             dq, dk, dv = _backward_of_heads(kernel, trees, scale, (*given, lse[:, queries]))
-            turned_back(dq.to(x.dtype), x, query_norm, *tables, into[0][:, queries], sums[0])
+            turned_back(dq.to(x.dtype), x, query_norm, *query_tables, into[0][:, queries], sums[0])
             turned_back(dk.to(y.dtype), y, key_norm, *tables, into[1][:, keys], sums[1])
             into[2][:, keys].copy_(dv)
             del made, given, dq, dk, dv  # the next head's are not to lie beside them
@@ -157,12 +160,16 @@ def _backward_of_heads(kernel: Kernel, trees: Trees, scale: float, given: _Views
     given: queries, key, value, the output's gradient, the output, and its log-sum-exps.
     """
     q, k, v, grad, out, lse = given
-    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, k, v))
-    by_query, by_key = _views(dq, grad, q, out, lse), _views(dk, dv) + _shared(_views(k, v), q)
-    for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _own_calls(trees, by_query + by_key):
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *trees.at_queries(k, v)))
+    by_query = _views(dq, grad, q, out, lse)
+    own = _views(dk, dv) + _shared(_views(*trees.at_queries(k, v)), q)
+    for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _own_calls(trees, by_query + own):
         parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, True, scale)
         _collect(Tensor.copy_, (dq_, dk_, dv_), parts)
         del parts
+    del own
+    dk, dv = trees.at_keys(dk, k), trees.at_keys(dv, v)
+    by_key = _views(dk, dv) + _shared(_views(k, v), q)
     for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _trunk_calls(trees, by_query, by_key):
         parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, False, scale)
         _collect(Tensor.add_, (dq_, dk_, dv_), parts)

@@ -12,14 +12,15 @@ from verl_memopt.models.trees import Tree, Trees
 def eager_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, window: int | None) -> Tensor:
     """Gives attention [1, heads, T, D]; holds a score of each pair of tokens of one tree at a time.
 
-    query: [1, heads, T, D]; key, value: [1, kv heads, T, D]. window: how many positions back a token sees, itself included.
+    query: [1, heads, T, D], or of the tokens that are read alone; key, value: [1, kv heads, T, D]. window: how many positions
+    back a token sees, itself included.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    tokens = [trunk + sum(branches) for trunk, branches in trees.sizes]
-    outputs = []
-    for tree, q, k, v in zip(trees.sizes, *(x.split(tokens, 2) for x in (query, key, value)), strict=True):
-        hidden = ~tree_mask(tree, window, query.device)
+    queries = [trunk + sum(branches) for trunk, branches in trees.sizes]
+    outputs, tensors = [], (query.split(queries, 2), *(x.split(trees.tokens, 2) for x in (key, value)))
+    for (trunk, branches), unread, q, k, v in zip(trees.sizes, trees.unread, *tensors, strict=True):
+        hidden = ~tree_mask((unread + trunk, branches), window, query.device)[unread:]
         scores = (q @ k.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
         outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v)
     return torch.cat(outputs, dim=2)

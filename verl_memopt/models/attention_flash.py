@@ -24,9 +24,9 @@ def flash_attention(
     """Gives attention [T, heads, D] by torch's own flash kernels; saves its arguments, its output and one log-sum-exp for each
     token and head.
 
-    query: [T, heads, D]; key, value: [T, kv heads, D], the last stride 1. window: how many positions back a token sees, itself
-    included; only over trees without branches. With ``rotary`` queries and keys are turned here, and again in backward, whose
-    gradients of them take their place.
+    query: [T, heads, D], or of the tokens that are read alone; key, value: [T, kv heads, D], the last stride 1. window: how
+    many positions back a token sees, itself included; only over trees without branches. With ``rotary`` queries and keys are
+    turned here, and again in backward, whose gradients of them take their place.
     """
     assert window is None or not trees.forks, (window, trees.sizes)
     return _FlashAttention.apply(query, key, value, *turning(rotary), trees, scale, window)
@@ -48,8 +48,11 @@ class _FlashAttention(torch.autograd.Function):
         scale: float,
         window: int | None,
     ) -> Tensor:
-        q, k, v = turned(query, query_norm, eps, cos, sin), turned(key, key_norm, eps, cos, sin), value
-        out, lse = _forward(q, k, v, _own(trees, window), scale)  # lse: fp32 [heads, T]
+        query_cos, query_sin = trees.at_queries(cos, sin)
+        q = turned(query, query_norm, eps, query_cos, query_sin)
+        k, v = turned(key, key_norm, eps, cos, sin), value
+        own_k, own_v = trees.at_queries(k, v)
+        out, lse = _forward(q, own_k, own_v, _own(trees, window), scale)  # lse: fp32 [heads, T]
         if trees.forks:
             at, trunk = trees.branch_index, trees.trunk_index
             other, other_lse = _forward(q[at], k[trunk], v[trunk], _trunks(trees), scale)
@@ -65,8 +68,12 @@ class _FlashAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         query, key, v, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
         trees, scale, grad, tables, norms = ctx.trees, ctx.scale, grad.contiguous(), (ctx.eps, cos, sin), (query_norm, key_norm)
-        q, k = turned(query, query_norm, *tables), turned(key, key_norm, *tables)
-        dq, dk, dv = _backward(grad, q, k, v, out, lse, _own(trees, ctx.window), scale)
+        query_cos, query_sin = trees.at_queries(cos, sin)
+        query_tables = ctx.eps, query_cos, query_sin
+        q, k = turned(query, query_norm, *query_tables), turned(key, key_norm, *tables)
+        own_k, own_v = trees.at_queries(k, v)
+        dq, own_dk, own_dv = _backward(grad, q, own_k, own_v, out, lse, _own(trees, ctx.window), scale)
+        dk, dv = trees.at_keys(own_dk, k), trees.at_keys(own_dv, v)
         if trees.forks:
             at, trunk = trees.branch_index, trees.trunk_index
             given = (grad[at], q[at], k[trunk], v[trunk], out[at], lse[:, at].contiguous())
@@ -76,7 +83,7 @@ class _FlashAttention(torch.autograd.Function):
         if cos is None:
             return dq, dk, dv, *(None,) * 8
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
-        turned_back(dq, query, query_norm, *tables, query, sums[0])
+        turned_back(dq, query, query_norm, *query_tables, query, sums[0])
         turned_back(dk, key, key_norm, *tables, key, sums[1])
         of_norms = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
         return query, key, dv, None, None, *of_norms, None, None, None, None

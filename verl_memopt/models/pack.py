@@ -3,13 +3,25 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from verl_memopt.memory.shared_prompt import unread_if_many
 from verl_memopt.models.trees import Tree, Trees
+
+
+@dataclass(frozen=True)
+class Read:
+    """What is read of the last block's output: the T' tokens from the last one of each prompt on.
+
+    trees: of these tokens, which see all. predicts: int64 [R], the places among them of the pack's ``predicts``.
+    """
+
+    trees: Trees
+    predicts: Tensor
 
 
 @dataclass(frozen=True)
@@ -19,6 +31,7 @@ class Pack:
     input_ids, position_ids: int64 [1, T]. trees: which of the T tokens see which.
     predicts: int64 [R], where in T the hidden state lies that predicts each response token. targets: int64 [R].
     row: int64 [R], the row of each response token; row_lengths: int64 [rows], response tokens of each row.
+    read: the tokens whose last hidden state predicts something, where they are few enough for it to matter.
     """
 
     input_ids: Tensor
@@ -28,6 +41,7 @@ class Pack:
     targets: Tensor
     row: Tensor
     row_lengths: Tensor
+    read: Read | None = None
 
     @property
     def num_rows(self) -> int:
@@ -40,7 +54,8 @@ class Pack:
     def map(self, change: Callable[[Tensor], Tensor]) -> Pack:
         """Gives the same pack with each tensor changed."""
         changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return Pack(trees=self.trees.map(change), **changed)
+        read = None if self.read is None else Read(self.read.trees.map(change), change(self.read.predicts))
+        return replace(self, trees=self.trees.map(change), read=read, **changed)
 
 
 def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:
@@ -75,12 +90,17 @@ def pack_groups(
     prompt_start, response_start = np.cumsum(p) - p, len(prompts) + np.cumsum(r) - r
     pieces: list[tuple[int, int, int]] = []  # (first place in both tensors, tokens, position of the first)
     trees: list[Tree] = []
+    read_trees: list[Tree] = []
+    unread: list[int] = []
     prompt_end, branch_start = np.zeros_like(p), np.zeros_like(p)
     token = 0
     for rows in members:
         trunk = int(p[rows[0]])
         assert all(p[row] == trunk for row in rows), f"rows {rows} share a prompt, and their prompts have {p[rows]} tokens"
-        trees.append(_tree(trunk, [int(r[row]) - 1 for row in rows]))
+        answers = [int(r[row]) - 1 for row in rows]
+        trees.append(_tree(trunk, answers))
+        read_trees.append(_tree(1, answers))
+        unread.append(trunk - 1)
         pieces.append((prompt_start[rows[0]], trunk, 0))
         token += trunk
         prompt_end[rows] = token
@@ -92,15 +112,23 @@ def pack_groups(
     present = r > 0
     predictors = np.stack([prompt_end[present] - 1, branch_start[present]], axis=1).reshape(-1)
     predicted = np.stack([np.ones_like(r[present]), r[present] - 1], axis=1).reshape(-1)
+    predicts = ranges(predictors, predicted)
     return Pack(
         input_ids=torch.cat([prompts, responses])[_host(ranges(first, sizes))][None],
         position_ids=_host(ranges(positions, sizes))[None],
         trees=Trees.of(tuple(trees)),
-        predicts=_host(ranges(predictors, predicted)),
+        predicts=_host(predicts),
         targets=responses,
         row=_host(np.repeat(np.arange(len(r)), r)),
         row_lengths=_host(r),
+        read=_read(read_trees, unread, predicts) if unread_if_many(sum(unread), token) else None,
     )
+
+
+def _read(sizes: Sequence[Tree], unread: Sequence[int], predicts: np.ndarray) -> Read:
+    before, read = np.asarray(unread), np.array([trunk + sum(branches) for trunk, branches in sizes])
+    places = ranges(np.cumsum(before + read) - read, read)
+    return Read(Trees.of(tuple(sizes), tuple(unread)), _host(np.searchsorted(places, predicts)))
 
 
 def _members(groups: Sequence[int], response_sizes: np.ndarray) -> list[list[int]]:

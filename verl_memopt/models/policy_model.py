@@ -72,6 +72,8 @@ class PolicyModel(nn.Module):
         self.lm = lm
         self.final_norm: Callable[[Tensor], Tensor] | None = None
         """[R, h] -> [R, h], where the decoder leaves its last norm to this model; set by ``recompute_elementwise``."""
+        self.prunes = False
+        """Whether the last block gives what is read alone; set by ``prune_last_block``."""
 
     @property
     def tied(self) -> bool:
@@ -89,13 +91,15 @@ class PolicyModel(nn.Module):
 
         token_gradient: what backward will bring for each of them, so that the head need not wait for it.
         """
+        read = pack.read if self.prunes else None
         output: Any = self.lm.get_decoder()(
             input_ids=pack.input_ids,
             position_ids=pack.position_ids,
             use_cache=False,
             pack_trees=pack.trees,
+            read_trees=None if read is None else read.trees,
         )
-        hidden = output.last_hidden_state[0].index_select(0, pack.predicts)
+        hidden = output.last_hidden_state[0].index_select(0, pack.predicts if read is None else read.predicts)
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
         return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy, token_gradient)

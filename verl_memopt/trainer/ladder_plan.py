@@ -19,6 +19,7 @@ CLIMB = (
     "bucketed_adamw",
     "token_budget",
     "recompute_elementwise",
+    "prune_last_block",
     "tiled_mlp",
     "activation_checkpointing",
     "activation_offload",

@@ -18,6 +18,7 @@ from verl_memopt.memory.activation_checkpointing import checkpoint_blocks, recom
 from verl_memopt.memory.lora import apply_lora
 from verl_memopt.memory.native_offload import native_offload
 from verl_memopt.memory.precision import mixed_precision
+from verl_memopt.memory.prune_last_block import prune_last_block
 from verl_memopt.memory.quantized_frozen import exact_weights, quantize_blocks
 from verl_memopt.memory.recompute_elementwise import recompute_elementwise
 from verl_memopt.memory.resharding import reshard_units
@@ -80,7 +81,9 @@ def build_scorer(
         policy.final_norm = recompute_elementwise(
             lm.get_decoder(), trained, lambda block: shards if model.tiled_mlp.enabled else 1 if id(block) in again else None
         )
-        _refuse_units_inside_blocks(policy, fsdp, key)
+    if model.prune_last_block:
+        policy.prunes = prune_last_block(lm.get_decoder(), recomputed=policy.final_norm is not None)
+    _refuse_units_inside_blocks(policy, fsdp, key)
     if recompute:
         checkpoint_blocks(blocks, *mode)
     units = sharding_units(lm.get_input_embeddings(), blocks, lm.get_output_embeddings(), policy.tied, fsdp.own_units)
@@ -105,13 +108,14 @@ def _blocks(policy: PolicyModel, fsdp: Fsdp) -> list[torch.nn.Module]:
 
 def _refuse_units_inside_blocks(policy: PolicyModel, fsdp: Fsdp, key: str) -> None:
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
-    for block in policy.blocks() if policy.final_norm is not None else ():
+    ours = policy.final_norm is not None or policy.prunes
+    for block in policy.blocks() if ours else ():
         inside = sorted({type(module).__name__ for module in block.modules() if module is not block} & set(wanted))
         if inside:
             raise ConfigError(
                 f"{key}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
-                f"{type(block).__name__}, whose weights actor_rollout_ref.model.recompute_elementwise=true reads as one unit. "
-                "Leave the key out, or set recompute_elementwise=false."
+                f"{type(block).__name__}, whose weights recompute_elementwise=true and prune_last_block=true of "
+                "actor_rollout_ref.model read as one unit. Leave the key out, or set both to false."
             )
 
 
