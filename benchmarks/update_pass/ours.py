@@ -17,7 +17,7 @@ from verl_memopt.distributed.process_group import join_process_group, training_m
 from verl_memopt.models.build import named_weights
 from verl_memopt.trainer.passes import Budget
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batch
+from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batches_of
 
 KEY = "actor_rollout_ref.actor"
 
@@ -40,11 +40,12 @@ def cut(job: Job, shared: bool) -> list[MicroBatch]:
     else:
         budget = Budget(True, job.work.token_budget, None, f"{KEY}.ppo_max_token_len_per_gpu", shared)
         rows = budget.micro_batches(batch.row_tokens(shared), [str(row) for row in range(batch.num_rows)])
-    return [micro_batch(batch, some, shared) for some in rows]
+    return list(micro_batches_of(batch, rows, shared, carries=True))
 
 
 def _side(job: Job, micro_batches: Sequence[MicroBatch]) -> Side:
     policy = build_policy(job)
+    assert policy.model.carries
     tokens = sum(len(answer) for answer in job.batch.answers)
     counts = GlobalCounts(tokens=float(tokens), sequences=float(len(job.batch.answers)))
 

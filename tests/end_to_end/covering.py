@@ -58,6 +58,7 @@ FACTORS = {
         },
     },
     "recomputed values": _switch(f"{MODEL}.recompute_elementwise", off=False, on=True),
+    "last block": _switch(f"{MODEL}.prune_last_block", whole=False, pruned=True),
     "tiled mlp": {"off": {}, "3": {f"{MODEL}.tiled_mlp.enabled": True, f"{MODEL}.tiled_mlp.num_shards": 3}},
     "batching": {
         "whole": {f"{ACTOR}.use_dynamic_bsz": True},

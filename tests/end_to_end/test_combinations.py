@@ -65,10 +65,11 @@ PULLED = Apart(log_prob=5e-4, ref_log_prob=8e-3, loss=2e-6, grad_norm=5e-5, weig
 """The same beside a reference scored in bfloat16: its log-probs are rounded to other neighbours, by up to 2^-8, the KL passes a
 part of that on to the gradient, and more of the moments fall on the other side of a rounding."""
 
-ROUNDINGS = Apart(log_prob=8e-3, ref_log_prob=2e-6, loss=1e-4, grad_norm=2**-7, weights=6e-2)
+ROUNDINGS = Apart(log_prob=8e-3, ref_log_prob=2e-6, loss=5e-4, grad_norm=2**-7, weights=6e-2)
 """With bfloat16 in compute, gradients or masters: what comes in another order is rounded to other neighbours. Log-probs change
-by two spacings of a logit, 2^-8 each, and ratios beside a clip pass it; a norm of bfloat16 has a spacing of 2^-7 of it at most;
-an update that is less than the spacing of a weight moves it by that or not at all."""
+by two spacings of a logit, 2^-8 each, and ratios beside a clip pass it; a loss is a mean over some 70 tokens, each with an old
+and a new log-prob of a spacing over the root of 12, and may be off by three times its spread; a norm of bfloat16 has a spacing
+of 2^-7 of it at most; an update that is less than the spacing of a weight moves it by that or not at all."""
 
 
 @dataclass(frozen=True)

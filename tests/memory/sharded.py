@@ -27,10 +27,10 @@ def wide_model(folder, **shape):
     return make_tiny_model(folder / "wide", replaced(WIDE, shape), seed=4)
 
 
-def policy_of(folder, mesh, fsdp=None, world_size=1, recompute=False):
+def policy_of(folder, mesh, fsdp=None, world_size=1, recompute=False, prune=True):
     """Gives a policy whose sharding and precision are ``fsdp``; fp32 compute unless it says otherwise."""
     fsdp = replaced(TrainedFsdp(dtype="fp32"), fsdp or {})
-    settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8)
+    settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, prune_last_block=prune)
     model = build_scorer(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
     materialize(model, folder, CPU, fsdp.offload_policy)
     return Policy(model, replaced(ACTOR, {"fsdp_config": fsdp, "entropy_coeff": 0.0}), 10, world_size, CPU)
@@ -108,7 +108,8 @@ def tracked_steps(policy, micro, counts):
 def device_peak(folder, fsdp=None, world_size=1, fsdp_size=-1, recompute=True, budget=SMALL):
     """Gives the device peak of the second step of rank 0, and the policy's bytes at rest."""
     with fake_ranks(world_size, fsdp_size) as mesh:
-        policy = policy_of(folder, mesh, fsdp, world_size, recompute)
+        # The last block whole, so that where the peak is does not depend on what its tokens predict.
+        policy = policy_of(folder, mesh, fsdp, world_size, recompute, prune=False)
         mini = share(0, 1, budget)
         tracker = tracked_steps(policy, micro_batches(mini), mini.counts)
         return tracker.second["device"]

@@ -67,7 +67,7 @@ def test_for_packs_of_any_groups_as_well(tiny_folder, one_rank, data):
     shared = data.draw(st.booleans())
     found = [gradients(act.build(tiny_folder, one_rank, **OWN, **own), batch, shared) for own in (OFF, ON)]
     # Over a single key the gradient of queries is 0, and what is computed of it is rounding of numbers of the others' size.
-    rounding = 2**-24 * torch.stack([gradient.norm() for gradient in found[0][2:]]).norm()
+    rounding = 2**-22 * torch.stack([gradient.norm() for gradient in found[0][2:]]).norm()
     for one, other in zip(*found, strict=True):
         assert (one - other).norm() <= BOUND * other.norm() + rounding
 

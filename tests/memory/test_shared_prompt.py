@@ -44,6 +44,11 @@ def test_a_group_over_the_budget_is_cut_and_each_part_pays_the_prompt():
     assert sorted(bins) == [[0, 2], [1], [3, 4]]
 
 
+def test_parts_of_a_group_that_one_prompt_is_carried_to_stay_neighbours():
+    tokens = RowTokens(prompts=(10,) * 6, answers=(4, 4, 4, 5, 5, 3), groups=(0, 0, 0, 1, 1, 2))
+    assert pack_groups_under(tokens, 18, "abcdef") == [[5], [0, 1], [2], [3], [4]]
+
+
 def test_a_row_over_the_budget_is_named():
     with pytest.raises(ConfigError, match=r"ppo_max_token_len_per_gpu=14: c has 15 tokens.*Raise it to at least 15"):
         pack_groups_under(TOKENS, 14, "abcde")
@@ -104,7 +109,7 @@ def test_loss_and_gradients_are_those_of_the_repeated_prompt(untied_folder, one_
     # A loss is a mean of terms of about the advantages' size, 1, whose sum may cancel.
     assert abs(float(loss) - float(naive)) <= 2e-6 * max(abs(float(naive)), 1)
     # Over a single key the gradient of queries is 0, and what is computed of it is rounding of numbers of the others' size.
-    rounding = 2**-24 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
+    rounding = 2**-22 * torch.stack([gradient.norm() for gradient in expected.values()]).norm()
     for name, gradient in expected.items():
         assert (found[name] - gradient).norm() <= 2e-6 * gradient.norm() + rounding, name
 

@@ -13,7 +13,16 @@ BRANCHES = st.one_of(st.lists(st.integers(1, 6), max_size=5), st.integers(2, 6).
 SIZES = st.lists(st.tuples(st.integers(1, 9), BRANCHES.map(tuple)), min_size=1, max_size=4).map(tuple)
 """Sizes of trees: trunks alone, and trunks with branches of different and of equal lengths."""
 UNREAD = st.one_of(st.just((0,) * 4), st.tuples(*[st.integers(0, 8)] * 4))
-TREES = st.builds(lambda sizes, unread: Trees.of(sizes, unread[: len(sizes)]), SIZES, UNREAD)
+
+
+def _trees(sizes, unread):
+    """A trunk that is not read at all lies elsewhere: every other one that could."""
+    unread = unread[: len(sizes)]
+    trees = zip(sizes, unread, strict=True)
+    return Trees.of(tuple((trunk % 2 if branches and more else trunk, branches) for (trunk, branches), more in trees), unread)
+
+
+TREES = st.builds(_trees, SIZES, UNREAD)
 """Trees of these sizes, of which all tokens are read, or not the first ones of some."""
 HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
 """Query heads and key heads."""

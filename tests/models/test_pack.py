@@ -4,7 +4,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from verl_memopt.models.pack import pack_groups, pack_rows
+from verl_memopt.models.pack import pack_branches, pack_groups, pack_rows
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=9)
 """Rows as (group, tokens of the response)."""
@@ -147,6 +147,17 @@ def test_few_unread_tokens_are_read():
     assert packed([[1, 1]], [[2] * 8]).read is None  # one of nine
     assert packed([[1, 1, 1]], [[2] * 8]).read is not None  # two of ten
     assert packed([[1]], [[2]]).read is None
+
+
+def test_answers_to_a_prompt_that_lies_elsewhere():
+    pack = pack_branches(10, torch.tensor([1, 2, 3, 4, 5, 6]), [3, 0, 1, 2])
+    assert pack.input_ids.tolist() == [[1, 2, 5]]
+    assert pack.position_ids.tolist() == [[10, 11, 10]]
+    assert (pack.trees.sizes, pack.trees.unread) == (((0, (2, 1)),), (10,))
+    assert pack.predicts.tolist() == [0, 1, 2, 0, 0, 3]  # 0 is the prompt's end
+    assert pack.targets.tolist() == [1, 2, 3, 4, 5, 6]
+    assert pack.row.tolist() == [0, 0, 0, 2, 3, 3]
+    assert pack.row_lengths.tolist() == [3, 0, 1, 2]
 
 
 def test_packing_depends_on_no_token_value():

@@ -54,6 +54,13 @@ def test_what_is_read_of_a_trunk_forks_from_what_is_not():
     assert UNREAD.trunk_index.tolist() == [*range(5), *range(6), 13, 14]
 
 
+def test_branches_of_a_trunk_that_is_not_read_at_all():
+    trees = Trees.of(((0, (2, 1)), (3, ())), unread=(4, 0))
+    assert trees.segments == (2, 1, 3)
+    assert trees.forks == (Fork(trunk=Run(0, 1, 4), branches=Run(0, 1, 3)),)
+    assert trees.read.tolist() == trees.read_places.tolist() == [4, 5, 6, 7, 8, 9]
+
+
 def test_tensors_of_all_tokens_and_of_those_that_are_read():
     every = torch.arange(19.0)
     (read, nothing) = UNREAD.at_queries(every, None)

@@ -1,10 +1,11 @@
 """Activation offload: what a forward saves for its backward rests in host buffers in between.
 
 Saves: with activation checkpointing (L - 1 - k) x T x h x b of device memory at the start of backward, k being
-    ``activation_offload_in_flight``; between forward and backward all block inputs, the rotary tables and what the final norm
-    keeps. Without checkpointing L x A, A being what one block keeps, less the (3 + k) x T x I x b that the MLP's backward
-    reads and fetches ahead. Where an optimizer step has one micro-batch of fewer than b_g x N_l / (b x h x W) tokens, N_l being
-    the parameters of a block, the peak is at the end of backward and nothing is saved with checkpointing.
+    ``activation_offload_in_flight``, and one T x h x b less where the last block is pruned to so little that the peak is in the
+    one before; between forward and backward all block inputs, the rotary tables and what the final norm keeps. Without
+    checkpointing L x A, A being what one block keeps, less the (3 + k) x T x I x b that the MLP's backward reads and fetches
+    ahead. Where an optimizer step has one micro-batch of fewer than b_g x N_l / (b x h x W) tokens, N_l being the parameters of
+    a block, the peak is at the end of backward and nothing is saved with checkpointing.
 Costs: the same bytes of host memory, in chunks of 64 MiB, and a copy of each either way on a stream of its own, hidden while
     h / N_l < (copied bytes/s) / (FLOP/s). Without checkpointing copies do not hide.
 Pairs with: activation checkpointing, so that block inputs alone are moved; more than one micro-batch to an optimizer step;
@@ -28,7 +29,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from verl_memopt.distributed.device import CopyStream
 from verl_memopt.memory.host_arena import CHUNK_BYTES, HostArena, Slot
 from verl_memopt.memory.knob import Claim, Knob
-from verl_memopt.memory.shapes import Shapes
 
 KEY = "actor_rollout_ref.model"
 
@@ -253,11 +253,6 @@ def _whole_storage(tensor: Tensor) -> Tensor:
     return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)
 
 
-def _saved(_: Shapes, after: Shapes) -> float:
-    """Gives the formula of *Saves* with checkpointing."""
-    return max(after.layers - 1 - after.settings.model.activation_offload_in_flight, 0) * after.input_bytes
-
-
 KNOB = Knob(
     name="activation_offload",
     keys=(
@@ -267,5 +262,5 @@ KNOB = Knob(
     ),
     on=(f"{KEY}.enable_activation_offload=true",),
     off=(f"{KEY}.enable_activation_offload=false",),
-    claims=(Claim("update_actor", "activations", _saved),),
+    claims=(Claim("update_actor", "activations", lambda before, after: before.activation_bytes - after.activation_bytes),),
 )

@@ -31,6 +31,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
+from verl_memopt.memory.carried_prompt import CarriedPrompt
 from verl_memopt.memory.discarded_values import Gated, Maker, Normed, Rows, normed, product_tiles, products
 from verl_memopt.memory.knob import Claim, Knob
 from verl_memopt.memory.lora import LoraLinear
@@ -91,8 +92,7 @@ def _block(
     block: Any, tiles: int | None, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any
 ) -> Tensor:
     """Gives what the block's own forward gives: hidden_states [1, T, h] -> [1, T, h], or the tokens that are read."""
-    trees = others["pack_trees"]
-    x, read = read_rows(hidden_states[0], trees.read)
+    x, read = read_rows(hidden_states[0], _rows_of(others))
     # Sums are of three dimensions, so that what FSDP2 gets is no view.
     hidden = read[None] + _attention(block, x, position_embeddings, others)[None]
     # Not in larger tiles than all tokens would have.
@@ -114,18 +114,28 @@ QUERY_KEY_VALUE, GATE_UP, DOWN = ("q_proj", "k_proj", "v_proj"), ("gate_proj", "
 
 
 def _attention(block: Any, x: Tensor, tables: tuple[Tensor, Tensor], others: dict[str, Any]) -> Tensor:
-    norm, trees = block.input_layernorm, others["pack_trees"]
-    rows = None if trees.read is None else Rows(trees.read, trees.read_places)
+    norm, read = block.input_layernorm, _rows_of(others)
+    rows = None if read is None else Rows(read, others["pack_trees"].read_places)
     query, key, value = _layers(
         Normed(norm.variance_epsilon), (x,), (norm.weight,), block.self_attn, QUERY_KEY_VALUE, rows, ("q_proj",)
     )
     return attended(block.self_attn, query, key, value, tables, others)
 
 
+def _rows_of(others: dict[str, Any]) -> Tensor | None:
+    """Gives the places of queries among the block's tokens; None for all, as where what they see besides is carried."""
+    return None if isinstance(others.get("carried"), CarriedPrompt) else others["pack_trees"].read
+
+
 def attended(
     attention: Any, query: Tensor, key: Tensor, value: Tensor, tables: tuple[Tensor, Tensor], others: dict[str, Any]
 ) -> Tensor:
-    """Gives the output [T', h] of a known block's attention from what its layers made: query [T', n], key and value [T, m]."""
+    """Gives the output [T', h] of a known block's attention from what its layers made: query [T', n], key and value [T, m].
+
+    With a prompt carried from elsewhere its keys and values come first; a prompt that is to be carried is recorded.
+    """
+    if others.get("carried") is not None:
+        key, value, tables = others["carried"].extend(attention.layer_idx, key, value, tables)
     attend = ALL_ATTENTION_FUNCTIONS[attention.config._attn_implementation]
     heads = (given.view(given.shape[0], -1, attention.head_dim).transpose(0, 1)[None] for given in (query, key, value))
     out, _ = attend(

@@ -83,10 +83,37 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
     A group stays whole where it fits; one that does not is cut into as few parts as its answers allow, each with the prompt.
     Errors: ConfigError naming ``key`` and the row that alone exceeds the cap.
     """
-    units = [unit for family in tokens.families() for unit in _parts(tokens, family, budget, names, key)]
+    parts = [_parts(tokens, family, budget, names, key) for family in tokens.families()]
+    # Parts that one prompt can be carried to stay neighbours, and alone.
+    carried = [some for some in parts if len(some) > 1 and chains(some, tokens) == [some]]
+    units = [unit for some in parts if some not in carried for unit in some]
     costs = [tokens.cost(unit) for unit in units]
     bins = pack(costs, budget, names=[names[unit[0]] for unit in units], key=key)
-    return [sorted(row for unit in chosen for row in units[unit]) for chosen in bins]
+    together = [sorted(row for unit in chosen for row in units[unit]) for chosen in bins]
+    return together + [part for some in carried for part in some]
+
+
+def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[list[Sequence[int]]]:
+    """Gives micro-batches (rows) one after another, those together whose prompt is to be computed once and carried.
+
+    They are neighbours of one group and no longer than its prompt, each of which would compute more prompt than answers.
+    """
+
+    def prompt_of(rows: Sequence[int]) -> int | None:
+        groups = {tokens.groups[row] for row in rows}
+        answers = sum(tokens.answers[row] for row in rows)
+        return groups.pop() if len(groups) == 1 and 0 < answers <= max(tokens.prompts[row] for row in rows) else None
+
+    found: list[list[Sequence[int]]] = []
+    before: int | None = None
+    for rows in micro_batches:
+        group = prompt_of(rows)
+        if found and group is not None and group == before:
+            found[-1].append(rows)
+        else:
+            found.append([rows])
+        before = group
+    return found
 
 
 def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[str], key: str) -> list[list[int]]:

@@ -125,6 +125,35 @@ def pack_groups(
     )
 
 
+def pack_prompt(prompt: Tensor) -> Pack:
+    """Gives the pack of a prompt alone, int64 [P], of which the last token's state is read and nothing is asked."""
+    none = prompt.new_zeros(0)
+    pack = pack_rows(prompt, [len(prompt)], prompt[:1], [1])
+    return replace(pack, targets=none, row=none, row_lengths=none)
+
+
+def pack_branches(prompt_size: int, responses: Tensor, response_sizes: Sequence[int]) -> Pack:
+    """Gives the pack of answers to a prompt that is computed elsewhere.
+
+    Otherwise as :func:`pack_groups`, but that ``predicts`` counts the state of the prompt's last token as the first.
+    """
+    r = np.asarray(response_sizes, dtype=np.int64)
+    own = np.maximum(r - 1, 0)
+    start = np.cumsum(own) - own
+    present = r > 0
+    predictors = np.stack([np.zeros_like(r[present]), 1 + start[present]], axis=1).reshape(-1)
+    predicted = np.stack([np.ones_like(r[present]), own[present]], axis=1).reshape(-1)
+    return Pack(
+        input_ids=responses[_host(ranges(np.cumsum(r) - r, own))][None],
+        position_ids=_host(ranges(np.full_like(own, prompt_size), own))[None],
+        trees=Trees.of(((0, tuple(own[own > 0].tolist())),), (prompt_size,)),
+        predicts=_host(ranges(predictors, predicted)),
+        targets=responses,
+        row=_host(np.repeat(np.arange(len(r)), r)),
+        row_lengths=_host(r),
+    )
+
+
 def _read(sizes: Sequence[Tree], unread: Sequence[int], predicts: np.ndarray) -> Read:
     before, read = np.asarray(unread), np.array([trunk + sum(branches) for trunk, branches in sizes])
     places = ranges(np.cumsum(before + read) - read, read)

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.carried_prompt import CarriedPrompt, Recorder
 from verl_memopt.memory.chunked_logprob import TokenGradient, head_log_probs
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
 from verl_memopt.memory.native_offload import allocate_on_host
@@ -74,6 +75,8 @@ class PolicyModel(nn.Module):
         """[R, h] -> [R, h], where the decoder leaves its last norm to this model; set by ``recompute_elementwise``."""
         self.prunes = False
         """Whether the last block gives what is read alone; set by ``prune_last_block``."""
+        self.carries = False
+        """Whether answers may read a prompt that another forward has computed."""
 
     @property
     def tied(self) -> bool:
@@ -85,11 +88,17 @@ class PolicyModel(nn.Module):
         return list(self.lm.get_decoder().layers)
 
     def forward(
-        self, pack: Pack, temperature: float, with_entropy: bool, token_gradient: TokenGradient | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        pack: Pack,
+        temperature: float,
+        with_entropy: bool,
+        token_gradient: TokenGradient | None = None,
+        carried: CarriedPrompt | Recorder | None = None,
+    ) -> Any:
         """Gives log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked.
 
-        token_gradient: what backward will bring for each of them, so that the head need not wait for it.
+        token_gradient: what backward will bring for each of them, so that the head need not wait for it. carried: the prompt of
+        ``pack_branches``, or what records that of ``pack_prompt``: then its last token's state [1, h] and ``outputs`` are given.
         """
         read = pack.read if self.prunes else None
         output: Any = self.lm.get_decoder()(
@@ -98,11 +107,23 @@ class PolicyModel(nn.Module):
             use_cache=False,
             pack_trees=pack.trees,
             read_trees=None if read is None else read.trees,
+            carried=carried,
         )
-        hidden = output.last_hidden_state[0].index_select(0, pack.predicts if read is None else read.predicts)
+        hidden = output.last_hidden_state[0]
+        if isinstance(carried, Recorder):
+            # Flat, so that FSDP2 sees the tensors from which backward will start.
+            return hidden[-1:].clone(), *carried.outputs()
+        if carried is not None:
+            hidden = carried.before_states(hidden)
+        hidden = hidden.index_select(0, pack.predicts if read is None else read.predicts)
         if self.final_norm is not None:
             hidden = self.final_norm(hidden)
         return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy, token_gradient)
+
+    def carry(self, prompt: Pack) -> CarriedPrompt:
+        """Computes a prompt whose answers are in micro-batches to come."""
+        state, *outputs = self(prompt, 1.0, False, None, Recorder())
+        return CarriedPrompt(state, outputs)
 
 
 def allocate(policy: PolicyModel, device: torch.device, on_host: bool = False) -> None:

@@ -44,7 +44,8 @@ class Fork:
 class Trees:
     """The trees of a pack on the host, and what a kernel over all of them needs on its device.
 
-    sizes: of what is read, that is of the queries. unread: how many tokens of each tree lie before them, keys and values only.
+    sizes: of what is read, that is of the queries. unread: how many tokens of each tree lie before them, keys and values only;
+    where there are some, the read part of the trunk may be empty.
     starts: int32 [segments + 1], the first query of each segment, and the number of queries. Of the forks, in order:
     branch_index, trunk_index: int64, the places of all tokens of branches among queries, and of trunks among keys;
     branch_starts, trunk_starts: int32 [forks + 1], where each fork's part of these begins. read: int64, the places of queries
@@ -124,7 +125,8 @@ class Trees:
 def segments(sizes: tuple[Tree, ...]) -> Iterator[int]:
     """Gives the tokens of every trunk and branch in order."""
     for trunk, branches in sizes:
-        yield trunk
+        if trunk:
+            yield trunk
         yield from branches
 
 
@@ -132,7 +134,7 @@ def forks(sizes: tuple[Tree, ...], unread: tuple[int, ...]) -> Iterator[Fork]:
     """Gives, in order, what is read of each trunk with what is not, if anything, and all branches with the whole trunk."""
     query = key = 0
     for before, (trunk, branches) in zip(unread, sizes, strict=True):
-        if before:
+        if before and trunk:
             yield Fork(Run(key, 1, before), Run(query, 1, trunk))
         if branches:
             yield Fork(Run(key, 1, before + trunk), Run(query + trunk, 1, sum(branches)))

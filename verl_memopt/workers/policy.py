@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
@@ -16,13 +16,14 @@ from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.memory.activation_offload import ActivationOffload
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.carried_prompt import CarriedPrompt
 from verl_memopt.memory.optimizer_in_backward import StepInBackward
 from verl_memopt.memory.resharding import synced
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.kinds import gradient_kinds, optimizer_scope
 from verl_memopt.workers.objective import Objective
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
-from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batch, score_batch
+from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batches_of, score_batch
 
 
 @dataclass(frozen=True)
@@ -89,7 +90,9 @@ class Policy:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
         metrics = _read(
             [
-                self.step((micro_batch(mini.batch, rows, self.shared) for rows in mini.micro_batches), mini.counts, temperature)
+                self.step(
+                    micro_batches_of(mini.batch, mini.micro_batches, self.shared, self.model.carries), mini.counts, temperature
+                )
                 for mini in mini_batches
             ]
         )
@@ -131,29 +134,47 @@ class Policy:
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Adds the gradient of a mini-batch, micro-batch by micro-batch, and gives the summed metrics."""
         total: dict[str, Tensor] = {}
+        carried: CarriedPrompt | None = None
         with gradient_kinds(parameter for block in self.model.blocks() for parameter in block.parameters()):
             for micro in synced(micro_batches, self.model, self.actor.fsdp_config.gradient_sync):
-                for name, value in self.backward(micro.to(self.device), counts, temperature).items():
+                micro = micro.to(self.device)
+                if micro.prompt is not None and carried is None:
+                    with self._offloaded():
+                        carried = self.model.carry(micro.prompt)
+                for name, value in self.backward(micro, counts, temperature, carried).items():
                     total[name] = total[name] + value if name in total else value
+                if micro.ends and carried is not None:
+                    carried.backward()
+                    carried = None
         return total
 
-    def backward(self, micro: MicroBatch, counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
-        """Adds the gradient of one micro-batch and gives its metrics; none of its tensors outlives the call."""
-        with nullcontext() if self.offload is None else self.offload.forward():
-            loss, metrics = self.loss(micro, counts, temperature)
+    def _offloaded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.offload is None else self.offload.forward()
+
+    def backward(
+        self, micro: MicroBatch, counts: GlobalCounts, temperature: float, carried: CarriedPrompt | None = None
+    ) -> dict[str, Tensor]:
+        """Adds the gradient of one micro-batch and gives its metrics; none of its tensors outlives the call.
+
+        carried: the prompt of its answers, whose own backward is to come.
+        """
+        with self._offloaded():
+            loss, metrics = self.loss(micro, counts, temperature, carried)
         # FSDP averages gradients over ranks; the loss is this rank's share of a global mean, so it is scaled back up.
         # The head has computed its gradients with the same factor.
         (loss * self.world_size).backward()
         return metrics
 
-    def loss(self, micro: MicroBatch, counts: GlobalCounts, temperature: float) -> tuple[Tensor, dict[str, Tensor]]:
+    def loss(
+        self, micro: MicroBatch, counts: GlobalCounts, temperature: float, carried: CarriedPrompt | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
         """Gives this micro-batch's share of the loss and of its metrics.
 
         The backward to follow is that of ``world_size`` times the loss, once.
         """
         objective = Objective(micro, counts, self.actor)
         ahead = objective.token_gradient(self.world_size)
-        log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, ahead)
+        log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, ahead, carried)
         if self._found is not None:
             self._found.append(log_probs.detach())
         return objective.loss(log_probs, entropy)

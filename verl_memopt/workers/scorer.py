@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -15,6 +15,7 @@ from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.distributed.sharding import shard_model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activation_checkpointing import checkpoint_blocks, recomputed_blocks
+from verl_memopt.memory.carried_prompt import CarriedPrompt
 from verl_memopt.memory.lora import apply_lora
 from verl_memopt.memory.native_offload import native_offload
 from verl_memopt.memory.precision import mixed_precision
@@ -23,6 +24,7 @@ from verl_memopt.memory.quantized_frozen import exact_weights, quantize_blocks
 from verl_memopt.memory.recompute_elementwise import recompute_elementwise
 from verl_memopt.memory.resharding import reshard_units
 from verl_memopt.memory.sharding_units import sharding_units
+from verl_memopt.memory.shared_prompt import chains
 from verl_memopt.memory.tiled_mlp import tile_mlps
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import (
@@ -33,7 +35,7 @@ from verl_memopt.models.build import (
     mapped_weights,
     rebuild_buffers,
 )
-from verl_memopt.models.pack import Pack, pack_groups, pack_rows
+from verl_memopt.models.pack import Pack, pack_branches, pack_groups, pack_prompt, pack_rows
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
 
 
@@ -84,6 +86,8 @@ def build_scorer(
     if model.prune_last_block:
         policy.prunes = prune_last_block(lm.get_decoder(), recomputed=policy.final_norm is not None)
     _refuse_units_inside_blocks(policy, fsdp, key)
+    # On several ranks all must run the same forwards and backwards, and their groups are cut differently.
+    policy.carries = policy.final_norm is not None and mesh.size() == 1
     if recompute:
         checkpoint_blocks(blocks, *mode)
     units = sharding_units(lm.get_input_embeddings(), blocks, lm.get_output_embeddings(), policy.tied, fsdp.own_units)
@@ -152,17 +156,28 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward of some rows needs. The optional tensors are fp32 [R], in the order of ``pack.targets``."""
+    """What one forward of some rows needs. The optional tensors are fp32 [R], in the order of ``pack.targets``.
+
+    prompt: where the pack is of answers alone, the prompt that is to be computed before the first of them; ends: whether the
+    last of them is here.
+    """
 
     pack: Pack
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
+    prompt: Pack | None = None
+    ends: bool = True
 
     def to(self, device: torch.device) -> MicroBatch:
         """Gives the micro-batch on a device; the copies do not wait."""
-        flat = (self.old_log_probs, self.ref_log_probs, self.advantages)
-        return MicroBatch(self.pack.to(device), *(None if one is None else one.to(device, non_blocking=True) for one in flat))
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        flat = moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages)
+        prompt = None if self.prompt is None else self.prompt.to(device)
+        return MicroBatch(self.pack.to(device), *flat, prompt, self.ends)
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int], shared: bool = False) -> MicroBatch:
@@ -177,10 +192,27 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int], shared: bool = False) 
     return MicroBatch(pack, chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages)
 
 
-def score_pack(policy: PolicyModel, pack: Pack, temperature: float, with_entropy: bool) -> tuple[Tensor, Tensor | None]:
+def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], shared: bool, carries: bool) -> Iterator[MicroBatch]:
+    """Yields the micro-batches of the chosen rows. carries: one prompt is computed for neighbours that :func:`chains` tells."""
+    tokens = batch.row_tokens(shared)
+    for chain in chains(rows, tokens) if shared and carries else [[some] for some in rows]:
+        if len(chain) == 1:
+            yield micro_batch(batch, chain[0], shared)
+            continue
+        prompt = pack_prompt(batch.select(chain[0][:1]).prompts.flat)
+        for some in chain:
+            chosen = batch.select(some)
+            pack = pack_branches(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
+            flat = chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages
+            yield MicroBatch(pack, *flat, prompt, some is chain[-1])
+
+
+def score_pack(
+    policy: PolicyModel, pack: Pack, temperature: float, with_entropy: bool, carried: CarriedPrompt | None = None
+) -> tuple[Tensor, Tensor | None]:
     """Gives log-probs fp32 [R] of a pack's targets and, when asked, entropies, without gradients."""
     with torch.no_grad():
-        return policy(pack, temperature, with_entropy)
+        return policy(pack, temperature, with_entropy, None, carried)
 
 
 def score_batch(
@@ -197,8 +229,14 @@ def score_batch(
     micro_batches: rows of each forward; together they hold every row once, and all ranks have the same number of them.
     shared: rows of one group share their prompt.
     """
-    packs = [(rows, micro_batch(batch, rows, shared).pack.to(device)) for rows in micro_batches]
-    scored = [(rows, *score_pack(policy, pack, temperature, with_entropy)) for rows, pack in packs]
+    micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, shared, policy.carries)]
+    scored, carried = [], None
+    for rows, micro in zip(micro_batches, micros, strict=True):
+        if micro.prompt is not None and carried is None:
+            with torch.no_grad():
+                carried = policy.carry(micro.prompt)
+        scored.append((rows, *score_pack(policy, micro.pack, temperature, with_entropy, carried)))
+        carried = None if micro.ends else carried
     reshard_units(policy)
     sizes = batch.responses.sizes()
     log_probs = scatter_tokens([(rows, log_prob) for rows, log_prob, _ in scored], sizes)
