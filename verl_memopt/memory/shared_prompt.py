@@ -5,7 +5,9 @@ Saves: of the tokens of a group of k answers to a prompt of P tokens, (k - 1) x 
     of activations, A / T being what a block keeps of one token and the rest what the backward of an MLP holds. Under a token
     budget the peak stays, and there are fewer micro-batches.
 Costs: nothing in the result: log-probs and gradients are those of the repeated prompt, in another order of sums. Where a budget
-    splits a group, each part computes the prompt again.
+    splits a group, each part computes the prompt again; but on one device a prompt no shorter than the answers of each part is
+    computed once, at 4 x L x P x K x D x b bytes of keys, values and their gradients (twice the latter in half precision), for
+    K key heads of size D.
 Pairs with: every knob, and a token budget of at least prompt + all answers, which keeps groups whole. It pays as
     (k x (P + R)) / (P + k x R): much where prompts are long beside answers, nothing where they are short.
 Exact for causal attention over the whole sequence; a model whose window slides is refused.
