@@ -44,7 +44,10 @@ def _bars(line: Sequence[Any], rows: Sequence[Row], k: int) -> None:
         axes.barh(places, [value or 0.0 for value in values], height=0.62, color=colours)
         for place, value, end in zip(places, values, ends, strict=True):
             text = "not run" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
-            axes.annotate(text, (end or 0.0, place), (5, 0), textcoords="offset points", va="center", fontsize=8.5)
+            # On white, as the floor's line may run behind.
+            white = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
+            place_of = {"xy": (end or 0.0, place), "xytext": (5, 0), "textcoords": "offset points", "va": "center"}
+            axes.annotate(text, **place_of, fontsize=8.5, bbox=white)
         axes.set_xlim(0, 1.2 * max((end for end in ends if end), default=1.0))
     for row, place in zip(rows, places, strict=True):
         if row.seconds is not None:
