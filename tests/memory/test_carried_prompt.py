@@ -9,10 +9,12 @@ from benchmarks.update_pass.flops import count
 from tests.memory import activations as act
 from tests.memory.test_shared_prompt import counts_of, grouped
 from tests.tensors import whole_of
+from tests.workers.test_policy import NothingWaits
 from verl_memopt.memory.carried_prompt import CarriedPrompt, Recorder
 from verl_memopt.memory.shared_prompt import chains
 from verl_memopt.models.pack import pack_prompt
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.scorer import micro_batches_of
 
 OWN = {"recompute_elementwise": True}
@@ -89,8 +91,6 @@ def test_of_any_answers_in_any_parts(tiny_folder, one_rank, data):
 
 
 def test_two_optimizer_steps_are_those_that_compute_the_prompt_again(untied_folder, one_rank):
-    from verl_memopt.workers.policy import MiniBatch
-
     found = []
     for carries in (False, True):
         policy = act.build(untied_folder, one_rank, **OWN)
@@ -98,6 +98,16 @@ def test_two_optimizer_steps_are_those_that_compute_the_prompt_again(untied_fold
         metrics = [policy.update([MiniBatch(BATCH, PARTS, counts_of(BATCH))], 0.9) for _ in range(2)]
         found.append([*map(torch.tensor, (value for step in metrics for value in step.values()))])
     assert act.largest_difference(*found) <= 1e-4  # Adam makes steps of the learning rate out of the smallest gradients
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_the_host_waits_for_nothing(untied_folder, one_rank, recompute):
+    policy = act.build(untied_folder, one_rank, recompute=recompute, **OWN)
+    micros, counts = list(micro_batches_of(BATCH, PARTS, True, True)), counts_of(BATCH)
+    assert micros[0].prompt is not None
+    with NothingWaits():
+        metrics = policy.step(micros, counts, 0.9)
+    assert float(metrics["actor/grad_norm"]) > 0
 
 
 def test_the_prompt_is_computed_once(tmp_path, one_rank):
