@@ -85,14 +85,15 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
     A group stays whole where it fits; one that does not is cut into as few parts as its answers allow, each with the prompt.
     Errors: ConfigError naming ``key`` and the row that alone exceeds the cap.
     """
-    parts = [_parts(tokens, family, budget, names, key) for family in tokens.families()]
-    # Parts that one prompt can be carried to stay neighbours, and alone.
-    carried = [some for some in parts if len(some) > 1 and chains(some, tokens) == [some]]
-    units = [unit for some in parts if some not in carried for unit in some]
+    units: list[list[int]] = []
+    carried: list[list[int]] = []
+    for family in tokens.families():
+        parts = _parts(tokens, family, budget, names, key)
+        # Parts that one prompt can be carried to stay neighbours, and alone.
+        (carried if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)
     costs = [tokens.cost(unit) for unit in units]
     bins = pack(costs, budget, names=[names[unit[0]] for unit in units], key=key)
-    together = [sorted(row for unit in chosen for row in units[unit]) for chosen in bins]
-    return together + [part for some in carried for part in some]
+    return [sorted(row for unit in chosen for row in units[unit]) for chosen in bins] + carried
 
 
 def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[list[Sequence[int]]]:
