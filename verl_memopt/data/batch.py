@@ -69,11 +69,17 @@ class RolloutBatch(TensorClass):
 
 
 def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Sequence[int]) -> Tensor:
-    """Gives fp32 [R] in batch order from parts that each hold the tokens of some rows.
+    """Return fp32 [R] on the host, in batch order, from parts that each hold the tokens of some rows.
 
-    parts: (rows, values [tokens of those rows]); together they hold every row once. lengths: response length of each row.
+    Args:
+        parts: (rows, values [tokens of those rows]) on any one device; together they hold every row once. All values come to
+            the host in one copy.
+        lengths: response length of each row.
     """
+    if not parts:
+        return torch.empty(0, dtype=torch.float32)
+    index = torch.cat([token_index(lengths, rows) for rows, _ in parts])
+    values = torch.cat([values.detach() for _, values in parts]).cpu()
     out = torch.empty(sum(lengths), dtype=torch.float32)
-    for rows, values in parts:
-        out[token_index(lengths, rows)] = values
+    out[index] = values
     return out

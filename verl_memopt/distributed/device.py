@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
-from typing import TypeAlias
+from typing import Any, TypeAlias
 
 import torch
 
@@ -97,8 +97,8 @@ def cap_device_memory(device: torch.device, num_bytes: int) -> None:
 
 def synchronize(device: torch.device) -> None:
     """Waits for the device's queued work; nothing to wait for on a CPU."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
+    if device.type in STREAMS:
+        STREAMS[device.type].synchronize(device)
 
 
 def empty_cache(device: torch.device) -> None:
@@ -118,19 +118,26 @@ def set_device_rng_state(device: torch.device, state: torch.Tensor) -> None:
         torch.cuda.set_rng_state(state, device)
 
 
+STREAMS: dict[str, Any] = {"cuda": torch.cuda}
+"""Device type -> what offers ``Stream``, ``current_stream``, ``stream`` and ``synchronize`` as torch.cuda does.
+
+A device that is not here has one order of work. Tests put a stand-in here for the CPU, which copies as late as a GPU may.
+"""
+
+
 def copy_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Gives a stream of its own for copies that run beside the computation; None on a CPU, where there is one order."""
-    return torch.cuda.Stream(device) if device.type == "cuda" else None
+    return STREAMS[device.type].Stream(device) if device.type in STREAMS else None
 
 
 def current_stream(device: torch.device) -> torch.cuda.Stream | None:
     """Gives the stream that the next operation is queued on; None on a CPU."""
-    return torch.cuda.current_stream(device) if device.type == "cuda" else None
+    return STREAMS[device.type].current_stream(device) if device.type in STREAMS else None
 
 
 def on_stream(stream: torch.cuda.Stream | None) -> AbstractContextManager:
     """Queues the operations of the body on ``stream``; with None changes nothing."""
-    return nullcontext() if stream is None else torch.cuda.stream(stream)
+    return nullcontext() if stream is None else STREAMS[stream.device.type].stream(stream)
 
 
 def mark_done(stream: torch.cuda.Stream | None) -> Done:
@@ -149,22 +156,18 @@ class CopyStream:
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None
+        self._stream = copy_stream(device)
 
-    def copy(self, target: torch.Tensor, source: torch.Tensor) -> torch.cuda.Event | None:
+    def copy(self, target: torch.Tensor, source: torch.Tensor) -> Done:
         """Copies once what is queued by now has run; gives an event to wait for. Copies of one stream keep their order.
 
         Neither tensor may be let go before :meth:`wait`: the allocator would hand out memory that is still copied.
         """
-        if self._stream is None:
-            target.copy_(source)
-            return None
-        self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        with torch.cuda.stream(self._stream):
-            target.copy_(source, non_blocking=True)
-            return self._stream.record_event()
+        wait_for(self._stream, mark_done(current_stream(self._device)))
+        with on_stream(self._stream):
+            target.copy_(source, non_blocking=self._stream is not None)
+        return mark_done(self._stream)
 
-    def wait(self, event: torch.cuda.Event | None) -> None:
+    def wait(self, event: Done) -> None:
         """Lets what is queued from here on run after a copy; the host does not wait."""
-        if event is not None:
-            torch.cuda.current_stream(self._device).wait_event(event)
+        wait_for(current_stream(self._device), event)

@@ -181,7 +181,13 @@ class Policy:
 
 
 def _read(steps: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Gives the mean over steps of each metric as numbers: the one place where the update waits for the device."""
+    """Return the mean over steps of each metric as numbers: the one place where the update waits for the device, once."""
     names = list(steps[0])
-    table = torch.stack([torch.stack([step[name].float().cpu() for name in names]) for step in steps])
+    values = [step[name].float() for step in steps for name in names]
+    there = [number for number, value in enumerate(values) if value.device.type != "cpu"]
+    if there:
+        read = torch.stack([values[number] for number in there]).cpu()
+        for number, value in zip(there, read, strict=True):
+            values[number] = value
+    table = torch.stack(values).view(len(steps), len(names))
     return dict(zip(names, table.mean(0).tolist(), strict=True))

@@ -150,6 +150,7 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
     quantized, _ = score_pack(policy, pack, temperature, False)
     with exact_weights(policy, lambda name: weights.read(name, ()).to(device)):
         exact, _ = score_pack(policy, pack, temperature, False)
+    reshard_units(policy)
     difference = (quantized - exact).abs()
     return float(difference.mean()), float(difference.max())
 

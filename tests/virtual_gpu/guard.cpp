@@ -1,0 +1,33 @@
+// Lets autograd run on fake `cuda` tensors with a torch that was built without CUDA: one device, one stream, no work.
+// Loaded before torch looks for an accelerator, which it does once a process.
+#include <ATen/detail/CUDAHooksInterface.h>
+#include <c10/core/impl/DeviceGuardImplInterface.h>
+
+namespace {
+
+struct Hooks : at::CUDAHooksInterface {
+  explicit Hooks(at::CUDAHooksArgs) {}
+  bool isBuilt() const override { return true; }
+  bool hasPrimaryContext(c10::DeviceIndex) const override { return false; }
+};
+
+struct Guard : c10::impl::NoOpDeviceGuardImpl<c10::DeviceType::CUDA> {
+  static c10::Device device() { return {c10::DeviceType::CUDA, 0}; }
+  static c10::Stream stream() { return c10::Stream(c10::Stream::DEFAULT, device()); }
+  c10::Device exchangeDevice(c10::Device) const override { return device(); }
+  c10::Device getDevice() const override { return device(); }
+  c10::Stream getStream(c10::Device) const noexcept override { return stream(); }
+  c10::Stream exchangeStream(c10::Stream) const noexcept override { return stream(); }
+  void record(void**, const c10::Stream&, const c10::DeviceIndex, const c10::EventFlag) const override {}
+  void block(void*, const c10::Stream&) const override {}
+  bool queryEvent(void*) const override { return true; }
+};
+
+}  // namespace
+
+namespace at {
+C10_REGISTER_TYPED_CLASS(CUDAHooksRegistry, "CUDAHooks", Hooks)
+}
+namespace c10::impl {
+C10_REGISTER_GUARD_IMPL(CUDA, Guard)
+}

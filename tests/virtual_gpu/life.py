@@ -1,0 +1,203 @@
+"""One worker's whole life on the virtual GPU: load, roll out, score, update, save, load, sleep and wake."""
+
+import dataclasses
+import tempfile
+from dataclasses import dataclass, field
+
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.end_to_end.covering import settings_of
+from tests.virtual_gpu.device import VirtualGpu
+from tests.workers.test_policy import batch
+from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.memory.residency import NEEDS, POLICY, REFERENCE
+from verl_memopt.observe.byte_tracker import storages_of
+from verl_memopt.observe.kinds import state_tensors
+from verl_memopt.rollout.sampling import train_sampling
+from verl_memopt.trainer.passes import cut_ranks, rows_per_rank
+from verl_memopt.trainer.step import budgets
+from verl_memopt.workers.group import Placement
+from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.worker import Worker, WorkerPlan
+
+PROMPTS = [[40, 41, 42], [50], [60, 61]]
+SLACK_BYTES = 16 * 2**10
+"""What may lie on the device beside the parts that are known: tables of rotary embeddings, a scalar here and there."""
+
+
+@dataclass
+class Life:
+    """What was seen. rests: phase -> kind -> bytes on the device after it; strangers: phase -> bytes of no known part.
+
+    waits: what made the host wait in the update. ops: names of device operations.
+    """
+
+    rests: dict = field(default_factory=dict)
+    strangers: dict = field(default_factory=dict)
+    peaks: dict = field(default_factory=dict)
+    waits: list = field(default_factory=list)
+    ops: set = field(default_factory=set)
+
+
+def live(row, folder, world_size=1, attention=None, whole=True):
+    """Runs a worker's life under a row of knobs and returns what was seen. Raises: whatever goes wrong in it.
+
+    whole: with generation, a second update that finds its own log-probs, and a checkpoint. world_size: ranks of a group of which this is the first; the others are not there, and what they send is nothing.
+    """
+    plan, settings = _plan(row, folder, world_size, attention)
+    leave_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    with VirtualGpu() as gpu:
+        worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
+        try:
+            seen = _Witness(worker, gpu, settings, world_size)
+            seen.whole_life() if whole else seen.step(seed=0)
+        finally:
+            worker.close()
+    seen.life.ops = set(gpu.ops)
+    return seen.life
+
+
+def _plan(row, folder, world_size, attention):
+    settings = settings_of(row, folder, world_size)
+    ours = settings.actor_rollout_ref
+    model = ours.model if attention is None else dataclasses.replace(ours.model, attn_implementation=attention)
+    # What is compiled is not dispatched: the operations behind it would not be seen.
+    ours = dataclasses.replace(
+        ours,
+        model=model,
+        actor=dataclasses.replace(ours.actor, use_torch_compile=False),
+        ref=dataclasses.replace(ours.ref, use_torch_compile=False),
+    )
+    text = str(folder)
+    plan = WorkerPlan(
+        settings=ours,
+        folder=text,
+        engine_folder=text,
+        reference_folder=None if ours.model.lora_rank else text,
+        tokenizer_folder=text,
+        eos_token_ids=(2,),
+        optimizer_steps=2,
+        free_engine=bool(ours.rollout.free_cache_engine),
+        track_init=False,
+        memory=settings.memory,
+    )
+    return plan, dataclasses.replace(settings, actor_rollout_ref=ours)
+
+
+class _Witness:
+    """Calls the worker phase by phase, and looks at the device after each."""
+
+    def __init__(self, worker, gpu, settings, world_size):
+        self.worker, self.gpu, self.settings, self.world_size = worker, gpu, settings, world_size
+        self.life = Life()
+        self._look("init")
+        watched = worker.policy.accumulate
+
+        def accumulate(*args, **kwargs):
+            with gpu.never_waits("between micro-batches"):
+                return watched(*args, **kwargs)
+
+        worker.policy.accumulate = accumulate
+
+    def whole_life(self):
+        sampling = train_sampling(self.worker.settings.rollout)
+        self.call("update_weights", "update_weights")
+        self.call("gen", "generate", PROMPTS, [1, 2, 3], sampling)
+        self.step(seed=0)
+        self.on_policy(seed=1)
+        if self.world_size > 1:
+            return  # the other ranks, without which no checkpoint is whole, are not there
+        with tempfile.TemporaryDirectory() as folder:
+            contents = ["model", "optimizer", "extra", "hf_model"]
+            self.call("save_checkpoint", "save", folder, contents)
+
+    def step(self, seed):
+        whole, (update, old, ref) = self._batch(seed)
+        self.call("gen", "release_engine")
+        whole.old_log_probs = self.call("old_log_prob", "old_log_probs", whole, old, True).log_probs
+        whole.ref_log_probs = self.call("ref", "ref_log_probs", whole, ref).log_probs
+        counts = GlobalCounts(float(sum(whole.responses.sizes())), float(whole.num_rows))
+        self.call("update_actor", "update_actor", [MiniBatch(whole, update, counts)])
+        self.call("update_weights", "update_weights")
+
+    def on_policy(self, seed):
+        whole, (update, _, ref) = self._batch(seed)
+        self.call("gen", "release_engine")
+        whole.ref_log_probs = self.call("ref", "ref_log_probs", whole, ref).log_probs
+        whole.old_log_probs = None
+        counts = GlobalCounts(float(sum(whole.responses.sizes())), float(whole.num_rows))
+        found = self.call("update_actor", "update_on_policy", MiniBatch(whole, update, counts))
+        assert found.log_probs.device.type == "cpu"
+        self.call("update_weights", "update_weights")
+
+    def call(self, phase, method, *args):
+        before = len(self.gpu.waits)
+        # Generation goes on until the device says that all rows are done.
+        self.gpu.truth = phase == "gen"
+        reply = self.worker.call(phase, False, method, *args)
+        if phase == "update_actor":
+            self.life.waits += self.gpu.waits[before:]
+        self.life.peaks[phase] = max(self.life.peaks.get(phase, 0), self.gpu.peak)
+        self._look("released" if method == "release_engine" else phase)
+        return reply.value
+
+    def _batch(self, seed):
+        whole = batch(rows=8, seed=seed)
+        whole.prompts = whole.prompts.select([first for first in range(0, whole.num_rows, 4) for _ in range(4)])
+        shares = rows_per_rank(whole.row_tokens(False), range(whole.num_rows), self.world_size, even_out=False)
+
+        def cut(budget):
+            tokens = whole.row_tokens(budget.shared)
+            names = [[f"row {row}" for row in rows] for rows in shares]
+            return cut_ranks([tokens.select(rows) for rows in shares], names, budget)[0]
+
+        return whole.select(shares[0]), [cut(budget) for budget in budgets(self.settings)]
+
+    def _look(self, phase):
+        held = self.gpu.held()
+        known = {kind: _keys(tensors) for kind, tensors in self._parts()}
+        self.life.rests[phase] = {kind: sum(held.get(key, 0) for key in keys) for kind, keys in known.items()}
+        claimed = set().union(*known.values())
+        self.life.strangers[phase] = sum(size for key, size in held.items() if key not in claimed)
+
+    def _parts(self):
+        worker = self.worker
+        yield "policy", [*worker.policy.model.parameters(), *worker.policy.model.buffers()]
+        yield "optimizer", list(state_tensors(worker.policy.optimizer))
+        if worker.reference is not None:
+            yield "reference", [*worker.reference.parameters(), *worker.reference.buffers()]
+        yield "engine", [tensor for _, tensor in worker.engine.resident_tensors()]
+
+
+def _keys(tensors):
+    return {storage._cdata for tensor in tensors for storage in storages_of(tensor)}
+
+
+def misplaced(row, life):
+    """Return what lies on the device after a phase although its knob says that it rests on the host, in words."""
+    found = []
+
+    def rests_on_host(kind, factor, names):
+        if row[factor] != "on":
+            return
+        for phase, kinds in life.rests.items():
+            away = phase == "released" or (phase in NEEDS and not names & NEEDS[phase])
+            if away and kinds.get(kind, 0) > SLACK_BYTES:
+                found.append(f"{kind} after {phase}: {kinds[kind]} bytes")
+
+    # With LoRA the reference is the policy without its adapters.
+    rests_on_host("policy", "actor param_offload", {POLICY} if row["lora"] == "off" else {POLICY, REFERENCE})
+    rests_on_host("reference", "ref param_offload", {REFERENCE})
+    for phase, kinds in life.rests.items():
+        if "on" in (row["actor optimizer_offload"], row["actor offload_policy"]) and kinds["optimizer"] > SLACK_BYTES:
+            found.append(f"optimizer after {phase}: {kinds['optimizer']} bytes")
+        if row["actor offload_policy"] == "on" and kinds["policy"] > SLACK_BYTES:
+            found.append(f"policy after {phase}: {kinds['policy']} bytes")
+        if row["engine"] != "awake" and phase == "released" and kinds["engine"]:
+            found.append(f"engine after {phase}: {kinds['engine']} bytes")
+        if life.strangers[phase] > SLACK_BYTES:
+            found.append(f"no part of anything after {phase}: {life.strangers[phase]} bytes")
+    return found
