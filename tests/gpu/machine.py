@@ -28,8 +28,8 @@ from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 VARIABLE = "VERL_MEMOPT_GPU_TESTS_ON"
 MIB = 2**20
 
-SLOW_CYCLES = 2_000_000
-"""Clock cycles that a slowed kernel or copy waits: about a millisecond on a GPU, longer than any tensor here takes to compute."""
+SLOW_CYCLES = 500_000
+"""Clock cycles that a slowed kernel or copy waits: about a third of a millisecond on a GPU, longer than any tensor here takes to compute."""
 
 _kind = "cuda"
 
@@ -90,6 +90,14 @@ def one_rank():
 
 
 @contextmanager
+def on_cpu():
+    """The mesh of a CPU in the process group that this process is in, which takes tensors of both."""
+    from verl_memopt.distributed.process_group import training_mesh
+
+    yield training_mesh("cpu", 1, -1)
+
+
+@contextmanager
 def gpu_kernels():
     """Lets attention take the kernels of GPUs in the body. On a CPU they are written out by what torch documents of them."""
     if on_gpu():
@@ -123,6 +131,11 @@ def _flash_attn(q, k, v, q_starts, k_starts, max_q, max_k, *, softmax_scale, cau
 def has_flash_attn():
     """Says whether the package flash-attn can be called inside :func:`gpu_kernels`."""
     return has("flash_attn") or not on_gpu()
+
+
+def synchronize():
+    """Waits for the device."""
+    device_room.synchronize(device())
 
 
 # Bytes.
