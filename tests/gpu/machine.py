@@ -138,6 +138,22 @@ def synchronize():
     device_room.synchronize(device())
 
 
+def forget_meshes():
+    """Has torch forget what it found out about meshes, and with it process groups that are gone."""
+    from torch.distributed.tensor.debug import _clear_sharding_prop_cache
+
+    _clear_sharding_prop_cache()
+
+
+@contextmanager
+def readable(worker):
+    """Lets a worker's parameters be read where they rest."""
+    with ExitStack() as stack:
+        if worker.policy_home is not None:
+            stack.enter_context(worker.policy_home.readable())
+        yield
+
+
 # Bytes.
 
 
@@ -157,19 +173,20 @@ def peak_bytes(body):
     return given, tracker.peaks[DEVICE].bytes
 
 
-@contextmanager
-def device_limit(memory, kept=()):
-    """Has the process's device limit inside the body. On a CPU the byte tracker refuses what goes beyond it.
+LARGE = 20 * MIB
+"""Bytes of the segments that torch's allocator takes from the driver for tensors of 1 to 10 MiB; larger ones are multiples of 2 MiB,
+as this is."""
 
-    kept: tensors on the device that the tracker would not know.
-    """
-    here = device()
-    with memory_limits(memory, here):
+
+@contextmanager
+def device_limit(memory):
+    """Has the process's device limit inside the body. On a CPU the byte tracker refuses what goes beyond it."""
+    with memory_limits(memory, device()):
         if on_gpu():
             yield
+            device_room.empty_cache(device())
             return
-        with ByteTracker(limit_bytes=int(memory.device_limit_gb * 2**30)) as tracker:
-            tracker.mark("kept", kept)
+        with ByteTracker(limit_bytes=round(memory.device_limit_gb * 2**30)):
             yield
 
 
@@ -182,12 +199,23 @@ def held_by_allocator():
     return 0
 
 
-def pinned_bytes_of_process():
-    """Gives the page-locked bytes that torch's host allocator holds, or None where it does not say."""
-    if not on_gpu():
-        return None
-    stats = torch.cuda.host_memory_stats() if hasattr(torch.cuda, "host_memory_stats") else {}
-    return next((stats[name] for name in ("allocated_bytes.current", "active_bytes.current") if name in stats), None)
+def live_bytes():
+    """Gives the bytes of live tensors by the allocator; a CPU has none to ask, and 0 stands for them."""
+    return device_room.memory_allocated(device()) if on_gpu() else 0
+
+
+def pinned_by_torch():
+    """Gives the page-locked bytes that torch's own host allocator has taken, 0 where it does not say."""
+    if not on_gpu() or not hasattr(torch.cuda, "host_memory_stats"):
+        return 0
+    stats = torch.cuda.host_memory_stats()
+    return next((stats[name] for name in ("allocated_bytes.current", "active_bytes.current") if name in stats), 0)
+
+
+def locked_bytes():
+    """Gives the resident memory of this process, which holds page-locked memory whoever locked it."""
+    line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmRSS:"))
+    return int(line.split()[1]) * 1024
 
 
 def used_bytes():
