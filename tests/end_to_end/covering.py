@@ -294,7 +294,7 @@ def tried_pairs(row):
 
 
 def settings_of(row, folder, devices, more=None):
-    """Gives the settings of a row on some devices, ``more`` on top. Errors: ConfigError where its options do not stand together."""
+    """Gives the settings of a row on some devices, ``more`` on top. Errors: ConfigError where its options do not combine."""
     least = {
         "data.train_files": "none",
         "data.val_files": None,

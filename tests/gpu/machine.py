@@ -1,7 +1,7 @@
-"""The machine these tests run on. Each helper has a branch for a GPU and one for a CPU; the bodies of the tests have one for both.
+"""The machine these tests run on. Each helper has a branch for a GPU and one for a CPU; the test bodies are the same on both.
 
-``VERL_MEMOPT_GPU_TESTS_ON=cpu`` runs the bodies on the CPU. What only a GPU has is stood in for there: its allocator by the byte
-tracker, its own kernels by what torch documents of them, a slow kernel by a count.
+``VERL_MEMOPT_GPU_TESTS_ON=cpu`` runs the bodies on the CPU. There the byte tracker stands in for the allocator, functions written
+from torch's documentation stand in for GPU kernels, and a count stands in for a slow kernel.
 """
 
 import ctypes
@@ -29,7 +29,7 @@ VARIABLE = "VERL_MEMOPT_GPU_TESTS_ON"
 MIB = 2**20
 
 SLOW_CYCLES = 500_000
-"""Clock cycles that a slowed kernel or copy waits: about a third of a millisecond on a GPU, longer than any tensor here takes to compute."""
+"""Clock cycles that a slowed kernel or copy waits: a third of a millisecond, longer than any tensor here takes to compute."""
 
 _kind = "cuda"
 
@@ -174,8 +174,7 @@ def peak_bytes(body):
 
 
 LARGE = 20 * MIB
-"""Bytes of the segments that torch's allocator takes from the driver for tensors of 1 to 10 MiB; larger ones are multiples of 2 MiB,
-as this is."""
+"""Bytes of the segments that torch's allocator takes for tensors of 1 to 10 MiB; for larger ones it takes multiples of 2 MiB."""
 
 
 @contextmanager

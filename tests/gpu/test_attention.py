@@ -48,7 +48,12 @@ CASES = {
     "a prompt that is read at its end": (((1, (20, 20, 3)), (64, ()), (1, (13, 1))), (36, 0, 4), 4, 2, 64, None),
     "a carried prompt": (((0, (20, 20, 3)),), (37,), 4, 2, 64, None),
 }
-QUICK = {("a shared prompt, groups of heads", "bf16"), ("an odd size", "fp32"), ("a window", "fp32"), ("a carried prompt", "fp16")}
+QUICK = {
+    ("a shared prompt, groups of heads", "bf16"),
+    ("an odd size", "fp32"),
+    ("a window", "fp32"),
+    ("a carried prompt", "fp16"),
+}
 
 
 def needs(path, dtype, device):

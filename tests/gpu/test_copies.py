@@ -111,7 +111,10 @@ def gradients(model, x, forward=None):
 def test_activations_come_back_to_the_bit_over_several_steps(device, slow, in_flight):
     width = machine.size(1024, 16)
     model, x = Chain(8, width).to(device), torch.randn(machine.size(4096, 8), width, device=device)
-    expected, offload = gradients(model, x), ActivationOffload(model, device, 256, in_flight, chunk_bytes=machine.size(2**24, 4096))
+    expected, offload = (
+        gradients(model, x),
+        ActivationOffload(model, device, 256, in_flight, chunk_bytes=machine.size(2**24, 4096)),
+    )
     for _ in range(3):
         with machine.Slowed(slow) as slowed:
             found = gradients(model, x, offload.forward)

@@ -1,4 +1,4 @@
-"""Three steps of a whole worker on the GPU against the same on a CPU in fp32, for every knob alone and for rows that cover all pairs.
+"""Three steps of a whole worker on the GPU against the same on a CPU, for every knob alone and for rows that cover all pairs.
 
 Only a GPU has the kernels, streams and generators that these steps run on.
 """

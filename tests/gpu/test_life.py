@@ -3,21 +3,29 @@
 Only a GPU has NCCL, and checkpoints of its own kind.
 """
 
+import dataclasses
 import json
+import logging
 import shutil
+import subprocess
+from datetime import timedelta
+from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 
 from tests.end_to_end.covering import all_off
 from tests.end_to_end.knob_runs import make_model, run_row
 from tests.end_to_end.runs import LOCAL, arguments, environment, metrics, train_here
-from tests.end_to_end.test_combinations import apart, key
+from tests.end_to_end.test_combinations import key
 from tests.gpu import machine
 from tests.gpu.test_knobs import ACROSS, UNCOMPILED, bound
+from tests.ranks import run_ranks
 from tests.rollout.tools import model_of, place_at, prompts, rollout_settings, sampling, weights_of
 from tests.workers.test_worker import ALL, AR, call, mini_batch, plan_of
 from tests.workers.test_worker import weights as weights_of_worker
+from verl_memopt.distributed.device import backend, local_device
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.engine import build_engine
@@ -34,8 +42,6 @@ def folder(tmp_path_factory):
 
 def engine_on(kind, folder, name="hf", **changes):
     """Gives an engine on a kind of device, with the folder's weights."""
-    import dataclasses
-
     where = torch.device("cpu") if kind == "cpu" else machine.device()
     place = dataclasses.replace(place_at(folder), device=where)
     return build_engine(rollout_settings(name, load_format="auto", **changes), place)
@@ -44,9 +50,13 @@ def engine_on(kind, folder, name="hf", **changes):
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("changes", [{"do_sample": False, "temperature": 0.0}, {"top_k": 1}], ids=["greedy", "top 1"])
 def test_greedy_tokens_of_a_gpu_are_those_of_a_cpu(device, folder, changes):
-    found, expected = (engine_on(kind, folder).generate(prompts(6), [0] * 6, sampling(**changes)) for kind in (machine.kind(), "cpu"))
+    found, expected = (
+        engine_on(kind, folder).generate(prompts(6), [0] * 6, sampling(**changes)) for kind in (machine.kind(), "cpu")
+    )
     assert found.response_ids == expected.response_ids
-    gaps = [abs(a - b) for one, two in zip(found.log_probs, expected.log_probs, strict=True) for a, b in zip(one, two, strict=True)]
+    gaps = [
+        abs(a - b) for one, two in zip(found.log_probs, expected.log_probs, strict=True) for a, b in zip(one, two, strict=True)
+    ]
     assert max(gaps) <= 4e-5
 
 
@@ -131,19 +141,17 @@ def test_a_whole_run_trains_and_reports_memory_that_adds_up(toy, tmp_path, name)
 
 def test_without_a_c_compiler_a_run_goes_on_with_one_warning(toy, tmp_path):
     """Only a GPU's run compiles; on a CPU this is the run alone."""
-    import subprocess
-
     tools = tmp_path / "bin"
     tools.mkdir()
     for tool in ("sh", "bash", "env", "uname", "ldconfig", "which"):
         found = shutil.which(tool)
         if found:
             (tools / tool).symlink_to(found)
-    bare = environment(PATH=str(tools), CC="", TRITON_CACHE_DIR=str(tmp_path / "triton"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "ind"))
-    command = arguments(
-        toy, tmp_path / "run", *LOCAL, f"trainer.device={machine.kind()}", "trainer.total_training_steps=2", "trainer.test_freq=-1",
-        "trainer.save_freq=-1",
-    )  # fmt: skip
+    bare = environment(
+        PATH=str(tools), CC="", TRITON_CACHE_DIR=str(tmp_path / "triton"), TORCHINDUCTOR_CACHE_DIR=str(tmp_path / "ind")
+    )
+    short = ["trainer.total_training_steps=2", "trainer.test_freq=-1", "trainer.save_freq=-1"]
+    command = arguments(toy, tmp_path / "run", *LOCAL, f"trainer.device={machine.kind()}", *short)
     done = subprocess.run(command, capture_output=True, text=True, env=bare, timeout=280)
     said = done.stdout + done.stderr
     assert done.returncode == 0, said[-3000:]
@@ -153,8 +161,6 @@ def test_without_a_c_compiler_a_run_goes_on_with_one_warning(toy, tmp_path):
 
 @pytest.mark.rehearsed
 def test_a_world_of_one_sums_over_its_own_backend(device, one_rank):
-    import torch.distributed as dist
-
     for where in {device.type, "cpu"}:
         values = torch.arange(4.0, device=where)
         dist.all_reduce(values)
@@ -167,25 +173,22 @@ def test_a_world_of_one_sums_over_its_own_backend(device, one_rank):
 # Several ranks.
 
 
-def on_rank(rank, world_size, kind, rows, folder, stores):
-    """Gives the outcomes of rows on one of several devices."""
-    import logging
-    from datetime import timedelta
-    from pathlib import Path
+def joined_by(rank, world_size, kind, store):
+    """Joins ranks over the backend of their devices, each on its own; store: a file of theirs."""
+    leave_process_group()
+    machine.forget_meshes()
+    where, files = local_device(kind, rank), dist.FileStore(str(store), world_size)
+    dist.init_process_group(backend(where), store=files, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
+    return where
 
-    import torch.distributed as dist
 
-    from verl_memopt.distributed.device import backend, local_device
-
+def on_rank(rank, kind, rows, folder, stores):
+    """Gives the outcomes of rows on one of two devices."""
     logging.disable(logging.WARNING)
     outcomes = []
     for number, row in enumerate(rows):
-        leave_process_group()
-        machine.forget_meshes()
-        store = dist.FileStore(str(Path(stores) / str(number)), world_size)
-        where = backend(local_device(kind, rank))
-        dist.init_process_group(where, store=store, rank=rank, world_size=world_size, timeout=timedelta(seconds=60))
-        outcomes.append(run_row(row, folder, rank, world_size, device=kind, more=UNCOMPILED))
+        joined_by(rank, 2, kind, Path(stores) / str(number))
+        outcomes.append(run_row(row, folder, rank, 2, device=kind, more=UNCOMPILED))
     return outcomes
 
 
@@ -198,12 +201,10 @@ TWO = {
 
 
 def test_two_devices_compute_what_one_cpu_does(tmp_path, tmp_path_factory):
-    from tests.ranks import run_ranks
-
     if machine.num_devices() < 2:
         pytest.skip("two ranks, weight buckets over NCCL, tensor parallel engines: there is one device")
     folder, rows = make_model(tmp_path_factory.mktemp("two")), [all_off() | changes for changes in TWO.values()]
-    both = run_ranks(_rank, 2, machine.kind(), rows, folder, tmp_path, timeout=280)
+    both = run_ranks(on_rank, 2, machine.kind(), rows, folder, tmp_path, timeout=280)
     for place, row in enumerate(rows):
         leave_process_group()
         alone, ranks = run_row(row, folder, more=UNCOMPILED), [answers[place] for answers in both]
@@ -212,8 +213,3 @@ def test_two_devices_compute_what_one_cpu_does(tmp_path, tmp_path_factory):
             assert abs(sum(own.loss[step] for own in ranks) - loss) <= most.loss, key(row)
             assert ranks[0].grad_norm[step] == pytest.approx(alone.grad_norm[step], rel=most.grad_norm), key(row)
         assert all(torch.equal(ranks[0].weights, own.weights) for own in ranks)
-        assert apart(ranks[0], ranks[1]).weights == 0
-
-
-def _rank(rank, *args):
-    return on_rank(rank, 2, *args)

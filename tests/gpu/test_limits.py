@@ -1,4 +1,4 @@
-"""Limits of the device and of page-locked memory: what is within passes, what is beyond is refused, and the limit ends with its job.
+"""Limits of the device and of page-locked memory: within them a request passes, beyond them it is refused.
 
 Only a GPU's allocator refuses for real, and only a GPU has page-locked memory.
 """
@@ -43,9 +43,8 @@ def test_one_step_beyond_the_limit_is_refused_and_what_is_held_stays(device):
 
 def test_after_a_job_with_a_limit_another_in_the_process_has_none(device):
     gigabytes, room = limit()
-    with machine.device_limit(Memory(device_limit_gb=gigabytes)):
-        with pytest.raises(torch.OutOfMemoryError):
-            bytes_on(device, 2 * room)
+    with machine.device_limit(Memory(device_limit_gb=gigabytes)), pytest.raises(torch.OutOfMemoryError):
+        bytes_on(device, 2 * room)
     assert bytes_on(device, 2 * room).numel() == 2 * room
 
 

@@ -23,11 +23,12 @@ from verl_memopt.workers.policy import Policy
 from verl_memopt.workers.scorer import build_scorer, materialize, micro_batches_of
 
 FACTOR = 2.0
-"""How much farther from fp32 on a CPU our model may be than transformers' own with whole logits, on the same device and in the same
-dtype."""
+"""How much farther from fp32 on a CPU our model may be than transformers' own with whole logits, on one device in one dtype."""
 FLOOR = {"fp32": 2e-5, "bfloat16": 2**-8}
 """What is always allowed of a gradient, as a share of its norm: a GPU's exponentials, sines and products round by themselves."""
-SHAPE = TinyShape(hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, num_layers=3, tie_embeddings=False)
+SHAPE = TinyShape(
+    hidden_size=64, intermediate_size=128, num_heads=4, num_kv_heads=2, head_dim=16, num_layers=3, tie_embeddings=False
+)
 
 
 @pytest.fixture(scope="module")
@@ -67,7 +68,10 @@ def naive_on(device, folder, mesh, dtype):
 def _naive(device, folder, dtype):
     from transformers import AutoModelForCausalLM
 
-    model, whole = AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, "float32" if dtype == "fp32" else dtype)), batch()
+    model, whole = (
+        AutoModelForCausalLM.from_pretrained(folder, dtype=getattr(torch, "float32" if dtype == "fp32" else dtype)),
+        batch(),
+    )
     model = model.to(device)
     sizes, tokens = whole.responses.sizes(), sum(whole.responses.sizes())
     flat = {name: getattr(whole, name).split(sizes) for name in ("old_log_probs", "ref_log_probs", "advantages")}
@@ -133,7 +137,9 @@ LOOPS = {
 }
 
 
-@pytest.mark.parametrize("name", [pytest.param(name, marks=[pytest.mark.rehearsed] * (name in ("plain", "eager", "offloaded"))) for name in LOOPS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=[pytest.mark.rehearsed] * (name in ("plain", "eager", "offloaded"))) for name in LOOPS]
+)
 def test_the_host_waits_for_nothing_between_micro_batches(device, one_rank, folder, name):
     policy, (mini,) = policy_on(device, folder, one_rank, **LOOPS[name]), shares(batch(), 1, SMALL)
     policy.step(micro_batches(mini), mini.counts, 0.9)  # what is made once may wait

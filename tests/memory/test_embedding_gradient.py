@@ -88,7 +88,7 @@ def test_a_tied_model_holds_one_gradient_of_the_shared_matrix(tmp_path, sync):
 
 
 class CountsCopiedRows(TorchDispatchMode):
-    """Counts the rows that a GPU's ``index_put_`` copies: it makes what is not contiguous contiguous first, and copies it back."""
+    """Counts the rows that a GPU's ``index_put_`` copies: what is not contiguous it makes contiguous, and copies it back."""
 
     rows = 0
 
