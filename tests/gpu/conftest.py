@@ -24,6 +24,8 @@ def _asks_for_gpu(config):
 
 def pytest_configure(config):
     config.addinivalue_line("markers", "rehearsed: of tests/gpu, runs on the CPU with every test run")
+    # Torch reads it once, at the process's first product on a GPU; deterministic mode refuses to multiply without it.
+    os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
     machine.choose(os.environ.get(machine.VARIABLE) or ("cuda" if _asks_for_gpu(config) else "cpu"))
 
 
@@ -31,6 +33,11 @@ def pytest_configure(config):
 def pytest_collection_modifyitems(config, items):
     own = [item for item in items if HERE in Path(item.path).parents]
     lacks = machine.missing()
+    if not torch.cuda.is_available():
+        # Tests of other folders that name a GPU themselves.
+        for item in items:
+            if item not in own and item.get_closest_marker("gpu") is not None:
+                item.add_marker(pytest.mark.skip(reason=f"{WHOLE}: no CUDA device is visible"))
     for item in own:
         if _asks_for_gpu(config):
             item.add_marker(pytest.mark.gpu)
@@ -43,8 +50,8 @@ def pytest_collection_modifyitems(config, items):
 def pytest_terminal_summary(terminalreporter):
     reasons = {}
     for report in terminalreporter.stats.get("skipped", ()):
-        if report.nodeid.startswith("tests/gpu/"):
-            reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        reason = report.longrepr[2].removeprefix("Skipped: ") if isinstance(report.longrepr, tuple) else str(report.longrepr)
+        if report.nodeid.startswith("tests/gpu/") or reason.startswith(WHOLE):
             reasons[reason] = reasons.get(reason, 0) + 1
     if reasons:
         told = "; ".join(f"{reason} ({count} {'test' if count == 1 else 'tests'})" for reason, count in sorted(reasons.items()))

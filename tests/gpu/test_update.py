@@ -254,8 +254,7 @@ def test_compiled_functions_give_the_gradients_of_uncompiled_ones(device, one_ra
 
 
 @pytest.fixture
-def deterministic(monkeypatch):
-    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+def deterministic():
     torch.use_deterministic_algorithms(True)
     yield
     torch.use_deterministic_algorithms(False)
