@@ -1,9 +1,10 @@
 # make train   set up and train the tiny model on the toy task (a real model on a GPU)
 # make test    set up, lint, check types, run the tests
 # make proofs  the slow proofs (kill -9, many seeds)
+# make gpu-tests  what only a GPU can show (skipped without one; VERL_MEMOPT_GPU_TESTS_ON=cpu rehearses it on a CPU)
 # make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
-.PHONY: setup train test lint types proofs docs clean
+.PHONY: setup train test gpu-tests lint types proofs docs clean
 .DEFAULT_GOAL := help
 ARGS ?=
 RUN = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
@@ -29,6 +30,9 @@ test: lint types
 
 proofs: setup
 	$(RUN) -m slow $(ARGS)
+
+gpu-tests: setup
+	$(RUN) -m gpu $(ARGS)
 
 docs: setup
 	.venv/bin/python -m verl_memopt.config.document > docs/configuration.md

@@ -293,8 +293,8 @@ def tried_pairs(row):
     return set(map(frozenset, combinations(acts, 2))) | {frozenset([option, ("lora", row["lora"])]) for option in idle}
 
 
-def settings_of(row, folder, devices):
-    """Gives the settings of a row on some devices. Errors: ConfigError where its options do not stand together."""
+def settings_of(row, folder, devices, more=None):
+    """Gives the settings of a row on some devices, ``more`` on top. Errors: ConfigError where its options do not combine."""
     least = {
         "data.train_files": "none",
         "data.val_files": None,
@@ -315,7 +315,7 @@ def settings_of(row, folder, devices):
         "trainer.track_memory_every_steps": 0,
     }
     chosen = {key: value for factor, level in row.items() for key, value in FACTORS[factor][level].items()}
-    return settings_from_mapping(least | chosen)
+    return settings_from_mapping(least | chosen | (more or {}))
 
 
 def reference_of(row):

@@ -52,10 +52,13 @@ def make_model(folder):
     return make_tiny_model(Path(folder) / "model", SHAPE, seed=3)
 
 
-def run_row(row, folder, rank=0, world_size=1):
-    """Gives the outcome of a row, in the process group this process is in or a group of one. Errors: as the worker's."""
-    settings = settings_of(row, folder, world_size)
-    worker = Worker(_plan(settings, folder), Placement(rank, world_size, rank, "127.0.0.1", 0, "cpu"))
+def run_row(row, folder, rank=0, world_size=1, device="cpu", more=None):
+    """Gives the outcome of a row, in the process group this process is in or a group of one. Errors: as the worker's.
+
+    more: settings on top of the row's.
+    """
+    settings = settings_of(row, folder, world_size, more)
+    worker = Worker(_plan(settings, folder), Placement(rank, world_size, rank, "127.0.0.1", 0, device))
     try:
         call(worker, "update_weights", "update_weights")
         start = _engine_weights(worker)
@@ -130,7 +133,7 @@ def _step(worker, settings, rank, world_size, seed):
 
 
 def _engine_weights(worker):
-    return torch.cat([tensor.float().flatten() for _, tensor in worker.engine.resident_tensors()])
+    return torch.cat([tensor.float().flatten().cpu() for _, tensor in worker.engine.resident_tensors()])
 
 
 def _engine_gap(worker):

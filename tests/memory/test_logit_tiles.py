@@ -2,14 +2,17 @@ import shutil
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.memory.logit_tiles import (
+    SCRATCH_COLUMNS,
     Gradients,
     Head,
     LogitTiles,
     both_gradients_,
     log_prob_gradient_,
     log_softmax_,
+    sum_of_exponentials,
 )
 
 ROWS, COLUMNS = 6, 50
@@ -114,3 +117,32 @@ def test_compiled_functions_give_the_same_numbers():
         results.append([found.log_probs, found.entropy, into.hidden, into.weight, into.bias])
     for one, other in zip(*results, strict=True):
         torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class LargestNew(TorchDispatchMode):
+    """Remembers the elements of the largest tensor that an operator makes a storage of its own for."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.elements, self._known = 0, known.untyped_storage()._cdata
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if torch.is_tensor(out) and out.untyped_storage()._cdata != self._known:
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.itemsize)
+        return out
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_off_a_cpu_no_second_buffer_of_the_logits_is_made(entropy):
+    """The statements of a GPU, on a device without bytes."""
+    values, targets = torch.empty(ROWS, 16_384, device="meta"), torch.empty(ROWS, dtype=torch.int64, device="meta")
+    with LargestNew(values) as largest:
+        log_softmax_(values, targets, torch.empty(ROWS, SCRATCH_COLUMNS, device="meta"), entropy)
+    assert largest.elements <= ROWS * SCRATCH_COLUMNS
+
+
+@pytest.mark.parametrize("columns", [1, SCRATCH_COLUMNS, 2 * SCRATCH_COLUMNS + 3])
+def test_exponentials_are_summed_over_all_columns(columns):
+    values = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(columns))
+    torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)

@@ -178,10 +178,25 @@ GPU_OPERATORS = {
 }
 
 
+def _accumulated_in_fp32(function):
+    """Gives an operator that takes half precision as GPU kernels do: computed in fp32, rounded once, log-sum-exps left fp32."""
+
+    def run(*args, **kwargs):
+        dtype = next(arg.dtype for arg in args if torch.is_tensor(arg))
+        if dtype == torch.float32:
+            return function(*args, **kwargs)
+        wide = (arg.float() if torch.is_tensor(arg) and arg.dtype == dtype else arg for arg in args)
+        forward = "forward" in function.__name__
+        outs = enumerate(function(*wide, **kwargs))
+        return tuple(out.to(dtype) if out.dtype == torch.float32 and not (forward and at == 1) else out for at, out in outs)
+
+    return run
+
+
 @contextmanager
 def gpu_operators_on_a_cpu():
     """Gives torch's operators that only GPUs have an implementation on CPUs, for as long as the body runs."""
     with torch.library._scoped_library("aten", "IMPL") as library:
         for name, function in GPU_OPERATORS.items():
-            library.impl(name, function, "CPU")
+            library.impl(name, _accumulated_in_fp32(function), "CPU")
         yield

@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.attention_cases import random_inputs
 from verl_memopt.models.attention_eager import eager_attention, tree_mask, windowed_attention
@@ -74,3 +75,18 @@ def test_sequences_under_a_window_share_nothing():
     trees = Trees.of(((4, (1, 2)),))
     with pytest.raises(AssertionError):
         windowed_attention(*random_inputs(trees, 1, 1), trees, 0.3, 2)
+
+
+class RefusesWaiting(TorchDispatchMode):
+    """Fails at a copy to another device for which a GPU's host would wait: every one that is not told not to."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket is torch.ops.aten._to_copy and out.device != args[0].device:
+            assert kwargs.get("non_blocking"), func
+        return out
+
+
+def test_a_mask_reaches_its_device_without_a_wait_of_the_host():
+    with RefusesWaiting():
+        assert tree_mask((2, (2, 1)), 2, torch.device("meta")).device.type == "meta"

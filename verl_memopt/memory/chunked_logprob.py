@@ -2,7 +2,8 @@
 
 Saves: with R response tokens of a micro-batch, V vocabulary entries, c = chunk, t = ``logprob_vocab_tile`` and b bytes of the
     compute dtype, the logits of a pass are one buffer of min(R, c) * min(V, t) * (4 + n) bytes, n = 0 in fp32 and b below it;
-    where entropy is asked for also min(R, c) * min(V, t, 4,096) * 4. c = 0 is R. t = 0 is V in an update whose loss is one of
+    where entropy is asked for, and on a GPU where t < V and functions are not compiled, also min(R, c) * min(V, t, 4,096) * 4.
+    c = 0 is R. t = 0 is V in an update whose loss is one of
     tokens or strictly on-policy, and wherever c = 0; it is 16,384 in log-prob passes and in other updates. So from c = 0 to a
     chunk the update falls by (R - c) * V * (4 + n), leaving 0.43 GiB at 512 x 151,936 in bfloat16, a log-prob pass by
     (R * V - c * 16,384) * (4 + n), leaving 48 MiB. Gradients of the head's weight are added where they stay: V * h * b less

@@ -73,7 +73,8 @@ def add_rows_(into: Tensor, ids: Tensor, rows: Tensor) -> None:
         part = rows[:, start : start + COLUMNS].index_select(0, order).float()
         sums = torch.zeros_like(part)
         _add(sums, run, part)
-        _add(into[:, start : start + COLUMNS], first, sums.to(into.dtype))
+        # Each row once, or zeros: no order of sums can show. index_put_ would copy all rows of these columns, both ways.
+        into[:, start : start + COLUMNS].index_add_(0, first, sums.to(into.dtype))
 
 
 def _add(into: Tensor, ids: Tensor, rows: Tensor) -> None:

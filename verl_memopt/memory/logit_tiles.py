@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 SCRATCH_COLUMNS = 4096
-"""Columns of the buffer for what entropy needs beside the logits, where the functions are not compiled."""
+"""Columns of what lies beside the logits where the functions are not compiled: entropy's scratch, and a GPU's exponentials."""
 
 
 @dataclass(frozen=True)
@@ -227,7 +227,7 @@ def log_softmax_(
         log_sum = -logits.amax(-1)
     else:
         logits.sub_(top[:, None])
-        log_sum = logits.exp().sum(-1).log()
+        log_sum = sum_of_exponentials(logits).log()
         logits.sub_(log_sum[:, None])
     if not with_entropy:
         return top, log_sum, picked, None
@@ -235,6 +235,16 @@ def log_softmax_(
     for part, room in _parts(logits, scratch):
         entropy -= torch.exp(part, out=room).mul_(part).sum(-1) if room is not None else (part.exp() * part).sum(-1)
     return top, log_sum, picked, entropy
+
+
+def sum_of_exponentials(logits: Tensor) -> Tensor:
+    """Gives [c] from [c, v], which stays as it is. Uncompiled, the exponentials of a few columns exist at a time."""
+    if torch.compiler.is_compiling():
+        return logits.exp().sum(-1)
+    total = torch.zeros_like(logits[:, 0])
+    for part in logits.split(SCRATCH_COLUMNS, -1):
+        total += part.exp().sum(-1)
+    return total
 
 
 def log_prob_gradient_(log_p: Tensor, targets: Tensor, grad: Tensor) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -43,8 +44,15 @@ def tree_mask(tree: Tree, window: int | None, device: torch.device) -> Tensor:
     With a window a token at position p sees positions p - window + 1 to p.
     """
     trunk, branches = tree
-    segment = torch.repeat_interleave(torch.arange(1 + len(branches)), torch.tensor([trunk, *branches])).to(device)
-    place = torch.cat([torch.arange(trunk), *(trunk + torch.arange(length) for length in branches)]).to(device)
+    sizes, starts = [trunk, *branches], [0] + [trunk] * len(branches)
+    # Made on the host by numpy and sent without waiting: this runs between the micro-batches of a step.
+    segment, place = (
+        torch.from_numpy(values).to(device, non_blocking=True)
+        for values in (
+            np.repeat(np.arange(len(sizes)), sizes),
+            np.concatenate([start + np.arange(size) for start, size in zip(starts, sizes, strict=True)]),
+        )
+    )
     distance = place[:, None] - place
     seen = ((segment[:, None] == segment) | (segment == 0)) & (distance >= 0)
     return seen if window is None else seen & (distance < window)

@@ -1,0 +1,161 @@
+"""Every attention path in every dtype against fp32 on a CPU: no farther from it than attention written out in the same dtype.
+
+Only a GPU has these kernels: flash, memory-efficient, and those of the package flash-attn.
+"""
+
+import pytest
+import torch
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from tests.gpu import machine
+from tests.models.attention_cases import norm_error, random_inputs, rotary_of, with_gradients
+from verl_memopt.distributed.device import supports_flash
+from verl_memopt.models.attention import REGISTERED
+from verl_memopt.models.trees import Trees
+
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+FACTOR = 2.0
+"""How much farther from the truth a kernel may be than attention written out. Both round scores and shares, at other places."""
+FLOOR = {torch.float32: 4e-6, torch.bfloat16: 2**-9, torch.float16: 2**-12}
+"""What is always allowed, as a share of the norm: written out may happen to be exact. Half a spacing in half precision; in fp32
+what three products of TF32, of which the memory-efficient kernel makes one of fp32, leave out."""
+
+PATHS = ("sdpa", "eager", "varlen", "flash_attention_2")
+
+
+def trees_of(sizes, unread=None, times=1):
+    """Gives trees of sizes that suit the machine."""
+    grown = tuple((trunk * times, tuple(length * times for length in branches)) for trunk, branches in sizes)
+    return Trees.of(grown, None if unread is None else tuple(count * times for count in unread))
+
+
+ROWS = ((37, ()), (5, ()), (5, ()), (1, ()))
+FORKED = ((37, (20, 20, 3)), (64, ()), (5, (13, 1)))
+
+CASES = {
+    # name: (trees, heads, key heads, size of heads, window)
+    "rows": (ROWS, None, 4, 4, 64, None),
+    "groups of heads": (ROWS, None, 6, 2, 64, None),
+    "one key head": (ROWS, None, 4, 1, 128, None),
+    "an odd size": (ROWS, None, 4, 2, 20, None),
+    "a size of no multiple": (ROWS, None, 2, 2, 66, None),
+    "a window": (ROWS, None, 4, 2, 64, 7),
+    "a wide window": (ROWS, None, 4, 2, 64, 1000),
+    "a shared prompt": (FORKED, None, 4, 4, 64, None),
+    "a shared prompt, groups of heads": (FORKED, None, 6, 3, 64, None),
+    "a shared prompt, an odd size": (FORKED, None, 4, 2, 20, None),
+    "a prompt that is read at its end": (((1, (20, 20, 3)), (64, ()), (1, (13, 1))), (36, 0, 4), 4, 2, 64, None),
+    "a carried prompt": (((0, (20, 20, 3)),), (37,), 4, 2, 64, None),
+}
+QUICK = {
+    ("a shared prompt, groups of heads", "bf16"),
+    ("an odd size", "fp32"),
+    ("a window", "fp32"),
+    ("a carried prompt", "fp16"),
+}
+
+
+def needs(path, dtype, device):
+    """Skips a path that this machine does not have, saying which."""
+    if path == "flash_attention_2" and not machine.has_flash_attn():
+        pytest.skip("attention of the package flash-attn: it is not installed")
+    if path in ("varlen", "flash_attention_2") and machine.on_gpu() and not supports_flash(device, dtype):
+        pytest.skip("flash kernels: the device's capability is below 8.0")
+
+
+def applies(path, dtype):
+    """Flash kernels are of half precision alone."""
+    return not (path in ("varlen", "flash_attention_2") and dtype == "fp32")
+
+
+def attend(path, trees, window):
+    function = ALL_ATTENTION_FUNCTIONS[REGISTERED[path]]
+
+    def run(query, key, value, rotary=None):
+        heads = query, key, value
+        return function(None, *heads, None, scaling=0.125, sliding_window=window, pack_trees=trees, rotary=rotary)[0]
+
+    return run
+
+
+def errors(found, expected):
+    """Gives how far output and gradients are off: of the output, and of all gradients together."""
+    found, expected = ([tensor.float().cpu() for tensor in tensors] for tensors in (found, expected))
+    gradients = (torch.cat([tensor.flatten() for tensor in tensors[1:]]) for tensors in (found, expected))
+    return norm_error(found[0], expected[0]), norm_error(*gradients)
+
+
+def no_worse(found, naive, truth, dtype):
+    """Fails where what was found is farther from the truth than the naive by more than the factor."""
+    for what, own, other in zip(("output", "gradients"), errors(found, truth), errors(naive, truth), strict=True):
+        assert own <= FACTOR * other + FLOOR[dtype], (what, own, other)
+
+
+def cases():
+    for path in PATHS:
+        for dtype in DTYPES:
+            for name in CASES:
+                if applies(path, dtype):
+                    marks = [pytest.mark.rehearsed] if (name, dtype) in QUICK else []
+                    yield pytest.param(path, dtype, name, marks=marks, id=f"{path}-{dtype}-{name}")
+
+
+@pytest.mark.parametrize(("path", "dtype", "name"), cases())
+def test_attention_is_as_near_to_fp32_on_a_cpu_as_written_out_in_its_dtype(device, path, dtype, name):
+    dtype, (sizes, unread, heads, kv_heads, head_size, window) = DTYPES[dtype], CASES[name]
+    needs(path, dtype, device)
+    trees = trees_of(sizes, unread, machine.size(9, 1))
+    rounded = random_inputs(trees, heads, kv_heads, size=head_size, dtype=dtype)
+    truth = with_gradients(attend("eager", trees, window), [tensor.float() for tensor in rounded])
+    there, inputs = trees.map(lambda tensor: tensor.to(device)), [tensor.to(device) for tensor in rounded]
+    # Written out itself is held to what it is on a CPU.
+    beside = (trees, rounded) if path == "eager" else (there, inputs)
+    naive = on_device(attend("eager", beside[0], window), beside[1])
+    with machine.gpu_kernels():
+        found = on_device(attend(path, there, window), inputs)
+    assert all(torch.isfinite(tensor).all() for tensor in found)
+    no_worse(found, naive, truth, dtype)
+
+
+def on_device(run, inputs):
+    """Gives output and gradients, for one weighting of the output on every device."""
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = run(*leaves)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
+    return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
+
+
+@pytest.mark.parametrize("head_size", [64, 20])
+@pytest.mark.parametrize(("path", "dtype"), [(path, dtype) for path in PATHS for dtype in DTYPES if applies(path, dtype)])
+def test_queries_and_keys_turned_inside_attention_are_as_near_as_turned_before(device, path, dtype, head_size):
+    dtype = DTYPES[dtype]
+    needs(path, dtype, device)
+    trees = trees_of(FORKED, None, machine.size(9, 1))
+    rounded = random_inputs(trees, 4, 2, size=head_size, dtype=dtype)
+    tables = rotary_of(sum(trees.tokens), head_size)
+    truth = turned("eager", trees, [tensor.float() for tensor in rounded], tables, torch.float32, "cpu")
+    there, inputs = trees.map(lambda tensor: tensor.to(device)), [tensor.to(device) for tensor in rounded]
+    naive = turned("eager", there, inputs, tables, dtype, device)
+    with machine.gpu_kernels():
+        found = turned(path, there, inputs, tables, dtype, device)
+    no_worse(found, naive, truth, dtype)
+
+
+def turned(path, trees, inputs, tables, dtype, device):
+    rotary = type(tables)(
+        tables.cos.to(device, dtype),
+        tables.sin.to(device, dtype),
+        tuple(norm.detach().to(device, dtype).requires_grad_() for norm in tables.norms),
+        tables.eps,
+    )
+    run = attend(path, trees, None)
+    return with_turned_gradients_on(device, lambda *heads: run(*heads, rotary=rotary), inputs, rotary)
+
+
+def with_turned_gradients_on(device, run, inputs, rotary):
+    leaves = [tensor.detach().requires_grad_() for tensor in inputs]
+    out = run(*(leaf * 1 for leaf in leaves))  # of no leaf, as in a model: attention may write over them
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
+    asked = [*leaves, *(norm for norm in rotary.norms if norm is not None)]
+    return [out.detach(), *torch.autograd.grad(out, asked, weights)]
