@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 HOST = "host"
 
 
-class Race(AssertionError):
+class RaceError(AssertionError):
     """Two accesses in no order: the result depends on which happens to come first."""
 
 
@@ -62,7 +62,7 @@ class Clocks:
             reads, writes: the spans it touches.
 
         Raises:
-            Race: an earlier access of the same bytes is not known to come before.
+            RaceError: an earlier access of the same bytes is not known to come before.
         """
         known = self._lane(lane)
         if lane != HOST:
@@ -126,7 +126,9 @@ class Clocks:
         known = self._known[access.lane]
         for other in earlier:
             if known.get(other.lane, 0) < other.tick and access.meets(other):
-                raise Race(f"{access.op} on {access.lane} {verb} what {other.op} on {other.lane} uses, and has not waited for it")
+                raise RaceError(
+                    f"{access.op} on {access.lane} {verb} what {other.op} on {other.lane} uses, and has not waited for it"
+                )
 
 
 def _merge(known, other):

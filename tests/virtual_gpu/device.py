@@ -12,7 +12,7 @@ from collections import Counter
 from unittest import mock
 
 import torch
-import torch.distributed._tools.fake_collectives  # noqa: F401 - gives collectives a meaning on fake tensors
+import torch.distributed._tools.fake_collectives  # gives collectives a meaning on fake tensors
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper_subclass_type
 from torch.utils._pytree import tree_iter, tree_map
@@ -26,7 +26,7 @@ READS_BACK = {aten._local_scalar_dense.default, aten.item.default, aten.is_nonze
 """Operations whose answer is a Python value."""
 
 
-class Waits(AssertionError):
+class WaitError(AssertionError):
     """The host waited for the device where it must not."""
 
 
@@ -113,7 +113,7 @@ class VirtualGpu(TorchDispatchMode):
         for name, value in self._names().items():
             self._stack.enter_context(mock.patch.object(torch.cuda, name, value))
         # A generator's state is no matter where nothing has a value.
-        self._stack.enter_context(mock.patch.object(torch, "Generator", lambda device=None: _GENERATOR()))
+        self._stack.enter_context(mock.patch.object(torch, "Generator", _any_generator))
         self._stack.enter_context(mock.patch.object(torch.UntypedStorage, "resize_", _resizing(torch.UntypedStorage.resize_)))
         return super().__enter__()
 
@@ -133,9 +133,9 @@ class VirtualGpu(TorchDispatchMode):
             self._never_waits = before
 
     def host_waits(self, op):
-        """Records that the host waits for the device. Raises: Waits."""
+        """Records that the host waits for the device. Raises: WaitError."""
         if self._never_waits:
-            raise Waits(f"{self._never_waits}: {op} makes the host wait for the device")
+            raise WaitError(f"{self._never_waits}: {op} makes the host wait for the device")
         self.waits.append(op)
 
     # What every operation goes through.
@@ -358,6 +358,10 @@ class VirtualGpu(TorchDispatchMode):
 
 _present = None
 _GENERATOR = torch.Generator
+
+
+def _any_generator(device=None):
+    return _GENERATOR()
 
 
 def _gpu():

@@ -40,7 +40,15 @@ def compiled():
 
 def _compile(torch_folder, target):
     libraries = torch_folder / "lib"
-    command = [os.environ.get("CXX", "g++"), "-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", str(SOURCE)]
+    command = [
+        os.environ.get("CXX", "g++"),
+        "-std=c++20",
+        "-O0",
+        "-shared",
+        "-fPIC",
+        f"-I{torch_folder / 'include'}",
+        str(SOURCE),
+    ]
     command += ["-o", str(target), f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
     try:
         done = subprocess.run(command, capture_output=True, text=True, timeout=300)

@@ -44,7 +44,8 @@ class Life:
 def live(row, folder, world_size=1, attention=None, whole=True):
     """Runs a worker's life under a row of knobs and returns what was seen. Raises: whatever goes wrong in it.
 
-    whole: with generation, a second update that finds its own log-probs, and a checkpoint. world_size: ranks of a group of which this is the first; the others are not there, and what they send is nothing.
+    world_size: ranks of a group of which this is the first; the others are not there, and what they send is nothing.
+    attention: ``model.attn_implementation``. whole: with generation, an update that finds its own log-probs, a checkpoint.
     """
     plan, settings = _plan(row, folder, world_size, attention)
     leave_process_group()

@@ -1,0 +1,30 @@
+"""Each attention path that a GPU takes, forward and backward, in the passes that use it."""
+
+import pytest
+
+from tests.end_to_end.covering import all_off
+from tests.virtual_gpu.life import live, misplaced
+
+FLASH = "aten._flash_attention_{}.default"
+EFFICIENT = "aten._scaled_dot_product_efficient_attention{}.default"
+PATHS = {
+    ("auto", "bf16"): (FLASH.format("forward"), FLASH.format("backward")),
+    ("auto", "fp32"): (EFFICIENT.format(""), EFFICIENT.format("_backward")),
+    ("sdpa", "bf16"): (EFFICIENT.format(""), EFFICIENT.format("_backward")),
+    ("sdpa", "fp32"): (EFFICIENT.format(""), EFFICIENT.format("_backward")),
+    ("eager", "bf16"): ("aten._softmax.default", "aten._softmax_backward_data.default"),
+    ("eager", "fp32"): ("aten._softmax.default", "aten._softmax_backward_data.default"),
+}
+"""(model.attn_implementation, dtype of compute) -> operations that only this path runs."""
+
+
+@pytest.mark.parametrize("shared", ["off", "on"])
+@pytest.mark.parametrize(("attention", "dtype"), PATHS, ids=" ".join)
+def test_an_attention_path_runs_its_own_kernels_in_every_pass(attention, dtype, shared, on_virtual_gpu, folder):
+    knobs = {"actor dtype": dtype, "ref dtype": dtype, "shared prompt": shared, "last block": "pruned", "batching": "tokens"}
+    row = all_off() | knobs | {"recomputed values": "on"}
+    life = on_virtual_gpu(live, row, folder, attention=attention, whole=False)
+    assert misplaced(row, life) == []
+    assert set(PATHS[attention, dtype]) <= life.ops
+    others = {op for path in PATHS.values() for op in path if "attention" in op} - set(PATHS[attention, dtype])
+    assert not others & life.ops
