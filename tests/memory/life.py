@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import Any
 
 import torch
@@ -82,17 +82,20 @@ class Life:
             self.engine.wake_up([part])
 
     def room(self) -> int:
-        """Takes single blocks until the allocator refuses, and gives how much the device then held. Frees them again."""
+        """Takes blocks until the allocator refuses the smallest, and gives what the device then held. Frees them again."""
         device_room.empty_cache(GPU)
-        taken = []
-        try:
+        taken: list[Any] = []
+        for size in (512 * MIB, 32 * MIB, MIB):
+            self._fill(size, taken)
+        held = self.device.held
+        taken.clear()
+        device_room.empty_cache(GPU)
+        return held
+
+    def _fill(self, size: int, taken: list[Any]) -> None:
+        with suppress(torch.OutOfMemoryError):
             while True:
-                taken.append(self.device.empty(2 * MIB - 512))
-        except torch.OutOfMemoryError:
-            return self.device.held
-        finally:
-            taken.clear()
-            device_room.empty_cache(GPU)
+                taken.append(self.device.empty(size))
 
     @staticmethod
     def _unread() -> Asleep | None:

@@ -36,14 +36,12 @@ class Driver:
     def __init__(self, total: int, context: int) -> None:
         self.total = total
         self.outside = context
-        self.changed: Callable[[], None] = lambda: None
+        self.changed: Callable[[int, bool], None] = lambda address, mapped: None
+        """Told of each address that is mapped or unmapped."""
+        self.mapped = 0
         self._mapped: dict[int, int] = {}
         self._reserved: dict[int, int] = {}
         self._addresses = itertools.count(GRANULARITY)
-
-    @property
-    def mapped(self) -> int:
-        return sum(self._mapped.values())
 
     @property
     def free(self) -> int:
@@ -62,7 +60,8 @@ class Driver:
         if size > self.free:
             return False
         self._mapped[address] = size
-        self.changed()
+        self.mapped += size
+        self.changed(address, True)
         return True
 
     def is_mapped(self, address: int) -> bool:
@@ -70,7 +69,11 @@ class Driver:
 
     def unmap(self, address: int) -> bool:
         """Takes the memory away; False where there is none."""
-        return self._mapped.pop(address, None) is not None
+        if address not in self._mapped:
+            return False
+        self.mapped -= self._mapped.pop(address)
+        self.changed(address, False)
+        return True
 
     def release(self, address: int) -> None:
         del self._reserved[address]
@@ -136,26 +139,20 @@ class SimulatedDevice:
         self._active = self.default
         self._allocated, self._reserved = Counter(), Counter()
         self._cap: int | None = None
-        self.driver.changed = self._note
-        self.forget_peaks()
+        self._segments: dict[int, Segment] = {}
+        self.live = 0
+        """The truth about what is allocated: bytes of tensors with memory behind them."""
+        self.peak_held = self.peak_live = 0
+        self.driver.changed = self._remapped
 
     @property
     def held(self) -> int:
         """The truth about what is reserved: bytes of the device behind this process's segments."""
         return self.driver.mapped
 
-    @property
-    def live(self) -> int:
-        """The truth about what is allocated: bytes of tensors with memory behind them."""
-        segments = (segment for pool in self._pools for segment in pool.segments)
-        return sum(segment.allocated for segment in segments if self.driver.is_mapped(segment.address))
-
     def forget_peaks(self) -> None:
         """Starts ``peak_held`` and ``peak_live`` anew; the allocator's own peaks stay as they are."""
         self.peak_held, self.peak_live = self.held, self.live
-
-    def _note(self) -> None:
-        self.peak_held, self.peak_live = max(self.peak_held, self.held), max(self.peak_live, self.live)
 
     def empty(self, size: int) -> Allocation:
         """Allocates, from the pool that is in use. Raises torch.OutOfMemoryError as torch does."""
@@ -169,12 +166,13 @@ class SimulatedDevice:
         self._split(block, size)
         block.taken = True
         self._allocated.add(block.size)
-        self._note()
+        self._count(block.size if self.driver.is_mapped(block.segment.address) else 0)
         return Allocation(self, block)
 
     def free(self, block: Block) -> None:
         block.taken = False
         self._allocated.add(-block.size)
+        self._count(-block.size if self.driver.is_mapped(block.segment.address) else 0)
         merged: list[Block] = []
         for part in block.segment.blocks:
             if merged and not part.taken and not merged[-1].taken:
@@ -188,6 +186,7 @@ class SimulatedDevice:
             if pool is self.default or not pool.in_use:
                 for segment in [segment for segment in pool.segments if not segment.allocated]:
                     pool.segments.remove(segment)
+                    del self._segments[segment.address]
                     pool.give(segment.address)
                     self._reserved.add(-segment.size)
 
@@ -232,6 +231,8 @@ class SimulatedDevice:
             "get_device_properties": lambda device=None: SimpleNamespace(total_memory=self.driver.total),
             "empty_cache": self.empty_cache,
             "synchronize": lambda device=None: None,
+            "get_rng_state": lambda device=None: torch.zeros(16, dtype=torch.uint8),
+            "set_rng_state": lambda state, device=None: None,
         }
         for name, value in values.items():
             monkeypatch.setattr(torch.cuda, name, value)
@@ -240,6 +241,14 @@ class SimulatedDevice:
         monkeypatch.setattr(torch.accelerator, "get_memory_info", lambda device=None: (self.driver.free, self.driver.total))
         # Figures of a device that another test simulated are not this one's.
         monkeypatch.setattr("verl_memopt.observe.device_ledger._ledgers", {})
+
+    def _remapped(self, address: int, mapped: bool) -> None:
+        allocated = self._segments[address].allocated if address in self._segments else 0
+        self._count(allocated if mapped else -allocated)
+
+    def _count(self, live: int) -> None:
+        self.live += live
+        self.peak_held, self.peak_live = max(self.peak_held, self.held), max(self.peak_live, self.live)
 
     def _cuda_malloc(self, size: int) -> int | None:
         address = self.driver.reserve(size)
@@ -273,6 +282,7 @@ class SimulatedDevice:
         segment = Segment(address, whole, small, self._active)
         segment.blocks = [Block(segment, whole)]
         self._active.segments.append(segment)
+        self._segments[address] = segment
         self._reserved.add(whole)
         return segment.blocks[0]
 

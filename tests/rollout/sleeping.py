@@ -6,13 +6,16 @@ reports it, and while it stays every allocation fails.
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
 import torch
 
-from tests.observe.simulated_device import GRANULARITY, SimulatedDevice
+from tests.observe.simulated_device import GRANULARITY, MIB, SimulatedDevice
+from verl_memopt.memory.allocators import DeviceCap
+from verl_memopt.rollout.vllm_engine import VllmEngine, asleep_in_vllm
 
 
 class CumemExtension:
@@ -97,6 +100,8 @@ def sleeping_allocator(device: SimulatedDevice, monkeypatch: Any) -> tuple[Any, 
         "cumem_available": True,
         "libcudart": SimpleNamespace(cudaMemcpy=lambda target, source, size: None),
         "current_alloc_conf": lambda: "",
+        # A full collection of this process takes longer than all the rest, and there is nothing to collect.
+        "gc": SimpleNamespace(collect=lambda: None),
     }.items():
         monkeypatch.setattr(cumem, name, value)
     monkeypatch.setattr(cumem, "PIN_MEMORY", False)
@@ -105,7 +110,6 @@ def sleeping_allocator(device: SimulatedDevice, monkeypatch: Any) -> tuple[Any, 
     monkeypatch.setattr(torch.cuda.memory, "use_mem_pool", lambda pool: device.using(pool.pool))
     monkeypatch.setattr(cumem.CuMemAllocator, "instance", cumem.CuMemAllocator())
     return cumem.CuMemAllocator.instance, extension
-
 
 
 class SleepingWorker:
@@ -139,3 +143,45 @@ class SleepingWorker:
         self.kv.clear()
         self._allocator.release_pools()
         self._device.empty_cache()
+
+
+GPU = torch.device("cuda", 0)
+
+
+def simulated_gpu_worker(device: SimulatedDevice, allocator: Any, monkeypatch: Any) -> None:
+    """Lets vLLM's CPU worker do with the simulated device what vLLM's GPU worker does with a real one.
+
+    Its tensors on the device hang on the model runner, as a model's do.
+    """
+    from vllm.v1.worker.cpu_worker import CPUWorker
+
+    load_model, initialize, shutdown = CPUWorker.load_model, CPUWorker.initialize_from_config, CPUWorker.shutdown
+
+    def load(worker: Any, **options: Any) -> None:
+        worker.model_runner.simulated = SleepingWorker(device, allocator)
+        worker.model_runner.simulated.load([200 * MIB, 30 * MIB, 5 * MIB], scratch=64 * MIB)
+        load_model(worker, **options)
+
+    def take_cache(worker: Any, config: Any) -> None:
+        worker.model_runner.simulated.take_cache([512 * MIB] * 2)
+        initialize(worker, config)
+
+    def shut_down(worker: Any) -> None:
+        shutdown(worker)
+        worker.model_runner.simulated.shutdown()
+
+    monkeypatch.setattr(CPUWorker, "load_model", load)
+    monkeypatch.setattr(CPUWorker, "initialize_from_config", take_cache)
+    monkeypatch.setattr(CPUWorker, "sleep", lambda worker, level=1: worker.model_runner.simulated.sleep(level))
+    monkeypatch.setattr(CPUWorker, "wake_up", lambda worker, tags=None: worker.model_runner.simulated.wake_up(tags))
+    monkeypatch.setattr(CPUWorker, "shutdown", shut_down)
+
+
+def on_simulated_gpu(engine: VllmEngine, limit: int | None = None) -> VllmEngine:
+    """Lets a started engine sleep and wake as on a GPU."""
+    engine._can_sleep = True
+    engine._place = dataclasses.replace(engine._place, device=GPU, device_limit_bytes=limit)
+    engine._cap = DeviceCap(GPU, limit)
+    with engine._cap.changing(asleep_in_vllm):
+        pass
+    return engine

@@ -1,4 +1,6 @@
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
@@ -16,6 +18,8 @@ from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError, DeviceMemoryError, RolloutError
 from verl_memopt.memory.host_buffers import GIB, host_allocator
 from verl_memopt.models.build import named_weights
+from verl_memopt.observe.byte_tracker import DeviceLimitError
+from verl_memopt.rollout.hf_engine import HfEngine
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch
@@ -241,6 +245,58 @@ def test_full_determinism_and_the_seed_hold_for_the_worker(made):
         assert torch.initial_seed() == 5
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def test_a_start_that_fails_closes_the_engine_and_gives_the_limits_back(made, monkeypatch):
+    """By the engine's own word and by the tensors that are left."""
+    closed, alive = [], []
+    shutdown = HfEngine.shutdown
+
+    def shut_down(engine):
+        closed.append(engine)
+        shutdown(engine)
+
+    def out_of_room(self):
+        alive.append(weakref.ref(self.engine._model))
+        raise DeviceLimitError(8, {"params": 8}, "aten.zeros")
+
+    monkeypatch.setattr(HfEngine, "shutdown", shut_down)
+    monkeypatch.setattr(Worker, "_build_policy", out_of_room)
+    with pytest.raises(DeviceMemoryError, match="init: out of device memory"):
+        made(memory=Memory(host_limit_gb=1))
+    gc.collect()
+    assert len(closed) == 1
+    assert alive[0]() is None
+    assert host_allocator().limit_bytes is None
+    assert not dist.is_initialized()
+
+
+def test_a_closing_worker_lets_its_models_go_before_its_engine(made, tiny_folder, monkeypatch):
+    """A sleeping engine wakes to be shut down, and needs the room."""
+    worker = made(
+        {f"{AR}.actor.fsdp_config.param_offload": True, f"{AR}.actor.use_kl_loss": True}, reference_folder=str(tiny_folder)
+    )
+    call(worker, "update_actor", [mini_batch()])
+    models = [weakref.ref(worker.policy.model), weakref.ref(worker.reference)]
+    left = []
+    shutdown = HfEngine.shutdown
+
+    def shut_down(engine):
+        gc.collect()
+        left.extend(model for model in models if model() is not None)
+        shutdown(engine)
+
+    monkeypatch.setattr(HfEngine, "shutdown", shut_down)
+    worker.close()
+    assert left == []
+
+
+def test_gradients_that_are_there_at_an_out_of_memory_error_are_told_as_gradients(made):
+    worker = made()
+    for parameter in worker.policy.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    kinds = [kind for kind, _ in worker._resident()]
+    assert kinds.count("grads") == kinds.count("params") == len(list(worker.policy.model.parameters()))
 
 
 def two_ranks(rank, folder, out):

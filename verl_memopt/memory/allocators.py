@@ -21,12 +21,13 @@ from contextlib import contextmanager
 import torch
 
 from verl_memopt.config import schema
-from verl_memopt.distributed.device import cap_device_memory, device_memory_cap, is_gpu
+from verl_memopt.distributed.device import cap_device_memory, device_memory_cap, empty_cache, is_gpu
 from verl_memopt.memory.host_buffers import GIB, host_limits
 from verl_memopt.memory.knob import Knob
 from verl_memopt.observe.device_ledger import AsleepReader, ledger_of
 
 KEY = "memory.device_limit_gb"
+
 
 def limit_bytes(gigabytes: float | None) -> int | None:
     """Gives a limit of the settings in bytes."""
@@ -48,6 +49,8 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
         yield
         return
     before = device_memory_cap(device)
+    # The cap is asked when memory is taken from the driver; blocks that an earlier job left in the cache would pass it.
+    empty_cache(device)
     cap_device_memory(device, limit + ledger_of(device).asleep.reserved_bytes)
     try:
         yield

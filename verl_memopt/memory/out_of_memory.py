@@ -52,7 +52,7 @@ PER_TOKEN = ("activations", "logits")
 
 
 OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
-"""How those say it that take memory from the driver themselves; vLLM's sleeping allocator raises ``CUDA Error: out of memory``."""
+"""What libraries say that take memory from the driver themselves. vLLM's sleeping allocator: ``CUDA Error: out of memory``."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -148,12 +148,13 @@ class VllmEngine:
         engine = self._llm.llm_engine
         del self._llm
         self._map = None
-        with default_group_kept(self._keep_group):
-            engine.engine_core.shutdown()
-        engine.renderer.shutdown()
-        del engine
-        gc.collect()
-        empty_cache(self._place.device)
+        with self._cap.changing(asleep_in_vllm, refuse=False):
+            with default_group_kept(self._keep_group):
+                engine.engine_core.shutdown()
+            engine.renderer.shutdown()
+            del engine
+            gc.collect()
+            empty_cache(self._place.device)
 
     def _wake_all(self) -> None:
         """Wakes what sleeps, because vLLM's allocator unmaps whatever it frees.
