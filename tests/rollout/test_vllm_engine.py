@@ -9,14 +9,15 @@ import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
-from tests.rollout.conftest import SharedVllm
 from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
+from tests.rollout.conftest import SharedVllm
 from tests.rollout.sleeping import CumemExtension, on_simulated_gpu, simulated_gpu_worker, sleeping_allocator
 from tests.rollout.tools import engine_at, largest_difference, model_of, naive_log_probs, prompts, sampling, weights_of
 from verl_memopt.config import schema
@@ -26,7 +27,7 @@ from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout.engine import RolloutEngine
-from verl_memopt.rollout.vllm_engine import _check_no_other_sleeper
+from verl_memopt.rollout.vllm_engine import _check_no_other_sleeper, asleep_in_vllm
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -298,6 +299,16 @@ def test_a_cache_that_cannot_wake_is_out_of_memory_and_stays_asleep(sleeping: Sl
     finally:
         engine.shutdown()
     sleeping.check_nothing_is_left()
+
+
+def test_books_of_another_shape_are_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's free memory is used then."""
+    device = SimulatedDevice(total=4 * GIB)
+    device.installed(monkeypatch)
+    allocator, _ = sleeping_allocator(device, monkeypatch)
+    assert asleep_in_vllm() == Asleep()
+    allocator.pointer_to_data[0] = SimpleNamespace(handle=(0, GIB, 0, 0), tag="kv_cache")
+    assert asleep_in_vllm() is None
 
 
 def test_an_engine_without_room_to_wake_is_shut_down_with_a_warning(sleeping: Sleeping, caplog: pytest.LogCaptureFixture) -> None:

@@ -6,7 +6,7 @@ import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.ranks import run_ranks
 from tests.tensors import local_of, whole_of
@@ -18,8 +18,7 @@ from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError, DeviceMemoryError, RolloutError
 from verl_memopt.memory.host_buffers import GIB, host_allocator
 from verl_memopt.models.build import named_weights
-from verl_memopt.observe.byte_tracker import DeviceLimitError
-from verl_memopt.rollout.hf_engine import HfEngine
+from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch
@@ -70,9 +69,13 @@ def made(tiny_folder):
         workers.append(Worker(plan_of(tiny_folder, more, **plan), place()))
         return workers[-1]
 
+    def close():
+        while workers:
+            workers.pop().close()
+
+    build.close = close
     yield build
-    for worker in workers:
-        worker.close()
+    close()
     leave_process_group()
 
 
@@ -247,48 +250,45 @@ def test_full_determinism_and_the_seed_hold_for_the_worker(made):
         torch.use_deterministic_algorithms(before)
 
 
-def test_a_start_that_fails_closes_the_engine_and_gives_the_limits_back(made, monkeypatch):
-    """By the engine's own word and by the tensors that are left."""
-    closed, alive = [], []
-    shutdown = HfEngine.shutdown
-
-    def shut_down(engine):
-        closed.append(engine)
-        shutdown(engine)
-
-    def out_of_room(self):
-        alive.append(weakref.ref(self.engine._model))
-        raise DeviceLimitError(8, {"params": 8}, "aten.zeros")
-
-    monkeypatch.setattr(HfEngine, "shutdown", shut_down)
-    monkeypatch.setattr(Worker, "_build_policy", out_of_room)
-    with pytest.raises(DeviceMemoryError, match="init: out of device memory"):
-        made(memory=Memory(host_limit_gb=1))
+def live_models():
     gc.collect()
-    assert len(closed) == 1
-    assert alive[0]() is None
+    return {id(found) for found in gc.get_objects() if isinstance(found, PreTrainedModel | PolicyModel)}
+
+
+def test_a_start_that_runs_out_of_memory_leaves_no_engine_model_limit_or_group(made):
+    """The engine is built when the policy does not fit; the error is held while one looks."""
+    before = live_models()
+    engine_bytes = made(track_init=True).started().allocated_bytes // 2
+    leave_process_group()
+    memory = Memory(device_limit_gb=engine_bytes * 1.5 / GIB, host_limit_gb=1)
+    with pytest.raises(DeviceMemoryError, match="init: out of device memory") as caught:
+        made(track_init=True, memory=memory)
     assert host_allocator().limit_bytes is None
     assert not dist.is_initialized()
+    made.close()
+    assert live_models() <= before
+    assert caught.value is not None
 
 
-def test_a_closing_worker_lets_its_models_go_before_its_engine(made, tiny_folder, monkeypatch):
-    """A sleeping engine wakes to be shut down, and needs the room."""
-    worker = made(
-        {f"{AR}.actor.fsdp_config.param_offload": True, f"{AR}.actor.use_kl_loss": True}, reference_folder=str(tiny_folder)
-    )
-    call(worker, "update_actor", [mini_batch()])
-    models = [weakref.ref(worker.policy.model), weakref.ref(worker.reference)]
-    left = []
-    shutdown = HfEngine.shutdown
+class LastEngine:
+    """An engine that notes which models are left when it is shut down: a sleeping one needs their room to wake."""
 
-    def shut_down(engine):
+    def __init__(self, models):
+        self.models, self.left = models, None
+
+    def shutdown(self):
         gc.collect()
-        left.extend(model for model in models if model() is not None)
-        shutdown(engine)
+        self.left = [model for model in self.models if model() is not None]
 
-    monkeypatch.setattr(HfEngine, "shutdown", shut_down)
+
+def test_a_closing_worker_lets_its_models_go_before_its_engine(made, tiny_folder):
+    more = {f"{AR}.actor.fsdp_config.param_offload": True, f"{AR}.actor.use_kl_loss": True}
+    worker = made(more, reference_folder=str(tiny_folder))
+    call(worker, "update_actor", [mini_batch()])
+    worker.engine.shutdown()
+    engine = worker.engine = LastEngine([weakref.ref(worker.policy.model), weakref.ref(worker.reference)])
     worker.close()
-    assert left == []
+    assert engine.left == []
 
 
 def test_gradients_that_are_there_at_an_out_of_memory_error_are_told_as_gradients(made):

@@ -97,8 +97,8 @@ def cap_device_memory(device: torch.device, num_bytes: int | None) -> None:
     """
     total = torch.cuda.get_device_properties(device).total_memory
     # Torch multiplies the fraction by the total and cuts the product: half a byte more keeps the last byte of the cap.
-    whole = num_bytes is None or num_bytes >= total
-    torch.cuda.set_per_process_memory_fraction(1.0 if whole else (num_bytes + 0.5) / total, device)
+    fraction = 1.0 if num_bytes is None or num_bytes >= total else (num_bytes + 0.5) / total
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
 
 
 def device_memory_cap(device: torch.device) -> int | None:
