@@ -133,6 +133,18 @@ def test_a_peak_is_that_of_its_own_moment(device: SimulatedDevice, sleeper: Slee
     del weights, own
 
 
+def test_what_is_allocated_on_the_way_to_sleep_counts_beside_what_is_still_awake(
+    device: SimulatedDevice, sleeper: Sleeper, ledger: DeviceLedger
+) -> None:
+    weights = sleeper.empty(4 * GIB)
+    with ledger.changing(sleeper.books):
+        device.empty(2 * GIB)
+        sleeper.sleep()
+    assert ledger.peak_allocated() == ledger.peak_reserved() == device.peak_held == 6 * GIB
+    assert ledger.reserved() == 0
+    del weights
+
+
 def test_blocks_that_a_sleep_frees_do_not_count_as_asleep(
     device: SimulatedDevice, sleeper: Sleeper, ledger: DeviceLedger
 ) -> None:

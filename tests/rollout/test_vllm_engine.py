@@ -321,7 +321,9 @@ def test_an_engine_without_room_to_wake_is_shut_down_with_a_warning(sleeping: Sl
 
 
 def test_a_start_that_fails_half_way_leaves_room_for_the_next(sleeping: Sleeping) -> None:
-    with pytest.raises(ConfigError, match="vLLM refuses these settings on this device"):
+    with pytest.raises(
+        ConfigError, match=r"refuses these settings on this device: .*KV cache.* Here: raise .*kv_cache_memory_gb"
+    ):
         sleeping.start(kv_cache_memory_gb=0.0001)
     sleeping.check_nothing_is_left()
     engine = sleeping.start()

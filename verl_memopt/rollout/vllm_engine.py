@@ -226,7 +226,7 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
     try:
         return LLM(**arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
-        refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}")
+        refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{_way_out(error)}")
         _let_go_of_failed_start(error, place.device)
         raise refused from error
     except BaseException as error:
@@ -238,6 +238,13 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
             _speak(logging.WARNING)
             for name in NEEDLESS:
                 logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _way_out(error: BaseException) -> str:
+    """Says vLLM's advice about a cache that is too small in the keys of this project."""
+    if "KV cache" not in str(error) and "cache blocks" not in str(error):
+        return ""
+    return f" Here: raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb, or lower data.max_response_length."
 
 
 def _let_go_of_failed_start(error: BaseException, device: torch.device) -> None:
