@@ -338,6 +338,8 @@ def test_an_engine_whose_settings_did_not_arrive_is_shut_down(sleeping: Sleeping
     from vllm.config import ModelConfig
 
     monkeypatch.setattr(ModelConfig, "seed", property(lambda config: 77, lambda config, value: None), raising=False)
-    with pytest.raises(ConfigError, match=r"seed.*77"):
+    with pytest.raises(ConfigError, match=r"seed.*77") as caught:
         sleeping.start()
+    # The error that is still held keeps the frame of the start, and with it the engine.
     sleeping.check_nothing_is_left()
+    assert caught.value is not None
