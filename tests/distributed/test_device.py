@@ -1,6 +1,7 @@
 import pytest
 import torch
 
+from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
 from verl_memopt.distributed import device
 from verl_memopt.errors import ConfigError
 
@@ -62,6 +63,47 @@ def test_on_a_cpu_a_copy_is_done_when_it_returns():
     event = stream.copy(target, torch.ones(4))
     assert (event, target.tolist()) == (None, [1.0] * 4)
     stream.wait(event)
+
+
+@pytest.mark.parametrize("total", [32 * GIB, 24_146_608_128, 85_017_493_504, 25_757_220_864 + 1])
+def test_a_cap_is_kept_to_the_byte(monkeypatch, total):
+    """Torch cuts the product of fraction and total, so that a plain quotient loses a byte for some sizes."""
+    simulated = SimulatedDevice(total)
+    simulated.installed(monkeypatch)
+    for size in (1, 3 * MIB, 7 * GIB - 1, 7 * GIB, 16 * GIB, 19 * GIB + 1, total - 1):
+        device.cap_device_memory(GPU, size)
+        assert int(simulated.fraction() * total + 0.5) == device.device_memory_cap(GPU) == size
+    for whole in (total, 2 * total, None):
+        device.cap_device_memory(GPU, whole)
+        assert device.device_memory_cap(GPU) is None
+
+
+def test_what_fits_the_cap_passes_and_one_segment_more_is_refused(monkeypatch):
+    simulated = SimulatedDevice(85_017_493_504)
+    simulated.installed(monkeypatch)
+    for size in range(GIB, 40 * GIB, 3 * GIB):
+        device.cap_device_memory(GPU, size)
+        kept = simulated.empty(size)
+        with pytest.raises(torch.OutOfMemoryError):
+            simulated.empty(1)
+        del kept
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_the_allocator_takes_what_the_cap_allows_and_no_segment_more():
+    """Only a GPU shows which total torch multiplies the fraction by."""
+    here = device.local_device("cuda", 0)
+    device.empty_cache(here)
+    size = device.memory_reserved(here) + 256 * MIB
+    device.cap_device_memory(here, size)
+    try:
+        kept = torch.empty(256 * MIB, dtype=torch.uint8, device=here)
+        with pytest.raises(torch.OutOfMemoryError):
+            torch.empty(20 * MIB, dtype=torch.uint8, device=here)
+        assert device.device_memory_cap(here) == size
+        del kept
+    finally:
+        device.cap_device_memory(here, None)
 
 
 @pytest.mark.gpu

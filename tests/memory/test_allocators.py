@@ -1,128 +1,222 @@
-import dataclasses
-import pickle
 import subprocess
 from pathlib import Path
 
 import pytest
 import torch
 
-from verl_memopt.config.keys import leaf_types
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Memory, Model, Rollout
-from verl_memopt.errors import ConfigError, DeviceMemoryError
-from verl_memopt.memory.allocators import ADVICE, _error, advice, engine_share, memory_limits, out_of_memory_told
-from verl_memopt.memory.host_buffers import GIB, host_allocator, host_buffer
-from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError, mark, scope
-from verl_memopt.observe.phase import MemoryProbe
+from tests.memory.life import GPU, Life
+from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
+from verl_memopt.config.schema import Memory
+from verl_memopt.distributed.device import device_memory_cap
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.allocators import DeviceCap, device_limit, engine_share, memory_limits
+from verl_memopt.memory.host_buffers import host_allocator, host_buffer
+from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError
+from verl_memopt.observe.device_ledger import Asleep, ledger_of
 
 CPU = torch.device("cpu")
-SETTINGS = ActorRolloutRef(actor=Actor(use_dynamic_bsz=True), rollout=Rollout(name="hf"))
+LIMIT = 8 * GIB
+STEPS = 5
 
 
-def told(body, limit=1000, phase="update_actor", settings=SETTINGS):
-    """Gives the message of the error that a body which allocates too much ends with."""
-    kept = torch.zeros(50)
-    probe = MemoryProbe(CPU, lambda: [("params", kept)], limit)
-    with (
-        pytest.raises(DeviceMemoryError) as caught,
-        out_of_memory_told(phase, CPU, list, settings, limit),
-        probe.phase(phase, track=True),
-    ):
-        body()
-    return str(caught.value)
+@pytest.fixture
+def device(monkeypatch):
+    device = SimulatedDevice(total=32 * GIB)
+    device.installed(monkeypatch)
+    return device
 
 
-def test_the_op_that_passes_the_limit_is_the_one_that_fails():
-    kept = torch.zeros(50)
-    with ByteTracker(limit_bytes=400) as tracker:
-        tracker.mark("params", [kept])
-        within = torch.zeros(50)
-        assert tracker.total() == 400
-        with pytest.raises(DeviceLimitError) as caught, scope(kind="logits"):
-            torch.zeros(1)
-        assert caught.value.kinds == {"params": 200, "activations": 200, "logits": 4}
-        del within
+@pytest.fixture
+def lives(device, monkeypatch):
+    """Builds lives on the device; each engine is shut down before the device is taken away."""
+    made = []
+
+    def build(limit=None, books=True):
+        made.append(Life(device, monkeypatch, limit, books))
+        return made[-1]
+
+    yield build
+    for life in made:
+        life.engine.wake_up()
+        life.engine.shutdown()
 
 
-def test_host_bytes_do_not_count_towards_the_device_limit():
-    with ByteTracker(limit_bytes=400) as tracker:
-        host_buffer(1000, CPU, "params")
-        assert tracker.total() == 0
+@pytest.mark.parametrize("books", [True, False], ids=["by vLLM's books", "by the driver"])
+def test_in_every_phase_of_five_steps_the_bytes_held_are_the_devices_own(lives, books):
+    life = lives(books=books)
+    life.init()
+    for _ in range(STEPS):
+        life.step()
+    assert len(life.figures) == 1 + 4 * STEPS
+    if books:
+        assert life.reported()[1:] == life.truths[1:]
+    # Without books the tensors on a sleeping segment are not known, only the segment.
+    assert [held for _, _, held in life.reported()][1:] == [held for _, _, held in life.truths][1:]
+    assert life.figures[-1].device_used_bytes - life.device.driver.outside == life.device.held
 
 
-def test_the_error_names_phase_limit_kinds_the_largest_and_the_way_out():
-    def body():
-        held = [torch.zeros(40)]
-        with scope(kind="logits"):
-            held.append(torch.zeros(200))
-
-    message = told(body)
-    assert message.startswith("update_actor: out of device memory at")
-    assert "logits 7.45e-07, params 1.86e-07, activations 1.49e-07 GiB" in message
-    assert "Most of it is logits: set actor_rollout_ref.model.logprob_chunk_tokens=256." in message
+def test_while_the_engine_starts_what_vllm_trims_counts_and_after_it_no_more(lives, device):
+    life = lives()
+    life.init()
+    (peak, allocated, reserved), (live_peak, live, held_peak) = life.reported()[0], life.truths[0]
+    assert (peak, allocated) == (live_peak, live)
+    assert 0 <= reserved - held_peak <= 900 * MIB
+    assert ledger_of(GPU).reserved() == device.held
 
 
-def test_running_out_in_backward_is_told_as_well():
-    def body():
-        weight = torch.zeros(30, requires_grad=True)
-        mark("params", [weight])
-        for _ in range(8):
-            (weight * 2).sum().backward(retain_graph=True)
-            kept.append(torch.zeros(30))
-
-    kept = []
-    assert "activations" in told(body)
+def test_the_allocators_own_figures_would_count_the_sleeping_engine(lives, device):
+    """What the ledger is for: the same life, read from torch."""
+    life = lives()
+    life.init()
+    asleep = ledger_of(GPU).asleep
+    assert torch.cuda.memory_reserved() - device.held == asleep.reserved_bytes > 3 * GIB
+    assert torch.cuda.memory_allocated() - device.live == asleep.allocated_bytes > 3 * GIB
 
 
-def test_other_errors_pass_unchanged():
-    with pytest.raises(ConfigError), out_of_memory_told("gen", CPU, list, SETTINGS, None):
-        raise ConfigError("x")
-    with pytest.raises(torch.OutOfMemoryError), out_of_memory_told("gen", CPU, list, SETTINGS, None):
-        raise torch.OutOfMemoryError("not the tracker's")
+@pytest.mark.parametrize("books", [True, False], ids=["by vLLM's books", "by the driver"])
+def test_the_limit_stops_exactly_at_the_limit_in_every_phase_and_never_drifts(lives, device, books):
+    life = lives(LIMIT, books)
+    with device_limit(GPU, LIMIT):
+        life.init()
+        for _ in range(STEPS):
+            life.step()
+            assert life.room() == LIMIT
+            life.wake("weights")
+            assert life.room() == LIMIT
+            life.wake("kv_cache")
+            assert life.room() == LIMIT
+            life.compute(100 * MIB)
+            life.sleep()
 
 
-def test_the_error_reaches_the_driver_and_ends_the_run_with_a_failure():
-    error = _error("gen", {"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros", SETTINGS)
-    assert str(pickle.loads(pickle.dumps(error))) == str(error)
-    assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB.")
-    assert error.exit_code != 0
+def test_another_process_on_the_device_changes_neither_the_figures_nor_the_limit(lives, device):
+    life = lives(LIMIT)
+    with device_limit(GPU, LIMIT):
+        life.init()
+        for step in range(STEPS):
+            device.driver.outside += 300 * MIB * (-1) ** step
+            with life.cap.changing(life.read):
+                life.engine.wake_up(["weights"])
+                device.driver.outside += GIB
+            life.sleep()
+            life.step()
+            assert life.room() == LIMIT
+        assert life.reported()[1:] == life.truths[1:]
 
 
-@pytest.mark.parametrize("kind", ADVICE)
-def test_every_advice_is_a_setting(kind):
-    assert {key for key, _ in ADVICE[kind]} <= leaf_types().keys()
+def test_a_part_may_wake_up_to_the_limit_and_not_one_segment_beyond(lives, device):
+    life = lives(LIMIT)
+    with device_limit(GPU, LIMIT):
+        life.init()
+        life.wake("weights")
+        cache = 6 * 512 * MIB
+        filler = [device.empty(LIMIT - device.held - cache)]
+        life.wake("kv_cache")
+        assert device.held == LIMIT
+        life.sleep()
+        life.wake("weights")
+        filler.append(device.empty(1))
+        with pytest.raises(torch.OutOfMemoryError, match=f"holds {LIMIT + 2 * MIB} bytes of {LIMIT}"):
+            life.wake("kv_cache")
+        filler.clear()
 
 
-@pytest.mark.parametrize(
-    ("phase", "dynamic", "key"),
-    [
-        ("update_actor", True, "actor.ppo_max_token_len_per_gpu (now 16384)"),
-        ("update_actor", False, "actor.ppo_micro_batch_size_per_gpu"),
-        ("old_log_prob", True, "rollout.log_prob_max_token_len_per_gpu"),
-        ("ref", True, "ref.log_prob_max_token_len_per_gpu"),
-        ("gen", True, "rollout.max_num_seqs (now 256)"),
-    ],
-)
-def test_activations_are_lowered_by_the_budget_of_their_phase(phase, dynamic, key):
-    settings = dataclasses.replace(
-        SETTINGS,
-        actor=Actor(use_dynamic_bsz=dynamic),
-        rollout=Rollout(name="hf", log_prob_use_dynamic_bsz=dynamic),
-        ref=dataclasses.replace(SETTINGS.ref, log_prob_use_dynamic_bsz=dynamic),
-    )
-    assert f"lower actor_rollout_ref.{key}" in advice(phase, ["activations"], settings)
+def test_where_torch_cannot_express_the_cap_the_phase_that_passes_the_limit_ends_in_an_error(lives, device):
+    """Torch caps at most the whole device and counts what sleeps: above 28 GiB of 32, with 4 asleep, it caps nothing."""
+    limit = 30 * GIB
+    life = lives(limit)
+    with device_limit(GPU, limit):
+        life.init()
+        assert device_memory_cap(GPU) is None
+        room = (limit - device.held) // (2 * MIB) * 2 * MIB
+        with life.phase("update_actor"):
+            filler = [device.empty(room)]
+        assert device.held == limit
+        with pytest.raises(torch.OutOfMemoryError, match=f"held {limit + 2 * MIB} bytes of {limit}"), life.phase("update_actor"):
+            filler.append(device.empty(1))
+        filler.clear()
 
 
-def test_only_the_update_keeps_activations_that_could_be_recomputed_or_moved():
-    assert advice("gen", ["activations"], SETTINGS) == ["lower actor_rollout_ref.rollout.max_num_seqs (now 256)"]
-    assert len(advice("update_actor", ["activations"], SETTINGS)) > 1
+def test_the_limit_is_lifted_when_the_job_ends_and_a_second_job_has_its_own(lives, device):
+    life = lives(LIMIT)
+    with device_limit(GPU, LIMIT):
+        life.init()
+        life.step()
+        life.policy.clear()
+        with life.cap.changing(life.read):
+            life.engine.wake_up()
+        with life.cap.changing(life.read):
+            life.engine.shutdown()
+        assert ledger_of(GPU).asleep == Asleep()
+    assert device_memory_cap(GPU) is None
+    cached = device.empty(3 * LIMIT)
+    del cached
+    with memory_limits(Memory(device_limit_gb=4), GPU), pytest.raises(torch.OutOfMemoryError):
+        device.empty(4 * GIB + 1)
+    torch.cuda.empty_cache()
+    with memory_limits(Memory(device_limit_gb=4), GPU):
+        device.empty(4 * GIB)
 
 
-def test_what_is_set_already_is_not_advised():
-    offloading = dataclasses.replace(SETTINGS, model=Model(path="", enable_gradient_checkpointing=True))
-    assert not any("enable_gradient_checkpointing" in way for way in advice("update_actor", ["activations"], offloading))
-    without = dataclasses.replace(SETTINGS, model=Model(path="", enable_gradient_checkpointing=False))
-    first = advice("update_actor", ["activations"], without)[0]
-    assert first == "set actor_rollout_ref.model.enable_gradient_checkpointing=true"
+def test_a_limit_inside_another_gives_the_outer_one_back_to_the_byte(device):
+    with device_limit(GPU, 7 * GIB + 1):
+        with device_limit(GPU, 3 * GIB):
+            assert device_memory_cap(GPU) == 3 * GIB
+        assert device_memory_cap(GPU) == 7 * GIB + 1
+    assert device_memory_cap(GPU) is None
+
+
+def test_an_error_lifts_the_limit_too(device):
+    with pytest.raises(ZeroDivisionError), device_limit(GPU, GIB):
+        raise ZeroDivisionError
+    assert device_memory_cap(GPU) is None
+
+
+def test_an_engine_that_frees_its_weights_is_not_taken_off_twice(device):
+    """``rollout.name=hf`` sleeps by storages of no size: torch is told, and nothing is asleep to the ledger."""
+    weights, own = device.empty(4 * GIB), device.empty(GIB)
+    del weights
+    torch.cuda.empty_cache()
+    ledger = ledger_of(GPU)
+    assert ledger.asleep == Asleep()
+    assert (ledger.allocated(), ledger.reserved()) == (device.live, device.held) == (GIB, GIB)
+    del own
+
+
+def test_on_a_cpu_there_is_nothing_to_cap():
+    with device_limit(CPU, GIB), DeviceCap(CPU, GIB).changing(Asleep):
+        pass
+
+
+def test_tracked_bytes_may_reach_the_limit_and_not_one_byte_beyond():
+    with ByteTracker(limit_bytes=1000) as tracker:
+        kept = torch.zeros(1000, dtype=torch.uint8)
+        assert tracker.total() == 1000
+        with pytest.raises(DeviceLimitError) as caught:
+            torch.zeros(1, dtype=torch.uint8)
+        assert caught.value.num_bytes == 1001
+        del kept
+
+
+def test_host_buffers_may_reach_their_limit_and_not_one_byte_beyond():
+    with memory_limits(Memory(host_limit_gb=64 / 2**10), CPU):
+        kept = host_buffer(64 * MIB, CPU, "params")
+        with pytest.raises(ConfigError, match=r"memory\.host_limit_gb=0\.0625: params needs"):
+            host_buffer(1, CPU, "params")
+        del kept
+
+
+def test_page_locked_bytes_may_reach_their_limit_and_not_one_byte_beyond(monkeypatch):
+    """Nothing can be page-locked here; the count of what would be is the same."""
+    empty = torch.empty
+    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
+    with memory_limits(Memory(pinned_limit_gb=64 / 2**10), CPU):
+        kept = host_buffer(64 * MIB, GPU, "params")
+        assert host_allocator().pinned_bytes == 64 * MIB
+        beyond = host_buffer(1, GPU, "params")
+        assert host_allocator().pinned_bytes == 64 * MIB
+        assert host_allocator().held_bytes >= 64 * MIB + 1
+        del kept, beyond
 
 
 def test_host_limits_hold_inside_the_body_only():

@@ -1,4 +1,4 @@
-"""Phase figures on a CPU. A GPU's counters are read by one method that only a GPU can show."""
+"""Phase figures on a CPU. Those of a GPU are held on a simulated device by test_device_ledger.py and test_allocators.py."""
 
 import gc
 import mmap
@@ -7,6 +7,7 @@ import weakref
 import pytest
 import torch
 
+from tests.observe.simulated_device import SimulatedDevice
 from verl_memopt.observe.byte_tracker import active_tracker
 from verl_memopt.observe.phase import MIB, MemoryProbe, PhaseMemory, combine, host_rss_bytes, memory_words
 
@@ -96,6 +97,21 @@ def test_resident_memory_grows_with_what_the_process_touches() -> None:
 def test_log_words_say_not_available_where_a_device_has_no_counter() -> None:
     words = memory_words(memory(peak_allocated_bytes=3 * MIB, allocated_bytes=MIB, host_rss_bytes=2 * MIB))
     assert words == "mem_alloc_mb=1.0 mem_reserved_mb=n/a mem_max_alloc_mb=3.0 host_rss_mb=2.0"
+
+
+def test_a_phase_on_a_gpu_reports_its_own_peak_and_what_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    device = SimulatedDevice(total=8 * 2**30)
+    device.installed(monkeypatch)
+    probe = MemoryProbe(torch.device("cuda", 0), list)
+    device.empty(5 * 2**30)
+    torch.cuda.empty_cache()
+    with probe.phase("gen", track=False) as measured:
+        kept, passing = device.empty(2**30), device.empty(2 * 2**30)
+        del passing
+    phase = measured()
+    assert (phase.peak_allocated_bytes, phase.allocated_bytes, phase.peak_reserved_bytes) == (3 * 2**30, 2**30, 3 * 2**30)
+    assert phase.device_used_bytes == 3 * 2**30 + device.driver.outside
+    del kept
 
 
 @pytest.mark.gpu

@@ -75,6 +75,16 @@ def test_a_part_wakes_once_and_an_unknown_part_is_refused() -> None:
         state.waking("optimizer")
 
 
+def test_a_part_that_could_not_wake_is_still_asleep() -> None:
+    state = EngineState(whole=True)
+    state.slept()
+    assert state.waking("weights")
+    assert state.waking("kv_cache")
+    state.stays_asleep("kv_cache")
+    assert (state.is_awake("weights"), state.is_awake("kv_cache")) == (True, False)
+    assert state.waking("kv_cache")
+
+
 def test_nothing_works_after_a_shutdown() -> None:
     state = EngineState(whole=True)
     assert state.close()

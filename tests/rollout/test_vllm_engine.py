@@ -7,20 +7,27 @@ import os
 import sys
 import threading
 import weakref
+from dataclasses import dataclass
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 import torch.distributed as dist
 
+from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
 from tests.rollout.conftest import SharedVllm
+from tests.rollout.sleeping import CumemExtension, on_simulated_gpu, simulated_gpu_worker, sleeping_allocator
 from tests.rollout.tools import engine_at, largest_difference, model_of, naive_log_probs, prompts, sampling, weights_of
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.memory.out_of_memory import PartDoesNotFitError
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.observe.byte_tracker import ByteTracker
+from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout.engine import RolloutEngine
+from verl_memopt.rollout.vllm_engine import _check_no_other_sleeper, asleep_in_vllm
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -212,3 +219,127 @@ def test_an_engine_that_is_shut_down_leaves_no_tensor_thread_or_group(
         assert [record for record in caplog.records if record.name.startswith("vllm") and record.levelno < logging.ERROR] == []
     finally:
         dist.destroy_process_group()
+
+
+@dataclass
+class Sleeping:
+    """vLLM's CPU engines with vLLM's sleeping allocator on a simulated GPU."""
+
+    device: SimulatedDevice
+    allocator: Any
+    extension: CumemExtension
+    folder: Path
+
+    def start(self, limit: int | None = None, **changes: Any) -> Any:
+        return on_simulated_gpu(engine_at("vllm", self.folder, **changes), limit)
+
+    def check_nothing_is_left(self) -> None:
+        assert (self.device.held, self.allocator.get_current_usage(), self.extension.error) == (0, 0, "")
+        assert ledger_of(GPU).asleep == Asleep()
+
+    def check_answers(self, engine: Any) -> None:
+        engine.load_weights(weights_of(model_of(self.folder)))
+        engine.wake_up("kv_cache")
+        answer = engine.generate(prompts(2), [0, 1], sampling())
+        naive = [
+            naive_log_probs(model_of(self.folder), row, ids, 1.0)
+            for row, ids in zip(prompts(2), answer.response_ids, strict=True)
+        ]
+        assert largest_difference(answer.log_probs, naive) <= 1e-5
+
+
+GPU = torch.device("cuda", 0)
+
+
+@pytest.fixture
+def sleeping(tied_folder: Path, shared_vllm: SharedVllm, monkeypatch: pytest.MonkeyPatch) -> Sleeping:
+    shared_vllm.close()
+    device = SimulatedDevice(total=4 * GIB)
+    device.installed(monkeypatch)
+    allocator, extension = sleeping_allocator(device, monkeypatch)
+    simulated_gpu_worker(device, allocator, monkeypatch)
+    return Sleeping(device, allocator, extension, tied_folder)
+
+
+def test_an_engine_that_is_shut_down_asleep_leaves_room_for_a_second_one(sleeping: Sleeping) -> None:
+    """The first sleeps wholly when it goes, the second in part."""
+    for parts in ([], ["weights"]):
+        engine = sleeping.start()
+        held = sleeping.device.held
+        assert ledger_of(GPU).reserved() == held > 1.2 * GIB
+        engine.sleep()
+        assert (ledger_of(GPU).reserved(), sleeping.device.held) == (0, 0)
+        with pytest.raises(RolloutError, match=r"another engine of this process holds .* GiB"):
+            _check_no_other_sleeper()
+        engine.wake_up("weights")
+        sleeping.check_answers(engine)
+        assert ledger_of(GPU).reserved() == sleeping.device.held == held
+        engine.sleep()
+        for part in parts:
+            engine.wake_up(part)
+        engine.shutdown()
+        sleeping.check_nothing_is_left()
+
+
+def test_a_cache_that_cannot_wake_is_out_of_memory_and_stays_asleep(sleeping: Sleeping) -> None:
+    engine = sleeping.start()
+    try:
+        engine.sleep()
+        engine.wake_up("weights")
+        trainer = sleeping.device.empty(sleeping.device.driver.free - 700 * MIB)
+        with pytest.raises(PartDoesNotFitError, match=r"waking kv, 1 GiB: CUDA Error: out of memory") as caught:
+            engine.wake_up("kv_cache")
+        assert (caught.value.kind, caught.value.num_bytes) == ("kv", GIB)
+        # One half of the cache was mapped before the other failed; the figures say so.
+        assert ledger_of(GPU).reserved() == sleeping.device.held
+        assert not engine._state.is_awake("kv_cache")
+        del trainer, caught
+        sleeping.device.empty_cache()
+        sleeping.check_answers(engine)
+    finally:
+        engine.shutdown()
+    sleeping.check_nothing_is_left()
+
+
+def test_books_of_another_shape_are_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The driver's free memory is used then."""
+    device = SimulatedDevice(total=4 * GIB)
+    device.installed(monkeypatch)
+    allocator, _ = sleeping_allocator(device, monkeypatch)
+    assert asleep_in_vllm() == Asleep()
+    allocator.pointer_to_data[0] = SimpleNamespace(handle=(0, GIB, 0, 0), tag="kv_cache")
+    assert asleep_in_vllm() is None
+
+
+def test_an_engine_without_room_to_wake_is_shut_down_with_a_warning(sleeping: Sleeping, caplog: pytest.LogCaptureFixture) -> None:
+    engine = sleeping.start()
+    engine.sleep()
+    trainer = sleeping.device.empty(sleeping.device.driver.free)
+    engine.shutdown()
+    del trainer
+    assert "it is shut down asleep, because the device has no room to wake it" in caplog.text
+
+
+def test_a_start_that_fails_half_way_leaves_room_for_the_next(sleeping: Sleeping) -> None:
+    with pytest.raises(
+        ConfigError, match=r"refuses these settings on this device: .*KV cache.* Here: raise .*kv_cache_memory_gb"
+    ):
+        sleeping.start(kv_cache_memory_gb=0.0001)
+    sleeping.check_nothing_is_left()
+    engine = sleeping.start()
+    try:
+        sleeping.check_answers(engine)
+    finally:
+        engine.shutdown()
+    sleeping.check_nothing_is_left()
+
+
+def test_an_engine_whose_settings_did_not_arrive_is_shut_down(sleeping: Sleeping, monkeypatch: pytest.MonkeyPatch) -> None:
+    from vllm.config import ModelConfig
+
+    monkeypatch.setattr(ModelConfig, "seed", property(lambda config: 77, lambda config, value: None), raising=False)
+    with pytest.raises(ConfigError, match=r"seed.*77") as caught:
+        sleeping.start()
+    # The error that is still held keeps the frame of the start, and with it the engine.
+    sleeping.check_nothing_is_left()
+    assert caught.value is not None

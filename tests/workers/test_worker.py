@@ -1,10 +1,12 @@
+import gc
 import pickle
+import weakref
 
 import pytest
 import torch
 import torch.distributed as dist
 from safetensors.torch import load_file
-from transformers import AutoTokenizer
+from transformers import AutoTokenizer, PreTrainedModel
 
 from tests.ranks import run_ranks
 from tests.tensors import local_of, whole_of
@@ -16,6 +18,7 @@ from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError, DeviceMemoryError, RolloutError
 from verl_memopt.memory.host_buffers import GIB, host_allocator
 from verl_memopt.models.build import named_weights
+from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch
@@ -66,9 +69,13 @@ def made(tiny_folder):
         workers.append(Worker(plan_of(tiny_folder, more, **plan), place()))
         return workers[-1]
 
+    def close():
+        while workers:
+            workers.pop().close()
+
+    build.close = close
     yield build
-    for worker in workers:
-        worker.close()
+    close()
     leave_process_group()
 
 
@@ -241,6 +248,55 @@ def test_full_determinism_and_the_seed_hold_for_the_worker(made):
         assert torch.initial_seed() == 5
     finally:
         torch.use_deterministic_algorithms(before)
+
+
+def live_models():
+    gc.collect()
+    return {id(found) for found in gc.get_objects() if isinstance(found, PreTrainedModel | PolicyModel)}
+
+
+def test_a_start_that_runs_out_of_memory_leaves_no_engine_model_limit_or_group(made):
+    """The engine is built when the policy does not fit; the error is held while one looks."""
+    before = live_models()
+    engine_bytes = made(track_init=True).started().allocated_bytes // 2
+    leave_process_group()
+    memory = Memory(device_limit_gb=engine_bytes * 1.5 / GIB, host_limit_gb=1)
+    with pytest.raises(DeviceMemoryError, match="init: out of device memory") as caught:
+        made(track_init=True, memory=memory)
+    assert host_allocator().limit_bytes is None
+    assert not dist.is_initialized()
+    made.close()
+    assert live_models() <= before
+    assert caught.value is not None
+
+
+class LastEngine:
+    """An engine that notes which models are left when it is shut down: a sleeping one needs their room to wake."""
+
+    def __init__(self, models):
+        self.models, self.left = models, None
+
+    def shutdown(self):
+        gc.collect()
+        self.left = [model for model in self.models if model() is not None]
+
+
+def test_a_closing_worker_lets_its_models_go_before_its_engine(made, tiny_folder):
+    more = {f"{AR}.actor.fsdp_config.param_offload": True, f"{AR}.actor.use_kl_loss": True}
+    worker = made(more, reference_folder=str(tiny_folder))
+    call(worker, "update_actor", [mini_batch()])
+    worker.engine.shutdown()
+    engine = worker.engine = LastEngine([weakref.ref(worker.policy.model), weakref.ref(worker.reference)])
+    worker.close()
+    assert engine.left == []
+
+
+def test_gradients_that_are_there_at_an_out_of_memory_error_are_told_as_gradients(made):
+    worker = made()
+    for parameter in worker.policy.model.parameters():
+        parameter.grad = torch.zeros_like(parameter)
+    kinds = [kind for kind, _ in worker._resident()]
+    assert kinds.count("grads") == kinds.count("params") == len(list(worker.policy.model.parameters()))
 
 
 def two_ranks(rank, folder, out):

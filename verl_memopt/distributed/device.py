@@ -90,9 +90,21 @@ def memory_info(device: torch.device) -> tuple[int, int]:
     return torch.cuda.mem_get_info(device)
 
 
-def cap_device_memory(device: torch.device, num_bytes: int) -> None:
-    """Lets this process's caching allocator take at most so many bytes of the device; more than all of it is all. GPU only."""
-    torch.cuda.set_per_process_memory_fraction(min(num_bytes / memory_info(device)[1], 1.0), device)
+def cap_device_memory(device: torch.device, num_bytes: int | None) -> None:
+    """Lets this process's caching allocator hold at most so many bytes; None, or all of the device, lifts the cap. GPU only.
+
+    The allocator counts what sleeps (:mod:`verl_memopt.observe.device_ledger`), so its bytes belong to ``num_bytes``.
+    """
+    total = torch.cuda.get_device_properties(device).total_memory
+    # Torch multiplies the fraction by the total and cuts the product: half a byte more keeps the last byte of the cap.
+    fraction = 1.0 if num_bytes is None or num_bytes >= total else (num_bytes + 0.5) / total
+    torch.cuda.set_per_process_memory_fraction(fraction, device)
+
+
+def device_memory_cap(device: torch.device) -> int | None:
+    """Gives the cap in bytes that :func:`cap_device_memory` set; None for no cap. GPU only."""
+    fraction = torch.cuda.get_per_process_memory_fraction(device)
+    return None if fraction >= 1.0 else round(fraction * torch.cuda.get_device_properties(device).total_memory)
 
 
 def synchronize(device: torch.device) -> None:

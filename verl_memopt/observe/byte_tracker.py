@@ -259,6 +259,11 @@ def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
     return [storage for storage, _ in _storages([tensor])]
 
 
+def device_storages(tensor: torch.Tensor, device: torch.device) -> list[torch.UntypedStorage]:
+    """Gives the storages under a tensor that are of ``device``'s tier: no host buffer, and nothing of another device."""
+    return [storage for storage, where in _storages([tensor]) if where.type == device.type and storage._cdata not in _declared]
+
+
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):

@@ -13,6 +13,7 @@ import torch
 
 from verl_memopt.distributed import device as device_room
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+from verl_memopt.observe.device_ledger import ledger_of
 from verl_memopt.observe.fsdp_kinds import fsdp_kinds
 
 logger = logging.getLogger(__name__)
@@ -29,11 +30,11 @@ class PhaseMemory:
     seconds: float
     """Wall time of the phase, in the process that measured it."""
     peak_allocated_bytes: int | None
-    """Peak of live tensors: the allocator's on a GPU, the tracker's on a CPU."""
+    """Peak of live tensors: the allocator's on a GPU, the tracker's on a CPU. A sleeping engine's tensors do not count."""
     allocated_bytes: int | None
-    """Live tensors when the phase ended."""
+    """Live tensors when the phase ended, without a sleeping engine's."""
     peak_reserved_bytes: int | None
-    """Peak of what the caching allocator held. GPU only."""
+    """Peak of what the caching allocator held of the device, without what slept at that moment. GPU only."""
     device_used_bytes: int | None
     """Total minus free of the device when the phase ended: other processes and the engine included. GPU only."""
     host_rss_bytes: int
@@ -59,7 +60,9 @@ class MemoryProbe:
         limit_bytes: int | None = None,
         kinds_on_gpu: bool = False,
     ) -> None:
-        """limit_bytes: most live bytes of a phase that is tracked on a CPU; a GPU's allocator has a limit of its own.
+        """limit_bytes: most live bytes of a phase that is tracked on a CPU, most reserved bytes of any phase on a GPU.
+
+        A GPU's allocator refuses what goes beyond, as long as its cap can be expressed; the probe refuses it at the phase's end.
 
         kinds_on_gpu: the tracker runs beside a GPU's allocator in tracked phases, for the bytes by kind; compile must be off.
         """
@@ -90,17 +93,21 @@ class MemoryProbe:
 
     @contextmanager
     def _allocator(self, name: str, kind: str) -> Iterator[dict]:
+        ledger = ledger_of(self._device)
         device_room.synchronize(self._device)
-        device_room.reset_peak_memory(self._device)
+        ledger.reset_peaks()
         figures: dict = {}
         yield figures
-        free, total = device_room.memory_info(self._device)
         figures.update(
-            peak_allocated_bytes=device_room.max_memory_allocated(self._device),
-            allocated_bytes=device_room.memory_allocated(self._device),
-            peak_reserved_bytes=device_room.max_memory_reserved(self._device),
-            device_used_bytes=total - free,
+            peak_allocated_bytes=ledger.peak_allocated(),
+            allocated_bytes=ledger.allocated(),
+            peak_reserved_bytes=ledger.peak_reserved(),
+            device_used_bytes=ledger.used(),
         )
+        ledger.check(name)
+        # Torch's cap ends at the device's size and counts what sleeps, so a limit near that size is not always below it.
+        if self._limit_bytes is not None and ledger.peak_reserved() > self._limit_bytes:
+            raise torch.OutOfMemoryError(f"the allocator held {ledger.peak_reserved()} bytes of {self._limit_bytes}")
 
     @contextmanager
     def _tracker(self, name: str, kind: str) -> Iterator[dict]:

@@ -64,6 +64,10 @@ class EngineState:
         self._awake.add(part)
         return was_asleep
 
+    def stays_asleep(self, part: str) -> None:
+        """Takes :meth:`waking` back: the part could not wake."""
+        self._awake.discard(part)
+
     def close(self) -> bool:
         """Records the shutdown; False when there was one before."""
         was_open, self._closed = not self._closed, True

@@ -9,6 +9,7 @@ from __future__ import annotations
 import gc
 import logging
 import os
+import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,8 +22,10 @@ from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
 from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.memory.allocators import DeviceCap
+from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames, waking_told
 from verl_memopt.memory.rollout_memory import KEEP_WEIGHTS, sleep_level
 from verl_memopt.memory.weight_buckets import Weights, WeightSlice, joined
+from verl_memopt.observe.device_ledger import Asleep
 from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
 from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
 from verl_memopt.rollout.process_state import default_group_kept, process_state_kept, random_state_kept
@@ -38,6 +41,11 @@ ENVIRONMENT = {
     "VLLM_DO_NOT_TRACK": "1",
 }
 """One process, no thread pinned to a core, nothing reported to anyone."""
+
+KINDS = {"weights": "rollout weights", "kv_cache": "kv"}
+"""Part of the engine -> the kind that its bytes are reported under."""
+
+logger = logging.getLogger(__name__)
 
 NEEDLESS = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
 """Loggers that warn of a tokenizer that is not needed and of tied weights that are."""
@@ -62,12 +70,18 @@ class VllmEngine:
         self._keep_group = dist.is_initialized()
         self._expected: ExpectedWeights | None = None
         self._map: WeightMap | None = None
-        with process_state_kept(place.device, own_prefix="VLLM_"):
-            self._llm: Any = _start(arguments, place)
-        _unlink_shared_memory(place)
-        check_arrived(arguments, self._llm.llm_engine.vllm_config, self._llm.llm_engine.log_stats)
-        self._in_place = _copies_in_place(self._llm.llm_engine.vllm_config.model_config)
         self._state = EngineState(whole=rollout.load_format != "dummy")
+        if self._can_sleep:
+            _check_no_other_sleeper()
+        with process_state_kept(place.device, own_prefix="VLLM_"), self._cap.changing(asleep_in_vllm):
+            self._llm: Any = _start(arguments, place)
+        try:
+            _unlink_shared_memory(place)
+            check_arrived(arguments, self._llm.llm_engine.vllm_config, self._llm.llm_engine.log_stats)
+            self._in_place = _copies_in_place(self._llm.llm_engine.vllm_config.model_config)
+        except BaseException:
+            self.shutdown()
+            raise
 
     def generate(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> Generation:
         self._state.check_ready()
@@ -100,15 +114,23 @@ class VllmEngine:
         if not self._can_sleep:
             raise RolloutError("rollout engine: this one cannot sleep. Build it with rollout.free_cache_engine=true, on a GPU.")
         if not self._state.asleep:
-            with self._cap.sleeping():
+            with self._cap.changing(asleep_in_vllm):
                 self._llm.sleep(level=self._sleep_level)
         self._state.slept(keeps_weights=self._sleep_level == KEEP_WEIGHTS)
 
     def wake_up(self, part: str) -> None:
-        if self._state.waking(part):
-            empty_cache(self._place.device)
-            with self._cap.sleeping():
+        if not self._state.waking(part):
+            return
+        # What waits to be collected, or lies in the cache, would count beside what wakes.
+        gc.collect()
+        empty_cache(self._place.device)
+        told = waking_told(KINDS[part], _bytes_to_wake(part), self._place.device)
+        try:
+            with told, self._cap.changing(asleep_in_vllm):
                 self._llm.wake_up(tags=[part])
+        except BaseException:
+            self._state.stays_asleep(part)
+            raise
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         runner = self._llm.collective_rpc(lambda worker: worker.model_runner)[0]
@@ -122,15 +144,38 @@ class VllmEngine:
     def shutdown(self) -> None:
         if not self._state.close():
             return
+        self._wake_all()
         engine = self._llm.llm_engine
         del self._llm
         self._map = None
-        with default_group_kept(self._keep_group):
-            engine.engine_core.shutdown()
-        engine.renderer.shutdown()
-        del engine
+        with self._cap.changing(asleep_in_vllm, refuse=False):
+            with default_group_kept(self._keep_group):
+                engine.engine_core.shutdown()
+            engine.renderer.shutdown()
+            del engine
+            gc.collect()
+            empty_cache(self._place.device)
+
+    def _wake_all(self) -> None:
+        """Wakes what sleeps, because vLLM's allocator unmaps whatever it frees.
+
+        Unmapping what is not mapped leaves an error behind that the next allocation, an engine's start for one, reports as its
+        own.
+        """
+        if not self._can_sleep or not self._llm.llm_engine.is_sleeping():
+            return
         gc.collect()
         empty_cache(self._place.device)
+        try:
+            with self._cap.changing(asleep_in_vllm, refuse=False):
+                self._llm.wake_up()
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            logger.warning(
+                "rollout engine: it is shut down asleep, because the device has no room to wake it (%s). No other engine can "
+                "start in this process.", error,
+            )  # fmt: skip
 
     def _write(self, model: Any, weights: Iterator[WeightSlice]) -> None:
         """Copies each slice to where vLLM's own loader would have put it."""
@@ -181,13 +226,78 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
     try:
         return LLM(**arguments)
     except (ValueError, TypeError, NotImplementedError) as error:
-        raise ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}") from error
+        refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{_way_out(error)}")
+        _let_go_of_failed_start(error, place.device)
+        raise refused from error
+    except BaseException as error:
+        _let_go_of_failed_start(error, place.device)
+        raise
     finally:
         if quiet:
             del os.environ["VLLM_LOGGING_LEVEL"]
             _speak(logging.WARNING)
             for name in NEEDLESS:
                 logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _way_out(error: BaseException) -> str:
+    """Says vLLM's advice about a cache that is too small in the keys of this project."""
+    if "KV cache" not in str(error) and "cache blocks" not in str(error):
+        return ""
+    return f" Here: raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb, or lower data.max_response_length."
+
+
+def _let_go_of_failed_start(error: BaseException, device: torch.device) -> None:
+    """Frees what an engine that did not start has taken; its error would hold it through the frames of its traceback."""
+    release_frames(error)
+    gc.collect()
+    allocator = _sleeping_allocator()
+    if allocator is not None:
+        allocator.release_pools()
+    empty_cache(device)
+
+
+def _sleeping_allocator() -> Any:
+    """vLLM's allocator of memory that can sleep: one a process, None before the first engine that can sleep."""
+    module = sys.modules.get("vllm.device_allocator.cumem")
+    return None if module is None else module.CuMemAllocator.instance
+
+
+def _check_no_other_sleeper() -> None:
+    allocator = _sleeping_allocator()
+    held = 0 if allocator is None else allocator.get_current_usage()
+    if held:
+        raise RolloutError(
+            f"rollout engine: another engine of this process holds {held / 2**30:.2f} GiB, and vLLM lets one engine a process "
+            "sleep. Shut the other one down first, or start this one in a new process."
+        )
+
+
+def asleep_in_vllm() -> Asleep | None:
+    """Gives what torch counts of vLLM's pools and the device does not hold; None where vLLM's books are not as known.
+
+    That is what sleeps, and segments that vLLM gave back to the driver itself when it trimmed a pool.
+    """
+    allocator = _sleeping_allocator()
+    if allocator is None:
+        return Asleep()
+    try:
+        held = {address for address, data in allocator.pointer_to_data.items() if not data.is_asleep}
+        pools = [pool for entries in allocator.allocator_and_pools.values() for pool, _ in entries]
+        gone = [segment for pool in pools for segment in pool.snapshot() if segment["address"] not in held]
+    except (AttributeError, TypeError, ValueError):
+        return None
+    return Asleep(sum(segment["total_size"] for segment in gone), sum(segment["allocated_size"] for segment in gone))
+
+
+def _bytes_to_wake(part: str) -> int:
+    """Gives the size of a sleeping part; whatever can only wake with it counts. 0 where vLLM's books are not as known."""
+    allocator = _sleeping_allocator()
+    entries = [] if allocator is None else allocator.pointer_to_data.values()
+    try:
+        return sum(data.handle[1] for data in entries if data.is_asleep and (data.tag == part or data.tag not in KINDS))
+    except AttributeError:
+        return 0
 
 
 def _shared_memory_name(place: EnginePlace) -> str:

@@ -21,9 +21,10 @@ from verl_memopt.distributed.process_group import join_process_group, leave_proc
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.activation_offload import ActivationOffload
-from verl_memopt.memory.allocators import limit_bytes, memory_limits, out_of_memory_told
+from verl_memopt.memory.allocators import limit_bytes, memory_limits
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.lora import adapters_off, initialize_adapters, load_adapter, merged_weights, save_adapter
+from verl_memopt.memory.out_of_memory import out_of_memory_told
 from verl_memopt.memory.param_offload import ParamHome
 from verl_memopt.memory.residency import POLICY, REFERENCE, Residency
 from verl_memopt.memory.weight_buckets import weight_slices
@@ -94,12 +95,15 @@ class Worker:
         self.engine: RolloutEngine | None = None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
-        with ExitStack() as stack:
-            stack.enter_context(memory_limits(plan.memory, self.device))
+        self.limits = ExitStack()
+        try:
+            self.limits.enter_context(memory_limits(plan.memory, self.device))
             counted = plan.track_init and self._counts_engine
             with self._out_of_memory_told("init"), self.probe.phase("init", counted, kind="built") as report:
                 self._build()
-            self.limits = stack.pop_all()
+        except BaseException:
+            self.close()
+            raise
         self.init_memory = report()
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
@@ -208,14 +212,21 @@ class Worker:
             self.policy_home.changed()
 
     def close(self) -> None:
-        """Releases the engine and leaves the process group."""
-        if self.engine is not None:
-            self.engine.shutdown()
-            self.engine = None
+        """Releases the models and the engine, and leaves the process group. A second call does nothing.
+
+        The models go first: a sleeping engine has to wake before it can be shut down, and needs the room.
+        """
         if self.policy is not None and self.policy.offload is not None:
             self.policy.offload.close()
-        self.limits.close()
-        leave_process_group()
+        self.policy = self.policy_home = self.reference = None
+        self.residency = Residency(self.device)
+        engine, self.engine = self.engine, None
+        try:
+            if engine is not None:
+                engine.shutdown()
+        finally:
+            self.limits.close()
+            leave_process_group()
 
     # Building.
 
@@ -324,9 +335,11 @@ class Worker:
         return rollout.temperature if rollout.do_sample else 1.0
 
     def _resident(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gives what lies on the device before a phase begins, by kind."""
+        """Gives what is there before a phase begins, by kind, whether it lies on the device or rests on the host."""
         if self.policy is not None:
-            yield from (("params", parameter) for parameter in self.policy.model.parameters())
+            parameters = list(self.policy.model.parameters())
+            yield from (("params", parameter) for parameter in parameters)
+            yield from (("grads", parameter.grad) for parameter in parameters if parameter.grad is not None)
             yield from (
                 ("optimizer", value)
                 for state in self.policy.optimizer.state.values()
