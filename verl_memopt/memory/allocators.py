@@ -15,6 +15,7 @@ Pairs with: every offload, whose bytes rest in host buffers; and with the variab
 
 from __future__ import annotations
 
+import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
@@ -118,14 +119,21 @@ def out_of_memory_told(
     try:
         yield
     except DeviceLimitError as error:
-        raise _error(phase, error.kinds, error.num_bytes, limit, error.op, settings) from None
+        asked = error.asked_bytes
+        raise _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, asked, error.num_bytes - asked) from None
     except torch.OutOfMemoryError as error:
         if not is_gpu(device):
             raise
         peak, kinds = max_memory_allocated(device), _bytes_by_kind(resident())
         kinds["activations"] += max(peak - sum(kinds.values()), 0)
         cap = memory_info(device)[1] if limit is None else limit
-        raise _error(phase, kinds, peak, cap, str(error).split(". ")[0], settings) from error
+        raise _error(phase, kinds, peak, cap, str(error).split(". ")[0], settings, _asked(str(error)), peak) from error
+
+
+def _asked(message: str) -> int | None:
+    """Return the bytes that torch's out-of-memory message says it tried to allocate, or None where it says nothing."""
+    found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    return None if found is None else round(float(found[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[found[2]])
 
 
 def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]]) -> Counter[str]:
@@ -141,7 +149,14 @@ def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]]) -> Counter[str]
 
 
 def _error(
-    phase: str, kinds: dict[str, int], held: int, limit: int | None, what: str, settings: schema.ActorRolloutRef
+    phase: str,
+    kinds: dict[str, int],
+    held: int,
+    limit: int | None,
+    what: str,
+    settings: schema.ActorRolloutRef,
+    asked: int | None = None,
+    held_before: int | None = None,
 ) -> DeviceMemoryError:
     largest = sorted(kinds, key=lambda kind: -kinds[kind])
     terms = ", ".join(f"{kind} {_gib(kinds[kind])}" for kind in largest if kinds[kind])
@@ -149,7 +164,8 @@ def _error(
     out = f" Most of it is {largest[0]}: {ways[0]}." if largest and ways else ""
     more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
     of = "" if limit is None else f" of {_gib(limit)}"
-    return DeviceMemoryError(f"{phase}: out of device memory at {_gib(held)}{of} GiB ({what}): {terms} GiB.{out}{more}")
+    text = f"{phase}: out of device memory at {_gib(held)}{of} GiB ({what}): {terms} GiB.{out}{more}"
+    return DeviceMemoryError(text, phase, asked, held_before, limit)
 
 
 def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef) -> list[str]:
