@@ -115,6 +115,25 @@ def test_a_row_exactly_as_long_as_the_cap_is_packed():
     assert pack([512, 1, 511], 512) == [[0], [1, 2]]
 
 
+@pytest.mark.parametrize("budget", [1, 2, 512])
+@pytest.mark.parametrize("others", [[], [1], [1, 1, 1]])
+def test_a_row_one_token_over_the_cap_is_refused_wherever_it_stands(budget, others):
+    for place in range(len(others) + 1):
+        lengths = [*others[:place], budget + 1, *others[place:]]
+        with pytest.raises(ConfigError, match=f"row {place} has {budget + 1} tokens.*Raise it to at least {budget + 1},"):
+            pack(lengths, budget)
+        lengths[place] = budget
+        assert sorted(row for rows in pack(lengths, budget) for row in rows) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize("budget", [12, 60])
+def test_rows_that_fill_a_bin_to_the_last_token_share_it_and_one_token_more_needs_another(budget):
+    assert len(pack([budget - 5, 5], budget)) == 1
+    assert len(pack([budget - 4, 5], budget)) == 2
+    assert lower_bound([budget - 5, 5], budget) == 1
+    assert lower_bound([budget - 4, 5], budget) == 2
+
+
 def test_equal_batches_pack_equally():
     lengths = [random.Random(3).randint(1, 99) for _ in range(200)]
     assert pack(lengths, 250) == pack(list(lengths), 250)
