@@ -100,6 +100,11 @@ def test_a_users_mistake_is_one_line_on_standard_error(capsys):
     assert shown.err == "ConfigError: trainer.total_epoch: no such key. Did you mean trainer.total_epochs?\n"
 
 
+def test_a_ladder_is_written_to_a_file_that_has_a_name(capsys):
+    assert ended(["knobs", "--measure", "--model", "folder", "--json"]) == 2
+    assert "--measure writes the ladder to a file: --json FILE" in capsys.readouterr().err
+
+
 @pytest.fixture
 def run_dir(tmp_path):
     """What a run of two steps leaves at the least."""

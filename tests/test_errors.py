@@ -1,4 +1,5 @@
 import inspect
+import pickle
 
 import pytest
 
@@ -23,3 +24,8 @@ def test_what_goes_wrong_in_a_run_ends_with_code_1(kind):
 
 def test_every_error_says_when_it_is_raised():
     assert all(kind.__doc__ for kind in KINDS)
+
+
+def test_the_figures_of_a_full_device_cross_from_a_worker_to_the_driver():
+    error = pickle.loads(pickle.dumps(errors.DeviceMemoryError("gen: full", "gen", 3, 8, 10)))
+    assert (str(error), error.phase, error.asked_bytes, error.held_bytes, error.limit_bytes) == ("gen: full", "gen", 3, 8, 10)

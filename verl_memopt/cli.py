@@ -51,7 +51,11 @@ def _toy(arguments: Sequence[str]) -> int:
 def _knobs(arguments: Sequence[str]) -> int:
     parser = argparse.ArgumentParser(prog="verl-memopt knobs", description="List the memory knobs, or measure them on a model.")
     parser.add_argument(
-        "--json", nargs="?", const="-", metavar="FILE", help="print the index as JSON; with --measure write the ladder to FILE"
+        "--json",
+        nargs="?",
+        const="-",
+        metavar="FILE",
+        help="print the index as JSON; with --measure write the ladder to FILE, after each rung",
     )
     parser.add_argument("--measure", action="store_true", help="run one update of --model from all knobs off to all on")
     parser.add_argument("--model", help="model folder to measure")
@@ -62,7 +66,8 @@ def _knobs(arguments: Sequence[str]) -> int:
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt (default: 1024)")
     parser.add_argument("--response", type=int, default=256, help="tokens of each response (default: 256)")
     parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure these rungs only")
-    parser.add_argument("--png", type=Path, help="draw the ladder")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="write the tables to FILE too, after each rung")
+    parser.add_argument("--png", type=Path, metavar="FILE", help="draw the ladder")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every rung")
     return knobs_command(parser.parse_intermixed_args(arguments), parser)
 
@@ -73,8 +78,8 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
 
     from verl_memopt.memory.knobs import as_json, index
     from verl_memopt.observe.log_setup import setup_logging
-    from verl_memopt.trainer import knob_report, ladder
-    from verl_memopt.trainer.ladder_plan import ALL_OFF, Work
+    from verl_memopt.trainer import knob_report, ladder_command
+    from verl_memopt.trainer.ladder_plan import Work
 
     if not parsed.measure:
         if parsed.json is not None:
@@ -84,26 +89,16 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
         return 0
     if (parsed.model is None) == (parsed.shape is None):
         parser.error("--measure needs --model FOLDER or --shape NAME")
+    if parsed.json == "-":
+        parser.error("--measure writes the ladder to a file: --json FILE")
     setup_logging()
     name = parsed.model or f"{parsed.shape}" + (f", {parsed.layers} layers" if parsed.layers else "")
     work = Work(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
+    json_path = None if parsed.json is None else Path(parsed.json)
+    record = ladder_command.LadderRecord(name, work, json_path, parsed.text, parsed.png)
+    console = Console(highlight=False, width=max(ladder_command.WIDTH, Console().width))
     with model_folder(parsed, parser) as folder:
-        rungs = list(ladder.climb(str(folder), work, parsed.overrides, parsed.only))
-    climbed, branches = ladder.split(rungs)
-    console = Console(highlight=False, width=max(200, Console().width))
-    console.print(knob_report.ladder_table(climbed))
-    if branches:
-        console.print(
-            "\nInstead of what follows a rung:",
-            knob_report.ladder_table(branches, climbed[0] if climbed[0].knob == ALL_OFF else None),
-        )
-    console.print("\nWhat each saves on the rung below:", knob_report.savings_table(rungs))
-    if parsed.json not in (None, "-"):
-        Path(parsed.json).write_text(json.dumps(ladder.as_json(rungs, work, name), indent=2) + "\n")
-    if parsed.png is not None:
-        title = f"Memory knobs on {name}, {work.rows} x ({work.prompt} + {work.response}) tokens"
-        knob_report.draw_ladder(climbed, parsed.png, title)
-    return 0
+        return ladder_command.measure_ladder(folder, work, parsed.overrides, parsed.only, record, console)
 
 
 @contextmanager

@@ -37,9 +37,27 @@ class WorkerError(UserError):
 
 
 class DeviceMemoryError(UserError):
-    """The device, or the limit set for it, has no room for a phase."""
+    """The device, or the limit set for it, has no room for a phase.
+
+    phase: where it ran out. asked_bytes: size of the allocation that was refused. held_bytes: bytes held at that moment.
+    limit_bytes: the most there may be. A figure that is not known is None.
+    """
 
     exit_code = 1
+
+    def __init__(
+        self,
+        message: str,
+        phase: str = "",
+        asked_bytes: int | None = None,
+        held_bytes: int | None = None,
+        limit_bytes: int | None = None,
+    ) -> None:
+        super().__init__(message)
+        self.phase = phase
+        self.asked_bytes = asked_bytes
+        self.held_bytes = held_bytes
+        self.limit_bytes = limit_bytes
 
 
 class CheckpointError(UserError):

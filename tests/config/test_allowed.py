@@ -1,7 +1,7 @@
 import pytest
 
 from verl_memopt.config.allowed import CHOICES, RANGES, WHY_NOT, check_values
-from verl_memopt.config.keys import leaf_keys, replaced
+from verl_memopt.config.keys import leaf_keys, leaf_types, replaced
 from verl_memopt.config.schema import Settings
 
 AR = "actor_rollout_ref"
@@ -42,18 +42,73 @@ def test_null_is_left_to_the_keys_type():
     assert complaints(data__val_batch_size=None) == []
 
 
-@pytest.mark.parametrize(
-    ("key", "good", "bad"),
-    [
-        ("data__train_batch_size", [1], [0, -1]),
-        ("data__train_max_samples", [-1, 1], [0, -2]),
-        ("data__seed", [0], [-1]),
-        ("trainer__save_freq", [-1, 5], [0, -2]),
-        ("actor_rollout_ref__actor__clip_ratio_c", [1.1], [1.0, 0.5]),
-        ("actor_rollout_ref__rollout__top_p", [0.1, 1.0], [0.0, 1.1]),
-        ("actor_rollout_ref__actor__optim__betas", [(0.0, 0.999)], [(0.9, 1.0), (-0.1, 0.9)]),
-    ],
-)
-def test_a_number_at_the_edge_of_its_range_is_told_from_one_beyond(key, good, bad):
-    assert [complaints(**{key: value}) for value in good] == [[]] * len(good)
-    assert [len(complaints(**{key: value})) for value in bad] == [1] * len(bad)
+STEP = 1e-9
+"""How far beyond a bound a number with a fraction is tried; a whole number is tried one beyond."""
+
+
+def roles(*keys):
+    """Gives the keys of actor and reference."""
+    return [f"{AR}.{role}.fsdp_config.{key}" for role in ("actor", "ref") for key in keys]
+
+
+ABOVE_0 = [
+    *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.val_batch_size"),
+    *(f"{AR}.nccl_timeout", f"{AR}.model.gradient_checkpointing_every", f"{AR}.model.activation_offload_in_flight"),
+    *(f"{AR}.model.tiled_mlp.num_shards", f"{AR}.model.lora_alpha"),
+    *(f"{AR}.actor.{key}" for key in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")),
+    *(f"{AR}.actor.{key}" for key in ("ppo_epochs", "clip_ratio", "clip_ratio_low", "clip_ratio_high", "loss_scale_factor")),
+    *(f"{AR}.actor.optim.{key}" for key in ("clip_grad", "num_cycles", "bucket_megabytes")),
+    *(f"{AR}.{role}.log_prob_{key}_per_gpu" for role in ("ref", "rollout") for key in ("micro_batch_size", "max_token_len")),
+    *(f"{AR}.rollout.{key}" for key in ("n", "temperature", "repetition_penalty", "prompt_length", "response_length")),
+    *(f"{AR}.rollout.{key}" for key in ("kv_cache_memory_gb", "max_model_len", "max_num_seqs", "max_num_batched_tokens")),
+    *(f"{AR}.rollout.{key}" for key in ("tensor_model_parallel_size", "max_logprob_diff", "val_kwargs.n")),
+    f"{AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes",
+    *("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
+    *("reward_model.num_workers", "custom_reward_function.timeout_seconds"),
+    *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps", "table_every_steps")),
+    *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout"),
+    *("memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
+]
+FROM_0 = [
+    *("data.seed", f"{AR}.model.activation_offload_min_bytes", f"{AR}.model.lora_rank", f"{AR}.model.logprob_chunk_tokens"),
+    *(f"{AR}.model.logprob_vocab_tile", f"{AR}.actor.entropy_coeff", f"{AR}.actor.kl_loss_coef"),
+    *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
+    *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
+    *("trainer.track_memory_every_steps", "trainer.log_val_generations"),
+]
+ABOVE_0_OR_MINUS_1 = [
+    *("data.train_max_samples", "data.val_max_samples", f"{AR}.actor.optim.total_training_steps", *roles("fsdp_size")),
+    *(f"{AR}.rollout.top_k", f"{AR}.rollout.val_kwargs.top_k", "trainer.save_freq", "trainer.test_freq"),
+]
+UP_TO_1 = [f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_ratio"]
+ABOVE_0_UP_TO_1 = [f"{AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")]
+
+
+def least_step(key):
+    return STEP if "float" in str(leaf_types()[key]) else 1
+
+
+EDGES = {
+    **{key: ([least_step(key)], [0, -least_step(key)]) for key in ABOVE_0},
+    **{key: ([0, least_step(key)], [-least_step(key)]) for key in FROM_0},
+    **{key: ([1, -1], [0, -2]) for key in ABOVE_0_OR_MINUS_1},
+    **{key: ([0, 1], [-STEP, 1 + STEP]) for key in UP_TO_1},
+    **{key: ([STEP, 1], [0, 1 + STEP]) for key in ABOVE_0_UP_TO_1},
+    f"{AR}.actor.optim.lr_warmup_steps": ([-1, 0], [-2]),
+    f"{AR}.actor.clip_ratio_c": ([1 + STEP], [1, 1 - STEP]),
+    f"{AR}.actor.optim.betas": ([(0, 0), (1 - STEP, 1 - STEP)], [(-STEP, 0.9), (0.9, -STEP), (1, 0.9), (0.9, 1)]),
+    f"{AR}.rollout.sleep_level": ([1, 2], [0, 3]),
+}
+"""Key -> values at the bounds of its range, and values just beyond them."""
+
+
+def test_every_range_has_its_edges_here():
+    assert EDGES.keys() == RANGES.keys()
+
+
+@pytest.mark.parametrize("key", EDGES)
+def test_a_number_at_the_edge_of_its_range_is_told_from_one_beyond(key):
+    inside, beyond = EDGES[key]
+    name = key.replace(".", "__")
+    assert [len(complaints(**{name: value})) for value in inside] == [0] * len(inside)
+    assert [len(complaints(**{name: value})) for value in beyond] == [1] * len(beyond)

@@ -306,3 +306,68 @@ def test_an_engine_argument_that_a_key_sets_is_refused(complaint, name):
 )
 def test_a_possible_combination_passes(settled, more):
     assert settled(more)
+
+
+FOUR = {"trainer.n_gpus_per_node": 4}
+ONE_STEP = {f"{AR}.actor.optim.in_backward": True, f"{AR}.actor.optim.clip_grad": None, f"{AR}.actor.use_dynamic_bsz": False}
+LIMITS = {
+    "a group has two answers": ({"algorithm.adv_estimator": "rloo"}, f"{AR}.rollout.n", [2], [1]),
+    "a group of GRPO has two answers": ({"algorithm.adv_estimator": "grpo"}, f"{AR}.rollout.n", [2], [1]),
+    "a step is whole mini-batches": ({f"{AR}.actor.ppo_mini_batch_size": 64}, "data.train_batch_size", [64, 128], [63, 65, 127]),
+    "a mini-batch divides a step": ({"data.train_batch_size": 64}, f"{AR}.actor.ppo_mini_batch_size", [32, 64], [33, 63, 65]),
+    "rows divide over devices": (
+        FOUR | {"data.train_batch_size": 4, f"{AR}.rollout.n": 2}, f"{AR}.actor.ppo_mini_batch_size", [2, 4], [1],
+    ),
+    "devices divide the rows": (
+        {"data.train_batch_size": 2, f"{AR}.actor.ppo_mini_batch_size": 2, f"{AR}.rollout.n": 2},
+        "trainer.n_gpus_per_node", [1, 2, 4], [3, 5, 8],
+    ),
+    "a sample fits the actor's budget": ({}, f"{AR}.actor.ppo_max_token_len_per_gpu", [1024], [1023]),
+    "a sample fits the budget of the old log-probs": ({}, f"{AR}.rollout.log_prob_max_token_len_per_gpu", [1024], [1023]),
+    "a sample fits the reference's budget": (
+        {f"{AR}.actor.use_kl_loss": True}, f"{AR}.ref.log_prob_max_token_len_per_gpu", [1024], [1023],
+    ),
+    "prompts of the data fit a budget": ({f"{AR}.actor.ppo_max_token_len_per_gpu": 1024}, "data.max_prompt_length", [512], [513]),
+    "responses of the data fit a budget": (
+        {f"{AR}.actor.ppo_max_token_len_per_gpu": 1024}, "data.max_response_length", [512], [513],
+    ),
+    "prompt and response fit the engine": ({}, f"{AR}.rollout.max_model_len", [1024], [1023]),
+    "prompts of the data fit the engine": ({}, f"{AR}.rollout.prompt_length", [512], [511]),
+    "responses of the engine fit the data": ({}, f"{AR}.rollout.response_length", [512], [513]),
+    "engines divide the devices": (
+        FOUR | {f"{AR}.rollout.name": "vllm"}, f"{AR}.rollout.tensor_model_parallel_size", [1, 2, 4], [3, 5, 8],
+    ),
+    "transformers runs on one device": ({"trainer.n_gpus_per_node": 2}, f"{AR}.rollout.tensor_model_parallel_size", [1], [2]),
+    "shard groups divide the devices": (FOUR, f"{AR}.actor.fsdp_config.fsdp_size", [1, 2, 4, -1], [3, 5, 8]),
+    "parts of a shard group are smaller than it": (
+        {"trainer.n_gpus_per_node": 8}, f"{AR}.actor.fsdp_config.reshard_after_forward", [2, 4], [3, 8],
+    ),
+    "a local group has one device": ({"trainer.worker_group": "local"}, "trainer.n_gpus_per_node", [1], [2]),
+    "a local group has one node": ({"trainer.worker_group": "local"}, "trainer.nnodes", [1], [2]),
+    "an update in backward has one micro-batch": (
+        ONE_STEP | {"data.train_batch_size": 2, f"{AR}.actor.ppo_mini_batch_size": 2},
+        f"{AR}.actor.ppo_micro_batch_size_per_gpu", [8, 9], [7],
+    ),
+    "greedy validation has no temperature": ({}, f"{AR}.rollout.val_kwargs.temperature", [0.0], [1e-9]),
+    "sampled validation has a temperature": (
+        {f"{AR}.rollout.val_kwargs.do_sample": True}, f"{AR}.rollout.val_kwargs.temperature", [1e-9], [0.0],
+    ),
+    "adapters have a rank": ({f"{AR}.model.lora_adapter_path": "adapter"}, f"{AR}.model.lora_rank", [1], [0]),
+    "a quantised reference has no adapters": (
+        {f"{AR}.ref.quantization": "int8", f"{AR}.actor.use_kl_loss": True}, f"{AR}.model.lora_rank", [0], [1],
+    ),
+    "torchao's step is not counted": (
+        {f"{AR}.actor.optim.optimizer_impl": "torchao.optim", f"{AR}.actor.optim.optimizer": "AdamW8bit"},
+        "trainer.track_memory_every_steps", [0], [1],
+    ),
+}  # fmt: skip
+"""What must hold -> the other keys, the key that is tried, its values at the limit and its values just beyond."""
+
+
+@pytest.mark.parametrize("what", LIMITS)
+def test_a_value_at_a_limit_passes_and_one_beyond_is_refused_by_name(settled, complaint, what):
+    others, key, within, beyond = LIMITS[what]
+    for value in within:
+        assert value_at(settled(others | {key: value}), key) == value
+    for value in beyond:
+        assert key in complaint(others | {key: value})

@@ -165,6 +165,16 @@ def test_overlong_prompts_stay_when_they_will_be_cut(jsonl: Write, tokenizer: Pr
     assert len(read(jsonl(row("1" * 50)), tokenizer, max_prompt_length=40, truncation="left")) == 1
 
 
+@pytest.mark.parametrize("drops", [False, True])
+def test_a_prompt_one_token_over_the_limit_is_too_long(jsonl: Write, tokenizer: PreTrainedTokenizerFast, drops: bool) -> None:
+    path = jsonl(row(prompt="1" * 40), row(prompt="1" * 41))
+    if drops:
+        assert len(read(path, tokenizer, max_prompt_length=40, filter_overlong_prompts=True)) == 1
+        return
+    with pytest.raises(DataError, match=r":2: the prompt has 41 tokens, data\.max_prompt_length is 40"):
+        read(path, tokenizer, max_prompt_length=40)
+
+
 def test_a_prompt_of_exactly_the_limit_is_not_too_long(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     assert len(read(jsonl(row(prompt="1" * 40)), tokenizer, max_prompt_length=40)) == 1
 

@@ -59,6 +59,15 @@ def test_error_refuses_a_prompt_over_the_limit_with_its_row_and_length() -> None
         encoder.encode(["0", "012345"], ["a:1", "a:2"])
 
 
+@pytest.mark.parametrize("truncation", ["left", "right", "middle"])
+def test_a_prompt_of_the_limit_is_left_whole_and_one_token_more_is_cut(truncation: str) -> None:
+    encoder = PromptEncoder(TOKENIZER, 5, truncation)
+    assert digits(encoder.encode(["01234"], ["a:1"])[0]) == "01234"
+    assert (encoder.rows_truncated, encoder.tokens_dropped) == (0, 0)
+    assert len(encoder.encode(["012345"], ["a:1"])[0]) == 5
+    assert (encoder.rows_truncated, encoder.tokens_dropped) == (1, 1)
+
+
 def test_an_empty_prompt_is_refused() -> None:
     with pytest.raises(DataError, match="a:1: the prompt has no tokens"):
         PromptEncoder(TOKENIZER, 5, "left").encode([""], ["a:1"])

@@ -11,7 +11,7 @@ from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, Rollout
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.host_buffers import GIB, host_buffer
-from verl_memopt.memory.out_of_memory import ADVICE, _bytes_by_kind, _error, advice, out_of_memory_told, waking_told
+from verl_memopt.memory.out_of_memory import ADVICE, _asked, _bytes_by_kind, _error, advice, out_of_memory_told, waking_told
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError, mark, scope
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.observe.phase import MemoryProbe
@@ -195,6 +195,28 @@ def test_the_error_reaches_the_driver_and_ends_the_run_with_a_failure():
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB.")
     assert error.exit_code != 0
+
+
+def test_the_error_carries_what_was_held_and_asked_for():
+    kept = torch.zeros(50)
+    probe = MemoryProbe(CPU, lambda: [("params", kept)], 400)
+    with (
+        pytest.raises(DeviceMemoryError) as caught,
+        out_of_memory_told("ref", CPU, list, SETTINGS, 400),
+        probe.phase("ref", True),
+    ):
+        torch.zeros(51)
+    error = caught.value
+    assert (error.phase, error.held_bytes, error.asked_bytes, error.limit_bytes) == ("ref", 200, 204, 400)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"), [("512 bytes", 512), ("1.50 KiB", 1536), ("20.00 MiB", 20 * 2**20), ("2.25 GiB", 9 * GIB // 4)]
+)
+def test_what_torch_says_it_tried_to_allocate_is_read(size, num_bytes):
+    message = f"CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of 31.50 GiB of which 1.10 GiB is free."
+    assert _asked(message) == num_bytes
+    assert _asked("CUDA error: out of memory") is None
 
 
 @pytest.mark.parametrize("kind", ADVICE)

@@ -54,6 +54,27 @@ def test_a_row_over_the_budget_is_named():
         pack_groups_under(TOKENS, 14, "abcde")
 
 
+FAMILY = RowTokens(prompts=(10, 10), answers=(3, 5), groups=(0, 0))
+
+
+def test_a_group_that_fills_the_budget_to_the_last_token_stays_whole_and_one_token_more_is_cut():
+    assert pack_groups_under(FAMILY, 18, "ab") == [[0, 1]]
+    assert sorted(pack_groups_under(FAMILY, 17, "ab")) == [[0], [1]]
+
+
+def test_the_longest_row_of_a_group_may_fill_the_budget_and_one_token_more_is_refused():
+    assert sorted(pack_groups_under(FAMILY, 15, "ab")) == [[0], [1]]
+    with pytest.raises(ConfigError, match=r"=14: b has 15 tokens.*Raise it to at least 15"):
+        pack_groups_under(FAMILY, 14, "ab")
+
+
+def test_a_row_without_others_of_its_group_may_fill_the_budget_and_one_token_more_is_refused():
+    tokens = RowTokens(prompts=(10, 2), answers=(5, 1), groups=(0, 1))
+    assert sorted(pack_groups_under(tokens, 15, "ab")) == [[0], [1]]
+    with pytest.raises(ConfigError, match=r"=14: a has 15 tokens"):
+        pack_groups_under(tokens, 14, "ab")
+
+
 def test_answers_of_one_token_to_a_prompt_as_long_as_the_budget_fit_together():
     tokens = RowTokens(prompts=(10, 10), answers=(0, 0), groups=(0, 0))
     assert pack_groups_under(tokens, 10, "ab") == [[0, 1]]

@@ -10,7 +10,16 @@ from hypothesis import strategies as st
 
 from benchmarks.packing.contest import SHAPES, batches, measure
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.token_budget import FINEST, balance, lower_bound, pack, pack_fixed, split_to_count
+from verl_memopt.memory.token_budget import (
+    FINEST,
+    _best_fit_decreasing,
+    _tight_fill,
+    balance,
+    lower_bound,
+    pack,
+    pack_fixed,
+    split_to_count,
+)
 
 row_lengths = st.lists(st.integers(1, 60), max_size=40)
 
@@ -113,6 +122,31 @@ def test_a_row_longer_than_the_cap_is_refused_with_the_key_the_row_its_length_an
 
 def test_a_row_exactly_as_long_as_the_cap_is_packed():
     assert pack([512, 1, 511], 512) == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 512])
+@pytest.mark.parametrize("others", [[], [1], [1, 1, 1]])
+def test_a_row_one_token_over_the_cap_is_refused_wherever_it_stands(budget, others):
+    for place in range(len(others) + 1):
+        lengths = [*others[:place], budget + 1, *others[place:]]
+        with pytest.raises(ConfigError, match=f"row {place} has {budget + 1} tokens.*Raise it to at least {budget + 1},"):
+            pack(lengths, budget)
+        lengths[place] = budget
+        assert sorted(row for rows in pack(lengths, budget) for row in rows) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize("budget", [12, 60])
+def test_rows_that_fill_a_bin_to_the_last_token_share_it_and_one_token_more_needs_another(budget):
+    assert len(pack([budget - 5, 5], budget)) == 1
+    assert len(pack([budget - 4, 5], budget)) == 2
+    assert lower_bound([budget - 5, 5], budget) == 1
+    assert lower_bound([budget - 4, 5], budget) == 2
+
+
+@pytest.mark.parametrize("packing", [_best_fit_decreasing, partial(_tight_fill, candidates=4, spread=False)])
+def test_each_way_of_packing_alone_fills_a_bin_to_the_last_token_and_not_beyond(packing):
+    assert len(packing([55, 5], 60)) == len(packing([50, 6, 4], 60)) == 1
+    assert len(packing([56, 5], 60)) == len(packing([50, 6, 5], 60)) == 2
 
 
 def test_equal_batches_pack_equally():

@@ -11,7 +11,7 @@ from tests.ranks import run_ranks
 from tests.rollout.tools import place_at
 from verl_memopt.config.schema import Fsdp, Model, Rollout
 from verl_memopt.distributed.process_group import leave_process_group, training_mesh
-from verl_memopt.memory.weight_buckets import MIB, WeightSlice, joined, weight_slices
+from verl_memopt.memory.weight_buckets import MIB, WeightSlice, _Bucket, joined, weight_slices
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.policy_model import allocate
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
@@ -125,6 +125,23 @@ def test_a_sync_holds_one_bucket_beside_the_two_models_however_slow_the_receiver
     # The buffer has room for as many elements of every rank and of the one that is sent as go into it.
     assert MIB - (ranks + 1) * 2 < peak.bytes - before <= MIB
     assert set(peak.kinds) == {"params", "sync bucket"}
+
+
+@pytest.mark.parametrize(("limit", "sent"), [(24, [8, 8]), (23, [4, 4, 4, 4]), (12, [4, 4, 4, 4]), (36, [12, 4])])
+def test_rows_that_fill_a_bucket_to_the_last_element_are_sent_together_and_one_element_less_is_not_enough(
+    fake_ranks, monkeypatch, limit, sent
+):
+    """Two ranks hold two rows of four elements of each of two tensors; the limit is for both ranks' rows and the own ones."""
+    mesh, lengths = fake_ranks(2), []
+    gather = dist.all_gather_into_tensor
+    monkeypatch.setattr(
+        dist, "all_gather_into_tensor", lambda out, own, **group: (lengths.append(own.numel()), gather(out, own, **group))
+    )
+    bucket = _Bucket(mesh.get_group(), 2, torch.float32, limit)
+    for name in ("a", "b"):
+        list(bucket.add(name, distribute_tensor(torch.ones(4, 4), mesh, [Shard(0)])))
+    list(bucket.flush())
+    assert lengths == sent
 
 
 def test_a_model_smaller_than_the_bucket_takes_its_own_size(fake_ranks):

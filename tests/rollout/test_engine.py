@@ -22,7 +22,7 @@ from tests.rollout.tools import (
     weights_of,
 )
 from verl_memopt.errors import ConfigError, RolloutError
-from verl_memopt.rollout.engine import Generation, RolloutEngine, build_engine
+from verl_memopt.rollout.engine import ENGINES, Generation, RolloutEngine, build_engine, check_rows
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
@@ -186,6 +186,30 @@ def test_resident_bytes_hold_at_least_the_models_weights_and_grow_by_no_load(eng
 def test_an_unknown_engine_is_refused_with_the_known_ones(tied_folder: Path) -> None:
     with pytest.raises(ConfigError, match=r"rollout\.name=sglang.*vllm, hf"):
         build_engine(rollout_settings("sglang"), place_at(tied_folder))
+
+
+@pytest.mark.parametrize("prompt", [1, 5])
+def test_a_row_may_grow_to_the_longest_sequence_and_one_token_more_is_refused(prompt: int) -> None:
+    longest = prompt + 12
+    check_rows([[5], [5] * prompt], [0, 1], 12, longest)
+    for ids, max_tokens in ((prompt + 1, 12), (prompt, 13)):
+        with pytest.raises(RolloutError, match=rf"row 0 has {ids} prompt tokens and may grow by {max_tokens}.*most {longest}"):
+            check_rows([[5] * ids], [0], max_tokens, longest)
+    with pytest.raises(RolloutError, match=r"row 1 is empty"):
+        check_rows([[5], []], [0, 1], 1, longest)
+
+
+@pytest.mark.parametrize(("workers", "size"), [(1, 1), (2, 2), (4, 2)])
+def test_workers_that_divide_into_engines_are_let_through(
+    tied_folder: Path, monkeypatch: pytest.MonkeyPatch, workers: int, size: int
+) -> None:
+    built: list[int] = []
+    monkeypatch.setitem(ENGINES, "hf", lambda rollout, place: built.append(place.tensor_parallel_size))
+    build_engine(rollout_settings("hf"), place_at(tied_folder, world_size=workers, tensor_parallel_size=size))
+    assert built == [size]
+    with pytest.raises(ConfigError, match=f"tensor_model_parallel_size={workers + 1}: {workers} workers"):
+        build_engine(rollout_settings("hf"), place_at(tied_folder, world_size=workers, tensor_parallel_size=workers + 1))
+    assert built == [size]
 
 
 @pytest.mark.parametrize("name", ["vllm", "hf"])

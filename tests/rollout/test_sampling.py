@@ -47,6 +47,7 @@ def test_validation_samples_by_its_own_keys_with_the_cap_and_penalty_of_training
 
 
 def test_sampling_at_temperature_zero_is_refused_with_the_key() -> None:
+    assert train_sampling(schema.Rollout(name="hf", temperature=1e-6, response_length=4)).temperature == 1e-6
     with pytest.raises(ConfigError, match=r"rollout\.temperature=0.*do_sample=false"):
         train_sampling(schema.Rollout(name="hf", temperature=0.0, response_length=4))
     with pytest.raises(ConfigError, match=r"rollout\.val_kwargs\.temperature=0"):

@@ -26,6 +26,7 @@ from verl_memopt.memory.out_of_memory import PartDoesNotFitError
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
+from verl_memopt.rollout import vllm_engine
 from verl_memopt.rollout.engine import RolloutEngine
 from verl_memopt.rollout.vllm_engine import _check_no_other_sleeper, asleep_in_vllm
 
@@ -343,3 +344,17 @@ def test_an_engine_whose_settings_did_not_arrive_is_shut_down(sleeping: Sleeping
     # The error that is still held keeps the frame of the start, and with it the engine.
     sleeping.check_nothing_is_left()
     assert caught.value is not None
+
+
+@pytest.mark.parametrize("free", [8 * 2**30, 8 * 2**30 - 1])
+def test_a_device_with_just_the_engines_share_free_is_enough_and_one_byte_less_is_refused(
+    monkeypatch: pytest.MonkeyPatch, free: int
+) -> None:
+    monkeypatch.setattr(vllm_engine, "memory_info", lambda device: (free, 32 * 2**30))
+    monkeypatch.setattr(vllm_engine, "empty_cache", lambda device: None)
+    rollout, device = schema.Rollout(name="vllm", gpu_memory_utilization=0.25), torch.device("cuda")
+    if free == 8 * 2**30:
+        vllm_engine._check_free_memory(0.25, rollout, device)
+        return
+    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.25: that is 8\.0 GiB of the device's 32\.0"):
+        vllm_engine._check_free_memory(0.25, rollout, device)

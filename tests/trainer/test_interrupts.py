@@ -26,6 +26,14 @@ def test_the_second_signal_of_either_kind_stops_at_once(second):
         assert interrupts.exit_code == 143
 
 
+def test_work_with_nothing_to_finish_is_stopped_by_the_first_signal(caplog):
+    with Interrupts(at_once=True) as interrupts:
+        with pytest.raises(KeyboardInterrupt):
+            os.kill(os.getpid(), signal.SIGTERM)
+        assert interrupts.exit_code == 143
+    assert caplog.text == ""
+
+
 def test_handlers_are_given_back_even_after_an_error():
     def handlers():
         return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]

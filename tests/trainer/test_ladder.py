@@ -1,10 +1,17 @@
+import gc
+import weakref
+from pathlib import Path
+
 import pytest
 import torch
+import torch.distributed as dist
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.ladder import as_json, climb, make_batch
+from verl_memopt.trainer.ladder import chosen_steps, climb, make_batch, measure
 from verl_memopt.trainer.ladder_plan import BRANCHES, CLIMB, Work
+from verl_memopt.workers.worker import Worker
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)
 WIDE_WORK = Work(rows=8, prompt=256, response=64, group=8)
@@ -32,10 +39,20 @@ def test_the_batch_is_the_same_for_the_same_work():
     assert (one.advantages == two.advantages).all()
 
 
+def test_the_chosen_steps_are_those_asked_for_and_the_ones_below_them():
+    assert [step.knob for step in chosen_steps(WORK, ["lora", "token_budget"])] == [
+        *("bucketed_adamw", "token_budget", "rollout_memory", "lora")
+    ]
+
+
 @pytest.fixture(scope="module")
-def rungs(tmp_path_factory):
-    folder = make_tiny_model(tmp_path_factory.mktemp("ladder") / "model", SHAPE)
-    return {rung.knob: rung for rung in climb(str(folder), WIDE_WORK, SMALLER)}
+def folder(tmp_path_factory):
+    return str(make_tiny_model(tmp_path_factory.mktemp("ladder") / "model", SHAPE))
+
+
+@pytest.fixture(scope="module")
+def rungs(folder):
+    return {rung.knob: rung for rung in climb(folder, WIDE_WORK, SMALLER)}
 
 
 def test_a_rung_reports_phases_kinds_and_bytes(rungs):
@@ -70,9 +87,76 @@ def test_all_on_holds_a_fraction_of_all_off(rungs):
     assert rungs[CLIMB[-1]].peak_device_bytes <= rungs["all off"].peak_device_bytes / 8
 
 
-def test_plain_values_name_model_work_rungs_and_branches(rungs):
-    plain = as_json(list(rungs.values()), WIDE_WORK, "m")
-    assert plain["work"]["prompt"] == WIDE_WORK.prompt
-    assert [rung["knob"] for rung in plain["rungs"]] == ["all off", *CLIMB]
-    assert {rung["knob"]: rung["base"] for rung in plain["branches"]} == BRANCHES
-    assert {"knob", "phases", "kinds", "peak_device_bytes", "host_bytes", "seconds"} <= plain["rungs"][0].keys()
+def limited(num_bytes):
+    """Gives the settings of every rung with a device limit."""
+    return (*SMALLER, f"memory.device_limit_gb={num_bytes / 2**30!r}")
+
+
+@pytest.fixture(scope="module")
+def limit(rungs):
+    """A limit between the peaks of all off and of shared prompts."""
+    return (rungs["all off"].peak_device_bytes + rungs["shared_prompt"].peak_device_bytes) // 2
+
+
+@pytest.fixture(scope="module")
+def under_a_limit(folder, limit):
+    only = ["all off", "shared_prompt", "bucketed_adamw"]
+    return {rung.knob: rung for rung in climb(folder, WIDE_WORK, limited(limit), only)}
+
+
+def test_a_rung_that_does_not_fit_is_a_result_and_the_ladder_goes_on(under_a_limit):
+    statuses = {name: rung.status for name, rung in under_a_limit.items()}
+    assert statuses == {
+        "all off": "out of memory", "chunked_logprob": "out of memory", "shared_prompt": "ok", "bucketed_adamw": "ok",
+    }  # fmt: skip
+    assert under_a_limit["all off"].peak_device_bytes is None
+    assert under_a_limit["all off"].seconds is None
+
+
+def test_a_rung_that_does_not_fit_says_where_it_ran_out_and_what_it_asked_for(under_a_limit, limit):
+    ran_out = under_a_limit["all off"].out_of_memory
+    assert ran_out.phase == "update_actor"
+    assert ran_out.limit_bytes == pytest.approx(limit, abs=1)
+    assert ran_out.held_bytes <= ran_out.limit_bytes < ran_out.held_bytes + ran_out.asked_bytes
+
+
+def test_the_phases_that_ended_before_it_ran_out_keep_their_peaks(under_a_limit, rungs):
+    whole = rungs["all off"].phases
+    assert under_a_limit["all off"].phases == {name: whole[name] for name in ("old_log_prob", "ref")}
+
+
+def test_a_rung_above_one_that_ran_out_is_measured_as_if_the_ladder_began_with_it(under_a_limit, rungs):
+    for name in ("shared_prompt", "bucketed_adamw"):
+        assert under_a_limit[name].phases == rungs[name].phases
+        assert under_a_limit[name].kinds == rungs[name].kinds
+        assert under_a_limit[name].loss == rungs[name].loss
+
+
+def test_no_saving_is_given_on_a_rung_that_ran_out(under_a_limit, rungs):
+    assert [saving.measured_bytes for saving in under_a_limit["shared_prompt"].savings] == [None]
+    assert under_a_limit["shared_prompt"].savings[0].formula_bytes == rungs["shared_prompt"].savings[0].formula_bytes
+    assert under_a_limit["bucketed_adamw"].savings == rungs["bucketed_adamw"].savings
+
+
+def live_tensor_bytes():
+    return sum(
+        found.untyped_storage().nbytes() for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)
+    )
+
+
+@pytest.mark.parametrize("knob", ["all off", "optimizer_state_dtype"])
+def test_a_rung_that_ran_out_leaves_nothing_behind(folder, rungs, knob, monkeypatch):
+    """The least limit under which each fails late: activations, the graph and host buffers exist by then."""
+    workers = weakref.WeakSet()
+    build = Worker.__init__
+    monkeypatch.setattr(Worker, "__init__", lambda self, *given: (workers.add(self), build(self, *given))[1])
+    gc.collect()
+    held, on_host = live_tensor_bytes(), host_allocator().held_bytes
+    overrides = rungs[knob].overrides
+    ran_out = measure(Path(folder), WIDE_WORK, knob, overrides, limited(rungs[knob].peak_device_bytes - 1))
+    assert ran_out.status == "out of memory"
+    assert not workers
+    assert live_tensor_bytes() <= held + SMALL
+    assert host_allocator().held_bytes == on_host
+    assert host_allocator().limit_bytes is None
+    assert not dist.is_initialized()

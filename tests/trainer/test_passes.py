@@ -79,6 +79,12 @@ def test_a_row_over_the_cap_is_named_with_the_key():
         BY_TOKENS.micro_batches(alone([6, 11]), ["a", "b"])
 
 
+def test_a_row_may_fill_the_cap_and_one_token_more_is_refused():
+    assert BY_TOKENS.micro_batches(alone([10, 10]), "ab") == [[0], [1]]
+    with pytest.raises(ConfigError, match=r"some\.key=10: b has 11 tokens"):
+        BY_TOKENS.micro_batches(alone([10, 11]), "ab")
+
+
 def test_a_row_budget_cuts_by_count_whatever_the_lengths():
     assert BY_ROWS.micro_batches(alone([60, 1, 1]), "abc") == [[0, 1], [2]]
 

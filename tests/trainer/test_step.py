@@ -246,6 +246,13 @@ def test_below_the_threshold_without_one_or_with_filters_the_run_goes_on(alike, 
     assert found["rollout/logprob_diff_mean"] == 0.25
 
 
+def test_a_difference_of_the_threshold_itself_goes_on_and_any_more_stops(alike):
+    key, log_probs = f"{AR}.rollout.max_logprob_diff", ([-1.0, -1.5], [-1.0, -1.0])
+    assert compared(alike, *log_probs, {key: 0.25})["rollout/logprob_diff_mean"] == 0.25
+    with pytest.raises(RolloutError, match="max_logprob_diff"):
+        compared(alike, *log_probs, {key: math.nextafter(0.25, 0)})
+
+
 def test_nothing_is_compared_without_engine_log_probs_or_without_tokens(alike):
     assert alike().compare_log_probs(batch_of([2, 1]), 1) == {}
     assert compared(alike, [], []) == {}

@@ -1,6 +1,8 @@
 """Groups of two workers on one small cluster, and whole drivers that end badly."""
 
+import json
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -11,8 +13,8 @@ import psutil
 import pytest
 
 from verl_memopt.errors import ConfigError, RolloutError, WorkerError
-from verl_memopt.workers.ray_cluster import Connection, Request
-from verl_memopt.workers.ray_group import start_ray_group
+from verl_memopt.workers.ray_cluster import Connection, Request, _check_possible
+from verl_memopt.workers.ray_group import VISIBLE_DEVICES, Home, start_ray_group, visible_devices
 
 GONE_SECONDS = 15
 
@@ -176,6 +178,13 @@ def test_a_request_the_cluster_can_never_hold_fails_at_once_with_both_sides_and_
         start_ray_group(Worker, 1, 2, "gpu", 10_000, {}, 1)
 
 
+def test_a_request_for_all_that_a_node_has_is_possible_and_one_device_more_is_not():
+    _check_possible(Request(1, 5, gpu=False))
+    for request in (Request(1, 6, gpu=False), Request(2, 1, gpu=False), Request(1, 1, gpu=True)):
+        with pytest.raises(ConfigError, match=r"the cluster's nodes have: 5 CPU and 0 GPU"):
+            _check_possible(request)
+
+
 def test_a_request_without_room_gives_up_after_the_timeout_and_says_what_is_free(group):
     with pytest.raises(WorkerError, match="free now: 3 CPU and 0 GPU of 5 CPU and 0 GPU"):
         start(devices=4, timeout_seconds=1)
@@ -258,3 +267,137 @@ def test_a_driver_that_ends_with_a_worker_error_exits_non_zero_and_leaves_nothin
     assert "WorkerError: worker 1 (pid" in errors
     assert "ValueError: no luck" in errors
     assert psutil.wait_procs(descendants, timeout=GONE_SECONDS)[1] == []
+
+
+def homes(*members):
+    """Gives the homes of members: (node, what Ray gave) each."""
+    return [Home(rank, node, "10.0.0.1", 1, gpus) for rank, (node, gpus) in enumerate(members)]
+
+
+def test_a_member_sees_the_gpus_of_its_group_on_its_node_in_the_order_of_local_ranks():
+    group = homes(("a", ("3",)), ("a", ("2",)), ("b", ("0",)), ("b", ("10",)))
+    assert [visible_devices(group, rank)[VISIBLE_DEVICES] for rank in range(4)] == ["3,2", "3,2", "0,10", "0,10"]
+
+
+def test_two_bundles_that_ray_put_on_one_node_share_one_list():
+    group = homes(("a", ("0",)), ("b", ("0",)), ("a", ("1",)))
+    assert [visible_devices(group, rank)[VISIBLE_DEVICES] for rank in range(3)] == ["0,1", "0", "0,1"]
+
+
+def test_members_without_gpus_get_no_variable():
+    assert visible_devices(homes(("a", ()), ("a", ())), 1) == {}
+
+
+@pytest.mark.parametrize("gpus", [("0", "1"), ()])
+def test_a_member_that_was_given_another_number_of_gpus_than_one_is_refused_with_the_way_out(gpus):
+    with pytest.raises(ConfigError, match=r"Ray gave worker 1 on 10.0.0.1 the GPUs .* instead of one. Remove CUDA_VISIBLE_DEV"):
+        visible_devices(homes(("a", ("0",)), ("a", gpus)), 1)
+
+
+GPU_DRIVER = """
+import json, os, sys
+from verl_memopt.workers.ray_group import start_ray_group
+
+class Worker:
+    def __init__(self, placement):
+        self.placement = placement
+        self.at_start = os.environ["CUDA_VISIBLE_DEVICES"], "torch" in sys.modules
+    def see(self):
+        place = self.placement
+        visible = os.environ["CUDA_VISIBLE_DEVICES"].split(",")
+        started_with, torch_came_first = self.at_start
+        assert started_with == ",".join(visible) and not torch_came_first
+        return [place.rank, place.local_rank, int(os.environ["LOCAL_RANK"]), visible, visible[place.local_rank]]
+
+groups = [start_ray_group(Worker, 1, 2, "cuda", 60, {"num_cpus": 6, "num_gpus": 4}, 1) for _ in range(2)]
+print(json.dumps([group.all("see") for group in groups]))
+for group in reversed(groups):
+    group.shutdown()
+"""
+
+NODES = {
+    "a node whose GPUs are all visible": ({}, ["0", "1", "2", "3"]),
+    "a node where the user shows four of eight in an order of their own": ({VISIBLE_DEVICES: "7,5,6,4"}, ["7", "5", "6", "4"]),
+    "a node that Ray is told to leave alone": (
+        {VISIBLE_DEVICES: "GPU-a,GPU-b,GPU-c,GPU-d", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
+        ["GPU-a", "GPU-b", "GPU-c", "GPU-d"],
+    ),
+}
+"""What the environment of the node says -> the names of its four GPUs in the order of Ray's slots."""
+
+
+@pytest.mark.parametrize("node", NODES)
+def test_two_groups_on_one_node_use_gpus_of_their_own_each_worker_another(tmp_path, node):
+    """Four GPUs that are declared and not there; a worker's device is the one of its local rank among those it sees."""
+    variables, names = NODES[node]
+    script = tmp_path / "driver.py"
+    script.write_text(GPU_DRIVER)
+    root = Path(__file__).parents[2]
+    clean = {name: value for name, value in os.environ.items() if name not in (VISIBLE_DEVICES, "RAY_ADDRESS")}
+    environment = {**clean, "PYTHONPATH": str(root), **variables}
+    command = [sys.executable, str(script)]
+    process = subprocess.run(command, cwd=root, env=environment, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-3000:]
+    first, second = json.loads(process.stdout.splitlines()[-1])
+    for group in (first, second):
+        assert [(rank, local_rank, variable) for rank, local_rank, variable, _, _ in group] == [(0, 0, 0), (1, 1, 1)]
+        assert group[0][3] == group[1][3] == [device for *_, device in group]
+    assert sorted(device for group in (first, second) for *_, device in group) == sorted(names)
+
+
+@pytest.fixture
+def vllm_peers(monkeypatch, tmp_path):
+    """vLLM's own check of peer access for two ranks, in a process that sees ``visible``; all GPUs are connected.
+
+    Stand-ins: its CUDA platform (the part that maps devices is its own), the driver's answer for a pair of devices, and the
+    child process that copies between each pair.
+    """
+    pytest.importorskip("vllm")
+    import torch
+    from vllm.distributed.device_communicators import all_reduce_utils, custom_all_reduce
+    from vllm.platforms.interface import Platform
+
+    def check(visible, copies):
+        count = len(visible.split(","))
+
+        def connected(device, peer):
+            assert max(device, peer) < count
+            return True
+
+        def probe(command, input, capture_output):
+            sources, targets, path = pickle.loads(input)
+            Path(path).write_bytes(pickle.dumps([connected(*pair) for pair in zip(sources, targets, strict=True)]))
+            return subprocess.CompletedProcess(command, 0)
+
+        class CudaPlatform(Platform):
+            device_control_env_var = VISIBLE_DEVICES
+            device_count = staticmethod(lambda: count)
+
+        for module in (all_reduce_utils, custom_all_reduce):
+            monkeypatch.setattr(module, "current_platform", CudaPlatform)
+        monkeypatch.setattr(torch.cuda, "can_device_access_peer", connected)
+        monkeypatch.setattr(all_reduce_utils.subprocess, "run", probe)
+        monkeypatch.setattr(all_reduce_utils, "_gpu_p2p_access_cache", None)
+        monkeypatch.setenv(VISIBLE_DEVICES, visible)
+        monkeypatch.setenv("VLLM_CACHE_ROOT", str(tmp_path / visible))
+        monkeypatch.setenv("VLLM_SKIP_P2P_CHECK", "0" if copies else "1")
+        return [custom_all_reduce._can_p2p(rank, 2) for rank in (0, 1)]
+
+    return check
+
+
+CHECKS = pytest.mark.parametrize("copies", [False, True], ids=["the driver is asked", "copies are tried"])
+"""vLLM asks the driver, its default, or copies between each pair of devices (VLLM_SKIP_P2P_CHECK=0)."""
+
+
+@CHECKS
+def test_vllm_finds_the_peer_of_each_tensor_parallel_rank_among_the_devices_it_sees(vllm_peers, copies):
+    group = homes(("a", ("2",)), ("a", ("3",)))
+    assert vllm_peers(visible_devices(group, 1)[VISIBLE_DEVICES], copies) == [True, True]
+
+
+@CHECKS
+def test_vllm_fails_where_a_worker_sees_its_own_gpu_alone(vllm_peers, copies):
+    """Why a worker must see its neighbours' GPUs. Once this no longer fails, Ray's own setting would do."""
+    with pytest.raises(LookupError):
+        vllm_peers("3", copies)

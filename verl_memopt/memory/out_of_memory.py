@@ -97,7 +97,8 @@ def out_of_memory_told(
     try:
         yield
     except DeviceLimitError as error:
-        told = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings)
+        asked = error.asked_bytes
+        told = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, asked, error.num_bytes - asked)
         release_frames(error)
         raise told from None
     except RuntimeError as error:
@@ -121,10 +122,17 @@ def _allocator_error(
     if not isinstance(error, PartDoesNotFitError):
         held = ledger_of(device).peak_allocated()
         kinds["activations"] += max(held - sum(kinds.values()), 0)
-        return _error(phase, kinds, held, cap, str(error).split(". ")[0], settings)
-    kinds["activations"] += max(error.held_bytes - sum(kinds.values()), 0)
-    kinds[error.kind] += error.num_bytes
-    return _error(phase, kinds, error.held_bytes + error.num_bytes, cap, str(error), settings, first=error.kind)
+        return _error(phase, kinds, held, cap, str(error).split(". ")[0], settings, _asked(str(error)), held)
+    asked, before = error.num_bytes, error.held_bytes
+    kinds["activations"] += max(before - sum(kinds.values()), 0)
+    kinds[error.kind] += asked
+    return _error(phase, kinds, before + asked, cap, str(error), settings, asked, before, first=error.kind)
+
+
+def _asked(message: str) -> int | None:
+    """Return the bytes that torch's out-of-memory message says it tried to allocate, or None where it says nothing."""
+    found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    return None if found is None else round(float(found[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[found[2]])
 
 
 def release_frames(error: BaseException | None) -> None:
@@ -153,9 +161,11 @@ def _error(
     limit: int | None,
     what: str,
     settings: schema.ActorRolloutRef,
+    asked: int | None = None,
+    held_before: int | None = None,
     first: str | None = None,
 ) -> DeviceMemoryError:
-    """first: the kind to make smaller before any other; without it, the largest."""
+    """Return the error. first: the kind to make smaller before any other; without it, the largest."""
     largest = sorted(kinds, key=lambda kind: -kinds[kind])
     terms = ", ".join(f"{kind} {_gib(kinds[kind])}" for kind in largest if kinds[kind])
     ways = advice(phase, largest if first is None else [first, *largest], settings)
@@ -163,7 +173,8 @@ def _error(
     out = f" {why}{ways[0]}." if largest and ways else ""
     more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
     of = "" if limit is None else f" of {_gib(limit)}"
-    return DeviceMemoryError(f"{phase}: out of device memory at {_gib(held)}{of} GiB ({what}): {terms} GiB.{out}{more}")
+    text = f"{phase}: out of device memory at {_gib(held)}{of} GiB ({what}): {terms} GiB.{out}{more}"
+    return DeviceMemoryError(text, phase, asked, held_before, limit)
 
 
 def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef) -> list[str]:

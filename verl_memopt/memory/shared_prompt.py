@@ -92,7 +92,7 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
         # Parts that one prompt can be carried to stay neighbours, and alone.
         (carried if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)
     costs = [tokens.cost(unit) for unit in units]
-    bins = pack(costs, budget, names=[names[unit[0]] for unit in units], key=key)
+    bins = pack(costs, budget, 0 if carried else 1, names=[names[unit[0]] for unit in units], key=key)
     return [sorted(row for unit in chosen for row in units[unit]) for chosen in bins] + carried
 
 

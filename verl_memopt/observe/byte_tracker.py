@@ -39,11 +39,14 @@ def declare_host(storage: torch.UntypedStorage) -> None:
 
 
 class DeviceLimitError(torch.OutOfMemoryError):
-    """Live bytes passed a tracker's limit, as on a device that is full. kinds: at that moment; op: the one that asked."""
+    """Live bytes passed a tracker's limit, as on a device that is full.
 
-    def __init__(self, num_bytes: int, kinds: dict[str, int], op: str) -> None:
+    num_bytes: with what was asked for. kinds: at that moment. op: the one that asked. asked_bytes: what it asked for.
+    """
+
+    def __init__(self, num_bytes: int, kinds: dict[str, int], op: str, asked_bytes: int) -> None:
         super().__init__(f"{op}: {num_bytes} bytes are past the limit")
-        self.num_bytes, self.kinds, self.op = num_bytes, kinds, op
+        self.num_bytes, self.kinds, self.op, self.asked_bytes = num_bytes, kinds, op, asked_bytes
 
 
 @dataclass
@@ -173,7 +176,7 @@ class ByteTracker(TorchDispatchMode):
         if size > 0 and self._tier_bytes[tier] > self.peaks[tier].bytes:
             self.peaks[tier] = Peak(self._tier_bytes[tier], self.kinds(tier), self._op)
         if size > 0 and tier == DEVICE and self._limit_bytes is not None and self._tier_bytes[tier] > self._limit_bytes:
-            raise DeviceLimitError(self._tier_bytes[tier], self.kinds(tier), self._op)
+            raise DeviceLimitError(self._tier_bytes[tier], self.kinds(tier), self._op, size)
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._block_bytes) * self._block_bytes

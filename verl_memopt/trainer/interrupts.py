@@ -13,9 +13,13 @@ EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143}
 
 
 class Interrupts:
-    """Catches SIGINT and SIGTERM while it is entered; ``exit_code`` is set once one has come."""
+    """Catches SIGINT and SIGTERM while it is entered; ``exit_code`` is set once one has come.
 
-    def __init__(self) -> None:
+    at_once: the first one too raises KeyboardInterrupt, for work that has nothing to finish.
+    """
+
+    def __init__(self, at_once: bool = False) -> None:
+        self._at_once = at_once
         self.exit_code: int | None = None
         self._before: dict[int, Any] = {}
 
@@ -32,7 +36,8 @@ class Interrupts:
             signal.signal(number, handler)
 
     def _caught(self, number: int, frame: FrameType | None) -> None:
-        if self.asked:
+        stop = self._at_once or self.asked
+        self.exit_code = self.exit_code or EXIT_CODES[signal.Signals(number)]
+        if stop:
             raise KeyboardInterrupt
-        self.exit_code = EXIT_CODES[signal.Signals(number)]
         logger.warning("%s: stopping after this step, then saving; once more stops at once", signal.Signals(number).name)

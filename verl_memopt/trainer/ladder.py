@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import functools
 import gc
-import logging
 import time
-from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, field, replace
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,25 +16,23 @@ from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.device import resolve_device
-from verl_memopt.errors import ConfigError
+from verl_memopt.distributed.device import empty_cache, local_device, resolve_device
+from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.memory.knob import Claim
-from verl_memopt.memory.knobs import knob_named
 from verl_memopt.memory.shapes import Shapes
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, load_model_config
 from verl_memopt.models.folder import resolve_folder
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.phase import PhaseMemory
-from verl_memopt.trainer.ladder_plan import BRANCHES, Work, ladder_settings, steps
+from verl_memopt.trainer.ladder_plan import Step, Work, ladder_settings, steps
 from verl_memopt.trainer.passes import cut_ranks
+from verl_memopt.trainer.rung import HOST, OutOfMemory, Rung, with_savings
 from verl_memopt.trainer.step import budgets
 from verl_memopt.workers.local_group import start_local_group
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker, WorkerPlan
-
-logger = logging.getLogger(__name__)
 
 ROUNDS = 2
 """The first has no optimizer state yet, so it is short and the second is read."""
@@ -43,63 +40,67 @@ ROUNDS = 2
 SHORT = 8
 """Tokens of a prompt and of a response in the first round, at most."""
 
-HOST = "host buffers"
-"""Stands for the bytes in host buffers where a claim names a kind."""
-
-
-@dataclass(frozen=True)
-class Saving:
-    """One claim of a rung's knob beside what was measured, in bytes."""
-
-    phase: str
-    kind: str
-    formula_bytes: int
-    measured_bytes: int
-
-
-@dataclass(frozen=True)
-class Rung:
-    """One measured rung. Bytes are peaks of live tensors on the device, and what lies in host buffers at most.
-
-    kinds: at the moment of the peak. phase_kinds: the most each kind held in each phase; the moments differ.
-    """
-
-    knob: str
-    overrides: tuple[str, ...]
-    phases: dict[str, int]
-    kinds: dict[str, int]
-    peak_device_bytes: int
-    host_bytes: int
-    seconds: float
-    loss: float
-    grad_norm: float
-    phase_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
-    savings: tuple[Saving, ...] = ()
-    base: str = ""
-    """The rung below."""
-
 
 def measure(folder: Path, work: Work, knob: str, overrides: tuple[str, ...], extra: Sequence[str] = ()) -> Rung:
-    """Runs log-probs, update and weight sync with the given knobs, a short round first, and gives what they held."""
+    """Run log-probs, update and weight sync with the given knobs, a short round first, and return what they held.
+
+    A rung that runs out of device memory is a result too: its ``out_of_memory`` says where. Its memory is free again then.
+    """
     settings = ladder_settings(str(folder), work, [*overrides, *extra])
-    device = resolve_device(settings.trainer.device)
-    # A worker's parts point at each other; what an earlier one left, and what is not the ladder's, is not this rung's.
-    gc.collect()
+    device = local_device(resolve_device(settings.trainer.device), 0)
+    memories: list[PhaseMemory] = []
+    # The parts of a worker refer to each other. This frees what another left, so that it is not counted here.
+    _free(device)
     held_before = host_allocator().held_bytes
+    try:
+        seconds, metrics = _update(settings, folder, work, device.type, memories)
+    except DeviceMemoryError as error:
+        ran_out = OutOfMemory.of(error)
+    else:
+        return _measured_rung(knob, overrides, memories, held_before, seconds, metrics)
+    # The error is gone here, and with it the frames of its traceback, which held the tensors of the rung.
+    leave_process_group()
+    _free(device)
+    return Rung(knob, overrides, phases=_peaks(memories), out_of_memory=ran_out)
+
+
+def _update(
+    settings: Settings, folder: Path, work: Work, device: str, memories: list[PhaseMemory]
+) -> tuple[float, dict[str, float]]:
+    """Run the short round and the measured one; return the seconds and metrics of the second, whose phases go to ``memories``."""
+    short = replace(work, prompt=min(SHORT, work.prompt), response=min(SHORT, work.response))
     group = start_local_group(functools.partial(Worker, _plan(settings, folder)), device)
     try:
-        _round(group, settings, make_batch(replace(work, prompt=min(SHORT, work.prompt), response=min(SHORT, work.response))))
+        _round(group, settings, make_batch(short), [])
         started = time.perf_counter()
-        memories, metrics = _round(group, settings, make_batch(work))
-        seconds = time.perf_counter() - started
-        group.all("close")
+        metrics = _round(group, settings, make_batch(work), memories)
+        return time.perf_counter() - started, metrics
     finally:
         group.shutdown()
+
+
+def _free(device: torch.device) -> None:
+    gc.collect()
+    empty_cache(device)
+
+
+def _peaks(memories: Sequence[PhaseMemory]) -> dict[str, int]:
+    return {memory.name: memory.peak_allocated_bytes or 0 for memory in memories}
+
+
+def _measured_rung(
+    knob: str,
+    overrides: tuple[str, ...],
+    memories: Sequence[PhaseMemory],
+    held_before: int,
+    seconds: float,
+    metrics: dict[str, float],
+) -> Rung:
     highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
     return Rung(
         knob=knob,
         overrides=overrides,
-        phases={memory.name: memory.peak_allocated_bytes or 0 for memory in memories},
+        phases=_peaks(memories),
         kinds=dict(highest.kinds),
         peak_device_bytes=highest.peak_allocated_bytes or 0,
         host_bytes=max(memory.host_buffer_bytes for memory in memories) - held_before,
@@ -148,11 +149,11 @@ def _plan(settings: Settings, folder: Path) -> WorkerPlan:
     )
 
 
-def _round(group: Any, settings: Settings, batch: RolloutBatch) -> tuple[list[PhaseMemory], dict[str, float]]:
+def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[PhaseMemory]) -> dict[str, float]:
+    """Run the phases of one update; what each held goes to ``memories`` as it ends. Return the metrics of the update."""
     names = [f"row {row}" for row in range(batch.num_rows)]
     cuts = (cut_ranks([batch.row_tokens(budget.shared)], [names], budget)[0] for budget in budgets(settings))
     training, scoring, reference = cuts
-    memories = []
 
     def call(phase: str, method: str, *args: Any) -> Any:
         (reply,) = group.all("call", phase, True, method, *args)
@@ -163,9 +164,9 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch) -> tuple[list[Ph
     batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, scoring, False).log_probs
     batch.ref_log_probs = call("ref", "ref_log_probs", batch, reference).log_probs
     counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
-    metrics = call("update_actor", "update_actor", [MiniBatch(batch, training, counts)])
+    metrics: dict[str, float] = call("update_actor", "update_actor", [MiniBatch(batch, training, counts)])
     call("update_weights", "update_weights")
-    return memories, metrics
+    return metrics
 
 
 def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
@@ -202,62 +203,43 @@ def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
 
 
-def with_savings(rung: Rung, base: Rung, before: Shapes, after: Shapes) -> Rung:
-    """Gives a rung with what its knob's formula says it saves on its base, beside what it does."""
-    savings = [
-        Saving(
-            claim.phase,
-            claim.kind,
-            formula_bytes=round(claim.saves(before, after)),
-            measured_bytes=_held(base, claim) - _held(rung, claim),
-        )
-        for claim in knob_named(rung.knob).claims
-    ]
-    return replace(rung, savings=tuple(savings), base=base.knob)
+def chosen_steps(work: Work, only: Sequence[str] = ()) -> list[Step]:
+    """Return the steps to measure in order: all of them, or those whose knob is in ``only`` and the steps below them.
 
-
-def _held(rung: Rung, claim: Claim) -> int:
-    return rung.phase_kinds[claim.phase].get(claim.kind, 0)
-
-
-def climb(model: str, work: Work, extra: Sequence[str] = (), only: Sequence[str] = ()) -> Iterator[Rung]:
-    """Measures every rung in order, then the branches; or those whose knob is in ``only``, and the rungs below them.
-
-    Errors: ConfigError for a model that is not there or a knob that the ladder does not have.
+    Raises:
+        ConfigError: ``only`` names a knob that the ladder does not have.
     """
-    folder = resolve_folder(model, "--model")
     todo = steps(work)
     unknown = set(only) - {step.knob for step in todo}
     if unknown:
         raise ConfigError(f"--only {' '.join(sorted(unknown))}: not on the ladder. It has {', '.join(s.knob for s in todo)}.")
     wanted = {step.knob for step in todo if not only or step.knob in only}
     wanted |= {step.base for step in todo if step.knob in wanted}
+    return [step for step in todo if step.knob in wanted]
+
+
+def climb(
+    model: str,
+    work: Work,
+    extra: Sequence[str] = (),
+    only: Sequence[str] = (),
+    before: Callable[[str], None] = lambda knob: None,
+) -> Iterator[Rung]:
+    """Measure the chosen steps in order: the rungs, then the branches. Each is given as soon as it is measured.
+
+    before: called with the name of the knob before each measurement.
+
+    Raises:
+        ConfigError: the model is not there, or the ladder does not have a knob of ``only``.
+    """
+    folder = resolve_folder(model, "--model")
     done: dict[str, tuple[Rung, Shapes]] = {}
-    for step in todo:
-        if step.knob not in wanted:
-            continue
-        logger.info("ladder: %s", step.knob)
+    for step in chosen_steps(work, only):
+        before(step.knob)
         rung = measure(folder, work, step.knob, step.overrides, extra)
         at = shapes(folder, work, [*step.overrides, *extra])
         if step.base in done:
-            base, before = done[step.base]
-            rung = with_savings(rung, base, before, at)
+            base, base_shapes = done[step.base]
+            rung = with_savings(rung, base, base_shapes, at)
         done[step.knob] = rung, at
         yield rung
-
-
-def as_json(rungs: Sequence[Rung], work: Work, model: str) -> dict[str, Any]:
-    """Gives a ladder as plain values: ``rungs`` first all off, last all on; ``branches``, each beside the rung ``base``."""
-    climbed, branches = split(rungs)
-    return {
-        "schema": 2,
-        "model": model,
-        "work": asdict(work),
-        "rungs": [asdict(rung) for rung in climbed],
-        "branches": [asdict(rung) for rung in branches],
-    }
-
-
-def split(rungs: Sequence[Rung]) -> tuple[list[Rung], list[Rung]]:
-    """Gives the rungs of the climb, and the branches."""
-    return [rung for rung in rungs if rung.knob not in BRANCHES], [rung for rung in rungs if rung.knob in BRANCHES]

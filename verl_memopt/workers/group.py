@@ -15,8 +15,7 @@ class Placement:
     rank: int
     world_size: int
     local_rank: int
-    """Index of the member's device among those its process sees: on a CPU its rank on its node; 0 where the launcher
-    shows each process only its own device."""
+    """The member's rank among those of its node, and the index of its device among the devices that its process sees."""
     master_addr: str
     """Address of rank 0's node, where process groups meet."""
     master_port: int

@@ -1,6 +1,9 @@
 """A group of one Ray actor per device, on one node or many.
 
 A member that fails ends the group: the other members may be waiting for it in a collective, and are killed.
+
+Each member sees all GPUs that Ray gave to its group on its node, in the order of the local ranks. Its own GPU is the one of
+its local rank, as under torchrun. Why: docs/decisions/visible_devices.md.
 """
 
 from __future__ import annotations
@@ -19,6 +22,9 @@ from verl_memopt.workers.ray_cluster import Connection, Request, release, reserv
 
 LOOPBACK = "127.0.0.1"
 
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""Read by CUDA when it starts in a process: the GPUs that the process sees, by index or by UUID."""
+
 SETTLE_SECONDS = 1.0
 """After a first failure, how long others may follow: a peer's broken connection is often reported before the death behind it."""
 
@@ -28,12 +34,13 @@ KILL_SECONDS = 10.0
 
 @dataclass(frozen=True)
 class Home:
-    """Where a member runs. port: one that was free there."""
+    """Where a member runs. port: one that was free there. gpus: what Ray gave it, as the node names them; none on a CPU."""
 
     pid: int
     node: str
     address: str
     port: int
+    gpus: tuple[str, ...] = ()
 
     def __str__(self) -> str:
         return f"pid {self.pid} on {self.address}"
@@ -58,7 +65,8 @@ class Member:
 
         context = ray.get_runtime_context()
         address = ray.util.get_node_ip_address()
-        return Home(os.getpid(), context.get_node_id(), address, free_port(""))
+        gpus = tuple(map(str, ray.get_gpu_ids()))
+        return Home(os.getpid(), context.get_node_id(), address, free_port(""), gpus)
 
     def build(self, pickled_factory: bytes, placement: Placement, environment: dict[str, str]) -> None:
         """Builds the worker. The factory arrives pickled because unpickling it imports what the environment governs."""
@@ -100,6 +108,26 @@ def start_ray_group(
     return group
 
 
+def visible_devices(homes: Sequence[Home], rank: int) -> dict[str, str]:
+    """Return the variable that shows a member the GPUs of its group on its node, in the order of their local ranks.
+
+    Empty on a CPU.
+
+    Raises:
+        ConfigError: Ray gave a member of the node more or fewer GPUs than one.
+    """
+    neighbours = [home.gpus for home in homes if home.node == homes[rank].node]
+    if not any(neighbours):
+        return {}
+    if any(len(gpus) != 1 for gpus in neighbours):
+        raise ConfigError(
+            f"ray_kwargs.ray_init: Ray gave worker {rank} on {homes[rank].address} the GPUs {sorted(homes[rank].gpus)} instead "
+            f"of one. Remove {VISIBLE_DEVICES} from its runtime_env. To use a part of a node's GPUs, set {VISIBLE_DEVICES} "
+            "before Ray starts on that node."
+        )
+    return {VISIBLE_DEVICES: ",".join(gpu for (gpu,) in neighbours)}
+
+
 class RayGroup:
     """One actor per device. Made by :func:`start_ray_group`."""
 
@@ -138,11 +166,11 @@ class RayGroup:
         address = LOOPBACK if len(set(nodes)) == 1 else self.homes[0].address
         calls = []
         for rank, member in enumerate(self._members):
-            # Ray shows a process only the GPU it was given, as device 0.
-            local_rank = nodes[:rank].count(nodes[rank]) if device == "cpu" else 0
+            local_rank = nodes[:rank].count(nodes[rank])
             placement = Placement(rank, self.world_size, local_rank, address, self.homes[0].port, device)
             environment = process_environment(placement, nodes.count(nodes[rank]))
-            calls.append(member.build.remote(pickled, placement, {**environment, "OMP_NUM_THREADS": str(num_threads)}))
+            environment |= {"OMP_NUM_THREADS": str(num_threads), **visible_devices(self.homes, rank)}
+            calls.append(member.build.remote(pickled, placement, environment))
         self._gather(calls)
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
