@@ -24,19 +24,19 @@ ENTRIES = [(path.stem, None) for path in sorted(PACKAGED.glob("*.yaml"))]
 ENTRIES += [(path.stem, str(RECIPES)) for path in sorted(RECIPES.glob("*.yaml"))]
 """Every config that a command can name: (name, folder)."""
 
-VERL_COMMON = """
-data.train_files=train.parquet data.val_files=test.parquet data.train_batch_size=1024 data.max_prompt_length=512
-data.max_response_length=1024 data.filter_overlong_prompts=True data.truncation='error'
-actor_rollout_ref.model.path=Qwen/Qwen2-7B-Instruct actor_rollout_ref.actor.optim.lr=1e-6
-actor_rollout_ref.model.use_remove_padding=True actor_rollout_ref.actor.ppo_mini_batch_size=256
-actor_rollout_ref.model.enable_gradient_checkpointing=True actor_rollout_ref.actor.fsdp_config.param_offload=False
-actor_rollout_ref.actor.fsdp_config.optimizer_offload=False actor_rollout_ref.rollout.tensor_model_parallel_size=2
-actor_rollout_ref.rollout.name=vllm actor_rollout_ref.rollout.gpu_memory_utilization=0.6 actor_rollout_ref.rollout.n=5
-actor_rollout_ref.ref.fsdp_config.param_offload=True trainer.critic_warmup=0 trainer.logger=['console','wandb']
-trainer.n_gpus_per_node=8 trainer.nnodes=1 trainer.test_freq=5 trainer.total_epochs=15
-actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=40 actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu=40
-actor_rollout_ref.ref.log_prob_micro_batch_size_per_gpu=40
-""".split()
+VERL_COMMON = [
+    *("data.train_files=train.parquet", "data.val_files=test.parquet", "data.train_batch_size=1024"),
+    *("data.max_prompt_length=512", "data.max_response_length=1024", "data.filter_overlong_prompts=True"),
+    *("data.truncation='error'", f"{AR}.model.path=Qwen/Qwen2-7B-Instruct", f"{AR}.actor.optim.lr=1e-6"),
+    *(f"{AR}.model.use_remove_padding=True", f"{AR}.actor.ppo_mini_batch_size=256"),
+    *(f"{AR}.model.enable_gradient_checkpointing=True", f"{AR}.actor.fsdp_config.param_offload=False"),
+    *(f"{AR}.actor.fsdp_config.optimizer_offload=False", f"{AR}.rollout.tensor_model_parallel_size=2"),
+    *(f"{AR}.rollout.name=vllm", f"{AR}.rollout.gpu_memory_utilization=0.6", f"{AR}.rollout.n=5"),
+    *(f"{AR}.ref.fsdp_config.param_offload=True", "trainer.critic_warmup=0", "trainer.logger=['console','wandb']"),
+    *("trainer.n_gpus_per_node=8", "trainer.nnodes=1", "trainer.test_freq=5", "trainer.total_epochs=15"),
+    *(f"{AR}.actor.ppo_micro_batch_size_per_gpu=40", f"{AR}.rollout.log_prob_micro_batch_size_per_gpu=40"),
+    *(f"{AR}.ref.log_prob_micro_batch_size_per_gpu=40",),
+]
 """What verl's example scripts for GRPO and RLOO (examples/*/run_qwen2-7b.sh) give alike."""
 VERL_GRPO = [
     *("algorithm.adv_estimator=grpo", f"{AR}.actor.use_kl_loss=True", f"{AR}.actor.kl_loss_coef=0.001"),
