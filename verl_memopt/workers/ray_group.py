@@ -19,6 +19,9 @@ from verl_memopt.workers.ray_cluster import Connection, Request, release, reserv
 
 LOOPBACK = "127.0.0.1"
 
+NO_GPU = {"CUDA_VISIBLE_DEVICES": ""}
+"""What a worker of a CPU run sees of the node's GPUs. Ray hides none from a process that asked for none."""
+
 SETTLE_SECONDS = 1.0
 """After a first failure, how long others may follow: a peer's broken connection is often reported before the death behind it."""
 
@@ -141,7 +144,7 @@ class RayGroup:
             # Ray shows a process only the GPU it was given, as device 0.
             local_rank = nodes[:rank].count(nodes[rank]) if device == "cpu" else 0
             placement = Placement(rank, self.world_size, local_rank, address, self.homes[0].port, device)
-            environment = process_environment(placement, nodes.count(nodes[rank]))
+            environment = process_environment(placement, nodes.count(nodes[rank])) | (NO_GPU if device == "cpu" else {})
             calls.append(member.build.remote(pickled, placement, {**environment, "OMP_NUM_THREADS": str(num_threads)}))
         self._gather(calls)
 
