@@ -1,4 +1,4 @@
-# make train   set up and train the tiny model on the toy task (a real model on a GPU)
+# make train   set up and train the tiny model on the toy task (on a GPU that reaches the hub: a real model)
 # make test    set up, lint, check types, run the tests
 # make proofs  the slow proofs (kill -9, many seeds)
 # make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, and the site

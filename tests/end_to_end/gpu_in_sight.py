@@ -14,7 +14,16 @@ import torch
 
 SEEN = {"is_available": True, "device_count": 1, "is_initialized": False, "_device_count_nvml": 1}
 """What may be asked without starting CUDA, and what a machine with one GPU answers."""
-QUEUED = {"_is_compiled", "_lazy_call", "manual_seed", "manual_seed_all", "seed_all", "_is_in_bad_fork", "_set_sync_debug_mode", "is_tf32_supported"}
+QUEUED = {
+    "_is_compiled",
+    "_lazy_call",
+    "manual_seed",
+    "manual_seed_all",
+    "seed_all",
+    "_is_in_bad_fork",
+    "_set_sync_debug_mode",
+    "is_tf32_supported",
+}
 """What only notes something for the moment when CUDA starts."""
 
 

@@ -77,7 +77,7 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
 
 
 def _writer(folder: Path, device: torch.device) -> dcp.FileSystemWriter:
-    """Gives torch's writer. By default it copies ahead through a stream of any GPU it sees, which would start CUDA on a CPU run."""
+    """Gives torch's writer, on a CPU run without copying ahead: it would do so on a stream of any GPU it sees, and start CUDA."""
     return dcp.FileSystemWriter(folder) if is_gpu(device) else dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 

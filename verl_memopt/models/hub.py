@@ -59,7 +59,7 @@ def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS,
         try:
             HfApi(endpoint=endpoint).repo_info(repo_id, repo_type=repo_type, timeout=seconds)
             reasons.clear()
-        except Exception as error:  # whatever fails, the hub did not say that it has the repository
+        except Exception as error:  # noqa: BLE001 - whatever fails, the hub did not say that it has the repository
             reasons[:] = [f"{type(error).__name__}: {error}".partition("\n")[0]]
 
     asking = Thread(target=ask, daemon=True)

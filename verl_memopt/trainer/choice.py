@@ -14,7 +14,7 @@ from pathlib import Path
 from verl_memopt.distributed.device import resolve_device
 from verl_memopt.errors import UserError
 from verl_memopt.models.hub import MODEL_FILES, cached, why_no_answer
-from verl_memopt.trainer.site import vllm_build
+from verl_memopt.rollout.vllm_build import vllm_build
 
 GPU_TOY = "+device=gpu"
 """Group of ``recipe/rloo`` with the toy task's settings for a GPU."""

