@@ -13,6 +13,7 @@ def cache(tmp_path, monkeypatch):
     """An empty hub cache without a hub, and a way to put files into it."""
     monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
     monkeypatch.setattr(constants, "HF_HUB_OFFLINE", True)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
 
     def put(kind, name, *files):
         place = tmp_path / "hub" / f"{kind}s--{name.replace('/', '--')}"
@@ -27,7 +28,8 @@ def cache(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def gpu(monkeypatch):
+def gpu(cache, monkeypatch):
+    """A GPU that PyTorch sees."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
 
 

@@ -57,6 +57,7 @@ def test_vllm_on_a_cpu_cannot_be_asked_to_sleep_but_hf_can(settled):
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
 def test_a_build_of_vllm_for_gpus_is_refused_on_the_cpu_by_name_with_two_ways_out(settled, tmp_path, monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.syspath_prepend(installed(tmp_path / "gpu_build", vllm="0.32.0"))
     with pytest.raises(ConfigError) as caught:
         survey(settled({f"{AR}.rollout.name": "vllm", "trainer.device": device}))
