@@ -1,4 +1,4 @@
-# make train   set up and train the tiny model on the toy task (a real model on a GPU)
+# make train   set up and train the tiny model on the toy task (on a GPU that reaches the hub: a real model)
 # make test    set up, lint, check types, run the tests
 # make proofs  the slow proofs (kill -9, many seeds)
 # make gpu-tests  what only a GPU can show (skipped without one; VERL_MEMOPT_GPU_TESTS_ON=cpu rehearses it on a CPU)

@@ -5,18 +5,41 @@
 #   ./setup_env.sh                 the run-time packages and the development tools
 #   PYTHON=python3.12 ./setup_env.sh
 #   VERL_MEMOPT_BUILD=cpu|gpu ./setup_env.sh    do not look at the machine, install this build
+#   ./setup_env.sh --check         say which build this machine gets, and install nothing
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")"
 
 PYTHON=${PYTHON:-python3}
+# PyTorch's build for GPUs (torch in requirements.txt, 2.11 and newer) brings CUDA 13, whose every version runs on driver 580
+# and newer. Source: NVIDIA's CUDA toolkit release notes, driver range for minor version compatibility.
+CUDA=13
+LEAST_DRIVER=580
+
+check_only=
+case ${1:-} in
+    "") ;;
+    --check) check_only=yes ;;
+    *) echo "setup_env.sh: $1: unknown argument. Use --check, or none." >&2; exit 2 ;;
+esac
+
+found=
 if [ -n "${VERL_MEMOPT_BUILD:-}" ]; then
     build=$VERL_MEMOPT_BUILD
-elif command -v nvidia-smi >/dev/null 2>&1 && nvidia-smi -L 2>/dev/null | grep -q '^GPU '; then
-    build=gpu
+    case $build in cpu|gpu) ;; *) echo "setup_env.sh: VERL_MEMOPT_BUILD=$build: use cpu or gpu" >&2; exit 2 ;; esac
+    found="VERL_MEMOPT_BUILD=$build"
+elif ! command -v nvidia-smi >/dev/null 2>&1; then
+    build=cpu found="no nvidia-smi"
+elif reply=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>&1) && [[ $reply =~ ^([0-9]+)\.[0-9.]+ ]]; then
+    build=gpu found="driver ${BASH_REMATCH[0]}"
+    if [ "${BASH_REMATCH[1]}" -lt "$LEAST_DRIVER" ]; then
+        echo "setup_env.sh: the NVIDIA driver is ${BASH_REMATCH[0]}, and PyTorch's build for CUDA $CUDA needs $LEAST_DRIVER or newer." \
+            "Update the driver, or install the build for CPUs: VERL_MEMOPT_BUILD=cpu ./setup_env.sh" >&2
+        exit 2
+    fi
 else
-    build=cpu
+    build=cpu found="nvidia-smi lists no GPU: $(head -n 1 <<<"$reply")"
 fi
-case $build in cpu|gpu) ;; *) echo "setup_env.sh: VERL_MEMOPT_BUILD=$build: use cpu or gpu" >&2; exit 2 ;; esac
+[ -z "$check_only" ] || { echo "the $build build ($found)"; exit 0; }
 
 version=$("$PYTHON" -c 'import sys; print("%d.%d" % sys.version_info[:2])') || {
     echo "setup_env.sh: cannot run '$PYTHON'. Install Python 3.11 or 3.12, or name one: PYTHON=/path/to/python ./setup_env.sh" >&2; exit 2; }
@@ -30,7 +53,7 @@ if [ -f .venv/.stamp ] && [ "$(cat .venv/.stamp)" = "$stamp" ]; then
     exit 0
 fi
 
-echo "setup_env.sh: installing the $build build into .venv (Python $version); this is done once" >&2
+echo "setup_env.sh: installing the $build build ($found) into .venv (Python $version); this is done once" >&2
 [ -x .venv/bin/python ] && [ "$(.venv/bin/python -c 'import sys; print("%d.%d" % sys.version_info[:2])' 2>/dev/null)" = "$version" ] \
     || { rm -rf .venv; "$PYTHON" -m venv .venv; }
 rm -f .venv/.stamp

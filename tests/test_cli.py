@@ -17,6 +17,7 @@ from verl_memopt.config.plain import to_plain
 LEAST = [
     *("data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=folder"),
     *("actor_rollout_ref.rollout.name=hf", "actor_rollout_ref.actor.use_dynamic_bsz=true"),
+    *("actor_rollout_ref.rollout.n=4", "algorithm.adv_estimator=rloo"),
 ]
 
 

@@ -1,14 +1,27 @@
 # Sourced by the run_*.sh beside it, which say toy_recipe, gsm8k_recipe and kl_key: picks model and data for the machine, passes
-# variables and arguments on, and trains. Nothing here is a default of its own: what no variable sets, the recipe decides.
+# variables and arguments on, and trains. No setting has a default here: what no variable sets, the recipe decides.
 . examples/memory_optimization/allocator.sh
 
 ############################ user-adjustable ############################
 PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
 DEVICE=${DEVICE:-auto}
-HAS_GPU=$(nvidia-smi -L 2>/dev/null | grep -c '^GPU ' || true)
+for argument in "$@"; do
+    case $argument in trainer.device=* | +trainer.device=* | ++trainer.device=*) DEVICE=${argument#*=} ;; esac
+done
+HUB_MODEL=Qwen/Qwen2.5-0.5B-Instruct
+GSM8K=data/gsm8k/train.parquet
 NNODES=${NNODES:-1}
 NGPUS_PER_NODE=${NGPUS_PER_NODE:-1}
-if [ -z "${MODEL_PATH:-}" ] && { [ "$DEVICE" = cpu ] || [ "$HAS_GPU" = 0 ]; }; then
+# Without MODEL_PATH the machine decides: the toy task on a CPU, and on a GPU that cannot get the model or its data.
+choice=gsm8k
+if [ -z "${MODEL_PATH:-}" ]; then
+    lists_gpu=$(nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo --nvidia-smi || true)
+    choice=$("$PYTHON" -m verl_memopt.trainer.choice --device "$DEVICE" --model "$HUB_MODEL" --dataset openai/gsm8k \
+        --train-file "$GSM8K" ${TRAIN_FILES:+--own-data} $lists_gpu)
+fi
+read -r task overrides <<<"$choice"
+read -ra MACHINE <<<"$overrides"
+if [ "$task" = toy ]; then
     recipe=$toy_recipe
     toy_dir=${TOY_DIR:-runs/toy_seed${SEED:-0}}
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1}
@@ -18,8 +31,8 @@ if [ -z "${MODEL_PATH:-}" ] && { [ "$DEVICE" = cpu ] || [ "$HAS_GPU" = 0 ]; }; t
     val_files=${VAL_FILES:-$toy_dir/val.parquet}
 else
     recipe=$gsm8k_recipe
-    model_path=${MODEL_PATH:-Qwen/Qwen2.5-0.5B-Instruct}
-    train_files=${TRAIN_FILES:-data/gsm8k/train.parquet}
+    model_path=${MODEL_PATH:-$HUB_MODEL}
+    train_files=${TRAIN_FILES:-$GSM8K}
     val_files=${VAL_FILES:-data/gsm8k/test.parquet}
     if [ ! -e "$train_files" ] && [ -z "${TRAIN_FILES:-}" ]; then
         "$PYTHON" recipe/rloo/prepare_gsm8k.py --hub openai/gsm8k --out data/gsm8k
@@ -51,4 +64,4 @@ OPTIONAL=(
 )
 
 "$PYTHON" -m verl_memopt.trainer.main_ppo --config-dir recipe/rloo --config-name "$recipe" \
-    "${DATA[@]}" "${MODEL[@]}" "${TRAINER[@]}" "${OPTIONAL[@]}" "$@"
+    "${MACHINE[@]}" "${DATA[@]}" "${MODEL[@]}" "${TRAINER[@]}" "${OPTIONAL[@]}" "$@"

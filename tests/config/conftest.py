@@ -16,6 +16,7 @@ LEAST = {
     "actor_rollout_ref.rollout.name": "hf",
     "actor_rollout_ref.rollout.n": 4,
     "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    "algorithm.adv_estimator": "rloo",
 }
 
 

@@ -1,10 +1,12 @@
 from pathlib import Path
 
 import pytest
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from verl_memopt.config.links import resolve_links
-from verl_memopt.config.loader import load_settings, settings_from_mapping
+from verl_memopt.config.keys import flatten, leaf_keys, value_at
+from verl_memopt.config.links import followers_of, resolve_links
+from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
 from verl_memopt.config.plain import save_yaml
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Data, Model, PolicyLoss, Rollout, Settings
 from verl_memopt.errors import ConfigError
@@ -15,6 +17,50 @@ LEAST = [
     "actor_rollout_ref.model.path=folder",
     "actor_rollout_ref.actor.use_dynamic_bsz=true",
 ]
+
+AR = "actor_rollout_ref"
+RECIPES = Path(__file__).parents[2] / "recipe" / "rloo"
+ENTRIES = [(path.stem, None) for path in sorted(PACKAGED.glob("*.yaml"))]
+ENTRIES += [(path.stem, str(RECIPES)) for path in sorted(RECIPES.glob("*.yaml"))]
+"""Every config that a command can name: (name, folder)."""
+
+VERL_COMMON = [
+    *("data.train_files=train.parquet", "data.val_files=test.parquet", "data.train_batch_size=1024"),
+    *("data.max_prompt_length=512", "data.max_response_length=1024", "data.filter_overlong_prompts=True"),
+    *("data.truncation='error'", f"{AR}.model.path=Qwen/Qwen2-7B-Instruct", f"{AR}.actor.optim.lr=1e-6"),
+    *(f"{AR}.model.use_remove_padding=True", f"{AR}.actor.ppo_mini_batch_size=256"),
+    *(f"{AR}.model.enable_gradient_checkpointing=True", f"{AR}.actor.fsdp_config.param_offload=False"),
+    *(f"{AR}.actor.fsdp_config.optimizer_offload=False", f"{AR}.rollout.tensor_model_parallel_size=2"),
+    *(f"{AR}.rollout.name=vllm", f"{AR}.rollout.gpu_memory_utilization=0.6", f"{AR}.rollout.n=5"),
+    *(f"{AR}.ref.fsdp_config.param_offload=True", "trainer.critic_warmup=0", "trainer.logger=['console','wandb']"),
+    *("trainer.n_gpus_per_node=8", "trainer.nnodes=1", "trainer.test_freq=5", "trainer.total_epochs=15"),
+    *(f"{AR}.actor.ppo_micro_batch_size_per_gpu=40", f"{AR}.rollout.log_prob_micro_batch_size_per_gpu=40"),
+    *(f"{AR}.ref.log_prob_micro_batch_size_per_gpu=40",),
+]
+"""What verl's example scripts for GRPO and RLOO (examples/*/run_qwen2-7b.sh) give alike."""
+VERL_GRPO = [
+    *("algorithm.adv_estimator=grpo", f"{AR}.actor.use_kl_loss=True", f"{AR}.actor.kl_loss_coef=0.001"),
+    *(f"{AR}.actor.kl_loss_type=low_var_kl", f"{AR}.actor.entropy_coeff=0", "algorithm.use_kl_in_reward=False"),
+]
+VERL_RLOO = [
+    *("algorithm.adv_estimator=rloo", f"{AR}.actor.use_kl_loss=False", "algorithm.use_kl_in_reward=True"),
+    *("algorithm.kl_penalty=kl", "algorithm.kl_ctrl.kl_coef=0.001"),
+]
+
+
+def set_by_files(name: str, folder: str | None) -> dict:
+    """The dotted keys that a config and the configs under it write down, read as plain YAML."""
+    path = PACKAGED / f"{name}.yaml" if folder is None else Path(folder) / f"{name}.yaml"
+    document = yaml.safe_load(path.read_text())
+    below = [item for item in document.pop("defaults") if isinstance(item, str) and item != "_self_"]
+    found: dict = {}
+    for base in below:
+        found |= set_by_files(base, None)
+    return found | flatten(document)
+
+
+def differing(one: Settings, other: Settings) -> set[str]:
+    return {key for key in leaf_keys() if value_at(one, key) != value_at(other, key)}
 
 
 def refused(overrides: list[str], name: str = "rloo_trainer", folder: Path | None = None) -> str:
@@ -31,6 +77,7 @@ def test_rloo_trainer_equals_the_settings_written_in_python():
             actor=Actor(use_dynamic_bsz=True, policy_loss=PolicyLoss(loss_mode="sequence")),
             rollout=Rollout(name="vllm", n=4),
         ),
+        algorithm=Algorithm(adv_estimator="rloo"),
     )
     assert load_settings("rloo_trainer", LEAST) == resolve_links(by_hand)
 
@@ -135,8 +182,57 @@ def test_a_value_below_a_value_is_refused():
     assert "data.seed" in refused([*LEAST, "data.seed=1", "data.seed.x=2"])
 
 
+def test_verls_grpo_command_trains_verls_grpo_under_the_default_entry():
+    settings = load_settings("ppo_trainer", VERL_COMMON + VERL_GRPO)
+    actor, algorithm = settings.actor_rollout_ref.actor, settings.algorithm
+    assert (algorithm.adv_estimator, algorithm.norm_adv_by_std_in_grpo) == ("grpo", True)
+    assert (actor.policy_loss.loss_mode, actor.loss_agg_mode) == ("vanilla", "token-mean")
+    assert (actor.use_kl_loss, actor.kl_loss_coef, actor.kl_loss_type) == (True, 0.001, "low_var_kl")
+    assert (actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c) == (0.2, 0.2, 3.0)
+    assert not algorithm.use_kl_in_reward
+
+
+def test_verls_rloo_command_trains_verls_loss_under_the_default_entry():
+    settings = load_settings("ppo_trainer", VERL_COMMON + VERL_RLOO)
+    assert settings.actor_rollout_ref.actor.policy_loss.loss_mode == "vanilla"
+    assert not settings.actor_rollout_ref.actor.use_kl_loss
+    algorithm = settings.algorithm
+    assert (algorithm.use_kl_in_reward, algorithm.kl_penalty, algorithm.kl_ctrl.kl_coef) == (True, "kl", 0.001)
+
+
+@pytest.mark.parametrize("given", [VERL_COMMON + VERL_GRPO, VERL_COMMON + VERL_RLOO], ids=["grpo", "rloo"])
+@pytest.mark.parametrize(("name", "folder"), ENTRIES)
+def test_a_command_means_the_same_under_every_entry_but_for_the_keys_that_the_entry_writes_down(name, folder, given):
+    default = load_settings("ppo_trainer", given)
+    settings = load_settings(name, given, folder)
+    allowed = followers_of(set_by_files(name, folder)) - {line.split("=")[0] for line in given}
+    assert differing(settings, default) <= allowed
+
+
+@pytest.mark.parametrize(("name", "folder"), ENTRIES)
+def test_an_entry_composes_the_keys_of_its_files_and_no_other(name, folder):
+    composed = flatten(compose_mapping(name, [], folder))
+    # YAML 1.1 reads 1e-4 as text, Hydra as a number.
+    assert {key: str(value) for key, value in composed.items() if key != "debug.mode"} == {
+        key: str(float(value)) if str(value).endswith(("e-4", "e-6")) else str(value)
+        for key, value in set_by_files(name, folder).items()
+    }
+
+
+def test_the_default_entry_sets_nothing():
+    assert set_by_files("ppo_trainer", None) == {}
+
+
+def test_the_default_entry_names_its_estimator_as_missing_and_says_what_to_give():
+    message = refused([*LEAST, f"{AR}.rollout.name=hf"], "ppo_trainer")
+    assert message.startswith("algorithm.adv_estimator=gae: gae needs a critic")
+    assert "--config-name rloo_trainer and grpo_trainer" in message
+    assert message.endswith("Set rloo or grpo.")
+
+
 def test_an_unknown_config_name_is_refused_with_the_known_ones():
-    assert refused(LEAST, "ppo_trainer") == "config_name=ppo_trainer: no such config. Choose one of grpo_trainer, rloo_trainer."
+    known = "grpo_trainer, ppo_trainer, rloo_trainer"
+    assert refused(LEAST, "sft_trainer") == f"config_name=sft_trainer: no such config. Choose one of {known}."
 
 
 def test_a_recipe_stands_on_a_packaged_config_and_below_the_command_line(tmp_path):
@@ -196,4 +292,5 @@ def test_a_nested_mapping_and_dotted_keys_build_the_same(settled, least):
         "rollout": {"name": "hf", "n": 4},
         "actor": {"use_dynamic_bsz": True},
     }
+    nested["algorithm"] = {"adv_estimator": "rloo"}
     assert settings_from_mapping(nested) == settled({})

@@ -301,6 +301,7 @@ def settings_of(row, folder, devices, more=None):
         "data.train_batch_size": 4,
         "data.max_prompt_length": 8,
         "data.max_response_length": 8,
+        "algorithm.adv_estimator": "rloo",
         f"{MODEL}.path": str(folder),
         f"{ACTOR}.ppo_mini_batch_size": 4,
         f"{ACTOR}.use_kl_loss": True,

@@ -1,6 +1,7 @@
 """Scripts and recipes: what a variable, an argument or neither of them ends in, without a model, a GPU or a network."""
 
 import os
+import shutil
 import stat
 import subprocess
 import sys
@@ -53,6 +54,7 @@ def resolved(script, tmp_path):
         command = ["bash", str(script), "debug=dry", *arguments]
         process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
         assert process.returncode == 0, process.stderr[-3000:]
+        sys.stderr.write(process.stderr)
         return flat(yaml.safe_load(process.stdout))
 
     return run
@@ -104,13 +106,124 @@ def test_a_model_path_takes_the_gsm8k_recipe(resolved, script):
     assert settings["data.train_files"] == "/data/train.parquet"
 
 
-def test_a_gpu_takes_the_gsm8k_recipe_and_its_model(resolved, tmp_path):
-    command = tmp_path / "nvidia-smi"
-    command.write_text("#!/bin/sh\necho 'GPU 0: a card (UUID: GPU-0)'\n")
-    command.chmod(command.stat().st_mode | stat.S_IXUSR)
-    settings = resolved(**FILES)
+def executable(path, text):
+    path.write_text(text)
+    path.chmod(path.stat().st_mode | stat.S_IXUSR)
+    return str(path)
+
+
+GPU_IN_SIGHT = """#!/bin/sh
+[ "$1" = -m ] || exec {python} "$@"
+shift
+exec {python} -m tests.end_to_end.gpu_in_sight "$@"
+"""
+
+
+@pytest.fixture
+def gpu(tmp_path):
+    """A machine with a GPU: what nvidia-smi and PyTorch say there, and a hub cache that holds nothing."""
+    executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: a card (UUID: GPU-0)'\n")
+    python = executable(tmp_path / "python", GPU_IN_SIGHT.format(python=sys.executable))
+    return {"PYTHON": python, "HF_HUB_CACHE": str(tmp_path / "hub")}
+
+
+def in_cache(hub, kind, name, *files):
+    """Puts files into a hub cache, laid out as the hub's client lays it out."""
+    place = hub / f"{kind}s--{name.replace('/', '--')}"
+    (place / "refs").mkdir(parents=True)
+    (place / "refs" / "main").write_text("abc")
+    for file in files:
+        path = place / "snapshots" / "abc" / file
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text("{}")
+
+
+def test_a_gpu_takes_the_gsm8k_recipe_and_its_model(resolved, tmp_path, gpu):
+    in_cache(tmp_path / "hub", "model", "Qwen/Qwen2.5-0.5B-Instruct", "config.json", "model.safetensors")
+    settings = resolved(**FILES, **gpu)
     assert settings[f"{AR}.model.path"] == "Qwen/Qwen2.5-0.5B-Instruct"
     assert settings["trainer.device"] == "auto"
+    assert settings[f"{AR}.rollout.dtype"] == "bfloat16"
+
+
+def test_a_gpu_out_of_reach_of_the_hub_trains_the_toy_task_in_a_gpus_precision(resolved, script, toy, gpu, capfd):
+    settings = resolved(TOY_DIR=str(toy), HF_HUB_OFFLINE="1", **gpu)
+    assert settings[f"{AR}.model.path"] == f"{toy}/model"
+    assert settings["trainer.experiment_name"] == ("grpo_toy" if script.name == GRPO else "rloo_toy")
+    assert (settings["trainer.device"], settings[f"{AR}.rollout.name"]) == ("auto", "vllm")
+    assert {settings[f"{AR}.{place}"] for place in ("rollout.dtype", *(f"{r}.fsdp_config.dtype" for r in ("actor", "ref")))} == {
+        "bfloat16"
+    }
+    assert settings[f"{AR}.rollout.max_logprob_diff"] == 0.05
+    said = [line for line in capfd.readouterr().err.splitlines() if "is not in the local cache" in line]
+    assert len(said) == 1
+    assert "(HF_HUB_OFFLINE is set), so the toy task is trained on the GPU." in said[0]
+
+
+def test_the_cpu_is_taken_beside_a_gpu_where_it_is_asked_for(resolved, script, toy, gpu):
+    by_argument = script.name == GRPO
+    settings = resolved(
+        *["trainer.device=cpu"] * by_argument, TOY_DIR=str(toy), **gpu, **{} if by_argument else {"DEVICE": "cpu"}
+    )
+    assert settings["trainer.device"] == "cpu"
+    assert settings[f"{AR}.model.path"] == f"{toy}/model"
+    assert settings[f"{AR}.rollout.dtype"] == "fp32"
+
+
+@pytest.fixture
+def setup(tmp_path):
+    """Runs a copy of setup_env.sh that has nothing to install, beside an nvidia-smi that answers as it is told."""
+
+    def run(*arguments, reply=None, code=0, **variables):
+        shutil.copy(ROOT / "setup_env.sh", tmp_path)
+        if reply is not None:
+            executable(tmp_path / "nvidia-smi", f"#!/bin/sh\necho '{reply}'\nexit {code}\n")
+        inherited = {name: value for name, value in os.environ.items() if name != "VERL_MEMOPT_BUILD"}
+        env = {**inherited, "PATH": f"{tmp_path}:/usr/bin:/bin", "PYTHON": "/nowhere/python", **variables}
+        command = ["bash", str(tmp_path / "setup_env.sh"), *arguments]
+        found = subprocess.run(command, env=env, capture_output=True, text=True, timeout=60)
+        assert not (tmp_path / ".venv").exists()
+        return found
+
+    return run
+
+
+@pytest.mark.parametrize("arguments", [(), ("--check",)])
+def test_an_older_driver_is_refused_before_anything_is_installed(setup, arguments):
+    found = setup(*arguments, reply="535.183.01")
+    assert found.returncode == 2
+    assert found.stderr == (
+        "setup_env.sh: the NVIDIA driver is 535.183.01, and PyTorch's build for CUDA 13 needs 580 or newer. "
+        "Update the driver, or install the build for CPUs: VERL_MEMOPT_BUILD=cpu ./setup_env.sh\n"
+    )
+
+
+@pytest.mark.parametrize(
+    ("machine", "said"),
+    [
+        ({"reply": "580.65.06"}, "the gpu build (driver 580.65.06)"),
+        ({"reply": "1000.1"}, "the gpu build (driver 1000.1)"),
+        ({"reply": "580.65.06\n580.65.06"}, "the gpu build (driver 580.65.06)"),
+        ({"reply": "579.99"}, None),
+        ({"reply": "No devices were found"}, "the cpu build (nvidia-smi lists no GPU: No devices were found)"),
+        ({"reply": "NVIDIA-SMI has failed", "code": 9}, "the cpu build (nvidia-smi lists no GPU: NVIDIA-SMI has failed)"),
+        ({"reply": "535.183.01", "VERL_MEMOPT_BUILD": "cpu"}, "the cpu build (VERL_MEMOPT_BUILD=cpu)"),
+        ({"reply": "535.183.01", "VERL_MEMOPT_BUILD": "gpu"}, "the gpu build (VERL_MEMOPT_BUILD=gpu)"),
+    ],
+)
+def test_a_machine_gets_the_build_that_runs_on_it(setup, machine, said):
+    found = setup("--check", **machine)
+    assert (found.returncode, found.stdout) == ((2, "") if said is None else (0, f"{said}\n"))
+
+
+@pytest.mark.skipif(any(os.path.exists(f"{folder}/nvidia-smi") for folder in ("/usr/bin", "/bin")), reason="it has an nvidia-smi")
+def test_a_machine_without_nvidia_smi_gets_the_build_for_cpus(setup):
+    assert setup("--check").stdout == "the cpu build (no nvidia-smi)\n"
+
+
+@pytest.mark.parametrize(("argument", "variables"), [("--what", {}), ("--check", {"VERL_MEMOPT_BUILD": "tpu"})])
+def test_setup_refuses_what_it_does_not_know(setup, argument, variables):
+    assert setup(argument, **variables).returncode == 2
 
 
 @pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))

@@ -163,7 +163,7 @@ def test_what_the_phase_held_is_let_go_of_while_its_error_lives(device, where):
     def body():
         held = torch.zeros(100)
         alive.append(weakref.ref(held))
-        raise DeviceLimitError(1, {}, "op") if where == CPU else torch.OutOfMemoryError("CUDA out of memory.")
+        raise DeviceLimitError(1, {}, "op", 1) if where == CPU else torch.OutOfMemoryError("CUDA out of memory.")
 
     with pytest.raises(DeviceMemoryError) as caught, out_of_memory_told("gen", where, list, SETTINGS, None):
         body()

@@ -18,6 +18,7 @@ LEAST = {
     "actor_rollout_ref.model.path": "folder",
     f"{ROLLOUT}.n": 4,
     "actor_rollout_ref.actor.use_dynamic_bsz": True,
+    "algorithm.adv_estimator": "rloo",
 }
 VLLM_ONLY = {
     "gpu_memory_utilization": 0.3,

@@ -21,6 +21,7 @@ LEAST = {
     "data.max_response_length": 4,
     "data.train_batch_size": 4,
     "data.seed": 7,
+    "algorithm.adv_estimator": "rloo",
     f"{AR}.model.enable_gradient_checkpointing": False,
     f"{AR}.actor.ppo_mini_batch_size": 2,
     f"{AR}.actor.use_dynamic_bsz": True,

@@ -161,7 +161,7 @@ def test_the_kl_to_the_reference_is_taken_off_each_rows_reward():
     batch.old_log_probs = torch.tensor([0.5, 0.5, 0.0, 1.0, 0.0, 0.0])
     batch.ref_log_probs = torch.zeros(6)
     controller = KlController(KlControl(kl_coef=0.25))
-    found = shaped(batch, [1.0, 0.0, 0.25, 1.0], Algorithm(use_kl_in_reward=True), controller)
+    found = shaped(batch, [1.0, 0.0, 0.25, 1.0], Algorithm("rloo", use_kl_in_reward=True), controller)
     assert found.rewards.tolist() == [0.75, 0.0, 0.25, 0.75]  # sums of kl by row: 1, 0, 0, 1
     assert found.per_row.tolist() == [0.75, -0.75, -0.5, 0.5]
     assert found.kl_mean == pytest.approx(2 / 6, rel=1e-6)
@@ -170,7 +170,7 @@ def test_the_kl_to_the_reference_is_taken_off_each_rows_reward():
 def test_a_batch_without_a_token_has_a_kl_of_zero():
     batch = batch_of([[], [], [], []])
     batch.old_log_probs = batch.ref_log_probs = torch.zeros(0)
-    found = shaped(batch, [1.0, 0.0, 0.0, 0.0], Algorithm(use_kl_in_reward=True))
+    found = shaped(batch, [1.0, 0.0, 0.0, 0.0], Algorithm("rloo", use_kl_in_reward=True))
     assert (found.kl_mean, found.per_token.shape) == (0.0, (0,))
 
 

@@ -8,7 +8,9 @@ LEAST = [
     "data.val_files=null",
     "actor_rollout_ref.model.path=folder",
     "actor_rollout_ref.rollout.name=hf",
+    "actor_rollout_ref.rollout.n=4",
     "actor_rollout_ref.actor.use_dynamic_bsz=true",
+    "algorithm.adv_estimator=rloo",
 ]
 
 
@@ -17,9 +19,9 @@ def test_options_may_stand_before_between_and_after_overrides():
     assert (parsed.config_name, parsed.config_dir, parsed.overrides) == ("toy", "recipe", ["a=1", "b=2"])
 
 
-def test_without_a_name_the_rloo_config_is_meant():
+def test_without_a_name_the_entry_with_verls_defaults_is_meant():
     parsed = build_parser("prog").parse_args([])
-    assert (parsed.config_name, parsed.config_dir, parsed.cfg) == ("rloo_trainer", None, None)
+    assert (parsed.config_name, parsed.config_dir, parsed.cfg) == ("ppo_trainer", None, None)
 
 
 @pytest.mark.parametrize("ask", [["--cfg", "job"], ["debug=dry"], ["debug.mode=dry"]])
@@ -28,13 +30,20 @@ def test_a_dry_run_prints_the_resolved_settings_and_starts_nothing(ask, capsys, 
     assert main([*LEAST, "actor_rollout_ref.actor.clip_ratio=0.3", *ask]) == 0
     shown = yaml.safe_load(capsys.readouterr().out)
     assert shown["actor_rollout_ref"]["actor"]["clip_ratio_low"] == 0.3
-    assert shown["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "sequence"
+    assert shown["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "vanilla"
     assert list(tmp_path.iterdir()) == []
 
 
-def test_the_grpo_config_is_another(capsys):
-    assert main([*LEAST, "--config-name", "grpo_trainer", "--cfg", "job"]) == 0
-    assert yaml.safe_load(capsys.readouterr().out)["algorithm"]["adv_estimator"] == "grpo"
+def test_another_entry_brings_its_own_loss(capsys):
+    assert main([*LEAST, "--config-name", "rloo_trainer", "--cfg", "job"]) == 0
+    assert yaml.safe_load(capsys.readouterr().out)["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "sequence"
+
+
+def test_what_is_trained_is_logged_and_the_settings_alone_are_printed(capsys):
+    assert main([*LEAST, "--cfg", "job"]) == 0
+    shown = capsys.readouterr()
+    assert "objective: advantages rloo, loss vanilla (one clipped ratio per token), no KL" in shown.err
+    assert "objective" not in shown.out
 
 
 @pytest.mark.parametrize(

@@ -1,11 +1,13 @@
 import dataclasses
 import logging
 import re
+import sys
 from pathlib import Path
 
 import pytest
 import torch
 
+from tests.rollout.test_vllm_build import installed
 from tests.rollout.tools import place_at
 from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
@@ -51,6 +53,27 @@ def test_vllm_on_a_cpu_cannot_be_asked_to_sleep_but_hf_can(settled):
         survey(settled({f"{AR}.rollout.name": "vllm", f"{AR}.rollout.free_cache_engine": True}))
     assert survey(settled({f"{AR}.rollout.name": "hf", f"{AR}.rollout.free_cache_engine": True})).free_engine
     assert not survey(settled({f"{AR}.rollout.free_cache_engine": False})).free_engine
+
+
+@pytest.mark.parametrize("device", ["cpu", "auto"])
+def test_a_build_of_vllm_for_gpus_is_refused_on_the_cpu_by_name_with_two_ways_out(settled, tmp_path, monkeypatch, device):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.syspath_prepend(installed(tmp_path / "gpu_build", vllm="0.32.0"))
+    with pytest.raises(ConfigError) as caught:
+        survey(settled({f"{AR}.rollout.name": "vllm", "trainer.device": device}))
+    assert str(caught.value) == (
+        f"trainer.device={device}, {AR}.rollout.name=vllm: the run is on the CPU, and the installed vLLM is a build for GPUs. "
+        f"Set {AR}.rollout.name=hf, or install the other build: VERL_MEMOPT_BUILD=cpu ./setup_env.sh."
+    )
+    assert survey(settled({f"{AR}.rollout.name": "hf", "trainer.device": device})).device == "cpu"
+
+
+def test_a_build_of_vllm_for_cpus_is_refused_on_a_gpu(settled, tmp_path, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
+    monkeypatch.setattr("sys.path", [installed(tmp_path / "cpu_build", vllm="0.32.0+cpu"), *sys.path])
+    with pytest.raises(ConfigError, match="the run is on the GPU, and the installed vLLM is a build for CPUs"):
+        survey(settled({f"{AR}.rollout.name": "vllm", "trainer.device": "cuda"}))
 
 
 @pytest.mark.parametrize("asked", [None, True, False])

@@ -34,6 +34,11 @@ class Worker:
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "OMP_NUM_THREADS")
         return [os.environ[name] for name in names], self.threads, self.torch_came_first
 
+    def gpus(self):
+        import ray
+
+        return os.environ.get("CUDA_VISIBLE_DEVICES"), ray.get_runtime_context().get_accelerator_ids()["GPU"]
+
     def process(self):
         return os.getpid()
 
@@ -117,6 +122,10 @@ def test_the_environment_is_set_before_the_factory_is_imported(group):
         assert variables == [str(rank), "2", str(rank), "2", "127.0.0.1", str(port), "3"]
         assert threads == "3"
         assert not torch_came_first
+
+
+def test_a_member_of_a_cpu_run_asks_for_no_gpu_and_sees_none(group):
+    assert group.all("gpus") == [("", [])] * 2
 
 
 def test_a_tensor_makes_the_trip_unchanged_and_writable(group):

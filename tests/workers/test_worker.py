@@ -35,6 +35,7 @@ def plan_of(folder, more=None, **plan):
         "data.val_files": None,
         "data.max_prompt_length": 8,
         "data.max_response_length": 6,
+        "algorithm.adv_estimator": "rloo",
         f"{AR}.model.path": str(folder),
         f"{AR}.model.enable_gradient_checkpointing": False,
         f"{AR}.actor.use_dynamic_bsz": True,

@@ -56,14 +56,19 @@ CHOICES: dict[str, tuple[str, ...]] = {
 
 _FSDP_ONLY = "fsdp2 is the one sharding backend"
 _NO_ESTIMATOR = "only RLOO and GRPO are available"
+_NO_GAE = (
+    "gae needs a critic, which is not available. gae is verl's default, and stands where the key is not given. "
+    "--config-name rloo_trainer and grpo_trainer choose an estimator, a loss and a group size together"
+)
 _NO_ENGINE = "this engine is not available"
 WHY_NOT: dict[tuple[str, str], str] = {
     **{(f"{_AR}.actor.strategy", name): _FSDP_ONLY for name in ("fsdp", "megatron", "veomni")},
     **{(f"{_AR}.rollout.name", name): _NO_ENGINE for name in ("sglang", "trtllm")},
     **{
         ("algorithm.adv_estimator", name): _NO_ESTIMATOR
-        for name in ("gae", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "rloo_lm")
+        for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "rloo_lm")
     },
+    ("algorithm.adv_estimator", "gae"): _NO_GAE,
     (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
     **{("algorithm.expansion", name): "this way of expansion is not available" for name in ("lazy", "repeat_sampler")},

@@ -24,25 +24,38 @@ class Refusal:
     inert: tuple[Any, ...] | None
     """Values that pass; null always passes; None = every value passes."""
     reason: str
-    """What the user reads: why it has no effect, and what to set in its place."""
+    """What the user reads after ``key=value``: a fact that is true whatever else is set, then the way out."""
 
 
 ANY = None
-_NO_LORA = "LoRA is not available; the whole model is trained. Remove the LoRA keys"
 _NO_CRITIC = "RLOO and GRPO have no critic. Remove the critic keys"
-_NO_REWARD_MODEL = "no reward model is available, rules and functions score. Use custom_reward_function.path"
-_NO_OFFLOAD = "offloading is not available. Lower the token budget or gpu_memory_utilization, or use more devices"
+_NO_REWARD_MODEL = "rules and functions score, no model does. Use custom_reward_function.path"
 _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
 _FSDP1 = "it exists in FSDP1 only, and fsdp2 is the one strategy. Remove the key"
-_NO_MISMATCH = "importance weights for the engine's log-probs are not available. Watch rollout/logprob_diff_mean instead"
+_NO_MISMATCH = "no sample is weighted by how far the engine's log-probs are off. Watch rollout/logprob_diff_mean"
 _ONE_BACKEND = "fsdp2 is the one strategy. Remove the key"
-_NOT_HERE = "not available. Remove the key"
+_NO_BYPASS = (
+    "the engine's log-probs never stand in for the policy's own. Use actor_rollout_ref.actor.old_log_prob_pass=auto, which "
+    "leaves their pass out where the update computes the same numbers"
+)
+_CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens sets the chunk. Remove the key"
+_NOT_HERE = "this feature of verl does not exist here. Remove the key"
 _STEP = "one batch is generated per step. Set data.train_batch_size"
 _PACKED = "rows are always packed, no pad token is computed. Remove the key"
+_USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
+_TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSOR_PARALLEL}"
+_PHASE_TABLE = "each phase is measured without a profiler. Use trainer.track_memory_every_steps and the phase table"
+_OWN_REWARD = "a reward class of your own is not loaded. Use custom_reward_function.path with a function"
+_WRAP = "decoder blocks are the units. Use wrap_policy.transformer_layer_cls_to_wrap for others"
+_LORA_DROPOUT = (
+    "LoRA has no dropout here: old log-probs and update would use different masks, so their ratio would compare two models. "
+    "Set 0, or remove the key"
+)
+_LORA_KEYS = "of the LoRA settings, rank, alpha, target_modules, exclude_modules and adapter_path have an effect. Remove this one"
 
 _FSDP = {
-    "wrap_policy.min_num_params": Refusal((0,), "decoder blocks are the units. Use wrap_policy.transformer_layer_cls_to_wrap"),
+    "wrap_policy.min_num_params": Refusal((0,), _WRAP),
     "ulysses_sequence_parallel_size": Refusal((1,), "a sequence is not split over devices. Set 1"),
     "use_orig_params": Refusal((False,), _FSDP1),
     "mixed_precision.buffer_dtype": Refusal(("fp32", "float32"), _FSDP1),
@@ -51,9 +64,20 @@ _FSDP = {
 
 _MODEL = {
     "use_remove_padding": Refusal((True,), _PACKED),
-    "lora.*": Refusal(ANY, _NO_LORA),
-    "use_liger": Refusal((False,), "the chunked log-prob is plain PyTorch. Use logprob_chunk_tokens"),
-    "fused_kernel_options.impl_backend": Refusal(("torch",), "the chunked log-prob is plain PyTorch. Use logprob_chunk_tokens"),
+    "lora.dropout": Refusal((0, 0.0), _LORA_DROPOUT),
+    "lora_dropout": Refusal((0, 0.0), _LORA_DROPOUT),
+    "lora.type": Refusal(("lora",), "low-rank adapters of linear layers are the one kind. Set lora"),
+    "lora.merge": Refusal((True, False), "the engine always gets merged weights. Remove the key"),
+    "lora.dtype": Refusal((), "adapters rest in the policy's dtype. Use actor_rollout_ref.actor.fsdp_config.model_dtype"),
+    "lora.dropout_position": Refusal(("pre", "post"), _LORA_DROPOUT),
+    "lora.lora_A_init_method": Refusal(("kaiming", "xavier"), "A is drawn Kaiming uniform, as peft draws it. Remove the key"),
+    "lora.lora_B_init_method": Refusal(("zero",), "B starts at zero, so that training starts at the base model. Set zero"),
+    "lora.freeze_vision_model": Refusal((True, False), _TEXT_ONLY),
+    "lora.freeze_vision_projection": Refusal((True, False), _TEXT_ONLY),
+    "lora.freeze_language_model": Refusal((True,), "with LoRA the base is always frozen. Set true, or remove the key"),
+    "lora.*": Refusal((False,), _LORA_KEYS),
+    "use_liger": Refusal((False,), f"Liger's kernels are not used; the log-prob is chunked without them. {_CHUNKED}"),
+    "fused_kernel_options.impl_backend": Refusal(("torch",), f"the chunked log-prob is plain PyTorch. {_CHUNKED}"),
     "mtp.enable": Refusal((False,), _NOT_HERE),
     "mtp.*": Refusal(ANY, _NOT_HERE),
     "use_shm": Refusal((False,), "it costs host memory, and weights are streamed. Remove the key"),
@@ -78,14 +102,16 @@ _ACTOR = {
 }
 
 _PROFILER = {
-    "profiler.enable": Refusal((False,), "Use trainer.track_memory_every_steps and the phase table"),
-    "profiler.*": Refusal(ANY, "profilers are not available. Remove the key"),
+    "profiler.enable": Refusal((False,), _PHASE_TABLE),
+    "profiler.*": Refusal(ANY, _PHASE_TABLE),
 }
 
 _ROLLOUT = {
-    "data_parallel_size": Refusal((1,), "every tensor-parallel group is a replica already. Set tensor_model_parallel_size"),
-    "enable_sleep_mode": Refusal((True,), "Set actor_rollout_ref.rollout.free_cache_engine=false"),
-    "layered_summon": Refusal((False,), "weights move tensor by tensor. Use checkpoint_engine.update_weights_bucket_megabytes"),
+    "data_parallel_size": Refusal((1,), f"every tensor-parallel group is a replica already. {_USE_TENSOR_PARALLEL}"),
+    "enable_sleep_mode": Refusal(
+        (True,), "actor_rollout_ref.rollout.free_cache_engine decides whether the engine sleeps. Use it"
+    ),
+    "layered_summon": Refusal((True, False), "weights always move tensor by tensor, with LoRA too. Remove the key"),
     "skip_rollout": Refusal((False,), "stored rollouts are not replayed. Remove the key"),
     "skip_dump_dir": Refusal(ANY, "stored rollouts are not replayed. Use trainer.rollout_data_dir to write them"),
     "checkpoint_engine.backend": Refusal(("naive",), "trainer and engine share a process. Remove the key"),
@@ -100,15 +126,15 @@ _ROLLOUT = {
     "disaggregation.*": Refusal(ANY, _NOT_HERE),
     "quantization": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
     "quantization_config_file": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
-    "pipeline_model_parallel_size": Refusal((1,), "Use tensor_model_parallel_size"),
-    "expert_parallel_size": Refusal((1,), "Use tensor_model_parallel_size"),
+    "pipeline_model_parallel_size": Refusal((1,), _TENSOR_PARALLEL),
+    "expert_parallel_size": Refusal((1,), _TENSOR_PARALLEL),
     "over_sample_rate": Refusal((0, 0.0), "exactly rollout.n samples are drawn. Remove the key"),
     "enable_rollout_routing_replay": Refusal((False,), _NOT_HERE),
     "multi_stage_wake_up": Refusal(ANY, "weights always wake before the KV cache. Remove the key"),
     "skip_tokenizer_init": Refusal(ANY, "the engine is given token ids. Remove the key"),
     "agent.*": Refusal(ANY, "there are no separate request processes. Remove the key"),
-    "engine_kwargs.sglang.*": Refusal(({},), "the engines are vllm and hf. Use engine_kwargs.vllm"),
-    "engine_kwargs.trtllm.*": Refusal(({},), "the engines are vllm and hf. Use engine_kwargs.vllm"),
+    "engine_kwargs.sglang.*": Refusal(({},), "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"),
+    "engine_kwargs.trtllm.*": Refusal(({},), "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"),
 }
 
 _DATA = {
@@ -119,7 +145,7 @@ _DATA = {
     "image_patch_size": Refusal((14,), _TEXT_ONLY),
     "return_multi_modal_inputs": Refusal((True, False), _TEXT_ONLY),
     "tool_config_path": Refusal((), _NOT_HERE),
-    "datagen.*": Refusal((), "rows come from files. Use data.custom_cls"),
+    "datagen.*": Refusal((), "rows come from files. Use data.custom_cls.path"),
     "gen_batch_size": Refusal((), _STEP),
     "tokenizer": Refusal(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),
     "return_raw_chat": Refusal(ANY, _UNREAD),
@@ -130,7 +156,7 @@ _DATA = {
 
 _ALGORITHM = {
     "gamma": Refusal((1, 1.0), "RLOO and GRPO score whole responses, nothing is discounted. Set 1.0"),
-    "lam": Refusal((1, 1.0), "RLOO and GRPO score whole responses. Set 1.0"),
+    "lam": Refusal((1, 1.0), "RLOO and GRPO score whole responses, no value is estimated. Set 1.0"),
     "use_pf_ppo": Refusal((False,), _NOT_HERE),
     "pf_ppo.*": Refusal(ANY, _NOT_HERE),
     "filter_groups.enable": Refusal((False,), _NOT_HERE),
@@ -138,7 +164,7 @@ _ALGORITHM = {
     "rollout_correction.rollout_is": Refusal((), _NO_MISMATCH),
     "rollout_correction.rollout_is_threshold": Refusal((2.0,), _NO_MISMATCH),
     "rollout_correction.rollout_is_batch_normalize": Refusal((False,), _NO_MISMATCH),
-    "rollout_correction.bypass_mode": Refusal((False,), _NO_MISMATCH),
+    "rollout_correction.bypass_mode": Refusal((False,), _NO_BYPASS),
     "rollout_correction.rollout_rs": Refusal((), _NO_MISMATCH),
     "rollout_correction.rollout_rs_threshold": Refusal((), _NO_MISMATCH),
     "rollout_correction.loss_type": Refusal(("ppo_clip",), _NO_MISMATCH),
@@ -160,7 +186,7 @@ _CRITIC = {
 
 _REWARD_MODEL = {
     "enable": Refusal((False,), _NO_REWARD_MODEL),
-    "launch_reward_fn_async": Refusal((False,), "rewards are computed in their own processes after rollout. Set false"),
+    "launch_reward_fn_async": Refusal((False,), "rewards are computed in processes of their own, after the rollout. Set false"),
     "enable_resource_pool": Refusal((False,), _NO_REWARD_MODEL),
     "nnodes": Refusal((0,), _NO_REWARD_MODEL),
     "n_gpus_per_node": Refusal((0, 8), _NO_REWARD_MODEL),
@@ -183,18 +209,18 @@ _TRAINER = {
     "max_critic_ckpt_to_keep": Refusal(ANY, _NO_CRITIC),
     "critic_warmup": Refusal((0,), _NO_CRITIC),
     "default_hdfs_dir": Refusal((), "checkpoints are written to trainer.default_local_dir. Remove the key"),
-    "del_local_ckpt_after_load": Refusal((False,), "Use trainer.max_actor_ckpt_to_keep"),
-    "esi_redundant_time": Refusal((0,), "Use trainer.save_freq"),
+    "del_local_ckpt_after_load": Refusal((False,), "a checkpoint that was loaded stays. Use trainer.max_actor_ckpt_to_keep"),
+    "esi_redundant_time": Refusal((0,), "no instance's end is known, so none is saved ahead of. Use trainer.save_freq"),
     "use_legacy_worker_impl": Refusal(("auto", "enable", "disable"), "there is one implementation. Remove the key"),
 }
 
 _TOP = {
-    "reward_manager.source": Refusal(("register",), "Use custom_reward_function.path"),
-    "reward_manager.module.*": Refusal((), "Use custom_reward_function.path"),
+    "reward_manager.source": Refusal(("register",), _OWN_REWARD),
+    "reward_manager.module.*": Refusal((), _OWN_REWARD),
     "transfer_queue.enable": Refusal((False,), _NOT_HERE),
     "transfer_queue.*": Refusal(ANY, _NOT_HERE),
-    "global_profiler.tool": Refusal((), "Use trainer.track_memory_every_steps and the phase table"),
-    "global_profiler.*": Refusal(ANY, "profilers are not available. Remove the key"),
+    "global_profiler.tool": Refusal((), _PHASE_TABLE),
+    "global_profiler.*": Refusal(ANY, _PHASE_TABLE),
 }
 
 
@@ -246,7 +272,7 @@ def drop_inert(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]
         elif value is None or refusal.inert is ANY or _is_one_of(value, refusal.inert):
             logger.warning("%s=%s does nothing here: %s.", key, shown(value), refusal.reason)
         else:
-            problems.append(problem({key: value}, f"this verl setting is not available: {refusal.reason}", ""))
+            problems.append(problem({key: value}, refusal.reason, ""))
     return kept, problems
 
 

@@ -469,8 +469,8 @@ class KlControl:
 
 @dataclass(frozen=True)
 class Algorithm:
-    adv_estimator: str = "rloo"
-    """rloo or grpo."""
+    adv_estimator: str = "gae"
+    """rloo or grpo. The default is verl's: gae needs a critic, which is not available, so that one of the two must be given."""
     norm_adv_by_std_in_grpo: bool = True
     """GRPO: divide by the group's standard deviation."""
     use_kl_in_reward: bool = False

@@ -20,7 +20,7 @@ from torch.distributed.checkpoint.state_dict import (
 from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
-from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
+from verl_memopt.distributed.device import device_rng_state, is_gpu, set_device_rng_state
 from verl_memopt.errors import CheckpointError
 
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
@@ -36,7 +36,7 @@ def save_training_state(
     try:
         state = _state(model, optimizer, contents)
         if state:
-            dcp.save(state, checkpoint_id=folder / "dcp")
+            dcp.save(state, storage_writer=_writer(folder / "dcp", device))
         if "extra" in contents:
             folder.mkdir(parents=True, exist_ok=True)
             torch.save(_extra(schedule, device), folder / f"extra_rank_{dist.get_rank()}.pt")
@@ -74,6 +74,11 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
     if "optimizer" in contents:
         state["optimizer"] = get_optimizer_state_dict(model, optimizer)
     return state
+
+
+def _writer(folder: Path, device: torch.device) -> dcp.FileSystemWriter:
+    """Gives torch's writer, on a CPU run without copying ahead: it would do so on a stream of any GPU it sees, and start CUDA."""
+    return dcp.FileSystemWriter(folder) if is_gpu(device) else dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
 
 
 def _extra(schedule: LRScheduler, device: torch.device) -> dict[str, Any]:

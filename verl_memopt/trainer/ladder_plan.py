@@ -71,6 +71,7 @@ def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settin
         "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.use_kl_loss": True,
         "actor_rollout_ref.actor.use_torch_compile": False, "actor_rollout_ref.actor.optim.clip_grad": None,
         "actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.n": work.group,
+        "algorithm.adv_estimator": "rloo",
         "actor_rollout_ref.rollout.dtype": "fp32",
         "actor_rollout_ref.actor.fsdp_config.dtype": "fp32", "actor_rollout_ref.ref.fsdp_config.dtype": "fp32",
         "trainer.worker_group": "local",

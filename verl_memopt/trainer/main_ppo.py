@@ -15,7 +15,8 @@ USAGE = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [key=va
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """Gives the parser of the training entry."""
     parser = argparse.ArgumentParser(prog=prog, usage=USAGE, description="Train a policy with RLOO or GRPO.")
-    parser.add_argument("--config-name", default="rloo_trainer", help="rloo_trainer, grpo_trainer, or a file of --config-dir")
+    entries = "ppo_trainer (the default: verl's defaults), rloo_trainer, grpo_trainer, or a file of --config-dir"
+    parser.add_argument("--config-name", default="ppo_trainer", help=entries)
     parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
     parser.add_argument("--cfg", choices=["job"], help="print the resolved settings as YAML and exit")
     parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, under verl's key names")
@@ -25,11 +26,13 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
 def run(arguments: argparse.Namespace) -> int:
     """Runs the training entry and gives its exit code. Errors: UserError."""
     from verl_memopt.config.loader import load_settings
+    from verl_memopt.config.objective import log_objective
     from verl_memopt.config.plain import to_yaml
     from verl_memopt.observe.log_setup import setup_logging
 
     setup_logging(level=logging.INFO)
     settings = load_settings(arguments.config_name, arguments.overrides, arguments.config_dir)
+    log_objective(settings)
     if arguments.cfg is not None or settings.debug.mode == "dry":
         sys.stdout.write(to_yaml(settings))
         return 0

@@ -17,6 +17,7 @@ from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.build import WeightFolder, load_model_config
 from verl_memopt.models.folder import end_tokens, load_tokenizer, resolve_folder
+from verl_memopt.rollout.vllm_build import vllm_build
 
 logger = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def survey(settings: Settings) -> Site:
     trainer, model = settings.trainer, settings.actor_rollout_ref.model
     device = resolve_device(trainer.device)
     _check_devices(settings, device)
-    _check_engine(settings)
+    _check_engine(settings, device)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
     folder = resolve_folder(model.path, "actor_rollout_ref.model.path")
     # Config and weight files are opened once here, so that a damaged folder shows before any worker starts.
@@ -82,12 +83,21 @@ def _check_devices(settings: Settings, device: str) -> None:
         )
 
 
-def _check_engine(settings: Settings) -> None:
-    name = settings.actor_rollout_ref.rollout.name
-    if name == "vllm" and importlib.util.find_spec("vllm") is None:
+def _check_engine(settings: Settings, device: str) -> None:
+    """Refuses vLLM where it is not installed, and where its build is not for the run's device."""
+    if settings.actor_rollout_ref.rollout.name != "vllm":
+        return
+    if importlib.util.find_spec("vllm") is None:
         raise ConfigError(
             "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Run ./setup_env.sh, "
             "or use actor_rollout_ref.rollout.name=hf."
+        )
+    wanted, build = "cpu" if device == "cpu" else "gpu", vllm_build()
+    if build not in (None, wanted):
+        raise ConfigError(
+            f"trainer.device={settings.trainer.device}, actor_rollout_ref.rollout.name=vllm: the run is on the "
+            f"{wanted.upper()}, and the installed vLLM is a build for {build.upper()}s. Set "
+            f"actor_rollout_ref.rollout.name=hf, or install the other build: VERL_MEMOPT_BUILD={wanted} ./setup_env.sh."
         )
 
 

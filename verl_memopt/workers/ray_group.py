@@ -25,6 +25,9 @@ LOOPBACK = "127.0.0.1"
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
 """Read by CUDA when it starts in a process: the GPUs that the process sees, by index or by UUID."""
 
+NO_GPU = {VISIBLE_DEVICES: ""}
+"""What a worker of a CPU run sees of the node's GPUs. Ray hides none from a process that asked for none."""
+
 SETTLE_SECONDS = 1.0
 """After a first failure, how long others may follow: a peer's broken connection is often reported before the death behind it."""
 
@@ -169,7 +172,8 @@ class RayGroup:
             local_rank = nodes[:rank].count(nodes[rank])
             placement = Placement(rank, self.world_size, local_rank, address, self.homes[0].port, device)
             environment = process_environment(placement, nodes.count(nodes[rank]))
-            environment |= {"OMP_NUM_THREADS": str(num_threads), **visible_devices(self.homes, rank)}
+            environment |= {"OMP_NUM_THREADS": str(num_threads)}
+            environment |= NO_GPU if device == "cpu" else visible_devices(self.homes, rank)
             calls.append(member.build.remote(pickled, placement, environment))
         self._gather(calls)
 

@@ -1,0 +1,36 @@
+import logging
+
+import pytest
+
+from verl_memopt.config.allowed import CHOICES
+from verl_memopt.config.objective import log_objective, objective
+
+LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
+
+
+def test_estimator_loss_and_both_kls_are_named(settled):
+    both = {
+        "algorithm.use_kl_in_reward": True,
+        "algorithm.kl_ctrl.kl_coef": 0.02,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.kl_loss_type": "mse",
+    }
+    assert objective(settled(both | {LOSS: "gspo"})) == (
+        "advantages rloo, loss gspo (one clipped ratio per sequence, length-normalised), "
+        "KL in the loss 0.001 x mse, KL in the reward 0.02 x kl"
+    )
+
+
+@pytest.mark.parametrize("loss", CHOICES[LOSS])
+def test_every_loss_has_its_words(settled, loss):
+    assert objective(settled({LOSS: loss})).endswith("), no KL")
+
+
+@pytest.mark.parametrize(
+    ("estimator", "loss", "warns"), [("grpo", "sequence", True), ("grpo", "vanilla", False), ("rloo", "sequence", False)]
+)
+def test_grpo_with_the_loss_of_rloo_earns_a_warning(settled, caplog, estimator, loss, warns):
+    settings = settled({"algorithm.adv_estimator": estimator, LOSS: loss})
+    with caplog.at_level(logging.INFO):
+        log_objective(settings)
+    assert [record.levelname for record in caplog.records] == ["INFO", *["WARNING"] * warns]

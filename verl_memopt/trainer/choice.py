@@ -1,0 +1,86 @@
+"""What the example scripts train when no model is named: the task, and the settings this machine needs for it.
+
+``python -m verl_memopt.trainer.choice --device auto --model ID --dataset ID --train-file PATH`` prints one line for the shell:
+``gsm8k`` or ``toy``, then overrides. A sentence on standard error says why it is not the usual choice.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+from verl_memopt.distributed.device import resolve_device
+from verl_memopt.errors import UserError
+from verl_memopt.models.hub import MODEL_FILES, cached, why_no_answer
+from verl_memopt.rollout.vllm_build import vllm_build
+
+GPU_TOY = "+device=gpu"
+"""Group of ``recipe/rloo`` with the toy task's settings for a GPU."""
+OWN_GENERATION = "actor_rollout_ref.rollout.name=hf"
+
+
+def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_listed: bool) -> tuple[list[str], str | None]:
+    """Return the task with its overrides, and a sentence when it is not the usual choice.
+
+    Args:
+        device: ``trainer.device``; decides alone when it is cpu.
+        model: hub id of the model to train on a GPU.
+        dataset: hub id of its data; None = the user's own files.
+        train_file: where the data of the hub lies once it is prepared.
+        gpu_listed: whether ``nvidia-smi`` lists a GPU.
+
+    Raises:
+        ConfigError: an unknown device, or cuda where PyTorch sees none.
+    """
+    if resolve_device(device) == "cpu":
+        return _toy_on_cpu(gpu_unseen=gpu_listed and device == "auto")
+    missing = [] if cached(model, "model", MODEL_FILES) else [("model", model)]
+    if dataset is not None and not Path(train_file).exists() and not cached(dataset, "dataset", ("main/train*", "main/test*")):
+        missing.append(("dataset", dataset))
+    for kind, name in missing:
+        if (reason := why_no_answer(name, kind)) is not None:
+            return ["toy", GPU_TOY], (
+                f"the {kind} {name} is not in the local cache and the hub cannot give it ({reason}), so the toy task is trained "
+                "on the GPU. For a model of yours set MODEL_PATH, TRAIN_FILES and VAL_FILES."
+            )
+    return ["gsm8k"], None
+
+
+def _toy_on_cpu(gpu_unseen: bool) -> tuple[list[str], str | None]:
+    said = []
+    if gpu_unseen:
+        said.append(
+            "nvidia-smi lists a GPU and the installed PyTorch sees none, so the toy task is trained on the CPU. "
+            "VERL_MEMOPT_BUILD=gpu ./setup_env.sh installs the build for GPUs."
+        )
+    overrides = []
+    if vllm_build() == "gpu":
+        overrides.append(OWN_GENERATION)
+        said.append("The installed vLLM is a build for GPUs, so transformers generates.")
+    return ["toy", *overrides], " ".join(said) or None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the choice, and return the exit code: 0, or that of a user's error."""
+    parser = argparse.ArgumentParser(prog="python -m verl_memopt.trainer.choice", description="Choose what a script trains.")
+    for name in ("device", "model", "dataset", "train-file"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--own-data", action="store_true", help="the data is the user's own, not the hub's")
+    parser.add_argument("--nvidia-smi", action="store_true", help="nvidia-smi lists a GPU")
+    asked = parser.parse_args(argv)
+    try:
+        dataset = None if asked.own_data else asked.dataset
+        task, sentence = choose(asked.device, asked.model, dataset, asked.train_file, asked.nvidia_smi)
+    except UserError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return error.exit_code
+    if sentence is not None:
+        sys.stderr.write(f"{sentence}\n")
+    sys.stdout.write(" ".join(task) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
