@@ -23,17 +23,14 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.load_mode import mapped, mapping
 from verl_memopt.memory.lora import ADAPTERS
 from verl_memopt.memory.quantized_frozen import QuantizedLinear, quantized_layers
+from verl_memopt.models.architecture import refused, unsupported
 from verl_memopt.models.attention import AttentionChoice
-
-UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields of models whose logits are more than a product with the head's weight."""
-
 
 def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     """Gives the model's config with ``override_config`` merged in.
 
     Errors: ConfigError for a library that cannot be imported, an unreadable config, an override it does not know or take, or
-    a head that the chunked log-prob cannot compute.
+    an architecture whose log-probs would be wrong.
     """
     key = "actor_rollout_ref.model"
     if model.external_lib is not None:
@@ -56,11 +53,9 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
         except (TypeError, ValueError, StrictDataclassError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
-    scaled = [name for name in UNSUPPORTED_HEADS if getattr(config, name, None) not in (None, 1, 1.0)]
-    if scaled:
-        raise ConfigError(
-            f"{key}.path={source}: {config.model_type} changes its logits after the head ({scaled[0]}), not supported."
-        )
+    reason = unsupported(config)
+    if reason is not None:
+        raise refused(config, source, reason)
     return config
 
 
@@ -69,18 +64,27 @@ def empty_model(
 ) -> PreTrainedModel:
     """Gives the model without storage (meta), or with fake storage inside a fake mode; buffers that are computed are real.
 
-    dtype: of the parameters at rest (the masters).
+    dtype: of the parameters at rest (the masters). The model is in evaluation mode: log-probs are the engine's, which drops
+    nothing out. Errors: ConfigError when transformers cannot build it with attention over packs.
     """
+    source = config.name_or_path
     config = type(config).from_dict(config.to_dict())
+    config.name_or_path = source
     config._attn_implementation = attention.registered
     config.use_cache = False
     with ExitStack() as stack:
         if detect_fake_mode() is None:
             stack.enter_context(torch.device("meta"))
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
-        )
-    return model.train()
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise refused(
+                config, source, f"cannot be built with attention over packed rows ({type(error).__name__}: {reason})"
+            ) from error
+    return model.eval()
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
@@ -92,11 +96,12 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         missing = [key for key in module._non_persistent_buffers_set if getattr(module, key) is not None]
         if not missing:
             continue
-        if not hasattr(module, "config"):
-            raise ConfigError(
-                f"actor_rollout_ref.model.path: cannot rebuild the buffers {missing} of {name} ({type(module).__name__})."
-            )
-        fresh = type(module)(module.config)
+        try:
+            fresh = type(module)(module.config)
+        except (AttributeError, TypeError) as error:
+            config = getattr(model, "lm", model).config
+            where = f"{', '.join(missing)} of {name.removeprefix('lm.')} ({type(module).__name__})"
+            raise refused(config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}") from error
         for key in missing:
             setattr(module, key, getattr(fresh, key).to(device))
 
@@ -149,7 +154,7 @@ def fill_from_folder(model: nn.Module, folder: Path) -> None:
     weights = WeightFolder(folder)
     parameters = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
     layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
-    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder)
+    check_names(weights, dict(_stored_shapes(parameters, layers)), folder)
     for name, parameter in parameters.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         region = local_region(parameter)
@@ -183,7 +188,7 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
     Errors: ConfigError as :func:`fill_from_folder`, and for a file of another dtype than the model's.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
-    _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder)
+    check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder)
     found = []
     for name, parameter in parameters.items():
         part = mapped(weights.read(name, local_region(parameter)))
@@ -204,7 +209,17 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def _check_names(weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+def check_names(weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+    """Refuse a folder whose tensors are not those of the model.
+
+    Args:
+        weights: of the folder.
+        shapes: of the model's parameters, by the names that a checkpoint has for them.
+        folder: to name in the error.
+
+    Raises:
+        ConfigError: listing every tensor that is missing, left over, or of another shape.
+    """
     problems = [f"missing {name}" for name in shapes if name not in weights.names]
     tied = {"lm_head.weight"} - shapes.keys()
     problems += [f"unexpected {name}" for name in weights.names if name not in shapes and name not in tied]
