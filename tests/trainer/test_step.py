@@ -246,6 +246,12 @@ def test_below_the_threshold_without_one_or_with_filters_the_run_goes_on(alike, 
     assert found["rollout/logprob_diff_mean"] == 0.25
 
 
+def test_by_default_the_limit_is_that_of_the_dtypes(alike):
+    assert compared(alike, [-1.0, -1.0005], [-1.0, -1.0])["rollout/logprob_diff_mean"] < 1e-3
+    with pytest.raises(RolloutError, match=r"max_logprob_diff=auto \(0\.001 for these dtypes\): in step 7 .* 0\.002 nats"):
+        compared(alike, [-1.0, -1.004], [-1.0, -1.0])
+
+
 def test_nothing_is_compared_without_engine_log_probs_or_without_tokens(alike):
     assert alike().compare_log_probs(batch_of([2, 1]), 1) == {}
     assert compared(alike, [], []) == {}

@@ -110,5 +110,5 @@ def check_lengths(config: PretrainedConfig, longest: int) -> None:
         if kind in LENGTH_DEPENDENT_ROTARY and longest > limit:
             raise ConfigError(
                 f"data.max_prompt_length + data.max_response_length = {longest}: the rotary embedding of {config.model_type} "
-                f"({kind}) changes beyond {limit} tokens, and would change for all rows of a pack. Keep the sum at {limit} or less."
+                f"({kind}) changes beyond {limit} tokens, and for all rows of a pack at once. Keep the sum at {limit} or less."
             )

@@ -26,6 +26,7 @@ from verl_memopt.memory.quantized_frozen import QuantizedLinear, quantized_layer
 from verl_memopt.models.architecture import refused, unsupported
 from verl_memopt.models.attention import AttentionChoice
 
+
 def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     """Gives the model's config with ``override_config`` merged in.
 
@@ -43,7 +44,7 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     source = model.hf_config_path or str(folder)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a folder's own code may raise anything
         raise ConfigError(f"{key}.path={source}: its config.json cannot be read: {error}. Mend or replace the folder.") from error
     for name, value in model.override_config.items():
         if not hasattr(config, name):
@@ -101,7 +102,9 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         except (AttributeError, TypeError) as error:
             config = getattr(model, "lm", model).config
             where = f"{', '.join(missing)} of {name.removeprefix('lm.')} ({type(module).__name__})"
-            raise refused(config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}") from error
+            raise refused(
+                config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}"
+            ) from error
         for key in missing:
             setattr(module, key, getattr(fresh, key).to(device))
 

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
 from verl_memopt.memory.resharding import reshard_units
-from verl_memopt.models.architecture import layer_types, refused
+from verl_memopt.models.architecture import PACKED_LAYERS, layer_types, refused
 from verl_memopt.models.pack import Pack, pack_groups, pack_rows
 from verl_memopt.models.policy_model import PolicyModel
 
@@ -25,13 +25,20 @@ ANSWERS = (8, 10, 12, 9)
 WATCHED = 2
 """The row that is compared: behind a row of another group and one of its own, and before one of another."""
 
-MIXING_BOUND = {torch.float32: 1e-5}
-MIXING_BOUND_HALF = 1e-3
-"""Largest mean difference in nats of one row's log-probs between two packs that differ in the other rows' tokens alone."""
+MIXING_BOUND = 1e-5
+"""Largest mean difference in nats of one row's log-probs between two packs that differ in the other rows' tokens alone.
 
-PACKING_BOUND = {torch.float32: 1e-3}
+Both packs have the same shapes, so that even rounding is the same: the difference is exactly 0 for every tested type, in fp32 and
+in bfloat16.
+"""
+
+PACKING_BOUND = {torch.float32: 1e-4}
 PACKING_BOUND_HALF = 0.3
-"""Largest mean difference in nats between a row's log-probs in a pack and alone. The two sum in another order."""
+"""Largest mean difference in nats between a row's log-probs in a pack and alone, which sum in another order.
+
+Measured over the tested types, tiny, with weights of a standard deviation of 0.02 to 0.2: 3e-6 in fp32 and, up to 0.06, 7e-3 in
+bfloat16. Trained and deep models round worse; a wrong position or a missing mask costs them whole nats.
+"""
 
 
 @dataclass(frozen=True)
@@ -91,7 +98,7 @@ def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype,
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise refused(config, source, f"cannot compute packed rows ({type(error).__name__}: {reason})") from error
-    if not found.mixing <= MIXING_BOUND.get(dtype, MIXING_BOUND_HALF):
+    if not found.mixing <= MIXING_BOUND:
         raise refused(
             config,
             source,
@@ -103,8 +110,8 @@ def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype,
         raise refused(
             config,
             source,
-            f"give a row's log-probs in a pack that are {found.packing:.2g} nats on average from those of the row alone; rounding in "
-            f"{str(dtype).removeprefix('torch.')} explains {bound}. The layers are {_mixing_layers(policy)}",
+            f"give a row in a pack log-probs that are {found.packing:.2g} nats on average from those of the row alone; rounding "
+            f"in {str(dtype).removeprefix('torch.')} explains {bound}. They compute {_mixing_layers(policy)}",
         )
 
 
@@ -136,7 +143,7 @@ def _score(policy: PolicyModel, pack: Pack, unpacked: bool = False) -> Tensor:
 
 def _mixing_layers(policy: PolicyModel) -> str:
     """Return the kinds of layer in the config that are no attention, or else the classes inside the blocks."""
-    kinds = sorted({kind for kind in layer_types(policy.lm.config) if "attention" not in kind or "linear" in kind})
+    kinds = sorted(set(layer_types(policy.lm.config)) - set(PACKED_LAYERS))
     if kinds:
         return "layers of type " + ", ".join(kinds)
     parts = {type(module).__name__ for block in policy.blocks() for module in block.children() if any(module.children())}

@@ -74,7 +74,9 @@ class PolicyModel(nn.Module):
         super().__init__()
         head, source = lm.get_output_embeddings(), lm.config.name_or_path
         if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
-            raise refused(lm.config, source, f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})")
+            raise refused(
+                lm.config, source, f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})"
+            )
         if not isinstance(head, nn.Linear):
             raise refused(lm.config, source, f"have a head of class {type(head).__name__}, not a linear layer")
         lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled, vocab_tile))
@@ -151,7 +153,9 @@ class PolicyModel(nn.Module):
 @contextmanager
 def own_attention(lm: nn.Module) -> Iterator[None]:
     """Lets a model compute with transformers' eager attention inside the body."""
-    configs = {id(config): config for module in lm.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)}
+    configs = {
+        id(config): config for module in lm.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)
+    }
     before = [(config, config._attn_implementation) for config in configs.values()]
     try:
         for config in configs.values():

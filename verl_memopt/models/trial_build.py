@@ -26,7 +26,7 @@ def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -
         shared: rows of one group share their prompt.
 
     Raises:
-        ConfigError: naming the model type, what is not supported, and the types that are tested; or what in the folder is damaged.
+        ConfigError: naming the model type, what is not supported and the types that are tested; or what the folder lacks.
     """
     config = load_model_config(model, folder)
     check_lengths(config, longest)
@@ -41,6 +41,8 @@ def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -
     if config.model_type not in TESTED and (missing or left_over):
         one, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
         raise refused(
-            config, str(folder), f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)"
+            config,
+            str(folder),
+            f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)",
         )
     check_names(weights, shapes, folder)

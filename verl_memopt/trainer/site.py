@@ -43,18 +43,21 @@ def survey(settings: Settings) -> Site:
     _check_devices(settings, device)
     _check_engine(settings)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
-    folder = resolve_folder(model.path, "actor_rollout_ref.model.path")
+    trusted = model.trust_remote_code or settings.data.trust_remote_code  # the tokenizer's code, which may lie with the model
+    code = trusted if model.tokenizer_path is None else model.trust_remote_code
+    folder = resolve_folder(model.path, "actor_rollout_ref.model.path", code)
     # The model is built once here without its weights, so that what cannot be trained shows before any worker starts.
     longest = settings.data.max_prompt_length + settings.data.max_response_length
     shared = settings.actor_rollout_ref.actor.use_prefix_grouper
     check_architecture(model, folder, longest, shared)
-    tokens = (
-        folder if model.tokenizer_path is None else resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path")
-    )
+    tokens = folder
+    if model.tokenizer_path is not None:
+        tokens = resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
     tokenizer = load_tokenizer(tokens, model, settings.data.trust_remote_code)
     reference = None
     if needs_reference(settings) and model.lora_rank == 0:
-        reference = resolve_folder(str(settings.actor_rollout_ref.ref.model.path), "actor_rollout_ref.ref.model.path")
+        path, key = str(settings.actor_rollout_ref.ref.model.path), "actor_rollout_ref.ref.model.path"
+        reference = resolve_folder(path, key, model.trust_remote_code)
         if reference != folder:
             check_architecture(model, reference, longest, shared)
     return Site(

@@ -27,8 +27,8 @@ from verl_memopt.memory.lora import adapters_off, initialize_adapters, load_adap
 from verl_memopt.memory.param_offload import ParamHome
 from verl_memopt.memory.residency import POLICY, REFERENCE, Residency
 from verl_memopt.memory.weight_buckets import weight_slices
-from verl_memopt.models.build import named_weights
 from verl_memopt.models.attention import refuse_sliding_window
+from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
