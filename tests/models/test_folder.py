@@ -5,10 +5,10 @@ from pathlib import Path
 import huggingface_hub
 import pytest
 import torch
-import transformers.dynamic_module_utils
 from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
+from tests.models.own_code import own_code, write_own_code
 from verl_memopt.config.schema import Fsdp, Model, TiledMlp
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.build import named_weights
@@ -62,37 +62,6 @@ def test_a_chat_template_of_the_users_replaces_the_folders(tiny_folder):
 
 # Repositories of the hub, and the code in them.
 
-CONFIG_CODE = """
-from transformers import Qwen3Config
-
-
-class OwnConfig(Qwen3Config):
-    model_type = "own"
-"""
-MODEL_CODE = """
-from transformers import Qwen3ForCausalLM
-
-from .configuration_own import OwnConfig
-
-
-class OwnForCausalLM(Qwen3ForCausalLM):
-    config_class = OwnConfig
-
-    def __init__(self, config):
-        super().__init__(config)
-        if config.mixes:
-            for layer in self.model.layers:
-                layer.self_attn.o_proj.register_forward_hook(lambda module, given, out: out.cumsum(1))
-"""
-TOKENIZER_CODE = """
-from transformers import PreTrainedTokenizerFast
-
-
-class OwnTokenizer(PreTrainedTokenizerFast):
-    pass
-"""
-AUTO_MAP = {"AutoConfig": "configuration_own.OwnConfig", "AutoModelForCausalLM": "modeling_own.OwnForCausalLM"}
-
 
 @pytest.fixture
 def repository(untied_folder, tmp_path, monkeypatch):
@@ -101,13 +70,7 @@ def repository(untied_folder, tmp_path, monkeypatch):
     Gives its files; what is fetched lies in tmp_path/fetched.
     """
     at, fetched = tmp_path / "repository", tmp_path / "fetched"
-    shutil.copytree(untied_folder, at)
-    config = json.loads((at / "config.json").read_text())
-    (at / "config.json").write_text(
-        json.dumps(config | {"model_type": "own", "architectures": ["OwnForCausalLM"], "auto_map": AUTO_MAP, "mixes": False})
-    )
-    for name, text in (("configuration", CONFIG_CODE), ("modeling", MODEL_CODE), ("tokenization", TOKENIZER_CODE)):
-        (at / f"{name}_own.py").write_text(text)
+    write_own_code(untied_folder, at, mixes=False)
     (at / "original").mkdir()
     for name in (
         *("consolidated.safetensors", "original/params.json", "original/model.safetensors", "pytorch_model.bin", "README.md"),
@@ -124,8 +87,7 @@ def repository(untied_folder, tmp_path, monkeypatch):
         return str(fetched)
 
     monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
-    monkeypatch.setattr(transformers.dynamic_module_utils, "HF_MODULES_CACHE", str(tmp_path / "modules"))
-    monkeypatch.syspath_prepend(tmp_path / "modules")
+    own_code(monkeypatch, tmp_path)
     return at
 
 

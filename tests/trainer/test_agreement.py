@@ -5,7 +5,14 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.errors import ConfigError
 from verl_memopt.trainer.agreement import LIMIT_FP8_CACHE, LIMIT_FP32, LIMIT_HALF, log_prob_limit
 
-LEAST = {"data.train_files": "rows.jsonl", f"{AR}.model.path": "model"}
+LEAST = {
+    "data.train_files": "rows.jsonl",
+    "data.val_files": None,
+    f"{AR}.model.path": "model",
+    f"{AR}.rollout.name": "vllm",
+    f"{AR}.rollout.n": 2,
+    f"{AR}.actor.use_dynamic_bsz": True,
+}
 
 
 def limit(engine="fp32", compute="fp32", **more):

@@ -157,7 +157,7 @@ def fill_from_folder(model: nn.Module, folder: Path) -> None:
     weights = WeightFolder(folder)
     parameters = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
     layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
-    check_names(weights, dict(_stored_shapes(parameters, layers)), folder)
+    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder)
     for name, parameter in parameters.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         region = local_region(parameter)
@@ -191,7 +191,7 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
     Errors: ConfigError as :func:`fill_from_folder`, and for a file of another dtype than the model's.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
-    check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder)
+    _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder)
     found = []
     for name, parameter in parameters.items():
         part = mapped(weights.read(name, local_region(parameter)))
@@ -212,17 +212,7 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def check_names(weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
-    """Refuse a folder whose tensors are not those of the model.
-
-    Args:
-        weights: of the folder.
-        shapes: of the model's parameters, by the names that a checkpoint has for them.
-        folder: to name in the error.
-
-    Raises:
-        ConfigError: listing every tensor that is missing, left over, or of another shape.
-    """
+def _check_names(weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
     problems = [f"missing {name}" for name in shapes if name not in weights.names]
     tied = {"lm_head.weight"} - shapes.keys()
     problems += [f"unexpected {name}" for name in weights.names if name not in shapes and name not in tied]

@@ -9,7 +9,7 @@ import torch
 from verl_memopt.config.schema import Model
 from verl_memopt.models.architecture import TESTED, check_lengths, refused
 from verl_memopt.models.attention import REGISTERED, AttentionChoice, refuse_sliding_window
-from verl_memopt.models.build import WeightFolder, check_names, empty_model, load_model_config, named_weights, rebuild_buffers
+from verl_memopt.models.build import WeightFolder, empty_model, load_model_config, named_weights, rebuild_buffers
 from verl_memopt.models.policy_model import PolicyModel
 
 ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed")
@@ -45,4 +45,3 @@ def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -
             str(folder),
             f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)",
         )
-    check_names(weights, shapes, folder)
