@@ -106,7 +106,7 @@ def check_lengths(config: PretrainedConfig, longest: int) -> None:
     for rope in [given, *(part for part in given.values() if isinstance(part, dict))]:
         kind = rope.get("rope_type")
         trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
-        limit = trained or getattr(config, "max_position_embeddings", longest)
+        limit: int = trained or getattr(config, "max_position_embeddings", None) or longest
         if kind in LENGTH_DEPENDENT_ROTARY and longest > limit:
             raise ConfigError(
                 f"data.max_prompt_length + data.max_response_length = {longest}: the rotary embedding of {config.model_type} "

@@ -54,9 +54,9 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
         except (TypeError, ValueError, StrictDataclassError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
-    reason = unsupported(config)
-    if reason is not None:
-        raise refused(config, source, reason)
+    unfit = unsupported(config)
+    if unfit is not None:
+        raise refused(config, source, unfit)
     return config
 
 
@@ -68,7 +68,7 @@ def empty_model(
     dtype: of the parameters at rest (the masters). The model is in evaluation mode: log-probs are the engine's, which drops
     nothing out. Errors: ConfigError when transformers cannot build it with attention over packs.
     """
-    source = config.name_or_path
+    source = str(config.name_or_path)
     config = type(config).from_dict(config.to_dict())
     config.name_or_path = source
     config._attn_implementation = attention.registered
