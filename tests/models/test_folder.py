@@ -1,8 +1,23 @@
-import pytest
+import json
+import shutil
+from pathlib import Path
 
-from verl_memopt.config.schema import Model
+import huggingface_hub
+import pytest
+import torch
+from huggingface_hub.utils import filter_repo_objects
+from transformers import AutoModelForCausalLM
+
+from tests.models.own_code import own_code, write_own_code
+from verl_memopt.config.schema import Fsdp, Model, TiledMlp
 from verl_memopt.errors import ConfigError
+from verl_memopt.models.build import named_weights
+from verl_memopt.models.export import export_folder
 from verl_memopt.models.folder import end_tokens, load_tokenizer, resolve_folder
+from verl_memopt.models.pack import pack_rows
+from verl_memopt.models.packing_check import check_packing
+from verl_memopt.models.trial_build import check_architecture
+from verl_memopt.workers.scorer import build_scorer, materialize
 
 KEY = "actor_rollout_ref.model.path"
 
@@ -43,3 +58,105 @@ def test_a_chat_template_of_the_users_replaces_the_folders(tiny_folder):
     template = "{{ messages[0].content }}!"
     tokenizer = load_tokenizer(tiny_folder, Model(path=str(tiny_folder), custom_chat_template=template))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+# Repositories of the hub, and the code in them.
+
+
+@pytest.fixture
+def repository(untied_folder, tmp_path, monkeypatch):
+    """A repository with a model that brings its own code, what else such repositories hold, and a stand-in for the hub.
+
+    Gives its files; what is fetched lies in tmp_path/fetched.
+    """
+    at, fetched = tmp_path / "repository", tmp_path / "fetched"
+    write_own_code(untied_folder, at, mixes=False)
+    (at / "original").mkdir()
+    for name in (
+        *("consolidated.safetensors", "original/params.json", "original/model.safetensors", "pytorch_model.bin", "README.md"),
+        *("merges.txt", "vocab.json", "own.tiktoken", "spiece.model", "chat_template.jinja"),
+    ):
+        (at / name).write_text("{}")
+
+    def snapshot_download(repo_id, *, allow_patterns, ignore_patterns=None):
+        assert repo_id == "someone/own"
+        files = [str(path.relative_to(at)) for path in at.rglob("*") if path.is_file()]
+        for name in filter_repo_objects(files, allow_patterns=allow_patterns, ignore_patterns=ignore_patterns):
+            (fetched / name).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(at / name, fetched / name)
+        return str(fetched)
+
+    monkeypatch.setattr(huggingface_hub, "snapshot_download", snapshot_download)
+    own_code(monkeypatch, tmp_path)
+    return at
+
+
+def names(folder):
+    return {str(path.relative_to(folder)) for path in Path(folder).rglob("*") if path.is_file()}
+
+
+def test_without_trust_no_code_is_fetched_and_with_it_all_of_it_is(repository):
+    read = {"config.json", "model.safetensors", "generation_config.json", "tokenizer.json", "tokenizer_config.json"}
+    read |= {"merges.txt", "vocab.json", "own.tiktoken", "spiece.model", "chat_template.jinja"}
+    assert names(resolve_folder("someone/own", KEY)) == read
+    code = {"configuration_own.py", "modeling_own.py", "tokenization_own.py"}
+    assert names(resolve_folder("someone/own", KEY, True)) == read | code
+
+
+def trained(folder, mesh):
+    settings, cpu = Model(path="someone/own", trust_remote_code=True), torch.device("cpu")
+    check_architecture(settings, folder, 64, True)
+    policy = build_scorer(settings, Fsdp(dtype="fp32"), folder, mesh, cpu, "actor_rollout_ref.actor", False, False)
+    materialize(policy, folder, cpu)
+    check_packing(policy, cpu, torch.float32, True, str(folder))
+    return policy
+
+
+def test_a_model_with_its_own_code_loads_from_what_was_fetched_and_from_what_was_saved(repository, one_rank, tmp_path):
+    folder = resolve_folder("someone/own", KEY, True)
+    policy = trained(folder, one_rank)
+    assert type(policy.lm).__name__ == "OwnForCausalLM"
+    theirs = AutoModelForCausalLM.from_pretrained(folder, trust_remote_code=True)
+    tokens = torch.randint(320, (12,), generator=torch.Generator().manual_seed(0))
+    with torch.no_grad():
+        expected = theirs(tokens[None]).logits[0, 3:-1].log_softmax(-1).gather(-1, tokens[4:, None])[:, 0]
+        found, _ = policy(pack_rows(tokens[:4], [4], tokens[4:], [8]), 1.0, False)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    saved = tmp_path / "saved"
+    export_folder(saved, policy.lm.config, folder, iter((n, p.detach()) for n, p in named_weights(policy)), writes=True)
+    again = trained(saved, one_rank)
+    assert torch.equal(again(pack_rows(tokens[:4], [4], tokens[4:], [8]), 1.0, False)[0], found)
+
+
+def test_a_model_whose_own_code_mixes_rows_is_refused(repository, one_rank):
+    config = json.loads((repository / "config.json").read_text())
+    (repository / "config.json").write_text(json.dumps(config | {"mixes": True}))
+    with pytest.raises(ConfigError, match=r"models of type own mix the tokens of different rows in blocks of .*Qwen3Attention"):
+        trained(resolve_folder("someone/own", KEY, True), one_rank)
+
+
+def test_code_that_cannot_run_is_a_sentence(repository):
+    (repository / "configuration_own.py").write_text("raise RuntimeError('too old')")
+    folder = resolve_folder("someone/own", KEY, True)
+    with pytest.raises(ConfigError, match=r"config\.json cannot be read: too old"):
+        check_architecture(Model(path="someone/own", trust_remote_code=True), folder, 64, True)
+
+
+@pytest.mark.parametrize("by_data", [False, True], ids=["model.trust_remote_code", "data.trust_remote_code"])
+def test_a_tokenizer_with_its_own_code_loads_from_what_was_fetched(repository, by_data):
+    path = repository / "tokenizer_config.json"
+    own = {"tokenizer_class": "OwnTokenizer", "auto_map": {"AutoTokenizer": [None, "tokenization_own.OwnTokenizer"]}}
+    path.write_text(json.dumps(json.loads(path.read_text()) | own))
+    folder = resolve_folder("someone/own", KEY, True)
+    tokenizer = load_tokenizer(folder, Model(path="someone/own", trust_remote_code=not by_data), by_data)
+    assert type(tokenizer).__name__ == "OwnTokenizer"
+
+
+def test_knobs_that_know_blocks_by_class_leave_a_models_own_code_alone_or_are_refused(repository, one_rank):
+    folder = resolve_folder("someone/own", KEY, True)
+    policy = trained(folder, one_rank)
+    assert policy.final_norm is None
+    assert not policy.prunes
+    settings = Model(path="someone/own", trust_remote_code=True, tiled_mlp=TiledMlp(enabled=True))
+    with pytest.raises(ConfigError, match=r"tiled_mlp\.enabled=true: OwnForCausalLM runs code of its own"):
+        build_scorer(settings, Fsdp(), folder, one_rank, torch.device("cpu"), "actor_rollout_ref.actor", False, False)

@@ -253,6 +253,12 @@ def test_a_difference_of_the_threshold_itself_goes_on_and_any_more_stops(alike):
         compared(alike, *log_probs, {key: math.nextafter(0.25, 0)})
 
 
+def test_by_default_the_limit_is_that_of_the_dtypes(alike):
+    assert compared(alike, [-1.0, -1.0005], [-1.0, -1.0])["rollout/logprob_diff_mean"] < 1e-3
+    with pytest.raises(RolloutError, match=r"max_logprob_diff=auto \(0\.001 for these dtypes\): in step 7 .* 0\.002 nats"):
+        compared(alike, [-1.0, -1.004], [-1.0, -1.0])
+
+
 def test_nothing_is_compared_without_engine_log_probs_or_without_tokens(alike):
     assert alike().compare_log_probs(batch_of([2, 1]), 1) == {}
     assert compared(alike, [], []) == {}

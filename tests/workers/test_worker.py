@@ -8,6 +8,7 @@ import torch.distributed as dist
 from safetensors.torch import load_file
 from transformers import AutoTokenizer, PreTrainedModel
 
+from tests.models.own_code import own_code, write_own_code
 from tests.ranks import run_ranks
 from tests.tensors import local_of, whole_of
 from tests.workers.test_policy import batch
@@ -15,7 +16,7 @@ from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.errors import CheckpointError, DeviceMemoryError, RolloutError
+from verl_memopt.errors import CheckpointError, ConfigError, DeviceMemoryError, RolloutError
 from verl_memopt.memory.host_buffers import GIB, host_allocator
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.policy_model import PolicyModel
@@ -344,3 +345,21 @@ def test_a_workers_host_limits_end_with_it(made):
     assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (2 * GIB, GIB)
     worker.close()
     assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (None, None)
+
+
+@pytest.mark.parametrize("role", ["policy", "reference"])
+def test_a_model_that_mixes_rows_is_refused_when_it_is_loaded(tiny_folder, untied_folder, tmp_path, monkeypatch, role):
+    own_code(monkeypatch, tmp_path)
+    own = str(write_own_code(untied_folder, tmp_path / "own", mixes=True))
+    policy, reference = (own, None) if role == "policy" else (tiny_folder, own)
+    plan = plan_of(policy, {f"{AR}.model.trust_remote_code": True}, reference_folder=reference)
+    with pytest.raises(ConfigError, match=rf"model\.path={own}: models of type own mix the tokens of different rows in"):
+        Worker(plan, place())
+    leave_process_group()
+
+
+def test_a_mapped_reference_has_its_values_when_its_rows_are_compared(made, tiny_folder):
+    mapped = {f"{AR}.actor.use_kl_loss": True, f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload": True}
+    worker = made(mapped, reference_folder=str(tiny_folder))
+    found = call(worker, "ref_log_probs", batch(rows=2), [[0, 1]])
+    assert torch.isfinite(found.log_probs).all()

@@ -427,8 +427,9 @@ class Rollout:
     """Return the engine's log-probs and log how far they are from the trainer's."""
     logprobs_mode: str = "processed_logprobs"
     """processed_logprobs (after temperature and filters) or raw_logprobs."""
-    max_logprob_diff: float | None = 0.5
-    """Stop the run when ``rollout/logprob_diff_mean`` passes this (nats); null = never."""
+    max_logprob_diff: float | str | None = "auto"
+    """Stop the run when ``rollout/logprob_diff_mean`` passes this (nats). auto = by the dtypes of engine and trainer: 0.001 where
+    both compute in fp32, 0.1 where one of them rounds to 16 bits, 0.5 with an fp8 KV cache. null = never."""
     disable_log_stats: bool = True
     """Passed to vLLM."""
     scheduling_policy: str = "fcfs"

@@ -19,6 +19,7 @@ from transformers import AttentionInterface, PretrainedConfig
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.rotation import Rotary
+from verl_memopt.models.architecture import window
 from verl_memopt.models.attention_dense import dense_attention
 from verl_memopt.models.attention_eager import eager_attention, windowed_attention
 from verl_memopt.models.attention_flash import flash_attention
@@ -177,15 +178,14 @@ def _refuse_branches(over: Over) -> None:
 
 def refuse_sliding_window(config: PretrainedConfig) -> None:
     """Errors: ConfigError for a model with layers whose sliding window would cut a prompt that answers share."""
-    window, layers = getattr(config, "sliding_window", None), getattr(config, "layer_types", None)
-    slides = getattr(config, "use_sliding_window", True) if layers is None else "sliding_attention" in layers
-    if window is not None and slides:
-        raise ConfigError(_no_sharing(window))
+    size = window(config)
+    if size is not None:
+        raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
 
 
-def _no_sharing(window: int) -> str:
+def _no_sharing(window: int, whose: str = "model's") -> str:
     key = "actor_rollout_ref.actor.use_prefix_grouper"
-    return f"{key}=true: the model's sliding_window={window} would cut the prompt that answers share. Set {key}=false."
+    return f"{key}=true: the {whose} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
 
 
 for _name, _attend in {"sdpa": _sdpa, "eager": _eager, "varlen": _varlen, "flash_attention_2": _flash}.items():

@@ -23,17 +23,15 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.load_mode import mapped, mapping
 from verl_memopt.memory.lora import ADAPTERS
 from verl_memopt.memory.quantized_frozen import QuantizedLinear, quantized_layers
+from verl_memopt.models.architecture import refused, unsupported
 from verl_memopt.models.attention import AttentionChoice
-
-UNSUPPORTED_HEADS = ("final_logit_softcapping", "logit_scale", "logits_scaling")
-"""Config fields of models whose logits are more than a product with the head's weight."""
 
 
 def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     """Gives the model's config with ``override_config`` merged in.
 
     Errors: ConfigError for a library that cannot be imported, an unreadable config, an override it does not know or take, or
-    a head that the chunked log-prob cannot compute.
+    an architecture whose log-probs would be wrong.
     """
     key = "actor_rollout_ref.model"
     if model.external_lib is not None:
@@ -46,7 +44,7 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     source = model.hf_config_path or str(folder)
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+    except Exception as error:  # a folder's own code may raise anything
         raise ConfigError(f"{key}.path={source}: its config.json cannot be read: {error}. Mend or replace the folder.") from error
     for name, value in model.override_config.items():
         if not hasattr(config, name):
@@ -56,11 +54,9 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
         except (TypeError, ValueError, StrictDataclassError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
-    scaled = [name for name in UNSUPPORTED_HEADS if getattr(config, name, None) not in (None, 1, 1.0)]
-    if scaled:
-        raise ConfigError(
-            f"{key}.path={source}: {config.model_type} changes its logits after the head ({scaled[0]}), not supported."
-        )
+    unfit = unsupported(config)
+    if unfit is not None:
+        raise refused(config, source, unfit)
     return config
 
 
@@ -69,18 +65,27 @@ def empty_model(
 ) -> PreTrainedModel:
     """Gives the model without storage (meta), or with fake storage inside a fake mode; buffers that are computed are real.
 
-    dtype: of the parameters at rest (the masters).
+    dtype: of the parameters at rest (the masters). The model is in evaluation mode: log-probs are the engine's, which drops
+    nothing out. Errors: ConfigError when transformers cannot build it with attention over packs.
     """
+    source = str(config.name_or_path)
     config = type(config).from_dict(config.to_dict())
+    config.name_or_path = source
     config._attn_implementation = attention.registered
     config.use_cache = False
     with ExitStack() as stack:
         if detect_fake_mode() is None:
             stack.enter_context(torch.device("meta"))
-        model = AutoModelForCausalLM.from_config(
-            config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
-        )
-    return model.train()
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise refused(
+                config, source, f"cannot be built with attention over packed rows ({type(error).__name__}: {reason})"
+            ) from error
+    return model.eval()
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
@@ -92,11 +97,14 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         missing = [key for key in module._non_persistent_buffers_set if getattr(module, key) is not None]
         if not missing:
             continue
-        if not hasattr(module, "config"):
-            raise ConfigError(
-                f"actor_rollout_ref.model.path: cannot rebuild the buffers {missing} of {name} ({type(module).__name__})."
-            )
-        fresh = type(module)(module.config)
+        try:
+            fresh = type(module)(module.config)
+        except (AttributeError, TypeError) as error:
+            config = getattr(model, "lm", model).config
+            where = f"{', '.join(missing)} of {name.removeprefix('lm.')} ({type(module).__name__})"
+            raise refused(
+                config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}"
+            ) from error
         for key in missing:
             setattr(module, key, getattr(fresh, key).to(device))
 

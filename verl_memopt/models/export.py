@@ -36,6 +36,8 @@ def export_folder(
         folder.mkdir(parents=True, exist_ok=True)
         _write_config(folder, config)
         _copy_tokenizer(tokenizer_folder, folder)
+        if getattr(config, "auto_map", None):
+            _copy_code(Path(config.name_or_path), folder)
     if weights is not None:
         _write_weights(folder, weights, writes)
 
@@ -52,6 +54,12 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
         for file in source.glob(pattern):
             if file.is_file() and not file.name.endswith(".safetensors"):
                 shutil.copyfile(file, folder / file.name)
+
+
+def _copy_code(source: Path, folder: Path) -> None:
+    """Copies the Python files of a model that brings its own, so that the written folder loads as the first one did."""
+    for file in source.glob("*.py"):
+        shutil.copyfile(file, folder / file.name)
 
 
 def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], writes: bool) -> None:

@@ -13,12 +13,21 @@ from verl_memopt.errors import ConfigError
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.model", "tekken.json")
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
+FETCHED = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
+"""What a model folder is read from: configs, weights, the tokenizer's files (merges.txt is one), the chat template."""
 
-def resolve_folder(path: str, key: str) -> Path:
+CODE = "*.py"
+"""Fetched only where the user trusts it."""
+
+NOT_FETCHED = ("consolidated*", "original/*", "*/*.safetensors")
+"""Copies of the weights in other formats, which some repositories hold beside those that are read."""
+
+
+def resolve_folder(path: str, key: str, trust_remote_code: bool = False) -> Path:
     """Gives the folder of a model in Hugging Face format; a hub id is downloaded once, or read from the local cache.
 
-    key: the setting to name in errors. Errors: ConfigError when there is no such folder, no config.json in it, or the hub
-    cannot give it.
+    key: the setting to name in errors. trust_remote_code: fetch the repository's Python files as well. Errors: ConfigError when
+    there is no such folder, no config.json in it, or the hub cannot give it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -27,15 +36,16 @@ def resolve_folder(path: str, key: str) -> Path:
         return folder.resolve()
     if folder.exists() or not HUB_ID.match(path):
         raise ConfigError(f"{key}={path}: no such folder. Give a model folder in Hugging Face format, or a hub id (owner/name).")
-    return _from_hub(path, key)
+    return _from_hub(path, key, trust_remote_code)
 
 
-def _from_hub(name: str, key: str) -> Path:
+def _from_hub(name: str, key: str, trust_remote_code: bool) -> Path:
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
 
+    wanted = [*FETCHED, CODE] if trust_remote_code else list(FETCHED)
     try:
-        return Path(snapshot_download(name, allow_patterns=["*.json", "*.safetensors", "*.model", "*.txt", "*.jinja"]))
+        return Path(snapshot_download(name, allow_patterns=wanted, ignore_patterns=list(NOT_FETCHED)))
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as error:
         raise ConfigError(
             f"{key}={name}: no such folder here, and the hub could not give it ({type(error).__name__}: {error}). "
@@ -53,14 +63,15 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     from transformers import AutoTokenizer
 
     key = f"actor_rollout_ref.model.{'path' if model.tokenizer_path is None else 'tokenizer_path'}={folder}"
+    trusted = trust_remote_code or model.trust_remote_code
     # transformers makes an empty tokenizer of a folder that has none, so the files are looked for first.
-    if not any((folder / name).is_file() for name in TOKENIZER_FILES):
+    if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not (trusted and _has_tokenizer_code(folder)):
         raise ConfigError(
             f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). Add its files or set model.tokenizer_path."
         )
     try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code or model.trust_remote_code)
-    except (OSError, ValueError, KeyError) as error:
+        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
+    except Exception as error:  # a tokenizer's own code may raise anything
         raise ConfigError(
             f"{key}: its tokenizer cannot be read: {error}. Add tokenizer files or set model.tokenizer_path."
         ) from error
@@ -69,6 +80,12 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
+
+
+def _has_tokenizer_code(folder: Path) -> bool:
+    """Whether the folder's own code makes its tokenizer, from files of any name."""
+    path = folder / "tokenizer_config.json"
+    return path.is_file() and '"auto_map"' in path.read_text()
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:

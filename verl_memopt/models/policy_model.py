@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from torch.nn.functional import linear
+from transformers import PretrainedConfig, PreTrainedModel
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.carried_prompt import CarriedPrompt, Recorder
@@ -15,6 +17,7 @@ from verl_memopt.memory.chunked_logprob import TokenGradient, head_log_probs
 from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
 from verl_memopt.memory.native_offload import allocate_on_host
 from verl_memopt.memory.resharding import gathered_for_forward
+from verl_memopt.models.architecture import refused
 from verl_memopt.models.pack import Pack
 
 
@@ -33,8 +36,16 @@ class LogProbHead(nn.Module):
         self.vocab_tile = vocab_tile
 
     def forward(
-        self, hidden: Tensor, targets: Tensor, temperature: float, with_entropy: bool, token_gradient: TokenGradient | None = None
-    ) -> tuple[Tensor, Tensor | None]:
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        token_gradient: TokenGradient | None = None,
+    ) -> Any:
+        """Gives log-probs and entropies fp32 [R] of hidden [R, h]; without targets the logits [..., V], as transformers asks."""
+        if targets is None:
+            return linear(hidden, self.weight, self.bias)
         gathered_for_forward(self, again_in_backward=token_gradient is None)
         return head_log_probs(
             hidden,
@@ -59,13 +70,15 @@ class PolicyModel(nn.Module):
     """
 
     def __init__(self, lm: PreTrainedModel, chunk_tokens: int, compiled: bool, vocab_tile: int = 0) -> None:
-        """Errors: ConfigError for a model whose head is no plain linear layer."""
+        """Errors: ConfigError for a model without a list of decoder blocks, or whose head is no plain linear layer."""
         super().__init__()
-        head = lm.get_output_embeddings()
-        if not isinstance(head, nn.Linear):
-            raise ConfigError(
-                f"actor_rollout_ref.model.path: the head of {type(lm).__name__} is {type(head).__name__}, not a linear layer."
+        head, source = lm.get_output_embeddings(), lm.config.name_or_path
+        if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
+            raise refused(
+                lm.config, source, f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})"
             )
+        if not isinstance(head, nn.Linear):
+            raise refused(lm.config, source, f"have a head of class {type(head).__name__}, not a linear layer")
         lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled, vocab_tile))
         embedding = lm.get_input_embeddings()
         if is_plain(embedding):
@@ -94,12 +107,17 @@ class PolicyModel(nn.Module):
         with_entropy: bool,
         token_gradient: TokenGradient | None = None,
         carried: CarriedPrompt | Recorder | None = None,
+        unpacked: bool = False,
     ) -> Any:
         """Gives log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked.
+
+        unpacked: for a pack of one row, by transformers' own forward and attention, logits and all; for comparisons.
 
         token_gradient: what backward will bring for each of them, so that the head need not wait for it. carried: the prompt of
         ``pack_branches``, or what records that of ``pack_prompt``: then its last token's state [1, h] and ``outputs`` are given.
         """
+        if unpacked:
+            return self._unpacked(pack, temperature)
         read = pack.read if self.prunes else None
         output: Any = self.lm.get_decoder()(
             input_ids=pack.input_ids,
@@ -120,10 +138,32 @@ class PolicyModel(nn.Module):
             hidden = self.final_norm(hidden)
         return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy, token_gradient)
 
+    def _unpacked(self, pack: Pack, temperature: float) -> tuple[Tensor, None]:
+        assert pack.num_rows == 1, pack.num_rows
+        with own_attention(self.lm):
+            logits = self.lm(input_ids=pack.input_ids, use_cache=False).logits[0, pack.predicts]
+        return (logits.float() / temperature).log_softmax(-1).gather(-1, pack.targets[:, None])[:, 0], None
+
     def carry(self, prompt: Pack) -> CarriedPrompt:
         """Computes a prompt whose answers are in micro-batches to come."""
         state, *outputs = self(prompt, 1.0, False, None, Recorder())
         return CarriedPrompt(state, outputs)
+
+
+@contextmanager
+def own_attention(lm: nn.Module) -> Iterator[None]:
+    """Lets a model compute with transformers' eager attention inside the body."""
+    configs = {
+        id(config): config for module in lm.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config in configs.values():
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, attention in before:
+            config._attn_implementation = attention
 
 
 def allocate(policy: PolicyModel, device: torch.device, on_host: bool = False) -> None:

@@ -15,8 +15,8 @@ from verl_memopt.config.checks import needs_reference, world_size
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.build import WeightFolder, load_model_config
 from verl_memopt.models.folder import end_tokens, load_tokenizer, resolve_folder
+from verl_memopt.models.trial_build import check_architecture
 from verl_memopt.rollout.vllm_build import vllm_build
 
 logger = logging.getLogger(__name__)
@@ -44,17 +44,23 @@ def survey(settings: Settings) -> Site:
     _check_devices(settings, device)
     _check_engine(settings, device)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
-    folder = resolve_folder(model.path, "actor_rollout_ref.model.path")
-    # Config and weight files are opened once here, so that a damaged folder shows before any worker starts.
-    load_model_config(model, folder)
-    WeightFolder(folder)
-    tokens = (
-        folder if model.tokenizer_path is None else resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path")
-    )
+    trusted = model.trust_remote_code or settings.data.trust_remote_code  # the tokenizer's code, which may lie with the model
+    code = trusted if model.tokenizer_path is None else model.trust_remote_code
+    folder = resolve_folder(model.path, "actor_rollout_ref.model.path", code)
+    # The model is built once here without its weights, so that what cannot be trained shows before any worker starts.
+    longest = settings.data.max_prompt_length + settings.data.max_response_length
+    shared = settings.actor_rollout_ref.actor.use_prefix_grouper
+    check_architecture(model, folder, longest, shared)
+    tokens = folder
+    if model.tokenizer_path is not None:
+        tokens = resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
     tokenizer = load_tokenizer(tokens, model, settings.data.trust_remote_code)
     reference = None
     if needs_reference(settings) and model.lora_rank == 0:
-        reference = resolve_folder(str(settings.actor_rollout_ref.ref.model.path), "actor_rollout_ref.ref.model.path")
+        path, key = str(settings.actor_rollout_ref.ref.model.path), "actor_rollout_ref.ref.model.path"
+        reference = resolve_folder(path, key, model.trust_remote_code)
+        if reference != folder:
+            check_architecture(model, reference, longest, shared)
     return Site(
         device=device,
         world_size=world_size(settings),

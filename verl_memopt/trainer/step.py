@@ -21,6 +21,7 @@ from verl_memopt.observe.metrics import critic_metrics, length_metrics, summary_
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.sampling import train_sampling
+from verl_memopt.trainer.agreement import log_prob_limit
 from verl_memopt.trainer.assemble import Job
 from verl_memopt.trainer.crew import Crew
 from verl_memopt.trainer.experience import (
@@ -146,15 +147,20 @@ class Stepper:
         }
         if engine.numel() > 1 and float(engine.std()) > 0 and float(trainer.std()) > 0:
             metrics["training/rollout_actor_probs_pearson_corr"] = float(torch.corrcoef(torch.stack([engine, trainer]))[0, 1])
-        limit = self.settings.actor_rollout_ref.rollout.max_logprob_diff
+        limit = log_prob_limit(self.settings.actor_rollout_ref)
         mean = metrics["rollout/logprob_diff_mean"]
         if limit is not None and not mean <= limit and same_distribution(self.settings):
             raise RolloutError(
-                f"actor_rollout_ref.rollout.max_logprob_diff={limit}: in step {step} the engine's log-probs are {mean:.4g} nats "
-                "from the trainer's on average: the weight sync is stale or wrong, or their precisions differ too much. "
-                "Compare rollout.dtype with actor.fsdp_config.dtype; raise the limit only if the difference is expected."
+                f"actor_rollout_ref.rollout.max_logprob_diff={self._told_limit(limit)}: in step {step} the engine's log-probs "
+                f"are {mean:.4g} nats from the trainer's on average: the weight sync is stale or wrong, or their precisions "
+                "differ too much. Compare rollout.dtype with actor.fsdp_config.dtype; raise the limit only if the difference is "
+                "expected."
             )
         return metrics
+
+    def _told_limit(self, limit: float) -> str:
+        asked = self.settings.actor_rollout_ref.rollout.max_logprob_diff
+        return f"auto ({limit} for these dtypes)" if asked == "auto" else str(limit)
 
     def update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> dict[str, float]:
         """Takes the step's optimizer steps on all ranks and gives the global metrics."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +10,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
@@ -37,6 +39,8 @@ from verl_memopt.models.build import (
 )
 from verl_memopt.models.pack import Pack, pack_branches, pack_groups, pack_prompt, pack_rows
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -76,14 +80,17 @@ def build_scorer(
         quantize_blocks(policy.blocks(), quantization)
     blocks = _blocks(policy, fsdp)
     mode, shards = (model.gradient_checkpointing_mode, model.gradient_checkpointing_every), model.tiled_mlp.num_shards
+    own_code = not type(lm).__module__.startswith("transformers.")
+    if own_code:
+        _tell_own_code(lm, model)
     if model.tiled_mlp.enabled:
         tile_mlps(policy.blocks(), shards, trained)
-    if model.recompute_elementwise:
+    if model.recompute_elementwise and not own_code:
         again = {id(block) for block in (recomputed_blocks(blocks, *mode) if recompute else ())}
         policy.final_norm = recompute_elementwise(
             lm.get_decoder(), trained, lambda block: shards if model.tiled_mlp.enabled else 1 if id(block) in again else None
         )
-    if model.prune_last_block:
+    if model.prune_last_block and not own_code:
         policy.prunes = prune_last_block(lm.get_decoder(), recomputed=policy.final_norm is not None)
     _refuse_units_inside_blocks(policy, fsdp, key)
     # On several ranks all must run the same forwards and backwards, and their groups are cut differently.
@@ -94,6 +101,21 @@ def build_scorer(
     precision, offload = mixed_precision(masters, compute, reduce), native_offload(fsdp.offload_policy)
     shard_model(policy, units, mesh, precision, offload, fsdp.reshard_after_forward, fsdp.forward_prefetch)
     return policy
+
+
+def _tell_own_code(lm: PreTrainedModel, model: Model) -> None:
+    """Says which knobs leave a model alone whose code is not transformers': they know blocks by class, and it may differ."""
+    section = "actor_rollout_ref.model"
+    if model.tiled_mlp.enabled:
+        raise ConfigError(
+            f"{section}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
+            f"Set {section}.tiled_mlp.enabled=false."
+        )
+    for name in ("recompute_elementwise", "prune_last_block"):
+        if getattr(model, name):
+            logger.warning(
+                "%s.%s=true: %s runs code of its own; its blocks are left as they are", section, name, type(lm).__name__
+            )
 
 
 def _blocks(policy: PolicyModel, fsdp: Fsdp) -> list[torch.nn.Module]:

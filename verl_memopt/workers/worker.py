@@ -31,6 +31,7 @@ from verl_memopt.memory.weight_buckets import weight_slices
 from verl_memopt.models.attention import refuse_sliding_window
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
+from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
@@ -272,6 +273,7 @@ class Worker:
             load_adapter(Path(model.lora_adapter_path), policy)
         else:
             initialize_adapters(policy, actor.fsdp_config.seed)
+        self._check_packing(policy, actor.fsdp_config, self.plan.folder)
         offload = None
         if model.enable_activation_offload:
             least, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
@@ -295,8 +297,17 @@ class Worker:
                 "average, %.2g at most (256 random tokens)", ref.quantization, mean, largest,
             )  # fmt: skip
         if ref.fsdp_config.param_offload:
-            self.residency.add(ParamHome(REFERENCE, model.parameters(), self.device, mapped))
+            home = ParamHome(REFERENCE, model.parameters(), self.device, mapped)
+            self.residency.add(home)
+            if mapped is not None:  # the device has no values yet
+                home.to_host()
+                home.to_device()
+        self._check_packing(model, ref.fsdp_config, folder)
         return model
+
+    def _check_packing(self, model: PolicyModel, fsdp: Fsdp, folder: str | Path) -> None:
+        dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
+        check_packing(model, self.device, dtype, self.settings.actor.use_prefix_grouper, str(folder))
 
     def _sharded(self, fsdp: Fsdp, role: str, compiled: bool, recompute: bool) -> PolicyModel:
         compiles = compiled and self.device.type != "cpu" and not fsdp.full_determinism

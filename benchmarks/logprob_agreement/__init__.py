@@ -1,0 +1,1 @@
+"""How far the rollout engine's log-probs are from the trainer's, by dtype."""

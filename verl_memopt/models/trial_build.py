@@ -1,0 +1,47 @@
+"""Builds a model without its weights on the driver, so that one that cannot be trained is refused before any worker starts."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from verl_memopt.config.schema import Model
+from verl_memopt.models.architecture import TESTED, check_lengths, refused
+from verl_memopt.models.attention import REGISTERED, AttentionChoice, refuse_sliding_window
+from verl_memopt.models.build import WeightFolder, empty_model, load_model_config, named_weights, rebuild_buffers
+from verl_memopt.models.policy_model import PolicyModel
+
+ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed")
+"""Transformers asks more of a model with this name of attention than with the others."""
+
+
+def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -> None:
+    """Refuse a model that could not be trained, as far as can be told without its weights.
+
+    Args:
+        model: the settings of the policy's model; a reference is read with the same.
+        folder: of the policy or of the reference.
+        longest: tokens of the longest prompt and response together.
+        shared: rows of one group share their prompt.
+
+    Raises:
+        ConfigError: naming the model type, what is not supported and the types that are tested; or what the folder lacks.
+    """
+    config = load_model_config(model, folder)
+    check_lengths(config, longest)
+    if shared:
+        refuse_sliding_window(config)
+    policy = PolicyModel(empty_model(config, ANY_ATTENTION, torch.float32, model.trust_remote_code), 0, False)
+    rebuild_buffers(policy, torch.device("cpu"))
+    shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(policy)}
+    weights = WeightFolder(folder)
+    missing = sorted(shapes.keys() - weights.names.keys())
+    left_over = sorted(weights.names.keys() - shapes.keys() - {"lm_head.weight"})
+    if config.model_type not in TESTED and (missing or left_over):
+        one, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
+        raise refused(
+            config,
+            str(folder),
+            f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)",
+        )
