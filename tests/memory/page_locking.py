@@ -28,9 +28,7 @@ class Driver:
         first, size = tensor.data_ptr(), tensor.numel() * tensor.itemsize
         return any(start <= first and first + size <= start + length for start, length in self.locked.items())
 
-    # Names and statuses of the runtime.
-
-    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:
+    def cudaHostRegister(self, address: int, size: int, flags: int) -> int:  # noqa: N802 - the runtime's name
         status = self.refuses or self._fault(address, size)
         if status:
             self.stale = status
@@ -38,7 +36,7 @@ class Driver:
             self.locked[address] = size
         return status
 
-    def cudaHostUnregister(self, address: int) -> int:
+    def cudaHostUnregister(self, address: int) -> int:  # noqa: N802 - the runtime's name
         return 0 if self.locked.pop(address, None) is not None else NOT_REGISTERED
 
     def _fault(self, address: int, size: int) -> int:
@@ -72,5 +70,12 @@ def install(monkeypatch) -> Driver:
     monkeypatch.setattr(torch, "empty", pinned_or_plain)
     monkeypatch.setattr(torch, "zeros", launched)
     monkeypatch.setattr(torch.cuda, "cudart", lambda: driver)
+    # CPU tensors are page-locked where the driver holds them; torch's own copy is rounded, and locked as well.
+    monkeypatch.setattr(torch.Tensor, "is_pinned", lambda tensor, device=None: driver.holds(tensor))
+    monkeypatch.setattr(
+        torch.Tensor,
+        "pin_memory",
+        lambda tensor: pinned_or_plain(tensor.shape, pin_memory=True, dtype=tensor.dtype).copy_(tensor),
+    )
     monkeypatch.setattr(torch.cuda, "synchronize", lambda device=None: None)
     return driver

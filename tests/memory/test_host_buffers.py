@@ -16,6 +16,10 @@ from verl_memopt.memory.host_buffers import GIB, HostAllocator, host_allocator, 
 from verl_memopt.observe.byte_tracker import HOST, ByteTracker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+QWEN_3B = {
+    "vocab_size": 151_936, "hidden_size": 2048, "intermediate_size": 11_008, "num_hidden_layers": 36,
+    "num_attention_heads": 16, "num_key_value_heads": 2, "tie_word_embeddings": True,
+}  # fmt: skip
 PACKAGE = Path(__file__).parents[2] / "verl_memopt"
 
 
@@ -101,17 +105,7 @@ def test_the_moments_of_a_3b_model_are_locked_in_23_gib(driver, monkeypatch):
     reserve_nothing, real = 0x4000, mmap.mmap  # as on a machine with more memory
     monkeypatch.setattr(mmap, "mmap", lambda fd, size, flags: real(fd, size, flags=flags | reserve_nothing))
     with torch.device("meta"):
-        model = Qwen2ForCausalLM(
-            Qwen2Config(
-                vocab_size=151_936,
-                hidden_size=2048,
-                intermediate_size=11_008,
-                num_hidden_layers=36,
-                num_attention_heads=16,
-                num_key_value_heads=2,
-                tie_word_embeddings=True,
-            )  # fmt: skip
-        )
+        model = Qwen2ForCausalLM(Qwen2Config(**QWEN_3B))
     num_bytes = 8 * sum(parameter.numel() for parameter in model.parameters())
     allocator = HostAllocator(limit_bytes=23 * GIB + GIB // 4)
     moments = allocator.empty(num_bytes, GPU, "optimizer")

@@ -13,10 +13,10 @@ from __future__ import annotations
 import logging
 import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from functools import cache
+from functools import cache, partial
 
 import torch
 from torch import Tensor
@@ -89,6 +89,15 @@ class HostAllocator:
                 f"{self.held_bytes / GIB:.4g} GiB are taken. Raise it to at least "
                 f"{(self.held_bytes + num_bytes) / GIB:.4g}, or switch an offload off."
             )
+
+    def count_elsewhere(self, num_bytes: int, pinned: bool, kind: str) -> Callable[[], None]:
+        """Counts host memory that others take, until the function it gives is called.
+
+        Raises: ConfigError where the limit does not allow it.
+        """
+        self.check_room(num_bytes, kind)
+        self._count(num_bytes, pinned)
+        return partial(self._count, -num_bytes, pinned)
 
     def reset_peak(self) -> None:
         """Makes what is held now the new peak."""
