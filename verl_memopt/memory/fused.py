@@ -19,9 +19,10 @@ from torch._dynamo.exc import TorchDynamoException
 
 KEY = "actor_rollout_ref.actor.use_torch_compile"
 
-TILE_ELEMENTS = {"cpu": 2**16, "cuda": 2**23}
+TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
+NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements of a tile of rows that elementwise statements run over: what stays in a core's cache, or keeps a GPU busy for longer
-than the launch of a kernel takes."""
+than the launch of a kernel takes. Narrow ones are of statements that make nothing in fp32."""
 
 logger = logging.getLogger(__name__)
 
@@ -49,21 +50,21 @@ def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], 
     """Runs ``statement(*tensors, *others)``, which writes into some of its tensors, over all rows of ``tensors``.
 
     tensors: of as many rows each, or None; the first is a tensor and says how rows are cut. Two of them that share memory must be
-    the same rows of the same tensor. narrow: the statement makes nothing in fp32, so that its tiles may be twice as large.
+    the same rows of the same tensor. narrow: the statement makes nothing in fp32, so that its tiles may be larger.
     """
     first = tensors[0]
     assert first is not None
     if _on and first.shape[0] and not _observed():
         _run_compiled(statement, _once_each(tensors), others)
         return
-    for rows in tiles(first, 2 if narrow else 1):
+    for rows in tiles(first, narrow):
         statement(*(None if tensor is None else tensor[rows] for tensor in tensors), *others)
 
 
-def tiles(tensor: Tensor, times: int = 1) -> Iterator[slice]:
+def tiles(tensor: Tensor, narrow: bool = False) -> Iterator[slice]:
     """Gives slices of a tensor's rows, each of few enough elements for elementwise statements to be fast."""
-    elements = times * TILE_ELEMENTS.get(tensor.device.type, TILE_ELEMENTS["cuda"])
-    size = max(elements // max(tensor[:1].numel(), 1), 1)
+    elements = NARROW_TILE_ELEMENTS if narrow else TILE_ELEMENTS
+    size = max(elements.get(tensor.device.type, elements["cuda"]) // max(tensor[:1].numel(), 1), 1)
     return (slice(start, start + size) for start in range(0, tensor.shape[0], size))
 
 
