@@ -11,6 +11,7 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 
 from tests.memory import activations as act
 from tests.memory.recomputed import EPS, drawn, relative
+from verl_memopt.distributed.device import local_device
 from verl_memopt.memory import fused
 from verl_memopt.memory.activation_checkpointing import checkpoint_blocks
 from verl_memopt.memory.discarded_values import Gated, Normed
@@ -214,6 +215,29 @@ def test_without_a_compiler_the_run_goes_on_with_one_warning(tmp_path, asked):
     warnings = [line for line in done.stderr.splitlines() if line.startswith("verl_memopt")]
     assert len(warnings) == 1, done.stderr
     assert "actor_rollout_ref.actor.use_torch_compile=true: functions cannot be compiled here" in warnings[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, HALF)])
+def test_on_a_gpu_compiled_statements_give_the_numbers_of_uncompiled_ones_in_a_kernel_or_three(dtype, bound):
+    here = local_device("cuda", 0)
+    assert compiler_works(here)
+    x, weight = (drawn(*shape, dtype=dtype).detach().to(here) for shape in ((4096, 1024), (1024,)))
+
+    def run():
+        out, into, sums = Normed(EPS).make((x,), (weight,)), torch.empty_like(x), torch.zeros(1024, device=here)
+        Normed(EPS).differentiate(out, (x,), (weight,), (into,), (sums,))
+        return out, into, sums
+
+    expected = run()
+    with fused_statements(True):
+        run()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            found = run()
+    for one, two in zip(found, expected, strict=True):
+        assert relative(one.double(), two.double()) <= bound
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) <= 1 + 3 + 1  # and the zeros
 
 
 # Tiles.

@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import Qwen2Config, Qwen2ForCausalLM
 
 from tests.memory.page_locking import PAGE, install
+from verl_memopt.distributed.device import local_device, lock_pages, synchronize
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory import host_buffers
 from verl_memopt.memory.host_arena import HostArena
@@ -179,6 +180,25 @@ def test_fake_buffers_count_as_if_they_were_locked(driver):
     assert buffer.numel() == 8 * GIB + 1
     assert allocator.held_bytes == allocator.pinned_bytes == 8 * GIB + PAGE
     assert (driver.locked, driver.taken_by_torch) == ({}, 0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_locked_memory_is_pinned_to_torch_and_none_of_it_is_torchs_own():
+    here, allocator = local_device("cuda", 0), HostAllocator()
+    # Not a power of two, and neighbours in memory.
+    buffers = [allocator.empty(size, here, "params") for size in (3 * PAGE + 1, 5, 100 * 2**20 + 3)]
+    assert all(buffer.is_pinned() for buffer in buffers)
+    assert allocator.held_bytes == allocator.pinned_bytes == 6 * PAGE + 100 * 2**20
+    values = torch.randint(256, (buffers[2].numel(),), dtype=torch.uint8, device=here)
+    buffers[2].copy_(values, non_blocking=True)
+    synchronize(here)
+    assert torch.equal(buffers[2], values.cpu())
+    assert torch.equal(buffers[2].to(here, non_blocking=True), values)
+    address = buffers[2].data_ptr()
+    assert lock_pages(here, address, PAGE) is not None  # locked already; the refusal is not raised by what follows
+    assert torch.zeros(2, device=here).sum() == 0
+    buffers.clear()
+    assert (allocator.held_bytes, allocator.pinned_bytes) == (0, 0)
 
 
 def test_no_other_file_takes_host_memory_for_what_is_moved():

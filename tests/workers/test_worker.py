@@ -14,6 +14,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError, DeviceMemoryError, RolloutError
+from verl_memopt.memory import fused
 from verl_memopt.memory.host_buffers import GIB, host_allocator
 from verl_memopt.models.build import named_weights
 from verl_memopt.rollout.sampling import train_sampling
@@ -287,3 +288,10 @@ def test_a_workers_host_limits_end_with_it(made):
     assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (2 * GIB, GIB)
     worker.close()
     assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (None, None)
+
+
+def test_a_worker_on_a_cpu_compiles_nothing(made):
+    worker = made({f"{AR}.actor.use_torch_compile": True})
+    assert not fused._on
+    call(worker, "update_actor", [mini_batch()])
+    assert not worker.policy.model.lm.get_output_embeddings().compiled
