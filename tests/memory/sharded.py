@@ -80,10 +80,10 @@ def assert_equal_runs(found, expected):
 
 
 @contextmanager
-def fake_ranks(world_size, fsdp_size=-1):
-    """Gives the mesh of rank 0 in a fake process group."""
+def fake_ranks(world_size, fsdp_size=-1, rank=0):
+    """Gives the mesh of one rank in a fake process group."""
     leave_process_group()
-    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    dist.init_process_group("fake", rank=rank, world_size=world_size, store=FakeStore())
     try:
         yield training_mesh("cpu", world_size, fsdp_size)
     finally:

@@ -7,7 +7,7 @@ from torch.nn.functional import silu
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RMSNorm
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
-from verl_memopt.memory.discarded_values import PRODUCT_ROWS, Gated, Normed, Rows, keep, normed, products, tiles
+from verl_memopt.memory.discarded_values import PRODUCT_ROWS, Gated, Normed, Rows, keep, normed, products
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 
@@ -147,9 +147,3 @@ def test_a_second_backward_is_an_error():
 def test_nothing_is_kept_where_nothing_learns():
     assert keep(torch.ones(2)) is None
     assert keep(torch.ones(2, requires_grad=True)) is not None
-
-
-def test_tiles_cover_every_row_once():
-    tensor = torch.empty(1000, 300)
-    assert [row for rows in tiles(tensor) for row in range(1000)[rows]] == list(range(1000))
-    assert len(list(tiles(tensor))) > 1

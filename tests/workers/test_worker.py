@@ -17,6 +17,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError, ConfigError, DeviceMemoryError, RolloutError
+from verl_memopt.memory import fused
 from verl_memopt.memory.host_buffers import GIB, host_allocator
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.policy_model import PolicyModel
@@ -363,3 +364,10 @@ def test_a_mapped_reference_has_its_values_when_its_rows_are_compared(made, tiny
     worker = made(mapped, reference_folder=str(tiny_folder))
     found = call(worker, "ref_log_probs", batch(rows=2), [[0, 1]])
     assert torch.isfinite(found.log_probs).all()
+
+
+def test_a_worker_on_a_cpu_compiles_nothing(made):
+    worker = made({f"{AR}.actor.use_torch_compile": True})
+    assert not fused._on
+    call(worker, "update_actor", [mini_batch()])
+    assert not worker.policy.model.lm.get_output_embeddings().compiled

@@ -291,7 +291,8 @@ class Actor:
     kl_loss_type: str = "low_var_kl"
     """kl (k1), abs, mse (k2), low_var_kl (k3); a trailing + takes k2's gradient."""
     use_torch_compile: bool = True
-    """Compile the per-chunk log-prob function (GPU only; off on CPU and under full_determinism)."""
+    """Compile the log-prob head, and norms, rotations and activations of all models. GPU only; off under full_determinism, and
+    with one warning where there is no C compiler."""
     ppo_epochs: int = 1
     """Passes over the rollout batch."""
     shuffle: bool = False
@@ -325,7 +326,7 @@ class Ref:
     log_prob_max_token_len_per_gpu: int | None = None
     """Follows ``actor.ppo_max_token_len_per_gpu``."""
     use_torch_compile: bool | None = None
-    """Follows ``actor.use_torch_compile``."""
+    """Compile the reference's log-prob head; follows ``actor.use_torch_compile``."""
     quantization: str = "none"
     """none, int8 or nf4: width at which the reference's linear layers rest. Lossy; the error is measured at load and logged."""
     fsdp_config: Fsdp = field(default_factory=Fsdp)

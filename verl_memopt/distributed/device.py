@@ -119,6 +119,34 @@ def empty_cache(device: torch.device) -> None:
         torch.cuda.empty_cache()
 
 
+PORTABLE = 1
+"""cudaHostRegisterPortable: page-locked for every device."""
+
+
+def lock_pages(device: torch.device, address: int, num_bytes: int) -> str | None:
+    """Page-locks host memory in place, so that copies to and from the device need not wait; gives what the driver refused with.
+
+    The memory must begin and end at pages that no other locked memory touches. GPU only.
+    """
+    runtime = torch.cuda.cudart()
+    status = int(runtime.cudaHostRegister(address, num_bytes, PORTABLE))
+    if status == 0:
+        return None
+    # The runtime keeps a refusal until it is read, and the next kernel launch would raise it as its own error.
+    try:
+        torch.zeros(1, device=device)
+    except RuntimeError as error:
+        return str(error).partition("\n")[0]
+    return f"CUDA error {status}"
+
+
+def unlock_pages(device: torch.device, address: int) -> None:
+    """Undoes :func:`lock_pages` once every copy that was queued is done. GPU only."""
+    torch.cuda.synchronize(device)
+    status = int(torch.cuda.cudart().cudaHostUnregister(address))
+    assert status == 0, f"cudaHostUnregister: CUDA error {status}"
+
+
 def device_rng_state(device: torch.device) -> torch.Tensor | None:
     """Gives the device generator's state, or None on a CPU (whose generator is torch's own)."""
     return torch.cuda.get_rng_state(device) if device.type == "cuda" else None

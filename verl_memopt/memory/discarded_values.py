@@ -7,7 +7,7 @@ output-discarding recomputation (``recompute_modules=[layernorm, mlp_act]``; sel
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol, TypeAlias
 
@@ -17,10 +17,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
+from verl_memopt.memory.fused import over_rows
 from verl_memopt.memory.shapes import ROWS_OF_BACKWARD
-
-TILE_ELEMENTS = {"cpu": 2**16, "cuda": 2**22}
-"""Elements of a tile of rows that elementwise statements run over: what stays in a core's cache, or fills a GPU."""
 
 PRODUCT_ROWS = {"cpu": ROWS_OF_BACKWARD, "cuda": 8192}
 """Rows of a tile of backward: enough for its products to be as fast as whole ones."""
@@ -60,15 +58,12 @@ class Normed:
     def make(self, sources: Some, parameters: Some, out: Tensor | None = None) -> Tensor:
         (x,), (weight,) = sources, parameters
         out = torch.empty_like(x) if out is None else out
-        for rows in tiles(x):
-            normal, _ = normalized(x[rows], self.eps)
-            torch.mul(normal.to(x.dtype), weight, out=out[rows])
+        over_rows(_norm, (x, out), weight, self.eps)
         return out
 
     def differentiate(self, grad: Tensor, sources: Some, parameters: Some, into: Some, sums: Sequence[Tensor | None]) -> None:
         (x,), (weight,) = sources, parameters
-        for rows in tiles(x):
-            norm_gradient(grad[rows], x[rows], weight, self.eps, into[0][rows], sums[0])
+        over_rows(norm_gradient, (grad, x, into[0]), weight, self.eps, sums[0])
 
 
 @dataclass(frozen=True)
@@ -81,23 +76,11 @@ class Gated:
     def make(self, sources: Some, parameters: Some, out: Tensor | None = None) -> Tensor:
         gate, up = sources
         out = torch.empty_like(gate) if out is None else out
-        for rows in tiles(gate):
-            torch.mul(silu(gate[rows]), up[rows], out=out[rows])
+        over_rows(_gate, (gate, up, out), narrow=True)
         return out
 
     def differentiate(self, grad: Tensor, sources: Some, parameters: Some, into: Some, sums: Sequence[Tensor | None]) -> None:
-        gate, up = sources
-        for rows in tiles(gate):
-            active, above = silu(gate[rows]), grad[rows] * up[rows]
-            torch.mul(grad[rows], active, out=into[1][rows])
-            torch.ops.aten.silu_backward.grad_input(above, gate[rows], grad_input=active)
-            into[0][rows].copy_(active)
-
-
-def tiles(tensor: Tensor) -> Iterator[slice]:
-    """Gives slices of a tensor's rows, each of few enough elements for elementwise statements to be fast."""
-    size = max(TILE_ELEMENTS.get(tensor.device.type, 2**22) // max(tensor[:1].numel(), 1), 1)
-    return (slice(start, start + size) for start in range(0, tensor.shape[0], size))
+        over_rows(_gate_gradient, (grad, *sources, *into), narrow=True)
 
 
 def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
@@ -112,19 +95,36 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Gives x [..., n] over its root mean square in fp32 (or wider), and one over that root [..., 1]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
-    return wide * inverse, inverse
+    return (wide * inverse if wide is x else wide.mul_(inverse)), inverse
 
 
-def norm_gradient(grad: Tensor, x: Tensor, weight: Tensor, eps: float, into: Tensor, sums: Tensor | None) -> None:
+def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: float, sums: Tensor | None) -> None:
     """Writes x's gradient into ``into``, which may be ``grad``, that of x's norm; adds the weight's to ``sums``."""
     normal, inverse = normalized(x, eps)
     above = grad.to(normal.dtype)
     product = above * normal
     if sums is not None:
         sums.add_(product.flatten(0, -2).sum(0))
-    shared = (product * weight).mean(-1, keepdim=True).neg_()
-    torch.mul(torch.addcmul(above * weight, normal, shared), inverse, out=normal)
-    into.copy_(normal)
+    shared = product.mul_(weight).mean(-1, keepdim=True).neg_()
+    del product  # before there is another tensor of its size
+    weighted = above * weight if above is grad else above.mul_(weight)
+    into.copy_(weighted.addcmul_(normal, shared).mul_(inverse))
+
+
+def _norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
+    normal, _ = normalized(x, eps)
+    torch.mul(normal.to(x.dtype), weight, out=out)
+
+
+def _gate(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    torch.mul(silu(gate), up, out=out)
+
+
+def _gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, into_gate: Tensor, into_up: Tensor) -> None:
+    active, above = silu(gate), grad * up
+    torch.mul(grad, active, out=into_up)
+    torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=active)
+    into_gate.copy_(active)
 
 
 @dataclass(frozen=True)

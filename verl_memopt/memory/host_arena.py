@@ -15,7 +15,7 @@ from torch import Tensor
 from verl_memopt.memory.host_buffers import host_buffer
 
 CHUNK_BYTES = 2**26
-"""A power of two: page-locked memory is rounded up to one."""
+"""Whole pages, and few enough chunks that locking one is rare."""
 
 ALIGNMENT = 512
 """Bytes; every slot starts at a multiple, so that any dtype can view it."""

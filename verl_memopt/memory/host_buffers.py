@@ -3,19 +3,26 @@
 Whatever rests on the host lies in a buffer of this file, so its bytes are counted as host bytes on any machine: on a CPU
 both tiers are the same memory, and only where a buffer was born tells them apart. Code that moves tensors takes a buffer,
 copies into it and lets go of the device tensor; ``.to("cpu")`` would give the same storage back on a CPU and move nothing.
+
+Page-locked buffers are mappings of whole pages, locked in place. torch's own page-locked memory (``pin_memory``) is rounded up
+to a power of two and never returned to the system; see ``docs/decisions/page_locked_memory.md``.
 """
 
 from __future__ import annotations
 
 import logging
+import mmap
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import cache, partial
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 
-from verl_memopt.distributed.device import is_gpu
+from verl_memopt.distributed.device import is_gpu, lock_pages, unlock_pages
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.byte_tracker import HOST, declare_host, scope
 
@@ -23,6 +30,10 @@ logger = logging.getLogger(__name__)
 
 LIMIT_KEY = "memory.host_limit_gb"
 GIB = 2**30
+PAGE = mmap.PAGESIZE
+"""Bytes; page-locked memory is whole pages."""
+NO_COPY_IN_CHILDREN = getattr(mmap, "MADV_DONTFORK", None)
+"""Keeps the pages from a forked child, where a write would move the parent's to another address of the machine."""
 
 
 class HostAllocator:
@@ -42,31 +53,102 @@ class HostAllocator:
     def empty(self, num_bytes: int, device: torch.device, kind: str) -> Tensor:
         """Gives uint8 [num_bytes] on the host, uninitialised; page-locked where ``device`` is a GPU and the limit allows.
 
-        kind: what it will hold, for the byte tracker. Its bytes count until the last tensor on it is gone.
-        Errors: ConfigError naming the limit and what is held already.
+        kind: what it will hold, for the byte tracker. Its bytes (whole pages where they are locked) count until the last tensor
+        on it is gone, and are then the system's again.
+        Raises: ConfigError naming the limit and what is held already.
         """
+        taken = num_bytes
+        pages = -(-num_bytes // PAGE) * PAGE
+        pinned = is_gpu(device) and num_bytes > 0 and self.may_pin(pages)
+        if pinned:
+            taken = pages
+        self.check_room(taken, kind)
+        # Fake tensors have no memory to lock; their bytes are counted as if they had.
+        fake = isinstance(torch.empty(0), FakeTensor)
+        memory = _lock(pages, device) if pinned and not fake else None
+        if pinned and not fake and memory is None:
+            taken, pinned = num_bytes, False
+        with scope(kind=kind, tier=HOST):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory.view(num_bytes)
+        storage = buffer.untyped_storage()
+        declare_host(storage)
+        self._count(taken, pinned)
+        # At the end of the program the system takes all of it, and the driver may be gone already.
+        weakref.finalize(storage, self._give_back, taken, pinned, memory).atexit = False
+        return buffer
+
+    def may_pin(self, num_bytes: int) -> bool:
+        """Says whether so many bytes more may be page-locked."""
+        return self.pinned_limit_bytes is None or self.pinned_bytes + num_bytes <= self.pinned_limit_bytes
+
+    def check_room(self, num_bytes: int, kind: str) -> None:
+        """Raises: ConfigError where the limit does not allow so many bytes more."""
         if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
             raise ConfigError(
                 f"{LIMIT_KEY}={self.limit_bytes / GIB:.4g}: {kind} needs {num_bytes / GIB:.4g} GiB on the host, where "
                 f"{self.held_bytes / GIB:.4g} GiB are taken. Raise it to at least "
                 f"{(self.held_bytes + num_bytes) / GIB:.4g}, or switch an offload off."
             )
-        pinned = is_gpu(device) and (self.pinned_limit_bytes is None or self.pinned_bytes + num_bytes <= self.pinned_limit_bytes)
-        with scope(kind=kind, tier=HOST):
-            buffer = torch.empty(num_bytes, dtype=torch.uint8, pin_memory=pinned)
-        declare_host(buffer.untyped_storage())
+
+    def count_elsewhere(self, num_bytes: int, pinned: bool, kind: str) -> Callable[[], None]:
+        """Counts host memory that others take, until the function it gives is called.
+
+        Raises: ConfigError where the limit does not allow it.
+        """
+        self.check_room(num_bytes, kind)
         self._count(num_bytes, pinned)
-        weakref.finalize(buffer.untyped_storage(), self._count, -num_bytes, pinned)
-        return buffer
+        return partial(self._count, -num_bytes, pinned)
 
     def reset_peak(self) -> None:
         """Makes what is held now the new peak."""
         self.peak_bytes = self.held_bytes
 
+    def _give_back(self, num_bytes: int, pinned: bool, memory: _Locked | None) -> None:
+        self._count(-num_bytes, pinned)
+        if memory is not None:
+            memory.unlock()
+
     def _count(self, num_bytes: int, pinned: bool) -> None:
         self.held_bytes += num_bytes
         self.pinned_bytes += num_bytes if pinned else 0
         self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+
+@dataclass(frozen=True)
+class _Locked:
+    """Page-locked memory of its own mapping, which the system takes back when nothing holds it any more."""
+
+    pages: mmap.mmap
+    address: int
+    device: torch.device
+
+    def view(self, num_bytes: int) -> Tensor:
+        """Gives the first bytes as a tensor; a dispatch mode sees the view and not ``frombuffer``."""
+        return torch.frombuffer(self.pages, dtype=torch.uint8, count=num_bytes).view(-1)
+
+    def unlock(self) -> None:
+        unlock_pages(self.device, self.address)
+
+
+def _lock(num_bytes: int, device: torch.device) -> _Locked | None:
+    """Maps and locks whole pages; gives None, with one warning a process, where the driver refuses."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if NO_COPY_IN_CHILDREN is not None:
+        pages.madvise(NO_COPY_IN_CHILDREN)
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+    refusal = lock_pages(device, address, num_bytes)
+    if refusal is None:
+        return _Locked(pages, address, device)
+    _warn_once(refusal)
+    return None
+
+
+@cache
+def _warn_once(refusal: str) -> None:
+    logger.warning(
+        "host memory cannot be page-locked (%s): offloads use ordinary memory, and their copies wait. In a container, allow it "
+        "to lock memory; or set memory.pinned_limit_gb to what the machine allows.", refusal
+    )  # fmt: skip
 
 
 _allocator = HostAllocator()

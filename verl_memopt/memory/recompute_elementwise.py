@@ -9,8 +9,10 @@ Saves: with T tokens computed in the largest micro-batch, L blocks of width h, H
     up, and A' + 2 x X + (t + 2 x I) x h x b at its norm; at attention's, key head by key head, with G = H / K,
     T x b x (2 x h + 3 x H x D + 2 x K x D + (2 x G + 5) x D) and (3 x G + 1) x D x b for each token of the larger part of prompts
     and answers. A block that activation checkpointing computes again keeps none of its gate and up: at the MLP's it holds
-    A' - 2 x T x I x b + 2 x X + (t x (h + 3 x I) + 3 x h x I) x b. Elementwise tiles add 1.5 MiB (96 on a GPU).
-Costs: norms, rotations and the MLP's activation once more in backward: elementwise statements, and no product.
+    A' - 2 x T x I x b + 2 x X + (t x (h + 3 x I) + 3 x h x I) x b. Elementwise tiles add 1.5 MiB (112 on
+    a GPU where they are not compiled).
+Costs: norms, rotations and the MLP's activation once more in backward: elementwise statements, and no product. On a GPU
+    ``actor.use_torch_compile`` makes each chain of them one to three kernels.
 Pairs with: every knob. Activation checkpointing computes the MLP again over tiles, at no product more; a tiled MLP makes these
     tiles smaller, and keeps its input alone without checkpointing as well. LoRA's products with A read the same recomputed value
     as the layer's own.

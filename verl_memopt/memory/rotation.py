@@ -10,7 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl_memopt.memory.discarded_values import norm_gradient, normalized, tiles, zeros_to_sum
+from verl_memopt.memory.discarded_values import norm_gradient, normalized, zeros_to_sum
+from verl_memopt.memory.fused import over_rows
 
 
 @dataclass(frozen=True)
@@ -74,9 +75,7 @@ def turned(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | None, sin
     if cos is None or sin is None:
         return x
     out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
-    for rows in tiles(x):
-        given = x[rows] if weight is None else normalized(x[rows], eps)[0].to(x.dtype).mul_(weight)
-        _rotate(given, cos[rows], sin[rows], out[rows], 1)
+    over_rows(_turn, (x, cos, sin, out), weight, eps)
     return out
 
 
@@ -97,13 +96,22 @@ def turned_back(
     if cos is None or sin is None:
         into.copy_(grad)
         return
-    for rows in tiles(grad):
-        back = torch.empty(grad[rows].shape, dtype=grad.dtype, device=grad.device)
-        _rotate(grad[rows], cos[rows], sin[rows], back, -1)
-        if weight is None or x is None:
-            into[rows].copy_(back)
-        else:
-            norm_gradient(back, x[rows], weight, eps, into[rows], sums)
+    over_rows(_turn_back, (grad, x, cos, sin, into), weight, eps, sums)
+
+
+def _turn(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, weight: Tensor | None, eps: float) -> None:
+    _rotate(x if weight is None else normalized(x, eps)[0].to(x.dtype).mul_(weight), cos, sin, out, 1)
+
+
+def _turn_back(
+    grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, into: Tensor, weight: Tensor | None, eps: float, sums: Tensor | None
+) -> None:
+    back = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    _rotate(grad, cos, sin, back, -1)
+    if weight is None or x is None:
+        into.copy_(back)
+    else:
+        norm_gradient(back, x, into, weight, eps, sums)
 
 
 def weight_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:

@@ -29,6 +29,7 @@ class SafetensorsWriter:
         self.num_bytes = 0
         self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
         self._header_bytes = 0
+        self._chunk = torch.empty(0, dtype=torch.uint8)
         self._file = path.open("wb")
         self._file.write(b"\0" * (8 + HEADER_BYTES))
 
@@ -73,9 +74,11 @@ class SafetensorsWriter:
         flat = tensor.detach().contiguous().view(-1).view(torch.uint8)
         if not flat.numel():
             return
-        chunk = host_buffer(min(CHUNK_BYTES, flat.numel()), flat.device, "export")
+        size = min(CHUNK_BYTES, flat.numel())
+        if self._chunk.numel() < size:
+            self._chunk = host_buffer(size, flat.device, "export")
         for start in range(0, flat.numel(), CHUNK_BYTES):
             part = flat[start : start + CHUNK_BYTES]
-            held = chunk[: part.numel()]
+            held = self._chunk[: part.numel()]
             held.copy_(part)
             self._file.write(held.numpy().data)

@@ -70,9 +70,9 @@ class HfEngine:
 
     def sleep(self) -> None:
         if self._state.is_awake("weights"):
+            if self._keeps_weights:
+                self._kept = self._on_host()
             for parameter in self._model.parameters():
-                if self._keeps_weights:
-                    self._kept.append(self._on_host(parameter))
                 parameter.untyped_storage().resize_(0)
         self._state.slept(self._keeps_weights)
         empty_cache(self._place.device)
@@ -83,13 +83,16 @@ class HfEngine:
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(self._bytes[id(parameter)])
         for parameter, kept in zip(self._model.parameters(), self._kept, strict=self._keeps_weights):
-            parameter.copy_(kept.view(parameter.dtype).view(parameter.shape))
-        self._kept.clear()
+            parameter.copy_(kept)
+        self._kept = []
 
-    def _on_host(self, parameter: torch.Tensor) -> torch.Tensor:
-        kept = host_buffer(parameter.numel() * parameter.itemsize, self._place.device, "rollout weights")
-        kept.view(parameter.dtype).view(parameter.shape).copy_(parameter)
-        return kept
+    def _on_host(self) -> list[torch.Tensor]:
+        """Gives a copy of each parameter, all in one host buffer: page-locking is slow, and is done once."""
+        parameters = list(self._model.parameters())
+        sizes = [parameter.numel() * parameter.itemsize for parameter in parameters]
+        parts = host_buffer(sum(sizes), self._place.device, "rollout weights").split(sizes)
+        pairs = zip(parts, parameters, strict=True)
+        return [part.view(like.dtype).view(like.shape).copy_(like) for part, like in pairs]
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
         if self._state.is_awake("weights"):

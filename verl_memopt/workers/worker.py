@@ -16,12 +16,13 @@ from safetensors import SafetensorError
 
 from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Memory
 from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.distributed.device import empty_cache, local_device
+from verl_memopt.distributed.device import empty_cache, is_gpu, local_device
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
 from verl_memopt.memory.activation_offload import ActivationOffload
 from verl_memopt.memory.allocators import limit_bytes, memory_limits
+from verl_memopt.memory.fused import compiler_works, fused_statements
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.memory.lora import adapters_off, initialize_adapters, load_adapter, merged_weights, save_adapter
 from verl_memopt.memory.out_of_memory import out_of_memory_told
@@ -97,8 +98,10 @@ class Worker:
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
         self.limits = ExitStack()
+        actor = plan.settings.actor
         try:
             self.limits.enter_context(memory_limits(plan.memory, self.device))
+            self.limits.enter_context(fused_statements(self._compiles(actor.use_torch_compile, actor.fsdp_config)))
             counted = plan.track_init and self._counts_engine
             with self._out_of_memory_told("init"), self.probe.phase("init", counted, kind="built") as report:
                 self._build()
@@ -310,7 +313,7 @@ class Worker:
         check_packing(model, self.device, dtype, self.settings.actor.use_prefix_grouper, str(folder))
 
     def _sharded(self, fsdp: Fsdp, role: str, compiled: bool, recompute: bool) -> PolicyModel:
-        compiles = compiled and self.device.type != "cpu" and not fsdp.full_determinism
+        compiles = self._compiles(compiled, fsdp)
         mesh = training_mesh(self.device.type, self.place.world_size, fsdp.fsdp_size)
         folder = self.plan.folder if role == "actor" else self.plan.reference_folder
         key = f"actor_rollout_ref.{role}"
@@ -319,6 +322,9 @@ class Worker:
         return build_scorer(
             self.settings.model, fsdp, Path(str(folder)), mesh, self.device, key, compiles, recompute, trained, quantization
         )
+
+    def _compiles(self, asked: bool, fsdp: Fsdp) -> bool:
+        return asked and is_gpu(self.device) and not fsdp.full_determinism and compiler_works(self.device)
 
     def _policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Gives the policy's weights as a plain model has them: adapters merged, sharded as they are."""

@@ -1,0 +1,129 @@
+"""Elementwise statements as one kernel each: compiled where that is on, over tiles of rows where it is not.
+
+A chain of elementwise statements is a kernel launch for each statement and tile. Small models wait for launches. Compiled, the
+chain is one or two kernels over all rows and makes no temporary of the rows' size, so tiles are not needed.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import cache
+from subprocess import SubprocessError
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch._dynamo.exc import TorchDynamoException
+
+KEY = "actor_rollout_ref.actor.use_torch_compile"
+
+TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
+NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
+"""Elements of a tile of rows that elementwise statements run over: what stays in a core's cache, or keeps a GPU busy for longer
+than the launch of a kernel takes. Narrow ones are of statements that make nothing in fp32."""
+
+logger = logging.getLogger(__name__)
+
+WARNING = (
+    "%s=true: functions cannot be compiled here (%s). The run goes on uncompiled, and slower. Install a C compiler (gcc) and "
+    "Triton, or set %s=false."
+)
+
+_on = False
+_warned = False
+
+
+@contextmanager
+def fused_statements(on: bool) -> Iterator[None]:
+    """Sets inside the body whether this process compiles elementwise statements. Ask :func:`compiler_works` first."""
+    global _on
+    before, _on = _on, on
+    try:
+        yield
+    finally:
+        _on = before
+
+
+def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], *others: Any, narrow: bool = False) -> None:
+    """Runs ``statement(*tensors, *others)``, which writes into some of its tensors, over all rows of ``tensors``.
+
+    tensors: of as many rows each, or None; the first is a tensor and says how rows are cut. Two of them that share memory must be
+    the same rows of the same tensor. narrow: the statement makes nothing in fp32, so that its tiles may be larger.
+    """
+    first = tensors[0]
+    assert first is not None
+    if _on and first.shape[0] and not _observed():
+        _run_compiled(statement, _once_each(tensors), others)
+        return
+    for rows in tiles(first, narrow):
+        statement(*(None if tensor is None else tensor[rows] for tensor in tensors), *others)
+
+
+def tiles(tensor: Tensor, narrow: bool = False) -> Iterator[slice]:
+    """Gives slices of a tensor's rows, each of few enough elements for elementwise statements to be fast."""
+    elements = NARROW_TILE_ELEMENTS if narrow else TILE_ELEMENTS
+    size = max(elements.get(tensor.device.type, elements["cuda"]) // max(tensor[:1].numel(), 1), 1)
+    return (slice(start, start + size) for start in range(0, tensor.shape[0], size))
+
+
+def compiler_works(device: torch.device) -> bool:
+    """Says whether functions can be compiled for a device, by compiling one; warns once a process where they cannot.
+
+    Under a dispatch mode nothing can.
+    """
+    return not _observed() and _compiles(device)
+
+
+@cache
+def _compiles(device: torch.device) -> bool:
+    values = torch.ones(4, 8, device=device)
+    try:
+        torch.compile(_probe, dynamic=True)(values)
+    # What a missing compiler, header, package or driver raises, when it compiles or when it first runs.
+    except (RuntimeError, OSError, ImportError, SubprocessError) as error:
+        _warn_once(error)
+        return False
+    return True
+
+
+def _probe(values: Tensor) -> Tensor:
+    return (values.exp() * 2).sum(-1)
+
+
+def _run_compiled(statement: Callable[..., None], tensors: Sequence[Tensor | None], others: Sequence[Any]) -> None:
+    global _on
+    try:
+        _compiled(statement)(*tensors, *others)
+    except TorchDynamoException as error:
+        # Raised before anything ran.
+        _warn_once(error)
+        _on = False
+        over_rows(statement, tensors, *others)
+
+
+@cache
+def _compiled(statement: Callable[..., None]) -> Callable[..., None]:
+    return torch.compile(statement, dynamic=True)
+
+
+def _warn_once(error: Exception) -> None:
+    global _warned
+    if not _warned:
+        reason = (str(error).strip() or type(error).__name__).splitlines()[0]
+        logger.warning(WARNING, KEY, reason, KEY)
+        _warned = True
+
+
+def _observed() -> bool:
+    """Says whether a dispatch mode is active, such as the byte tracker: a compiled function would run whole and uncompiled."""
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
+    """Gives the tensors with one object for those that are the same memory: the compiler would copy what may overlap."""
+    found: dict[tuple[Any, ...], Tensor] = {}
+    return [
+        None if one is None else found.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride()), one) for one in tensors
+    ]
