@@ -149,6 +149,15 @@ def test_nothing_is_kept_where_nothing_learns():
     assert keep(torch.ones(2, requires_grad=True)) is not None
 
 
+def test_what_is_kept_holds_a_tensor_of_its_node():
+    """Before torch 2.13 a node gives up its tensors once no tensor refers to it, and every backward failed."""
+    weight = torch.arange(2.0, requires_grad=True)
+    held = keep(weight)
+    assert isinstance(held.output, torch.Tensor)
+    assert held.output.numel() == 0
+    assert [one.tolist() for one in held.tensors()] == [[0.0, 1.0]]
+
+
 def test_tiles_cover_every_row_once():
     tensor = torch.empty(1000, 300)
     assert [row for rows in tiles(tensor) for row in range(1000)[rows]] == list(range(1000))
