@@ -64,10 +64,8 @@ fi
 tests() { bash benchmarks/gpu/tests.sh; }
 ladder() { ONLY=${RUNGS:-} bash benchmarks/gpu/ladder.sh; }
 update_pass() {
-    # verl imports Ray; where there is none, a stand-in with the one name it asks for takes its place.
-    "$PYTHON" -c 'import ray' 2>/dev/null || export PYTHONPATH=$PYTHONPATH:$PWD/benchmarks/gpu/ray_stand_in
     # shellcheck disable=SC2086 # GROUP_SIZES is a list.
-    WORKLOADS=${WORKLOADS:-e a b c} bash benchmarks/gpu/update_pass.sh ${GROUP_SIZES:+--k $GROUP_SIZES}
+    WORKLOADS=${WORKLOADS:-e a b c} REPEATS=${REPEATS:-3} bash benchmarks/gpu/update_pass.sh ${GROUP_SIZES:+--k $GROUP_SIZES}
 }
 train() { bash benchmarks/gpu/train.sh; }
 reach() { LIMIT_GB=${REACH_LIMIT_GB:-${LIMIT_GB:-32}} SECONDS_AT_MOST=${SECONDS_AT_MOST:-$((PART_SECONDS - 30))} bash benchmarks/gpu/reach.sh; }
@@ -98,7 +96,13 @@ for part in $PARTS; do
     fi
 done
 
-table() { (echo "part|name|status|seconds|evidence"; printf '%s\n' "${summary[@]}") | column -t -s '|' 2>/dev/null || printf '%s\n' "${summary[@]}"; }
+table() {
+    local part name status seconds folder
+    printf '%-4s  %-11s  %-12s  %7s  %s\n' part name status seconds evidence
+    printf '%s\n' "${summary[@]}" | while IFS='|' read -r part name status seconds folder; do
+        printf '%-4s  %-11s  %-12s  %7s  %s\n' "$part" "$name" "$status" "$seconds" "$folder"
+    done
+}
 table
 if [ -n "${OUT:-}" ]; then
     table > "$OUT/summary.txt"

@@ -98,13 +98,13 @@ RUNS = {"toy": toy_settings, "shape": shape_settings}
 
 
 def write_prompts(path: Path, rows: int, length: int) -> None:
-    """Writes prompts of random letters, one token a letter."""
+    """Writes prompts of random letters, more than ``length`` tokens each, which the run cuts to its limit."""
     draw = random.Random(0)
     with path.open("w") as file:
         for _ in range(rows):
             row = {
                 "data_source": "random letters",
-                "prompt": "".join(draw.choices(string.ascii_lowercase, k=length)),
+                "prompt": "".join(draw.choices(string.ascii_lowercase, k=2 * length)),
                 "reward_model": {"style": "rule", "ground_truth": ""},
             }
             file.write(json.dumps(row) + "\n")
@@ -134,6 +134,8 @@ def figures(summary: dict[str, Any], steps: list[dict[str, Any]]) -> dict[str, A
     return {
         "device": summary["device"],
         "steps": len(steps),
+        "prompt_tokens": steps[-1]["prompt_length/max"],
+        "response_tokens": steps[-1]["response_length/max"],
         "validation": [summary.get("validation_before"), summary.get("validation_after")],
         "reward": [step["critic/rewards/mean"] for step in steps],
         "loss": [step["actor/loss"] for step in steps],

@@ -12,7 +12,6 @@ from benchmarks.gpu.reach_estimate import adapter_params, case_shapes, computed_
 from benchmarks.gpu.reach_report import table, write_report
 from benchmarks.gpu.reach_search import FINE, STEP, Known, next_length
 from verl_memopt.models.build import WeightFolder
-from verl_memopt.models.policy_model import PolicyModel
 
 SMALL = {"prompt": 16, "layers": 2, "vocabulary": 512, "shrink": 32}
 

@@ -22,6 +22,7 @@ def test_the_run_of_the_larger_shape_leaves_figures_for_every_phase(tmp_path):
     found = json.loads((tmp_path / "train.json").read_text())["shape"]
     assert found["problems"] == []
     assert found["steps"] == 2
+    assert found["prompt_tokens"] == 16
     assert found["phases"].keys() >= {"gen", "ref", "update_actor", "update_weights"}
     assert found["phases"]["update_actor"]["peak_allocated_bytes"] > 0
     assert "update_actor" in (tmp_path / "train.txt").read_text()
@@ -40,10 +41,11 @@ def test_a_toy_run_that_does_not_learn_is_a_problem():
     assert "did not learn" in problems("toy", {**GOOD, "validation": [0.4, 0.4]})[0]
 
 
-def test_prompts_have_as_many_tokens_as_asked_for(tmp_path):
+def test_prompts_have_at_least_the_tokens_that_the_run_cuts_them_to(tmp_path):
     write_prompts(tmp_path / "prompts.jsonl", 3, 50)
     rows = [json.loads(line) for line in (tmp_path / "prompts.jsonl").read_text().splitlines()]
-    assert [len(build_tokenizer(320)(row["prompt"])["input_ids"]) for row in rows] == [50, 50, 50]
+    assert len(rows) == 3
+    assert all(len(build_tokenizer(320)(row["prompt"])["input_ids"]) >= 50 for row in rows)
 
 
 def test_the_reward_is_the_share_of_sixteen_different_characters():
