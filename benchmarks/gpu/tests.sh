@@ -17,7 +17,7 @@ machine "$PYTHON" "${command[@]}" > "$OUT/machine.txt"
 status=0
 "${command[@]}" 2>&1 | tee "$OUT/pytest.txt" || status=$?
 if [ -f "$OUT/pytest.xml" ]; then
-    "$PYTHON" benchmarks/gpu/test_counts.py "$OUT/pytest.xml" "$OUT/pytest.json"
+    "$PYTHON" benchmarks/gpu/pytest_counts.py "$OUT/pytest.xml" "$OUT/pytest.json"
     rm "$OUT/pytest.xml"
 fi
 exit "$status"

@@ -1,4 +1,4 @@
-"""``python benchmarks/gpu/test_counts.py JUNIT_XML JSON``: what pytest ran, skipped and why, and what failed."""
+"""``python benchmarks/gpu/pytest_counts.py JUNIT_XML JSON``: what pytest ran, skipped and why, and what failed."""
 
 from __future__ import annotations
 
