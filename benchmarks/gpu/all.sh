@@ -35,7 +35,7 @@ for part in $PARTS; do
     [ -n "${NAMES[$part]:-}" ] || { echo "all.sh: ONLY=$part: no such part. Use numbers from 1 to 6." >&2; exit 2; }
 done
 unset ONLY  # Another script's word for another choice.
-export PYTHON HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=${TRANSFORMERS_VERBOSITY:-error}
+export PYTHON PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=${TRANSFORMERS_VERBOSITY:-error}
 
 # The rehearsal: the same code on shapes that two cores compute in seconds.
 if [ "${SMALL:-0}" = 1 ]; then
