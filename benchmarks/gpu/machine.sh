@@ -1,12 +1,19 @@
 # Sourced: says what a command ran on.
 
-# machine PYTHON COMMAND...: date, commit, command, versions and device, a line each.
+# machine PYTHON COMMAND...: date, commit, command, versions and device, a line each. COMMIT names the commit where there is no git.
 machine() {
     local python=$1
     shift
     date -u +"%Y-%m-%d %H:%M UTC"
-    git rev-parse HEAD 2>/dev/null || true
+    git rev-parse HEAD 2>/dev/null || echo "${COMMIT:-commit unknown}"
     printf '%q ' "$@"; echo
     "$python" -c 'import platform, torch, transformers; print("python", platform.python_version(), "torch", torch.__version__, "transformers", transformers.__version__)'
     nvidia-smi --query-gpu=name,memory.total,driver_version --format=csv,noheader 2>/dev/null || echo "no GPU: CPU, $(nproc) cores"
+}
+
+# device_slug: the GPU's name as part of a folder's name, or cpu.
+device_slug() {
+    local name
+    name=$(nvidia-smi --query-gpu=name --format=csv,noheader 2>/dev/null | head -n 1) || true
+    echo "${name:-cpu}" | tr '[:upper:]' '[:lower:]' | sed -E 's/^nvidia //; s/[^a-z0-9]+/-/g; s/^-+|-+$//g'
 }

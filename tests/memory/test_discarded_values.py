@@ -147,3 +147,12 @@ def test_a_second_backward_is_an_error():
 def test_nothing_is_kept_where_nothing_learns():
     assert keep(torch.ones(2)) is None
     assert keep(torch.ones(2, requires_grad=True)) is not None
+
+
+def test_what_is_kept_holds_a_tensor_of_its_node():
+    """Before torch 2.13 a node gives up its tensors once no tensor refers to it, and every backward failed."""
+    weight = torch.arange(2.0, requires_grad=True)
+    held = keep(weight)
+    assert isinstance(held.output, torch.Tensor)
+    assert held.output.numel() == 0
+    assert [one.tolist() for one in held.tensors()] == [[0.0, 1.0]]

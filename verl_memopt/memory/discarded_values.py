@@ -159,13 +159,29 @@ def products(
     return _Products.apply(maker, len(parameters), rows, marked, keep(*tensors), *tensors)
 
 
-def keep(first: Tensor, *others: Tensor | None) -> Any:
-    """Gives a node of the graph that holds tensors for another node's backward; None where none needs a gradient.
+@dataclass(frozen=True)
+class Kept:
+    """Tensors that a node of the graph holds for another node's backward.
+
+    The node's own output stands for it: before torch 2.13 a node gives up its tensors once no tensor refers to it, whoever else
+    holds the node.
+    """
+
+    output: Tensor  # of no elements, so that it costs nothing
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        node: Any = self.output.grad_fn
+        return node.saved_tensors
+
+
+def keep(first: Tensor, *others: Tensor | None) -> Kept | None:
+    """Gives tensors that the graph holds for another node's backward; None where none needs a gradient.
 
     A node saves its tensors after its forward. Saved by one of their own they are there before anything is computed from them,
     so that the second forward of a checkpointed block stops before the product, if no more is saved after.
     """
-    return _Keep.apply(first, *others).grad_fn
+    output = _Keep.apply(first, *others)
+    return None if output.grad_fn is None else Kept(output)
 
 
 class _Keep(torch.autograd.Function):
@@ -182,8 +198,8 @@ class _Keep(torch.autograd.Function):
 def kept(ctx: Any) -> tuple[Tensor, ...]:
     """Gives the tensors that ``ctx.kept`` holds, for good: a second backward is an assertion error."""
     assert ctx.kept is not None, "this graph runs backward once"
-    node, ctx.kept = ctx.kept, None
-    return node.saved_tensors
+    held, ctx.kept = ctx.kept, None
+    return held.tensors()
 
 
 class _Products(torch.autograd.Function):

@@ -1,0 +1,314 @@
+"""``python -m benchmarks.gpu.reach --out FOLDER``: the longest response that an update has room for under a device limit.
+
+For each shape and way of training a response length is sought by bisection. A probe is one update under memory=constrained:
+old log-probs, reference log-probs, update, weight sync, with the engine asleep but for the sync. Generation is not part of it.
+Running out of memory is an answer, not a failure. Each probe is a line of probes.jsonl as soon as it is measured, and a second
+call goes on from there. Every case has a process of its own.
+"""
+
+from __future__ import annotations
+
+import argparse
+import functools
+import gc
+import json
+import logging
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+
+from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, case_settings, make_folder
+from benchmarks.gpu.reach_estimate import computed_host_bytes, computed_peak
+from benchmarks.gpu.reach_search import Known, next_length
+from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import Settings
+from verl_memopt.distributed.device import empty_cache, resolve_device
+from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.observe.log_setup import setup_logging
+from verl_memopt.observe.phase import GIB, PhaseMemory
+from verl_memopt.trainer.ladder import make_batch
+from verl_memopt.trainer.ladder_plan import Work
+from verl_memopt.trainer.passes import cut_ranks
+from verl_memopt.trainer.step import budgets
+from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.worker import Worker, WorkerPlan
+
+FITS, OUT_OF_MEMORY, NO_HOST_MEMORY = "fits", "out of memory", "not enough host memory"
+CASES = ("0.6b/lora", "0.6b/full", "1.7b/lora", "1.7b/full", "4b/lora", "8b/lora", "4b/full_bf16", "4b/full", "8b/full")
+"""In the order in which they are tried: what costs least first."""
+
+LEAST_SECONDS = 20.0
+"""A case is not begun with less time left."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Tries every case and writes the report after each. Exit code 1 when a case ended in another way than by its search."""
+    asked = parse(argv)
+    if asked.case is not None:
+        setup_logging(level=logging.ERROR)  # every probe resolves its settings anew, and would say the same again
+        search(asked, asked.case)
+        return 0
+    from benchmarks.gpu.reach_report import write_report
+
+    asked.out.mkdir(parents=True, exist_ok=True)
+    ends, broken = time.monotonic() + asked.seconds, 0
+    todo = [name for name in asked.cases if name.split("/")[0] in asked.shapes]
+    for place, name in enumerate(todo):
+        left = ends - time.monotonic()
+        if left < min(LEAST_SECONDS, asked.seconds / 2):
+            print(f"reach: no time left for {', '.join(todo[place:])}. Call it again to go on.", flush=True)
+            break
+        # What a case leaves of its share goes to those after it.
+        share = left / (len(todo) - place)
+        broken += run_case(asked, name, share) != 0
+        write_report(asked.out, [case_of(asked, each) for each in todo])
+    write_report(asked.out, [case_of(asked, each) for each in todo])
+    print((asked.out / "reach.txt").read_text())
+    return 1 if broken else 0
+
+
+def parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    """Gives the options."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.gpu.reach", description=__doc__)
+    parser.add_argument("--out", type=Path, required=True, help="folder of the evidence")
+    parser.add_argument("--case", help="search one case in this process: SHAPE/WAY")
+    parser.add_argument("--cases", nargs="+", default=list(CASES), metavar="SHAPE/WAY")
+    parser.add_argument("--shapes", nargs="+", default=list(SHAPES), choices=list(SHAPES), help="only cases of these shapes")
+    parser.add_argument("--seconds", type=float, default=450.0, help="for everything; no probe begins after (default: 450)")
+    parser.add_argument("--limit-gb", type=float, default=32.0, help="memory.device_limit_gb (default: 32)")
+    parser.add_argument("--start", type=int, default=1024, help="tokens of the first response tried (default: 1024)")
+    parser.add_argument("--most", type=int, help="tokens of a response at most (default: what the model's positions allow)")
+    parser.add_argument("--prompt", type=int, default=512, help="tokens of the prompt (default: 512)")
+    parser.add_argument("--rows", type=int, default=2, help="answers to it (default: 2)")
+    parser.add_argument("--layers", type=int, help="in place of the models'")
+    parser.add_argument("--vocabulary", type=int, help="in place of the models'")
+    parser.add_argument("--shrink", type=int, default=1, help="divide widths and heads by this")
+    asked = parser.parse_args(argv)
+    for name in asked.cases:
+        shape, _, way = name.partition("/")
+        if shape not in SHAPES or way not in WAYS:
+            parser.error(f"--cases {name}: use SHAPE/WAY of {', '.join(SHAPES)} and {', '.join(WAYS)}")
+    return asked
+
+
+def case_of(asked: argparse.Namespace, name: str) -> Case:
+    """Gives a case by its name, in the sizes asked for."""
+    shape, way = name.split("/")
+    return Case(shape, way, asked.limit_gb, asked.prompt, asked.rows, asked.layers, asked.vocabulary, asked.shrink)
+
+
+def run_case(asked: argparse.Namespace, name: str, seconds: float) -> int:
+    """Searches one case in a process of its own, so that nothing of it stays; gives its exit code."""
+    command = [
+        sys.executable,
+        "-m",
+        "benchmarks.gpu.reach",
+        "--case",
+        name,
+        "--out",
+        str(asked.out),
+        "--seconds",
+        f"{seconds:.0f}",
+    ]
+    for option in ("limit_gb", "start", "most", "prompt", "rows", "layers", "vocabulary", "shrink"):
+        value = getattr(asked, option)
+        command += [] if value is None else [f"--{option.replace('_', '-')}", str(value)]
+    try:
+        # A probe that has begun may end; one that hangs may not take the other cases' time.
+        return subprocess.run(command, check=False, timeout=seconds + 60).returncode
+    except subprocess.TimeoutExpired:
+        print(f"reach: {name} did not come back in {seconds + 60:.0f} s and was ended", file=sys.stderr, flush=True)
+        return 1
+
+
+def search(asked: argparse.Namespace, name: str) -> None:
+    """Probes lengths until the longest is found or the time is over."""
+    case, ends = case_of(asked, name), time.monotonic() + asked.seconds
+    record = asked.out / "probes.jsonl"
+    most = asked.most or case.model.max_positions - case.prompt
+    with tempfile.TemporaryDirectory() as parent:
+        folder = make_folder(case, Path(parent) / "model")
+        prober = Prober(case, folder)
+        try:
+            last = 0.0
+            while (length := next_length(known(record, case), asked.start, most)) is not None:
+                # A longer probe takes about twice as long as the one before.
+                if time.monotonic() + 2 * last > ends:
+                    return
+                began = time.monotonic()
+                probe = prober.probe(length)
+                last = time.monotonic() - began
+                with record.open("a") as file:
+                    file.write(json.dumps(probe) + "\n")
+                print(line(probe), flush=True)
+                if probe["status"] == NO_HOST_MEMORY or probe.get("phase") == "init":
+                    return
+        finally:
+            prober.close()
+
+
+def known(record: Path, case: Case) -> Known:
+    """Gives what earlier probes of the same case say. A model that cannot be built fits no length."""
+    probes = probes_of(record, case)
+    if any(probe["status"] == NO_HOST_MEMORY or probe.get("phase") == "init" for probe in probes):
+        return Known(0, 0)
+    return Known.of((probe["response"], probe["status"] == FITS) for probe in probes)
+
+
+def probes_of(record: Path, case: Case) -> list[dict[str, Any]]:
+    """Gives the probes of a case that are on record."""
+    lines = record.read_text().splitlines() if record.exists() else []
+    return [probe for probe in map(json.loads, lines) if probe["case"] == asdict(case)]
+
+
+class Prober:
+    """Builds the worker of a case, once for as long as probes fit, and anew after one that did not."""
+
+    def __init__(self, case: Case, folder: Path) -> None:
+        self.case, self.folder = case, folder
+        self.device = resolve_device("auto")
+        self._group: Any = None
+        self._for: int | None = None
+
+    def probe(self, response: int) -> dict[str, Any]:
+        """Runs one update with a response length and gives what it took, or what ran out."""
+        settings = case_settings(self.case, self.folder, response)
+        shown = {"name": self.case.name, "case": asdict(self.case), "response": response, "device": self.device}
+        shown["computed_peak_bytes"] = self._computed(settings, response)
+        needs, there = computed_host_bytes(self.case, settings), psutil.virtual_memory().available
+        if self._group is None and needs > there:
+            text = (
+                f"parameters, moments and reference rest in {needs / GIB:.1f} GiB of host memory, and {there / GIB:.1f} are free"
+            )
+            return {**shown, "status": NO_HOST_MEMORY, "message": text}
+        phase = ["init"]
+        try:
+            began = time.perf_counter()
+            memories = self._update(settings, response, phase)
+            shown["seconds"] = time.perf_counter() - began
+        except DeviceMemoryError as error:
+            shown |= {"status": OUT_OF_MEMORY, "phase": phase[0], "message": str(error)}
+        else:
+            return {**shown, "status": FITS, **figures(memories)}
+        # Outside the except clause, which keeps the failed frames and their tensors alive.
+        self.close()
+        return shown
+
+    def close(self) -> None:
+        """Lets go of the worker and of what it held."""
+        group, self._group = self._group, None
+        if group is not None:
+            group.shutdown()
+        del group
+        gc.collect()
+        empty_cache(torch.device(self.device))
+
+    def _computed(self, settings: Settings, response: int) -> int:
+        tokens, responses = largest_micro_batch(settings, self._work(response))
+        return computed_peak(self.case, settings, tokens, responses)
+
+    def _work(self, response: int) -> Work:
+        return Work(rows=self.case.rows, prompt=self.case.prompt, response=response, group=self.case.rows)
+
+    def _update(self, settings: Settings, response: int, phase: list[str]) -> list[PhaseMemory]:
+        if self._group is None:
+            self._group = start_local_group(functools.partial(Worker, _plan(settings, self.folder)), self.device)
+            # The first step makes the optimizer's state; a short one does.
+            with measured(self._group, []) as call:
+                _round(call, settings, make_batch(self._work(8)), phase)
+        memories: list[PhaseMemory] = []
+        with measured(self._group, memories) as call:
+            _round(call, settings, make_batch(self._work(response)), phase)
+        return memories
+
+
+@contextmanager
+def measured(group: Any, memories: list[PhaseMemory]) -> Iterator[Any]:
+    """Gives a function that runs a worker's method as a phase and keeps the phase's memory."""
+
+    def call(phase: str, method: str, *args: Any) -> Any:
+        (reply,) = group.all("call", phase, True, method, *args)
+        memories.append(reply.memory)
+        return reply.value
+
+    yield call
+
+
+def _round(call: Any, settings: Settings, batch: Any, phase: list[str]) -> None:
+    names = [f"row {row}" for row in range(batch.num_rows)]
+    training, scoring, reference = (
+        cut_ranks([batch.row_tokens(budget.shared)], [names], budget)[0] for budget in budgets(settings)
+    )
+
+    def step(name: str, method: str, *args: Any) -> Any:
+        phase[0] = name
+        return call(name, method, *args)
+
+    step("gen", "release_engine")
+    batch.old_log_probs = step("old_log_prob", "old_log_probs", batch, scoring, False).log_probs
+    batch.ref_log_probs = step("ref", "ref_log_probs", batch, reference).log_probs
+    counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
+    step("update_actor", "update_actor", [MiniBatch(batch, training, counts)])
+    step("update_weights", "update_weights")
+
+
+def largest_micro_batch(settings: Settings, work: Work) -> tuple[int, int]:
+    """Gives the tokens computed in the update's largest micro-batch, and its answer tokens."""
+    update, batch = budgets(settings)[0], make_batch(work)
+    computed = batch.row_tokens(update.shared)
+    rows = max(update.micro_batches(computed, [""] * work.rows), key=computed.cost)
+    return computed.cost(rows), len(rows) * work.response
+
+
+def _plan(settings: Settings, folder: Path) -> WorkerPlan:
+    text = str(folder)
+    return WorkerPlan(
+        settings=settings.actor_rollout_ref,
+        folder=text,
+        engine_folder=text,
+        reference_folder=None if settings.actor_rollout_ref.model.lora_rank else text,
+        tokenizer_folder=text,
+        eos_token_ids=(0,),
+        optimizer_steps=1000,
+        free_engine=True,
+        track_init=False,
+        memory=settings.memory,
+    )
+
+
+def figures(memories: Sequence[PhaseMemory]) -> dict[str, Any]:
+    """Gives peaks by phase, and the highest."""
+    highest = max(memories, key=lambda memory: memory.peak_allocated_bytes or 0)
+    return {
+        "peak_bytes": highest.peak_allocated_bytes,
+        "peak_phase": highest.name,
+        "peak_reserved_bytes": max((memory.peak_reserved_bytes or 0 for memory in memories), default=0) or None,
+        "update_peak_bytes": next(one.peak_allocated_bytes for one in memories if one.name == "update_actor"),
+        "phases": {memory.name: [memory.peak_allocated_bytes, memory.peak_reserved_bytes] for memory in memories},
+        "phase_seconds": {memory.name: memory.seconds for memory in memories},
+        "host_buffer_bytes": host_allocator().peak_bytes,
+    }
+
+
+def line(probe: dict[str, Any]) -> str:
+    """Gives a probe as a line of the log."""
+    head = f"{probe['name']:14} {probe['response']:7,} tokens: {probe['status']}"
+    computed = f"computed {probe['computed_peak_bytes'] / GIB:.3f} GiB"
+    if probe["status"] != FITS:
+        return f"{head} in {probe.get('phase', 'init')}; {computed}"
+    return f"{head}, {probe['peak_bytes'] / GIB:.3f} GiB in {probe['peak_phase']}, {probe['seconds']:.1f} s; {computed}"
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,23 @@
+#!/usr/bin/env bash
+# Trains the toy task, then a model of Qwen3-0.6B's shapes under the limit of a 32 GB card: no Ray, no vLLM.
+# Writes train.json, train.txt, machine.txt, and the runs' own records to OUT (default: docs/evidence/<date>-train-<device>).
+# Without a GPU it runs on the CPU: make it small then, for example
+#   LAYERS=2 VOCABULARY=1024 SHRINK=16 PROMPT=32 RESPONSE=16 ANSWERS=4 PROMPTS=2 STEPS=2 TOY_STEPS=8 OUT=/tmp/train bash benchmarks/gpu/train.sh
+# RUNS chooses one of them: toy or shape. Settings of the second run go at the end of the command line.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source benchmarks/gpu/machine.sh
+
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+OUT=${OUT:-docs/evidence/$(date +%Y-%m-%d)-train-$(device_slug)}
+mkdir -p "$OUT"
+
+# shellcheck disable=SC2086 # RUNS is a list.
+command=(
+    "$PYTHON" -m benchmarks.gpu.train --out "$OUT" ${STEPS:+--steps "$STEPS"} ${TOY_STEPS:+--toy-steps "$TOY_STEPS"}
+    ${LAYERS:+--layers "$LAYERS"} ${VOCABULARY:+--vocabulary "$VOCABULARY"} ${SHRINK:+--shrink "$SHRINK"}
+    ${PROMPT:+--prompt "$PROMPT"} ${RESPONSE:+--response "$RESPONSE"} ${ANSWERS:+--answers "$ANSWERS"} ${PROMPTS:+--prompts "$PROMPTS"}
+    ${RUNS:+--runs $RUNS} --limit-gb "${LIMIT_GB:-32}" "$@"
+)
+machine "$PYTHON" "${command[@]}" > "$OUT/machine.txt"
+exec "${command[@]}"

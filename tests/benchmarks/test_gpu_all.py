@@ -1,0 +1,87 @@
+"""The command for a bare GPU machine: its parts, what it does when one fails, and the wheels it installs."""
+
+import json
+import subprocess
+import sys
+import tarfile
+
+import pytest
+
+from benchmarks.gpu.missing_wheels import missing
+from benchmarks.gpu.pytest_counts import counts
+from tests.end_to_end.runs import ROOT, environment
+
+TINY = {
+    "PYTHON": sys.executable, "WHEELS": "none", "LAYERS": "2", "VOCABULARY": "512", "SHRINK": "32", "PROMPT": "16",
+    "CASES": "0.6b/lora", "START": "64", "MOST": "64", "LIMIT_GB": "1",
+}  # fmt: skip
+
+
+def run_all(out, **more):
+    env = environment(**{**TINY, "OUT": str(out), **more})
+    return subprocess.run(["bash", "benchmarks/gpu/all.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
+
+
+def summary(out):
+    return {row["name"]: row["status"] for row in json.loads((out / "summary.json").read_text())}
+
+
+def test_a_part_that_fails_does_not_stop_the_next_and_fails_the_command(tmp_path):
+    out, packed = tmp_path / "out", tmp_path / "evidence.tar.gz"
+    out.mkdir()
+    process = run_all(out, ONLY="2 5", RUNGS="no_such_knob", TAR=str(packed))
+    assert process.returncode == 1, process.stderr[-3000:]
+    assert summary(out) == {"ladder": "failed (2)", "reach": "done"}
+    assert "no_such_knob" in (out / "ladder" / "output.txt").read_text()
+    assert "part  name" in (out / "summary.txt").read_text()
+    (case,) = json.loads((out / "reach" / "reach.json").read_text())["cases"]
+    assert (case["name"], case["longest"]) == ("0.6b/lora", 64)
+    assert case["measured"]["update_peak_bytes"] > 0
+    assert "--limit-gb 1" in (out / "reach" / "machine.txt").read_text()
+    with tarfile.open(packed) as tar:
+        assert any(name.endswith("reach/reach.json") for name in tar.getnames())
+
+
+def test_a_part_out_of_time_is_named_and_keeps_what_it_wrote(tmp_path):
+    process = run_all(tmp_path, ONLY="5", PART_SECONDS="1")
+    assert process.returncode == 1, process.stderr[-3000:]
+    assert summary(tmp_path) == {"reach": "out of time"}
+    assert (tmp_path / "reach" / "output.txt").exists()
+
+
+def test_an_unknown_part_is_refused_before_anything_runs(tmp_path):
+    process = run_all(tmp_path, ONLY="1 7")
+    assert process.returncode == 2
+    assert "ONLY=7: no such part" in process.stderr
+    assert not list(tmp_path.iterdir())
+
+
+def test_only_wheels_of_packages_that_are_not_there_are_installed(tmp_path):
+    for name in ("torch-9.9-py3-none-any.whl", "no_such_package-1.0-py3-none-any.whl"):
+        (tmp_path / name).touch()
+    assert [wheel.name for wheel in missing(tmp_path)] == ["no_such_package-1.0-py3-none-any.whl"]
+
+
+def test_counts_tell_passed_failed_and_skipped_tests_with_their_reasons(tmp_path):
+    report = tmp_path / "report.xml"
+    report.write_text(
+        '<testsuites><testsuite><testcase classname="a" name="one"/>'
+        '<testcase classname="a" name="two"><skipped message="no GPU"/></testcase>'
+        '<testcase classname="a" name="three"><failure message="1 != 2&#10;more"/></testcase></testsuite></testsuites>'
+    )
+    assert counts(report) == {
+        "passed": 1, "failed": 1, "skipped": 1, "skips": {"no GPU": 1}, "failures": {"a::three": "1 != 2"},
+    }  # fmt: skip
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1500)
+def test_every_part_runs_on_a_cpu_with_small_shapes(tmp_path):
+    env = environment(SMALL="1", PYTHON=sys.executable, WHEELS="none", OUT=str(tmp_path))
+    command = ["bash", "benchmarks/gpu/all.sh"]
+    process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1400)
+    assert set(summary(tmp_path).values()) == {"done"}, process.stdout[-3000:]
+    assert process.returncode == 0
+    for part in ("tests", "ladder", "update_pass", "train", "reach", "profile"):
+        assert list((tmp_path / part).glob("machine*.txt")), part
+        assert list((tmp_path / part).glob("*.json")), part

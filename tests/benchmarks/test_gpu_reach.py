@@ -1,0 +1,124 @@
+"""The search for the longest response: which lengths it tries, and what it says where nothing fits."""
+
+import json
+
+import pytest
+import torch
+
+from benchmarks.gpu import reach
+from benchmarks.gpu.reach import FITS, OUT_OF_MEMORY, Prober, case_of, parse
+from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, case_settings, make_folder
+from benchmarks.gpu.reach_estimate import adapter_params, case_shapes, computed_peak
+from benchmarks.gpu.reach_report import table, write_report
+from benchmarks.gpu.reach_search import FINE, STEP, Known, next_length
+from verl_memopt.models.build import WeightFolder
+
+SMALL = {"prompt": 16, "layers": 2, "vocabulary": 512, "shrink": 32}
+
+
+def searched(limit, start=1024, most=40_000):
+    """Gives (lengths tried, what is known) where every length up to ``limit`` fits."""
+    outcomes = []
+    while (length := next_length(Known.of(outcomes), start, most)) is not None:
+        outcomes.append((length, length <= limit))
+    return [length for length, _ in outcomes], Known.of(outcomes)
+
+
+@pytest.mark.parametrize("limit", [0, 63, 64, 100, 1024, 1025, 5000, 17_000, 39_000])
+def test_the_search_ends_beside_the_limit(limit):
+    tried, known = searched(limit)
+    assert known.fits <= limit
+    assert all(length % STEP == 0 for length in tried)
+    assert len(tried) == len(set(tried)) <= 14
+    if known.fails is None:
+        assert limit - known.fits < STEP or known.fits == 39_936
+    else:
+        assert limit < known.fails <= known.fits + max(STEP, known.fails // FINE)
+
+
+def test_the_search_doubles_until_something_does_not_fit_then_halves():
+    tried, _ = searched(5000)
+    assert tried[:4] == [1024, 2048, 4096, 8192]
+    assert tried[4] == 6144
+
+
+def test_nothing_longer_than_the_model_takes_is_tried():
+    tried, known = searched(10**9, most=3000)
+    assert tried == [1024, 2048, 2944]
+    assert known.fails is None
+
+
+def test_a_later_call_goes_on_from_what_is_on_record(tmp_path):
+    case = Case("0.6b", "full", 1.0)
+    lines = [{"case": vars(case), "response": length, "status": status} for length, status in ((64, FITS), (128, OUT_OF_MEMORY))]
+    lines.append({"case": {**vars(case), "rows": 9}, "response": 4096, "status": FITS})
+    record = tmp_path / "probes.jsonl"
+    record.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert reach.known(record, case) == Known(64, 128)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_the_shapes_are_those_that_are_published(shape):
+    """Parameters of Qwen3 by its model cards, embeddings included, in billions."""
+    published = {"0.6b": 0.596, "1.7b": 1.721, "4b": 4.022, "8b": 8.191}
+    case = Case(shape, "full")
+    params = case_shapes(case, case_settings(case, "none", 64), 1, 1).params
+    assert params / 1e9 == pytest.approx(published[shape], abs=6e-4)
+
+
+@pytest.mark.parametrize("shape", ["0.6b", "8b"])
+def test_a_model_folder_has_the_counted_parameters_and_reads_as_zeros_and_ones(tmp_path, shape):
+    case = Case(shape, "lora", **SMALL)
+    folder = make_folder(case, tmp_path / "model")
+    weights = WeightFolder(folder)
+    counted = case_shapes(case, case_settings(case, folder, 64), 1, 1).params
+    assert sum(torch.Size(weights.shape(name)).numel() for name in weights.names) == counted
+    assert weights.read("model.norm.weight", ()).eq(1).all()
+    assert weights.read("model.layers.1.mlp.up_proj.weight", ()).eq(0).all()
+
+
+@pytest.fixture
+def probed(tmp_path):
+    """Gives (what two probes of a case say, one within the limit and one beyond)."""
+    case = case_of(parse(["--out", str(tmp_path), "--limit-gb", "0.002", *_small_options()]), "0.6b/lora")
+    prober = Prober(case, make_folder(case, tmp_path / "model"))
+    probes = [prober.probe(64), prober.probe(2048), prober.probe(64)]
+    # Adapters are counted on the model that was built.
+    adapters = [p for p in prober._group._worker.policy.model.parameters() if p.requires_grad]
+    prober.close()
+    return case, probes, sum(parameter.numel() for parameter in adapters)
+
+
+def test_a_probe_that_does_not_fit_names_its_phase_and_the_next_one_runs(probed, tmp_path):
+    case, (first, beyond, again), adapters = probed
+    assert [first["status"], beyond["status"], again["status"]] == [FITS, OUT_OF_MEMORY, FITS]
+    assert beyond["phase"] in ("old_log_prob", "ref", "update_actor")
+    assert "0.002 GiB" in beyond["message"]
+    assert again["update_peak_bytes"] == first["update_peak_bytes"]
+    assert first["phases"].keys() == {"gen", "old_log_prob", "ref", "update_actor", "update_weights"}
+    assert adapters == adapter_params(case, 16)
+    (tmp_path / "probes.jsonl").write_text("".join(json.dumps(probe) + "\n" for probe in (first, beyond)))
+    write_report(tmp_path, [case])
+    (found,) = json.loads((tmp_path / "reach.json").read_text())["cases"]
+    assert (found["longest"], found["shortest_that_fails"]) == (64, 2048)
+    assert "not searched to the end" in (tmp_path / "reach.txt").read_text()
+    assert (tmp_path / "reach.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_a_case_that_was_not_tried_is_a_row_that_says_so(tmp_path):
+    write_report(tmp_path, [Case("8b", "full")])
+    assert "not tried" in (tmp_path / "reach.txt").read_text()
+    assert "8b/full" in table(json.loads((tmp_path / "reach.json").read_text())["cases"])
+
+
+@pytest.mark.parametrize("way", WAYS)
+def test_the_computed_peak_grows_with_tokens_and_holds_the_parameters(way):
+    case = Case("1.7b", way)
+    settings = case_settings(case, "none", 1024)
+    short, long = (computed_peak(case, settings, tokens, tokens - 512) for tokens in (1536, 16_384))
+    params = case_shapes(case, settings, 1, 1).params * (4 if way == "full" else 2)
+    assert params < short < long
+
+
+def _small_options():
+    return [part for name, value in SMALL.items() for part in (f"--{name}", str(value))]
