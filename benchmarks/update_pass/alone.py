@@ -38,6 +38,7 @@ from benchmarks.update_pass.contest import (
 from benchmarks.update_pass.naive import Reference
 from benchmarks.update_pass.sides import Job, Side
 from verl_memopt.distributed import device as device_room
+from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.observe.phase import MIB
 
 logger = logging.getLogger(__name__)
@@ -105,6 +106,7 @@ def _row(name: str, job: Job, expected: Reference, repeats: int, most_bytes: flo
         failure = (OUT_OF_MEMORY if _is_out_of_memory(error) else FAILED), _line(error)
         logger.exception("%s failed while %s", name, stage[-1])
     finally:
+        leave_process_group()  # libraries behave otherwise where there is one, and it holds buffers of its own
         _emptied(job.device)
     # Outside the handler: until it ends the error holds the frames of the update, and with them all its tensors.
     _emptied(job.device)
