@@ -111,7 +111,8 @@ def _row(name: str, job: Job, expected: Reference, repeats: int, most_bytes: flo
     # Outside the handler: until it ends the error holds the frames of the update, and with them all its tensors.
     _emptied(job.device)
     status, words = failure
-    return unmeasured(name, job, expected, status, f"{status} while {stage[-1]}: {words}")
+    note = f"{status} while {stage[-1]}: {words}"
+    return unmeasured(name, job, expected, status, note, lacks_memory=status == OUT_OF_MEMORY)
 
 
 def _measured(name: str, job: Job, expected: Reference, repeats: int, until: float, stage: Callable[[str], None]) -> Row:

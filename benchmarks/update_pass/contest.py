@@ -191,14 +191,13 @@ def too_large(name: str, job: Job, expected: Reference, most_bytes: float) -> Ro
     """Gives the row of a contestant that is not run because its logits alone pass ``most_bytes``."""
     need = CONTESTANTS[name].least_bytes(job) / GIB
     note = f"not run: its logits alone take {need:.1f} GiB, the limit is {most_bytes / GIB:.0f} GiB"
-    return unmeasured(name, job, expected, NOT_RUN, note)
+    return unmeasured(name, job, expected, NOT_RUN, note, lacks_memory=True)
 
 
-def unmeasured(name: str, job: Job, expected: Reference, status: str, note: str) -> Row:
+def unmeasured(name: str, job: Job, expected: Reference, status: str, note: str, lacks_memory: bool = False) -> Row:
     """Gives the row of a contestant without figures of its own, but for a simulated peak where memory is what it lacked."""
     size = 2 * sum(gradient.numel() for gradient in expected.gradients.values()) * job.dtype.itemsize
-    simulates = status in (NOT_RUN, OUT_OF_MEMORY) and CONTESTANTS[name].simulates
-    found = simulated_peak(name, job) if simulates else None
+    found = simulated_peak(name, job) if lacks_memory and CONTESTANTS[name].simulates else None
     return Row(
         name,
         **shared_fields(job),
