@@ -18,16 +18,32 @@ from typing import Any
 
 import torch
 
+from benchmarks.update_pass.alone import TimeBudget, run_alone
 from benchmarks.update_pass.chart import draw, draw_growth
-from benchmarks.update_pass.contest import CONTESTANTS, OURS, Row, WrongGradientError, available, make_job, run
+from benchmarks.update_pass.contest import (
+    CONTESTANTS,
+    FAILED,
+    OURS,
+    WRONG_GRADIENT,
+    Row,
+    WrongGradientError,
+    available,
+    make_job,
+    run,
+)
+from benchmarks.update_pass.naive import Reference
+from benchmarks.update_pass.sides import Job
 from benchmarks.update_pass.table import ratios, render, row_from, to_json
 from benchmarks.update_pass.work import WORKLOADS, Workload, make_batch, shrunk
-from verl_memopt.distributed.device import device_count, local_device, resolve_device
+from verl_memopt.distributed.device import device_count, is_gpu, local_device, memory_info, resolve_device
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.phase import GIB
 
-DONE, WRONG, MISSING = 0, 4, 2
+DONE, WRONG, MISSING, BROKEN = 0, 4, 2, 5
+TURNS, ALONE = "turns", "alone"
+MOST_GIB = 10.0
+"""Of logits, on a CPU; a GPU's limit is what it has."""
 PACKAGES = ("torch", "transformers", "trl", "verl", "liger_kernel", "prefix-grouper")
 GROWTH_SIDES = ("response_logits", "trl_grpo_trimmed", "verl_prefix_grouper", *OURS)
 GROWTH = {"k": "k", "answer": "answer tokens", "groups": "groups"}
@@ -35,19 +51,23 @@ GROWTH = {"k": "k", "answer": "answer tokens", "groups": "groups"}
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the benchmark. Exit codes: 0 done, 2 a contestant or the device is missing, 4 a gradient is wrong."""
+    """Runs the benchmark.
+
+    Exit codes: 0 done, 2 a contestant or the device is missing, 4 a gradient is wrong, 5 a contestant failed. Memory that runs
+    out and a package that is not installed are rows, and no failures.
+    """
     asked = parse(argv)
     torch.set_num_threads(asked.threads)
     try:
         work, names = workload(asked), contestants(asked)
-        device = local_device(resolve_device("cuda" if work.gpu and not asked.cpu else "cpu"), 0)
+        device = local_device(resolve_device(device_asked(asked, work)), 0)
     except ConfigError as error:
         print(f"update_pass: {error}", file=sys.stderr)
         return MISSING
     try:
         with tempfile.TemporaryDirectory() as folder:
-            record = heading(asked, work)
-            record |= measure(asked, work, names, device, Path(folder))
+            record = heading(asked, work, device)
+            record |= measure(asked, record, work, names, device, Path(folder))
             record["machine"]["load_after"] = round(os.getloadavg()[0], 1)
     except WrongGradientError as error:
         print(f"update_pass: {error}", file=sys.stderr)
@@ -55,7 +75,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     finally:
         leave_process_group()
     report(record, asked.json, asked.png)
-    return DONE
+    return exit_code({row["status"] for row in record.get("rows", ())})
+
+
+def exit_code(statuses: set[str]) -> int:
+    """Gives the exit code of a table by what became of its rows."""
+    return WRONG if WRONG_GRADIENT in statuses else BROKEN if FAILED in statuses else DONE
 
 
 def parse(argv: Sequence[str] | None) -> argparse.Namespace:
@@ -64,6 +89,10 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--workload", choices=sorted(WORKLOADS), default="b")
     parser.add_argument("--contestants", nargs="+", metavar="NAME", help=f"of {', '.join(CONTESTANTS)} (default: all there are)")
     parser.add_argument("--repeats", type=int, default=7, help="timed rounds (default: 7)")
+    parser.add_argument(
+        "--seconds", type=float, help="time budget of the whole run: fewer rounds where it is spent, at least one"
+    )
+    parser.add_argument("--order", choices=(TURNS, ALONE), help="time all in turns, or one after another (default on a GPU)")
     parser.add_argument("--threads", type=int, default=int(os.environ.get("OMP_NUM_THREADS", "2")), help="of torch")
     parser.add_argument("--checkpointing", choices=("off", "on", "both"), default="both")
     parser.add_argument("--k", type=int, nargs="+", help="group sizes in place of the workload's")
@@ -72,8 +101,11 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--rows", type=int, help="rows in a micro-batch of those who pad, a divisor of k (default: k)")
     parser.add_argument("--token-budget", type=int, help="tokens in a micro-batch of our contestants")
     parser.add_argument("--chunk-tokens", type=int, help="logprob_chunk_tokens of our contestants")
-    parser.add_argument("--most-gib", type=float, default=10.0, help="do not run who needs more for logits alone (default: 10)")
-    parser.add_argument("--cpu", action="store_true", help="run a GPU's workload on a CPU")
+    parser.add_argument("--most-gib", type=float, help="do not run who needs more for logits alone (default: 10, a GPU's memory)")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="auto: a GPU for workloads meant for one"
+    )
+    parser.add_argument("--cpu", action="store_const", const="cpu", dest="device", help="the same as --device cpu")
     parser.add_argument("--floor", action="store_true", help="print the FLOP floor of the workload and stop")
     parser.add_argument("--growth", action="store_true", help="double k, answers and groups in turn, in place of one size")
     parser.add_argument("--doublings", type=int, default=3, help="of each, with --growth (default: 3)")
@@ -83,10 +115,15 @@ def parse(argv: Sequence[str] | None) -> argparse.Namespace:
     return parser.parse_args(argv)
 
 
+def device_asked(asked: argparse.Namespace, work: Workload) -> str:
+    """Gives the kind of device to run on."""
+    return ("cuda" if work.gpu else "cpu") if asked.device == "auto" else asked.device
+
+
 def workload(asked: argparse.Namespace) -> Workload:
     """Gives the workload with what was asked for in place of its own. Errors: ConfigError where it needs a GPU."""
     work = WORKLOADS[asked.workload]
-    if work.gpu and not asked.cpu and not device_count("cuda"):
+    if device_asked(asked, work) == "cuda" and not device_count("cuda"):
         raise ConfigError(
             f"--workload {asked.workload}: {work.what} needs a CUDA device, and none is visible to this process. "
             "Run it on a GPU, or try its code with --cpu --layers 1 --shrink 32."
@@ -101,7 +138,9 @@ def workload(asked: argparse.Namespace) -> Workload:
 
 def contestants(asked: argparse.Namespace) -> list[str]:
     """Gives who runs. Errors: ConfigError for a name that is unknown, or one asked for that this environment cannot run."""
-    names = asked.contestants or [name for name in CONTESTANTS if not asked.growth or name in GROWTH_SIDES]
+    on_gpu = device_asked(asked, WORKLOADS[asked.workload]) == "cuda"
+    default = [name for name, found in CONTESTANTS.items() if not (on_gpu and found.cpu_only)]
+    names = asked.contestants or [name for name in default if not asked.growth or name in GROWTH_SIDES]
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
         raise ConfigError(f"--contestants {' '.join(unknown)}: unknown. Use some of {', '.join(CONTESTANTS)}.")
@@ -109,41 +148,61 @@ def contestants(asked: argparse.Namespace) -> list[str]:
     missing = [name for name in names if name not in there]
     if missing and asked.contestants:
         raise ConfigError(f"--contestants {' '.join(missing)}: their packages are missing. See benchmarks/update_pass/setup.sh.")
-    if missing:
-        print(f"Not in this environment, and not run: {', '.join(missing)}", file=sys.stderr)
-    return there
+    return there if asked.growth else names
 
 
 def measure(
-    asked: argparse.Namespace, work: Workload, names: Sequence[str], device: torch.device, folder: Path
+    asked: argparse.Namespace, record: dict[str, Any], work: Workload, names: Sequence[str], device: torch.device, folder: Path
 ) -> dict[str, Any]:
-    """Gives what was asked for: the floor, the growth, or the rows."""
+    """Gives what was asked for: the floor, the growth, or the rows. Rows are written to the file as they are measured."""
     if asked.floor:
         return {"floors": floors(work, asked.seed)}
     if asked.growth:
         return {"growth": {what: list(points) for what, points in growth(asked, work, names, device, folder)}}
-    rows = [
-        to_json(row)
-        for checkpointing in settings(asked)
-        for k in work.series(ours=True)
-        for row in round_of(asked, dataclasses.replace(work, k=k), work, names, device, folder, checkpointing)
-    ]
-    return {"rows": rows}
+    places = {name: place for place, name in enumerate(CONTESTANTS)}
+    record["rows"] = []
+    for row in all_rows(asked, work, names, device, folder):
+        record["rows"].append(to_json(row))
+        print(said(row), file=sys.stderr, flush=True)
+        if asked.json is not None:
+            write(asked.json, {**record, "complete": False})
+    rounds = {(row["checkpointing"], row["k"]): len(record["rows"]) for row in record["rows"]}
+    order = list(rounds)
+    rows = sorted(record["rows"], key=lambda row: (order.index((row["checkpointing"], row["k"])), places[row["contestant"]]))
+    return {"rows": rows, "complete": True}
 
 
-def round_of(
-    asked: argparse.Namespace,
-    work: Workload,
-    whole: Workload,
-    names: Sequence[str],
-    device: torch.device,
-    folder: Path,
-    checkpointing: bool,
-) -> list[Row]:
-    """Gives the rows of one size, of those who run it: group sizes beyond the common ones are for our contestants alone."""
-    who = [name for name in names if work.k in whole.series(ours=name in OURS)]
-    job, expected = make_job(work, folder / "model", checkpointing, device, asked.seed)
-    return run(who, job, expected, asked.repeats, asked.most_gib * GIB)
+def all_rows(
+    asked: argparse.Namespace, work: Workload, names: Sequence[str], device: torch.device, folder: Path
+) -> Iterator[Row]:
+    """Yields the rows of each size and setting, as they are measured."""
+    rounds = [(checkpointing, k) for checkpointing in settings(asked) for k in work.series(ours=True)]
+    who = {k: [name for name in names if k in work.series(ours=name in OURS)] for _, k in rounds}
+    alone = in_order(asked, device) == ALONE
+    budget = TimeBudget(asked.seconds, sum(len(who[k]) for _, k in rounds) if alone else len(rounds))
+    for checkpointing, k in rounds:
+        job, expected = make_job(dataclasses.replace(work, k=k), folder / "model", checkpointing, device, asked.seed)
+        yield from round_of(asked, who[k], job, expected, budget)
+
+
+def round_of(asked: argparse.Namespace, who: Sequence[str], job: Job, expected: Reference, budget: TimeBudget) -> Iterator[Row]:
+    """Yields the rows of one size."""
+    limit = most_bytes(asked, job.device)
+    if in_order(asked, job.device) == ALONE:
+        return run_alone(who, job, expected, asked.repeats, limit, budget)
+    return iter(run(who, job, expected, asked.repeats, limit, budget.take()))
+
+
+def in_order(asked: argparse.Namespace, device: torch.device) -> str:
+    """Gives whether contestants run in turns or one after another: all models at once would not fit on a GPU."""
+    return asked.order or (ALONE if is_gpu(device) else TURNS)
+
+
+def most_bytes(asked: argparse.Namespace, device: torch.device) -> float:
+    """Gives the most bytes that logits may take: what was asked for, else what the device has."""
+    if asked.most_gib is None and is_gpu(device):
+        return memory_info(device)[1]
+    return (asked.most_gib or MOST_GIB) * GIB
 
 
 def settings(asked: argparse.Namespace) -> tuple[bool, ...]:
@@ -160,7 +219,8 @@ def growth(
         for doublings in range(asked.doublings + 1):
             size = getattr(work, field) << doublings
             grown = dataclasses.replace(work, **{field: size}, ks=(), more_ks=())
-            rows = round_of(asked, grown, grown, names, device, folder, settings(asked)[0])
+            job, expected = make_job(grown, folder / "model", settings(asked)[0], device, asked.seed)
+            rows = list(round_of(asked, names, job, expected, TimeBudget(None, 1)))
             points.append({"size": size, "rows": [to_json(row) for row in rows]})
         yield what, points
 
@@ -176,7 +236,7 @@ def floors(work: Workload, seed: int) -> list[dict[str, int]]:
     return found
 
 
-def heading(asked: argparse.Namespace, work: Workload) -> dict[str, Any]:
+def heading(asked: argparse.Namespace, work: Workload, device: torch.device) -> dict[str, Any]:
     """Gives what a record says about itself: the work, the machine and the versions."""
     commit = subprocess.run(["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -186,8 +246,11 @@ def heading(asked: argparse.Namespace, work: Workload) -> dict[str, Any]:
         "ids": make_batch(work, asked.seed).hash(),
         "seed": asked.seed,
         "repeats": asked.repeats,
+        "budget_seconds": asked.seconds,
+        "order": in_order(asked, device),
         "date": datetime.date.today().isoformat(),
         "machine": {
+            "device": torch.cuda.get_device_name(device) if is_gpu(device) else "cpu",
             "processor": _processor(),
             "cores": os.cpu_count(),
             "threads": torch.get_num_threads(),
@@ -215,11 +278,24 @@ def report(record: dict[str, Any], json_file: Path | None, png_file: Path | None
     """Prints the record and writes the files that were asked for."""
     print(text(record))
     if json_file is not None:
-        json_file.write_text(json.dumps(record, indent=1) + "\n")
+        write(json_file, record)
     if png_file is not None and "rows" in record:
         draw([row_from(row) for row in record["rows"]], record["work"]["what"].capitalize(), source(record), png_file)
     if png_file is not None and "growth" in record:
         draw_growth(_series(record), source(record), png_file)
+
+
+def write(path: Path, record: dict[str, Any]) -> None:
+    """Writes a record in one step, so that a run that is interrupted leaves the last whole one."""
+    beside = path.with_name(f"{path.name}.part")
+    beside.write_text(json.dumps(record, indent=1) + "\n")
+    beside.replace(path)
+
+
+def said(row: Row) -> str:
+    """Gives a row in a line, for whoever waits."""
+    found = f"{row.seconds:.3f} s, {len(row.runs)} rounds" if row.seconds is not None else row.status
+    return f"{row.contestant}, k = {row.k}, checkpointing {'on' if row.checkpointing else 'off'}: {found}"
 
 
 def text(record: dict[str, Any]) -> str:
@@ -235,7 +311,16 @@ def text(record: dict[str, Any]) -> str:
         parts = [f"{what} = {size:,}\n{render(rows)}" for what, points in _series(record).items() for size, rows in points]
         return "\n\n".join(["\n".join(head).rstrip(), *parts])
     rows = [row_from(row) for row in record["rows"]]
-    return "\n".join([*head, render(rows), "", *ratios(rows)])
+    return "\n".join([*head, render(rows), "", rounds(record, rows), *ratios(rows)])
+
+
+def rounds(record: dict[str, Any], rows: Sequence[Row]) -> str:
+    """Gives, in words, how the times were taken."""
+    kept = [len(row.runs) for row in rows if row.runs]
+    order = "one contestant after another" if record["order"] == ALONE else "contestants in turns"
+    limit = "" if record["budget_seconds"] is None else f", within {record['budget_seconds']:.0f} s for all"
+    made = f"{min(kept)} to {max(kept)}" if kept else "none"
+    return f"Timed rounds: {record['repeats']} asked for, {made} made{limit}; {order}, after one that is not kept."
 
 
 def _series(record: dict[str, Any]) -> dict[str, list[tuple[int, list[Row]]]]:
@@ -250,8 +335,9 @@ def source(record: dict[str, Any]) -> str:
     where = record["machine"]
     load = f"load {where['load_before']} to {where['load_after']}"
     packages = ", ".join(f"{name} {number}" for name, number in record["versions"].items())
+    device = "" if where["device"] == "cpu" else f"{where['device']}, beside "
     return (
-        f"Measured {record['date']} on {where['processor']}, {where['cores']} cores ({load}), "
+        f"Measured {record['date']} on {device}{where['processor']}, {where['cores']} cores ({load}), "
         f"{where['threads']} threads; {packages}."
     )
 

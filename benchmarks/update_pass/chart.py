@@ -6,7 +6,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from benchmarks.update_pass.contest import OURS, Row
+from benchmarks.update_pass.contest import NOT_INSTALLED, OURS, Row
 from verl_memopt.observe.drawing import INK, PALETTE, figure, save, style
 from verl_memopt.observe.phase import MIB
 
@@ -16,6 +16,7 @@ MUTED = "#5b6670"
 
 def draw(rows: Sequence[Row], title: str, source: str, path: Path) -> Path:
     """Writes a picture of the largest group size that most contestants ran, a line of bars per setting of checkpointing."""
+    rows = [row for row in rows if row.status != NOT_INSTALLED]
     k = max({row.k for row in rows}, key=lambda size: (sum(row.k == size for row in rows), size))
     parts = [part for on in (False, True) if (part := [row for row in rows if row.checkpointing is on and row.k == k])]
     drawing = figure(13, 0.42 * sum(map(len, parts)) + 1.2 * len(parts) + 0.8)
@@ -42,8 +43,8 @@ def _bars(line: Sequence[Any], rows: Sequence[Row], k: int) -> None:
     for axes, (title, unit, values, ends) in zip(line, columns, strict=True):
         style(axes, title, unit, "", grid="x")
         axes.barh(places, [value or 0.0 for value in values], height=0.62, color=colours)
-        for place, value, end in zip(places, values, ends, strict=True):
-            text = "not run" if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
+        for place, value, end, row in zip(places, values, ends, rows, strict=True):
+            text = row.status if value is None else f"{value:,.3g}" if value < 1000 else f"{value:,.0f}"
             # On white, as the floor's line may run behind.
             white = {"boxstyle": "square,pad=0.1", "facecolor": "white", "edgecolor": "none"}
             place_of = {"xy": (end or 0.0, place), "xytext": (5, 0), "textcoords": "offset points", "va": "center"}

@@ -1,4 +1,7 @@
-"""The contest: every side's gradient checked, its FLOPs and bytes counted, then all of them timed in turns."""
+"""The contestants, and the contest in turns: every gradient checked, FLOPs and bytes counted, then all timed in turns.
+
+In turns, whatever else happens on the machine falls on all alike. :mod:`benchmarks.update_pass.alone` runs one after another.
+"""
 
 from __future__ import annotations
 
@@ -6,12 +9,13 @@ import dataclasses
 import functools
 import gc
 import importlib
+import math
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,11 +27,21 @@ from benchmarks.update_pass.sides import Job, Side
 from benchmarks.update_pass.work import Workload, make_batch
 from verl_memopt.distributed import device as device_room
 from verl_memopt.models.tiny import make_tiny_model
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.observe.phase import GIB, MemoryProbe
 
 BOUND = 1e-4
-"""Largest relative difference of the gradient in fp32. In half precision it is reported and not judged."""
+"""Largest relative difference of the gradient in fp32."""
+HALF_BOUND = 0.5
+"""The same in half precision, where rounding alone makes some hundredths: a factor left out is beyond it, rounding is not."""
 OURS = ("ours_no_sharing", "ours")
+
+ALLOCATOR_BLOCK = 512
+"""A GPU's allocator rounds every tensor up to a multiple of this."""
+
+MEASURED, NOT_RUN = "measured", "not run"
+OUT_OF_MEMORY, WRONG_GRADIENT, NOT_INSTALLED, FAILED = "out of memory", "wrong gradient", "not installed", "failed"
+"""What became of a contestant."""
 
 
 class WrongGradientError(Exception):
@@ -48,6 +62,8 @@ class Contestant:
     prompts: str = "none"
     simulates: bool = False
     """Whether its update runs on tensors without values, which gives the peak of what does not fit."""
+    cpu_only: bool = False
+    """Whether it does on a CPU what another contestant does on a GPU anyway."""
 
     def build(self, job: Job) -> Side:
         """Gives the side, ready to run."""
@@ -68,8 +84,8 @@ CONTESTANTS = {
     "response_logits": Contestant("naive", "build_response_logits", logit_bytes=28, simulates=True),
     "trl_rloo": Contestant("trl_side", "build_rloo"),
     "trl_grpo": Contestant("trl_side", "build_grpo"),
-    "trl_rloo_trimmed": Contestant("trl_side", "build_rloo_trimmed"),
-    "trl_grpo_trimmed": Contestant("trl_side", "build_grpo_trimmed"),
+    "trl_rloo_trimmed": Contestant("trl_side", "build_rloo_trimmed", cpu_only=True),
+    "trl_grpo_trimmed": Contestant("trl_side", "build_grpo_trimmed", cpu_only=True),
     "liger": Contestant("liger_side", "build_liger"),
     "verl": Contestant("verl_side", "build_verl", logit_bytes=12, prompts="repeated"),
     "verl_fused": Contestant("verl_side", "build_verl_fused"),
@@ -95,6 +111,9 @@ class Row:
     floor_flops: int
     runs: tuple[float, ...] = ()
     note: str = ""
+    status: str = MEASURED
+    start_bytes: int | None = None
+    """What the GPU's allocator held before the contestant was built: nothing of another's is left where this stays the same."""
 
     @property
     def beyond_bytes(self) -> int | None:
@@ -104,10 +123,16 @@ class Row:
 
 def available(name: str) -> bool:
     """Says whether this environment has what a contestant needs."""
-    with suppress(ImportError):
+    return missing(name) is None
+
+
+def missing(name: str) -> str | None:
+    """Gives why a contestant cannot be imported here, in a line; None where it can."""
+    try:
         importlib.import_module(f"benchmarks.update_pass.{CONTESTANTS[name].module}")
-        return True
-    return False
+    except (ImportError, RuntimeError) as error:  # a package that imports lazily tells of a missing one as a RuntimeError
+        return " ".join(str(error).split())
+    return None
 
 
 def make_job(work: Workload, folder: Path, checkpointing: bool, device: torch.device, seed: int = 0) -> tuple[Job, Reference]:
@@ -119,21 +144,25 @@ def make_job(work: Workload, folder: Path, checkpointing: bool, device: torch.de
     return dataclasses.replace(job, old_log_probs=expected.log_probs), expected
 
 
-def run(names: Sequence[str], job: Job, expected: Reference, repeats: int, most_bytes: float = 10 * GIB) -> list[Row]:
-    """Gives a row per contestant. Errors: WrongGradientError naming the contestant."""
-    fits = [name for name in names if CONTESTANTS[name].least_bytes(job) <= most_bytes]
+def run(
+    names: Sequence[str], job: Job, expected: Reference, repeats: int, most_bytes: float = 10 * GIB, until: float = math.inf
+) -> list[Row]:
+    """Gives a row per contestant, timed in turns. until: when no further round begins, by ``time.monotonic``; one is always kept.
+
+    Errors: WrongGradientError naming the contestant.
+    """
+    absent = {name: reason for name in names if (reason := missing(name)) is not None}
+    fits = [name for name in names if name not in absent and CONTESTANTS[name].least_bytes(job) <= most_bytes]
     sides = {name: CONTESTANTS[name].build(job) for name in fits}
     made, errors = {}, {}
     for name, side in sides.items():
-        made[name] = flops.count(side.update)
-        errors[name] = _checked(name, job, side, expected)
+        made[name], errors[name] = checked(name, job, side, expected)
     peaks = {name: peak(side, job.device) for name, side in sides.items()}
-    times = in_turns({name: functools.partial(_timed, side, job.device) for name, side in sides.items()}, repeats)
-    floor = flops.floor(job.work.shape, job.batch, job.checkpointing)
-    row = functools.partial(Row, checkpointing=job.checkpointing, k=job.batch.k, floor_flops=floor)
+    times = in_turns({name: functools.partial(timed, side, job.device) for name, side in sides.items()}, repeats, until)
     rows = {
-        name: row(
+        name: Row(
             name,
+            **shared_fields(job),
             seconds=statistics.median(times[name]),
             peak_bytes=peaks[name],
             param_grad_bytes=param_grad_bytes(side),
@@ -143,50 +172,107 @@ def run(names: Sequence[str], job: Job, expected: Reference, repeats: int, most_
         )
         for name, side in sides.items()
     }
+    rows |= {name: not_installed(name, job, expected, reason) for name, reason in absent.items()}
+    return [rows[name] if name in rows else too_large(name, job, expected, most_bytes) for name in names]
+
+
+def shared_fields(job: Job) -> dict[str, Any]:
+    """Gives what the rows of one job have in common."""
+    floor = flops.floor(job.work.shape, job.batch, job.checkpointing)
+    return {"checkpointing": job.checkpointing, "k": job.batch.k, "floor_flops": floor}
+
+
+def not_installed(name: str, job: Job, expected: Reference, reason: str) -> Row:
+    """Gives the row of a contestant whose package this environment does not have."""
+    return unmeasured(name, job, expected, NOT_INSTALLED, f"not installed: {reason}")
+
+
+def too_large(name: str, job: Job, expected: Reference, most_bytes: float) -> Row:
+    """Gives the row of a contestant that is not run because its logits alone pass ``most_bytes``."""
+    need = CONTESTANTS[name].least_bytes(job) / GIB
+    note = f"not run: its logits alone take {need:.1f} GiB, the limit is {most_bytes / GIB:.0f} GiB"
+    return unmeasured(name, job, expected, NOT_RUN, note, lacks_memory=True)
+
+
+def unmeasured(name: str, job: Job, expected: Reference, status: str, note: str, lacks_memory: bool = False) -> Row:
+    """Gives the row of a contestant without figures of its own, but for a simulated peak where memory is what it lacked."""
     size = 2 * sum(gradient.numel() for gradient in expected.gradients.values()) * job.dtype.itemsize
-    absent = functools.partial(row, seconds=None, param_grad_bytes=size, flops=None, grad_rel_err=None)
-    for name in names:
-        if name not in rows:
-            need = CONTESTANTS[name].least_bytes(job) / GIB
-            note = f"not run: its logits alone take {need:.1f} GiB, the limit is {most_bytes / GIB:.0f} GiB"
-            found = simulated_peak(name, job) if CONTESTANTS[name].simulates else None
-            rows[name] = absent(name, peak_bytes=found, note=note + ("" if found is None else "; the peak is simulated"))
-    return [rows[name] for name in names]
+    found = simulated_peak(name, job) if lacks_memory and CONTESTANTS[name].simulates else None
+    return Row(
+        name,
+        **shared_fields(job),
+        seconds=None,
+        peak_bytes=found,
+        param_grad_bytes=size,
+        flops=None,
+        grad_rel_err=None,
+        note=note + ("" if found is None else "; the peak is simulated"),
+        status=status,
+    )
 
 
-def _checked(name: str, job: Job, side: Side, expected: Reference) -> float:
+def checked(name: str, job: Job, side: Side, expected: Reference) -> tuple[int, float]:
+    """Gives the FLOPs of an update and its gradient's error. Errors: WrongGradientError where that is beyond the bound."""
+    made = flops.count(side.update)
     error = difference(side.gradients(), expected.gradients)
     side.clear()
-    if job.dtype is torch.float32 and not error <= BOUND:
-        raise WrongGradientError(f"{name}: its gradient differs by {error:.2g} of the reference's norm, the bound is {BOUND:g}")
-    return error
+    bound = BOUND if job.dtype is torch.float32 else HALF_BOUND
+    if not error <= bound:
+        raise WrongGradientError(f"{name}: its gradient differs by {error:.2g} of the reference's norm, the bound is {bound:g}")
+    return made, error
 
 
 def difference(found: dict[str, Tensor], expected: dict[str, Tensor]) -> float:
-    """Gives the norm of the difference of two gradients over the norm of the second, all tensors as one vector."""
+    """Gives the norm of the difference of two gradients over the norm of the second, all tensors as one vector.
+
+    Compared where the first lie, a tensor at a time, in fp32 or what is wider, and summed in float64.
+    """
     assert found.keys() == expected.keys(), found.keys() ^ expected.keys()
-    squared = sum(float((found[name].double() - expected[name].double()).square().sum()) for name in expected)
-    return (squared / sum(float(tensor.double().square().sum()) for tensor in expected.values())) ** 0.5
+    apart = whole = 0.0
+    for name, tensor in found.items():
+        should = expected[name].to(tensor.device)
+        apart += _squared(tensor.float() - should if tensor.dtype is not torch.float64 else tensor - should)
+        whole += _squared(should)
+    return (apart / whole) ** 0.5
+
+
+def _squared(tensor: Tensor) -> float:
+    return float(torch.linalg.vector_norm(tensor, dtype=torch.float64)) ** 2
 
 
 def peak(side: Side, device: torch.device) -> int:
-    """Gives the most bytes live at once in an update, those of other sides left out."""
+    """Gives the most bytes live at once in an update: the tracker's on a CPU, the allocator's on a GPU.
+
+    On a GPU what other things hold is left out: the parameters, and the most that the update adds to what was there before.
+    """
     side.clear()
     gc.collect()
-    before = device_room.memory_allocated(device) if device_room.is_gpu(device) else 0
+    before = device_room.memory_allocated(device) if device_room.is_gpu(device) else None
     probe = MemoryProbe(device, lambda: (("params", parameter) for parameter in side.model.parameters()))
     with probe.phase("update", track=True) as report:
         side.update()
     side.clear()
     found = report().peak_allocated_bytes
     assert found is not None
-    return found - before + (parameter_bytes(side) if before else 0)
+    return found if before is None else found - before + parameter_bytes(side)
 
 
 def simulated_peak(name: str, job: Job) -> int:
-    """Gives the peak of an update on tensors that have shapes and no values, counted by the same tracker."""
+    """Gives the peak of an update on tensors that have shapes and no values, counted by the project's tracker on any device.
+
+    The tensors stand on a CPU whatever the job's device: no allocator sees them, so none can be asked. For a GPU each counts
+    as the blocks that its allocator would give.
+    """
+    block = ALLOCATOR_BLOCK if device_room.is_gpu(job.device) else 1
+    cpu = torch.device("cpu")
     with FakeTensorMode():
-        return peak(CONTESTANTS[name].build(job), job.device)
+        side = CONTESTANTS[name].build(dataclasses.replace(job, device=cpu))
+        with ByteTracker(cpu, block) as tracker:
+            tracker.mark("params", side.model.parameters())
+            tracker.enter("update")
+            side.update()
+            side.clear()
+        return tracker.peaks[DEVICE].bytes
 
 
 def parameter_bytes(side: Side) -> int:
@@ -199,7 +285,8 @@ def param_grad_bytes(side: Side) -> int:
     return 2 * parameter_bytes(side)
 
 
-def _timed(side: Side, device: torch.device) -> float:
+def timed(side: Side, device: torch.device) -> float:
+    """Gives the seconds of an update, from an idle device until it is idle again."""
     gc.collect()
     device_room.synchronize(device)
     start = time.perf_counter()
@@ -210,12 +297,17 @@ def _timed(side: Side, device: torch.device) -> float:
     return seconds
 
 
-def in_turns(timed: dict[str, Callable[[], float]], repeats: int) -> dict[str, list[float]]:
-    """Gives the seconds of each call, called in turns, another first in each round; a round before all is not kept."""
-    times: dict[str, list[float]] = {name: [] for name in timed}
-    for order in _orders(list(timed), repeats + 1):
+def in_turns(calls: dict[str, Callable[[], float]], repeats: int, until: float = math.inf) -> dict[str, list[float]]:
+    """Gives the seconds of each call, called in turns, another first in each round; a round before all is not kept.
+
+    No round begins after ``until``, by ``time.monotonic``, but for the first that is kept.
+    """
+    times: dict[str, list[float]] = {name: [] for name in calls}
+    for turn, order in enumerate(_orders(list(calls), repeats + 1)):
+        if turn > 1 and time.monotonic() > until:
+            break
         for name in order:
-            times[name].append(timed[name]())
+            times[name].append(calls[name]())
     return {name: seconds[1:] for name, seconds in times.items()}
 
 

@@ -1,8 +1,9 @@
 """Floating-point operations: those a pass made, and those that no pass can do without.
 
 Made ones are counted by torch's own counter as ops are dispatched, in custom autograd functions and in backward as well; a
-multiplication and an addition are two. Added to its formulas are the CPU's fused attention and products added in place,
-for which it has none. Only products and attention count, not what is done element by element.
+multiplication and an addition are two. Only products and attention count, not what is done element by element. Attention is
+counted by :mod:`benchmarks.update_pass.attention_flops`, on every device as the floor counts it: the causal half where a fused
+kernel skips the rest, the whole square where attention is written out as products.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from typing import Any
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 
+from benchmarks.update_pass.attention_flops import attended, attention_formulas
 from benchmarks.update_pass.work import Batch
 from verl_memopt.models.tiny import TinyShape
 
@@ -20,58 +22,31 @@ aten = torch.ops.aten
 
 ATTENTION_PRODUCTS = 2
 """Of a forward: query with key, weights with value."""
-ATTENTION_PRODUCTS_BACKWARD = 5
-"""The scores again, and the gradients of weights, value, query and key."""
-
-
-def attended(queries: int, keys: int, causal: bool) -> int:
-    """Gives the pairs of query and key that are computed. Causal: query i sees the first i + 1 keys."""
-    if not causal:
-        return queries * keys
-    seen = min(queries, keys)
-    return seen * (seen + 1) // 2 + (queries - seen) * keys
-
-
-def _forward(
-    query: Any, key: Any, value: Any, dropout: float = 0.0, is_causal: bool = False, *args: Any, out_shape: Any = None, **_: Any
-) -> int:
-    batch, heads, queries, size = query
-    return ATTENTION_PRODUCTS * 2 * batch * heads * size * attended(queries, key[2], is_causal)
-
-
-def _backward(
-    grad: Any,
-    query: Any,
-    key: Any,
-    value: Any,
-    out: Any,
-    logsumexp: Any,
-    dropout: float = 0.0,
-    is_causal: bool = False,
-    *args: Any,
-    out_shape: Any = None,
-    **_: Any,
-) -> int:
-    batch, heads, queries, size = query
-    return ATTENTION_PRODUCTS_BACKWARD * 2 * batch * heads * size * attended(queries, key[2], is_causal)
 
 
 def _added(target: Any, left: Any, right: Any, *args: Any, out_shape: Any = None, **_: Any) -> int:
+    return _product(left, right)
+
+
+def _product(left: Any, right: Any, *args: Any, out_shape: Any = None, **_: Any) -> int:
     *batch, rows, inner = left
     return 2 * (batch[0] if batch else 1) * rows * inner * right[-1]
 
 
-FORMULAS: dict[Any, Callable[..., int]] = {
-    aten._scaled_dot_product_flash_attention_for_cpu: _forward,
-    aten._scaled_dot_product_flash_attention_for_cpu_backward: _backward,
+PRODUCTS: dict[Any, Callable[..., int]] = {
     aten.addmm_: _added,
     aten.baddbmm_: _added,
+    aten.addmm: _added,
+    aten.baddbmm: _added,
+    aten.bmm: _product,
+    aten.mm: _product,
 }
+"""Torch has none for products added in place, and its own stop with an error where a product names its output's dtype."""
 
 
 def count(work: Callable[[], None]) -> int:
     """Gives the floating-point operations of a call, the backward passes in it included."""
-    counter = FlopCounterMode(display=False, custom_mapping=FORMULAS)
+    counter = FlopCounterMode(display=False, custom_mapping={**PRODUCTS, **attention_formulas()})
     with counter:
         work()
     return counter.get_total_flops()

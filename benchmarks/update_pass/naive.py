@@ -85,7 +85,7 @@ def _clipped(sums: Tensor, advantages: Tensor, count: int) -> Tensor:
 
 @dataclass(frozen=True)
 class Reference:
-    """What all contestants must compute. gradients: fp32, by name; log_probs: fp32 [R] of each row."""
+    """What all must compute. gradients: fp32, by name, on the host. log_probs: fp32 [R] of each row, on the device."""
 
     gradients: dict[str, Tensor]
     log_probs: list[Tensor]
@@ -104,4 +104,4 @@ def reference(job: Job) -> Reference:
         # At a ratio of 1 the gradient of the clipped loss is that of minus advantage times log-prob.
         (-job.batch.advantages[row] * log_probs.sum() / len(job.batch.answers)).backward()
         found.append(log_probs.detach())
-    return Reference({name: parameter.grad for name, parameter in model.named_parameters()}, found)
+    return Reference({name: parameter.grad.cpu() for name, parameter in model.named_parameters()}, found)

@@ -34,7 +34,7 @@ def cells(row: Row) -> list[str]:
     return [
         row.contestant,
         str(row.k),
-        *(NONE if one is None else f"{one:.3f}" for one in seconds),
+        *(words if one is None else f"{one:.3f}" for one, words in zip(seconds, (row.status, NONE, NONE), strict=True)),
         *(NONE if size is None else f"{size / MIB:,.1f}" for size in sizes),
         NONE if row.flops is None else f"{row.flops / 1e9:,.1f}",
         NONE if row.flops is None else f"{row.flops / row.floor_flops:.2f}",

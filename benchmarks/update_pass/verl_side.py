@@ -18,7 +18,9 @@ from torch import Tensor, nn
 from torch.nn.functional import scaled_dot_product_attention
 from transformers import AttentionInterface, AutoModelForCausalLM
 
-with warnings.catch_warnings():
+from benchmarks.update_pass.ray_stand_in import ray_or_stand_in
+
+with warnings.catch_warnings(), ray_or_stand_in():
     warnings.simplefilter("ignore")  # About the engines of packages that are not installed.
     import verl.models.transformers.monkey_patch as monkey_patch
     import verl.trainer.config as verl_config

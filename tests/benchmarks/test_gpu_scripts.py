@@ -61,14 +61,33 @@ def test_a_script_that_is_terminated_keeps_the_rungs_it_has_and_prints_them(tmp_
 def test_the_update_pass_script_leaves_a_table_a_record_and_a_picture_for_each_workload(tmp_path):
     out = tmp_path / "out"
     env = environment(
-        OUT=str(out), PYTHON=sys.executable, LAYERS="1", SHRINK="64", REPEATS="1", CONTESTANTS="response_logits ours"
+        OUT=str(out),
+        PYTHON=sys.executable,
+        LAYERS="1",
+        SHRINK="64",
+        REPEATS="1",
+        BUDGET="600",
+        CONTESTANTS="response_logits ours",
     )
     command = ["bash", "benchmarks/gpu/update_pass.sh", "--k", "2", "--checkpointing", "off"]
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
-    for workload in ("e", "a"):
+    for workload in ("e", "a", "b", "c"):
         record = json.loads((out / f"{workload}.json").read_text())
-        assert {row["contestant"] for row in record["rows"]} == {"response_logits", "ours"}
+        assert {row["contestant"]: row["status"] for row in record["rows"]} == {"response_logits": "measured", "ours": "measured"}
+        assert "1 to 1 made, within " in (out / f"{workload}.txt").read_text()
         assert (out / f"{workload}.png").read_bytes().startswith(b"\x89PNG")
         assert f"Workload {workload}" in (out / f"{workload}.txt").read_text()
         assert f"--workload {workload}" in (out / f"machine-{workload}.txt").read_text()
+
+
+def test_a_workload_whose_budget_is_spent_says_so_for_each_contestant(tmp_path):
+    out = tmp_path / "out"
+    small = {"LAYERS": "1", "SHRINK": "64", "REPEATS": "1", "CONTESTANTS": "ours", "WORKLOADS": "c"}
+    env = environment(OUT=str(out), PYTHON=sys.executable, BUDGET="0", **small)
+    process = subprocess.run(
+        ["bash", "benchmarks/gpu/update_pass.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    rows = json.loads((out / "c.json").read_text())["rows"]
+    assert {row["note"] for row in rows} == {"not run: the time budget of 0 s was spent"}

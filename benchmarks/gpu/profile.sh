@@ -1,0 +1,27 @@
+#!/usr/bin/env bash
+# Launches and time per kernel group of one update, the share of products, and the ratio to the device's peak: Qwen3-0.6B's
+# shapes with random weights, with default settings and with memory=constrained, each with and without torch.compile.
+# Writes profile.json as profiles are measured, then profile.txt, profile.png and machine.txt, to OUT
+# (default: docs/evidence/<date>-profile-<device>).
+# Without a GPU it runs on the CPU, where operations stand for kernels: make it small then, for example
+#   LAYERS=2 SHRINK=16 REPEATS=1 OUT=/tmp/profile bash benchmarks/gpu/profile.sh
+# BUDGET is the seconds after which no further profile begins (default 400). PROFILES and COMPILE choose ("default
+# constrained", "off on"). Further options of `python -m benchmarks.gpu.profile_update`, and after -- settings of every profile, go
+# at the end of the command line. Exit code: 5 where a profile failed or was not begun.
+set -euo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+source benchmarks/gpu/machine.sh
+
+PYTHON=${PYTHON:-$([ -x .venv/bin/python ] && echo .venv/bin/python || echo python3)}
+DEVICE=$("$PYTHON" -c 'from verl_memopt.distributed.device import resolve_device; print(resolve_device("auto"))')
+OUT=${OUT:-docs/evidence/$(date +%Y-%m-%d)-profile-$DEVICE}
+mkdir -p "$OUT"
+
+command=(
+    "$PYTHON" -m benchmarks.gpu.profile_update --device "$DEVICE" --seconds "${BUDGET:-400}" --json "$OUT/profile.json" --png "$OUT/profile.png"
+    ${SHAPE:+--shape "$SHAPE"} ${LAYERS:+--layers "$LAYERS"} ${SHRINK:+--shrink "$SHRINK"} ${REPEATS:+--repeats "$REPEATS"}
+    ${PROMPT:+--prompt "$PROMPT"} ${RESPONSE:+--response "$RESPONSE"} ${PROFILES:+--profiles $PROFILES} ${COMPILE:+--compile $COMPILE}
+    "$@"
+)
+machine "$PYTHON" "${command[@]}" > "$OUT/machine.txt"
+"${command[@]}" 2> >(tee "$OUT/profile.log" >&2) | tee "$OUT/profile.txt"
