@@ -9,6 +9,7 @@ allocator rounds them.
 import contextlib
 import weakref
 from collections import Counter
+from types import SimpleNamespace
 from unittest import mock
 
 import torch
@@ -95,11 +96,11 @@ class VirtualGpu(TorchDispatchMode):
         self.allocated = self.peak = 0
         self._total_bytes, self._capability = total_bytes, capability
         self._limit = total_bytes
-        self._never_waits = ""
+        self._never_waits = ("", ())
         self.truth = False
         """What the host reads where a device tensor of one bool is asked for."""
         self._sizes, self._deaths = {}, {}
-        self._host, self._pinned, self._recorded = {}, set(), set()
+        self._host, self._pinned, self._recorded, self._locked = {}, set(), set(), {}
         self._stack = contextlib.ExitStack()
 
     def __enter__(self):
@@ -124,9 +125,12 @@ class VirtualGpu(TorchDispatchMode):
         _present = None
 
     @contextlib.contextmanager
-    def never_waits(self, where):
-        """Inside the body an operation that makes the host wait for the device is an error. where: what to call it."""
-        before, self._never_waits = self._never_waits, where
+    def never_waits(self, where, but_for=()):
+        """Inside the body an operation that makes the host wait for the device is an error.
+
+        where: what to call the body. but_for: operations that may.
+        """
+        before, self._never_waits = self._never_waits, (where, but_for)
         try:
             yield
         finally:
@@ -134,8 +138,9 @@ class VirtualGpu(TorchDispatchMode):
 
     def host_waits(self, op):
         """Records that the host waits for the device. Raises: WaitError."""
-        if self._never_waits:
-            raise WaitError(f"{self._never_waits}: {op} makes the host wait for the device")
+        where, but_for = self._never_waits
+        if where and op not in but_for:
+            raise WaitError(f"{where}: {op} makes the host wait for the device")
         self.waits.append(op)
 
     # What every operation goes through.
@@ -158,7 +163,7 @@ class VirtualGpu(TorchDispatchMode):
             args, kwargs = tree_map(_as_host, args), tree_map(_as_host, kwargs)
             given = [item for item in tree_iter((args, kwargs)) if isinstance(item, torch.Tensor)]
         if func is aten.is_pinned.default:
-            return args[0].untyped_storage()._cdata in self._pinned
+            return self._is_pinned(args[0])
         if func is aten._pin_memory.default:
             return self._pin(args[0].clone())
         on_device = any(self.owns(tensor) for tensor in given)
@@ -236,7 +241,7 @@ class VirtualGpu(TorchDispatchMode):
         else:
             target = args[0].zero_()
             non_blocking = kwargs.get("non_blocking") or (len(args) > 2 and args[2])
-            blocks = not (non_blocking and _key(target) in self._pinned)
+            blocks = not (non_blocking and self._is_pinned(target))
         self._on_host(target)
         self._launch(lane, str(func), [source, target], [target])
         if blocks:
@@ -256,6 +261,19 @@ class VirtualGpu(TorchDispatchMode):
         self._on_host(tensor)
         self._pinned.add(_key(tensor))
         return tensor
+
+    def _is_pinned(self, tensor):
+        if self.owns(tensor):
+            return False
+        address = tensor.data_ptr()
+        return _key(tensor) in self._pinned or any(start <= address < start + size for start, size in self._locked.items())
+
+    def _lock(self, address, num_bytes, flags):
+        self._locked[address] = num_bytes
+        return 0
+
+    def _unlock(self, address):
+        return 0 if self._locked.pop(address, None) is not None else 1
 
     def _on_host(self, tensor):
         """Follows a host storage that the device has read or written."""
@@ -319,14 +337,17 @@ class VirtualGpu(TorchDispatchMode):
         return {
             "is_available": lambda: True, "device_count": lambda: 1, "current_device": lambda: 0, "set_device": _nothing,
             "_lazy_init": _nothing, "is_initialized": lambda: True, "is_bf16_supported": lambda *_, **__: True,
+            "get_device_properties": lambda *_: SimpleNamespace(name="virtual GPU", total_memory=self._total_bytes),
             "get_device_capability": lambda *_: self._capability, "get_device_name": lambda *_: "virtual GPU",
             "memory_allocated": lambda *_: self.allocated, "max_memory_allocated": lambda *_: self.peak,
             "memory_reserved": lambda *_: self.allocated, "max_memory_reserved": lambda *_: self.peak,
             "reset_peak_memory_stats": self._reset_peak, "empty_cache": _nothing,
             "mem_get_info": lambda *_: (self._total_bytes - self.allocated, self._total_bytes),
+            "get_per_process_memory_fraction": lambda *_: self._limit / self._total_bytes,
             "set_per_process_memory_fraction": self._set_fraction, "synchronize": self._synchronize,
             "Stream": Stream, "Event": Event, "current_stream": lambda *_: self.streams[-1],
             "default_stream": lambda *_: self.streams[0], "stream": self._on_stream, "set_stream": self._set_stream,
+            "cudart": lambda: SimpleNamespace(cudaHostRegister=self._lock, cudaHostUnregister=self._unlock),
             "get_rng_state": lambda *_: torch.zeros(16, dtype=torch.uint8), "set_rng_state": _nothing,
             "get_rng_state_all": list, "manual_seed": _nothing, "manual_seed_all": _nothing,
         }  # fmt: skip

@@ -95,13 +95,21 @@ class _Witness:
         self.worker, self.gpu, self.settings, self.world_size = worker, gpu, settings, world_size
         self.life = Life()
         self._look("init")
-        watched = worker.policy.accumulate
+        worker.policy.accumulate = self._never_waiting(worker.policy.accumulate)
+        for model in (worker.policy.model, worker.reference):
+            if model is not None:
+                model.forward = self._never_waiting(model.forward)
 
-        def accumulate(*args, **kwargs):
-            with gpu.never_waits("between micro-batches"):
-                return watched(*args, **kwargs)
+    def _never_waiting(self, function):
+        # FSDP2's own offload adds gradients up on the host: it waits for those of each further micro-batch, and for the backward.
+        own_offload = self.worker.settings.actor.fsdp_config.offload_policy
+        but_for = ("Event.synchronize", "aten._to_copy.default to the host") if own_offload else ()
 
-        worker.policy.accumulate = accumulate
+        def watched(*args, **kwargs):
+            with self.gpu.never_waits("between micro-batches", but_for):
+                return function(*args, **kwargs)
+
+        return watched
 
     def whole_life(self):
         sampling = train_sampling(self.worker.settings.rollout)

@@ -85,17 +85,22 @@ def _encode(share: Tensor, kind: str) -> Tensor:
     """Gives uint8 codes of values in [-1, 1]; two nf4 codes lie in a byte, the first in its low half."""
     if kind == "int8":
         return (share * 127).round_().to(torch.int8).view(torch.uint8)
-    levels = torch.tensor(NF4_LEVELS, device=share.device)
+    levels = _levels(torch.float32, share.device)
     middles = (levels[1:] + levels[:-1]) / 2
     codes = torch.bucketize(share.contiguous(), middles).to(torch.uint8)
     return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _levels(dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Sent without waiting: every layer asks for it, in every micro-batch.
+    return torch.tensor(NF4_LEVELS, dtype=dtype).to(device, non_blocking=True)
 
 
 def _decode(codes: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
     """Gives the levels of codes, in [-1, 1]."""
     if kind == "int8":
         return codes.contiguous().view(torch.int8).to(dtype) / 127
-    levels = torch.tensor(NF4_LEVELS, dtype=dtype, device=codes.device)
+    levels = _levels(dtype, codes.device)
     halves = torch.stack([codes & 15, codes >> 4], dim=-1)
     return levels[halves.view(codes.shape[0], -1).int()]
 

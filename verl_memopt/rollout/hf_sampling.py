@@ -7,6 +7,9 @@ from torch import Tensor
 
 from verl_memopt.rollout.sampling import SamplingSettings
 
+FIXED_POINT = 2.0**48
+"""What a probability of 1 is as a whole number; a sum of a vocabulary's fits in 63 bits."""
+
 
 class RowSampler:
     """Draws the next token of each row with the row's own generator, so that a row's draw does not depend on the others.
@@ -74,7 +77,9 @@ def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         logits = logits.masked_fill(logits < kth, minus_infinity)
     if top_p < 1.0:
         ascending, order = logits.sort(dim=-1)
-        outside = ascending.softmax(dim=-1).cumsum(dim=-1) <= 1 - top_p
+        # Summed as whole numbers: a float cumsum on a GPU has no deterministic kernel.
+        shares = (ascending.softmax(dim=-1).double() * FIXED_POINT).long()
+        outside = shares.cumsum(dim=-1) <= (1 - top_p) * FIXED_POINT
         outside[:, -1] = False
         logits = logits.masked_fill(outside.gather(-1, order.argsort(dim=-1)), minus_infinity)
     return logits
