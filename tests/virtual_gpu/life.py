@@ -4,13 +4,15 @@ import dataclasses
 import tempfile
 from dataclasses import dataclass, field
 
+import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.end_to_end.covering import settings_of
 from tests.virtual_gpu.device import VirtualGpu
-from tests.workers.test_policy import batch
 from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.memory.residency import NEEDS, POLICY, REFERENCE
 from verl_memopt.observe.byte_tracker import storages_of
@@ -88,6 +90,20 @@ def _plan(row, folder, world_size, attention):
     return plan, dataclasses.replace(settings, actor_rollout_ref=ours)
 
 
+def _batch(seed):
+    """Return two groups of four answers, one of them empty, of few different lengths: each takes kernels of its own."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def ids(lengths):
+        return Ragged.from_rows([torch.randint(256, (n,), generator=generator) for n in lengths], torch.int64)
+
+    responses = ids([5, 5, 5, 5, 5, 5, 3, 0])
+    firsts = ids([6, 6]).select([0] * 4 + [1] * 4)
+    tokens = int(responses.lengths.sum())
+    fields = {name: torch.randn(tokens, generator=generator) for name in ("old_log_probs", "ref_log_probs", "advantages")}
+    return RolloutBatch(prompts=firsts, responses=responses, group=torch.arange(8) // 4, **fields, batch_size=[])
+
+
 class _Witness:
     """Calls the worker phase by phase, and looks at the device after each."""
 
@@ -154,8 +170,7 @@ class _Witness:
         return reply.value
 
     def _batch(self, seed):
-        whole = batch(rows=8, seed=seed)
-        whole.prompts = whole.prompts.select([first for first in range(0, whole.num_rows, 4) for _ in range(4)])
+        whole = _batch(seed)
         shares = rows_per_rank(whole.row_tokens(False), range(whole.num_rows), self.world_size, even_out=False)
 
         def cut(budget):

@@ -33,6 +33,15 @@ def reshard_units(model: nn.Module) -> None:
     for module in model.modules():
         if isinstance(module, FSDPModule):
             module.reshard()
+            _free_post_forward_shards(module)
+
+
+def _free_post_forward_shards(unit: FSDPModule) -> None:
+    """Frees the larger shards that a number as ``reshard_after_forward`` leaves: FSDP2 keeps them for a backward."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    for parameter in () if group is None else group.fsdp_params:
+        parameter._sharded_post_forward_param = None
+        parameter._sharded_post_forward_param_data = None
 
 
 def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
