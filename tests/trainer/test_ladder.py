@@ -1,4 +1,5 @@
 import gc
+import os
 import weakref
 from pathlib import Path
 
@@ -151,7 +152,7 @@ def test_a_rung_that_ran_out_leaves_nothing_behind(folder, rungs, knob, monkeypa
     build = Worker.__init__
     monkeypatch.setattr(Worker, "__init__", lambda self, *given: (workers.add(self), build(self, *given))[1])
     gc.collect()
-    held, on_host = live_tensor_bytes(), host_allocator().held_bytes
+    held, on_host, variables = live_tensor_bytes(), host_allocator().held_bytes, dict(os.environ)
     overrides = rungs[knob].overrides
     ran_out = measure(Path(folder), WIDE_WORK, knob, overrides, limited(rungs[knob].peak_device_bytes - 1))
     assert ran_out.status == "out of memory"
@@ -160,3 +161,4 @@ def test_a_rung_that_ran_out_leaves_nothing_behind(folder, rungs, knob, monkeypa
     assert host_allocator().held_bytes == on_host
     assert host_allocator().limit_bytes is None
     assert not dist.is_initialized()
+    assert dict(os.environ) == variables
