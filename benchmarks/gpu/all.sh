@@ -42,7 +42,7 @@ if [ "${SMALL:-0}" = 1 ]; then
     export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} RUNGS=${RUNGS:-chunked_logprob activation_checkpointing lora}
     export TESTS=${TESTS:-tests} LAYERS=${LAYERS:-2} VOCABULARY=${VOCABULARY:-1024} SHRINK=${SHRINK:-32} REPEATS=${REPEATS:-1}
     export ROWS=${ROWS:-2} PROMPT=${PROMPT:-32} RESPONSE=${RESPONSE:-16} STEPS=${STEPS:-2} TOY_STEPS=${TOY_STEPS:-8}
-    export ANSWERS=${ANSWERS:-4} PROMPTS=${PROMPTS:-2}
+    export BUDGET=${BUDGET:-120} ANSWERS=${ANSWERS:-4} PROMPTS=${PROMPTS:-2}
     export GROUP_SIZES=${GROUP_SIZES:-2} SHAPES=${SHAPES:-"0.6b 8b"} REACH_LIMIT_GB=${REACH_LIMIT_GB:-0.03} MOST=${MOST:-512}
 fi
 
@@ -65,11 +65,11 @@ tests() { bash benchmarks/gpu/tests.sh; }
 ladder() { ONLY=${RUNGS:-} bash benchmarks/gpu/ladder.sh; }
 update_pass() {
     # shellcheck disable=SC2086 # GROUP_SIZES is a list.
-    WORKLOADS=${WORKLOADS:-e a b c} REPEATS=${REPEATS:-3} bash benchmarks/gpu/update_pass.sh ${GROUP_SIZES:+--k $GROUP_SIZES}
+    WORKLOADS=${WORKLOADS:-e a b c} BUDGET=${BUDGET:-$((PART_SECONDS - 40))} bash benchmarks/gpu/update_pass.sh ${GROUP_SIZES:+--k $GROUP_SIZES}
 }
 train() { bash benchmarks/gpu/train.sh; }
 reach() { LIMIT_GB=${REACH_LIMIT_GB:-${LIMIT_GB:-32}} SECONDS_AT_MOST=${SECONDS_AT_MOST:-$((PART_SECONDS - 30))} bash benchmarks/gpu/reach.sh; }
-profile() { bash benchmarks/gpu/profile.sh; }
+profile() { BUDGET=${BUDGET:-$((PART_SECONDS - 80))} bash benchmarks/gpu/profile.sh; }
 export -f tests ladder update_pass train reach profile
 
 summary=()
