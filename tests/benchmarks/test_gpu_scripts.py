@@ -40,6 +40,7 @@ def test_the_update_pass_script_leaves_a_table_a_record_and_a_picture_for_each_w
         SHRINK="64",
         REPEATS="1",
         BUDGET="600",
+        WORKLOADS="e c",
         CONTESTANTS="response_logits ours",
     )
     command = ["bash", "benchmarks/gpu/update_pass.sh", "--k", "2", "--checkpointing", "off"]
