@@ -430,7 +430,7 @@ class Rollout:
     """processed_logprobs (after temperature and filters) or raw_logprobs."""
     max_logprob_diff: float | str | None = "auto"
     """Stop the run when ``rollout/logprob_diff_mean`` passes this (nats). auto = by the dtypes of engine and trainer: 0.001 where
-    both compute in fp32, 0.1 where one of them rounds to 16 bits, 0.5 with an fp8 KV cache. null = never."""
+    both compute in fp32, 0.2 where one of them rounds to 16 bits, 1 with an fp8 KV cache. null = never."""
     disable_log_stats: bool = True
     """Passed to vLLM."""
     scheduling_policy: str = "fcfs"

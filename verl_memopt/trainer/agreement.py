@@ -6,8 +6,8 @@ from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.models.policy_model import dtype_of
 
 LIMIT_FP32 = 1e-3
-LIMIT_HALF = 0.1
-LIMIT_FP8_CACHE = 0.5
+LIMIT_HALF = 0.2
+LIMIT_FP8_CACHE = 1.0
 """Mean nats. How they were found: docs/decisions/log_prob_agreement.md."""
 
 
