@@ -36,8 +36,8 @@ PACKING_BOUND = {torch.float32: 1e-4}
 PACKING_BOUND_HALF = 0.3
 """Largest mean difference in nats between a row's log-probs in a pack and alone, which sum in another order.
 
-Measured over the tested types, tiny, with weights of a standard deviation of 0.02 to 0.2: 3e-6 in fp32 and, up to 0.06, 7e-3 in
-bfloat16. Trained and deep models round worse; a wrong position or a missing mask costs them whole nats.
+Measured over the tested types, tiny, with weights of a standard deviation of 0.02 and 0.06: 3e-6 in fp32 and 7e-3 in bfloat16.
+Trained and deep models round worse; a wrong position or a missing mask costs them whole nats.
 """
 
 
