@@ -206,19 +206,6 @@ def test_host_buffers_may_reach_their_limit_and_not_one_byte_beyond():
         del kept
 
 
-def test_page_locked_bytes_may_reach_their_limit_and_not_one_byte_beyond(monkeypatch):
-    """Nothing can be page-locked here; the count of what would be is the same."""
-    empty = torch.empty
-    monkeypatch.setattr(torch, "empty", lambda *sizes, pin_memory=False, **options: empty(*sizes, **options))
-    with memory_limits(Memory(pinned_limit_gb=64 / 2**10), CPU):
-        kept = host_buffer(64 * MIB, GPU, "params")
-        assert host_allocator().pinned_bytes == 64 * MIB
-        beyond = host_buffer(1, GPU, "params")
-        assert host_allocator().pinned_bytes == 64 * MIB
-        assert host_allocator().held_bytes >= 64 * MIB + 1
-        del kept, beyond
-
-
 def test_host_limits_hold_inside_the_body_only():
     with memory_limits(Memory(host_limit_gb=1.5, pinned_limit_gb=0.5), CPU):
         assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (3 * GIB // 2, GIB // 2)

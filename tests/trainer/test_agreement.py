@@ -12,6 +12,7 @@ LEAST = {
     f"{AR}.rollout.name": "vllm",
     f"{AR}.rollout.n": 2,
     f"{AR}.actor.use_dynamic_bsz": True,
+    "algorithm.adv_estimator": "rloo",
 }
 
 
