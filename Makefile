@@ -26,7 +26,7 @@ types: setup
 	.venv/bin/mypy
 
 test: lint types
-	$(RUN) -n 2 --dist loadfile $(ARGS)
+	$(RUN) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
 
 proofs: setup
 	$(RUN) -m slow $(ARGS)

@@ -1,5 +1,6 @@
 """Runs a function in several processes joined by gloo, and gives what each returned."""
 
+import multiprocessing
 import os
 import pickle
 import socket
@@ -13,6 +14,11 @@ import torch.multiprocessing as mp
 
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group
 
+PRELOADED = ["tests.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "verl_memopt.workers.worker"]
+"""Imported once, by the process that every rank is a fork of. It computes nothing, so it has no threads."""
+
+multiprocessing.set_forkserver_preload(PRELOADED)
+
 
 def run_ranks(function, world_size, *args, timeout=120):
     """Gives [function(rank, *args) of each rank]; an exception in any rank fails the caller with that rank's traceback."""
@@ -20,7 +26,9 @@ def run_ranks(function, world_size, *args, timeout=120):
         listener.bind(("127.0.0.1", 0))
         port = listener.getsockname()[1]
     with TemporaryDirectory() as folder:
-        context = mp.spawn(_run, (world_size, port, folder, function, args), nprocs=world_size, join=False)
+        context = mp.start_processes(
+            _run, (world_size, port, folder, function, args), nprocs=world_size, join=False, start_method="forkserver"
+        )
         deadline = time.monotonic() + timeout
         while not context.join(timeout=1):  # gives False whenever only some have ended
             if time.monotonic() > deadline:
