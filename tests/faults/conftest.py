@@ -1,0 +1,37 @@
+import pytest
+
+from tests.end_to_end.runs import LOCAL
+from tests.faults.machine import Machine
+
+QUIET = ["trainer.test_freq=-1", "trainer.val_before_train=false"]
+SHORT = [*LOCAL, *QUIET, "trainer.total_training_steps=4", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3"]
+
+
+@pytest.fixture(scope="session")
+def machine(tmp_path_factory):
+    with Machine(tmp_path_factory.mktemp("machine")) as made:
+        yield made
+
+
+@pytest.fixture
+def healthy(machine):
+    """The machine with a disk that has room and can be read, before and after the test."""
+    machine.fill_after(0)
+    yield machine
+    machine.fill_after(0)
+
+
+@pytest.fixture
+def run_dir(machine, request, tmp_path):
+    """A run folder of the test's own, on the disk that can fail."""
+    return machine.disk / tmp_path.name / "run"
+
+
+@pytest.fixture(scope="session")
+def uninterrupted(machine, toy):
+    """Four steps, each saved, that nothing disturbed."""
+    machine.fill_after(0)
+    run_dir = machine.disk / "uninterrupted" / "run"
+    run = machine.train(toy, run_dir, *SHORT)
+    assert run.returncode == 0, run.output[-3000:]
+    return run_dir

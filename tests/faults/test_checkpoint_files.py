@@ -1,0 +1,108 @@
+"""Damage to any file of the newest checkpoint is found and named, and the run goes on from the one before."""
+
+import os
+import shutil
+
+import pytest
+
+from tests.end_to_end.runs import learned, metrics
+from tests.faults.conftest import SHORT
+
+LONGER = [*SHORT, "trainer.total_training_steps=5"]
+NEWEST = "global_step_4"
+
+
+def truncate(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def flip(path):
+    data = bytearray(path.read_bytes())
+    data[len(data) // 2] ^= 1 << 4
+    path.write_bytes(data)
+
+
+def zero(path):
+    path.write_bytes(bytes(path.stat().st_size))
+
+
+def leave(path):
+    """The file stays as it is; the disk will not give it."""
+
+
+DAMAGES = {"truncated": truncate, "flipped": flip, "zeroed": zero, "missing": os.unlink, "unreadable": leave}
+
+NAMED = {
+    "a shard": "__0_0.distcp",
+    "torch's index": ".metadata",
+    "the driver's state": "data.pt",
+    "the generators": "extra_rank_0.pt",
+    "the manifest": "meta.json",
+    "the exported config": "config.json",
+}
+
+
+@pytest.fixture(scope="module")
+def longer(machine, toy):
+    """Five steps that nothing disturbed."""
+    machine.fill_after(0)
+    run_dir = machine.disk / "longer" / "run"
+    assert machine.train(toy, run_dir, *LONGER).returncode == 0
+    return run_dir
+
+
+def files_of(run_dir):
+    return sorted(path.relative_to(run_dir) for path in (run_dir / NEWEST).rglob("*") if path.is_file())
+
+
+def assert_falls_back(machine, toy, run_dir, uninterrupted, longer, name, damage):
+    shutil.copytree(uninterrupted, run_dir)
+    DAMAGES[damage](run_dir / name)
+    machine.refuse_reads(damage == "unreadable")
+    run = machine.train(toy, run_dir, *LONGER, FAULT_UNREADABLE=name.name)
+    machine.refuse_reads(False)
+    assert run.returncode == 0, (str(name), damage, run.output[-3000:])
+    assert "Traceback" not in run.output, (str(name), damage, run.output[-3000:])
+    assert NEWEST in run.output
+    assert f"resumed from {run_dir / 'global_step_3'}" in run.output, (str(name), damage, run.output[-3000:])
+    one, other = metrics(run_dir), metrics(longer)
+    assert [learned(row) for row in one.values()] == [learned(row) for row in other.values()], (str(name), damage)
+    shutil.rmtree(run_dir)
+
+
+@pytest.mark.parametrize(
+    ("what", "damage"),
+    [
+        ("a shard", "flipped"),
+        ("torch's index", "zeroed"),
+        ("the driver's state", "unreadable"),
+        ("the generators", "truncated"),
+        ("the manifest", "flipped"),
+        ("the exported config", "missing"),
+    ],
+)
+def test_a_damaged_checkpoint_is_named_and_the_one_before_it_is_taken(healthy, toy, run_dir, uninterrupted, longer, what, damage):
+    name = next(path for path in files_of(uninterrupted) if path.name == NAMED[what])
+    assert_falls_back(healthy, toy, run_dir, uninterrupted, longer, name, damage)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+@pytest.mark.parametrize("damage", DAMAGES)
+def test_every_file_of_a_checkpoint_may_be_damaged(healthy, toy, run_dir, uninterrupted, longer, damage):
+    for name in files_of(uninterrupted):
+        if (uninterrupted / name).stat().st_size or damage == "missing":
+            assert_falls_back(healthy, toy, run_dir, uninterrupted, longer, name, damage)
+
+
+@pytest.mark.parametrize("damage", ["truncated", "zeroed", "missing", "flipped"])
+def test_without_the_file_that_names_the_newest_checkpoint_it_is_found_all_the_same(
+    healthy, toy, run_dir, uninterrupted, longer, damage
+):
+    shutil.copytree(uninterrupted, run_dir)
+    DAMAGES[damage](run_dir / "latest_checkpointed_iteration.txt")
+    run = healthy.train(toy, run_dir, *LONGER)
+    assert run.returncode == 0, run.output[-3000:]
+    assert f"resumed from {run_dir / NEWEST}" in run.output, run.output[-3000:]
+    one, other = metrics(run_dir), metrics(longer)
+    assert [learned(row) for row in one.values()] == [learned(row) for row in other.values()]
