@@ -7,7 +7,7 @@ from contextlib import contextmanager
 import psutil
 
 KILL = "FAULT_KILL"
-"""Variable with the JSON of {who, edge, phase, time}: kill that process before or after a phase, the time-th time it is entered."""
+"""Variable with the JSON of {who, edge, phase, time}: kill that process before or after a phase, the time-th time it comes."""
 
 PROCESSES = {
     "worker": lambda process: process.name().startswith("ray::"),
