@@ -136,7 +136,10 @@ RANGES: dict[str, Range] = {
     **_rows(_POSITIVE_SHARE, *(f"{_AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization"))),
     **_rows(_NOT_NEGATIVE, f"{_AR}.rollout.seed", f"{_AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
     **_rows(_POSITIVE, "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-    **_rows(_POSITIVE, "reward_model.num_workers", "custom_reward_function.timeout_seconds"),
+    **_rows(_POSITIVE, "reward_model.num_workers"),
+    **_rows(_POSITIVE, *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb"))),
+    "custom_reward_function.open_files": ("must be at least 64", lambda value: value >= 64),
+    "custom_reward_function.fallback_score": ("must lie between -1e12 and 1e12", lambda value: abs(value) <= 1e12),
     **_rows(
         _POSITIVE,
         *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),

@@ -503,6 +503,13 @@ class CustomReward:
     """Fixed arguments of the function."""
     timeout_seconds: float = 60.0
     """Longest time one row may take."""
+    cpu_seconds: float | None = None
+    """Most processor time of one row, summed over all threads and processes that work on it; null = 32 x ``timeout_seconds``."""
+    memory_gb: float = 16
+    """Most GiB of memory that one reward process, with all that it starts, may hold. Each of ``reward_model.num_workers`` has
+    this limit for itself."""
+    open_files: int = 4096
+    """Most files that one reward process may have open."""
     on_error: str = "raise"
     """raise = a row that fails stops the run; score = it takes ``fallback_score``, is counted and logged."""
     fallback_score: float = 0.0
