@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl_memopt.config.keys import value_at
+from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.problems import Problem, problem, shown
 from verl_memopt.config.schema import Settings
 
@@ -157,8 +157,16 @@ RANGES: dict[str, Range] = {
 """Key -> what its number must be."""
 
 
+LARGEST = 2**63 - 1
+"""Largest whole number that random generators, tensors and files take."""
+
+
 def check_values(settings: Settings) -> Iterator[Problem]:
     """Every key whose value is no choice of it or out of its range; null is left to the key's type."""
+    for key in leaf_keys():
+        value = value_at(settings, key)
+        if isinstance(value, int) and value > LARGEST:
+            yield problem({key: value}, f"must be at most {LARGEST}", "Change the value, or leave it out for the default.")
     for key, words in CHOICES.items():
         value = value_at(settings, key)
         for item in value if isinstance(value, list | tuple) else [value]:

@@ -63,7 +63,7 @@ def prepare(settings: Settings) -> Job:
         site=site,
         loader=loader,
         validation=validation,
-        encoder=PromptEncoder(site.tokenizer, data.max_prompt_length, data.truncation),
+        encoder=PromptEncoder(site.tokenizer, data.max_prompt_length, data.truncation, site.embedding_rows),
         store=store,
         checkpoint=checkpoint,
         total_steps=_total_steps(settings, loader),
