@@ -125,7 +125,6 @@ def test_the_same_tokenizer_gives_the_same_object() -> None:
 class Slow:
     """A tokenizer in Python."""
 
-    added_tokens_decoder: dict[int, Any] = {}
     all_special_tokens = ("</s>",)
 
 

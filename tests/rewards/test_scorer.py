@@ -11,9 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_memopt.config.allowed import LARGEST_SCORE
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.limits import Limits
-from verl_memopt.rewards.rows import LARGEST_SCORE
 from verl_memopt.rewards.scorer import read_score, score_row
 
 

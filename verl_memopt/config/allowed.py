@@ -139,7 +139,6 @@ RANGES: dict[str, Range] = {
     **_rows(_POSITIVE, "reward_model.num_workers"),
     **_rows(_POSITIVE, *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb"))),
     "custom_reward_function.open_files": ("must be at least 64", lambda value: value >= 64),
-    "custom_reward_function.fallback_score": ("must lie between -1e12 and 1e12", lambda value: abs(value) <= 1e12),
     **_rows(
         _POSITIVE,
         *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),
@@ -156,6 +155,10 @@ RANGES: dict[str, Range] = {
 }
 """Key -> what its number must be."""
 
+
+LARGEST_SCORE = 1e12
+"""Largest size of a score. Advantages are at most twice as large, so in fp32 (up to 3.4e38) the sum of their squares is finite
+for 8e13 tokens, and so is the squared norm of a gradient of up to 9e6 for an advantage of 1."""
 
 LARGEST = 2**63 - 1
 """Largest whole number that random generators, tensors and files take."""

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl_memopt.config.allowed import check_values
+from verl_memopt.config.allowed import LARGEST_SCORE, check_values
 from verl_memopt.config.idle import BUCKETED, warn_idle
 from verl_memopt.config.keys import leaf_keys, value_at
-from verl_memopt.config.links import LINKS, followers_of
+from verl_memopt.config.links import DERIVED, LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
 from verl_memopt.config.schema import Settings
 
@@ -244,11 +244,21 @@ def _names(settings: Settings) -> Iterator[Problem]:
             yield problem({key: name}, what, "Give a plain name; trainer.default_local_dir sets the run folder itself.")
 
 
+def _fallback(settings: Settings) -> Iterator[Problem]:
+    key = "custom_reward_function.fallback_score"
+    if abs(value_at(settings, key)) > LARGEST_SCORE:
+        what = f"scores beyond {LARGEST_SCORE:g} would train nothing"
+        yield problem({key: value_at(settings, key)}, what, f"Give a score between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}.")
+
+
 def _texts(settings: Settings) -> Iterator[Problem]:
     """Texts that no path, file or message can hold."""
+    found: set[str] = set()
     for key in leaf_keys():
         if any("\0" in text or not _is_utf8(text) for text in _texts_in(value_at(settings, key))):
-            yield problem({key: ascii(value_at(settings, key))}, "it holds a character that no file can hold", "Remove it.")
+            found.add(key)
+    for key in found - {follower for follower, parts in DERIVED.items() if found.intersection(parts)}:
+        yield problem({key: ascii(value_at(settings, key))}, "it holds a character that no file can hold", "Remove it.")
 
 
 def _texts_in(value: Any) -> Iterator[str]:
@@ -360,6 +370,7 @@ def _in_backward(settings: Settings) -> Iterator[Problem]:
 RULES: tuple[Callable[[Settings], Iterator[Problem]], ...] = (
     _texts,
     _names,
+    _fallback,
     _files,
     _groups,
     _batches,

@@ -5,10 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-LARGEST_SCORE = 1e12
-"""Largest size of a score. Advantages are at most twice as large, so in fp32 (up to 3.4e38) the sum of their squares is finite
-for 8e13 tokens, and so is the squared norm of a gradient of up to 9e6 for an advantage of 1."""
-
 
 @dataclass(frozen=True)
 class RewardRow:

@@ -16,10 +16,10 @@ import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl_memopt.config.allowed import LARGEST_SCORE
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.custom import RewardFunction, load_reward_function
 from verl_memopt.rewards.limits import Limits
-from verl_memopt.rewards.rows import LARGEST_SCORE
 
 PROGRESS = struct.Struct("qd")
 """Index of the row that is being scored (-1 = none), and when it began (seconds on the monotonic clock)."""
