@@ -125,7 +125,7 @@ def test_a_sharded_folder_reads_slice_by_slice(tiny_folder, tmp_path):
 @pytest.mark.parametrize(
     ("name", "value", "said"),
     [
-        ("num_hidden_layers", -1, "it must be a whole number from 1 to 10000"),
+        ("num_hidden_layers", 0, "it must be a whole number from 1 to 10000"),
         ("num_hidden_layers", 100_000, "it must be a whole number from 1 to 10000"),
         ("num_attention_heads", 0, "it must be a whole number from 1 to 65536"),
         ("vocab_size", -5, "it must be a whole number from 1 to 2147483647"),

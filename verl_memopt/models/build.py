@@ -45,7 +45,10 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a folder's own code may raise anything
-        raise ConfigError(f"{key}.path={source}: its config.json cannot be read: {error}. Mend or replace the folder.") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{key}.path={source}: its config.json cannot be read: {reason}. Mend or replace the folder."
+        ) from error
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise ConfigError(f"{key}.override_config.{name}: {type(config).__name__} has no such field. Remove it.")
