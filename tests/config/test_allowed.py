@@ -64,7 +64,7 @@ ABOVE_0 = [
     *(f"{AR}.rollout.{key}" for key in ("tensor_model_parallel_size", "max_logprob_diff", "val_kwargs.n")),
     f"{AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes",
     *("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-    *("reward_model.num_workers", "custom_reward_function.timeout_seconds"),
+    *("reward_model.num_workers", *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb"))),
     *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps", "table_every_steps")),
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout"),
     *("memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
@@ -97,6 +97,7 @@ EDGES = {
     f"{AR}.actor.optim.lr_warmup_steps": ([-1, 0], [-2]),
     f"{AR}.actor.clip_ratio_c": ([1 + STEP], [1, 1 - STEP]),
     f"{AR}.actor.optim.betas": ([(0, 0), (1 - STEP, 1 - STEP)], [(-STEP, 0.9), (0.9, -STEP), (1, 0.9), (0.9, 1)]),
+    "custom_reward_function.open_files": ([64], [63]),
     f"{AR}.rollout.sleep_level": ([1, 2], [0, 3]),
 }
 """Key -> values at the bounds of its range, and values just beyond them."""
@@ -112,3 +113,12 @@ def test_a_number_at_the_edge_of_its_range_is_told_from_one_beyond(key):
     name = key.replace(".", "__")
     assert [len(complaints(**{name: value})) for value in inside] == [0] * len(inside)
     assert [len(complaints(**{name: value})) for value in beyond] == [1] * len(beyond)
+
+
+@pytest.mark.parametrize(
+    "key", ["data.seed", f"{AR}.rollout.seed", f"{AR}.actor.data_loader_seed", *roles("seed"), "data.train_batch_size"]
+)
+def test_a_whole_number_that_needs_more_than_63_bits_is_refused(key):
+    name = key.replace(".", "__")
+    assert complaints(**{name: 2**63 - 1}) == []
+    assert complaints(**{name: 2**63})[0].startswith(f"{key}=9223372036854775808: must be at most 9223372036854775807.")

@@ -371,3 +371,29 @@ def test_a_value_at_a_limit_passes_and_one_beyond_is_refused_by_name(settled, co
         assert value_at(settled(others | {key: value}), key) == value
     for value in beyond:
         assert key in complaint(others | {key: value})
+
+
+@pytest.mark.parametrize("key", ["trainer.project_name", "trainer.experiment_name"])
+@pytest.mark.parametrize("name", ["..", ".", "", " ", "../..", "/etc", "a/b", "a\\b", "a/"])
+def test_a_name_that_leads_out_of_its_folder_is_refused(complaint, key, name):
+    assert complaint({key: name}).startswith(f"{key}=")
+    assert "one part of the run folder's path" in complaint({key: name})
+
+
+@pytest.mark.parametrize("name", ["gsm8k", "..a", "a..b", "ä b", "2026-01-01 12:00"])
+def test_a_plain_name_is_taken(settled, name):
+    assert settled({"trainer.experiment_name": name}).trainer.default_local_dir == f"checkpoints/verl_examples/{name}"
+
+
+@pytest.mark.parametrize("text", ["a\0b", "a\ud800b"], ids=ascii)
+@pytest.mark.parametrize("key", ["trainer.default_local_dir", "trainer.experiment_name", "data.train_files"])
+def test_a_text_that_no_file_can_hold_is_refused(complaint, key, text):
+    shown = ascii([text] if key == "data.train_files" else text)
+    message = complaint({key: [text] if key == "data.train_files" else text})
+    assert message.startswith(f"{key}={shown}: it holds a character that no file can hold. Remove it.")
+
+
+@pytest.mark.parametrize("score", [2e12, -2e12])
+def test_a_fallback_score_beyond_the_largest_is_refused(complaint, score):
+    given = {"custom_reward_function.fallback_score": score, "custom_reward_function.on_error": "score"}
+    assert complaint(given).startswith(f"custom_reward_function.fallback_score={score}: scores beyond 1e+12 would train nothing")

@@ -80,3 +80,10 @@ def test_an_unknown_truncation_is_refused_with_the_known_ones() -> None:
 
 def test_no_text_gives_no_row() -> None:
     assert PromptEncoder(TOKENIZER, 5, "error").encode([], []) == []
+
+
+def test_an_id_beyond_the_embedding_is_refused_and_the_last_one_is_not() -> None:
+    last = max(TOKENIZER("the answer 9", add_special_tokens=False)["input_ids"])
+    assert PromptEncoder(TOKENIZER, 20, "error", last + 1).encode(["the answer 9"], ["a:1"])
+    with pytest.raises(DataError, match=rf"^a:1: the prompt has the token id {last}, and the model's embedding has {last} rows"):
+        PromptEncoder(TOKENIZER, 20, "error", last).encode(["the answer 9"], ["a:1"])

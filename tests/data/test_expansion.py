@@ -1,5 +1,6 @@
 """Prompt expansion: every method, the same rows."""
 
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ from hypothesis import strategies as st
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import EXPANSIONS, expand
+from verl_memopt.data.special_tokens import special_tokens_of
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.tokenizer import SPECIALS, build_tokenizer
 
@@ -37,6 +39,18 @@ def test_the_copies_of_a_prompt_stand_together_and_keep_its_special_tokens(metho
     texts = ["<|im_start|>1<|im_end|>", "<|im_start|>234<|im_end|>"]
     rows = expand(prompts(texts), 3, method, PromptEncoder(TOKENIZER, 10, "error"))
     assert [TOKENIZER.decode(ids) for ids in rows] == [texts[0]] * 3 + [texts[1]] * 3
+
+
+@given(TEXTS, st.lists(st.booleans(), min_size=5, max_size=5))
+def test_every_method_gives_the_same_ids_where_special_tokens_are_text(texts: list[str], are_text: list[bool]) -> None:
+    special = special_tokens_of(TOKENIZER)
+    rows = [
+        replace(row, plain=special.find(row.text) if plain else ()) for row, plain in zip(prompts(texts), are_text, strict=False)
+    ]
+    seen = [expand(rows, 2, method, PromptEncoder(TOKENIZER, 100, "left")) for method in EXPANSIONS]
+    assert seen[0] == seen[1]
+    for row, ids in zip(rows, seen[0][::2], strict=True):
+        assert ids == TOKENIZER(row.text, add_special_tokens=False, split_special_tokens=bool(row.plain))["input_ids"]
 
 
 @pytest.mark.parametrize("method", EXPANSIONS)

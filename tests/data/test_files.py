@@ -62,6 +62,13 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
         ("r.json", b'[{"a": 1}, 2]', "r.json:2: a row must be a JSON object, this is a int"),
         ("r.json", b'[{"a": 1},\n {"a": }]', "r.json: not valid JSON"),
         ("r.jsonl", b'{"a": "\xff"}\n', "r.jsonl:1: not valid UTF-8"),
+        ("r.jsonl", b'{"a": "\xed\xa0\x80"}\n', "r.jsonl:1: not valid UTF-8"),
+        ("r.jsonl", b'{"a": 1}\n{"a": "x\\ud800y"}\n', "r.jsonl:2: a text holds \\ud800, half of a surrogate pair"),
+        ("r.json", b'[{"a": 1}, {"b": [{"\\udc00": 1}]}]', "r.json:2: a text holds \\udc00, half of a surrogate pair"),
+        ("r.jsonl", b'{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n', "r.jsonl:2: the JSON cannot be taken ('c' is given twice"),
+        ("r.jsonl", b"[" * 100_000 + b"\n", "r.jsonl:1: the JSON cannot be taken"),
+        ("r.jsonl", b'{"a": ' + b"9" * 5000 + b"}\n", "r.jsonl:1: the JSON cannot be taken"),
+        ("r.jsonl", "{}".encode("utf-16"), "r.jsonl:1: not valid UTF-8"),
         ("r.parquet", b"PAR1", "not a parquet file that can be read"),
     ],
 )
@@ -76,3 +83,35 @@ def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, name, content, said):
 def test_what_is_not_there_is_told_under_its_key(files, said):
     with pytest.raises(DataError, match=f"^{KEY}: .*{said}"):
         read_rows(files, KEY)
+
+
+def test_a_byte_order_mark_and_windows_line_ends_are_no_part_of_a_row(tmp_path):
+    (tmp_path / "r.jsonl").write_bytes(b'\xef\xbb\xbf{"a": 1}\r\n\r\n{"a": 2}\r\n')
+    (tmp_path / "r.json").write_bytes(b'\xef\xbb\xbf[{"a": 1},\r\n{"a": 2}]\r\n')
+    for name in ("r.jsonl", "r.json"):
+        assert [row for _, row in read_rows(tmp_path / name, KEY)] == [{"a": 1}, {"a": 2}]
+
+
+def test_a_whole_surrogate_pair_is_a_character(tmp_path):
+    (tmp_path / "r.jsonl").write_text('{"a": "\\ud83d\\ude00"}\n')
+    assert read_rows(tmp_path / "r.jsonl", KEY)[0][1] == {"a": "\U0001f600"}
+
+
+def test_a_folder_given_as_a_file_is_called_a_folder(tmp_path):
+    (tmp_path / "r.jsonl").mkdir()
+    with pytest.raises(DataError, match=f"^{KEY}: .*this is a folder. Name the files in it."):
+        read_rows(tmp_path / "r.jsonl", KEY)
+
+
+def test_a_column_that_is_there_twice_is_named(tmp_path):
+    table = pyarrow.table([["x"], ["y"]], names=["prompt", "prompt"])
+    parquet.write_table(table, tmp_path / "r.parquet")
+    with pytest.raises(DataError, match=r"r\.parquet: there are several columns 'prompt'"):
+        read_rows(tmp_path / "r.parquet", KEY)
+
+
+def test_a_parquet_text_that_is_no_utf8_is_told(tmp_path):
+    broken = pyarrow.array([b"\xff"], type=pyarrow.binary()).view(pyarrow.string())
+    parquet.write_table(pyarrow.table([broken], names=["prompt"]), tmp_path / "r.parquet")
+    with pytest.raises(DataError, match=r"r\.parquet: not a parquet file that can be read"):
+        read_rows(tmp_path / "r.parquet", KEY)

@@ -9,6 +9,7 @@ import pyarrow
 import pytest
 import torch
 from pyarrow import parquet
+from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.runs import LOCAL, ROOT, environment, train
 
@@ -42,6 +43,10 @@ UNREADABLE = "/proc/self/mem"
         (["trainer.device=tpu"], ["trainer.device=tpu", "auto, cuda, cpu"]),
         ([f"{AR}.rollout.name=sglang"], [f"{AR}.rollout.name=sglang", "vllm or hf"]),
         ([f"{AR}.model.external_lib=nowhere_to_be_found"], [f"{AR}.model.external_lib=nowhere_to_be_found", "Install"]),
+        (["trainer.experiment_name=../.."], ["trainer.experiment_name=../..: this is one part of the run folder's path"]),
+        ([f"data.seed={2**63}"], [f"data.seed={2**63}: must be at most {2**63 - 1}"]),
+        ([f"{AR}.model.override_config.num_hidden_layers=-1"], ["num_hidden_layers=-1: it must be a whole number from 1 to"]),
+        ([f"{AR}.model.override_config.vocab_size=300"], ["its embedding has 300 rows, and the tokenizer has 320 tokens"]),
         ([f"{AR}.model.override_config.hidden_size=wide"], [f"{AR}.model.override_config.hidden_size=wide", "expected int"]),
     ],
 )
@@ -123,6 +128,18 @@ def unreadable(name):
     return damage
 
 
+def indexed(text):
+    """Gives the folder an index of weights."""
+    return lambda folder: (folder / "model.safetensors.index.json").write_text(text)
+
+
+def with_another_head(folder):
+    """Adds a head that differs from the embedding to which the config ties it."""
+    weights = load_file(folder / "model.safetensors")
+    weights["lm_head.weight"] = weights["model.embed_tokens.weight"] + 1
+    save_file(weights, folder / "model.safetensors", {"format": "pt"})
+
+
 def of_no_known_kind(folder):
     settings = json.loads((folder / "config.json").read_text())
     (folder / "config.json").write_text(json.dumps(settings | {"model_type": "abacus"}))
@@ -138,6 +155,9 @@ def of_no_known_kind(folder):
         (of_no_known_kind, "`abacus`"),
         (gone("model.safetensors"), "model.safetensors is missing"),
         (torn("model.safetensors"), "model.safetensors: not a whole safetensors file"),
+        (indexed("{"), "model.safetensors.index.json: not an index of weights"),
+        (indexed('{"weight_map": {"a": "../../x.safetensors"}}'), "it names the file '../../x.safetensors'"),
+        (with_another_head, "lm_head.weight that differs from model.embed_tokens.weight"),
         (gone("tokenizer.json"), "it has no tokenizer"),
         (torn("tokenizer.json"), "its tokenizer cannot be read"),
         (torn("generation_config.json"), "its generation_config.json cannot be read"),
@@ -222,9 +242,11 @@ def test_a_malformed_line_is_named_by_file_and_line(refused, rows, tmp_path):
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        ({"prompt": None}, "there is no column 'prompt'; the row has ability, data_source, extra_info, prompt, reward_model"),
-        ({"reward_model": None}, "there is no column 'reward_model'"),
-        ({"data_source": None}, "there is no column 'data_source'"),
+        ({"prompt": None}, "the column 'prompt' is null in this row"),
+        ({"reward_model": None}, "the column 'reward_model' is null in this row"),
+        ({"data_source": None}, "the column 'data_source' is null in this row"),
+        ({"prompt": [{"role": "user", "content": "1\ud800"}]}, "a text holds \\ud800, half of a surrogate pair"),
+        ({"extra_info": {"note": "\udfff"}}, "a text holds \\udfff, half of a surrogate pair"),
         ({"reward_model": {"style": "rule"}}, "reward_model has no ground_truth"),
         ({"prompt": ""}, "the prompt is empty"),
         ({"prompt": [{"role": "user"}]}, "prompt must be a text or a list of {role, content}"),
@@ -243,7 +265,7 @@ def test_a_source_without_a_rule_is_named_with_the_rules_there_are(refused, rows
     rows[4]["data_source"] = "mine"
     path = tmp_path / "rows.jsonl"
     path.write_text(as_lines(rows))
-    message = refused(f"data.train_files={path}", kind="RewardError")
+    message = refused(f"data.train_files={path}", kind="DataError")
     assert message.startswith(f"{path}:5: data_source 'mine' has no rule; there are rules for toy/arithmetic")
     assert "custom_reward_function.path" in message
 

@@ -58,6 +58,7 @@ def test_a_file_without_a_function_that_can_be_called_is_refused_before_a_worker
         ("import time; time.sleep(1000)", "took longer than custom_reward_function.timeout_seconds=0.5"),
         ("return float('nan')", "returned nan, not a finite number"),
         ("return 'good'", "returned 'good' of type str, not a number"),
+        ("return 3e38", "returned 3e+38, which is beyond 1e+12: training would compute no finite number from it"),
         ("return None", "returned None of type NoneType, not a number"),
         ("return {'accuracy': 1.0}", "returned a dict without 'score': it has accuracy"),
         ("import os; os._exit(3)", "ended its process, which exited with code 3"),

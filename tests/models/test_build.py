@@ -8,9 +8,11 @@ from transformers import AutoModelForCausalLM
 
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
+from verl_memopt.models import build
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import (
     WeightFolder,
+    check_tied_head,
     empty_model,
     fill_from_folder,
     load_model_config,
@@ -118,3 +120,66 @@ def test_a_sharded_folder_reads_slice_by_slice(tiny_folder, tmp_path):
     weights = WeightFolder(folder)
     whole = load_file(tiny_folder / "model.safetensors")[NORM]
     assert torch.equal(weights.read(NORM, (slice(2, 5),)), whole[2:5])
+
+
+@pytest.mark.parametrize(
+    ("name", "value", "said"),
+    [
+        ("num_hidden_layers", 0, "it must be a whole number from 1 to 10000"),
+        ("num_hidden_layers", 100_000, "it must be a whole number from 1 to 10000"),
+        ("num_attention_heads", 0, "it must be a whole number from 1 to 65536"),
+        ("vocab_size", -5, "it must be a whole number from 1 to 2147483647"),
+        ("head_dim", 10**12, "it must be a whole number from 1 to 65536"),
+        ("num_key_value_heads", 3, "it must divide num_attention_heads=2"),
+    ],
+)
+@pytest.mark.parametrize("by", ["file", "override"])
+def test_a_number_that_no_model_can_have_is_refused_where_it_was_given(tiny_folder, tmp_path, name, value, said, by):
+    def change(folder):
+        config = json.loads((folder / "config.json").read_text())
+        del config["layer_types"]  # with them transformers counts the layers itself
+        (folder / "config.json").write_text(json.dumps({**config, name: value}))
+
+    folder = damaged(tiny_folder, tmp_path, change if by == "file" else lambda folder: None)
+    model = Model(path=str(folder), override_config={name: value} if by == "override" else {})
+    with pytest.raises(ConfigError) as caught:
+        load_model_config(model, folder)
+    place = f"path={folder}: {name}" if by == "file" else f"override_config.{name}"
+    assert str(caught.value).startswith(f"actor_rollout_ref.model.{place}={value}: {said}")
+
+
+def with_head(tiny_folder, tmp_path, head):
+    """Gives a copy of a folder with tied embeddings whose file has a head as well."""
+
+    def add(folder):
+        tensors = load_file(folder / "model.safetensors")
+        save_file({**tensors, "lm_head.weight": head(tensors[EMBEDDING])}, folder / "model.safetensors", {"format": "pt"})
+
+    return damaged(tiny_folder, tmp_path, add)
+
+
+EMBEDDING = "model.embed_tokens.weight"
+
+
+@pytest.mark.parametrize("head", [torch.Tensor.clone, torch.Tensor.double], ids=["the same", "the same in another dtype"])
+def test_a_head_equal_to_the_tied_embedding_is_let_through(tiny_folder, tmp_path, head):
+    folder = with_head(tiny_folder, tmp_path, head)
+    check_tied_head(WeightFolder(folder), EMBEDDING, folder)
+
+
+def one_number_changed(embedding):
+    head = embedding.clone()
+    head[-1, -1] += 1e-3
+    return head
+
+
+@pytest.mark.parametrize("head", [one_number_changed, lambda embedding: embedding[:-1].clone()], ids=["values", "rows"])
+def test_a_head_that_differs_from_the_tied_embedding_is_refused(tiny_folder, tmp_path, head, monkeypatch):
+    monkeypatch.setattr(build, "TIED_ROWS", 100)  # so that the difference lies in a later slice
+    folder = with_head(tiny_folder, tmp_path, head)
+    with pytest.raises(ConfigError, match=r"tie_word_embeddings=true\), and its files hold a lm_head\.weight that differs"):
+        check_tied_head(WeightFolder(folder), EMBEDDING, folder)
+
+
+def test_a_folder_without_a_head_is_let_through(tiny_folder):
+    check_tied_head(WeightFolder(tiny_folder), EMBEDDING, tiny_folder)

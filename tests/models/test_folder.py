@@ -1,4 +1,5 @@
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -11,9 +12,9 @@ from transformers import AutoModelForCausalLM
 from tests.models.own_code import own_code, write_own_code
 from verl_memopt.config.schema import Fsdp, Model, TiledMlp
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.build import named_weights
+from verl_memopt.models.build import WeightFolder, named_weights
 from verl_memopt.models.export import export_folder
-from verl_memopt.models.folder import end_tokens, load_tokenizer, resolve_folder
+from verl_memopt.models.folder import check_vocabulary, end_tokens, files_of_index, load_tokenizer, resolve_folder
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.trial_build import check_architecture
@@ -58,6 +59,56 @@ def test_a_chat_template_of_the_users_replaces_the_folders(tiny_folder):
     template = "{{ messages[0].content }}!"
     tokenizer = load_tokenizer(tiny_folder, Model(path=str(tiny_folder), custom_chat_template=template))
     assert tokenizer.apply_chat_template([{"role": "user", "content": "hi"}], tokenize=False) == "hi!"
+
+
+def index_of(folder, weight_map):
+    path = folder / "model.safetensors.index.json"
+    path.write_text(weight_map if isinstance(weight_map, str) else json.dumps({"weight_map": weight_map}))
+    return path
+
+
+@pytest.mark.parametrize("name", ["../other/model.safetensors", "/etc/passwd", "..", ".", "", "a/b", "a\\b", "a\0b", 7])
+def test_an_index_that_names_a_file_outside_of_its_folder_is_refused(tmp_path, name):
+    path = index_of(tmp_path, {"a": "model-1.safetensors", "b": name})
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: it names the file {name!r}")):
+        files_of_index(path)
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", "{}", '{"weight_map": []}', '{"weight_map": {"a": []}}', "3", "[" * 100_000])
+def test_an_index_of_another_form_is_refused_by_its_file(tmp_path, text):
+    path = index_of(tmp_path, text)
+    with pytest.raises(ConfigError, match=re.escape(f"{path}: not an index of weights (")):
+        files_of_index(path)
+
+
+def test_an_index_may_name_files_that_are_links_out_of_the_folder_as_in_the_hubs_cache(untied_folder, tmp_path):
+    blobs, folder = tmp_path / "blobs", tmp_path / "snapshots" / "abc"
+    shutil.copytree(untied_folder, blobs)
+    folder.mkdir(parents=True)
+    for path in blobs.iterdir():
+        (folder / path.name).symlink_to(path)
+    (folder / "model.safetensors").rename(folder / "model-1.safetensors")
+    index = index_of(folder, {"lm_head.weight": "model-1.safetensors"})
+    assert files_of_index(index) == {"model-1.safetensors"}
+    assert "lm_head.weight" in WeightFolder(folder).names
+
+
+def test_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers_and_the_first_token_without_a_row(tiny_folder):
+    tokenizer = load_tokenizer(tiny_folder, Model(path=str(tiny_folder)))
+    size = len(tokenizer)
+    check_vocabulary(tokenizer, size, "key=folder")
+    token = tokenizer.convert_ids_to_tokens(size - 2)
+    said = f"its embedding has {size - 2} rows, and the tokenizer has {size} tokens. The first without a row is {token!r}"
+    with pytest.raises(ConfigError, match=f"^key=folder: {re.escape(said)}"):
+        check_vocabulary(tokenizer, size - 2, "key=folder")
+
+
+@pytest.mark.parametrize("listed", ["x", [1, None], [[1]], -1, 1.5])
+def test_an_end_token_that_is_no_id_is_refused(tiny_folder, tmp_path, listed):
+    tokenizer = load_tokenizer(tiny_folder, Model(path=str(tiny_folder)))
+    (tmp_path / "generation_config.json").write_text(json.dumps({"eos_token_id": listed}))
+    with pytest.raises(ConfigError, match=r"generation_config\.json: eos_token_id=.* is no token id"):
+        end_tokens(tmp_path, tokenizer)
 
 
 # Repositories of the hub, and the code in them.

@@ -6,6 +6,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 import pytest
 from huggingface_hub import constants
 
+from verl_memopt.errors import ConfigError
 from verl_memopt.models.hub import MODEL_FILES, cached, why_no_answer
 
 NAME = "owner/name"
@@ -45,6 +46,12 @@ def test_a_model_with_a_shard_missing_is_not_cached(cache):
     assert not cached(NAME, "model", MODEL_FILES)
     cache(other__safetensors="")
     assert cached(NAME, "model", MODEL_FILES)
+
+
+def test_a_broken_index_in_the_cache_is_named(cache):
+    cache(config__json="{}", model__safetensors="", model__safetensors__index__json="{")
+    with pytest.raises(ConfigError, match=r"model\.safetensors\.index\.json: not an index of weights"):
+        cached(NAME, "model", MODEL_FILES)
 
 
 @pytest.fixture

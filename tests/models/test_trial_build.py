@@ -128,3 +128,12 @@ def test_dropout_in_a_config_drops_nothing(tmp_path, one_rank):
     folder = tiny_folder(tmp_path / "model", "seed_oss", residual_dropout=0.5)
     expected, _ = theirs(folder)
     torch.testing.assert_close(trained(folder, one_rank, True)[0], expected, rtol=0, atol=3e-6)
+
+
+def test_a_head_that_the_config_ties_away_is_refused_and_the_rows_of_the_embedding_are_given(untied_folder, tmp_path):
+    assert check_architecture(Model(path=str(untied_folder)), untied_folder, 64, True) == 320
+    folder = shutil.copytree(untied_folder, tmp_path / "model")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    with pytest.raises(ConfigError, match=r"lm_head\.weight that differs from model\.embed_tokens\.weight"):
+        check_architecture(Model(path=str(folder)), folder, 64, True)

@@ -5,8 +5,11 @@ import time
 import pytest
 
 from verl_memopt.errors import RewardError
+from verl_memopt.rewards.limits import Limits
 from verl_memopt.rewards.process import RewardProcess
 from verl_memopt.rewards.rows import RewardRow
+
+LIMITS = Limits(memory_gb=16, cpu_seconds=600, open_files=4096)
 
 FUNCTION = """
 import time
@@ -27,7 +30,7 @@ def process(tmp_path):
 
     def start(text=FUNCTION, **reward_kwargs):
         (tmp_path / "reward.py").write_text(text)
-        started.append(RewardProcess(str(tmp_path / "reward.py"), "compute_score", reward_kwargs))
+        started.append(RewardProcess(str(tmp_path / "reward.py"), "compute_score", reward_kwargs, LIMITS))
         return started[-1]
 
     yield start

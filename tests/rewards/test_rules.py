@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_memopt.errors import RewardError
+from verl_memopt.errors import DataError
 from verl_memopt.rewards.rules import (
     RULES,
     check_sources,
@@ -80,5 +80,5 @@ def test_the_data_source_chooses_the_rule() -> None:
 
 def test_an_unknown_data_source_is_refused_with_its_row_and_the_known_ones() -> None:
     check_sources([(source, "a.parquet:1") for source in RULES])
-    with pytest.raises(RewardError, match=r"a\.parquet:2: data_source 'lighteval/MATH' has no rule.*openai/gsm8k"):
+    with pytest.raises(DataError, match=r"a\.parquet:2: data_source 'lighteval/MATH' has no rule.*openai/gsm8k"):
         check_sources([("openai/gsm8k", "a.parquet:1"), ("lighteval/MATH", "a.parquet:2")])

@@ -5,48 +5,17 @@ import os
 import signal
 import subprocess
 import sys
-import textwrap
-import time
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
+from tests.rewards.conftest import rows
+from tests.rewards.processes import STARTS_OTHERS, all_gone, gone, wait_until
 from verl_memopt.config.schema import CustomReward
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.rows import RewardResult, RewardRow
+from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
-
-HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
-
-
-def rows(*solutions: str, source: str = "mine") -> list[RewardRow]:
-    return [RewardRow(source, text, "4", {"index": i}, f"train.jsonl:{i + 1}") for i, text in enumerate(solutions)]
-
-
-@pytest.fixture
-def custom(tmp_path: Path) -> Callable[..., CustomReward]:
-    def make(body: str, **settings: object) -> CustomReward:
-        path = tmp_path / "reward.py"
-        path.write_text(HEAD + textwrap.indent(textwrap.dedent(body), "    "))
-        return CustomReward(path=str(path), **settings)  # type: ignore[arg-type]
-
-    return make
-
-
-def gone(pid: int) -> bool:
-    """Whether the process has ended; one that waits for its parent to read its exit code has."""
-    try:
-        return Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0] in "ZX"
-    except FileNotFoundError:
-        return True
-
-
-def wait_until(condition: Callable[[], bool]) -> bool:
-    deadline = time.monotonic() + 20
-    while not condition() and time.monotonic() < deadline:
-        time.sleep(0.01)
-    return condition()
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -193,3 +162,112 @@ def test_the_parent_program_is_not_run_again_by_its_reward_processes(tmp_path: P
     )
     shown = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
     assert shown.stdout.split() == ["once"]
+
+
+PARENT = """
+import sys
+from pathlib import Path
+from verl_memopt.config.schema import CustomReward
+from verl_memopt.rewards.rows import RewardRow
+from verl_memopt.rewards.runner import RewardRunner
+runner = RewardRunner(CustomReward(path=sys.argv[1]), 1, Path(sys.argv[2]))
+runner.score([RewardRow("mine", sys.argv[3], "4", {}, "train.jsonl:1")])
+print("scored", flush=True)
+sys.stdin.read()
+runner.close()
+"""
+"""A run in small: it scores one row, and closes when its input ends."""
+
+
+@pytest.fixture
+def parent(tmp_path: Path) -> "Callable[..., tuple[subprocess.Popen[str], list[int]]]":
+    """Starts a run whose reward function starts processes, and gives it with their ids once they are there."""
+    (tmp_path / "started").mkdir()
+    (tmp_path / "reward.py").write_text(STARTS_OTHERS.replace("{folder!r}", repr(str(tmp_path / "started"))))
+
+    def start(counts: str) -> "tuple[subprocess.Popen[str], list[int]]":
+        command = [sys.executable, "-c", PARENT, str(tmp_path / "reward.py"), str(tmp_path / "logs"), counts]
+        running = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        assert running.stdout is not None
+        assert running.stdout.readline() == "scored\n"
+        pids = [int(path.name) for path in (tmp_path / "started").iterdir()]
+        assert len(pids) == sum(map(int, counts.split()))
+        assert not any(gone(pid) for pid in pids)
+        return running, pids
+
+    return start
+
+
+def test_64_processes_of_a_reward_function_die_with_a_run_that_is_killed(parent) -> None:  # type: ignore[no-untyped-def]
+    running, pids = parent("22 21 21")
+    running.kill()
+    running.communicate()
+    assert all_gone(pids)
+
+
+def test_processes_of_a_reward_function_are_gone_when_a_run_has_closed(parent) -> None:  # type: ignore[no-untyped-def]
+    running, pids = parent("1 1 1")
+    running.communicate()
+    assert running.returncode == 0
+    assert all(gone(pid) for pid in pids)
+
+
+def test_processes_of_a_reward_function_are_gone_when_its_row_has_timed_out(tmp_path: Path) -> None:
+    (tmp_path / "started").mkdir()
+    text = STARTS_OTHERS.replace("{folder!r}", repr(str(tmp_path / "started"))).replace("return 1.0", "time.sleep(300)")
+    (tmp_path / "reward.py").write_text(text)
+    settings = CustomReward(path=str(tmp_path / "reward.py"), timeout_seconds=3.0)
+    with RewardRunner(settings, 1) as runner:
+        runner.check()
+        with pytest.raises(RewardError, match="took longer"):
+            runner.score(rows("1 1 1"))
+        pids = [int(path.name) for path in (tmp_path / "started").iterdir()]
+        assert len(pids) == 3
+        assert all(gone(pid) for pid in pids)
+
+
+def test_processes_of_a_killed_supervisor_are_found_by_their_mark(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+    (tmp_path / "started").mkdir()
+    (tmp_path / "reward.py").write_text(STARTS_OTHERS.replace("{folder!r}", repr(str(tmp_path / "started"))))
+    with RewardRunner(CustomReward(path=str(tmp_path / "reward.py")), 1) as runner:
+        runner.score(rows("1 1 1"))
+        pids = [int(path.name) for path in (tmp_path / "started").iterdir()]
+        supervisor = runner.pids()[0]
+        os.kill(supervisor, signal.SIGKILL)
+        assert wait_until(lambda: gone(supervisor))
+        assert runner.score(rows("0 0 0"))[0].score == 1.0
+        assert all_gone(pids)
+    assert "killed 3 processes that a reward function had started and left behind" in caplog.text
+
+
+def test_what_the_function_prints_lies_in_its_log_and_not_among_what_the_run_prints(
+    custom: Callable[..., CustomReward], tmp_path: Path, capfd: pytest.CaptureFixture[str]
+) -> None:
+    body = """
+        import subprocess, sys
+        print("seen", solution_str)
+        print("told", file=sys.stderr)
+        return subprocess.call(["echo", "below"])
+    """
+    with RewardRunner(custom(body), 1, tmp_path / "reward_logs") as runner:
+        runner.score(rows("a"))
+    assert sorted((tmp_path / "reward_logs" / "process_0.log").read_text().split("\n")) == ["", "below", "seen a", "told"]
+    assert capfd.readouterr() == ("", "")
+
+
+@pytest.mark.parametrize("end", ["os._exit(3)", "time.sleep(60)"])
+def test_a_row_that_ends_its_process_or_hangs_quotes_what_was_printed_last(
+    custom: Callable[..., CustomReward], tmp_path: Path, end: str
+) -> None:
+    settings = custom(f"import os, time\nprint('so far')\n{end}", timeout_seconds=1.0)
+    with RewardRunner(settings, 1, tmp_path) as runner:
+        runner.check()
+        with pytest.raises(RewardError) as error:
+            runner.score(rows("a"))
+    assert f"\n  its last output ({tmp_path / 'process_0.log'}):\n  so far\nMend it" in str(error.value)
+
+
+def test_a_function_that_prints_nothing_leaves_no_log(custom: Callable[..., CustomReward], tmp_path: Path) -> None:
+    with RewardRunner(custom("return 1"), 1, tmp_path / "reward_logs") as runner:
+        runner.score(rows("a"))
+    assert not (tmp_path / "reward_logs").exists()

@@ -1,5 +1,6 @@
 """What counts as a score, and what a reward process imports."""
 
+import math
 import subprocess
 import sys
 from typing import Any
@@ -10,7 +11,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
+from verl_memopt.config.allowed import LARGEST_SCORE
 from verl_memopt.errors import RewardError
+from verl_memopt.rewards.limits import Limits
 from verl_memopt.rewards.scorer import read_score, score_row
 
 
@@ -23,7 +26,10 @@ def test_every_kind_of_number_is_a_score(value: Any) -> None:
     assert (score, extra) == (1.0, {})
 
 
-@given(st.floats(allow_nan=False, allow_infinity=False))
+LIMITS = Limits(memory_gb=3, cpu_seconds=60, open_files=64)
+
+
+@given(st.floats(-LARGEST_SCORE, LARGEST_SCORE))
 def test_a_finite_score_is_kept_as_it_is(value: float) -> None:
     assert read_score(value)[0] == value
 
@@ -34,6 +40,9 @@ def test_a_finite_score_is_kept_as_it_is(value: float) -> None:
         (float("nan"), "nan, not a finite number"),
         (float("inf"), "inf, not a finite number"),
         (-float("inf"), "-inf, not a finite number"),
+        (3e38, "returned 3e\\+38, which is beyond 1e\\+12"),
+        (-math.nextafter(LARGEST_SCORE, math.inf), "returned -1e\\+12, which is beyond 1e\\+12"),
+        ({"score": 1e13}, "returned the score 1e\\+13, which is beyond"),
         (None, "None of type NoneType"),
         ("1.0", "'1.0' of type str"),
         ([1.0], "of type list"),
@@ -59,16 +68,37 @@ def test_an_exception_becomes_its_traceback() -> None:
     def broken(**row: Any) -> float:
         raise KeyError(row["solution_str"])
 
-    score, extra, failure = score_row(broken, "source", "the response", "truth", {})
+    score, extra, failure = score_row(broken, LIMITS, "source", "the response", "truth", {})
     assert (score, extra) == (0.0, {})
     assert failure is not None
     assert "Traceback" in failure
     assert "KeyError: 'the response'" in failure
 
 
-def test_a_reward_process_imports_neither_torch_nor_an_engine() -> None:
-    program = (
-        "import sys, verl_memopt.rewards.scorer; print([n for n in ('torch', 'vllm', 'ray', 'transformers') if n in sys.modules])"
+@pytest.mark.parametrize("problem", [MemoryError(), RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried ...")])
+def test_a_row_that_finds_no_memory_is_told_the_limit_it_may_have_met(problem: Exception) -> None:
+    def greedy(**row: Any) -> float:
+        raise problem
+
+    failure = score_row(greedy, LIMITS, "source", "the response", "truth", {})[2]
+    assert failure is not None
+    assert failure.endswith(
+        "\ncustom_reward_function.memory_gb=3 is the most a reward process may hold; raise it if the function needs more."
     )
+
+
+def test_half_a_surrogate_pair_in_an_entry_is_replaced_so_that_it_can_be_written() -> None:
+    extra = read_score({"score": 1, "note": "a\ud800b", "\udfff": ["\ud800"]})[1]
+    assert extra == {"note": "a?b", "?": ["?"]}
+
+
+def test_the_largest_scores_of_a_batch_have_finite_squares_in_fp32() -> None:
+    advantages = torch.full((1 << 20,), 2 * LARGEST_SCORE, dtype=torch.float32)
+    assert torch.isfinite(advantages.square().sum() * 2**26)
+
+
+def test_a_reward_process_imports_neither_torch_nor_an_engine() -> None:
+    heavy = "('torch', 'vllm', 'ray', 'transformers')"
+    program = f"import sys, verl_memopt.rewards.supervisor; print([name for name in {heavy} if name in sys.modules])"
     shown = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True)
     assert shown.stdout.strip() == "[]"

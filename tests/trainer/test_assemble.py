@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.conftest import AR, write_rows
-from verl_memopt.errors import CheckpointError, ConfigError, RewardError
+from verl_memopt.errors import CheckpointError, ConfigError, DataError, RewardError
 from verl_memopt.models.build import load_model_config
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.trainer.assemble import prepare, reward_processes, worker_plan, workers
@@ -95,7 +95,7 @@ def test_a_source_without_a_rule_is_named_with_its_row_before_anything_starts(se
     path = write_rows(tmp_path / "other.jsonl", 5, source="no/rule")
     more = {f"data.{split}_files": path}
     prepare(settled(more))
-    with pytest.raises(RewardError, match=re.escape(f"{path}:1: data_source 'no/rule' has no rule")):
+    with pytest.raises(DataError, match=re.escape(f"{path}:1: data_source 'no/rule' has no rule")):
         prepare(settled(more | {"custom_reward_function.path": None}))
 
 

@@ -11,6 +11,7 @@ from tests.rollout.test_vllm_build import installed
 from tests.rollout.tools import place_at
 from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.vllm_settings import engine_arguments
 from verl_memopt.trainer.site import _free_engine, survey, with_seed
 
@@ -137,3 +138,19 @@ def test_nothing_but_seeds_changes(settled):
         actor_rollout_ref=dataclasses.replace(found.actor_rollout_ref, rollout=rollout),
     )
     assert back == settings
+
+
+@pytest.mark.parametrize("which", ["model", "reference"])
+def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(settled, tiny_folder, tmp_path, which):
+    small = make_tiny_model(tmp_path / "small", TinyShape(vocab_size=300))
+    more = {f"{AR}.model.path": str(small), f"{AR}.model.tokenizer_path": str(tiny_folder)}
+    key = f"{AR}.model.path={small}"
+    if which == "reference":
+        more = {f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": str(small)}
+        key = f"{AR}.ref.model.path={small}"
+    with pytest.raises(ConfigError, match=re.escape(f"{key}: its embedding has 300 rows, and the tokenizer has 320 tokens")):
+        survey(settled(more))
+
+
+def test_the_site_knows_the_rows_of_the_embedding(settled):
+    assert survey(settled()).embedding_rows == 320

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl_memopt.config.keys import value_at
+from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.problems import Problem, problem, shown
 from verl_memopt.config.schema import Settings
 
@@ -136,7 +136,9 @@ RANGES: dict[str, Range] = {
     **_rows(_POSITIVE_SHARE, *(f"{_AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization"))),
     **_rows(_NOT_NEGATIVE, f"{_AR}.rollout.seed", f"{_AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
     **_rows(_POSITIVE, "algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-    **_rows(_POSITIVE, "reward_model.num_workers", "custom_reward_function.timeout_seconds"),
+    **_rows(_POSITIVE, "reward_model.num_workers"),
+    **_rows(_POSITIVE, *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb"))),
+    "custom_reward_function.open_files": ("must be at least 64", lambda value: value >= 64),
     **_rows(
         _POSITIVE,
         *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),
@@ -154,8 +156,20 @@ RANGES: dict[str, Range] = {
 """Key -> what its number must be."""
 
 
+LARGEST_SCORE = 1e12
+"""Largest size of a score. Advantages are at most twice as large, so in fp32 (up to 3.4e38) the sum of their squares is finite
+for 8e13 tokens, and so is the squared norm of a gradient of up to 9e6 for an advantage of 1."""
+
+LARGEST = 2**63 - 1
+"""Largest whole number that random generators, tensors and files take."""
+
+
 def check_values(settings: Settings) -> Iterator[Problem]:
     """Every key whose value is no choice of it or out of its range; null is left to the key's type."""
+    for key in leaf_keys():
+        value = value_at(settings, key)
+        if isinstance(value, int) and value > LARGEST:
+            yield problem({key: value}, f"must be at most {LARGEST}", "Change the value, or leave it out for the default.")
     for key, words in CHOICES.items():
         value = value_at(settings, key)
         for item in value if isinstance(value, list | tuple) else [value]:

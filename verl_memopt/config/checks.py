@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from verl_memopt.config.allowed import check_values
+from verl_memopt.config.allowed import LARGEST_SCORE, check_values
 from verl_memopt.config.idle import BUCKETED, warn_idle
-from verl_memopt.config.keys import value_at
-from verl_memopt.config.links import LINKS, followers_of
+from verl_memopt.config.keys import leaf_keys, value_at
+from verl_memopt.config.links import DERIVED, LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
 from verl_memopt.config.schema import Settings
 
@@ -235,6 +235,51 @@ def _files(settings: Settings) -> Iterator[Problem]:
         yield problem({"trainer.logger": logger_value}, "expected a name or a list of names", way_out)
 
 
+def _names(settings: Settings) -> Iterator[Problem]:
+    """Names become folders and must not lead anywhere else."""
+    for key in ("trainer.project_name", "trainer.experiment_name"):
+        name = value_at(settings, key)
+        if name.strip() in ("", ".", "..") or "/" in name or "\\" in name:
+            what = "this is one part of the run folder's path, and cannot be empty, a dot, or hold a slash"
+            yield problem({key: name}, what, "Give a plain name; trainer.default_local_dir sets the run folder itself.")
+
+
+def _fallback(settings: Settings) -> Iterator[Problem]:
+    key = "custom_reward_function.fallback_score"
+    if abs(value_at(settings, key)) > LARGEST_SCORE:
+        what = f"scores beyond {LARGEST_SCORE:g} would train nothing"
+        yield problem({key: value_at(settings, key)}, what, f"Give a score between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}.")
+
+
+def _texts(settings: Settings) -> Iterator[Problem]:
+    """Texts that no path, file or message can hold."""
+    found: set[str] = set()
+    for key in leaf_keys():
+        if any("\0" in text or not _is_utf8(text) for text in _texts_in(value_at(settings, key))):
+            found.add(key)
+    for key in found - {follower for follower, parts in DERIVED.items() if found.intersection(parts)}:
+        yield problem({key: ascii(value_at(settings, key))}, "it holds a character that no file can hold", "Remove it.")
+
+
+def _texts_in(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        for name, entry in value.items():
+            yield from (*_texts_in(name), *_texts_in(entry))
+    elif isinstance(value, list | tuple):
+        for entry in value:
+            yield from _texts_in(entry)
+
+
+def _is_utf8(text: str) -> bool:
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True
+
+
 def _lora(settings: Settings) -> Iterator[Problem]:
     model = settings.actor_rollout_ref.model
     picked = _values(settings, f"{_AR}.model.lora_rank", f"{_AR}.ref.model.path")
@@ -323,6 +368,9 @@ def _in_backward(settings: Settings) -> Iterator[Problem]:
 
 
 RULES: tuple[Callable[[Settings], Iterator[Problem]], ...] = (
+    _texts,
+    _names,
+    _fallback,
     _files,
     _groups,
     _batches,

@@ -59,7 +59,10 @@ class Data:
     truncation: str = "error"
     """What happens to a prompt over the cap: error, left, right, middle. Tokens lost are counted and logged."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt (a list of {role, content}, or text already rendered)."""
+    """Column that holds the prompt: a list of {role, content}, or a text that is used as it is."""
+    allow_special_tokens: bool = False
+    """Let the tokenizer read special tokens such as ``<|im_end|>`` inside prompts as tokens. false = they are plain text, except
+    those of the chat template. Set true for prompts whose text is already rendered."""
     reward_fn_key: str = "data_source"
     """Column that chooses the default reward and groups validation metrics."""
     trust_remote_code: bool = False
@@ -503,6 +506,13 @@ class CustomReward:
     """Fixed arguments of the function."""
     timeout_seconds: float = 60.0
     """Longest time one row may take."""
+    cpu_seconds: float | None = None
+    """Most processor time of one row, summed over all threads and processes that work on it; null = 32 x ``timeout_seconds``."""
+    memory_gb: float = 16
+    """Most GiB of memory that one reward process, with all that it starts, may hold. Each of ``reward_model.num_workers`` has
+    this limit for itself."""
+    open_files: int = 4096
+    """Most files that one reward process may have open."""
     on_error: str = "raise"
     """raise = a row that fails stops the run; score = it takes ``fallback_score``, is counted and logged."""
     fallback_score: float = 0.0

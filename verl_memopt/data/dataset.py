@@ -14,6 +14,7 @@ from verl_memopt.config import schema
 from verl_memopt.data.encoder import overlong, tokenize
 from verl_memopt.data.files import RawRow, read_rows
 from verl_memopt.data.plugin import load_from_file
+from verl_memopt.data.special_tokens import Spans, special_tokens_of
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
@@ -26,7 +27,7 @@ class PromptRow:
     index: int
     """Place in the dataset."""
     text: str
-    """The prompt, rendered by the chat template or as the file gives it."""
+    """The prompt, rendered by the chat template or as the file gives it; special tokens in it as they are written."""
     data_source: str
     """Chooses the default reward and groups validation metrics."""
     ground_truth: Any
@@ -35,6 +36,8 @@ class PromptRow:
     """Handed to the reward function."""
     address: str
     """File and row, counted from 1."""
+    plain: Spans = ()
+    """Where ``text`` holds special tokens that are text and not tokens. Anywhere else they are tokens."""
 
 
 class PromptDataset:
@@ -53,7 +56,10 @@ class PromptDataset:
             "val": (data.val_max_samples, data.validation_shuffle),
         }[split]
         chosen = _subset(read_rows(files, f"data.{split}_files"), limit, data.seed if shuffle else None)
+        self._special = special_tokens_of(tokenizer)
+        self._found: list[tuple[str, int]] = []
         rows = [self._row(address, columns) for address, columns in chosen]
+        self._tell_special_tokens()
         self._rows = [replace(row, index=index) for index, row in enumerate(self._checked(rows))]
 
     def __len__(self) -> int:
@@ -72,7 +78,7 @@ class PromptDataset:
         source = _column(address, columns, self._data.reward_fn_key, "Set data.reward_fn_key, or add it")
         if not isinstance(source, str):
             raise DataError(f"{address}: {self._data.reward_fn_key} must be a text, it is {source!r}. Mend the row.")
-        text = self._render(address, _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it"))
+        text, plain = self._render(address, _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it"))
         if not text:
             raise DataError(f"{address}: the prompt is empty. Drop the row, or give it a prompt.")
         return PromptRow(
@@ -82,32 +88,52 @@ class PromptDataset:
             ground_truth=_ground_truth(address, columns),
             extra_info=_extra_info(address, columns),
             address=address,
+            plain=plain,
         )
 
-    def _render(self, address: str, prompt: Any) -> str:
-        """A list of turns goes through the chat template; a text is taken as already rendered."""
+    def _render(self, address: str, prompt: Any) -> tuple[str, Spans]:
+        """A list of turns goes through the chat template, a text stays as it is. Gives where special tokens in it are text."""
+        num_special = self._special.count(prompt)
+        if num_special:
+            self._found.append((address, num_special))
+        hides = num_special > 0 and not self._data.allow_special_tokens
         if isinstance(prompt, str):
-            return prompt
+            return prompt, self._special.find(prompt) if hides else ()
         if not _is_chat(prompt):
             raise DataError(
                 f"{address}: {self._data.prompt_key} must be a text or a list of {{role, content}} with texts in them, "
                 f"it is {prompt!r:.200}. Mend the row."
             )
         arguments = self._data.apply_chat_template_kwargs
+        shown = self._special.hide(prompt) if hides else prompt
         try:
-            return self._tokenizer.apply_chat_template(prompt, tokenize=False, add_generation_prompt=True, **arguments)
+            text = self._tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=True, **arguments)
+            return self._special.reveal(text) if hides else (text, ())
         except (TemplateError, ValueError, TypeError) as problem:
             raise DataError(
                 f"{address}: the chat template does not render this prompt ({problem}). Set another with "
                 "actor_rollout_ref.model.custom_chat_template, or mend the row or data.apply_chat_template_kwargs."
             ) from problem
 
+    def _tell_special_tokens(self) -> None:
+        """Logs once how many special tokens the prompts hold, and what becomes of them."""
+        if not self._found:
+            return
+        what = (
+            "become tokens, as data.allow_special_tokens=true asks"
+            if self._data.allow_special_tokens
+            else "are encoded as plain text. Set data.allow_special_tokens=true if they are meant as tokens, as in prompts "
+            "that the file holds already rendered"
+        )
+        logger.warning("data.%s_files: %d special tokens inside %d prompts (the first in %s) %s", self._split,
+                       sum(count for _, count in self._found), len(self._found), self._found[0][0], what)  # fmt: skip
+
     def _checked(self, rows: list[PromptRow]) -> list[PromptRow]:
         """The rows within ``max_prompt_length``; what happens to others is ``filter_overlong_prompts`` and ``truncation``."""
         data = self._data
         if data.truncation != "error" and not data.filter_overlong_prompts:
             return rows
-        lengths = [len(ids) for ids in tokenize(self._tokenizer, [row.text for row in rows])]
+        lengths = [len(ids) for ids in tokenize(self._tokenizer, [row.text for row in rows], [row.plain for row in rows])]
         too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
         if not too_long:
             return rows
@@ -150,7 +176,9 @@ def _subset(rows: list[RawRow], limit: int, seed: int | None) -> list[RawRow]:
 
 
 def _column(address: str, columns: dict[str, Any], name: str, way_out: str) -> Any:
-    if columns.get(name) is None:
+    if name in columns and columns[name] is None:
+        raise DataError(f"{address}: the column {name!r} is null in this row. Fill it in, or drop the row.")
+    if name not in columns:
         raise DataError(f"{address}: there is no column {name!r}; the row has {', '.join(sorted(columns))}. {way_out}.")
     return columns[name]
 

@@ -19,12 +19,12 @@ Expansion = Callable[[list[PromptRow], int, PromptEncoder], list[list[int]]]
 def _as_text(rows: list[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
     """Each text is repeated, then all of them are tokenized in one call."""
     copies = [row for row in rows for _ in range(n)]
-    return encoder.encode([row.text for row in copies], [row.address for row in copies], copies=n)
+    return encoder.encode([row.text for row in copies], [row.address for row in copies], n, [row.plain for row in copies])
 
 
 def _as_tokens(rows: list[PromptRow], n: int, encoder: PromptEncoder) -> list[list[int]]:
     """Each text is tokenized once, then its ids are repeated; every row owns its list."""
-    prompts = encoder.encode([row.text for row in rows], [row.address for row in rows])
+    prompts = encoder.encode([row.text for row in rows], [row.address for row in rows], plain=[row.plain for row in rows])
     return [list(ids) for ids in prompts for _ in range(n)]
 
 

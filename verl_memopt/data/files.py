@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from codecs import BOM_UTF8
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -27,6 +28,8 @@ def read_rows(files: Any, key: str) -> list[RawRow]:
 def _read_file(path: Path, key: str) -> list[RawRow]:
     if path.suffix not in READERS:
         raise DataError(f"{key}: {path}: the suffix {path.suffix!r} is unknown. Use one of {', '.join(READERS)}.")
+    if path.is_dir():
+        raise DataError(f"{key}: {path}: this is a folder. Name the files in it.")
     if not path.is_file():
         raise DataError(f"{key}: {path}: there is no such file. Check the path, or prepare the data first.")
     try:
@@ -43,44 +46,77 @@ def _parquet(path: Path) -> Iterator[RawRow]:
     from pyarrow import parquet
 
     try:
-        table = parquet.read_table(path)
-    except (pyarrow.ArrowException, OSError) as problem:
+        names = parquet.read_schema(path).names
+        repeated = sorted({name for name in names if names.count(name) > 1})
+        if repeated:
+            raise DataError(f"{path}: there are several columns {repeated[0]!r}. Prepare the data again with one of them.")
+        rows = parquet.read_table(path).to_pylist()
+    except (pyarrow.ArrowException, OSError, ValueError) as problem:
         raise DataError(f"{path}: not a parquet file that can be read ({problem}). Prepare the data again.") from problem
-    for number, row in enumerate(table.to_pylist(), start=1):
+    for number, row in enumerate(rows, start=1):
         yield f"{path}:{number}", row
 
 
 def _lines(path: Path) -> Iterator[RawRow]:
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
-            if line.strip():
-                yield f"{path}:{number}", _object(f"{path}:{number}", line.strip())
+            text = line.removeprefix(BOM_UTF8).strip() if number == 1 else line.strip()
+            if text:
+                yield f"{path}:{number}", _object(f"{path}:{number}", text)
 
 
 def _json(path: Path) -> Iterator[RawRow]:
     """A .json file holds one array of objects, or one object per line."""
     with path.open("rb") as file:
-        is_array = file.read(256).lstrip().startswith(b"[")
+        is_array = file.read(256).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
     if not is_array:
         yield from _lines(path)
         return
-    for number, row in enumerate(_parse(str(path), path.read_bytes()), start=1):
-        yield f"{path}:{number}", _is_object(f"{path}:{number}", row)
+    text = path.read_bytes().removeprefix(BOM_UTF8)
+    for number, row in enumerate(_parse(str(path), text), start=1):
+        address = f"{path}:{number}"
+        if rb"\u" in text:
+            _refuse_surrogates(address, row)
+        yield address, _is_object(address, row)
 
 
 def _object(address: str, line: bytes) -> dict[str, Any]:
-    return _is_object(address, _parse(address, line))
+    row = _is_object(address, _parse(address, line))
+    if rb"\u" in line:
+        _refuse_surrogates(address, row)
+    return row
 
 
 def _parse(address: str, text: bytes) -> Any:
     try:
-        return json.loads(text)
+        # Given bytes, the parser would guess an encoding and let halves of surrogate pairs pass.
+        return json.loads(text.decode("utf-8"), object_pairs_hook=_once)
     except json.JSONDecodeError as problem:
         line = f"line {problem.lineno}, " if problem.lineno > 1 else ""
         where = f"{problem.msg} at {line}column {problem.colno}"
         raise DataError(f"{address}: not valid JSON ({where}). Mend it or drop it.") from problem
     except UnicodeDecodeError as problem:
         raise DataError(f"{address}: not valid UTF-8 ({problem.reason}). Save the file as UTF-8.") from problem
+    except (ValueError, RecursionError) as problem:  # a name given twice, a number of thousands of digits, nested too deep
+        raise DataError(f"{address}: the JSON cannot be taken ({problem}). Mend it or drop it.") from problem
+
+
+def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Gives an object. A name that stands twice is refused: the parser would keep the last and lose the others."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice in one object")
+    return made
+
+
+def _refuse_surrogates(address: str, row: Any) -> None:
+    """JSON can spell half of a character (``\\ud800``), which no file and no tokenizer takes."""
+    try:
+        json.dumps(row, ensure_ascii=False).encode("utf-8")
+    except UnicodeEncodeError as problem:
+        what = f"\\u{ord(problem.object[problem.start]):04x}"
+        raise DataError(f"{address}: a text holds {what}, half of a surrogate pair, which is no character. Mend it.") from problem
 
 
 def _is_object(address: str, value: Any) -> dict[str, Any]:

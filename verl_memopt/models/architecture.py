@@ -28,6 +28,27 @@ LENGTH_DEPENDENT_ROTARY = ("dynamic", "longrope")
 """Kinds of rotary embedding whose frequencies change when the longest sequence of a forward passes the trained length."""
 
 
+LARGEST_SIZES = {
+    **dict.fromkeys(("vocab_size", "hidden_size", "intermediate_size", "max_position_embeddings"), 2**31 - 1),
+    **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
+    "num_hidden_layers": 10_000,
+}
+"""Config fields that count something, and the most that is believed. Beyond it a model would not even be built."""
+
+
+def impossible_size(config: PretrainedConfig) -> tuple[str, str] | None:
+    """Return the first field of a config whose number no model can have, and what is wrong with it; None if there is none."""
+    for name, most in LARGEST_SIZES.items():
+        value = getattr(config, name, None)
+        whole = isinstance(value, int) and not isinstance(value, bool)
+        if value is not None and not isinstance(value, list | tuple) and not (whole and 1 <= value <= most):
+            return name, f"it must be a whole number from 1 to {most}"
+    heads, shared = getattr(config, "num_attention_heads", None), getattr(config, "num_key_value_heads", None)
+    if isinstance(heads, int) and isinstance(shared, int) and heads % shared:
+        return "num_key_value_heads", f"it must divide num_attention_heads={heads}"
+    return None
+
+
 def refused(config: PretrainedConfig, source: str, reason: str) -> ConfigError:
     """Return the error for a model that cannot be trained.
 

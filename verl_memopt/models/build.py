@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import importlib
-import json
 from collections.abc import Iterator
 from contextlib import ExitStack
 from pathlib import Path
@@ -23,8 +22,9 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.load_mode import mapped, mapping
 from verl_memopt.memory.lora import ADAPTERS
 from verl_memopt.memory.quantized_frozen import QuantizedLinear, quantized_layers
-from verl_memopt.models.architecture import refused, unsupported
+from verl_memopt.models.architecture import impossible_size, refused, unsupported
 from verl_memopt.models.attention import AttentionChoice
+from verl_memopt.models.folder import files_of_index
 
 
 def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
@@ -45,7 +45,10 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     try:
         config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
     except Exception as error:  # a folder's own code may raise anything
-        raise ConfigError(f"{key}.path={source}: its config.json cannot be read: {error}. Mend or replace the folder.") from error
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{key}.path={source}: its config.json cannot be read: {reason}. Mend or replace the folder."
+        ) from error
     for name, value in model.override_config.items():
         if not hasattr(config, name):
             raise ConfigError(f"{key}.override_config.{name}: {type(config).__name__} has no such field. Remove it.")
@@ -54,6 +57,13 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
         except (TypeError, ValueError, StrictDataclassError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
+    found = impossible_size(config)
+    if found is not None:
+        name, what = found
+        given = f"override_config.{name}" if name in model.override_config else f"path={source}: {name}"
+        raise ConfigError(
+            f"{key}.{given}={getattr(config, name)!r}: {what}. Mend the number in config.json or in override_config."
+        )
     unfit = unsupported(config)
     if unfit is not None:
         raise refused(config, source, unfit)
@@ -99,7 +109,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
             continue
         try:
             fresh = type(module)(module.config)
-        except (AttributeError, TypeError) as error:
+        except Exception as error:  # the constructor of a module may raise anything
             config = getattr(model, "lm", model).config
             where = f"{', '.join(missing)} of {name.removeprefix('lm.')} ({type(module).__name__})"
             raise refused(
@@ -113,10 +123,10 @@ class WeightFolder:
     """The safetensors files of a model folder, read slice by slice; nothing is held beyond the slice asked for."""
 
     def __init__(self, folder: Path) -> None:
-        """Errors: ConfigError when the folder holds no safetensors, or its index names a file that is not there."""
+        """Errors: ConfigError when the folder holds no safetensors, or its index names a file that is not there or not in it."""
         self.folder = folder
         index = folder / "model.safetensors.index.json"
-        files = set(json.loads(index.read_text())["weight_map"].values()) if index.is_file() else {"model.safetensors"}
+        files = files_of_index(index) if index.is_file() else {"model.safetensors"}
         missing = [name for name in sorted(files) if not (folder / name).is_file()]
         if missing:
             raise ConfigError(
@@ -183,6 +193,37 @@ def _stored_shapes(
             yield _stored(name), (layers[name].out_features, layers[name].in_features)
         else:
             yield name, tuple(parameter.shape)
+
+
+TIED_ROWS = 4096
+"""Rows of an embedding that are compared at a time."""
+
+
+def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None:
+    """Refuse a folder whose config ties the LM head to the embedding while its files hold a head that differs.
+
+    Such a head would be ignored. Many folders hold one that is equal.
+
+    Args:
+        weights: of the folder.
+        embedding: name of the embedding in it.
+        folder: for the message.
+
+    Raises:
+        ConfigError: naming the first rows that differ.
+    """
+    head = "lm_head.weight"
+    if head not in weights.names or embedding not in weights.names:
+        return
+    rows, same = weights.shape(head)[0], weights.shape(head) == weights.shape(embedding)
+    for start in range(0, rows if same else 1, TIED_ROWS):
+        part = (slice(start, min(start + TIED_ROWS, rows)),)
+        if not same or not torch.equal(weights.read(head, part).float(), weights.read(embedding, part).float()):
+            raise ConfigError(
+                f"actor_rollout_ref.model.path={folder}: its config ties the LM head to the embedding "
+                f"(tie_word_embeddings=true), and its files hold a {head} that differs from {embedding}. Set "
+                "actor_rollout_ref.model.override_config.tie_word_embeddings=false to use that head, or remove it from the files."
+            )
 
 
 def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:

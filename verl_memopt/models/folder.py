@@ -82,10 +82,55 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     return tokenizer
 
 
+def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
+    """Refuse a tokenizer with tokens for which a model has no embedding.
+
+    Args:
+        tokenizer: of the run.
+        rows: of the model's embedding.
+        source: ``key=value`` of the setting that named the model.
+
+    Raises:
+        ConfigError: naming both numbers and the first token without a row.
+    """
+    tokens = tokenizer.get_vocab()
+    beyond = sorted((number, token) for token, number in tokens.items() if number >= rows)
+    if beyond:
+        number, token = beyond[0]
+        raise ConfigError(
+            f"{source}: its embedding has {rows} rows, and the tokenizer has {len(tokens)} tokens. The first without a row is "
+            f"{token!r} with id {number}. Use the tokenizer that belongs to the model, or enlarge the model's embedding."
+        )
+
+
+def files_of_index(index: Path) -> set[str]:
+    """Return the names of the files that an index of weights (``model.safetensors.index.json``) lists.
+
+    A file may be a link, as in the hub's cache; its name may not lead out of the folder.
+
+    Raises:
+        ConfigError: the index cannot be read, is of another form, or names a file outside of its folder.
+    """
+    try:
+        names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
+    except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError) as error:
+        raise ConfigError(
+            f"{index}: not an index of weights ({type(error).__name__}: {error}). It must be a JSON object whose weight_map "
+            "gives the file of each tensor. Fetch or save the model again."
+        ) from error
+    for name in names:
+        if not isinstance(name, str) or name in ("", ".", "..") or set(name) & set("/\\\0"):
+            raise ConfigError(
+                f"{index}: it names the file {name!r}, and weights are read from the index's own folder alone. "
+                "Fetch or save the model again."
+            )
+    return names
+
+
 def _has_tokenizer_code(folder: Path) -> bool:
     """Whether the folder's own code makes its tokenizer, from files of any name."""
     path = folder / "tokenizer_config.json"
-    return path.is_file() and '"auto_map"' in path.read_text()
+    return path.is_file() and '"auto_map"' in path.read_text(errors="replace")
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
@@ -100,4 +145,7 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
         key = f"actor_rollout_ref.model.path={folder}"
         raise ConfigError(f"{key}: its generation_config.json cannot be read: {error}. Mend the file, or remove it.") from error
     ids = listed if isinstance(listed, list) else [] if listed is None else [listed]
+    for number in ids:
+        if not isinstance(number, int) or number < 0:
+            raise ConfigError(f"{path}: eos_token_id={listed}: {number!r} is no token id. Mend the file, or remove it.")
     return tuple(sorted({*ids, tokenizer.eos_token_id}))

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from threading import Thread
+
+from verl_memopt.models.folder import files_of_index
 
 MODEL_FILES = ("config.json", "*.safetensors")
 """What a model's folder has at least."""
@@ -29,12 +30,8 @@ def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
         folder = Path(snapshot_download(repo_id, repo_type=repo_type, local_files_only=True))
     except LocalEntryNotFoundError:
         return False
-    listed = [name for index in folder.glob("*.safetensors.index.json") for name in _files_of(index)]
+    listed = [name for index in folder.glob("*.safetensors.index.json") for name in files_of_index(index)]
     return all(any(folder.glob(pattern)) for pattern in (*wanted, *listed))
-
-
-def _files_of(index: Path) -> set[str]:
-    return set(json.loads(index.read_text())["weight_map"].values())
 
 
 def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS, endpoint: str | None = None) -> str | None:

@@ -9,15 +9,15 @@ import torch
 from verl_memopt.config.schema import Model
 from verl_memopt.models.architecture import TESTED, check_lengths, refused
 from verl_memopt.models.attention import REGISTERED, AttentionChoice, refuse_sliding_window
-from verl_memopt.models.build import WeightFolder, empty_model, load_model_config, named_weights, rebuild_buffers
+from verl_memopt.models.build import WeightFolder, check_tied_head, empty_model, load_model_config, named_weights, rebuild_buffers
 from verl_memopt.models.policy_model import PolicyModel
 
 ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed")
 """Transformers asks more of a model with this name of attention than with the others."""
 
 
-def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -> None:
-    """Refuse a model that could not be trained, as far as can be told without its weights.
+def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -> int:
+    """Return the rows of a model's embedding; refuse one that could not be trained, as far as its files tell without loading.
 
     Args:
         model: the settings of the policy's model; a reference is read with the same.
@@ -26,7 +26,8 @@ def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -
         shared: rows of one group share their prompt.
 
     Raises:
-        ConfigError: naming the model type, what is not supported and the types that are tested; or what the folder lacks.
+        ConfigError: naming the model type, what is not supported and the types that are tested; or what the folder lacks,
+            or a head of its own that the config ties to the embedding.
     """
     config = load_model_config(model, folder)
     check_lengths(config, longest)
@@ -45,3 +46,7 @@ def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -
             str(folder),
             f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)",
         )
+    embedding = policy.lm.get_input_embeddings().weight
+    if policy.tied:
+        check_tied_head(weights, next(name for name, parameter in named_weights(policy) if parameter is embedding), folder)
+    return int(embedding.shape[0])

@@ -1,42 +1,66 @@
-"""The parent's side of one reward process: start it, hand it rows, read scores, find out where it stands, end it."""
+"""The run's side of one reward process: start it, hand it rows, read scores, find out where it stands, end it."""
 
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
+import secrets
 import signal
 import socket
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import astuple
 from multiprocessing.connection import Connection
+from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import RewardError
+from verl_memopt.rewards.limits import Limits
+from verl_memopt.rewards.output import last_lines
+from verl_memopt.rewards.process_tree import kill_marked
 from verl_memopt.rewards.rows import RewardRow
 from verl_memopt.rewards.scorer import PROGRESS, Outcome
+from verl_memopt.rewards.supervisor import END_SECONDS, MARK, RUN_SIGNALS, VERDICT, VERDICT_AT
+
+logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 120.0
 """Longest time the file with the reward function may take to import."""
 
 
 class RewardProcess:
-    """A fresh interpreter that runs one reward function; it starts in the background.
+    """A fresh interpreter that runs one reward function under a supervisor; it starts in the background.
 
-    It has its own session, so that Ctrl-C does not reach it, and ends with this process however that ends.
+    It and all that it starts end with this process, however that ends. It has its own session, and signals that end a run
+    do not end it, so that a stopped run can still finish its step.
     """
 
-    def __init__(self, path: str | None, name: str, reward_kwargs: Mapping[str, Any]) -> None:
+    def __init__(
+        self, path: str | None, name: str, reward_kwargs: Mapping[str, Any], limits: Limits, log: Path | None = None
+    ) -> None:
+        """log: file for what the function prints; None = where this process prints."""
         ours, theirs = socket.socketpair()
         lifeline_end, self._lifeline = os.pipe()
         self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        os.pwrite(self._progress.fileno(), PROGRESS.pack(-1, 0.0), 0)
+        self._log = log
+        self._log_start = log.stat().st_size if log is not None and log.is_file() else 0
+        self._mark = f"{MARK}={secrets.token_hex(16)}"
         fds = (theirs.fileno(), lifeline_end, self._progress.fileno())
-        program = f"import sys; sys.path[:] = {sys.path!r}; from verl_memopt.rewards.scorer import main; main{fds!r}"
-        self._process = subprocess.Popen(
-            [sys.executable, "-c", program], pass_fds=fds, stdin=subprocess.DEVNULL, start_new_session=True
-        )
+        arguments = (*fds, None if log is None else str(log.absolute()), astuple(limits))
+        program = f"import sys; sys.path[:] = {sys.path!r}; from verl_memopt.rewards.supervisor import main; main{arguments!r}"
+        with _blocked(RUN_SIGNALS):  # until the supervisor can stand them
+            self._process = subprocess.Popen(
+                [sys.executable, "-c", program],
+                pass_fds=fds,
+                stdin=subprocess.DEVNULL,
+                start_new_session=True,
+                env={**os.environ, MARK: self._mark.partition("=")[2]},
+            )
         theirs.close()
         os.close(lifeline_end)
         self.connection = Connection(ours.detach())
@@ -46,6 +70,7 @@ class RewardProcess:
 
     @property
     def pid(self) -> int:
+        """Of the supervisor."""
         return self._process.pid
 
     def wait_until_loaded(self) -> None:
@@ -75,34 +100,70 @@ class RewardProcess:
 
     def receive(self) -> list[Outcome] | None:
         """The outcomes that have arrived; None when the process has died."""
+        alive = self.is_alive()
         try:
-            return self.connection.recv() if self.connection.poll() else []
+            if self.connection.poll():
+                return self.connection.recv()
         except (EOFError, ConnectionError):
             return None
+        return [] if alive else None
 
     def position(self) -> tuple[int, float]:
         """Index of the row the process is at (-1 = none) and the seconds it has been there."""
-        record = os.pread(self._progress.fileno(), PROGRESS.size, 0)
-        if not record:
-            return -1, 0.0
-        index, since = PROGRESS.unpack(record)
+        index, since = PROGRESS.unpack(os.pread(self._progress.fileno(), PROGRESS.size, 0))
         return index, time.monotonic() - since if index >= 0 else 0.0
 
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
     def ending(self) -> str:
-        """How the process ended, in words."""
+        """How the process ended, in words; then what it printed last."""
         code = self._process.wait()
-        return f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        clean, reason = self._verdict()
+        if not clean:
+            self._kill_left_over()
+        words = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
+        return f"{reason or words}{self.last_output()}"
+
+    def last_output(self) -> str:
+        """The last lines the function printed, for messages; nothing where there are none."""
+        return last_lines(self._log, self._log_start)
 
     def close(self) -> None:
-        """Ends the process and what it may have started. May be called twice."""
+        """Ends the process and all that it started. May be called twice."""
         if self.connection.closed:
             return
-        if self.is_alive():
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
         self.connection.close()
         os.close(self._lifeline)
+        try:
+            self._process.wait(2 * END_SECONDS)
+        except subprocess.TimeoutExpired:
+            self._process.kill()
+            self._process.wait()
+        if not self._verdict()[0]:
+            self._kill_left_over()
         self._progress.close()
+
+    def _verdict(self) -> tuple[bool, str]:
+        """Whether the supervisor left nothing behind, and the limit for which it ended the process."""
+        record = os.pread(self._progress.fileno(), 4096, VERDICT_AT)
+        if len(record) < VERDICT.size:
+            return False, ""
+        clean, length = VERDICT.unpack_from(record)
+        return clean, record[VERDICT.size : VERDICT.size + length].decode()
+
+    def _kill_left_over(self) -> None:
+        """The supervisor was killed itself, or could not end everything: ends what carries its mark."""
+        killed = kill_marked(self._mark, END_SECONDS)
+        if killed:
+            logger.warning("killed %d processes that a reward function had started and left behind", len(killed))
+
+
+@contextlib.contextmanager
+def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
+    """Holds signals back in this thread, and in what is started meanwhile."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)

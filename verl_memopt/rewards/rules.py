@@ -6,7 +6,7 @@ import re
 from collections.abc import Callable, Iterable
 from typing import Any
 
-from verl_memopt.errors import RewardError
+from verl_memopt.errors import DataError, RewardError
 
 Rule = Callable[[str, Any], float]
 
@@ -51,10 +51,10 @@ RULES: dict[str, Rule] = {
 
 
 def check_sources(sources: Iterable[tuple[str, str]]) -> None:
-    """Raises RewardError for the first (data_source, address) that has no rule. For runs without a custom function."""
+    """Raises DataError for the first (data_source, address) that has no rule. For runs without a custom function."""
     for source, address in sources:
         if source not in RULES:
-            raise RewardError(f"{address}: {_no_rule(source)}")
+            raise DataError(f"{address}: {_no_rule(source)}")
 
 
 def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:

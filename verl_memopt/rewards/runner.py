@@ -7,10 +7,12 @@ import math
 from collections import deque
 from collections.abc import Callable, Sequence
 from multiprocessing.connection import wait
+from pathlib import Path
 from typing import Any, Self
 
 from verl_memopt.config import schema
 from verl_memopt.errors import RewardError
+from verl_memopt.rewards.limits import Limits
 from verl_memopt.rewards.process import RewardProcess
 from verl_memopt.rewards.rows import RewardResult, RewardRow
 
@@ -34,11 +36,13 @@ class RewardRunner:
     processes.
     """
 
-    def __init__(self, custom: schema.CustomReward, num_workers: int) -> None:
+    def __init__(self, custom: schema.CustomReward, num_workers: int, logs: Path | None = None) -> None:
+        """logs: folder for what the function prints, a file a process; None = where this process prints."""
         self._custom = custom
         self._num_workers = num_workers
+        self._logs = logs
         self.failed_rows = 0
-        self._processes = [self._start() for _ in range(num_workers)]
+        self._processes = [self._start(index) for index in range(num_workers)]
 
     def __enter__(self) -> Self:
         return self
@@ -55,7 +59,7 @@ class RewardRunner:
         """The result of each row, in order. Raises RewardError for the first failure with ``on_error=raise``."""
         try:
             if not self._processes:
-                self._processes = [self._start() for _ in range(self._num_workers)]
+                self._processes = [self._start(index) for index in range(self._num_workers)]
             round_ = _Round(rows, self._processes, self._custom, self._start)
             results = round_.run()
         except BaseException:
@@ -70,8 +74,14 @@ class RewardRunner:
             process.close()
         self._processes = []
 
-    def _start(self) -> RewardProcess:
-        return RewardProcess(self._custom.path, self._custom.name, self._custom.reward_kwargs)
+    def pids(self) -> list[int]:
+        """Process ids of the supervisors, one a reward process."""
+        return [process.pid for process in self._processes]
+
+    def _start(self, index: int) -> RewardProcess:
+        custom = self._custom
+        log = None if self._logs is None else self._logs / f"process_{index}.log"
+        return RewardProcess(custom.path, custom.name, custom.reward_kwargs, Limits.of(custom), log)
 
     def _log_failures(self, failures: dict[int, str], rows: Sequence[RewardRow]) -> None:
         if not failures:
@@ -90,7 +100,7 @@ class _Round:
         rows: Sequence[RewardRow],
         processes: list[RewardProcess],
         custom: schema.CustomReward,
-        start: Callable[[], RewardProcess],
+        start: Callable[[int], RewardProcess],
     ) -> None:
         self.failures: dict[int, str] = {}
         self._rows = rows
@@ -132,7 +142,8 @@ class _Round:
         elif outcomes is None or not (outcomes or process.is_alive()):
             self._replace(process, f"ended its process, which {process.ending()}")
         elif not outcomes and process.position()[1] > self._custom.timeout_seconds:
-            self._replace(process, f"took longer than custom_reward_function.timeout_seconds={self._custom.timeout_seconds:g}")
+            limit = f"custom_reward_function.timeout_seconds={self._custom.timeout_seconds:g}"
+            self._replace(process, f"took longer than {limit}{process.last_output()}")
 
     def _replace(self, process: RewardProcess, what: str) -> None:
         """Fails the row that the process is at, and puts the rest of its chunk back in front of a new process.
@@ -142,7 +153,8 @@ class _Round:
         at, _ = process.position()
         first, end = self._at_work.pop(process)
         process.close()
-        self._processes[self._processes.index(process)] = self._start()
+        place = self._processes.index(process)
+        self._processes[place] = self._start(place)
         missing = [index for index in range(first, end) if index not in self._results]
         if at in missing or missing[0] in self._retried:
             self._record(at if at in missing else missing[0], 0.0, {}, what)

@@ -1,4 +1,4 @@
-"""The program of a reward process: it takes rows from a pipe and sends scores back until the pipe closes.
+"""The inner program of a reward process: it takes rows from a pipe and sends scores back until the pipe closes.
 
 It imports neither torch nor an engine, and nothing of the program that started it, so it is up in a fraction of a second.
 Where it stands is written to a small shared file before each row: when the process hangs or dies, the parent reads there
@@ -7,20 +7,19 @@ which row it was.
 
 from __future__ import annotations
 
-import fcntl
 import math
 import numbers
 import os
-import select
-import signal
 import struct
 import time
 import traceback
 from multiprocessing.connection import Connection
 from typing import Any
 
+from verl_memopt.config.allowed import LARGEST_SCORE
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.custom import RewardFunction, load_reward_function
+from verl_memopt.rewards.limits import Limits
 
 PROGRESS = struct.Struct("qd")
 """Index of the row that is being scored (-1 = none), and when it began (seconds on the monotonic clock)."""
@@ -31,9 +30,8 @@ Outcome = tuple[int, float, dict[str, Any], str | None]
 """Row index, score, further entries, and what went wrong (None = nothing)."""
 
 
-def main(pipe: int, lifeline: int, progress: int) -> None:
-    """Serves rows from the file descriptor ``pipe``. Ends at its end, or at once when the parent is gone."""
-    die_with_parent(lifeline)
+def main(pipe: int, progress: int, limits: Limits) -> None:
+    """Serves rows from the file descriptor ``pipe`` until it closes. limits: that hold for this process, for messages."""
     connection = Connection(pipe)
     try:
         path, name, reward_kwargs = connection.recv()
@@ -44,30 +42,20 @@ def main(pipe: int, lifeline: int, progress: int) -> None:
             return
         connection.send(None)
         while True:
-            _serve_chunk(connection, function, progress, *connection.recv())
-    except (EOFError, ConnectionError, KeyboardInterrupt):
+            _serve_chunk(connection, function, progress, limits, *connection.recv())
+    except (EOFError, ConnectionError):
         return
 
 
-def die_with_parent(lifeline: int) -> None:
-    """Lets the kernel end this process when the other end of the pipe ``lifeline`` closes, whatever the process is doing.
-
-    A thread that waits for the end would not do: a function that never gives up the interpreter lock would starve it.
-    """
-    signal.signal(signal.SIGIO, signal.SIG_DFL)
-    fcntl.fcntl(lifeline, fcntl.F_SETOWN, os.getpid())
-    fcntl.fcntl(lifeline, fcntl.F_SETFL, fcntl.fcntl(lifeline, fcntl.F_GETFL) | os.O_ASYNC)
-    if select.select([lifeline], [], [], 0)[0]:
-        os._exit(0)
-
-
-def _serve_chunk(connection: Connection, function: RewardFunction, progress: int, first: int, rows: list[Any]) -> None:
+def _serve_chunk(
+    connection: Connection, function: RewardFunction, progress: int, limits: Limits, first: int, rows: list[Any]
+) -> None:
     """Scores ``rows`` (indices from ``first``) and sends outcomes in batches, none later than a few milliseconds."""
     outcomes: list[Outcome] = []
     sent_at = time.monotonic()
     for index, row in enumerate(rows, start=first):
         os.pwrite(progress, PROGRESS.pack(index, time.monotonic()), 0)
-        outcomes.append((index, *score_row(function, *row)))
+        outcomes.append((index, *score_row(function, limits, *row)))
         now = time.monotonic()
         if now - sent_at > FLUSH_SECONDS:
             connection.send(outcomes)
@@ -77,9 +65,9 @@ def _serve_chunk(connection: Connection, function: RewardFunction, progress: int
 
 
 def score_row(
-    function: RewardFunction, data_source: str, solution: str, ground_truth: Any, extra_info: dict[str, Any]
+    function: RewardFunction, limits: Limits, data_source: str, solution: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> tuple[float, dict[str, Any], str | None]:
-    """Score, further entries, and what went wrong with this row (None = nothing)."""
+    """Score, further entries, and what went wrong with this row (None = nothing). limits: of this process, for messages."""
     try:
         value = function(data_source=data_source, solution_str=solution, ground_truth=ground_truth, extra_info=extra_info)
         return (*read_score(value), None)
@@ -88,7 +76,9 @@ def score_row(
     except (Exception, SystemExit) as problem:  # noqa: BLE001 - the function is the user's: whatever it raises is reported
         trace = problem.__traceback__
         within = traceback.format_exception(type(problem), problem, trace and trace.tb_next)  # without this frame
-        return 0.0, {}, f"raised:\n{''.join(within).rstrip()}"
+        no_memory = isinstance(problem, MemoryError) or "allocate memory" in str(problem)  # torch raises a RuntimeError
+        hint = f"\n{limits.broken_by_memory()}" if no_memory else ""
+        return 0.0, {}, f"raised:\n{''.join(within).rstrip()}{hint}"
 
 
 def read_score(value: Any) -> tuple[float, dict[str, Any]]:
@@ -97,7 +87,7 @@ def read_score(value: Any) -> tuple[float, dict[str, Any]]:
         return _finite(value, "returned"), {}
     if "score" not in value:
         raise RewardError(f"returned a dict without 'score': it has {', '.join(map(str, value)) or 'nothing'}")
-    extra = {str(name): _plain(entry, str(name)) for name, entry in value.items() if name != "score"}
+    extra = {_plain(str(name), ""): _plain(entry, str(name)) for name, entry in value.items() if name != "score"}
     return _finite(value["score"], "returned the score"), extra
 
 
@@ -108,6 +98,8 @@ def _finite(value: Any, what: str) -> float:
     score = float(number)
     if not math.isfinite(score):
         raise RewardError(f"{what} {score}, not a finite number")
+    if abs(score) > LARGEST_SCORE:
+        raise RewardError(f"{what} {score:g}, which is beyond {LARGEST_SCORE:g}: training would compute no finite number from it")
     return score
 
 
@@ -121,10 +113,12 @@ def _unwrapped(value: Any) -> Any:
 def _plain(entry: Any, name: str) -> Any:
     """The entry as plain data, which is all that crosses the process border."""
     entry = _unwrapped(entry)
-    if entry is None or isinstance(entry, str | bool | int | float):
+    if isinstance(entry, str):
+        return entry.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be written to any file
+    if entry is None or isinstance(entry, bool | int | float):
         return entry
     if isinstance(entry, list | tuple):
         return [_plain(part, name) for part in entry]
     if isinstance(entry, dict):
-        return {str(key): _plain(part, name) for key, part in entry.items()}
+        return {_plain(str(key), name): _plain(part, name) for key, part in entry.items()}
     raise RewardError(f"returned the entry {name!r} of type {type(entry).__name__}; numbers, texts, lists and dicts can be kept")

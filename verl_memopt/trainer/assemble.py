@@ -63,7 +63,7 @@ def prepare(settings: Settings) -> Job:
         site=site,
         loader=loader,
         validation=validation,
-        encoder=PromptEncoder(site.tokenizer, data.max_prompt_length, data.truncation),
+        encoder=PromptEncoder(site.tokenizer, data.max_prompt_length, data.truncation, site.embedding_rows),
         store=store,
         checkpoint=checkpoint,
         total_steps=_total_steps(settings, loader),
@@ -172,6 +172,7 @@ def _start_group(job: Job) -> WorkerGroup:
 @contextmanager
 def reward_processes(job: Job) -> Iterator[RewardRunner]:
     """Starts the reward processes, waits until each has its function, and ends them with the body."""
-    with RewardRunner(job.settings.custom_reward_function, job.settings.reward_model.num_workers) as runner:
+    logs = job.site.run_dir / "reward_logs"
+    with RewardRunner(job.settings.custom_reward_function, job.settings.reward_model.num_workers, logs) as runner:
         runner.check()
         yield runner

@@ -15,7 +15,7 @@ from verl_memopt.config.checks import needs_reference, world_size
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.folder import end_tokens, load_tokenizer, resolve_folder
+from verl_memopt.models.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
 from verl_memopt.models.trial_build import check_architecture
 from verl_memopt.rollout.vllm_build import vllm_build
 
@@ -32,6 +32,7 @@ class Site:
     tokenizer_folder: Path
     reference_folder: Path | None
     tokenizer: Any
+    embedding_rows: int
     eos_token_ids: tuple[int, ...]
     free_engine: bool
     run_dir: Path
@@ -50,17 +51,18 @@ def survey(settings: Settings) -> Site:
     # The model is built once here without its weights, so that what cannot be trained shows before any worker starts.
     longest = settings.data.max_prompt_length + settings.data.max_response_length
     shared = settings.actor_rollout_ref.actor.use_prefix_grouper
-    check_architecture(model, folder, longest, shared)
+    embedding_rows = check_architecture(model, folder, longest, shared)
     tokens = folder
     if model.tokenizer_path is not None:
         tokens = resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
     tokenizer = load_tokenizer(tokens, model, settings.data.trust_remote_code)
+    check_vocabulary(tokenizer, embedding_rows, f"actor_rollout_ref.model.path={folder}")
     reference = None
     if needs_reference(settings) and model.lora_rank == 0:
         path, key = str(settings.actor_rollout_ref.ref.model.path), "actor_rollout_ref.ref.model.path"
         reference = resolve_folder(path, key, model.trust_remote_code)
         if reference != folder:
-            check_architecture(model, reference, longest, shared)
+            check_vocabulary(tokenizer, check_architecture(model, reference, longest, shared), f"{key}={reference}")
     return Site(
         device=device,
         world_size=world_size(settings),
@@ -68,6 +70,7 @@ def survey(settings: Settings) -> Site:
         tokenizer_folder=tokens,
         reference_folder=reference,
         tokenizer=tokenizer,
+        embedding_rows=embedding_rows,
         eos_token_ids=end_tokens(folder, tokenizer),
         free_engine=_free_engine(settings, device),
         run_dir=run_dir,

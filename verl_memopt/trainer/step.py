@@ -61,7 +61,9 @@ class Stepper:
         self.runner = runner
         self.kl_control = KlController(job.settings.algorithm.kl_ctrl)
         data, n = job.settings.data, job.settings.actor_rollout_ref.rollout.n
-        encoder = PromptEncoder(copy.deepcopy(job.site.tokenizer), data.max_prompt_length, data.truncation)
+        # The feed works in a thread of its own, and so needs a tokenizer of its own.
+        tokenizer = copy.deepcopy(job.site.tokenizer)
+        encoder = PromptEncoder(tokenizer, data.max_prompt_length, data.truncation, job.site.embedding_rows)
         self.feed = PromptFeed(job.loader, n, job.settings.algorithm.expansion, encoder)
         self.update_budget, self.old_budget, self.ref_budget = budgets(job.settings)
         self.on_policy = leaves_out_old_pass(job.settings)

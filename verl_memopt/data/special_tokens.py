@@ -1,0 +1,157 @@
+"""Special tokens inside a user's text: found, kept out of the chat template's sight, and encoded as the plain text they are.
+
+A tokenizer turns the text ``<|im_end|>`` into the token that ends a turn, wherever the text comes from. In a chat template
+that is meant. In the content of a message it is not: the row would end its own turn and start another.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import secrets
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+from weakref import WeakKeyDictionary
+
+from verl_memopt.errors import DataError
+
+Spans = tuple[tuple[int, int], ...]
+"""Stretches of a text, each from its first character to the one after its last."""
+
+_OPEN, _BETWEEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Noncharacters: Unicode gives them no meaning, and no normalisation changes them."""
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer; ``<think>`` and the like, which a tokenizer does not mark as special, are none.
+
+    The stand-ins that take their place hold a random number, so that no text can hold one by chance or on purpose.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        names = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
+        self.names = sorted(names - {""}, key=lambda name: (-len(name), name))
+        # The longest of those that begin at one place, as tokenizers choose.
+        self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
+        self._number = secrets.randbelow(10**18)
+        self._hidden = re.compile(f"{_OPEN}{self._number}{_BETWEEN}(\\d+){_CLOSE}")
+        self._stand_ins = {name: f"{_OPEN}{self._number}{_BETWEEN}{place}{_CLOSE}" for place, name in enumerate(self.names)}
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._kind = type(tokenizer).__name__
+        self._blind: Any = None
+
+    def find(self, text: str) -> Spans:
+        """Return where special tokens stand in a text."""
+        return tuple(match.span() for match in self._pattern.finditer(text))
+
+    def count(self, value: Any) -> int:
+        """Return how many special tokens stand in the texts of a nested value."""
+        total = 0
+
+        def look(text: str) -> str:
+            nonlocal total
+            total += len(self.find(text))
+            return text
+
+        _map_texts(value, look)
+        return total
+
+    def hide(self, value: Any) -> Any:
+        """Return the nested value with a stand-in for each special token in its texts, for a template that must not see it."""
+        return _map_texts(value, lambda text: self._pattern.sub(lambda match: self._stand_ins[match[0]], text))
+
+    def reveal(self, text: str) -> tuple[str, Spans]:
+        """Return a rendered text with the special tokens back in place of their stand-ins, and where these are.
+
+        Raises:
+            ValueError: the template took a stand-in apart.
+        """
+        parts, spans, length, end = [], [], 0, 0
+        for match in self._hidden.finditer(text):
+            name = self.names[int(match[1])]
+            parts += [text[end : match.start()], name]
+            length += match.start() - end
+            spans.append((length, length + len(name)))
+            length, end = length + len(name), match.end()
+        whole = "".join([*parts, text[end:]])
+        if f"{_OPEN}{self._number}" in whole:
+            raise ValueError("it changes the text of a message that holds a special token")
+        return whole, tuple(spans)
+
+    def encode(self, texts: Sequence[str], plain: Sequence[Spans]) -> list[list[int]]:
+        """Return the ids of each text, one call for all; special tokens in the spans ``plain`` are text, all others are tokens.
+
+        The ids of a plain one are those of a tokenizer that does not have this special token.
+
+        Raises:
+            DataError: the tokenizer has no fast backend.
+        """
+        self._blind = self._blind or self._blinded()
+        marked = ["".join(self._with_stand_ins(text, spans)) for text, spans in zip(texts, plain, strict=True)]
+        return [encoded.ids for encoded in self._blind.encode_batch(marked, add_special_tokens=False)]
+
+    def _with_stand_ins(self, text: str, plain: Spans) -> Iterator[str]:
+        """Gives the text with stand-ins for the special tokens outside of the spans."""
+        end = 0
+        for start, after in plain:
+            yield self.hide(text[end:start])
+            yield text[start:after]
+            end = after
+        yield self.hide(text[end:])
+
+    def _blinded(self) -> Any:
+        """Gives a copy of the tokenizer in which each special token is spelled as its stand-in, under the same id.
+
+        Such a tokenizer does not know the usual spelling: it is text like any other, and merges with what is around it.
+        """
+        if self._backend is None:
+            raise DataError(
+                f"data.allow_special_tokens=false: the tokenizer ({self._kind}) has no fast version, so special tokens in a "
+                "prompt cannot be encoded as plain text. Remove them from the data, or set data.allow_special_tokens=true."
+            )
+        from tokenizers import Tokenizer
+
+        made = json.loads(self._backend.to_str())
+        for token in made["added_tokens"]:
+            if token["content"] in self._stand_ins:
+                token |= {"content": self._stand_ins[token["content"]], "normalized": False}
+        _rename(made["model"], self._stand_ins)
+        blind = Tokenizer.from_str(json.dumps(made))
+        blind.no_truncation()
+        blind.no_padding()
+        for name, stand_in in self._stand_ins.items():
+            assert blind.token_to_id(stand_in) == self._backend.token_to_id(name), name
+        return blind
+
+
+def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
+    """Renames entries of a tokenizer model's vocabulary; those that merges make stay, for text makes them anyway."""
+    merged = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge) for merge in model.get("merges", ())}
+    new = {name: stand_in for name, stand_in in names.items() if name not in merged}
+    vocabulary = model.get("vocab", {})
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {new.get(name, name): number for name, number in vocabulary.items()}
+    else:
+        model["vocab"] = [[new.get(name, name), score] for name, score in vocabulary]
+    if model.get("unk_token") in new:
+        model["unk_token"] = new[model["unk_token"]]
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Gives a nested value with every text in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map_texts(key, change): _map_texts(entry, change) for key, entry in value.items()}
+    return [_map_texts(entry, change) for entry in value] if isinstance(value, list | tuple) else value
+
+
+_KNOWN: WeakKeyDictionary[Any, SpecialTokens] = WeakKeyDictionary()
+
+
+def special_tokens_of(tokenizer: Any) -> SpecialTokens:
+    """Return the special tokens of a tokenizer, the same object each time."""
+    if tokenizer not in _KNOWN:
+        _KNOWN[tokenizer] = SpecialTokens(tokenizer)
+    return _KNOWN[tokenizer]

@@ -1,0 +1,212 @@
+"""The program between a run and a reward function: it starts the function's process, and leaves nothing behind of it.
+
+A reward function may start processes, which may start others and cut every tie to their parents. This program adopts what
+its descendants leave behind (PR_SET_CHILD_SUBREAPER), so that all of it stays below it. It ends everything when the run
+closes the pipe ``lifeline`` or dies, when the function's process ends, and when a limit is passed. Then it ends as that
+process did, with its exit code or signal. Signals that are sent to every process of the run do not end it: the run
+decides when its rewards end.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import faulthandler
+import os
+import select
+import signal
+import struct
+import sys
+import time
+from pathlib import Path
+
+from verl_memopt.rewards import scorer
+from verl_memopt.rewards.limits import KEY, Limits
+from verl_memopt.rewards.output import OutputLog
+from verl_memopt.rewards.process_tree import (
+    cpu_seconds,
+    descendants,
+    end_descendants,
+    proportional_bytes,
+    resident_bytes,
+)
+
+MARK = "VERL_MEMOPT_REWARD_PROCESS"
+"""Environment variable whose value is one supervisor's alone. All that a reward function starts inherits it."""
+
+RUN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
+"""Sent to every process of a run by a terminal, Slurm, systemd or a container; the run answers them."""
+
+WATCH_SECONDS = 0.25
+WATCH_SHARE = 0.005
+"""The tree is looked at this often, and less often where a look takes more than this share of the time."""
+
+END_SECONDS = 5.0
+"""Longest time that killed processes may take to be gone."""
+
+VERDICT = struct.Struct("?H")
+"""Whether nothing is left, and the length of the reason that follows it."""
+VERDICT_AT = 256
+"""Where that stands in the shared file, behind the scorer's record."""
+
+_SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
+
+
+def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple[float, float, int]) -> None:
+    """Starts the scorer on the file descriptor ``pipe`` and watches over it. Does not return.
+
+    Args:
+        pipe: connection to the run, which only the scorer keeps.
+        lifeline: read end of a pipe whose write end the run holds.
+        progress: shared file with the place of the scorer and the verdict on its end.
+        log: file for what the function prints; None = where this program prints.
+        limits: the fields of :class:`Limits`.
+    """
+    for number in RUN_SIGNALS:
+        # A handler and not SIG_IGN, which programs that the function starts would inherit.
+        signal.signal(number, _stay)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, RUN_SIGNALS)
+    bound = Limits(*limits)
+    output, printed = os.pipe() if log is not None else (-1, -1)
+    for fd in (pipe, lifeline, progress):
+        os.set_inheritable(fd, False)
+    _prctl(_SET_CHILD_SUBREAPER, 1)
+    parent = os.getpid()
+    child = os.fork()
+    if child == 0:
+        os.close(lifeline)
+        _run_scorer(parent, pipe, progress, output, printed, bound)
+    os.close(pipe)
+    if printed >= 0:
+        os.close(printed)
+    watch = _Watch(child, lifeline, progress, output, None if log is None else OutputLog(Path(log)), bound)
+    _end_as(watch.run())
+
+
+def _stay(number: int, frame: object) -> None:
+    """Does nothing: the run decides."""
+
+
+def _prctl(option: int, value: int) -> None:
+    libc = ctypes.CDLL(None, use_errno=True)
+    if libc.prctl(option, value, 0, 0, 0) != 0:
+        raise OSError(ctypes.get_errno(), f"prctl({option}) failed")
+
+
+def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int, limits: Limits) -> None:
+    """The child: the scorer under its limits, which dies with the supervisor. Does not return."""
+    code = 1
+    try:
+        _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(0)
+        if printed >= 0:
+            os.close(output)
+            os.dup2(printed, 1)
+            os.dup2(printed, 2)
+            os.close(printed)
+        # Python's own streams were made for what lay there before.
+        sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, errors="backslashreplace", closefd=False) for fd in (1, 2))
+        faulthandler.enable()
+        limits.bind_process()
+        scorer.main(pipe, progress, limits)
+        code = 0
+    except BaseException:  # noqa: BLE001 - printed, and told by the exit code
+        sys.excepthook(*sys.exc_info())
+    finally:
+        with contextlib.suppress(OSError, ValueError):
+            sys.stdout.flush()
+            sys.stderr.flush()
+        os._exit(code)
+
+
+class _Watch:
+    """Waits for an end: of the scorer, of the run, or of patience with what they take."""
+
+    def __init__(self, child: int, lifeline: int, progress: int, output: int, log: OutputLog | None, limits: Limits) -> None:
+        self._child, self._lifeline, self._progress, self._limits = child, lifeline, progress, limits
+        self._output, self._log = output, log
+        self._parent = os.getppid()
+        self._row: tuple[int, float] = (-1, 0.0)
+        self._cpu_before = 0.0
+        self._wakeup, write = os.pipe()
+        os.set_blocking(write, False)
+        os.set_blocking(self._wakeup, False)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        signal.signal(signal.SIGCHLD, _stay)
+
+    def run(self) -> int:
+        """Returns the scorer's wait status once nothing of it is left (0 where the run has ended)."""
+        status, reason = self._wait()
+        clean = end_descendants(END_SECONDS)
+        while self._take_output():
+            pass
+        text = reason.encode()
+        os.pwrite(self._progress, VERDICT.pack(clean, len(text)) + text, VERDICT_AT)
+        return status
+
+    def _wait(self) -> tuple[int, str]:
+        next_look, patience = time.monotonic() + WATCH_SECONDS, WATCH_SECONDS
+        while True:
+            status = self._ended()
+            if status is not None:
+                return status, ""
+            fds = [self._lifeline, self._wakeup, *([self._output] if self._output >= 0 else [])]
+            ready = select.select(fds, [], [], max(0.0, next_look - time.monotonic()))[0]
+            if self._lifeline in ready or os.getppid() != self._parent:
+                return 0, ""
+            if self._wakeup in ready:
+                os.read(self._wakeup, 4096)
+            if self._output in ready:
+                self._take_output()
+            if time.monotonic() >= next_look:
+                began = time.monotonic()
+                reason = self._passed_limit()
+                if reason:
+                    return signal.SIGKILL, reason
+                patience = max(WATCH_SECONDS, (time.monotonic() - began) / WATCH_SHARE)
+                next_look = time.monotonic() + patience
+
+    def _ended(self) -> int | None:
+        """Collects children that have ended, adopted ones too; gives the scorer's status when it is among them."""
+        while True:
+            pid, status = os.waitpid(-1, os.WNOHANG)
+            if pid in (0, self._child):
+                return status if pid else None
+
+    def _take_output(self) -> bool:
+        """Moves what was printed to the log; says whether there may be more."""
+        if self._output < 0 or self._log is None or not select.select([self._output], [], [], 0)[0]:
+            return False
+        data = os.read(self._output, 65536)
+        if not data:  # nobody is left who could print
+            os.close(self._output)
+            self._output = -1
+            return False
+        self._log.write(data)
+        return True
+
+    def _passed_limit(self) -> str:
+        """Names the limit that the tree has passed, or nothing."""
+        tree, limits = descendants(os.getpid()), self._limits
+        if resident_bytes(tree) > limits.memory_bytes and proportional_bytes(tree) > limits.memory_bytes:
+            return f"held more memory, with the processes it started, than {KEY}.memory_gb={limits.memory_gb:g}"
+        waited = os.times()
+        spent = cpu_seconds(tree) + waited.children_user + waited.children_system
+        row = scorer.PROGRESS.unpack(os.pread(self._progress, scorer.PROGRESS.size, 0))
+        if row != self._row or row[0] < 0:
+            self._row, self._cpu_before = row, spent
+        if spent - self._cpu_before > limits.cpu_seconds:
+            return f"took more processor time than {KEY}.cpu_seconds={limits.cpu_seconds:g}"
+        return ""
+
+
+def _end_as(status: int) -> None:
+    """Ends this process as the scorer did, so that whoever waits for it learns the truth."""
+    if os.WIFSIGNALED(status):
+        number = os.WTERMSIG(status)
+        with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to take away
+            signal.signal(number, signal.SIG_DFL)
+        os.kill(os.getpid(), number)
+        signal.pause()
+    os._exit(os.waitstatus_to_exitcode(status))
