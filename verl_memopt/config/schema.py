@@ -564,6 +564,9 @@ class Trainer:
     """The run folder; null = checkpoints/{project_name}/{experiment_name}."""
     max_actor_ckpt_to_keep: int | None = None
     """Checkpoints kept; null = all."""
+    max_skipped_steps: int = 3
+    """Steps in a row without any update, because no gradient norm was finite, after which the run stops and names the last good
+    checkpoint. One such step may be a bad batch; three in a row mean that the weights or the settings are at fault."""
     balance_batch: bool = True
     """Even out tokens over ranks."""
     ray_wait_register_center_timeout: int = 300
