@@ -174,7 +174,7 @@ class Optim:
     most. Lower it when the step sets the peak; a few MiB are enough to keep a bus busy."""
     in_backward: bool = False
     """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs ``clip_grad=null`` and
-    one micro-batch per optimizer step."""
+    one micro-batch per optimizer step. A gradient that is not finite stops the run, unless it is the first of its step."""
     lr_scheduler_type: str = "constant"
     """constant or cosine, after the warm-up."""
     min_lr_ratio: float = 0.0

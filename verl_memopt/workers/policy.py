@@ -128,7 +128,7 @@ class Policy:
         metrics["actor/lr"] = torch.tensor(learning_rate)
         if self.in_backward is not None:
             metrics[PARTIAL] = self.in_backward.take_moved()
-        metrics = _on_host(metrics)
+        metrics = on_host(metrics)
         finite = _is_finite(metrics["actor/grad_norm"])
         metrics[SKIPPED] = torch.tensor(0.0 if finite else 1.0)
         if finite:
@@ -210,7 +210,7 @@ def _over_steps(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
     return means | {name: sum(values) for name, values in counted.items() if values}
 
 
-def _on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Gives fp32 scalars on the host: the one place where an optimizer step waits for the device, once."""
     values = {name: value.float() for name, value in metrics.items()}
     there = [name for name, value in values.items() if value.device.type != "cpu"]
