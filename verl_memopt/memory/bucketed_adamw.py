@@ -205,10 +205,13 @@ class BucketedAdamW(Optimizer):
             if self._stochastic:
                 round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
             torch._foreach_copy_(resting, weights)
-        kept = {} if stopped is None or section.format.repeats else {name: plane.clone() for name, plane in planes.items()}
+        if stopped is None or section.format.repeats:
+            section.format.encode(planes, work, generator)
+            return
+        before = {name: plane.clone() for name, plane in planes.items()}
         section.format.encode(planes, work, generator)
-        for name, before in kept.items():
-            torch.where(stopped.bool(), before, planes[name], out=planes[name])
+        for name, plane in planes.items():
+            torch.where(stopped.bool(), before[name], plane, out=plane)
 
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
         """Gives the state of each bucket on the device, where it stays or passes by."""
