@@ -17,7 +17,9 @@ def test_what_is_wrong_before_a_run_begins_ends_with_code_2(kind):
     assert kind.exit_code == 2
 
 
-@pytest.mark.parametrize("kind", [errors.RewardError, errors.RolloutError, errors.WorkerError, errors.CheckpointError])
+@pytest.mark.parametrize(
+    "kind", [errors.RewardError, errors.RolloutError, errors.TrainingError, errors.WorkerError, errors.CheckpointError]
+)
 def test_what_goes_wrong_in_a_run_ends_with_code_1(kind):
     assert kind.exit_code == 1
 

@@ -30,6 +30,12 @@ class RolloutError(UserError):
     exit_code = 1
 
 
+class TrainingError(UserError):
+    """Training cannot go on: the gradients stay without a finite norm, or an update has damaged the weights."""
+
+    exit_code = 1
+
+
 class WorkerError(UserError):
     """A worker raised or died. The message carries the worker's own traceback."""
 

@@ -1,3 +1,4 @@
+import math
 from dataclasses import dataclass, replace
 
 import pytest
@@ -8,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.memory.recomputed import relative
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
-from verl_memopt.memory.chunked_logprob import FREE_TILE, head_log_probs, logit_bytes
+from verl_memopt.memory.chunked_logprob import FREE_TILE, _assert_as_told, head_log_probs, logit_bytes
 from verl_memopt.memory.shapes import Shapes
 from verl_memopt.observe.byte_tracker import ByteTracker
 
@@ -254,3 +255,11 @@ def test_memory_does_not_grow_with_tokens_times_vocabulary(cut, entropy):
 def test_adding_in_place_spares_a_gradient(ahead):
     apart, in_place = (measured(replace(Cut(CHUNK, 0, ahead), in_place=flag), 64)[1] for flag in (False, True))
     assert apart - in_place == LARGE * NARROW * 4
+
+
+def test_a_gradient_that_is_not_finite_is_let_through_and_any_other_that_was_not_told_breaks_off():
+    told = torch.tensor([math.nan, math.inf, 1.0, 2.0])
+    for brought in (told, torch.tensor([0.0, math.nan, 1.0, 2.0]), torch.tensor([math.nan, math.nan, math.nan, 2.0])):
+        _assert_as_told(told, brought)
+    with pytest.raises(RuntimeError, match="not the one that was told ahead"):
+        _assert_as_told(told, torch.tensor([math.nan, math.inf, 1.0, 2.1]))

@@ -109,3 +109,19 @@ def test_the_summary_shows_each_phases_share_and_names_its_counter() -> None:
     assert "50.0 %" in text
     assert "(tracker)" in text
     assert "1,024" in text
+
+
+def test_the_end_says_the_warnings_of_a_run_before_its_folder() -> None:
+    console = plain()
+    print_end(console, {**SUMMARY, "warnings": [{"step": 6, "warning": "[it] fell"}], "skipped_updates": 2}, Path("run"))
+    assert printed(console).splitlines()[-3:] == [
+        "WARNING, step 6: [it] fell",
+        "WARNING: 2 updates were skipped, because their gradient norm was not finite.",
+        "run",
+    ]
+
+
+def test_a_run_without_warnings_says_nothing_of_them() -> None:
+    console = plain()
+    print_end(console, {**SUMMARY, "warnings": [], "skipped_updates": 0}, Path("run"))
+    assert "WARNING" not in printed(console)

@@ -66,3 +66,13 @@ def test_runs_of_one_name_are_told_apart_by_their_parents(make_run: Callable[...
 def test_a_folder_that_is_missing_is_named(make_run: Callable[..., RunFolder], console: Console, tmp_path: Path) -> None:
     with pytest.raises(UserError, match="gone"):
         report([make_run().path, tmp_path / "gone"], console=console)
+
+
+def test_a_report_repeats_the_warnings_of_the_run(make_run: Callable[..., RunFolder]) -> None:
+    folder = make_run()
+    folder.add_warnings(2, ["the reward fell"])
+    assert finish_summary(folder)["warnings"] == [{"step": 2, "warning": "the reward fell"}]
+    console = Console(file=StringIO(), width=80)
+    report([folder.path], console=console)
+    assert "WARNING, step 2: the reward fell" in console.file.getvalue()
+    assert folder.read_summary()["warnings"] == [{"step": 2, "warning": "the reward fell"}]

@@ -61,3 +61,18 @@ def test_what_began_before_the_folder_was_ready_counts_as_running_time(tmp_path:
     folder.begin("a: 1\n", None)
     log_step(folder, 1, folder.began - 5)
     assert [round(row.elapsed_seconds, 3) for row in folder.read_timeline()] == [0.0, 2.0]
+
+
+def test_warnings_are_kept_with_their_step_and_cut_back_on_resume(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path)
+    folder.begin("a: 1\n", None)
+    folder.add_warnings(1, [])
+    assert not folder.warnings.exists()
+    folder.add_warnings(2, ["low", "lower"])
+    folder.add_warnings(3, ["lowest"])
+    rows = [{"step": 2, "warning": "low"}, {"step": 2, "warning": "lower"}]
+    assert folder.read_warnings() == [*rows, {"step": 3, "warning": "lowest"}]
+    folder.begin("a: 1\n", 2)
+    assert folder.read_warnings() == rows
+    folder.begin("a: 1\n", None)
+    assert folder.read_warnings() == []

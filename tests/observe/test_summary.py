@@ -35,3 +35,8 @@ def test_the_environment_names_device_command_and_installed_versions() -> None:
     assert (found["device"], found["command"]) == ("cpu", ["verl-memopt", "train"])
     assert "torch" in found["versions"]
     assert None not in found["versions"].values()
+
+
+def test_skipped_updates_are_counted_over_the_whole_run() -> None:
+    rows = [{"step": 0}, {"step": 1, "actor/skipped_updates": 2.0}, {"step": 2, "actor/skipped_updates": 0.0}]
+    assert build_summary([*rows, {"step": 3, "actor/skipped_updates": 1.0}], [])["skipped_updates"] == 3

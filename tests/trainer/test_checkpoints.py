@@ -221,3 +221,29 @@ def test_a_damaged_checkpoint_asked_for_by_name_is_refused_with_its_fault(store)
     cut_short(folder)
     with pytest.raises(CheckpointError, match=r"not whole \(actor/shard has 9 bytes of 10\).*resume_mode=auto"):
         read_checkpoint(folder)
+
+
+def test_the_newest_proven_checkpoint_is_kept_however_many_come_after_it(tmp_path):
+    store = CheckpointStore(tmp_path, 2)
+    for step in range(1, 4):
+        save(store, step)
+    store.prove(3)
+    for step in range(4, 9):
+        save(store, step)
+        assert store.proven() == 3
+    assert store.steps() == [3, 7, 8]
+    store.prove(7)
+    save(store, 9)
+    assert store.steps() == [7, 8, 9] or store.steps() == [8, 9]
+    assert store.proven() == 7
+    save(store, 10)
+    assert store.steps() == [7, 9, 10]
+
+
+def test_a_step_without_a_checkpoint_proves_nothing_and_one_saved_anew_is_not_proven(store):
+    store.prove(4)
+    assert store.proven() is None
+    save(store, 4)
+    store.prove(4)
+    save(store, 4)
+    assert store.proven() is None

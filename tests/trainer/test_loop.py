@@ -1,4 +1,5 @@
 import logging
+import math
 import os
 import signal
 
@@ -6,7 +7,7 @@ import pytest
 from safetensors.torch import load_file
 
 from tests.trainer.conftest import AR, learned, ready
-from verl_memopt.errors import CheckpointError
+from verl_memopt.errors import CheckpointError, TrainingError
 
 
 def rows(trainer):
@@ -247,3 +248,50 @@ def test_a_seed_that_was_drawn_is_kept_over_a_resume(run_in, caplog):
     said = [record.getMessage().split("uses ")[1] for record in caplog.records if "this run uses" in record.getMessage()]
     seed = said[0].split()[0]
     assert said == [f"{seed} (drawn)", f"{seed} (from the checkpoint)"]
+
+
+def lost(trainer):
+    """Lets the policy's weights become what an update that is far too large makes of them."""
+    for parameter in trainer.crew.group._worker.policy.model.parameters():
+        parameter.data.fill_(math.nan)
+
+
+EVERY_STEP = {"trainer.save_freq": 1, "trainer.max_actor_ckpt_to_keep": 1, "trainer.total_training_steps": 9}
+
+
+def test_a_run_whose_weights_are_lost_stops_and_keeps_the_last_good_checkpoint(settled):
+    with ready(settled(EVERY_STEP)) as trainer:
+        trainer.crew.all("update_weights", "update_weights")
+        for step in (1, 2):
+            trainer.one_step(step)
+        lost(trainer)
+        for step in (3, 4):
+            trainer.one_step(step)
+        assert saved(trainer) == [1, 4]
+        with pytest.raises(TrainingError, match=r"steps 3 to 5 applied no update.*of step 1 is good"):
+            trainer.one_step(5)
+        assert saved(trainer) == [1, 4]
+        assert [row["actor/skipped_updates"] for row in rows(trainer).values()] == [0, 0, 2, 2, 2]
+
+
+def test_a_run_started_again_goes_on_counting_the_steps_without_an_update(settled):
+    with ready(settled(EVERY_STEP)) as trainer:
+        trainer.crew.all("update_weights", "update_weights")
+        trainer.one_step(1)
+        lost(trainer)
+        for step in (2, 3):
+            trainer.one_step(step)
+    with ready(settled(EVERY_STEP)) as trainer, pytest.raises(TrainingError, match="steps 2 to 4 applied no update"):
+        trainer.run()
+
+
+def test_what_a_run_was_warned_of_is_remembered_by_the_one_that_goes_on(settled):
+    first = {"trainer.val_before_train": True, "trainer.save_freq": 2}
+    with ready(settled(first)) as trainer:
+        trainer.run()
+        before = trainer.health.state_dict()
+    assert before["validation"]["prompts"] == 3
+    assert before["first"]["prompts"] == 8
+    with ready(settled(first)) as trainer:
+        trainer.resume()
+        assert trainer.health.state_dict() == before

@@ -1,6 +1,7 @@
 import csv
 import dataclasses
 import json
+import logging
 
 import pytest
 
@@ -201,3 +202,15 @@ def test_the_end_writes_the_summary_and_charts_and_prints_the_folder_last(report
 
 def test_the_settings_a_run_used_lie_in_its_folder(report):
     assert "train_batch_size: 4" in (report().folder.path / "config.yaml").read_text()
+
+
+def test_a_warning_is_logged_and_stands_in_the_summary(report, caplog, capsys):
+    reporter = report()
+    reporter.warn(1, [])
+    with caplog.at_level(logging.WARNING):
+        reporter.warn(2, ["the reward fell"])
+    assert [record.getMessage() for record in caplog.records] == ["step 2: the reward fell"]
+    finish_step(reporter, 2)
+    reporter.finish()
+    assert reporter.folder.read_summary()["warnings"] == [{"step": 2, "warning": "the reward fell"}]
+    assert "WARNING, step 2: the reward fell" in capsys.readouterr().out

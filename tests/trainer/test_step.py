@@ -8,7 +8,7 @@ import torch
 
 from tests.trainer.conftest import AR, Member, crew_of, write_rows
 from verl_memopt.algorithms.reductions import GlobalCounts
-from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.errors import ConfigError, RolloutError, TrainingError
 from verl_memopt.memory.shared_prompt import RowTokens
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rollout.engine import Generation
@@ -140,11 +140,13 @@ def test_the_samples_of_one_prompt_lie_on_one_rank_or_where_there_are_too_few_pr
 class Updater(Member):
     """Takes an update and answers with figures that depend on its rank."""
 
-    norm = 2.0
+    norm, partial = 2.0, ()
 
     def update_actor(self, minis):
         self.minis = minis
-        return {"actor/loss": 1.0 + self.rank, "actor/grad_norm": self.norm, "actor/lr": 0.5}
+        skipped = 0.0 if math.isfinite(self.norm) else 1.0
+        metrics = {"actor/loss": 1.0 + self.rank, "actor/grad_norm": self.norm, "actor/lr": 0.5, "actor/skipped_updates": skipped}
+        return metrics | ({"actor/partial_updates": self.partial[self.rank]} if self.partial else {})
 
 
 def updated(alike, more, ranks=1, step=1):
@@ -184,15 +186,27 @@ def test_shuffling_keeps_groups_whole_and_differs_by_epoch_step_and_seed(alike):
 
 def test_over_ranks_shares_are_summed_and_what_all_ranks_know_is_taken_once(alike):
     metrics, rows = updated(alike, {f"{AR}.actor.ppo_mini_batch_size": 4}, ranks=2)
-    assert metrics == {"actor/loss": 3.0, "actor/grad_norm": 2.0, "actor/lr": 0.5}
+    assert metrics == {"actor/loss": 3.0, "actor/grad_norm": 2.0, "actor/lr": 0.5, "actor/skipped_updates": 0.0}
     assert sorted(rows[0][0] + rows[1][0]) == list(range(8))
 
 
 @pytest.mark.parametrize("norm", [math.nan, math.inf])
-def test_a_gradient_that_is_not_finite_stops_the_run_with_a_way_out(alike, norm, monkeypatch):
+@pytest.mark.parametrize("partial", [(), (0.0, 0.0)])
+def test_an_update_that_two_ranks_skip_is_counted_once(alike, norm, partial, monkeypatch):
     monkeypatch.setattr(Updater, "norm", norm)
-    with pytest.raises(RolloutError, match=rf"step 1: the gradient norm is {norm}.*Lower {AR}\.actor\.optim\.lr"):
-        updated(alike, {})
+    monkeypatch.setattr(Updater, "partial", partial)
+    metrics, _ = updated(alike, {f"{AR}.actor.ppo_mini_batch_size": 4}, ranks=2)
+    assert metrics["actor/skipped_updates"] == 1.0
+    assert "actor/partial_updates" not in metrics
+
+
+def test_weights_that_one_rank_has_updated_in_part_stop_the_run_with_the_way_back(alike, monkeypatch):
+    monkeypatch.setattr(Updater, "norm", math.nan)
+    monkeypatch.setattr(Updater, "partial", (0.0, 1.0))
+    with pytest.raises(
+        TrainingError, match=r"in_backward=true: in step 3 a gradient .* cannot be taken back.*trainer\.resume_mode=disable"
+    ):
+        updated(alike, {f"{AR}.actor.ppo_mini_batch_size": 4}, ranks=2, step=3)
 
 
 # The engine's log-probs beside the trainer's.
@@ -244,6 +258,13 @@ def test_past_the_threshold_the_run_stops_and_names_the_key_and_the_step(alike, 
 def test_below_the_threshold_without_one_or_with_filters_the_run_goes_on(alike, more):
     found = compared(alike, [-1.0, -1.5], [-1.0, -1.0], {f"{AR}.rollout.{name}": value for name, value in more.items()})
     assert found["rollout/logprob_diff_mean"] == 0.25
+
+
+@pytest.mark.parametrize("engine", [[-1.0, -1.0], [math.nan, -1.0]])
+@pytest.mark.parametrize("trainer", [math.nan, -math.inf])
+def test_where_the_trainers_own_log_probs_are_not_finite_the_sync_is_not_blamed(alike, engine, trainer):
+    found = compared(alike, engine, [trainer, -1.0], {f"{AR}.rollout.max_logprob_diff": 0.2})
+    assert not math.isfinite(found["rollout/logprob_diff_mean"])
 
 
 def test_a_difference_of_the_threshold_itself_goes_on_and_any_more_stops(alike):
@@ -301,6 +322,7 @@ def test_a_step_answers_scores_updates_and_syncs(settled):
     assert first.metrics["actor/grad_norm"] > 0
     assert first.metrics["actor/lr"] == pytest.approx(1e-3)
     assert 0 < first.metrics["actor/entropy"] <= math.log(320)
+    assert first.metrics["actor/skipped_updates"] == first.metrics["training/log_probs_not_finite"] == 0
     assert phases[2:] == ["gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights"] * 2
     assert {"data/tokens_dropped", "actor/kl_loss", "actor/reward_kl_penalty"}.isdisjoint(first.metrics)
 

@@ -1,5 +1,6 @@
 import dataclasses
 import gc
+import math
 import weakref
 
 import pytest
@@ -12,11 +13,14 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.ranks import run_ranks
 from tests.tensors import local_of, whole_of
 from verl_memopt.algorithms.reductions import GlobalCounts
-from verl_memopt.config.schema import Actor, Fsdp, Model, Optim
+from verl_memopt.config.schema import Actor, Fsdp, Model, Optim, TrainedFsdp
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group, training_mesh
+from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
+from verl_memopt.memory.lora import initialize_adapters
 from verl_memopt.models.build import named_weights
+from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
 from verl_memopt.workers.policy import MiniBatch, Policy
@@ -285,3 +289,142 @@ def test_every_pass_runs_on_fake_tensors_under_a_fake_process_group(untied_folde
         assert {type(tensor) for tensor in (log_probs, entropy, metrics["actor/grad_norm"], *synced)} == {FakeTensor}
     finally:
         leave_process_group()
+
+
+# What is not finite is not applied.
+
+KNOBS = {
+    "none": {},
+    "no clipping": {"clip_grad": None},
+    "moments on the host": {"fsdp": {"optimizer_offload": True}},
+    "FSDP2's own offload": {"fsdp": {"offload_policy": True}},
+    "bfloat16 moments": {"state_dtype": "bfloat16"},
+    "8-bit moments on the host": {"state_dtype": "int8", "fsdp": {"optimizer_offload": True}},
+    "4-bit moments": {"state_dtype": "int4"},
+    "stochastic rounding": {"stochastic_rounding": True, "fsdp": {"model_dtype": "bfloat16"}},
+    "another optimizer": {"optimizer": "SGD"},
+    "adapters": {"lora_rank": 4},
+    "in backward": {"in_backward": True, "clip_grad": None},
+    "in backward, 8-bit on the host": {
+        "in_backward": True, "clip_grad": None, "state_dtype": "int8", "fsdp": {"optimizer_offload": True},
+    },
+    "in backward, stochastic rounding": {
+        "in_backward": True, "clip_grad": None, "stochastic_rounding": True, "state_dtype": "int4",
+        "fsdp": {"model_dtype": "bfloat16"},
+    },
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def narrow_folder(tmp_path_factory):
+    """A model whose rows are long enough for blocks of every format, and which is quick."""
+    from verl_memopt.models.tiny import TinyShape, make_tiny_model
+
+    shape = TinyShape(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, tie_embeddings=False)
+    return make_tiny_model(tmp_path_factory.mktemp("narrow") / "model", shape, seed=3)
+
+
+def policy_with_knobs(folder, mesh, world_size=1, fsdp=None, lora_rank=0, **optim):
+    fsdp = TrainedFsdp(**{"dtype": "fp32", **(fsdp or {})})
+    actor = dataclasses.replace(ACTOR, entropy_coeff=0.0, fsdp_config=fsdp, optim=dataclasses.replace(ACTOR.optim, **optim))
+    model = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, lora_rank=lora_rank, lora_alpha=8)
+    scorer = build_scorer(model, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, False, trained=True)
+    materialize(scorer, folder, CPU, fsdp.offload_policy)
+    initialize_adapters(scorer, 5)
+    return Policy(scorer, actor, 10, world_size, CPU)
+
+
+def in_bytes(policy):
+    """Gives all that an update may change, as bytes."""
+    tensors = [*policy.model.parameters(), *state_tensors(policy.optimizer)]
+    found = [local_of(tensor).detach().contiguous().flatten().view(torch.uint8).clone() for tensor in tensors]
+    return found, (policy.schedule.last_epoch, policy.schedule.get_last_lr(), getattr(policy.optimizer, "_num_steps", 0))
+
+
+def same_bytes(one, other):
+    return one[1] == other[1] and all(torch.equal(a, b) for a, b in zip(one[0], other[0], strict=True))
+
+
+def mini_of(seed, bad=None, rank=0, world_size=1):
+    """Gives a rank's share of a mini-batch. bad: the advantage of its last token, where that is no number."""
+    mini = shares(batch(seed=seed), world_size, WHOLE)[rank]
+    if bad is not None:
+        mini.batch.advantages[-1] = bad
+    return mini
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf])
+@pytest.mark.parametrize("knob", KNOBS)
+def test_an_update_whose_gradient_norm_is_not_finite_changes_no_byte(narrow_folder, one_rank, knob, bad):
+    policy, other = (policy_with_knobs(narrow_folder, one_rank, **KNOBS[knob]) for _ in range(2))
+    for each in (policy, other):
+        assert each.update([mini_of(0)], 0.9)["actor/skipped_updates"] == 0
+    before = in_bytes(policy)
+    metrics = policy.update([mini_of(1, bad)], 0.9)
+    assert not math.isfinite(metrics["actor/grad_norm"])
+    assert metrics["actor/skipped_updates"] == 1
+    assert metrics.get("actor/partial_updates", 0.0) == 0
+    assert same_bytes(in_bytes(policy), before)
+    assert all(parameter.grad is None for parameter in policy.model.parameters())
+    for each in (policy, other):
+        each.update([mini_of(2)], 0.9)
+    assert same_bytes(in_bytes(policy), in_bytes(other))
+    assert not same_bytes(in_bytes(policy), before)
+
+
+def test_a_bad_mini_batch_costs_its_own_update_and_no_other(narrow_folder, one_rank):
+    policy, other = (policy_with_knobs(narrow_folder, one_rank) for _ in range(2))
+    metrics = policy.update([mini_of(0), mini_of(1, math.nan), mini_of(2), mini_of(3, math.inf)], 0.9)
+    assert metrics["actor/skipped_updates"] == 2
+    assert other.update([mini_of(0), mini_of(2)], 0.9)["actor/skipped_updates"] == 0
+    assert same_bytes(in_bytes(policy), in_bytes(other))
+
+
+def test_a_first_update_that_is_skipped_leaves_a_state_that_can_be_saved(narrow_folder, one_rank, tmp_path):
+    parts = ["model", "optimizer", "extra"]
+    policy, other = (policy_with_knobs(narrow_folder, one_rank) for _ in range(2))
+    policy.update([mini_of(0, math.nan)], 0.9)
+    save_training_state(tmp_path, policy.model, policy.optimizer, policy.schedule, CPU, parts)
+    resumed = policy_with_knobs(narrow_folder, one_rank)
+    load_training_state(tmp_path, resumed.model, resumed.optimizer, resumed.schedule, CPU, parts)
+    for each in (policy, resumed, other):
+        each.update([mini_of(1)], 0.9)
+    assert same_bytes(in_bytes(policy), in_bytes(other))
+    assert same_bytes(in_bytes(resumed), in_bytes(other))
+
+
+def skipped_on_two_ranks(rank, folder):
+    """Gives, with and without updates in backward, whether this rank's update changed a byte, and its metrics."""
+    found = {}
+    for in_backward in (False, True):
+        knobs = {"in_backward": True, "clip_grad": None} if in_backward else {}
+        policy = policy_with_knobs(folder, training_mesh("cpu", 2, -1), 2, **knobs)
+        policy.update([mini_of(0, None, rank, 2)], 0.9)
+        before = in_bytes(policy)
+        metrics = policy.update([mini_of(1, math.nan if rank == 1 else None, rank, 2)], 0.9)
+        found[in_backward] = (same_bytes(in_bytes(policy), before), metrics)
+    return found
+
+
+def test_ranks_skip_together_when_only_one_has_a_bad_row(narrow_folder):
+    answers = run_ranks(skipped_on_two_ranks, 2, narrow_folder)
+    for in_backward in (False, True):
+        for unchanged, metrics in (answer[in_backward] for answer in answers):
+            assert unchanged
+            assert metrics["actor/skipped_updates"] == 1
+            assert metrics.get("actor/partial_updates", 0.0) == 0
+
+
+def test_in_backward_a_bad_gradient_after_good_ones_is_told_as_a_partial_update(narrow_folder, one_rank):
+    policy = policy_with_knobs(narrow_folder, one_rank, in_backward=True, clip_grad=None)
+    policy.update([mini_of(0)], 0.9)
+    # Backward comes to the embedding last, when every other parameter is updated.
+    embedding = policy.model.lm.get_input_embeddings().weight
+    handle = embedding.register_hook(lambda gradient: gradient * math.nan)
+    before, kept = in_bytes(policy), embedding.detach().clone()
+    metrics = policy.update([mini_of(1)], 0.9)
+    handle.remove()
+    assert (metrics["actor/skipped_updates"], metrics["actor/partial_updates"]) == (1, 1)
+    assert torch.equal(embedding, kept)
+    assert not same_bytes(in_bytes(policy), before)
+    assert "actor/partial_updates" not in policy.update([mini_of(2)], 0.9)

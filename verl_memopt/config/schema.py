@@ -177,7 +177,7 @@ class Optim:
     most. Lower it when the step sets the peak; a few MiB are enough to keep a bus busy."""
     in_backward: bool = False
     """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs ``clip_grad=null`` and
-    one micro-batch per optimizer step."""
+    one micro-batch per optimizer step. A gradient that is not finite stops the run, unless it is the first of its step."""
     lr_scheduler_type: str = "constant"
     """constant or cosine, after the warm-up."""
     min_lr_ratio: float = 0.0
@@ -574,6 +574,9 @@ class Trainer:
     """The run folder; null = checkpoints/{project_name}/{experiment_name}."""
     max_actor_ckpt_to_keep: int | None = None
     """Checkpoints kept; null = all."""
+    max_skipped_steps: int = 3
+    """Steps in a row without any update, because no gradient norm was finite, after which the run stops and names the last good
+    checkpoint. One such step may be a bad batch; three in a row mean that the weights or the settings are at fault."""
     balance_batch: bool = True
     """Even out tokens over ranks."""
     ray_wait_register_center_timeout: int = 300

@@ -72,7 +72,20 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
         # What is frozen comes from the model's folder again.
         state["model"] = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     if "optimizer" in contents:
-        state["optimizer"] = get_optimizer_state_dict(model, optimizer)
+        state["optimizer"] = _optimizer_state(model, optimizer)
+    return state
+
+
+def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
+    """Gives the state of an optimizer, also of one whose updates were all skipped so far.
+
+    Torch makes its state then by a step with gradients and a rate of 0. That step must not count.
+    """
+    has_stepped = bool(optimizer.state)
+    state = get_optimizer_state_dict(model, optimizer)
+    for values in () if has_stepped else optimizer.state.values():
+        if isinstance(values.get("step"), torch.Tensor):
+            values["step"].zero_()
     return state
 
 

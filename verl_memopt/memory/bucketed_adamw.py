@@ -99,10 +99,13 @@ class BucketedAdamW(Optimizer):
         return loss
 
     @torch.no_grad()
-    def step_parameter(self, parameter: nn.Parameter) -> None:
-        """Updates one parameter ahead of :meth:`step`, which then must not find its gradient any more."""
+    def step_parameter(self, parameter: nn.Parameter, stopped: Tensor | None = None) -> None:
+        """Updates one parameter ahead of :meth:`step`, which then must not find its gradient any more.
+
+        stopped: fp32 scalar on the device; where it is 1, parameter and state stay as they are.
+        """
         section, member = self._section_of[id(parameter)]
-        self._update(section, [member])
+        self._update(section, [member], stopped)
 
     def state_dict(self) -> dict[str, Any]:
         """Gives the state as it rests; nothing is copied."""
@@ -158,18 +161,22 @@ class BucketedAdamW(Optimizer):
             level = logging.WARNING if 2 * kept > whole else logging.INFO
             logger.log(level, KEPT, state_dtype, kept, whole, LEAST_BLOCK)
 
-    def _update(self, section: Section, members: Sequence[Member]) -> None:
+    def _update(self, section: Section, members: Sequence[Member], stopped: Tensor | None = None) -> None:
         if not members:
             return
-        torch._foreach_add_([self.state[member.parameter]["step"] for member in members], 1)
-        buckets = cut_buckets(members, self._bucket_elements(section), section.cut)
+        steps = [self.state[member.parameter]["step"] for member in members]
+        # Where the update may be stopped, the number to add is on the device.
+        torch._foreach_add_(steps, 1 if stopped is None else [1 - stopped] * len(steps))
+        buckets = cut_buckets(members, self._bucket_elements(section, stopped is not None), section.cut)
         if not buckets:  # a rank may hold no row of any of them
             return
         work = self._work(section, max(count(bucket) for bucket in buckets))
         for bucket, planes in zip(buckets, self._planes(section, buckets), strict=True):
-            self._update_bucket(section, bucket, planes, _cut(work, count(bucket)))
+            self._update_bucket(section, bucket, planes, _cut(work, count(bucket)), stopped)
 
-    def _update_bucket(self, section: Section, bucket: Sequence[Slice], planes: Planes, work: Work) -> None:
+    def _update_bucket(
+        self, section: Section, bucket: Sequence[Slice], planes: Planes, work: Work, stopped: Tensor | None
+    ) -> None:
         group, sizes = section.group, [part.last - part.first for part in bucket]
         generator = self._seeded(section, bucket[0])
         exp_avg, exp_avg_sq = section.format.decode(planes, work)
@@ -192,12 +199,19 @@ class BucketedAdamW(Optimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
+            found_inf=stopped,
         )
         if section.dtype != torch.float32:
             if self._stochastic:
                 round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
             torch._foreach_copy_(resting, weights)
+        if stopped is None or section.format.repeats:
+            section.format.encode(planes, work, generator)
+            return
+        before = {name: plane.clone() for name, plane in planes.items()}
         section.format.encode(planes, work, generator)
+        for name, plane in planes.items():
+            torch.where(stopped.bool(), before[name], plane, out=plane)
 
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
         """Gives the state of each bucket on the device, where it stays or passes by."""
@@ -209,12 +223,16 @@ class BucketedAdamW(Optimizer):
     def _scratch_count(self, section: Section) -> int:
         return max(section.format.scratch, 0 if section.dtype == torch.float32 else 2)
 
-    def _bucket_elements(self, section: Section) -> int:
-        """Gives the elements of a bucket: so many that slots, decoded moments and scratch are three buckets together."""
+    def _bucket_elements(self, section: Section, may_stop: bool) -> int:
+        """Gives the elements of a bucket: so many that slots, decoded moments and scratch are three buckets together.
+
+        may_stop: the state as it was is scratch too, where encoding it again would change it.
+        """
         itemsize = torch.float32.itemsize
         room = itemsize * (2 * section.format.decodes + self._scratch_count(section))
-        passing = SLOTS * sum(plane.dtype.itemsize / plane.per_entry for plane in section.format.planes) * self._offload
-        elements = int(SLOTS * self._bucket_bytes / ((room + passing) or SLOTS * 2 * itemsize))
+        resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.format.planes)
+        beside = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
+        elements = int(SLOTS * self._bucket_bytes / ((room + beside) or SLOTS * 2 * itemsize))
         return max(elements // section.cut, 1) * section.cut
 
     def _work(self, section: Section, elements: int) -> Work:

@@ -4,7 +4,9 @@ Saves: b_g * (N - N_u) / W bytes (b_g = 4 for fp32 gradients, N parameters, N_u 
     group): at no time is there more than one unit's gradient; of a matrix that head and embedding share there are two, which
     meet in backward. Without it all of them lie there from the end of backward to the end of the optimizer step.
 Costs: clipping, which needs the norm of all gradients first (the norm is still reported), and accumulation: one micro-batch
-    per optimizer step. The update no longer waits for backward, nor runs as one launch.
+    per optimizer step. The update no longer waits for backward, nor runs as one launch. From the first gradient that is not
+    finite on, nothing more is updated in that step. Where parameters have moved before it, the run stops, because the step
+    cannot be taken back: without this knob it is skipped and the run goes on.
 Pairs with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_rounding``; a token budget that takes a whole
     mini-batch at once (activation checkpointing and offload, chunked log-probs, tiled MLP).
 """
@@ -19,6 +21,7 @@ from torch import Tensor, nn
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.knob import Claim, Knob, Refusal
+from verl_memopt.memory.optimizer_layout import local
 from verl_memopt.memory.shapes import Shapes
 from verl_memopt.observe.byte_tracker import scope
 
@@ -31,6 +34,11 @@ class StepInBackward:
     def __init__(self, optimizer: BucketedAdamW) -> None:
         self._optimizer = optimizer
         self._norms: dict[int, Tensor] = {}
+        device = local(optimizer.param_groups[0]["params"][0]).device
+        # All three stay on the device: to read one of them in backward would make the host wait at each parameter.
+        self._sum = torch.zeros((), device=device)
+        self._stopped = torch.zeros((), device=device)
+        self._moved = torch.zeros((), device=device)
         # A parameter keeps its hook where the collector of garbage does not look, so the hook must not keep the optimizer.
         hook = _WeakHook(self)
         for group in optimizer.param_groups:
@@ -50,16 +58,27 @@ class StepInBackward:
         """Gives the norm of the whole gradient since the last call: a sharded scalar where the parameters are sharded."""
         norms = list(self._norms.values())
         self._norms.clear()
+        self._sum.zero_()
         return torch.linalg.vector_norm(torch.stack(norms))
+
+    def take_moved(self) -> Tensor:
+        """Gives 1 (fp32 scalar) if this rank has updated a parameter since the last call, else 0."""
+        moved = self._moved.clone()
+        self._moved.zero_()
+        return moved
 
     @torch.no_grad()
     def update(self, parameter: nn.Parameter) -> None:
-        """Updates a parameter from its gradient, which is freed."""
+        """Updates a parameter from its gradient, which is freed; not so once a gradient of this backward was not finite."""
         self.check(1 + (id(parameter) in self._norms))
         assert parameter.grad is not None
         with scope(kind="optimizer scratch"):
             self._norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
-            self._optimizer.step_parameter(parameter)
+            # A sum stays infinite or NaN once a term is.
+            self._sum.add_(local(self._norms[id(parameter)]))
+            self._stopped.copy_(self._sum.isfinite().logical_not_())
+            self._moved.copy_(torch.maximum(self._moved, 1 - self._stopped))
+            self._optimizer.step_parameter(parameter, self._stopped)
         parameter.grad = None
 
 

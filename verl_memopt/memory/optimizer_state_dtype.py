@@ -74,6 +74,11 @@ class MomentFormat:
     decode: Callable[[Planes, Work], tuple[Tensor, Tensor]]
     encode: Callable[[Planes, Work, torch.Generator], None]
 
+    @property
+    def repeats(self) -> bool:
+        """Says whether encoding what was decoded gives the same bytes again. Codes of blocks are drawn anew each time."""
+        return self.block == 1
+
     def bytes_of(self, elements: int) -> int:
         """Gives the bytes of both moments of so many elements."""
         return sum(elements // plane.per_entry * plane.dtype.itemsize for plane in self.planes)

@@ -194,7 +194,17 @@ def print_end(console: Console, summary: Mapping[str, Any], folder: Path) -> Non
     for table in summary_tables(summary):
         console.print(table)
         console.print()
+    print_warnings(console, summary)
     print_folder(console, folder)
+
+
+def print_warnings(console: Console, summary: Mapping[str, Any]) -> None:
+    """Prints what a run warned of, each with its step, and how many updates it skipped; nothing where there is nothing."""
+    lines = [f"WARNING, step {row['step']}: {row['warning']}" for row in summary.get("warnings", [])]
+    if summary.get("skipped_updates"):
+        lines.append(f"WARNING: {summary['skipped_updates']} updates were skipped, because their gradient norm was not finite.")
+    for line in lines:
+        console.print(line, markup=False, highlight=False, soft_wrap=True)
 
 
 def print_folder(console: Console, folder: Path) -> None:

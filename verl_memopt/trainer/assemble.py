@@ -101,11 +101,15 @@ def _total_steps(settings: Settings, loader: StepLoader) -> int:
     return settings.trainer.total_epochs * loader.steps_per_epoch if given is None else given
 
 
+def updates_per_step(settings: Settings) -> int:
+    """Gives the optimizer steps of one training step."""
+    actor = settings.actor_rollout_ref.actor
+    return settings.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+
+
 def worker_plan(job: Job) -> WorkerPlan:
     """Gives what each worker builds."""
     settings, site = job.settings, job.site
-    actor = settings.actor_rollout_ref.actor
-    per_step = settings.data.train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
     return WorkerPlan(
         settings=settings.actor_rollout_ref,
         folder=str(site.folder),
@@ -113,7 +117,7 @@ def worker_plan(job: Job) -> WorkerPlan:
         reference_folder=None if site.reference_folder is None else str(site.reference_folder),
         tokenizer_folder=str(site.tokenizer_folder),
         eos_token_ids=site.eos_token_ids,
-        optimizer_steps=job.total_steps * per_step,
+        optimizer_steps=job.total_steps * updates_per_step(settings),
         free_engine=site.free_engine,
         track_init=site.device == "cpu" and settings.trainer.track_memory_every_steps > 0,
         memory=settings.memory,

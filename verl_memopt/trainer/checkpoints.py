@@ -19,6 +19,7 @@ logger = logging.getLogger(__name__)
 
 TRACKER = "latest_checkpointed_iteration.txt"
 MANIFEST = "meta.json"
+PROVEN = "proven"
 STEP_FOLDER = re.compile(r"^global_step_(\d+)$")
 
 
@@ -104,6 +105,19 @@ class CheckpointStore:
             logger.warning("%s: not whole (%s); falling back to the one before it", folder, fault)
         return None
 
+    def folder(self, step: int) -> Path:
+        """Gives the folder of a step's checkpoint."""
+        return self.root / f"global_step_{step}"
+
+    def prove(self, step: int) -> None:
+        """Takes note that the weights of the checkpoint of ``step``, if there is one, have since given finite gradients."""
+        if step in self.steps():
+            (self.folder(step) / PROVEN).touch()
+
+    def proven(self) -> int | None:
+        """Gives the newest step that :meth:`prove` was told of and whose checkpoint is still there."""
+        return max((step for step in self.steps() if (self.folder(step) / PROVEN).exists()), default=None)
+
     def _aside(self, step: int) -> Path:
         return self.root / f"global_step_{step}.partial"
 
@@ -118,8 +132,10 @@ class CheckpointStore:
         for path in self.root.glob("global_step_*.partial"):
             shutil.rmtree(path, ignore_errors=True)
         if self.keep is not None:
+            proven = self.proven()
             for step in self.steps()[: -self.keep]:
-                shutil.rmtree(self.root / f"global_step_{step}", ignore_errors=True)
+                if step != proven:
+                    shutil.rmtree(self.root / f"global_step_{step}", ignore_errors=True)
 
 
 def find_fault(folder: Path) -> str | None:

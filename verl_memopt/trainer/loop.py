@@ -6,12 +6,14 @@ import logging
 from typing import Any
 
 from verl_memopt.errors import CheckpointError
+from verl_memopt.observe.health import Health
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.assemble import Job
+from verl_memopt.trainer.assemble import Job, updates_per_step
 from verl_memopt.trainer.crew import Crew
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.reporter import Reporter
-from verl_memopt.trainer.step import Stepper
+from verl_memopt.trainer.step import Stepper, StepResult
+from verl_memopt.trainer.update_guard import UpdateGuard
 from verl_memopt.trainer.validate import Validation, validate
 
 logger = logging.getLogger(__name__)
@@ -30,6 +32,8 @@ class Trainer:
         self.reporter = reporter
         self.interrupts = interrupts
         self.stepper = Stepper(job, crew, runner)
+        self.guard = UpdateGuard(job.settings, job.store, updates_per_step(job.settings))
+        self.health = Health(validates=job.validation is not None and job.settings.trainer.test_freq > 0)
         self.step = 0
         self.saved_step = 0
 
@@ -63,9 +67,25 @@ class Trainer:
             validation = self.validation(step)
         self.step = step
         self.reporter.step(step, self.stepper.feed.epoch, result, validation, self.crew.take_memories())
+        self.judge(result, validation)
         if self.due(self.job.settings.trainer.save_freq):
             # After the log: a kill between the two resumes before this step, and its rows are dropped then.
             self.save()
+
+    def judge(self, result: StepResult, validation: Validation | None) -> None:
+        """Warns of what a finished step shows, once. Errors: TrainingError when too many steps in a row applied no update."""
+        samples = self.job.settings.actor_rollout_ref.rollout.n
+        scores = [answer.score for answer in result.results]
+        self.reporter.warn(self.step, self.health.step(self.step, scores, samples, result.metrics))
+        if validation is not None:
+            self.judge_validation(validation)
+        self.guard.watch(self.step, result.metrics, sound=not self.health.collapsed)
+
+    def judge_validation(self, validation: Validation) -> None:
+        """Warns of a validation that is worse than the first one, once."""
+        samples = self.job.settings.actor_rollout_ref.rollout.val_kwargs.n
+        scores = [answer.score for _, results in validation.answers for answer in results]
+        self.reporter.warn(self.step, self.health.validation(self.step, scores, samples))
 
     def validation(self, step: int) -> Validation | None:
         """Validates when it is due."""
@@ -79,6 +99,7 @@ class Trainer:
         if self.job.validation is not None:
             found = validate(self.job, self.crew, self.runner, self.step)
             self.reporter.first_validation(self.step, found, self.crew.take_memories())
+            self.judge_validation(found)
 
     def due(self, every: int) -> bool:
         """Says whether something done every so many steps, and at the last, is due."""
@@ -99,6 +120,10 @@ class Trainer:
         self.crew.all("load_checkpoint", "load", str(checkpoint.folder / "actor"), contents)
         self.step = self.saved_step = checkpoint.step
         self.stepper.kl_control.load_state_dict(checkpoint.driver["kl_control"])
+        # A checkpoint of an earlier version lacks them.
+        if "guard" in checkpoint.driver:
+            self.guard.load_state_dict(checkpoint.driver["guard"])
+            self.health.load_state_dict(checkpoint.driver["health"])
         self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.job.total_steps})")
 
     def save(self) -> None:
@@ -122,4 +147,6 @@ class Trainer:
             "seed": self.job.settings.data.seed,
             "loader": self.stepper.feed.state_dict(),
             "kl_control": self.stepper.kl_control.state_dict(),
+            "guard": self.guard.state_dict(),
+            "health": self.health.state_dict(),
         }

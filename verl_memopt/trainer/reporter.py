@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -23,6 +24,8 @@ from verl_memopt.trainer.assemble import Job
 from verl_memopt.trainer.experience import Answers
 from verl_memopt.trainer.step import StepResult
 from verl_memopt.trainer.validate import Validation
+
+logger = logging.getLogger(__name__)
 
 SHOWN_SAMPLES = 4
 """Training samples kept in generations.jsonl of each step that prints a table."""
@@ -60,6 +63,12 @@ class Reporter:
     def say(self, text: str) -> None:
         """Shows one line to the person at the console."""
         self.console.say(text)
+
+    def warn(self, step: int, texts: Sequence[str]) -> None:
+        """Logs warnings of a step and keeps them for the summary, so that the end of the run says them again."""
+        for text in texts:
+            logger.warning("step %d: %s", step, text)
+        self.folder.add_warnings(step, texts)
 
     def phases(self, step: int, memories: Sequence[PhaseMemory]) -> dict[str, float]:
         """Puts the phases since the last call on the timeline and gives their times and memory as metrics."""

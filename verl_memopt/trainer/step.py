@@ -16,7 +16,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.feed import PromptFeed, StepPrompts
-from verl_memopt.errors import RolloutError
+from verl_memopt.errors import RolloutError, TrainingError
 from verl_memopt.observe.metrics import critic_metrics, length_metrics, summary_of
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
@@ -35,7 +35,8 @@ from verl_memopt.trainer.experience import (
     to_batch,
 )
 from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank
-from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.trainer.update_guard import BAD_LOG_PROBS, way_back
+from verl_memopt.workers.policy import PARTIAL, SAME_ON_ALL_RANKS, SKIPPED, MiniBatch
 
 ACTOR = "actor_rollout_ref.actor"
 
@@ -80,7 +81,7 @@ class Stepper:
         batch = to_batch(answers, self.settings.actor_rollout_ref.rollout.n)
         names = [f"{row.address} (sample of step {step})" for row in answers.rows]
         batch, entropy = self.log_probs(batch, names)
-        metrics = {} if self.on_policy else self.compare_log_probs(batch, step)
+        metrics: dict[str, float] = {} if self.on_policy else self.compare_log_probs(batch, step)
         with self.crew.clock.phase("adv"):
             scores = torch.tensor([result.score for result in results], dtype=torch.float32)
             found = advantages(batch, scores, names, self.settings.algorithm, self.kl_control)
@@ -88,6 +89,8 @@ class Stepper:
         metrics |= self.update(batch, names, step)
         if self.on_policy:
             metrics |= self.compare_log_probs(batch, step)
+        assert batch.old_log_probs is not None
+        metrics[BAD_LOG_PROBS] = float((~batch.old_log_probs.isfinite()).sum())
         self.crew.all("update_weights", "update_weights")
         metrics |= self._describe(batch, scores, found, entropy, results)
         metrics["rollout/prefix_cache_hit_rate"] = answers.generation.cached_tokens / int(batch.prompts.lengths.sum())
@@ -131,7 +134,9 @@ class Stepper:
     def compare_log_probs(self, batch: RolloutBatch, step: int) -> dict[str, float]:
         """Gives how far the engine's log-probs are from the trainer's, and stops the run past the threshold.
 
-        The two are one distribution only without sampling filters; with filters the figures are given and bind nothing.
+        The two are one distribution only without sampling filters; with filters the figures are given and bind nothing. They bind
+        nothing either where the trainer's own are not finite: the weights are at fault then, and not their way to the engine.
+        Such a step updates nothing, and :class:`UpdateGuard` counts it.
         """
         if batch.rollout_log_probs is None or not batch.rollout_log_probs.numel():
             return {}
@@ -151,7 +156,8 @@ class Stepper:
             metrics["training/rollout_actor_probs_pearson_corr"] = float(torch.corrcoef(torch.stack([engine, trainer]))[0, 1])
         limit = log_prob_limit(self.settings.actor_rollout_ref)
         mean = metrics["rollout/logprob_diff_mean"]
-        if limit is not None and not mean <= limit and same_distribution(self.settings):
+        own_fault = not bool(batch.old_log_probs.isfinite().all())
+        if limit is not None and not own_fault and not mean <= limit and same_distribution(self.settings):
             raise RolloutError(
                 f"actor_rollout_ref.rollout.max_logprob_diff={self._told_limit(limit)}: in step {step} the engine's log-probs "
                 f"are {mean:.4g} nats from the trainer's on average: the weight sync is stale or wrong, or their precisions "
@@ -176,12 +182,16 @@ class Stepper:
                 for rank, mini in enumerate(self.mini_batches(batch, rows, names)):
                     per_rank[rank].append(mini)
         answers = self._updated(batch, per_rank, rows)
-        same = ("actor/grad_norm", "actor/lr")
-        metrics = {name: answers[0][name] if name in same else sum(answer[name] for answer in answers) for name in answers[0]}
-        if not torch.isfinite(torch.tensor(metrics["actor/grad_norm"])):
-            raise RolloutError(
-                f"step {step}: the gradient norm is {metrics['actor/grad_norm']}; the weights are lost and nothing was saved of "
-                "this step. Lower actor_rollout_ref.actor.optim.lr, then start again to resume from the last checkpoint."
+        assert len({answer[SKIPPED] for answer in answers}) == 1, [answer[SKIPPED] for answer in answers]
+        metrics = {
+            name: answers[0][name] if name in SAME_ON_ALL_RANKS else sum(answer[name] for answer in answers)
+            for name in answers[0]
+        }
+        if metrics.pop(PARTIAL, 0.0):
+            raise TrainingError(
+                f"{ACTOR}.optim.in_backward=true: in step {step} a gradient was not finite after other parameters had been "
+                "updated, and that cannot be taken back. With in_backward=false such an update is skipped. "
+                f"{way_back(self.settings, self.job.store)}"
             )
         if actor.use_kl_loss:
             metrics["actor/kl_coef"] = actor.kl_loss_coef

@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import math
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
@@ -24,6 +26,13 @@ from verl_memopt.observe.kinds import gradient_kinds, optimizer_scope
 from verl_memopt.workers.objective import Objective
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
 from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batches_of, score_batch
+
+SKIPPED = "actor/skipped_updates"
+PARTIAL = "actor/partial_updates"
+COUNTS = (SKIPPED, PARTIAL)
+"""Metrics that are summed over the optimizer steps of an update; the others are averaged."""
+SAME_ON_ALL_RANKS = ("actor/grad_norm", "actor/lr", SKIPPED)
+"""Metrics that every rank knows; the others are each rank's share of a sum."""
 
 
 @dataclass(frozen=True)
@@ -84,18 +93,17 @@ class Policy:
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
         """Takes one optimizer step per mini-batch and gives the mean of their metrics.
 
-        The sums over ranks of everything but ``actor/grad_norm`` and ``actor/lr`` are the global values.
+        ``actor/skipped_updates`` counts the steps that :meth:`step` skipped. With ``optim.in_backward`` a skipped step also has
+        ``actor/partial_updates``: 1 where this rank had moved parameters by then. The sums over ranks of everything but
+        ``SAME_ON_ALL_RANKS`` are the global values.
         """
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
-        metrics = _read(
-            [
-                self.step(
-                    micro_batches_of(mini.batch, mini.micro_batches, self.shared, self.model.carries), mini.counts, temperature
-                )
-                for mini in mini_batches
-            ]
-        )
+        steps = [
+            self.step(micro_batches_of(mini.batch, mini.micro_batches, self.shared, self.model.carries), mini.counts, temperature)
+            for mini in mini_batches
+        ]
+        metrics = _over_steps(steps)
         if self.offload is not None:
             metrics["memory/activation_offload/bytes_moved"] = float(self.offload.take_bytes_moved())
         return metrics
@@ -109,16 +117,31 @@ class Policy:
         return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
 
     def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
-        """Takes one optimizer step and gives its metrics as tensors; nothing here waits for the device."""
+        """Takes one optimizer step, unless the gradient norm is not finite, and gives its metrics as host tensors.
+
+        A skipped step drops the gradient and leaves weights, optimizer state and schedule as they were. The norm is the same on
+        all ranks, so they all decide alike. The host waits for the device once, between the backward and the update.
+        """
         learning_rate = self.schedule.get_last_lr()[0]
         metrics = self.accumulate(micro_batches, counts, temperature)
         metrics["actor/grad_norm"] = self.clip()
         metrics["actor/lr"] = torch.tensor(learning_rate)
+        if self.in_backward is not None:
+            metrics[PARTIAL] = self.in_backward.take_moved()
+        metrics = on_host(metrics)
+        finite = _is_finite(metrics["actor/grad_norm"])
+        metrics[SKIPPED] = torch.tensor(0.0 if finite else 1.0)
+        if finite:
+            metrics.pop(PARTIAL, None)
+            self.apply()
+        self.optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    def apply(self) -> None:
+        """Updates the weights from their gradients, and goes on in the schedule."""
         with optimizer_scope(self.optimizer, on_host=self.actor.fsdp_config.offload_policy):
             self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
         self.schedule.step()
-        return metrics
 
     def clip(self) -> Tensor:
         """Gives the global norm of the gradient, and clips it where that is asked for."""
@@ -180,14 +203,22 @@ class Policy:
         return objective.loss(log_probs, entropy)
 
 
-def _read(steps: Sequence[dict[str, Tensor]]) -> dict[str, float]:
-    """Return the mean over steps of each metric as numbers: the one place where the update waits for the device, once."""
-    names = list(steps[0])
-    values = [step[name].float() for step in steps for name in names]
-    there = [number for number, value in enumerate(values) if value.device.type != "cpu"]
+def _over_steps(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
+    """Gives the mean of each metric over optimizer steps, and of ``COUNTS`` the sum over those that have it."""
+    means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0] if name not in COUNTS}
+    counted = {name: [step[name].item() for step in steps if name in step] for name in COUNTS}
+    return means | {name: sum(values) for name, values in counted.items() if values}
+
+
+def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Gives fp32 scalars on the host: the one place where an optimizer step waits for the device, once."""
+    values = {name: value.float() for name, value in metrics.items()}
+    there = [name for name, value in values.items() if value.device.type != "cpu"]
     if there:
-        read = torch.stack([values[number] for number in there]).cpu()
-        for number, value in zip(there, read, strict=True):
-            values[number] = value
-    table = torch.stack(values).view(len(steps), len(names))
-    return dict(zip(names, table.mean(0).tolist(), strict=True))
+        values |= zip(there, torch.stack([values[name] for name in there]).cpu(), strict=True)
+    return values
+
+
+def _is_finite(norm: Tensor) -> bool:
+    """Says whether a norm on the host is finite. A fake tensor has no value: what plans with it plans an update."""
+    return isinstance(norm, FakeTensor) or math.isfinite(norm.tolist())

@@ -1,0 +1,1 @@
+"""What it costs to look at the gradient norm before an update."""

@@ -1,0 +1,123 @@
+"""Measures an optimizer step that looks at its gradient norm first, beside one that does not, in turns in one process.
+
+    python -m benchmarks.update_guard [--device cpu] [--layers 4] [--hidden 256] [--vocabulary 8192] [--rows 8] [--tokens 128]
+                                      [--micro-batches 2] [--steps 20]
+
+The look makes the host wait for the device once an optimizer step. Without it the update is launched before the norm is known,
+and the host waits after it, to read the metrics. Both sides have the same weights, rows and optimizer. Prints the median seconds
+of each side and their ratio, as a line of JSON.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import statistics
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import Actor, Model, TrainedFsdp
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.distributed.device import local_device, synchronize
+from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.workers.policy import SKIPPED, MiniBatch, Policy, on_host
+from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize
+
+HEAD_DIM = 64
+KEY = "actor_rollout_ref.actor"
+
+
+class Unguarded(Policy):
+    """Updates whatever the gradient norm is, and reads it afterwards."""
+
+    def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
+        metrics = self.accumulate(micro_batches, counts, temperature)
+        metrics["actor/grad_norm"] = self.clip()
+        metrics["actor/lr"] = torch.tensor(self.schedule.get_last_lr()[0])
+        self.apply()
+        self.optimizer.zero_grad(set_to_none=True)
+        return on_host(metrics) | {SKIPPED: torch.zeros(())}
+
+
+def policy_of(kind: type[Policy], folder: Path, device: torch.device) -> Policy:
+    """Gives a policy of a kind, on its own copy of the model."""
+    fsdp = TrainedFsdp(dtype="bfloat16" if device.type != "cpu" else "fp32")
+    mesh = training_mesh(device.type, 1, -1)
+    scorer = build_scorer(Model(path=str(folder)), fsdp, folder, mesh, device, KEY, False, recompute=False, trained=True)
+    materialize(scorer, folder, device)
+    actor = Actor(fsdp_config=fsdp, clip_ratio_low=0.2, clip_ratio_high=0.2, use_prefix_grouper=False)
+    return kind(scorer, actor, 1000, 1, device)
+
+
+def mini_batch(rows: int, tokens: int, vocabulary: int, micro_batches: int) -> MiniBatch:
+    """Gives rows whose first half is the prompt, in as many micro-batches as asked for."""
+    generator = torch.Generator().manual_seed(0)
+
+    def ids() -> Ragged:
+        return Ragged.from_rows(
+            [torch.randint(3, vocabulary, (tokens // 2,), generator=generator) for _ in range(rows)], torch.int64
+        )
+
+    count = rows * (tokens // 2)
+    batch = RolloutBatch(
+        prompts=ids(), responses=ids(), group=torch.arange(rows), old_log_probs=torch.full((count,), -9.0),
+        advantages=torch.randn(count, generator=generator), batch_size=[],
+    )  # fmt: skip
+    cut = [list(range(number, rows, micro_batches)) for number in range(micro_batches)]
+    return MiniBatch(batch, cut, GlobalCounts(float(count), float(rows)))
+
+
+def in_turns(sides: Sequence[Policy], mini: MiniBatch, steps: int, device: torch.device) -> list[list[float]]:
+    """Gives the seconds of each side's updates. The sides take turns at going first; the first two turns warm up."""
+    seconds: list[list[float]] = [[] for _ in sides]
+    for turn in range(steps + 2):
+        for side in range(len(sides)) if turn % 2 else reversed(range(len(sides))):
+            synchronize(device)
+            began = time.perf_counter()
+            sides[side].update([mini], 1.0)
+            synchronize(device)
+            if turn >= 2:
+                seconds[side].append(time.perf_counter() - began)
+    return seconds
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Prints the measurement and gives 0."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--device", default="cpu", help="cpu or cuda")
+    for name, default in (("layers", 4), ("hidden", 256), ("vocabulary", 8192), ("rows", 8), ("tokens", 128)):
+        parser.add_argument(f"--{name}", type=int, default=default)
+    parser.add_argument("--micro-batches", type=int, default=2)
+    parser.add_argument("--steps", type=int, default=20)
+    asked = parser.parse_args(arguments)
+    device = local_device(asked.device, 0)
+    shape = TinyShape(
+        vocab_size=asked.vocabulary, hidden_size=asked.hidden, intermediate_size=3 * asked.hidden, num_layers=asked.layers,
+        num_heads=max(asked.hidden // HEAD_DIM, 2), num_kv_heads=max(asked.hidden // HEAD_DIM // 2, 1), head_dim=HEAD_DIM,
+        max_positions=max(asked.tokens, 64),
+    )  # fmt: skip
+    join_process_group(device, 0, 1, "", 0, 60)
+    try:
+        with TemporaryDirectory() as folder:
+            model = make_tiny_model(Path(folder) / "model", shape, seed=0)
+            sides = [policy_of(kind, model, device) for kind in (Policy, Unguarded)]
+        mini = mini_batch(asked.rows, asked.tokens, asked.vocabulary, asked.micro_batches)
+        guarded, unguarded = map(statistics.median, in_turns(sides, mini, asked.steps, device))
+    finally:
+        leave_process_group()
+    figures = {"guarded_seconds": guarded, "unguarded_seconds": unguarded, "ratio": guarded / unguarded}
+    sys.stdout.write(json.dumps({**vars(asked), **figures}) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,115 @@
+import logging
+import math
+
+import pytest
+
+from tests.trainer.conftest import AR
+from tests.trainer.test_checkpoints import save
+from verl_memopt.errors import TrainingError
+from verl_memopt.trainer.checkpoints import CheckpointStore
+from verl_memopt.trainer.update_guard import BAD_LOG_PROBS, UpdateGuard
+
+LR = f"{AR}.actor.optim.lr"
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = CheckpointStore(tmp_path / "run", None)
+    for step in range(1, 10):
+        save(store, step)
+    return store
+
+
+def guard_of(settled, store, most=3):
+    return UpdateGuard(settled({"trainer.max_skipped_steps": most, LR: 0.5}), store, updates_per_step=2)
+
+
+def applied(norm=1.0):
+    return {"actor/skipped_updates": 0.0, "actor/grad_norm": norm}
+
+
+def skipped(count=2, advantage=1.0, bad=3.0):
+    return {
+        "actor/skipped_updates": float(count), "actor/grad_norm": math.nan, BAD_LOG_PROBS: bad,
+        "critic/advantages/min": -advantage, "critic/advantages/max": advantage,
+    }  # fmt: skip
+
+
+def test_so_many_steps_in_a_row_without_an_update_end_the_run_with_the_way_back(settled, store):
+    guard = guard_of(settled, store)
+    for step in (1, 2, 3):
+        guard.watch(step, applied(), True)
+    guard.watch(4, skipped(), True)
+    guard.watch(5, skipped(), True)
+    with pytest.raises(TrainingError) as error:
+        guard.watch(6, skipped(), True)
+    assert str(error.value) == (
+        "trainer.max_skipped_steps=3: steps 4 to 6 applied no update, because the gradient norm was not finite (nan). The "
+        "weights are those of the update of step 3. They give log-probs that are not finite: that update has damaged them. The "
+        "checkpoint of step 2 is good: its weights gave finite gradients. Go on from it with a lower rate: "
+        f"trainer.resume_mode=resume_path trainer.resume_from_path={store.root}/global_step_2 {LR}=<less than 0.5>"
+    )
+
+
+def test_a_step_with_any_update_begins_the_count_again(settled, store):
+    guard = guard_of(settled, store)
+    for step in range(1, 9, 2):
+        guard.watch(step, skipped(2), True)
+        guard.watch(step + 1, skipped(1), True)
+
+
+@pytest.mark.parametrize(("most", "steps"), [(1, "step 1"), (2, "steps 1 to 2")])
+def test_the_limit_is_the_users_and_without_a_proven_checkpoint_the_way_back_is_a_new_start(settled, tmp_path, most, steps):
+    guard = guard_of(settled, CheckpointStore(tmp_path / "empty", None), most)
+    for step in range(1, most):
+        guard.watch(step, skipped(), True)
+    with pytest.raises(TrainingError) as error:
+        guard.watch(most, skipped(), True)
+    assert f"{steps} applied no update" in str(error.value)
+    assert f"the model that the run began with. They give log-probs that are not finite: check {AR}.model.path" in str(
+        error.value
+    )
+    assert str(error.value).endswith(f"Start again with a lower rate: trainer.resume_mode=disable {LR}=<less than 0.5>")
+
+
+@pytest.mark.parametrize(
+    ("metrics", "cause"),
+    [
+        (skipped(advantage=1e30, bad=0.0), r"The advantages reach from -1e\+30 to 1e\+30: look at the rewards first\."),
+        (skipped(bad=0.0), r"Their log-probs are finite, but their gradients overflow: that update has damaged them\."),
+    ],
+)
+def test_the_cause_is_told_as_far_as_it_is_known(settled, store, metrics, cause):
+    guard = guard_of(settled, store, 1)
+    guard.watch(1, applied(), True)
+    with pytest.raises(TrainingError, match=cause):
+        guard.watch(2, metrics, True)
+
+
+@pytest.mark.parametrize(("metrics", "sound"), [(applied(0.0), True), (applied(), False), (skipped(2), True)])
+def test_only_a_gradient_that_is_finite_and_not_zero_under_a_sound_reward_proves_weights(settled, store, metrics, sound):
+    guard = guard_of(settled, store)
+    guard.watch(3, applied(), True)
+    guard.watch(5, metrics, sound)
+    assert store.proven() == 2
+
+
+def test_each_skipped_update_is_logged_once_a_step(settled, store, caplog):
+    guard = guard_of(settled, store)
+    with caplog.at_level(logging.WARNING):
+        guard.watch(1, applied(), True)
+        guard.watch(2, skipped(1), True)
+    assert [record.getMessage() for record in caplog.records] == [
+        "step 2: the gradient norm is nan. 1 of 2 updates skipped: weights, optimizer state and schedule are unchanged"
+    ]
+
+
+def test_a_restart_does_not_begin_the_count_again(settled, store):
+    guard = guard_of(settled, store)
+    guard.watch(4, applied(), True)
+    guard.watch(5, skipped(), True)
+    resumed = guard_of(settled, store)
+    resumed.load_state_dict(guard.state_dict())
+    resumed.watch(6, skipped(), True)
+    with pytest.raises(TrainingError, match=r"steps 5 to 7 applied no update.*the update of step 4"):
+        resumed.watch(7, skipped(), True)

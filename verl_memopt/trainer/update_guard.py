@@ -1,0 +1,93 @@
+"""Steps that applied no update: counted, over restarts too, and ended by name when there are too many in a row."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from typing import Any
+
+from verl_memopt.config.schema import Settings
+from verl_memopt.errors import TrainingError
+from verl_memopt.trainer.checkpoints import CheckpointStore
+from verl_memopt.workers.policy import SKIPPED
+
+logger = logging.getLogger(__name__)
+
+KEY = "trainer.max_skipped_steps"
+LR = "actor_rollout_ref.actor.optim.lr"
+LARGE = 1e6
+"""Advantages beyond this make gradients overflow whatever the weights are."""
+BAD_LOG_PROBS = "training/log_probs_not_finite"
+"""Metric: the policy's own log-probs, before the update, that are NaN or infinite."""
+
+
+class UpdateGuard:
+    """Judges the updates of each step, and tells the store which checkpoint they have proven."""
+
+    def __init__(self, settings: Settings, store: CheckpointStore, updates_per_step: int) -> None:
+        self._settings = settings
+        self._store = store
+        self._updates_per_step = updates_per_step
+        self._skipped_in_a_row = 0
+        self._applied_step = 0
+
+    def watch(self, step: int, metrics: Mapping[str, float], sound: bool) -> None:
+        """Looks at a finished step.
+
+        sound: the reward has not collapsed. Weights that gave a finite gradient other than 0 and a sound reward are good ones:
+        the step began with those of the checkpoint before it. A gradient of exactly 0 shows nothing.
+        Errors: TrainingError after ``trainer.max_skipped_steps`` steps in a row without any update.
+        """
+        skipped, norm = int(metrics[SKIPPED]), metrics["actor/grad_norm"]
+        if skipped:
+            logger.warning(
+                "step %d: the gradient norm is %s. %d of %d updates skipped: weights, optimizer state and schedule are unchanged",
+                step, norm, skipped, self._updates_per_step,
+            )  # fmt: skip
+        if skipped < self._updates_per_step:
+            self._skipped_in_a_row, self._applied_step = 0, step
+            if sound and norm != 0.0:
+                self._store.prove(step - 1)
+            return
+        self._skipped_in_a_row += 1
+        if self._skipped_in_a_row >= self._settings.trainer.max_skipped_steps:
+            raise TrainingError(self._told(step, norm, metrics))
+
+    def state_dict(self) -> dict[str, Any]:
+        return {"skipped_in_a_row": self._skipped_in_a_row, "applied_step": self._applied_step}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        self._skipped_in_a_row, self._applied_step = state["skipped_in_a_row"], state["applied_step"]
+
+    def _told(self, step: int, norm: float, metrics: Mapping[str, float]) -> str:
+        first = step - self._skipped_in_a_row + 1
+        steps = f"step {step}" if first == step else f"steps {first} to {step}"
+        weights = f"the update of step {self._applied_step}" if self._applied_step else "the model that the run began with"
+        return (
+            f"{KEY}={self._settings.trainer.max_skipped_steps}: {steps} applied no update, because the gradient norm was not "
+            f"finite ({norm}). The weights are those of {weights}. {self._cause(metrics)} {way_back(self._settings, self._store)}"
+        )
+
+    def _cause(self, metrics: Mapping[str, float]) -> str:
+        low, high = (metrics.get(f"critic/advantages/{name}", 0.0) for name in ("min", "max"))
+        if metrics.get(BAD_LOG_PROBS):
+            found = "They give log-probs that are not finite"
+        elif max(abs(low), abs(high)) > LARGE:
+            return f"The advantages reach from {low:.4g} to {high:.4g}: look at the rewards first."
+        else:
+            found = "Their log-probs are finite, but their gradients overflow"
+        if self._applied_step:
+            return f"{found}: that update has damaged them."
+        return f"{found}: check actor_rollout_ref.model.path and actor_rollout_ref.actor.fsdp_config.dtype."
+
+
+def way_back(settings: Settings, store: CheckpointStore) -> str:
+    """Says how to go on after an update that has damaged the weights: from which checkpoint, with which settings."""
+    lower = f"{LR}=<less than {settings.actor_rollout_ref.actor.optim.lr:g}>"
+    proven = store.proven()
+    if proven is None:
+        return f"No checkpoint of this run has proven good. Start again with a lower rate: trainer.resume_mode=disable {lower}"
+    return (
+        f"The checkpoint of step {proven} is good: its weights gave finite gradients. Go on from it with a lower rate: "
+        f"trainer.resume_mode=resume_path trainer.resume_from_path={store.folder(proven)} {lower}"
+    )
