@@ -3,6 +3,7 @@ import os
 
 import pytest
 import torch
+from blake3 import blake3
 
 from verl_memopt.errors import CheckpointError
 from verl_memopt.trainer.checkpoints import TRACKER, CheckpointStore, find_fault, read_checkpoint
@@ -42,10 +43,13 @@ def test_beginning_again_forgets_what_was_written_before(store):
     assert list(store.begin(4).iterdir()) == []
 
 
-def test_the_manifest_lists_every_file_with_its_size_and_who_wrote_it(store):
+def test_the_manifest_lists_every_file_with_its_size_its_checksum_and_who_wrote_it(store):
     folder = save(store, 2, size=7)
     manifest = json.loads((folder / "meta.json").read_text())
-    assert manifest["files"] == {"actor/shard": 7, "data.pt": (folder / "data.pt").stat().st_size}
+    sizes = {name: record["size"] for name, record in manifest["files"].items()}
+    assert sizes == {"actor/shard": 7, "data.pt": (folder / "data.pt").stat().st_size}
+    assert manifest["files"]["actor/shard"]["digest"] == blake3(b"x" * 7).hexdigest()
+    assert (manifest["format"], manifest["algorithm"]) == (2, "blake3")
     assert (manifest["step"], manifest["world_size"], manifest["torch"]) == (2, 2, torch.__version__)
 
 
