@@ -125,7 +125,7 @@ class HashingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with Path(path).open(mode) as raw:
+        with Path(path).open("wb") as raw:
             file = HashedFile(raw)
             try:
                 yield file

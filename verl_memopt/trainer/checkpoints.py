@@ -57,7 +57,8 @@ class CheckpointStore:
         self.root = root
         self.keep = keep
         self.keep_best = keep_best
-        self._present: int | None = None
+        self.present: int | None = None
+        """Step of the checkpoint that this run saved last, or began with; None before that."""
 
     def folder(self, step: int) -> Path:
         """Return where the checkpoint of a step lies."""
@@ -102,7 +103,7 @@ class CheckpointStore:
         try:
             files = self._complete(aside, driver, dict(records or {}))
             known = score if score is not None and math.isfinite(score) else None
-            manifest = Manifest(step, self._lineage().last_commit + 1, world_size, torch.__version__, known, files)
+            manifest = Manifest(step, self.lineage().last_commit + 1, world_size, torch.__version__, known, files)
             write_manifest(aside, manifest)
             record_file(aside / MANIFEST)
             sync_folders(aside)
@@ -114,7 +115,7 @@ class CheckpointStore:
             sync_folder(self.root)
         except (OSError, RuntimeError) as error:
             raise self.failed(step, str(error)) from error
-        self._present = step
+        self.present = step
         self._prune()
         return final
 
@@ -129,12 +130,16 @@ class CheckpointStore:
             "then start again to resume."
         )
 
+    def lineage(self) -> Lineage:
+        """Return the checkpoints of the folder as they are on disk now."""
+        return read_lineage(self.root, self._found())
+
     def steps(self) -> list[int]:
         """Return the steps of this run's committed folders, whole or not, oldest first.
 
         Folders of a run that this one went back behind are not among them.
         """
-        return self._lineage().steps
+        return self.lineage().steps
 
     def newest(self, unreadable: Mapping[int, str] | None = None) -> Checkpoint | None:
         """Return the newest whole checkpoint, or None where there is no checkpoint at all. The run goes on from it.
@@ -147,7 +152,7 @@ class CheckpointStore:
         Raises:
             CheckpointError: there are checkpoints, and none is whole.
         """
-        lineage, faults = self._lineage(), dict(unreadable or {})
+        lineage, faults = self.lineage(), dict(unreadable or {})
         if lineage.doubt is not None:
             logger.warning("%s", lineage.doubt)
         passed_over: list[str] = []
@@ -157,7 +162,7 @@ class CheckpointStore:
             except _DamagedError as error:
                 faults[step], found = str(error), None
             if found is not None:
-                self._present = found.step
+                self.present = found.step
                 return Checkpoint(found.folder, found.step, found.driver, tuple(passed_over))
             passed_over.append(f"{self.folder(step)}: not whole ({faults[step]})")
             logger.warning("%s; falling back to the one before it", passed_over[-1])
@@ -167,7 +172,7 @@ class CheckpointStore:
 
     def resumed(self, checkpoint: Checkpoint) -> None:
         """Note that the run goes on from a checkpoint, which may lie in another folder."""
-        self._present = checkpoint.step if checkpoint.folder == self.folder(checkpoint.step).resolve() else None
+        self.present = checkpoint.step if checkpoint.folder == self.folder(checkpoint.step).resolve() else None
 
     def prove(self, step: int) -> None:
         """Note that the weights of the checkpoint of ``step`` have since given finite gradients.
@@ -176,7 +181,7 @@ class CheckpointStore:
         checkpoints that stayed until a newer one is proven are removed.
         """
         marker = self.folder(step) / PROVEN
-        if step != self._present or not marker.parent.is_dir() or marker.exists():
+        if step != self.present or not marker.parent.is_dir() or marker.exists():
             return
         try:
             marker.touch()
@@ -195,8 +200,9 @@ class CheckpointStore:
 
     def best(self) -> int | None:
         """Return the step with the best validation score, the newer of two that are equal; None where none has a score."""
-        manifests = self._lineage().manifests
-        scored = [(manifest.score, step) for step, manifest in manifests.items() if manifest.score is not None]
+        found = self.lineage()
+        own = [(step, found.manifests[step].score) for step in found.steps if step in found.manifests]
+        scored = [(score, step) for step, score in own if score is not None]
         return max(scored, default=(0.0, None))[1]
 
     def set_aside(self) -> Path | None:
@@ -217,9 +223,6 @@ class CheckpointStore:
             return {}
         matched = ((STEP_FOLDER.match(path.name), path) for path in self.root.iterdir() if path.is_dir())
         return {int(match.group(1)): path for match, path in matched if match}
-
-    def _lineage(self) -> Lineage:
-        return read_lineage(self.root, self._found())
 
     def _aside(self, step: int) -> Path:
         return self.root / f"global_step_{step}{AWAY}"

@@ -22,7 +22,7 @@ class Lineage:
     commits: Mapping[int, int | None]
     """Step -> commit number; None where the manifest cannot be read, 0 where it has none (format 1)."""
     manifests: Mapping[int, Manifest]
-    """The readable ones of this run."""
+    """The readable ones."""
     steps: list[int]
     """Those of this run, oldest first, whole or not."""
     beyond: list[int]
@@ -52,7 +52,7 @@ def read_lineage(root: Path, folders: Mapping[int, Path]) -> Lineage:
     ours = [step for step in sorted(commits) if (newest is None or step <= newest) and not _left_behind(step, commits)]
     return Lineage(
         commits=commits,
-        manifests={step: manifests[step] for step in ours if step in manifests},
+        manifests=manifests,
         steps=ours,
         beyond=sorted(commits.keys() - set(ours)),
         last_commit=max(numbered.values(), default=0),
@@ -62,12 +62,11 @@ def read_lineage(root: Path, folders: Mapping[int, Path]) -> Lineage:
 
 def _newest(commits: Mapping[int, int | None], numbered: Mapping[int, int], tracked: int | None) -> int | None:
     """Gives the newest step of the run, None where nothing says it."""
-    if tracked in commits and commits[tracked] is None:
+    named = tracked if tracked in commits else None
+    if named is not None and commits[named] is None:
         # The newest one's own manifest is damaged, so its number is not known.
-        return tracked
-    if numbered:
-        return max(numbered, key=numbered.__getitem__)
-    return tracked if tracked in commits else None
+        return named
+    return max(numbered, key=numbered.__getitem__) if numbered else named
 
 
 def _left_behind(step: int, commits: Mapping[int, int | None]) -> bool:
