@@ -130,7 +130,7 @@ def test_whatever_torch_says_of_a_damaged_file_is_an_error_that_names_the_folder
 
 @pytest.mark.parametrize("change", [{"weight_decay": 0.5}, {"betas": (0.5, 0.6)}, {"override_optimizer_config": {"eps": 1e-3}}])
 @pytest.mark.parametrize("offload", [False, True])
-def test_arguments_of_the_optimizer_are_the_resumed_runs_and_not_the_checkpoints(tiny_folder, one_rank, tmp_path, change, offload):
+def test_the_optimizers_arguments_are_the_resumed_runs_and_not_the_checkpoints(tiny_folder, one_rank, tmp_path, change, offload):
     def built(**more):
         policy = sharded(tiny_folder, one_rank, dtype="fp32")
         optim = Optim(lr=0.01, **more)
