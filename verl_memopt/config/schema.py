@@ -573,7 +573,9 @@ class Trainer:
     default_local_dir: str | None = None
     """The run folder; null = checkpoints/{project_name}/{experiment_name}."""
     max_actor_ckpt_to_keep: int | None = None
-    """Checkpoints kept; null = all."""
+    """Checkpoints kept; null = all. The newest whose weights are known to be good (they gave finite gradients) stays besides."""
+    keep_best: bool | None = None
+    """Keep the checkpoint with the best validation score besides; null = true where the run validates (``test_freq`` > 0)."""
     max_skipped_steps: int = 3
     """Steps in a row without any update, because no gradient norm was finite, after which the run stops and names the last good
     checkpoint. One such step may be a bad batch; three in a row mean that the weights or the settings are at fault."""

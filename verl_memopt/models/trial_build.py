@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -16,8 +17,18 @@ ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed
 """Transformers asks more of a model with this name of attention than with the others."""
 
 
-def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -> int:
-    """Return the rows of a model's embedding; refuse one that could not be trained, as far as its files tell without loading.
+class Checked(NamedTuple):
+    """What the files of a model tell.
+
+    weights: name -> shape of each weight, without adapters. embedding_rows: of the token embedding.
+    """
+
+    weights: dict[str, tuple[int, ...]]
+    embedding_rows: int
+
+
+def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -> Checked:
+    """Refuse a model that could not be trained, as far as its files tell without loading, and return what they tell.
 
     Args:
         model: the settings of the policy's model; a reference is read with the same.
@@ -49,4 +60,4 @@ def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -
     embedding = policy.lm.get_input_embeddings().weight
     if policy.tied:
         check_tied_head(weights, next(name for name, parameter in named_weights(policy) if parameter is embedding), folder)
-    return int(embedding.shape[0])
+    return Checked(shapes, int(embedding.shape[0]))

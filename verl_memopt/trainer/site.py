@@ -36,6 +36,8 @@ class Site:
     eos_token_ids: tuple[int, ...]
     free_engine: bool
     run_dir: Path
+    weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Name -> shape of each weight of the policy, without adapters."""
 
 
 def survey(settings: Settings) -> Site:
@@ -51,18 +53,19 @@ def survey(settings: Settings) -> Site:
     # The model is built once here without its weights, so that what cannot be trained shows before any worker starts.
     longest = settings.data.max_prompt_length + settings.data.max_response_length
     shared = settings.actor_rollout_ref.actor.use_prefix_grouper
-    embedding_rows = check_architecture(model, folder, longest, shared)
+    checked = check_architecture(model, folder, longest, shared)
     tokens = folder
     if model.tokenizer_path is not None:
         tokens = resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
     tokenizer = load_tokenizer(tokens, model, settings.data.trust_remote_code)
-    check_vocabulary(tokenizer, embedding_rows, f"actor_rollout_ref.model.path={folder}")
+    check_vocabulary(tokenizer, checked.embedding_rows, f"actor_rollout_ref.model.path={folder}")
     reference = None
     if needs_reference(settings) and model.lora_rank == 0:
         path, key = str(settings.actor_rollout_ref.ref.model.path), "actor_rollout_ref.ref.model.path"
         reference = resolve_folder(path, key, model.trust_remote_code)
         if reference != folder:
-            check_vocabulary(tokenizer, check_architecture(model, reference, longest, shared), f"{key}={reference}")
+            other = check_architecture(model, reference, longest, shared)
+            check_vocabulary(tokenizer, other.embedding_rows, f"{key}={reference}")
     return Site(
         device=device,
         world_size=world_size(settings),
@@ -70,10 +73,11 @@ def survey(settings: Settings) -> Site:
         tokenizer_folder=tokens,
         reference_folder=reference,
         tokenizer=tokenizer,
-        embedding_rows=embedding_rows,
+        embedding_rows=checked.embedding_rows,
         eos_token_ids=end_tokens(folder, tokenizer),
         free_engine=_free_engine(settings, device),
         run_dir=run_dir,
+        weights=checked.weights,
     )
 
 
