@@ -10,7 +10,7 @@ from multiprocessing.connection import wait
 from typing import Any, Self
 
 from verl_memopt.config import schema
-from verl_memopt.errors import RewardError
+from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.rewards.process import RewardProcess
 from verl_memopt.rewards.rows import RewardResult, RewardRow
 
@@ -38,6 +38,8 @@ class RewardRunner:
         self._custom = custom
         self._num_workers = num_workers
         self.failed_rows = 0
+        self.stopped: Callable[[], bool] = lambda: False
+        """Asked while rows are scored; once it says yes, they are given up and ``score`` raises Stopped."""
         self._processes = [self._start() for _ in range(num_workers)]
 
     def __enter__(self) -> Self:
@@ -56,7 +58,7 @@ class RewardRunner:
         try:
             if not self._processes:
                 self._processes = [self._start() for _ in range(self._num_workers)]
-            round_ = _Round(rows, self._processes, self._custom, self._start)
+            round_ = _Round(rows, self._processes, self._custom, self._start, self.stopped)
             results = round_.run()
         except BaseException:
             self.close()
@@ -91,12 +93,14 @@ class _Round:
         processes: list[RewardProcess],
         custom: schema.CustomReward,
         start: Callable[[], RewardProcess],
+        stopped: Callable[[], bool],
     ) -> None:
         self.failures: dict[int, str] = {}
         self._rows = rows
         self._processes = processes
         self._custom = custom
         self._start = start
+        self._stopped = stopped
         self._results: dict[int, RewardResult] = {}
         self._waiting = deque(_chunks(len(rows), len(processes)))
         self._at_work: dict[RewardProcess, Chunk] = {}
@@ -105,6 +109,8 @@ class _Round:
     def run(self) -> list[RewardResult]:
         """The results in row order."""
         while len(self._results) < len(self._rows):
+            if self._stopped():
+                raise Stopped
             self._hand_out()
             wait([process.connection for process in self._at_work], timeout=self._patience())
             for process in list(self._at_work):
