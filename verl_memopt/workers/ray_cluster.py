@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import atexit
 import logging
 import os
 import secrets
@@ -14,7 +13,7 @@ import tempfile
 import threading
 import time
 from collections.abc import Iterator, Mapping
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -80,6 +79,7 @@ class Connection:
 
         self._guardian: subprocess.Popen[bytes] | None = None
         self._started: list[int] = []
+        self._known: set[Any] = set()
         self._heads: dict[int, str] = {}
         self._joined: str | None = None
         self._looked_at = time.monotonic()
@@ -90,13 +90,10 @@ class Connection:
 
     def close(self) -> None:
         """Disconnects, and stops the cluster that was started here; may be called again."""
-        import ray
-
-        if self._owned and self.is_lost:
-            # Without its head Ray's own shutdown waits a minute, and then ends the process.
-            atexit.unregister(ray.shutdown)
-            kill(self._all_started())
-        elif self._owned:
+        if self._owned:
+            if self.is_lost:
+                # What still runs would try to reach the dead one for a minute, and so would Ray's shutdown.
+                self._kill_started()
             self._shutdown()
         if self._guardian is not None:
             self._guardian.kill()
@@ -105,6 +102,7 @@ class Connection:
 
     def lost(self) -> str | None:
         """Return what has become of Ray when it can no longer carry a run, in words; None while it can."""
+        self._remember_started()
         for pid, name in self._heads.items():
             if not is_alive(pid):
                 self.is_lost = True
@@ -125,9 +123,21 @@ class Connection:
         node = ray._private.worker._global_node
         return "the folder session_latest/logs of Ray" if node is None else node.get_logs_dir_path()
 
-    def _all_started(self) -> list[int]:
-        """Gives Ray's processes that this one started, and theirs."""
-        return list(dict.fromkeys(pid for parent in self._started for pid in (parent, *descendants(parent))))
+    def _remember_started(self) -> None:
+        """Keeps in mind Ray's processes that this one started, and theirs: whose parent is dead can no longer be found."""
+        import psutil
+
+        for parent in self._started:
+            for pid in (parent, *descendants(parent)):
+                with suppress(psutil.NoSuchProcess):
+                    self._known.add(psutil.Process(pid))
+
+    def _kill_started(self) -> None:
+        """Kills Ray's processes that were started here, and theirs. A process that took the number of a dead one is spared."""
+        self._remember_started()
+        running = [process.pid for process in self._known if process.is_running()]
+        kill(running)
+        wait_until_gone(running, GONE_SECONDS)
 
     def _shutdown(self) -> None:
         """Disconnects, and kills the cluster's processes where they were started here.
@@ -137,12 +147,12 @@ class Connection:
         """
         import ray
 
-        started, node = self._all_started(), ray._private.worker._global_node
-        if started and node is not None:
-            node.kill_all_processes = lambda **_: kill(started)
+        self._remember_started()
+        node = ray._private.worker._global_node
+        if self._started and node is not None:
+            node.kill_all_processes = lambda **_: self._kill_started()
         ray.shutdown()
-        kill(started)
-        wait_until_gone(started, GONE_SECONDS)
+        self._kill_started()
 
     def _connect(self, given: dict[str, Any], request: Request) -> None:
         """Joins the cluster of ``address`` or RAY_ADDRESS, else starts one on this machine."""
@@ -156,9 +166,7 @@ class Connection:
                 "Start Ray on the nodes and give ray_kwargs.ray_init.address, or set trainer.nnodes=1."
             )
         if joins:
-            address = str(given.get("address") or os.environ["RAY_ADDRESS"])
-            _check_answers(address)
-            self._joined = address
+            _check_answers(str(given.get("address") or os.environ["RAY_ADDRESS"]))
         num_cpus = max(request.nnodes * request.devices_per_node, os.cpu_count() or 1)
         folder = given.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
         defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
@@ -171,10 +179,12 @@ class Connection:
             raise ConfigError(
                 f"ray_kwargs.ray_init={given}: Ray could not start: {error}. Correct or remove the argument."
             ) from error
+        self._joined = ray.get_runtime_context().gcs_address if joins else None
         self._started = [child.pid for child in psutil.Process().children() if child not in before]
         if self._started:
             self._heads = {pid: name for pid in self._started if (name := HEADS.get(psutil.Process(pid).name()))}
-            self._guardian = _guard(self._all_started())
+            self._remember_started()
+            self._guardian = _guard([process.pid for process in self._known])
 
 
 @contextmanager
@@ -206,7 +216,7 @@ def _one_node() -> Iterator[None]:
 
     name, could = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
     variable = os.environ.get(name)
-    if os.environ.setdefault("RAY_AUTH_MODE", "token") == "token" and "RAY_AUTH_TOKEN_PATH" not in os.environ:
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
         os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
     os.environ[name] = "0"
     ray_constants.ENABLE_RAY_CLUSTER = False

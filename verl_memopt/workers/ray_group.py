@@ -20,7 +20,6 @@ from typing import Any
 
 from verl_memopt.errors import ConfigError, UserError, WorkerError
 from verl_memopt.workers.group import Placement, WorkerFactory, free_port, process_environment
-from verl_memopt.workers.processes import descendants, kill
 from verl_memopt.workers.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
 
 LOOPBACK = "127.0.0.1"
@@ -276,8 +275,7 @@ class RayGroup:
         return WorkerError(f"{where} raised an error. Its traceback:\n{_plain(str(failures[rank]))}")
 
     def _lost(self, what: str) -> WorkerError:
-        """Kills the members' processes on this node without Ray, and gives the error to raise."""
-        kill({home.pid for home in self.homes} & set(descendants(os.getpid())))
+        """Forgets the members, which end with the connection, and gives the error to raise."""
         self._members = []
         return WorkerError(
             f"{what}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
