@@ -92,9 +92,12 @@ class Connection:
         """Disconnects, and stops the cluster that was started here; may be called again."""
         if self._owned:
             if self.is_lost:
-                # What still runs would try to reach the dead one for a minute, and so would Ray's shutdown.
+                # What still runs would try to reach the dead one for a minute, and so would this process.
                 self._kill_started()
-            self._shutdown()
+                # Ray takes five seconds to see that nobody is left. Its own hook at exit waits for this thread.
+                threading.Thread(target=self._shutdown, name="ray-shutdown", daemon=True).start()
+            else:
+                self._shutdown()
         if self._guardian is not None:
             self._guardian.kill()
             self._guardian.communicate()
