@@ -1,5 +1,6 @@
 """Each test watches the signals of a process of its own, and sends it some."""
 
+import os
 import signal
 import subprocess
 import sys
@@ -24,10 +25,11 @@ def watched():
     """Starts a process that watches its signals, runs some code and then says so; it is ended with the test."""
     started = []
 
-    def begin(then, before="", **options):
+    def begin(then, before=""):
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
         code = f"{before}\nfrom verl_memopt.trainer.signal_watch import SignalWatch\nwatch = SignalWatch()\n{then}"
         process = subprocess.Popen(
-            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered
         )
         started.append(process)
         return process
