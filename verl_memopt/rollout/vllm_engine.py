@@ -353,11 +353,25 @@ def _unlink_shared_memory(place: EnginePlace) -> None:
         return
     dist.barrier()
     named = set(Path("/dev/shm").glob(f"{_shared_memory_name(place)}-*"))
-    # The message queue between the ranks lies in segments that Python named; those this process has mapped are its own.
+    _unlink_message_queues()
+    # Other segments that Python named; those this process has mapped are its own.
     mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line)
     for path in named | {Path(name) for name in mapped}:
         path.unlink(missing_ok=True)
     dist.barrier()
+
+
+def _unlink_message_queues() -> None:
+    """Removes the names of the message queues that this process made.
+
+    vLLM removes a name when the queue is collected, and that would fail for a name that is gone.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+
+    for buffer in (found for found in gc.get_objects() if type(found) is ShmRingBuffer):
+        if buffer.is_creator:
+            buffer.shared_memory.unlink()
+            buffer.is_creator = False
 
 
 def _agreed(stopped: Callable[[], bool], ranks: int) -> Callable[[], bool]:
