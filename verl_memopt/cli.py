@@ -14,6 +14,7 @@ from verl_memopt import __version__
 from verl_memopt.errors import UserError
 from verl_memopt.trainer.main_ppo import build_parser as train_parser
 from verl_memopt.trainer.main_ppo import run as run_training
+from verl_memopt.trainer.signal_watch import SignalWatch
 
 
 def _train(arguments: Sequence[str]) -> int:
@@ -141,7 +142,11 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and gives its exit code; a user's error is its message on standard error, without a traceback."""
+    """Runs a command and gives its exit code; a user's error is its message on standard error, without a traceback.
+
+    Without ``argv`` the process is this command's own, and its signals are watched from here to its end.
+    """
+    watch = SignalWatch() if argv is None else None
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
         try:
@@ -149,6 +154,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         except UserError as error:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             return error.exit_code
+        finally:
+            if watch is not None:
+                watch.hold_while_ending()
     lines = "\n".join(f"  {name:8} {text}" for name, (_, text) in COMMANDS.items())
     parser = argparse.ArgumentParser(
         prog="verl-memopt",

@@ -10,6 +10,10 @@ class UserError(Exception):
     exit_code = 2
 
 
+class Stopped(Exception):  # noqa: N818 - no error: the run ends as it was asked to
+    """The run was asked to stop, and work that can be done again was given up. It never reaches the user."""
+
+
 class ConfigError(UserError):
     """A setting is unknown, of the wrong type, in conflict with another, or impossible on this machine."""
 

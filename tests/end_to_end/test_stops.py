@@ -1,5 +1,6 @@
 """A run that is stopped in any way goes on as if it had not been."""
 
+import contextlib
 import json
 import os
 import random
@@ -8,6 +9,7 @@ import signal
 import subprocess
 import time
 
+import psutil
 import pytest
 
 from tests.end_to_end.runs import (
@@ -160,3 +162,133 @@ def test_five_random_kills_of_the_default_run_change_nothing(toy, tmp_path):
         assert not survivors(relatives, 30), kill
     succeeded(train(toy, run_dir, *overrides))
     assert_equal_runs(run_dir, whole)
+
+
+DEADLINE = 60
+"""Seconds; longer than the default, for machines that run other tests at the same time."""
+
+RAY_STOPS = ["actor_rollout_ref.rollout.name=hf", *SHORT[1:], f"trainer.stop_deadline_seconds={DEADLINE}"]
+
+
+def signal_all(process, number):
+    """Sends a signal to a run and to everything that descends from it, as a scheduler does, and gives these processes."""
+    everyone = [psutil.Process(process.pid), *family(process)]
+    for one in everyone:
+        with contextlib.suppress(psutil.NoSuchProcess):
+            one.send_signal(number)
+    return everyone[1:]
+
+
+def ended(process, code, relatives):
+    """Gives the output of a run that was stopped: with this exit code, in time, without traceback, with nobody left."""
+    output, _ = process.communicate(timeout=DEADLINE + 5)
+    assert process.returncode == code, output[-3000:]
+    assert "Traceback" not in output, output[-3000:]
+    assert not survivors(relatives), output[-1000:]
+    return output
+
+
+@pytest.fixture(scope="module")
+def uninterrupted_on_ray(toy, tmp_path_factory):
+    run_dir = tmp_path_factory.mktemp("ray") / "run"
+    succeeded(train(toy, run_dir, "trainer.total_training_steps=8", *RAY_STOPS))
+    return run_dir
+
+
+@pytest.mark.parametrize(("name", "code", "delay"), [("SIGTERM", 143, 0.0), ("SIGHUP", 129, 0.15)])
+def test_a_signal_to_all_processes_of_a_ray_run_saves_and_the_rerun_equals_an_uninterrupted_one(
+    toy, tmp_path, uninterrupted_on_ray, name, code, delay
+):
+    run_dir = tmp_path / "run"
+    process = start(toy, run_dir, "trainer.total_training_steps=8", *RAY_STOPS)
+    wait_for_step(process, run_dir, 3)
+    time.sleep(delay)
+    ended(process, code, signal_all(process, signal.Signals[name]))
+    last = max(metrics(run_dir))
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
+    succeeded(train(toy, run_dir, "trainer.total_training_steps=8", *RAY_STOPS))
+    assert_equal_runs(run_dir, uninterrupted_on_ray)
+
+
+@pytest.mark.parametrize("seconds", [0.3, 1.5, 3.0])
+def test_a_signal_while_a_run_starts_ends_it_at_once_without_traceback(toy, tmp_path, seconds):
+    """Imports, the start of Ray and of the workers: the moments are where they fall on this machine."""
+    process = start(toy, tmp_path / "run", *RAY_STOPS)
+    time.sleep(seconds)
+    output = ended(process, 130, signal_all(process, signal.SIGINT))
+    assert "SIGINT: ended before the first step" in output
+
+
+HANGS = """
+import time
+
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    time.sleep(0 if len(open({path!r}, "a").write("x") * " ") and len(open({path!r}).read()) < {rows} else 600)
+    return 0.5
+"""
+
+
+def test_a_reward_function_at_work_is_ended_in_time_and_the_step_before_is_saved(toy, tmp_path):
+    calls = tmp_path / "calls"
+    calls.touch()
+    (tmp_path / "hangs.py").write_text(HANGS.format(path=str(calls), rows=16 * 16 + 40))
+    reward = [f"custom_reward_function.path={tmp_path}/hangs.py", "custom_reward_function.timeout_seconds=500"]
+    run_dir = tmp_path / "run"
+    quick = ["trainer.val_before_train=false", "trainer.stop_deadline_seconds=12", "trainer.test_freq=-1"]
+    process = start(toy, run_dir, *LOCAL, *SHORT, *quick, *reward)
+    wait_for_step(process, run_dir, 0)
+    time.sleep(1)
+    relatives = family(process)
+    process.send_signal(signal.SIGTERM)
+    output = ended(process, 143, relatives)
+    assert "was given up for lack of time" in output
+    last = max(metrics(run_dir))
+    assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(7200)
+def test_twenty_random_stops_of_the_default_run_are_all_saved_in_time(toy, tmp_path):
+    """The default run: Ray and vLLM. SIGTERM goes to every process, at any moment after the first step."""
+    overrides = [
+        "trainer.total_training_steps=60",
+        "trainer.save_freq=5",
+        "trainer.test_freq=20",
+        "trainer.max_actor_ckpt_to_keep=2",
+    ]
+    whole, run_dir = tmp_path / "whole", tmp_path / "stopped"
+    succeeded(train(toy, whole, *overrides))
+    generator = random.Random(20261122)
+    seconds = []
+    for stop in range(20):
+        process = start(toy, run_dir, *overrides, f"trainer.stop_deadline_seconds={DEADLINE}")
+        done = max(metrics(run_dir), default=0) if stop else 0
+        wait_for_step(process, run_dir, done + 1)
+        time.sleep(generator.uniform(0, 0.6))
+        began = time.monotonic()
+        ended(process, 143, signal_all(process, signal.SIGTERM))
+        seconds.append(time.monotonic() - began)
+        last = max(metrics(run_dir))
+        assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == str(last), stop
+    print(f"20 stops, seconds to the end: {sorted(round(second, 1) for second in seconds)}")  # noqa: T201
+    succeeded(train(toy, run_dir, *overrides))
+    assert_equal_runs(run_dir, whole)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(3600)
+def test_ctrl_c_at_many_moments_of_the_start_ends_it_each_time(toy, tmp_path):
+    """Forty moments from the first line of the command to the first steps; half of them a second Ctrl-C too."""
+    codes = []
+    for trial in range(40):
+        process = start(toy, tmp_path / f"run{trial}", *RAY_STOPS)
+        time.sleep(0.1 + 0.25 * trial)
+        relatives = family(process)
+        os.killpg(process.pid, signal.SIGINT)
+        if trial % 2:
+            time.sleep(0.7)
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGINT)
+        ended(process, 130, relatives)
+        codes.append(process.returncode)
+    assert codes == [130] * 40

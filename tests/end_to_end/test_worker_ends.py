@@ -66,3 +66,17 @@ def test_a_worker_that_raises_ends_the_run_with_its_own_traceback(started, tmp_p
     assert f'File "{tmp_path / "explodes.py"}", line 10, in step' in message
     assert message.rstrip().endswith("ZeroDivisionError: seven over nothing")
     assert sorted(metrics(tmp_path / "run")) == [1, 2]
+
+
+@pytest.mark.parametrize(("part", "named"), [("gcs_server", "Ray's head process"), ("raylet", "Ray's node process")])
+def test_a_lost_ray_process_ends_the_run_with_one_sentence_and_leaves_nothing(started, tmp_path, part, named):
+    process, relatives = started("trainer.save_freq=1")
+    (lost,) = [relative for relative in relatives if relative.name() == part]
+    lost.send_signal(signal.SIGKILL)
+    output, _ = process.communicate(timeout=45)
+    assert process.returncode == 1, output[-3000:]
+    assert not survivors(relatives)
+    (message,) = [line for line in output.splitlines() if line.startswith("WorkerError: ")]
+    assert message.startswith(f"WorkerError: {named} ({part}) (pid {lost.pid}) died")
+    assert "The same command resumes from the last checkpoint." in message
+    assert "Traceback" not in output

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import gc
+import itertools
 import logging
 import os
 import sys
@@ -21,7 +23,7 @@ from tests.rollout.conftest import SharedVllm
 from tests.rollout.sleeping import CumemExtension, on_simulated_gpu, simulated_gpu_worker, sleeping_allocator
 from tests.rollout.tools import engine_at, largest_difference, model_of, naive_log_probs, prompts, sampling, weights_of
 from verl_memopt.config import schema
-from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.errors import ConfigError, RolloutError, Stopped
 from verl_memopt.memory.out_of_memory import PartDoesNotFitError
 from verl_memopt.memory.rollout_memory import kv_bytes_per_token
 from verl_memopt.observe.byte_tracker import ByteTracker
@@ -358,3 +360,31 @@ def test_a_device_with_just_the_engines_share_free_is_enough_and_one_byte_less_i
         return
     with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.25: that is 8\.0 GiB of the device's 32\.0"):
         vllm_engine._check_free_memory(0.25, rollout, device)
+
+
+@pytest.mark.parametrize("name", ["vllm_engine", "hf_engine"])
+def test_a_rollout_that_is_given_up_leaves_an_engine_that_answers_as_before(name: str, request: pytest.FixtureRequest) -> None:
+    engine: RolloutEngine = request.getfixturevalue(name)
+    settings = sampling(max_tokens=16, ignore_eos=True)
+    before = engine.generate(prompts(4), [1, 2, 3, 4], settings)
+    asked = itertools.count(1)
+    with pytest.raises(Stopped):
+        engine.generate(prompts(4), [5, 6, 7, 8], settings, lambda: next(asked) == 3)
+    assert next(asked) == 4, "asked again after it was given up"
+    assert engine.generate(prompts(4), [1, 2, 3, 4], settings) == before
+
+
+def test_a_message_queue_whose_name_is_removed_is_collected_without_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("vllm")
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+
+    complaints: list[Any] = []
+    monkeypatch.setattr(sys, "unraisablehook", complaints.append)
+    buffer = ShmRingBuffer(1, 1024, 2)
+    path = Path("/dev/shm") / buffer.shared_memory.name
+    assert path.exists()
+    vllm_engine._unlink_message_queues()
+    assert not path.exists()
+    del buffer
+    gc.collect()
+    assert complaints == []

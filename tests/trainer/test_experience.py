@@ -23,7 +23,7 @@ def sampling(log_probs):
 class Doubler(Member):
     """Answers a prompt with its first token, twice that, and the row's seed."""
 
-    def generate(self, prompt_ids, seeds, settings):
+    def generate(self, prompt_ids, seeds, settings, may_stop):
         responses = [[ids[0], 2 * ids[0], seed] for ids, seed in zip(prompt_ids, seeds, strict=True)]
         log_probs = [[-float(token) for token in row] for row in responses] if settings.log_probs else None
         return Generation(responses, log_probs, ["length"] * len(responses), cached_tokens=len(responses))

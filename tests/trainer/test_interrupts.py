@@ -1,12 +1,14 @@
 import os
 import signal
+import threading
+import time
 
 import pytest
 
-from verl_memopt.trainer.interrupts import Interrupts
+from verl_memopt.trainer.interrupts import Interrupts, of_process
 
 
-@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
+@pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_asks_and_says_how_the_run_will_end(number, code, caplog):
     with Interrupts() as interrupts:
         assert not interrupts.asked
@@ -34,10 +36,11 @@ def test_work_with_nothing_to_finish_is_stopped_by_the_first_signal(caplog):
     assert caplog.text == ""
 
 
-def test_handlers_are_given_back_even_after_an_error():
-    def handlers():
-        return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+def handlers():
+    return [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)]
 
+
+def test_handlers_are_given_back_even_after_an_error():
     before = handlers()
     with Interrupts():
         assert handlers() != before
@@ -45,3 +48,81 @@ def test_handlers_are_given_back_even_after_an_error():
     with pytest.raises(ZeroDivisionError), Interrupts():
         divmod(1, 0)
     assert handlers() == before
+
+
+def test_a_hangup_that_is_ignored_stays_ignored_as_under_nohup():
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        with Interrupts() as interrupts:
+            os.kill(os.getpid(), signal.SIGHUP)
+            assert not interrupts.asked
+        assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGHUP, before)
+
+
+def test_outside_the_main_thread_no_handler_is_set():
+    before, found = handlers(), []
+
+    def enter():
+        with Interrupts():
+            found.append(handlers())
+
+    thread = threading.Thread(target=enter)
+    thread.start()
+    thread.join()
+    assert found == [before]
+
+
+def test_a_process_whose_signals_nobody_watches_gets_new_interrupts_each_time():
+    assert of_process() is not of_process()
+
+
+def asked_in_steps(deadline, save_seconds=0.0):
+    """Interrupts that were asked while steps are taken, and the moments at which rollouts were told to end."""
+    interrupts, told = Interrupts(), []
+    interrupts.save_seconds = save_seconds
+    interrupts.begin_steps(deadline, told.append)
+    interrupts.ask(signal.SIGTERM)
+    return interrupts, told
+
+
+def test_a_quarter_of_the_deadline_is_kept_for_saving():
+    interrupts, _ = asked_in_steps(100)
+    assert not interrupts.too_late_for(74)
+    assert interrupts.too_late_for(76)
+    assert not interrupts.out_of_time()
+
+
+def test_two_saves_as_long_as_the_last_are_kept_where_that_is_more():
+    interrupts, _ = asked_in_steps(100, save_seconds=40)
+    assert not interrupts.too_late_for(19)
+    assert interrupts.too_late_for(21)
+
+
+def test_a_deadline_that_is_over_leaves_no_time():
+    interrupts, _ = asked_in_steps(0.001)
+    time.sleep(0.002)
+    assert interrupts.out_of_time()
+    assert interrupts.seconds_left() < 0
+
+
+def test_nothing_is_too_late_before_a_stop_is_asked_for():
+    interrupts = Interrupts()
+    interrupts.begin_steps(0.0, lambda moment: None)
+    assert not interrupts.too_late_for(1e9)
+
+
+def test_rollouts_are_told_once_when_to_end():
+    before = time.time()
+    interrupts, told = asked_in_steps(100)
+    interrupts.ask(signal.SIGTERM)
+    assert len(told) == 1
+    assert before + 74 < told[0] < time.time() + 76
+
+
+def test_a_stop_that_was_asked_for_before_the_first_step_is_told_when_steps_begin():
+    interrupts, told = Interrupts(), []
+    interrupts.ask(signal.SIGINT)
+    interrupts.begin_steps(100, told.append)
+    assert len(told) == 1

@@ -340,3 +340,65 @@ def test_rows_of_a_run_carry_the_id_of_the_start_that_wrote_them(run_in):
     found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
     assert [row["step"] for row in found] == [1, 2]
     assert len({row["run_id"] for row in found}) == 2
+
+
+def stop_in(trainer, monkeypatch, owner, name, deadline):
+    """Makes the call of ``owner.name`` in step 2 begin with a stop that must be finished within ``deadline`` seconds."""
+    real = getattr(owner, name)
+
+    def stopping(*args, **options):
+        if trainer.step == 1 and not trainer.interrupts.asked:
+            trainer.interrupts.deadline_seconds = deadline
+            trainer.interrupts.ask(signal.SIGTERM)
+        return real(*args, **options)
+
+    monkeypatch.setattr(owner, name, stopping)
+
+
+OWNERS = {
+    "rollout": lambda trainer: (trainer.stepper, "rollout"),
+    "score": lambda trainer: (trainer.runner, "score"),
+    "log_probs": lambda trainer: (trainer.stepper, "log_probs"),
+}
+
+
+@pytest.mark.parametrize("phase", OWNERS)
+def test_a_step_without_time_left_is_given_up_and_the_resumed_run_equals_an_uninterrupted_one(
+    settled, tmp_path, monkeypatch, phase
+):
+    steps = {"trainer.total_training_steps": 3}
+    with ready(settled(steps | {"trainer.default_local_dir": str(tmp_path / "whole")})) as trainer:
+        trainer.run()
+    with ready(settled(steps)) as trainer:
+        stop_in(trainer, monkeypatch, *OWNERS[phase](trainer), deadline=0.0)
+        trainer.run()
+        assert (trainer.step, saved(trainer)) == (1, [1])
+        assert not list((tmp_path / "run").glob(".stop*"))
+    monkeypatch.undo()
+    with ready(settled(steps)) as trainer:
+        trainer.run()
+        assert trainer.step == 3
+    assert learned(tmp_path / "run") == learned(tmp_path / "whole")
+
+
+def test_an_update_that_has_begun_is_finished_validated_and_saved(settled, tmp_path, monkeypatch):
+    with ready(settled({"trainer.total_training_steps": 3, "trainer.test_freq": 1})) as trainer:
+        stop_in(trainer, monkeypatch, trainer.stepper, "update", deadline=0.0)
+        trainer.run()
+        assert (trainer.step, saved(trainer)) == (2, [2])
+    assert [row["step"] for row in learned(tmp_path / "run")] == [1, 2]
+
+
+@pytest.mark.parametrize(("seconds", "last"), [(900.0, 1), (0.0, 2)])
+def test_an_update_that_would_leave_no_time_to_save_is_not_begun(settled, monkeypatch, seconds, last):
+    with ready(settled({"trainer.total_training_steps": 3})) as trainer:
+        stop_in(trainer, monkeypatch, trainer.stepper, "rollout", deadline=1000.0)
+        real = trainer.begin_update
+
+        def begin_update():
+            trainer.update_seconds = seconds
+            real()
+
+        trainer.stepper.before_update = begin_update
+        trainer.run()
+        assert (trainer.step, saved(trainer)) == (last, [last])

@@ -583,6 +583,9 @@ class Trainer:
     """Even out tokens over ranks."""
     ray_wait_register_center_timeout: int = 300
     """Seconds for placement and worker start."""
+    stop_deadline_seconds: float = 25.0
+    """Seconds from a stop signal to the end of the run: it finishes or gives up the step, saves and exits. Slurm and Kubernetes
+    kill 30 seconds after SIGTERM unless told otherwise."""
 
 
 @dataclass(frozen=True)

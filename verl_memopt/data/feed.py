@@ -36,14 +36,20 @@ class PromptFeed:
         self._encoder = encoder
         self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-feed")
         self._state, self.epoch = loader.state_dict(), loader.epoch
+        self._before = self._state, self.epoch
         self._ahead: Future[tuple[StepPrompts, dict[str, Any], int]] | None = None
 
     def take(self) -> StepPrompts:
         """Gives the next step's prompts and begins to make the one after ready. Errors: as the loader and the encoder raise."""
         ahead = self._thread.submit(self._make) if self._ahead is None else self._ahead
+        self._before = self._state, self.epoch
         step, self._state, self.epoch = ahead.result()
         self._ahead = self._thread.submit(self._make)
         return step
+
+    def give_back(self) -> None:
+        """Make :meth:`state_dict` that of before the last step taken, which was given up. No step can be taken after it."""
+        self._state, self.epoch = self._before
 
     def state_dict(self) -> dict[str, Any]:
         """Gives what the loader needs to go on after the last step taken."""

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, Self
 
 from verl_memopt.config import schema
-from verl_memopt.errors import RewardError
+from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.rewards.limits import Limits
 from verl_memopt.rewards.process import RewardProcess
 from verl_memopt.rewards.rows import RewardResult, RewardRow
@@ -42,6 +42,8 @@ class RewardRunner:
         self._num_workers = num_workers
         self._logs = logs
         self.failed_rows = 0
+        self.stopped: Callable[[], bool] = lambda: False
+        """Asked while rows are scored; once it says yes, they are given up and ``score`` raises Stopped."""
         self._processes = [self._start(index) for index in range(num_workers)]
 
     def __enter__(self) -> Self:
@@ -60,7 +62,7 @@ class RewardRunner:
         try:
             if not self._processes:
                 self._processes = [self._start(index) for index in range(self._num_workers)]
-            round_ = _Round(rows, self._processes, self._custom, self._start)
+            round_ = _Round(rows, self._processes, self._custom, self._start, self.stopped)
             results = round_.run()
         except BaseException:
             self.close()
@@ -101,12 +103,14 @@ class _Round:
         processes: list[RewardProcess],
         custom: schema.CustomReward,
         start: Callable[[int], RewardProcess],
+        stopped: Callable[[], bool],
     ) -> None:
         self.failures: dict[int, str] = {}
         self._rows = rows
         self._processes = processes
         self._custom = custom
         self._start = start
+        self._stopped = stopped
         self._results: dict[int, RewardResult] = {}
         self._waiting = deque(_chunks(len(rows), len(processes)))
         self._at_work: dict[RewardProcess, Chunk] = {}
@@ -115,6 +119,8 @@ class _Round:
     def run(self) -> list[RewardResult]:
         """The results in row order."""
         while len(self._results) < len(self._rows):
+            if self._stopped():
+                raise Stopped
             self._hand_out()
             wait([process.connection for process in self._at_work], timeout=self._patience())
             for process in list(self._at_work):

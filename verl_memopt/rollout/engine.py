@@ -12,6 +12,7 @@ from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
 from verl_memopt.memory.weight_buckets import Weights
 from verl_memopt.rollout.sampling import SamplingSettings
+from verl_memopt.rollout.stop_file import never
 
 KEY = "actor_rollout_ref.rollout"
 
@@ -31,10 +32,13 @@ class Generation:
 class RolloutEngine(Protocol):
     """Generates responses with weights of its own, which come from the trainer."""
 
-    def generate(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> Generation:
+    def generate(
+        self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool] = never
+    ) -> Generation:
         """One response for each row. A row's response depends on its prompt, its seed and the weights, not on other rows.
 
-        Errors: RolloutError while the engine sleeps, or before it has whole weights.
+        stopped: asked between engine steps; once it says yes, all rows are given up.
+        Errors: RolloutError while the engine sleeps, or before it has whole weights; Stopped when the rows were given up.
         """
 
     def load_weights(self, weights: Weights) -> None:

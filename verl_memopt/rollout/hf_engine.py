@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache
-from verl_memopt.errors import ConfigError
+from verl_memopt.errors import ConfigError, Stopped
 from verl_memopt.memory.host_buffers import host_buffer
 from verl_memopt.memory.rollout_memory import KEEP_WEIGHTS, sleep_level
 from verl_memopt.memory.weight_buckets import Weights
@@ -21,6 +21,7 @@ from verl_memopt.rollout.hf_sampling import RowSampler
 from verl_memopt.rollout.process_state import random_state_kept
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.state import EngineState
+from verl_memopt.rollout.stop_file import never
 
 MODES = ("processed_logprobs", "raw_logprobs")
 PAD = 0
@@ -47,14 +48,16 @@ class HfEngine:
         self._kept: list[torch.Tensor] = []
         self._state = EngineState(whole=rollout.load_format != "dummy")
 
-    def generate(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> Generation:
+    def generate(
+        self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool] = never
+    ) -> Generation:
         self._state.check_ready()
         check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
         ids: list[list[int]] = []
         log_probs: list[list[float]] = []
         for start in range(0, len(prompt_ids), self._chunk):
             rows = slice(start, start + self._chunk)
-            chunk_ids, chunk_log_probs = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling)
+            chunk_ids, chunk_log_probs = self._generate_chunk(prompt_ids[rows], seeds[rows], sampling, stopped)
             ids += chunk_ids
             log_probs += chunk_log_probs
         stops = set() if sampling.ignore_eos else set(self._place.eos_token_ids)
@@ -106,7 +109,7 @@ class HfEngine:
 
     @torch.no_grad()
     def _generate_chunk(
-        self, prompts: list[list[int]], seeds: list[int], sampling: SamplingSettings
+        self, prompts: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool]
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Response ids and log-probs (empty when not asked for) of a few rows."""
         ids, mask = left_padded(prompts, self._place.device)
@@ -115,7 +118,7 @@ class HfEngine:
         output = self._model.generate(
             ids,
             attention_mask=mask,
-            logits_processor=[sampler],
+            logits_processor=[sampler, StopCheck(stopped)],
             do_sample=False,
             max_new_tokens=sampling.max_tokens,
             eos_token_id=stops or None,
@@ -126,6 +129,19 @@ class HfEngine:
             return responses, [[] for _ in responses]
         table = torch.stack(sampler.log_probs, dim=1).tolist()
         return responses, [row[: len(response)] for row, response in zip(table, responses, strict=True)]
+
+
+class StopCheck:
+    """Gives a generation up, between two tokens, once a stop is asked for. transformers calls it as a logits processor."""
+
+    def __init__(self, stopped: Callable[[], bool]) -> None:
+        self._stopped = stopped
+
+    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
+        """input_ids [rows, width]: prompt and response so far. scores [rows, vocab], which are returned as they are."""
+        if self._stopped():
+            raise Stopped
+        return scores
 
 
 def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:

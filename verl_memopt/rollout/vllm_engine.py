@@ -7,10 +7,12 @@ engine, or ``tensor_parallel_size`` neighbours hold one together and go through 
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +22,7 @@ from torch import nn
 
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
-from verl_memopt.errors import ConfigError, RolloutError
+from verl_memopt.errors import ConfigError, RolloutError, Stopped
 from verl_memopt.memory.allocators import DeviceCap
 from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames, waking_told
 from verl_memopt.memory.rollout_memory import KEEP_WEIGHTS, sleep_level
@@ -31,6 +33,7 @@ from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
 from verl_memopt.rollout.process_state import default_group_kept, process_state_kept, random_state_kept
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.state import EngineState
+from verl_memopt.rollout.stop_file import never
 from verl_memopt.rollout.vllm_settings import can_sleep, check_arrived, engine_arguments, weight_dtype
 from verl_memopt.rollout.weight_map import WeightMap
 
@@ -44,6 +47,9 @@ ENVIRONMENT = {
 
 KINDS = {"weights": "rollout weights", "kv_cache": "kv"}
 """Part of the engine -> the kind that its bytes are reported under."""
+
+STEPS_PER_AGREEMENT = 8
+"""Engine steps after which the ranks of one engine agree whether to stop; all of them must take the same steps."""
 
 logger = logging.getLogger(__name__)
 
@@ -83,11 +89,13 @@ class VllmEngine:
             self.shutdown()
             raise
 
-    def generate(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> Generation:
+    def generate(
+        self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool] = never
+    ) -> Generation:
         self._state.check_ready()
         check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
-        with random_state_kept(self._place.device):
+        with random_state_kept(self._place.device), self._stoppable(stopped):
             outputs = self._llm.generate(prompts, [self._parameters(sampling, seed) for seed in seeds], use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
         return Generation(
@@ -96,6 +104,26 @@ class VllmEngine:
             finish_reasons=[answer.finish_reason for answer in answers],
             cached_tokens=sum(output.num_cached_tokens or 0 for output in outputs),
         )
+
+    @contextmanager
+    def _stoppable(self, stopped: Callable[[], bool]) -> Iterator[None]:
+        """Asks before each engine step whether to go on; a stop aborts all requests and raises Stopped."""
+        engine, agreed = self._llm.llm_engine, _agreed(stopped, self._place.tensor_parallel_size)
+        step = engine.step
+
+        def checked_step() -> Any:
+            if agreed():
+                raise Stopped
+            return step()
+
+        engine.step = checked_step
+        try:
+            yield
+        except Stopped:
+            engine.abort_request(list(engine.output_processor.request_states), internal=True)
+            raise
+        finally:
+            del engine.step
 
     def load_weights(self, weights: Weights) -> None:
         if self._expected is None:
@@ -325,11 +353,43 @@ def _unlink_shared_memory(place: EnginePlace) -> None:
         return
     dist.barrier()
     named = set(Path("/dev/shm").glob(f"{_shared_memory_name(place)}-*"))
-    # The message queue between the ranks lies in segments that Python named; those this process has mapped are its own.
+    _unlink_message_queues()
+    # Other segments that Python named; those this process has mapped are its own.
     mapped = (line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if "/dev/shm/psm_" in line)
     for path in named | {Path(name) for name in mapped}:
         path.unlink(missing_ok=True)
     dist.barrier()
+
+
+def _unlink_message_queues() -> None:
+    """Removes the names of the message queues that this process made.
+
+    vLLM removes a name when the queue is collected, and that would fail for a name that is gone.
+    """
+    from vllm.distributed.device_communicators.shm_broadcast import ShmRingBuffer
+
+    for buffer in (found for found in gc.get_objects() if type(found) is ShmRingBuffer):
+        if buffer.is_creator:
+            buffer.shared_memory.unlink()
+            buffer.is_creator = False
+
+
+def _agreed(stopped: Callable[[], bool], ranks: int) -> Callable[[], bool]:
+    """Gives ``stopped`` as the ranks of one engine see it together: some would otherwise wait for ever for the others."""
+    if ranks == 1:
+        return stopped
+    from vllm.distributed.parallel_state import get_tp_group
+
+    group, steps = get_tp_group().cpu_group, itertools.count(1)
+
+    def agreed() -> bool:
+        if next(steps) % STEPS_PER_AGREEMENT:
+            return False
+        any_rank = torch.tensor(int(stopped()))
+        dist.all_reduce(any_rank, op=dist.ReduceOp.MAX, group=group)
+        return bool(any_rank)
+
+    return agreed
 
 
 def _prefer_plain_torch(platform: type) -> None:

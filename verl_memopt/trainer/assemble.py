@@ -128,7 +128,13 @@ def worker_plan(job: Job) -> WorkerPlan:
         free_engine=site.free_engine,
         track_init=site.device == "cpu" and settings.trainer.track_memory_every_steps > 0,
         memory=settings.memory,
+        stop_file=str(stop_file(job)),
     )
+
+
+def stop_file(job: Job) -> Path:
+    """Gives the file by which workers learn that a rollout is given up."""
+    return job.site.run_dir / ".stop"
 
 
 def _engine_folder(job: Job) -> Path:

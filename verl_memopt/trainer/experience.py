@@ -14,6 +14,7 @@ from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.ragged import Ragged
+from verl_memopt.errors import Stopped
 from verl_memopt.rewards.rows import RewardResult, RewardRow
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.engine import Generation
@@ -39,13 +40,19 @@ def generate(
     seeds: list[int],
     sampling: SamplingSettings,
     tensor_parallel: int,
+    may_stop: bool = False,
 ) -> Generation:
-    """Answers every prompt, spread over the engines; the ranks of one engine get the same prompts."""
+    """Answers every prompt, spread over the engines; the ranks of one engine get the same prompts.
+
+    may_stop: engines may give up when the run is asked to stop. Errors: Stopped when one did.
+    """
     engines = crew.world_size // tensor_parallel
     cuts = [len(prompt_ids) * index // engines for index in range(engines + 1)]
     shares = [slice(cuts[index], cuts[index + 1]) for index in range(engines)]
-    arguments = [(prompt_ids[share], seeds[share], sampling) for share in shares for _ in range(tensor_parallel)]
+    arguments = [(prompt_ids[share], seeds[share], sampling, may_stop) for share in shares for _ in range(tensor_parallel)]
     answers = crew.each(phase, "generate", arguments)[::tensor_parallel]
+    if any(answer is None for answer in answers):
+        raise Stopped
     return Generation(
         response_ids=[ids for answer in answers for ids in answer.response_ids],
         log_probs=[row for answer in answers for row in answer.log_probs] if sampling.log_probs else None,

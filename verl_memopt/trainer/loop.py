@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import logging
+import time
 from typing import Any
 
 from verl_memopt.config.resume_diff import kept_settings
-from verl_memopt.errors import CheckpointError, UnreadableCheckpointError
+from verl_memopt.errors import CheckpointError, Stopped, UnreadableCheckpointError
 from verl_memopt.observe.health import Health
 from verl_memopt.observe.validation import headline_score
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.assemble import Job, updates_per_step
+from verl_memopt.rollout.stop_file import StopFile
+from verl_memopt.trainer.assemble import Job, stop_file, updates_per_step
 from verl_memopt.trainer.crew import Crew
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.reporter import Reporter
@@ -35,23 +37,33 @@ class Trainer:
         self.reporter = reporter
         self.interrupts = interrupts
         self.stepper = Stepper(job, crew, runner)
+        self.stepper.before_update = self.begin_update
+        runner.stopped = self.gives_up
+        self.stop_file = StopFile(stop_file(job))
         self.guard = UpdateGuard(job.settings, job.store, updates_per_step(job.settings))
         self.health = Health(validates=job.validation is not None and job.settings.trainer.test_freq > 0)
         self.step = 0
         self.saved_step = 0
         self.score: float | None = None
         """Validation score of the present step, None where it was not validated."""
+        self.weights_changed = False
+        """The present step has begun its update: from here on it cannot be given up."""
+        self.update_began = 0.0
+        self.update_seconds = 0.0
+        self.validation_seconds = 0.0
 
     def run(self) -> None:
-        """Runs to the end, or to the end of the step in which a stop was asked for, and saves then."""
+        """Runs to the end, or until a stop is asked for: then it finishes the step, or gives it up, and saves."""
         try:
             self._run()
         finally:
+            self.stop_file.remove()
             self.stepper.close()
 
     def _run(self) -> None:
         trainer = self.job.settings.trainer
         self.resume()
+        self.note_saved()
         self.track(0)
         self.crew.all("update_weights", "update_weights")
         if trainer.val_only or (trainer.val_before_train and self.step == 0):
@@ -59,16 +71,24 @@ class Trainer:
         self.reporter.started(self.step, self.crew.take_memories())
         if trainer.val_only:
             return
+        self.stop_file.remove()
+        self.interrupts.begin_steps(trainer.stop_deadline_seconds, self.tell_rollouts)
         while self.step < self.job.total_steps and not self.interrupts.asked:
-            self.one_step(self.step + 1)
+            try:
+                self.one_step(self.step + 1)
+            except Stopped:
+                self.stepper.feed.give_back()
+                self.reporter.say(f"step {self.step + 1} was given up for lack of time; the next start does it again")
         if self.interrupts.asked and self.saved_step < self.step:
-            self.save()
+            self.timed_save()
 
     def one_step(self, step: int) -> None:
         """Runs, validates, logs and saves one step."""
         self.track(step)
+        self.weights_changed = False
         with self.crew.clock.phase("step"):
             result = self.stepper.run(step)
+            self.update_seconds = time.monotonic() - self.update_began
             validation = self.validation(step)
         self.step = step
         self.score = None if validation is None else headline_score(validation.metrics)
@@ -76,7 +96,43 @@ class Trainer:
         self.judge(result, validation)
         if self.due(self.job.settings.trainer.save_freq):
             # After the log: a kill between the two resumes before this step, and its rows are dropped then.
-            self.save()
+            self.timed_save()
+
+    def begin_update(self) -> None:
+        """Gives the step up when a stop was asked for and the update would leave no time to save. Errors: Stopped."""
+        validation = self.validation_seconds if self.validation_due(self.step + 1) else 0.0
+        if self.interrupts.too_late_for(self.update_seconds + validation):
+            raise Stopped
+        self.weights_changed = True
+        self.update_began = time.monotonic()
+
+    def gives_up(self) -> bool:
+        """Says whether the scoring of the present step is to be given up."""
+        return not self.weights_changed and self.interrupts.out_of_time()
+
+    def tell_rollouts(self, moment: float) -> None:
+        """Tells the workers when to give up a rollout (seconds of the epoch)."""
+        try:
+            self.stop_file.write(moment)
+        except OSError as error:
+            logger.warning("a rollout cannot be given up, because the stop file cannot be written: %s", error)
+
+    def note_saved(self) -> None:
+        """Tells whoever ends the run at once where a new start goes on."""
+        if self.saved_step:
+            self.interrupts.last_saved = f"The last whole checkpoint is that of step {self.saved_step}; a new start resumes there"
+
+    def timed_save(self) -> None:
+        """Saves, and tells whoever has to stop in time how long that takes and where a new start goes on."""
+        began = time.monotonic()
+        self.save()
+        self.interrupts.save_seconds = time.monotonic() - began
+        self.note_saved()
+
+    def validation_due(self, step: int) -> bool:
+        """Says whether a step ends with a validation."""
+        every = self.job.settings.trainer.test_freq
+        return every > 0 and (step == self.job.total_steps or step % every == 0) and self.job.validation is not None
 
     def judge(self, result: StepResult, validation: Validation | None) -> None:
         """Warns of what a finished step shows, once. Errors: TrainingError when too many steps in a row applied no update."""
@@ -95,10 +151,12 @@ class Trainer:
 
     def validation(self, step: int) -> Validation | None:
         """Validates when it is due."""
-        trainer = self.job.settings.trainer
-        last = step == self.job.total_steps
-        due = trainer.test_freq > 0 and (last or step % trainer.test_freq == 0)
-        return validate(self.job, self.crew, self.runner, step) if due and self.job.validation is not None else None
+        if not self.validation_due(step):
+            return None
+        began = time.monotonic()
+        found = validate(self.job, self.crew, self.runner, step)
+        self.validation_seconds = time.monotonic() - began
+        return found
 
     def validate_first(self) -> None:
         """Validates before the first step, where there is something to validate with."""

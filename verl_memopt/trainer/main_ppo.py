@@ -8,6 +8,7 @@ import sys
 from collections.abc import Sequence
 
 from verl_memopt.errors import UserError
+from verl_memopt.trainer.signal_watch import SignalWatch
 
 USAGE = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [key=value ...]"
 
@@ -42,12 +43,19 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parses, runs, and turns a user's error into its message and exit code."""
+    """Parses, runs, and turns a user's error into its message and exit code.
+
+    Without ``argv`` the process is this command's own, and its signals are watched from here to its end.
+    """
+    watch = SignalWatch() if argv is None else None
     try:
         return run(build_parser("python -m verl_memopt.trainer.main_ppo").parse_intermixed_args(argv))
     except UserError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code
+    finally:
+        if watch is not None:
+            watch.hold_while_ending()
 
 
 if __name__ == "__main__":

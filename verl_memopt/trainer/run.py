@@ -9,7 +9,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.errors import UnreadableCheckpointError, UserError
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.trainer.assemble import prepare, reward_processes, workers
-from verl_memopt.trainer.interrupts import Interrupts
+from verl_memopt.trainer.interrupts import Interrupts, of_process
 from verl_memopt.trainer.loop import Trainer
 from verl_memopt.trainer.reporter import Reporter
 
@@ -17,12 +17,12 @@ logger = logging.getLogger(__name__)
 
 
 def train(settings: Settings) -> int:
-    """Runs training and gives the exit code: 0 when done, 130 or 143 when a signal stopped it.
+    """Runs training and gives the exit code: 0 when done, 130, 143 or 129 when a signal stopped it.
 
     Errors: the UserError of whatever the user must mend; everything that was started is ended by then.
     """
     unreadable: dict[int, str] = {}
-    with Interrupts() as interrupts:
+    with of_process() as interrupts:
         while True:
             try:
                 _train(settings, unreadable, interrupts)

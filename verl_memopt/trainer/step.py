@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -16,7 +16,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.feed import PromptFeed, StepPrompts
-from verl_memopt.errors import RolloutError, TrainingError
+from verl_memopt.errors import RolloutError, Stopped, TrainingError
 from verl_memopt.observe.metrics import critic_metrics, length_metrics, summary_of
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
@@ -68,11 +68,14 @@ class Stepper:
         self.feed = PromptFeed(job.loader, n, job.settings.algorithm.expansion, encoder)
         self.update_budget, self.old_budget, self.ref_budget = budgets(job.settings)
         self.on_policy = leaves_out_old_pass(job.settings)
+        self.before_update: Callable[[], None] = lambda: None
+        """Called when all is ready for the update; it may raise Stopped. Up to here a step can be given up."""
 
     def run(self, step: int) -> StepResult:
         """Runs step number ``step`` and gives what it leaves.
 
-        Errors: RewardError, WorkerError; RolloutError when the engine's log-probs are too far from the trainer's.
+        Errors: RewardError, WorkerError; RolloutError when the engine's log-probs are too far from the trainer's; Stopped when
+        a stop was asked for and the step was given up, with nothing changed but the position in the data.
         """
         taken = self.feed.take()
         answers = self.rollout(taken, step)
@@ -86,6 +89,7 @@ class Stepper:
             scores = torch.tensor([result.score for result in results], dtype=torch.float32)
             found = advantages(batch, scores, names, self.settings.algorithm, self.kl_control)
             batch.advantages = found.per_token
+        self.before_update()
         metrics |= self.update(batch, names, step)
         if self.on_policy:
             metrics |= self.compare_log_probs(batch, step)
@@ -110,11 +114,19 @@ class Stepper:
         assert rollout.seed is not None
         seeds = sampling_seeds(taken.prompts, rollout.n, rollout.seed, step)
         sampling, parallel = train_sampling(rollout), rollout.tensor_model_parallel_size
-        generation = generate(self.crew, "gen", taken.prompt_ids, seeds, sampling, parallel)
-        if job.site.free_engine:
-            self.crew.all("gen", "release_engine")
+        try:
+            generation = generate(self.crew, "gen", taken.prompt_ids, seeds, sampling, parallel, may_stop=True)
+        except Stopped:
+            self.release_engine()
+            raise
+        self.release_engine()
         texts = job.site.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
         return Answers(rows, taken.prompt_ids, generation, texts)
+
+    def release_engine(self) -> None:
+        """Lets the engine release its memory, where it does so between rollouts."""
+        if self.job.site.free_engine:
+            self.crew.all("gen", "release_engine")
 
     def log_probs(self, batch: RolloutBatch, names: Sequence[str]) -> tuple[RolloutBatch, Tensor | None]:
         """Adds the policy's log-probs before the update and, where a KL is asked for, the reference's.

@@ -4,20 +4,45 @@ from __future__ import annotations
 
 import logging
 import os
+import secrets
 import signal
 import socket
+import stat
 import subprocess
-from collections.abc import Mapping
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import ConfigError, WorkerError
+from verl_memopt.workers.processes import descendants, is_alive, kill, wait_until_gone
 
 OBJECT_STORE_BYTES = 256 * 2**20
 """Shared memory of a cluster started here; batches without padding are small, and Ray spills to disk beyond it."""
 
 CONNECT_SECONDS = 10.0
 """How long a cluster may take to accept a connection."""
+
+JOINED_SECONDS = 5.0
+"""How often a cluster that was joined is asked whether it still answers."""
+
+GONE_SECONDS = 5.0
+"""How long killed processes may take to be gone."""
+
+HEADS = {"gcs_server": "head process (gcs_server)", "raylet": "node process (raylet)"}
+"""Processes without which Ray carries no run, by the name that the system shows."""
+
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+SOCKET_BYTES = 107
+"""Longest path of a socket."""
+
+SESSION = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
+"""What Ray adds to its folder, at its longest."""
 
 LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
 """Arguments of ray.init where it starts a cluster; ``ray_kwargs.ray_init`` wins over each."""
@@ -53,20 +78,84 @@ class Connection:
         import ray
 
         self._guardian: subprocess.Popen[bytes] | None = None
+        self._started: list[int] = []
+        self._known: set[Any] = set()
+        self._heads: dict[int, str] = {}
+        self._joined: str | None = None
+        self._looked_at = time.monotonic()
+        self.is_lost = False
         self._owned = not ray.is_initialized()
         if self._owned:
             self._connect({name: value for name, value in ray_init.items() if value is not None}, request)
 
     def close(self) -> None:
         """Disconnects, and stops the cluster that was started here; may be called again."""
-        import ray
-
         if self._owned:
-            ray.shutdown()
+            if self.is_lost:
+                # What still runs would try to reach the dead one for a minute, and so would this process.
+                self._kill_started()
+                # Ray takes five seconds to see that nobody is left. Its own hook at exit waits for this thread.
+                threading.Thread(target=self._shutdown, name="ray-shutdown", daemon=True).start()
+            else:
+                self._shutdown()
         if self._guardian is not None:
             self._guardian.kill()
             self._guardian.communicate()
         self._owned, self._guardian = False, None
+
+    def lost(self) -> str | None:
+        """Return what has become of Ray when it can no longer carry a run, in words; None while it can."""
+        self._remember_started()
+        for pid, name in self._heads.items():
+            if not is_alive(pid):
+                self.is_lost = True
+                return f"Ray's {name} (pid {pid}) died"
+        now = time.monotonic()
+        if self._joined is not None and now - self._looked_at > JOINED_SECONDS:
+            self._looked_at = now
+            reason = _does_not_answer(self._joined)
+            if reason is not None:
+                self.is_lost = True
+                return f"nothing answers any more at ray_kwargs.ray_init.address={self._joined} ({reason})"
+        return None
+
+    def logs(self) -> str:
+        """Return the folder of Ray's logs, or where to look for it."""
+        import ray
+
+        node = ray._private.worker._global_node
+        return "the folder session_latest/logs of Ray" if node is None else node.get_logs_dir_path()
+
+    def _remember_started(self) -> None:
+        """Keeps in mind Ray's processes that this one started, and theirs: whose parent is dead can no longer be found."""
+        import psutil
+
+        for parent in self._started:
+            for pid in (parent, *descendants(parent)):
+                with suppress(psutil.NoSuchProcess):
+                    self._known.add(psutil.Process(pid))
+
+    def _kill_started(self) -> None:
+        """Kills Ray's processes that were started here, and theirs. A process that took the number of a dead one is spared."""
+        self._remember_started()
+        running = [process.pid for process in self._known if process.is_running()]
+        kill(running)
+        wait_until_gone(running, GONE_SECONDS)
+
+    def _shutdown(self) -> None:
+        """Disconnects, and kills the cluster's processes where they were started here.
+
+        Ray would send SIGTERM to one after another and wait a second for each: they block it, as whatever they are started
+        with does.
+        """
+        import ray
+
+        self._remember_started()
+        node = ray._private.worker._global_node
+        if self._started and node is not None:
+            node.kill_all_processes = lambda **_: self._kill_started()
+        ray.shutdown()
+        self._kill_started()
 
     def _connect(self, given: dict[str, Any], request: Request) -> None:
         """Joins the cluster of ``address`` or RAY_ADDRESS, else starts one on this machine."""
@@ -82,36 +171,118 @@ class Connection:
         if joins:
             _check_answers(str(given.get("address") or os.environ["RAY_ADDRESS"]))
         num_cpus = max(request.nnodes * request.devices_per_node, os.cpu_count() or 1)
-        defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus}
-        driver, on_terminate = psutil.Process(), signal.getsignal(signal.SIGTERM)
-        before = set(driver.children())
+        folder = given.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
+        defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
+        before = set(psutil.Process().children())
         try:
-            ray.init(**{"logging_level": logging.ERROR, **defaults, **given})
-        except (ConnectionError, TypeError, ValueError, RuntimeError) as error:
+            with stop_signals_blocked(), nullcontext() if joins else _one_node():
+                ray.init(**{"logging_level": logging.ERROR, **defaults, **given})
+        except (ConnectionError, TypeError, ValueError, RuntimeError, OSError, ray.exceptions.RayError) as error:
             ray.shutdown()
             raise ConfigError(
                 f"ray_kwargs.ray_init={given}: Ray could not start: {error}. Correct or remove the argument."
             ) from error
-        if callable(on_terminate) and signal.getsignal(signal.SIGTERM) is not on_terminate:
-            # Ray would exit on the spot; what SIGTERM means for the run is for whoever handled it before to decide.
-            signal.signal(signal.SIGTERM, on_terminate)
-        started = [child for child in driver.children() if child not in before]
-        if started:
-            self._guardian = _guard([child.pid for parent in started for child in (parent, *parent.children())])
+        self._joined = ray.get_runtime_context().gcs_address if joins else None
+        self._started = [child.pid for child in psutil.Process().children() if child not in before]
+        if self._started:
+            self._heads = {pid: name for pid in self._started if (name := HEADS.get(psutil.Process(pid).name()))}
+            self._remember_started()
+            self._guardian = _guard([process.pid for process in self._known])
+
+
+@contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Block the signals that stop a run, in this thread and in what it starts: threads and processes inherit the mask.
+
+    A scheduler sends SIGTERM to every process of a job. Ray's processes set handlers of their own and would end before the run
+    has saved; what is blocked never reaches a handler. The handlers of this process are as before at the end, for Ray
+    sets some.
+    """
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def _one_node() -> Iterator[None]:
+    """Makes the cluster that is started meanwhile one of this node alone: reached by its loopback address and its own token.
+
+    Ray turns 127.0.0.1 into the node's address, unless it is told that the machine cannot be part of a cluster.
+    """
+    from ray._private import ray_constants
+
+    name, could = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    variable = os.environ.get(name)
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ[name] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = could
+        if variable is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = variable
+
+
+def own_folder() -> Path:
+    """Return the folder of this user alone in which Ray keeps its sessions: sockets, logs and spilled objects.
+
+    It is ``verl_memopt_<user id>`` under RAY_TMPDIR, TMPDIR or /tmp, with mode 0700.
+
+    Raises:
+        ConfigError: the path is too long for a socket, or belongs to someone else, or cannot be made.
+    """
+    name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
+    parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
+    folder = parent / f"verl_memopt_{os.getuid()}"
+    spare = SOCKET_BYTES - len(os.fsencode(folder)) - len(SESSION)
+    if spare < 0:
+        raise ConfigError(
+            f"{name}={parent}: the path is {-spare} bytes too long. Ray puts sockets below it, whose paths have at most "
+            f"{SOCKET_BYTES} bytes. Set RAY_TMPDIR to a shorter folder, for example RAY_TMPDIR=/tmp."
+        )
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = folder.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"{name}={parent}: {folder} cannot be made ({error.strerror}). Set RAY_TMPDIR to a folder of yours."
+        ) from error
+    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        raise ConfigError(f"{name}={parent}: {folder} is not a folder of yours. Set RAY_TMPDIR to a folder of yours.")
+    folder.chmod(0o700)
+    return folder
 
 
 def _check_answers(address: str) -> None:
     """Raises ConfigError when nothing listens at a ``host:port``. Ray itself would try again for a quarter of an hour."""
+    reason = _does_not_answer(address)
+    if reason is not None:
+        raise ConfigError(
+            f"ray_kwargs.ray_init.address={address}: nothing answers there ({reason}). Start Ray there (ray start --head), "
+            "or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
+        )
+
+
+def _does_not_answer(address: str) -> str | None:
+    """Gives the reason why nothing can be reached at a ``host:port``; None where something answers, or for another form."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
-        return
+        return None
     try:
         socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
     except OSError as error:
-        raise ConfigError(
-            f"ray_kwargs.ray_init.address={address}: nothing answers there ({error}). Start Ray there (ray start --head), "
-            "or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
-        ) from error
+        return str(error)
+    return None
 
 
 def _guard(pids: list[int]) -> subprocess.Popen[bytes]:
@@ -120,7 +291,7 @@ def _guard(pids: list[int]) -> subprocess.Popen[bytes]:
     Ray's own processes follow a killed driver, but its node's two agents outlive it by a minute. The shell waits for the
     end of a pipe that only this process holds, in a session of its own, where no Ctrl-C reaches it.
     """
-    script = 'read _; kill -9 "$@" 2> /dev/null'
+    script = "trap '' TERM INT HUP; read _; kill -9 \"$@\" 2> /dev/null"
     command = ["sh", "-c", script, "guardian", *map(str, pids)]
     return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 

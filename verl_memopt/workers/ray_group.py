@@ -12,13 +12,15 @@ import atexit
 import os
 import re
 import signal
+import time
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from types import FrameType
 from typing import Any
 
 from verl_memopt.errors import ConfigError, UserError, WorkerError
 from verl_memopt.workers.group import Placement, WorkerFactory, free_port, process_environment
-from verl_memopt.workers.ray_cluster import Connection, Request, release, reserve
+from verl_memopt.workers.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
 
 LOOPBACK = "127.0.0.1"
 
@@ -30,6 +32,9 @@ NO_GPU = {VISIBLE_DEVICES: ""}
 
 SETTLE_SECONDS = 1.0
 """After a first failure, how long others may follow: a peer's broken connection is often reported before the death behind it."""
+
+SLICE_SECONDS = 1.0
+"""How often a wait for calls looks whether Ray itself is still there."""
 
 KILL_SECONDS = 10.0
 """How long killed members may take to be gone."""
@@ -53,8 +58,11 @@ class Member:
     """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
 
     def __init__(self, rank: int) -> None:
-        # Where Ctrl-C reaches the workers too, what it means for the run is still the driver's to decide.
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        # What a signal to all processes of a run means is the driver's to decide; this process ends with it. A handler, not
+        # SIG_IGN: a program that this process starts begins with the default actions again.
+        for number in STOP_SIGNALS:
+            signal.signal(number, _left_to_the_driver)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
         self._rank = rank
         self._worker: Any = None
 
@@ -81,6 +89,10 @@ class Member:
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         """Calls the worker."""
         return getattr(self._worker, method)(*args, **kwargs)
+
+
+def _left_to_the_driver(number: int, frame: FrameType | None) -> None:
+    """Does nothing."""
 
 
 def start_ray_group(
@@ -205,7 +217,7 @@ class RayGroup:
         import ray
 
         atexit.unregister(self.shutdown)
-        if ray.is_initialized():
+        if ray.is_initialized() and not self._connection.is_lost:
             self._kill_members()
             release(self._room)
         self._members, self._room = [], []
@@ -219,9 +231,15 @@ class RayGroup:
         results: dict[int, Any] = {}
         failures: dict[int, ray.exceptions.RayError] = {}
         pending = {call: rank for rank, call in enumerate(calls)}
+        ends = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while pending:
-            done, _ = ray.wait(list(pending), timeout=SETTLE_SECONDS if failures else timeout_seconds)
+            done, _ = ray.wait(list(pending), timeout=SETTLE_SECONDS if failures else SLICE_SECONDS)
+            lost = self._connection.lost()
+            if lost is not None:
+                raise self._lost(lost)
             if not done:
+                if not failures and (ends is None or time.monotonic() < ends):
+                    continue
                 break
             rank = pending.pop(done[0])
             try:
@@ -234,7 +252,7 @@ class RayGroup:
         if not failures:
             raise WorkerError(
                 f"trainer.ray_wait_register_center_timeout={timeout_seconds}: workers {sorted(pending.values())} did not start "
-                "in that time. Raise it, or see Ray's logs under /tmp/ray/session_latest/logs."
+                f"in that time. Raise it, or see Ray's logs in {self._connection.logs()}."
             )
         raise self._cause(failures)
 
@@ -253,8 +271,16 @@ class RayGroup:
         rank = (deaths + list(failures))[0]
         where = f"worker {rank} ({self.homes[rank]})" if self.homes else f"worker {rank}"
         if deaths:
-            return WorkerError(f"{where} died: {_reason(str(failures[rank]))} {DEATH_HINT}")
+            return WorkerError(f"{where} died: {_reason(str(failures[rank]))} {DEATH_HINT} {self._connection.logs()}.")
         return WorkerError(f"{where} raised an error. Its traceback:\n{_plain(str(failures[rank]))}")
+
+    def _lost(self, what: str) -> WorkerError:
+        """Forgets the members, which end with the connection, and gives the error to raise."""
+        self._members = []
+        return WorkerError(
+            f"{what}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
+            f"See Ray's logs in {self._connection.logs()}."
+        )
 
     def _kill_members(self) -> None:
         import ray
@@ -270,7 +296,7 @@ class RayGroup:
 
 DEATH_HINT = (
     "A process that ends without a traceback was most often killed for memory: compare the host memory of the run with the "
-    "machine's, lower the micro-batch or the KV cache, and see Ray's logs under /tmp/ray/session_latest/logs."
+    "machine's, lower the micro-batch or the KV cache, and see Ray's logs in"
 )
 
 

@@ -20,7 +20,7 @@ from verl_memopt.distributed.device import empty_cache, is_gpu, local_device
 from verl_memopt.distributed.file_records import Records, record_folder
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
-from verl_memopt.errors import CheckpointError
+from verl_memopt.errors import CheckpointError, Stopped
 from verl_memopt.memory.activation_offload import ActivationOffload
 from verl_memopt.memory.allocators import limit_bytes, memory_limits
 from verl_memopt.memory.fused import compiler_works, fused_statements
@@ -39,6 +39,7 @@ from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine
 from verl_memopt.rollout.sampling import SamplingSettings
+from verl_memopt.rollout.stop_file import StopFile, never
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch, Policy, Updated
@@ -57,6 +58,7 @@ class WorkerPlan:
     engine_folder: the config the engine reads, the model's own or one with ``model.override_config`` merged in.
     free_engine: the engine sleeps outside rollout and validation. track_init: count the bytes of the start on a CPU.
     kinds_on_gpu: count bytes by kind in tracked phases on a GPU too, which keeps compiled functions uncompiled.
+    stop_file: where the driver says when a rollout is given up; none means never.
     """
 
     settings: ActorRolloutRef
@@ -70,6 +72,7 @@ class WorkerPlan:
     track_init: bool
     memory: Memory = dataclasses.field(default_factory=Memory)
     kinds_on_gpu: bool = False
+    stop_file: str | None = None
 
 
 @dataclass(frozen=True)
@@ -125,12 +128,22 @@ class Worker:
 
     # The methods a phase can run.
 
-    def generate(self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings) -> Generation:
-        """Answers each prompt once, under the weights of the last sync."""
+    def generate(
+        self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, may_stop: bool = False
+    ) -> Generation | None:
+        """Answers each prompt once, under the weights of the last sync.
+
+        may_stop: the rollout may be given up when the run is asked to stop. None says that it was.
+        """
         assert self.engine is not None
         if self.plan.free_engine:
             self.engine.wake_up("kv_cache")
-        return self.engine.generate(prompt_ids, seeds, sampling)
+        stoppable = may_stop and self.plan.stop_file is not None
+        stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
+        try:
+            return self.engine.generate(prompt_ids, seeds, sampling, stopped)
+        except Stopped:
+            return None
 
     def release_engine(self) -> None:
         """Lets the engine give its device memory back, where it can."""

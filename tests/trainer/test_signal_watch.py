@@ -1,0 +1,162 @@
+"""Each test watches the signals of a process of its own, and sends it some."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+
+from verl_memopt.workers.processes import descendants, kill, wait_until_gone
+
+BUSY = "for _ in range(10**12): pass"
+IN_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
+ASLEEP = "import time; time.sleep(600)"
+"""What the main thread does meanwhile: Python code, one call of C that lets other threads run, nothing."""
+
+STEPS = "watch.interrupts.begin_steps({deadline}, lambda moment: print('told', flush=True))\n"
+CODES = [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)]
+
+
+@pytest.fixture
+def watched():
+    """Starts a process that watches its signals, runs some code and then says so; it is ended with the test."""
+    started = []
+
+    def begin(then, before=""):
+        buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
+        code = f"{before}\nfrom verl_memopt.trainer.signal_watch import SignalWatch\nwatch = SignalWatch()\n{then}"
+        process = subprocess.Popen(
+            [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered
+        )
+        started.append(process)
+        return process
+
+    yield begin
+    for process in started:
+        kill([*descendants(process.pid), process.pid])
+        process.communicate()
+
+
+def ready(process, word="ready"):
+    assert process.stdout.readline() == f"{word}\n"
+
+
+@pytest.mark.parametrize("work", [BUSY, IN_C, ASLEEP])
+@pytest.mark.parametrize(("name", "code"), CODES)
+def test_before_the_first_step_a_signal_ends_the_process_at_once_whatever_it_does(watched, name, code, work):
+    process = watched(f"print('ready', flush=True)\n{work}")
+    ready(process)
+    process.send_signal(signal.Signals[name])
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert errors == f"{name}: ended before the first step; there was nothing to save.\n"
+
+
+def test_every_process_that_was_started_ends_with_it_and_what_was_printed_is_kept(watched):
+    start = "import subprocess\nchild = subprocess.Popen(['sh', '-c', \"trap '' TERM; setsid sleep 600 & wait\"])\n"
+    process = watched(f"{start}print('kept')\nimport os; os.write(1, b'ready\\x0a')\n{ASLEEP}")
+    ready(process)
+    deadline = time.monotonic() + 10
+    while len(children := psutil.Process(process.pid).children(recursive=True)) < 2 and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert len(children) == 2
+    process.send_signal(signal.SIGTERM)
+    output, _ = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert output == "kept\n"
+    assert wait_until_gone([child.pid for child in children], 10) == []
+
+
+@pytest.mark.parametrize(("name", "code"), CODES)
+def test_in_the_steps_the_first_signal_asks_and_the_main_thread_decides_when_to_end(watched, name, code):
+    loop = "import time\nprint('ready', flush=True)\nwhile not watch.interrupts.asked: time.sleep(0.01)\n"
+    process = watched(
+        f"{STEPS.format(deadline=60)}{loop}print('saved', flush=True)\nraise SystemExit(watch.interrupts.exit_code)"
+    )
+    ready(process)
+    process.send_signal(signal.Signals[name])
+    output, errors = process.communicate(timeout=20)
+    assert process.returncode == code
+    assert output == "told\nsaved\n"
+    assert errors == f"{name}: stopping after this step, then saving; once more stops at once\n"
+
+
+def test_a_second_signal_ends_at_once_and_says_where_a_new_start_goes_on(watched):
+    process = watched(
+        f"{STEPS.format(deadline=60)}watch.interrupts.last_saved = 'Step 4 is saved'\nprint('ready', flush=True)\n{IN_C}"
+    )
+    ready(process)
+    process.send_signal(signal.SIGTERM)
+    ready(process, "told")
+    time.sleep(0.6)
+    process.send_signal(signal.SIGINT)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert errors.splitlines()[1:] == ["SIGINT: the second signal; ended at once. Step 4 is saved."]
+
+
+def test_a_signal_that_a_supervisor_sends_twice_is_one(watched):
+    process = watched(f"{STEPS.format(deadline=60)}print('ready', flush=True)\n{ASLEEP}")
+    ready(process)
+    process.send_signal(signal.SIGTERM)
+    ready(process, "told")
+    process.send_signal(signal.SIGTERM)
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=1)
+
+
+def test_at_the_deadline_the_process_ends_with_the_code_of_the_signal_and_names_the_key(watched):
+    process = watched(f"{STEPS.format(deadline=0.3)}print('ready', flush=True)\n{IN_C}")
+    ready(process)
+    process.send_signal(signal.SIGHUP)
+    _, errors = process.communicate(timeout=20)
+    assert process.returncode == 129
+    message = "the stop was not finished within trainer.stop_deadline_seconds=0.3; ended at once. No checkpoint was saved."
+    assert errors.splitlines()[1:] == [message]
+
+
+def test_a_hangup_that_is_ignored_stays_ignored_as_under_nohup(watched):
+    ignore = "import signal; signal.signal(signal.SIGHUP, signal.SIG_IGN)"
+    process = watched(f"print('ready', flush=True)\n{ASLEEP}", before=ignore)
+    ready(process)
+    process.send_signal(signal.SIGHUP)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(timeout=0.5)
+
+
+def test_a_started_program_has_the_default_actions_and_a_forked_one_does_not_stop_its_parent(watched):
+    fork = (
+        "import os, signal, subprocess, time\n"
+        "print(subprocess.run(['sh', '-c', 'kill -TERM $$; echo survived'], stdout=subprocess.PIPE).returncode, flush=True)\n"
+        "pid = os.fork()\n"
+        "if pid == 0: time.sleep(600)\n"
+        "time.sleep(0.2)\n"
+        "os.kill(pid, signal.SIGTERM)\n"
+        "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
+        "time.sleep(0.2)\n"
+        "print(watch.interrupts.asked, flush=True)\n"
+    )
+    process = watched(fork)
+    output, errors = process.communicate(timeout=30)
+    assert output.split() == ["-15", "-15", "False"], errors
+    assert process.returncode == 0
+
+
+def test_a_signal_that_the_main_thread_blocks_is_seen_by_the_watch(watched):
+    block = "import signal; signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGTERM})"
+    process = watched(f"{block}\nprint('ready', flush=True)\n{ASLEEP}")
+    ready(process)
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 143
+
+
+def test_the_watch_brings_no_package_beyond_the_standard_library():
+    code = "import sys; before = set(sys.modules)\nimport verl_memopt.trainer.main_ppo\nprint(*(set(sys.modules) - before))"
+    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    foreign = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names) - {"verl_memopt"}
+    assert foreign == set()
