@@ -119,3 +119,8 @@ def test_a_nan_reward_makes_its_row_invalid():
 def test_groups_that_teach_nothing_are_counted_by_their_reason():
     counts = group_counts(*tensors([1.0, 1.0, 0.0, 1.0, NAN, 3.0, NAN, NAN], [0, 0, 1, 1, 2, 2, 3, 3]))
     assert counts == {"invalid_rows": 3.0, "single_valid_groups": 1.0, "equal_groups_share": 0.75}
+
+
+def test_no_rows_have_no_equal_groups():
+    nothing = torch.zeros(0)
+    assert group_counts(nothing, nothing.long(), nothing.bool())["equal_groups_share"] == 0.0

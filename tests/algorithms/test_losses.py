@@ -148,3 +148,14 @@ def test_losses_run_on_fake_tensors(mode):
         loss.backward()
     assert loss.shape == ()
     assert all(not metric.requires_grad for metric in metrics.values())
+
+
+@pytest.mark.parametrize("mode", ["sequence", "gspo"])
+def test_clip_fractions_of_sequences_by_hand(mode):
+    # ratios 1.4 (clipped above), 1.0, 0.7 (clipped below as A < 0), 1.6 with A < 0 (not bounded: sequences have no dual clip)
+    new, advantages = torch.tensor([1.4, 1.0, 0.7, 1.6]).log(), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    row, lengths = torch.arange(4), torch.ones(4, dtype=torch.int64)
+    _, metrics = policy_loss(new, torch.zeros(4), advantages, row, lengths, GlobalCounts(4, 4), actor(mode))
+    assert metrics["pg_clipfrac"].item() == 0.5
+    assert metrics["pg_clipfrac_lower"].item() == 0
+    assert metrics["ratio_clamped"].item() == 0

@@ -13,6 +13,8 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.token_budget import (
     FINEST,
     _best_fit_decreasing,
+    _dearest_to_cheapest,
+    _swap_once,
     _tight_fill,
     balance,
     lower_bound,
@@ -200,3 +202,37 @@ def test_256_log_normal_rows_are_balanced_within_one_percent_over_8_ranks():
 
 def test_two_long_rows_go_to_different_ranks():
     assert balance([100, 100, 1, 1], 2) == [[0, 2], [1, 3]]
+
+
+def test_a_bin_is_halved_by_the_tokens_of_its_rows_and_neither_half_is_empty():
+    # 9 | 8, then 2 beside 8 and 1 beside 9.
+    assert split_to_count([[0, 1, 2, 3]], 2, [9, 1, 8, 2]) == [[0, 1], [2, 3]]
+    assert split_to_count([[0, 1]], 2, [0, 0]) == [[0], [1]]
+
+
+def test_fixed_packing_takes_one_row_a_bin_and_refuses_none():
+    assert pack_fixed(2, 1) == [[0], [1]]
+    with pytest.raises(AssertionError):
+        pack_fixed(2, 0)
+
+
+def test_the_dearest_unit_goes_first_and_each_next_one_to_the_cheapest_part_with_a_place():
+    assert _dearest_to_cheapest([5, 9, 1, 4], 2) == [[1, 2], [0, 3]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6))
+def test_a_swap_is_the_one_that_evens_out_two_parts_most(pairs):
+    first, second = zip(*pairs, strict=True)
+    weights, parts = [*first, *second], [list(range(len(first))), list(range(len(first), 2 * len(first)))]
+    before = sum(first) - sum(second)
+    best = min(abs(before - 2 * (one - other)) for one in first for other in second)
+    assert _swap_once(weights, parts) == (best < abs(before))
+    after = sum(weights[unit] for unit in parts[0]) - sum(weights[unit] for unit in parts[1])
+    assert abs(after) == min(best, abs(before))
+
+
+@given(st.lists(st.integers(1, 1000), min_size=12, max_size=12))
+def test_no_swap_between_the_dearest_and_the_cheapest_part_would_help_any_more(costs):
+    parts = sorted(balance(costs, 2), key=lambda part: sum(costs[row] for row in part))
+    gap = sum(costs[row] for row in parts[1]) - sum(costs[row] for row in parts[0])
+    assert all(abs(gap - 2 * (costs[one] - costs[other])) >= gap for one in parts[1] for other in parts[0])
