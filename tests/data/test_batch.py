@@ -33,3 +33,13 @@ def test_select_takes_the_token_fields_along():
 def test_scattered_tokens_come_back_in_batch_order():
     parts = [([2, 0], torch.tensor([1.0, 2.0, 3.0])), ([1], torch.tensor([]))]
     assert scatter_tokens(parts, [1, 0, 2]).tolist() == [3.0, 1.0, 2.0]
+
+
+def test_scattered_tokens_are_fp32_whatever_torch_makes_by_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        nothing, one = scatter_tokens([], []), scatter_tokens([([0], torch.ones(1, dtype=torch.float32))], [1])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (nothing.shape, nothing.dtype) == ((0,), torch.float32)
+    assert (one.tolist(), one.dtype) == ([1.0], torch.float32)

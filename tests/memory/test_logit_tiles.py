@@ -1,3 +1,4 @@
+import inspect
 import shutil
 
 import pytest
@@ -9,9 +10,11 @@ from verl_memopt.memory.logit_tiles import (
     Gradients,
     Head,
     LogitTiles,
+    _compiled,
     both_gradients_,
     log_prob_gradient_,
     log_softmax_,
+    softmax_,
     sum_of_exponentials,
 )
 
@@ -146,3 +149,16 @@ def test_off_a_cpu_no_second_buffer_of_the_logits_is_made(entropy):
 def test_exponentials_are_summed_over_all_columns(columns):
     values = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(columns))
     torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_compiler_is_given_all_exponentials_at_once():
+    values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(5))
+    compiled = torch.compile(sum_of_exponentials, backend="eager", fullgraph=True)
+    torch.testing.assert_close(compiled(values), values.exp().sum(-1), rtol=1e-6, atol=0)
+
+
+def test_a_function_is_compiled_once():
+    compiled = _compiled(softmax_)
+    assert _compiled(softmax_) is compiled
+    assert compiled is not softmax_
+    assert inspect.unwrap(compiled) is inspect.unwrap(softmax_)

@@ -205,3 +205,15 @@ def test_a_shard_that_is_padded_returns_whole(tmp_path):
             assert all(torch.equal(local(p), before[name]) for name, p in policy.model.named_parameters())
         home.to_device()
         assert all(torch.equal(local(p), before[name]) for name, p in policy.model.named_parameters())
+
+
+def test_parameters_that_are_parts_of_one_storage_are_read_from_their_places_on_the_host():
+    storage = torch.arange(10.0)
+    parts = [torch.nn.Parameter(storage[4:8]), torch.nn.Parameter(storage[1:3])]
+    home = ParamHome("parts", [torch.nn.Parameter(torch.ones(3)), *parts], CPU)
+    assert home.num_bytes == 13 * 4
+    home.to_host()
+    with home.readable():
+        assert [part.tolist() for part in parts] == [[4.0, 5.0, 6.0, 7.0], [1.0, 2.0]]
+    home.to_device()
+    assert [part.tolist() for part in parts] == [[4.0, 5.0, 6.0, 7.0], [1.0, 2.0]]

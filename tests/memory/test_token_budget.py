@@ -13,6 +13,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.token_budget import (
     FINEST,
     _best_fit_decreasing,
+    _best_single_or_pair,
     _dearest_to_cheapest,
     _swap_once,
     _tight_fill,
@@ -236,3 +237,27 @@ def test_no_swap_between_the_dearest_and_the_cheapest_part_would_help_any_more(c
     parts = sorted(balance(costs, 2), key=lambda part: sum(costs[row] for row in part))
     gap = sum(costs[row] for row in parts[1]) - sum(costs[row] for row in parts[0])
     assert all(abs(gap - 2 * (costs[one] - costs[other])) >= gap for one in parts[1] for other in parts[0])
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 40))
+def test_a_bin_is_filled_by_the_best_of_all_singles_and_pairs_where_there_are_candidates_enough(spread, left, more):
+    left, room = sorted(left), min(left) + more
+    choices = [(one,) for one in range(len(left))] + [(one, two) for one in range(len(left)) for two in range(one)]
+    found = _best_single_or_pair(left, room, 100, spread)
+    assert found in choices
+    assert sum(left[place] for place in found) == max(
+        total for total in (sum(left[place] for place in choice) for choice in choices) if total <= room
+    )
+
+
+def test_a_single_row_is_taken_before_a_pair_of_the_same_size():
+    assert _best_single_or_pair([2, 3, 5], 6, 100, False) == (2,)
+
+
+def test_two_candidates_are_the_largest_or_spread_over_all_rows():
+    left = [4, 20, 20, 21, 24, 24]
+    assert _best_single_or_pair(left, 25, 2, False) == (5,)
+    assert _best_single_or_pair(left, 25, 2, True) == (3, 0)
+    assert _tight_fill([50, *left], 75, 2, True)[0] == [0, 4, 1]
+    assert _tight_fill([50, *left], 75, 2, False)[0] == [0, 5]

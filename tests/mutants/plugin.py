@@ -11,11 +11,10 @@ import pytest
 
 # Imported here, once: torch and transformers import them when they are first used, which costs each mutant two seconds.
 import torch._dynamo
+import torch._inductor.compile_fx
 import torch._subclasses.fake_tensor
 import torch.distributed.checkpoint.state_dict
-import torch.distributed.fsdp
-import torch.distributed.tensor
-import torch.testing
+import torch.distributed.fsdp  # noqa: F401
 import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 from hypothesis import Phase, settings
 
