@@ -198,3 +198,8 @@ def test_a_log_ratio_below_minus_20_counts_as_minus_20_and_has_no_gradient(mode)
 def test_settings_that_were_not_loaded_are_refused(side):
     with pytest.raises(AssertionError, match=rf"^{side} follows clip_ratio when settings are loaded"):
         one_token(0.0, 1.0, replace(actor("vanilla"), **{side: None}))
+
+
+@pytest.mark.parametrize("log_ratio", [20.0, -20.0])
+def test_a_log_ratio_of_exactly_20_is_not_clamped(log_ratio):
+    assert one_token(log_ratio, 1.0, actor("vanilla"))[1]["ratio_clamped"].item() == 0

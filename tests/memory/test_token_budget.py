@@ -261,3 +261,9 @@ def test_two_candidates_are_the_largest_or_spread_over_all_rows():
     assert _best_single_or_pair(left, 25, 2, True) == (3, 0)
     assert _tight_fill([50, *left], 75, 2, True)[0] == [0, 4, 1]
     assert _tight_fill([50, *left], 75, 2, False)[0] == [0, 5]
+
+
+def test_the_bin_with_the_most_tokens_is_split_first_whatever_its_number_of_rows():
+    assert split_to_count([[0, 1, 2], [3, 4]], 3, [1, 1, 1, 50, 40]) == [[0, 1, 2], [3], [4]]
+    # The halves of 40 tokens are larger than the other bin of 10.
+    assert split_to_count([[0, 1, 2, 3], [4, 5]], 4, [10, 10, 10, 10, 5, 5]) == [[0], [4, 5], [1, 3], [2]]

@@ -6,11 +6,19 @@ them have no decorator: the one on the outside stays. `Residency.phase` is such 
 
 from __future__ import annotations
 
+import json
+import shutil
+import sys
+from pathlib import Path
+
 import libcst as cst
 from mutmut.__main__ import cli
 from mutmut.mutation import file_mutation
 
 SAFE_DECORATORS = ("property", "contextmanager")
+
+SURVIVED = (0, 5, 33)
+"""Exit codes of a mutant's process: pytest's "all passed" and "nothing to run", and mutmut's "no test reaches it"."""
 
 skip_as_mutmut_does = file_mutation.MutationVisitor._skip_node_and_children
 arrange_as_mutmut_does = file_mutation.function_trampoline_arrangement
@@ -33,7 +41,19 @@ def arrange(function, mutants, class_name):
     return tables, [trampoline, *bare], entries, names
 
 
+def forget_survivors(folder=Path("mutants")):
+    """Makes mutmut try the survivors again, and ask again which test reaches what: tests may have changed since."""
+    shutil.rmtree(folder / "tests", ignore_errors=True)
+    (folder / "mutmut-stats.json").unlink(missing_ok=True)
+    for path in folder.rglob("*.py.meta"):
+        meta = json.loads(path.read_text())
+        meta["exit_code_by_key"] = {name: None if code in SURVIVED else code for name, code in meta["exit_code_by_key"].items()}
+        path.write_text(json.dumps(meta))
+
+
 if __name__ == "__main__":
     file_mutation.MutationVisitor._skip_node_and_children = skip
     file_mutation.function_trampoline_arrangement = arrange
+    if sys.argv[1:2] == ["run"]:
+        forget_survivors()
     cli()

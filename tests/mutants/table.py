@@ -14,6 +14,7 @@ from functools import cache
 from pathlib import Path
 
 from mutmut.mutation.diff_apply import get_diff_for_mutant
+from run import SURVIVED
 
 TARGET = 0.90
 MUTANTS = Path("mutants")
@@ -26,9 +27,6 @@ PARTS = {
     "residency": ("memory/residency.py", "memory/param_offload.py"),
     "checkpoints": ("trainer/", "distributed/"),
 }
-
-SURVIVED = (0, 5, 33)
-"""Exit codes of a mutant's process: pytest's "all passed" and "nothing to run", and mutmut's "no test reaches it"."""
 
 NOT_RUN = (None, 34)
 
