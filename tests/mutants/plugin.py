@@ -11,7 +11,6 @@ import pytest
 
 # Imported here, once: torch and transformers import them when they are first used, which costs each mutant two seconds.
 import torch._dynamo
-import torch._inductor.compile_fx
 import torch._subclasses.fake_tensor
 import torch.distributed.checkpoint.state_dict
 import torch.distributed.fsdp  # noqa: F401
