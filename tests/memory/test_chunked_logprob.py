@@ -8,7 +8,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.memory.recomputed import relative
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
-from verl_memopt.memory.chunked_logprob import FREE_TILE, KNOB, head_log_probs, logit_bytes
+from verl_memopt.memory.chunked_logprob import FREE_TILE, KNOB, _saved, head_log_probs, logit_bytes
 from verl_memopt.memory.shapes import Shapes
 from verl_memopt.observe.byte_tracker import ByteTracker
 
@@ -258,7 +258,8 @@ def test_adding_in_place_spares_a_gradient(ahead):
 
 def test_a_chunk_is_claimed_to_save_the_logits_of_the_tokens_beside_it():
     before, after = (shapes(Cut(chunk, ahead=True), 4 * CHUNK, torch.float32) for chunk in (0, CHUNK))
-    saved = {claim.phase: claim.saves(before, after) for claim in KNOB.claims}
     # An update keeps whole rows, a log-prob pass takes FREE_TILE of their columns.
-    assert saved["update_actor"] == (4 * CHUNK - CHUNK) * LARGE * 4
-    assert saved["old_log_prob"] == (4 * CHUNK * LARGE - CHUNK * FREE_TILE) * 4
+    in_update, in_pass = 3 * CHUNK * LARGE * 4, (4 * CHUNK * LARGE - CHUNK * FREE_TILE) * 4
+    saved = {claim.phase: claim.saves(before, after) for claim in KNOB.claims}
+    assert saved == {"update_actor": in_update, "old_log_prob": in_pass}
+    assert (_saved(True)(before, after), _saved(False)(before, after)) == (in_update, in_pass)

@@ -75,6 +75,21 @@ def test_rows_over_a_third_of_the_budget_are_counted_two_a_bin():
     assert lower_bound([26] * 20, 100) == 7
 
 
+def test_the_lower_bound_counts_rows_in_a_bin_up_to_16():
+    # 16 rows of 101 tokens fit into 1,700, and 17 of 95; the sums alone would let two bins hold all of either.
+    assert lower_bound([101] * 33, 1700) == 3
+    assert lower_bound([95] * 35, 1700) == 2
+
+
+def test_rows_that_leave_no_room_for_others_count_whole_beside_those_that_are_counted():
+    assert lower_bound([75] * 4 + [30] * 4, 100) == 6
+    assert lower_bound([70] * 4 + [34] * 5, 100) == 7
+
+
+def test_rows_without_tokens_need_no_bin():
+    assert lower_bound([0, 0], 10) == 0
+
+
 @settings(max_examples=30)
 @given(st.lists(st.integers(1, 12), max_size=6), st.integers(12, 20))
 def test_no_packing_beats_the_lower_bound(lengths, budget):
@@ -267,3 +282,14 @@ def test_the_bin_with_the_most_tokens_is_split_first_whatever_its_number_of_rows
     assert split_to_count([[0, 1, 2], [3, 4]], 3, [1, 1, 1, 50, 40]) == [[0, 1, 2], [3], [4]]
     # The halves of 40 tokens are larger than the other bin of 10.
     assert split_to_count([[0, 1, 2, 3], [4, 5]], 4, [10, 10, 10, 10, 5, 5]) == [[0], [4, 5], [1, 3], [2]]
+
+
+def test_bins_that_are_asked_for_are_split_off_by_tokens():
+    assert pack([9, 1, 8, 2], 20, num_bins_at_least=2) == [[0, 1], [2, 3]]
+
+
+def test_candidates_spread_over_all_rows_find_a_perfect_packing_that_the_largest_alone_miss():
+    draw = random.Random(166)
+    lengths = [draw.randint(1, 498) for _ in range(150)]
+    assert min(len(_tight_fill(lengths, 997, candidates, False)) for candidates in (4, 16, 32, 64, 128, 256)) == 39
+    assert len(pack(lengths, 997)) == lower_bound(lengths, 997) == 38
