@@ -263,3 +263,12 @@ def test_a_chunk_is_claimed_to_save_the_logits_of_the_tokens_beside_it():
     saved = {claim.phase: claim.saves(before, after) for claim in KNOB.claims}
     assert saved == {"update_actor": in_update, "old_log_prob": in_pass}
     assert (_saved(True)(before, after), _saved(False)(before, after)) == (in_update, in_pass)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_logits_of_a_forward_that_waits_for_its_backward_are_counted_as_logits(ahead):
+    weight = torch.randn(LARGE, NARROW).requires_grad_()
+    hidden, targets = torch.randn(2 * CHUNK, NARROW).requires_grad_(), torch.zeros(2 * CHUNK, dtype=torch.int64)
+    with ByteTracker() as tracker:
+        Cut(CHUNK, ahead=ahead).run(hidden, weight, None, targets, 1.0, [torch.ones(2 * CHUNK)])
+        assert tracker.peaks["device"].kinds["logits"] >= CHUNK * (LARGE if ahead else FREE_TILE) * 4

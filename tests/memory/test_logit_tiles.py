@@ -162,3 +162,11 @@ def test_a_function_is_compiled_once():
     assert _compiled(softmax_) is compiled
     assert compiled is not softmax_
     assert inspect.unwrap(compiled) is inspect.unwrap(softmax_)
+
+
+@pytest.mark.filterwarnings("error")
+def test_scratch_has_the_columns_of_its_part():
+    """torch warns when it must resize an output."""
+    values, targets = logits()
+    entropy = log_softmax_(values, targets, scratch(7), True)[3]
+    both_gradients_(values, targets, entropy, torch.ones(ROWS), torch.ones(ROWS), scratch(7))
