@@ -170,3 +170,14 @@ def test_scratch_has_the_columns_of_its_part():
     values, targets = logits()
     entropy = log_softmax_(values, targets, scratch(7), True)[3]
     both_gradients_(values, targets, entropy, torch.ones(ROWS), torch.ones(ROWS), scratch(7))
+
+
+@pytest.mark.parametrize("largest_first", [False, True])
+def test_tiles_of_very_different_size_lose_no_digit(largest_first):
+    values, targets = logits(4)
+    shift = torch.where((torch.arange(COLUMNS) < COLUMNS // 2) == torch.tensor(largest_first), 1e4, 0.0)
+    weight, hidden = (values + shift).t().contiguous(), torch.eye(ROWS)
+    targets = shift.argmax() + targets % (COLUMNS // 2)
+    found = LogitTiles(Head(weight, None, 1.0, 0, COLUMNS // 2, False, False), hidden).read(hidden, targets)
+    exact = weight.t().double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found.log_probs, exact.float(), rtol=1e-6, atol=2e-6)
