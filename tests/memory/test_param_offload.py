@@ -239,3 +239,12 @@ def test_the_copies_of_a_move_do_not_wait_for_one_another():
         home.to_host()
         home.to_device()
     assert copies.wait == [False] * 4
+
+
+def test_parameters_of_several_widths_start_at_multiples_of_their_width():
+    narrow = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    wide = [torch.nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
+    home = ParamHome("mixed", [narrow, *wide], CPU)
+    home.to_host()
+    with home.readable():
+        assert [parameter.tolist() for parameter in (narrow, *wide)] == [[1.0], *([float(value)] * 3 for value in range(4))]
