@@ -1,4 +1,4 @@
-"""The command line: ``verl-memopt train | report | knobs | toy``."""
+"""The command line: ``verl-memopt train | report | check | knobs | toy``."""
 
 from __future__ import annotations
 
@@ -31,6 +31,18 @@ def _report(arguments: Sequence[str]) -> int:
 
     report(parsed.run_dirs, parsed.out)
     return 0
+
+
+def _check(arguments: Sequence[str]) -> int:
+    parser = argparse.ArgumentParser(
+        prog="verl-memopt check",
+        description="Verify every checkpoint of a run, file by file. The exit code is 1 where one is not whole.",
+    )
+    parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
+    parsed = parser.parse_args(arguments)
+    from verl_memopt.trainer.check_command import check_folder
+
+    return check_folder(parsed.run_dir)
 
 
 def _toy(arguments: Sequence[str]) -> int:
@@ -122,6 +134,7 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
 COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
     "train": (_train, "train a policy (Hydra overrides: key=value)"),
     "report": (_report, "make a run's summary and charts again, or compare several runs"),
+    "check": (_check, "verify every checkpoint of a run"),
     "knobs": (_knobs, "list the memory knobs, or measure them on a model"),
     "toy": (_toy, "make the toy task: a tiny model and its data, locally"),
 }

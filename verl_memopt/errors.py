@@ -64,3 +64,12 @@ class CheckpointError(UserError):
     """A checkpoint could not be written, or none that is whole could be read."""
 
     exit_code = 1
+
+
+class UnreadableCheckpointError(CheckpointError):
+    """A checkpoint looked whole and could not be loaded. step: its step. fault: what the loader said."""
+
+    def __init__(self, message: str, step: int, fault: str) -> None:
+        super().__init__(message)
+        self.step = step
+        self.fault = fault

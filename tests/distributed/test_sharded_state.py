@@ -5,6 +5,7 @@ from tests.distributed.test_sharding import CPU, sharded
 from tests.ranks import run_ranks
 from tests.tensors import like, whole_of
 from verl_memopt.config.schema import Optim
+from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
@@ -99,3 +100,45 @@ def test_another_number_of_ranks_loads_the_same_weights(tiny_folder, one_rank, t
     back = parts(tiny_folder, one_rank)
     load_training_state(tmp_path / "two", *back, CPU, ALL)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in full(back[0]).items())
+
+
+def test_each_file_is_on_disk_as_its_writer_recorded_it(tiny_folder, one_rank, tmp_path):
+    records = save_training_state(tmp_path, *parts(tiny_folder, one_rank), CPU, ALL)
+    assert records.keys() == {"dcp/.metadata", "dcp/__0_0.distcp", "extra_rank_0.pt"}
+    assert records == record_folder(tmp_path, tmp_path)
+
+
+def ranks_records(rank, folder, out):
+    return save_training_state(out, *parts(folder, training_mesh("cpu", 2, -1)), CPU, ALL)
+
+
+def test_each_rank_records_what_it_wrote_and_together_they_record_everything(tiny_folder, tmp_path):
+    one, other = run_ranks(ranks_records, 2, tiny_folder, tmp_path)
+    assert not one.keys() & other.keys()
+    assert one | other == record_folder(tmp_path, tmp_path)
+
+
+@pytest.mark.parametrize("damage", [lambda data: b"\0" * len(data), lambda data: data[::-1], lambda data: b""])
+@pytest.mark.parametrize("name", ["dcp/.metadata", "dcp/__0_0.distcp", "extra_rank_0.pt"])
+def test_whatever_torch_says_of_a_damaged_file_is_an_error_that_names_the_folder(tiny_folder, one_rank, tmp_path, name, damage):
+    run = parts(tiny_folder, one_rank)
+    save_training_state(tmp_path, *run, CPU, ALL)
+    (tmp_path / name).write_bytes(damage((tmp_path / name).read_bytes()))
+    with pytest.raises(CheckpointError, match=f"{tmp_path}: the checkpoint could not be read"):
+        load_training_state(tmp_path, *run, CPU, ALL)
+
+
+@pytest.mark.parametrize("change", [{"weight_decay": 0.5}, {"betas": (0.5, 0.6)}, {"override_optimizer_config": {"eps": 1e-3}}])
+@pytest.mark.parametrize("offload", [False, True])
+def test_the_optimizers_arguments_are_the_resumed_runs_and_not_the_checkpoints(tiny_folder, one_rank, tmp_path, change, offload):
+    def built(**more):
+        policy = sharded(tiny_folder, one_rank, dtype="fp32")
+        optim = Optim(lr=0.01, **more)
+        optimizer = build_optimizer(policy.parameters(), optim, offload)
+        return policy, optimizer, build_schedule(optimizer, optim, 10)
+
+    save_training_state(tmp_path, *built(), CPU, ALL)
+    resumed = built(**change)
+    (name, value) = next(iter((change.get("override_optimizer_config") or change).items()))
+    load_training_state(tmp_path, *resumed, CPU, ALL)
+    assert resumed[1].param_groups[0][name] == value

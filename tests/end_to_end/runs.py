@@ -65,11 +65,14 @@ def metrics(run_dir):
 
 
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+"""Beginnings of names of what is measured of a step."""
+STARTED = "run_id"
+"""Names the start of a run that logged a row; a resumed run has another."""
 
 
 def learned(row):
-    """Gives what a step computed, without what was measured of it."""
-    return {name: value for name, value in row.items() if not name.startswith(MEASURED)}
+    """Gives what a step computed, without what was measured of it and which start logged it."""
+    return {name: value for name, value in row.items() if not name.startswith((*MEASURED, STARTED))}
 
 
 def start(toy, run_dir, *overrides, config="toy", env=None):

@@ -111,6 +111,31 @@ def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(toy, tmp_path):
     assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_2"]
 
 
+def test_of_two_runs_started_together_in_one_folder_one_trains_and_the_other_is_refused(toy, tmp_path, uninterrupted):
+    run_dir = tmp_path / "run"
+    both = [start(toy, run_dir, *LOCAL, *SHORT) for _ in range(2)]
+    outputs = [process.communicate(timeout=240)[0] for process in both]
+    codes = [process.returncode for process in both]
+    assert sorted(codes) == [0, 2], outputs
+    refused, trained = outputs[codes.index(2)], both[codes.index(0)]
+    assert f"another run writes here (process {trained.pid} on " in refused
+    assert "Traceback" not in refused
+    assert_equal_runs(run_dir, uninterrupted)
+    assert not (run_dir / "run.lock").exists()
+
+
+def test_a_second_run_in_a_folder_changes_nothing_of_the_first_ones(toy, tmp_path, uninterrupted):
+    run_dir = tmp_path / "run"
+    process = start(toy, run_dir, *LOCAL, *SHORT)
+    wait_for_step(process, run_dir, 1)
+    second = train(toy, run_dir, *LOCAL, *SHORT)
+    assert second.returncode == 2
+    assert f"another run writes here (process {process.pid} on " in second.stderr
+    output, _ = process.communicate(timeout=240)
+    assert process.returncode == 0, output[-3000:]
+    assert_equal_runs(run_dir, uninterrupted)
+
+
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_five_random_kills_of_the_default_run_change_nothing(toy, tmp_path):

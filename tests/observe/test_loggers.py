@@ -34,7 +34,7 @@ def test_one_name_may_stand_alone() -> None:
 def test_jsonl_rows_can_be_read_while_the_run_goes_on(place: LoggingPlace) -> None:
     loggers = build_loggers(["jsonl", "console"], place)
     loggers.log(1, {"critic/score/mean": 0.5})
-    assert read_rows(place.folder.metrics) == [{"step": 1, "critic/score/mean": 0.5}]
+    assert read_rows(place.folder.metrics) == [{"step": 1, "run_id": place.folder.run_id, "critic/score/mean": 0.5}]
     loggers.close()
 
 

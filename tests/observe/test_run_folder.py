@@ -61,3 +61,31 @@ def test_what_began_before_the_folder_was_ready_counts_as_running_time(tmp_path:
     folder.begin("a: 1\n", None)
     log_step(folder, 1, folder.began - 5)
     assert [round(row.elapsed_seconds, 3) for row in folder.read_timeline()] == [0.0, 2.0]
+
+
+def test_settings_that_a_resume_replaces_are_kept_under_the_step_they_ended_at(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin("lr: 1\n", None)
+    folder.begin("lr: 1\n", resumed_step=2)
+    assert not folder.config_history.exists()
+    folder.begin("lr: 2\n", resumed_step=4)
+    folder.begin("lr: 3\n", resumed_step=4)
+    folder.begin("lr: 4\n", resumed_step=6)
+    kept = {path.name: path.read_text() for path in folder.config_history.iterdir()}
+    assert kept == {"until_step_4.yaml": "lr: 1\n", "until_step_4_2.yaml": "lr: 2\n", "until_step_6.yaml": "lr: 3\n"}
+    assert folder.config.read_text() == "lr: 4\n"
+
+
+def test_a_fresh_run_keeps_the_settings_of_the_earlier_one_aside(tmp_path: Path) -> None:
+    folder = RunFolder(tmp_path / "run")
+    folder.begin("lr: 1\n", None)
+    folder.begin("lr: 2\n", resumed_step=4)
+    folder.begin("lr: 3\n", None)
+    assert (folder.path / "previous" / "config.yaml").read_text() == "lr: 2\n"
+    assert (folder.path / "previous" / "config_history" / "until_step_4.yaml").read_text() == "lr: 1\n"
+    assert folder.config.read_text() == "lr: 3\n"
+    assert not folder.config_history.exists()
+
+
+def test_each_start_of_a_run_has_an_id_of_its_own(tmp_path: Path) -> None:
+    assert RunFolder(tmp_path).run_id != RunFolder(tmp_path).run_id

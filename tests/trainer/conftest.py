@@ -95,7 +95,7 @@ def ready(settings):
     clock = PhaseClock()
     with Interrupts() as interrupts:
         job = prepare(settings)
-        with reward_processes(job) as runner, Reporter(job, clock) as reporter, workers(job, clock) as crew:
+        with job.lock, reward_processes(job) as runner, Reporter(job, clock) as reporter, workers(job, clock) as crew:
             trainer = Trainer(job, crew, runner, reporter, interrupts)
             try:
                 yield trainer
@@ -104,12 +104,15 @@ def ready(settings):
 
 
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
+"""Beginnings of names of what is measured of a step."""
+STARTED = "run_id"
+"""Names the start of a run that logged a row; a resumed run has another."""
 
 
 def learned(run_dir):
-    """Gives each row of a run without what was measured of it."""
+    """Gives each row of a run without what was measured of it and which start logged it."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    return [{name: value for name, value in row.items() if not name.startswith(MEASURED)} for row in rows]
+    return [{name: value for name, value in row.items() if not name.startswith((*MEASURED, STARTED))} for row in rows]
 
 
 def memory(name, host=1, **figures):

@@ -1,9 +1,14 @@
 import json
+import logging
 import os
+import random
+import shutil
 
 import pytest
 import torch
+from blake3 import blake3
 
+from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError
 from verl_memopt.trainer.checkpoints import TRACKER, CheckpointStore, find_fault, read_checkpoint
 
@@ -42,10 +47,13 @@ def test_beginning_again_forgets_what_was_written_before(store):
     assert list(store.begin(4).iterdir()) == []
 
 
-def test_the_manifest_lists_every_file_with_its_size_and_who_wrote_it(store):
+def test_the_manifest_lists_every_file_with_its_size_its_checksum_and_who_wrote_it(store):
     folder = save(store, 2, size=7)
     manifest = json.loads((folder / "meta.json").read_text())
-    assert manifest["files"] == {"actor/shard": 7, "data.pt": (folder / "data.pt").stat().st_size}
+    sizes = {name: record["size"] for name, record in manifest["files"].items()}
+    assert sizes == {"actor/shard": 7, "data.pt": (folder / "data.pt").stat().st_size}
+    assert manifest["files"]["actor/shard"]["digest"] == blake3(b"x" * 7).hexdigest()
+    assert (manifest["format"], manifest["algorithm"]) == (2, "blake3")
     assert (manifest["step"], manifest["world_size"], manifest["torch"]) == (2, 2, torch.__version__)
 
 
@@ -221,3 +229,269 @@ def test_a_damaged_checkpoint_asked_for_by_name_is_refused_with_its_fault(store)
     cut_short(folder)
     with pytest.raises(CheckpointError, match=r"not whole \(actor/shard has 9 bytes of 10\).*resume_mode=auto"):
         read_checkpoint(folder)
+
+
+def test_a_damaged_checkpoint_is_passed_over_with_its_fault_in_hand(store):
+    save(store, 6)
+    cut_short(save(store, 8))
+    assert store.newest().passed_over == (f"{store.root / 'global_step_8'}: not whole (actor/shard has 9 bytes of 10)",)
+    assert save(store, 9)
+    assert store.newest().passed_over == ()
+
+
+def test_no_whole_checkpoint_is_an_error_that_names_each_fault_and_the_way_out(store):
+    cut_short(save(store, 6))
+    file_lost(save(store, 8))
+    with pytest.raises(CheckpointError) as caught:
+        store.newest()
+    text = str(caught.value)
+    assert "global_step_6: not whole (actor/shard has 9 bytes of 10)" in text
+    assert "global_step_8: not whole (data.pt is missing)" in text
+    assert "trainer.resume_mode=disable, which moves these to previous/" in text
+    assert names(store.root) == ["global_step_6", "global_step_8", TRACKER]
+
+
+def test_checkpoints_of_a_run_that_was_left_behind_do_not_stand_in_for_the_runs_own(tmp_path):
+    store = CheckpointStore(tmp_path, None)
+    for step in (6, 8, 5):
+        save(store, step)
+    cut_short(store.folder(5))
+    with pytest.raises(CheckpointError, match=r"global_step_5: not whole .*global_step_6: belongs to a run that"):
+        store.newest()
+
+
+def test_one_that_could_not_be_loaded_is_passed_over_like_a_damaged_one(store):
+    save(store, 6)
+    save(store, 8)
+    found = store.newest({8: "the loader said no"})
+    assert found.step == 6
+    assert found.passed_over == (f"{store.root / 'global_step_8'}: not whole (the loader said no)",)
+
+
+def test_a_folder_under_another_steps_name_is_not_taken_for_that_step(store):
+    save(store, 6)
+    os.rename(save(store, 8), store.root / "global_step_7")
+    with pytest.raises(CheckpointError, match="it was written as step 8"):
+        read_checkpoint(store.root / "global_step_7")
+
+
+def test_two_hundred_flipped_bits_over_all_files_are_found_and_the_checkpoint_before_is_taken(store):
+    save(store, 6, size=300)
+    folder = save(store, 8, size=300)
+    files = [store.root / TRACKER, *sorted(path for path in folder.rglob("*") if path.is_file())]
+    generator = random.Random(11)
+    for number in range(200):
+        path = files[number % len(files)]
+        whole = path.read_bytes()
+        damaged = bytearray(whole)
+        damaged[generator.randrange(len(whole))] ^= 1 << generator.randrange(8)
+        path.write_bytes(damaged)
+        found = store.newest()
+        if path.name == TRACKER:
+            assert store.lineage().doubt is not None
+            assert found.step == 8
+        else:
+            assert found.step == 6
+            assert path.name in found.passed_over[0]
+        path.write_bytes(whole)
+    assert store.newest().step == 8
+
+
+def zeroed(path):
+    path.write_bytes(b"\0" * path.stat().st_size)
+
+
+def truncated(path):
+    os.truncate(path, path.stat().st_size // 2)
+
+
+def a_folder(path):
+    path.unlink()
+    path.mkdir()
+
+
+@pytest.mark.parametrize("damage", [zeroed, truncated, os.unlink, a_folder])
+@pytest.mark.parametrize("name", ["actor/shard", "data.pt", "meta.json"])
+def test_each_file_however_it_is_damaged_makes_the_run_fall_back(store, damage, name):
+    save(store, 6)
+    damage(save(store, 8) / name)
+    assert store.newest().step == 6
+
+
+def test_records_of_the_writers_are_trusted_and_the_rest_is_hashed(store):
+    folder = store.begin(3)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "shard").write_bytes(b"x" * 10)
+    final = store.commit(3, {}, 1, {"actor/shard": FileRecord(10, "0" * 64)})
+    assert find_fault(final) == "actor/shard has other contents than were written"
+
+
+@pytest.mark.parametrize("record", [{"actor/shard": FileRecord(11, "0")}, {"actor/none": FileRecord(1, "0")}])
+def test_a_file_that_is_not_on_disk_as_it_was_written_is_not_committed(store, record):
+    save(store, 2)
+    folder = store.begin(3)
+    (folder / "actor").mkdir()
+    (folder / "actor" / "shard").write_bytes(b"x" * 10)
+    with pytest.raises(CheckpointError, match=r"step 3 could not be saved: actor/.* bytes on disk"):
+        store.commit(3, {}, 1, record)
+    assert store.newest().step == 2
+
+
+def test_everything_is_forced_to_disk_before_the_folder_gets_its_name(store, monkeypatch):
+    events, fsync, replace = [], os.fsync, os.replace
+
+    def synced(descriptor):
+        events.append(os.readlink(f"/proc/self/fd/{descriptor}"))
+        fsync(descriptor)
+
+    def renamed(source, target):
+        events.append(("renamed", str(target)))
+        replace(source, target)
+
+    monkeypatch.setattr(os, "fsync", synced)
+    monkeypatch.setattr(os, "replace", renamed)
+    final = save(store, 3)
+    aside = f"{final}.partial"
+    before = events[: events.index(("renamed", str(final)))]
+    for part in ("/actor/shard", "/data.pt", "/meta.json", "/actor", ""):
+        assert aside + part in before
+    assert events[-2:] == [("renamed", str(store.root / TRACKER)), str(store.root)]
+
+
+def test_each_commit_has_a_larger_number_than_every_one_before_it(store):
+    for step in (4, 8, 5):
+        save(store, step)
+    assert {step: store.lineage().commits[step] for step in (4, 8, 5)} == {4: 1, 8: 2, 5: 3}
+
+
+def prove_and_save(store, *steps, scores=None):
+    """Saves each step after proving the one before it, as the loop does it."""
+    for step in steps:
+        if store.present is not None:
+            store.prove(store.present)
+        folder = store.begin(step)
+        (folder / "shard").write_bytes(b"x")
+        store.commit(step, {}, 1, score=(scores or {}).get(step))
+
+
+def test_the_last_proven_checkpoint_stays_until_a_newer_one_is_proven(tmp_path):
+    store = CheckpointStore(tmp_path, 1)
+    prove_and_save(store, 2, 4)
+    assert store.steps() == [2, 4]
+    assert store.proven() == 2
+    store.prove(4)
+    assert store.steps() == [4]
+    assert store.proven() == 4
+
+
+def test_a_run_whose_weights_went_bad_keeps_its_good_checkpoint_through_a_restart(tmp_path):
+    store = CheckpointStore(tmp_path, 2)
+    prove_and_save(store, 2, 4)
+    for step in (6, 8, 10):  # nothing proves these
+        save(store, step)
+    assert store.steps() == [2, 8, 10]
+    again = CheckpointStore(tmp_path, 2)
+    assert again.proven() == 2
+    assert again.newest().step == 10
+    save(again, 12)
+    assert again.steps() == [2, 10, 12]
+
+
+def test_only_the_checkpoint_that_this_run_saved_last_or_began_with_can_be_proven(tmp_path):
+    store = CheckpointStore(tmp_path, None)
+    for step in (4, 6, 8):
+        save(store, step)
+    store.prove(4)
+    assert store.proven() is None
+    again = CheckpointStore(tmp_path, None)
+    again.resumed(read_checkpoint(tmp_path / "global_step_4"))
+    again.prove(6)  # of the run that this one went back behind
+    assert again.proven() is None
+    again.prove(4)
+    assert again.proven() == 4
+
+
+def test_a_checkpoint_of_another_folder_proves_none_of_this_one(tmp_path):
+    one, other = CheckpointStore(tmp_path / "one", None), CheckpointStore(tmp_path / "other", None)
+    save(one, 4)
+    save(other, 4)
+    here = CheckpointStore(tmp_path / "other", None)
+    here.resumed(read_checkpoint(tmp_path / "one" / "global_step_4"))
+    here.prove(4)
+    assert (one.proven(), other.proven()) == (None, None)
+
+
+def test_a_step_that_was_never_saved_cannot_be_proven(store):
+    store.prove(3)
+    assert store.proven() is None
+    assert not store.folder(3).exists()
+
+
+def test_proving_does_not_make_a_checkpoint_look_damaged(store):
+    folder = save(store, 3)
+    store.prove(3)
+    assert store.is_proven(3)
+    assert find_fault(folder) is None
+
+
+def test_the_best_checkpoint_is_never_rotated_away_and_of_equals_the_newer_is_best(tmp_path):
+    store = CheckpointStore(tmp_path, 1, keep_best=True)
+    scores = {2: 0.5, 4: 0.9, 6: 0.9, 8: 0.1}
+    prove_and_save(store, 2, 4, 6, 8, scores=scores)
+    store.prove(8)
+    assert store.best() == 6
+    assert store.steps() == [6, 8]
+    again = CheckpointStore(tmp_path, 1, keep_best=True)
+    again.newest()
+    prove_and_save(again, 10, 12)
+    assert again.steps() == [6, 10, 12]
+
+
+def test_without_keep_best_the_best_is_rotated_away(tmp_path):
+    store = CheckpointStore(tmp_path, 1)
+    prove_and_save(store, 2, 4, scores={2: 0.9})
+    store.prove(4)
+    assert store.steps() == [4]
+
+
+@pytest.mark.parametrize("score", [float("nan"), float("inf"), None])
+def test_a_score_that_is_no_number_is_never_the_best(store, score):
+    prove_and_save(store, 2, 4, scores={2: 0.1, 4: score})
+    assert store.best() == 2
+
+
+def test_a_fresh_start_moves_every_checkpoint_into_a_folder_of_its_own(store):
+    assert store.set_aside() is None
+    for number in (1, 2):
+        save(store, 2)
+        save(store, 4)
+        aside = store.set_aside()
+        assert aside == store.root / "previous" / f"checkpoints_{number}"
+        assert CheckpointStore(aside, None).newest().step == 4
+        assert store.newest() is None
+    assert names(store.root) == ["previous"]
+
+
+def test_an_old_checkpoint_without_checksums_is_resumed_and_said_to_be_unchecked(store, caplog):
+    folder = save(store, 3)
+    manifest = json.loads((folder / "meta.json").read_text())
+    sizes = {name: record["size"] for name, record in manifest["files"].items()}
+    (folder / "meta.json").write_text(json.dumps({"format": 1, "step": 3, "world_size": 2, "torch": "2.13.0", "files": sizes}))
+    with caplog.at_level(logging.WARNING):
+        assert store.newest().step == 3
+    assert "without checksums; only the sizes of its files were checked" in caplog.text
+
+
+def test_driver_state_that_torch_cannot_read_is_a_fault_like_any_other(store):
+    save(store, 6)
+    folder = store.begin(8)
+    store.commit(8, {}, 1)
+    folder = store.folder(8)
+    shutil.rmtree(folder)
+    folder.mkdir()
+    (folder / "data.pt").write_bytes(b"not what torch wrote")
+    (folder / "meta.json").write_text(
+        json.dumps({"format": 1, "step": 8, "world_size": 1, "torch": "2.13.0", "files": {"data.pt": 20}})
+    )
+    (store.root / TRACKER).write_text("8\n")
+    assert store.newest({}).step == 6

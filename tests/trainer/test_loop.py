@@ -1,3 +1,4 @@
+import json
 import logging
 import os
 import signal
@@ -7,6 +8,9 @@ from safetensors.torch import load_file
 
 from tests.trainer.conftest import AR, learned, ready
 from verl_memopt.errors import CheckpointError
+from verl_memopt.observe.validation import headline_score
+from verl_memopt.trainer import checkpoints
+from verl_memopt.trainer.manifest import find_fault, read_manifest
 
 
 def rows(trainer):
@@ -247,3 +251,44 @@ def test_a_seed_that_was_drawn_is_kept_over_a_resume(run_in, caplog):
     said = [record.getMessage().split("uses ")[1] for record in caplog.records if "this run uses" in record.getMessage()]
     seed = said[0].split()[0]
     assert said == [f"{seed} (drawn)", f"{seed} (from the checkpoint)"]
+
+
+def test_the_best_validated_checkpoint_outlives_those_that_came_after_it(settled, monkeypatch):
+    scores = iter((0.25, 0.75, 0.5, 0.0))
+    monkeypatch.setattr("verl_memopt.trainer.loop.headline_score", lambda metrics: next(scores))
+    more = {"trainer.total_training_steps": 4, "trainer.save_freq": 1, "trainer.test_freq": 1}
+    with ready(settled(more | {"trainer.max_actor_ckpt_to_keep": 1})) as trainer:
+        trainer.run()
+        assert trainer.job.store.best() == 2
+        assert saved(trainer) == [2, 4]
+
+
+def test_a_checkpoint_holds_the_score_of_its_own_step_and_none_where_it_was_not_validated(settled):
+    more = {"trainer.total_training_steps": 3, "trainer.save_freq": 1, "trainer.test_freq": 2}
+    with ready(settled(more)) as trainer:
+        trainer.run()
+        manifests = trainer.job.store.lineage().manifests
+        logged = {step: headline_score(row) for step, row in rows(trainer).items()}
+    assert {step: manifest.score for step, manifest in manifests.items()} == logged
+    assert [step for step, score in logged.items() if score is None] == [1]
+
+
+def test_every_file_of_a_checkpoint_was_hashed_by_who_wrote_it(settled, monkeypatch):
+    read_back = []
+    hash_again = checkpoints.record_file
+    monkeypatch.setattr(checkpoints, "record_file", lambda path: read_back.append(path.name) or hash_again(path))
+    with ready(settled({"trainer.save_freq": 2})) as trainer:
+        trainer.run()
+        folder = trainer.job.store.folder(2)
+        assert find_fault(folder) is None
+        files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
+        assert files == {*read_manifest(folder).files, "meta.json"}
+    assert read_back == ["meta.json"]
+
+
+def test_rows_of_a_run_carry_the_id_of_the_start_that_wrote_them(run_in):
+    folder = run_in("run", {"trainer.save_freq": 1, "trainer.total_training_steps": 1})
+    run_in("run", {"trainer.save_freq": 1})
+    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in found] == [1, 2]
+    assert len({row["run_id"] for row in found}) == 2

@@ -15,6 +15,7 @@ from tests.workers.test_policy import batch
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Memory
+from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError, ConfigError, DeviceMemoryError, RolloutError
 from verl_memopt.memory import fused
@@ -227,6 +228,11 @@ def test_a_checkpoint_holds_a_model_folder_with_weights_only_when_asked(made, tm
         assert (folder / "tokenizer.json").is_file()
     assert not list(plain.glob("*.safetensors"))
     assert same(load_file(whole / "model.safetensors"), weights(worker))
+
+
+@pytest.mark.parametrize("more", [{}, {f"{AR}.model.lora_rank": 2}])
+def test_a_save_answers_with_the_record_of_every_file(made, tmp_path, more):
+    assert call(made(more), "save", str(tmp_path), [*ALL, "hf_model"]) == record_folder(tmp_path, tmp_path)
 
 
 def test_a_saved_tokenizer_renders_prompts_as_the_run_did(made, tmp_path):

@@ -563,7 +563,9 @@ class Trainer:
     default_local_dir: str | None = None
     """The run folder; null = checkpoints/{project_name}/{experiment_name}."""
     max_actor_ckpt_to_keep: int | None = None
-    """Checkpoints kept; null = all."""
+    """Checkpoints kept; null = all. The newest whose weights are known to be good (they gave finite gradients) stays besides."""
+    keep_best: bool | None = None
+    """Keep the checkpoint with the best validation score besides; null = true where the run validates (``test_freq`` > 0)."""
     balance_batch: bool = True
     """Even out tokens over ranks."""
     ray_wait_register_center_timeout: int = 300

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import inspect
+import os
+import pickle
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +15,7 @@ import torch.distributed as dist
 import torch.distributed.checkpoint as dcp
 from torch import nn
 from torch.distributed.checkpoint.api import CheckpointException
+from torch.distributed.checkpoint.filesystem import FileSystem
 from torch.distributed.checkpoint.state_dict import (
     StateDictOptions,
     get_model_state_dict,
@@ -21,27 +26,46 @@ from torch.optim import Optimizer
 from torch.optim.lr_scheduler import LRScheduler
 
 from verl_memopt.distributed.device import device_rng_state, is_gpu, set_device_rng_state
+from verl_memopt.distributed.file_records import HashedFile, Records, hashed_file
 from verl_memopt.errors import CheckpointError
 
 WRITE_ERRORS = (OSError, RuntimeError, CheckpointException)
+READ_ERRORS = (
+    *WRITE_ERRORS,
+    *(ValueError, LookupError, TypeError, AttributeError, AssertionError, ImportError, EOFError, OverflowError, MemoryError),
+    pickle.PickleError,
+)
+"""What torch and pickle raise over a file whose contents are not what was written."""
 
 
 def save_training_state(
     folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, device: torch.device, contents: Sequence[str]
-) -> None:
-    """Writes the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, generators).
+) -> Records:
+    """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, generators).
 
-    Shards are written from where they lie. Errors: CheckpointError naming the folder and the disk's free space.
+    Shards are written from where they lie. Every file is forced to disk.
+
+    Returns:
+        The record of each file that this rank wrote, relative to ``folder``.
+
+    Raises:
+        CheckpointError: naming the folder and the disk's own text.
     """
+    records: Records = {}
     try:
         state = _state(model, optimizer, contents)
         if state:
-            dcp.save(state, storage_writer=_writer(folder / "dcp", device))
+            storage = HashingFileSystem(folder)
+            dcp.save(state, storage_writer=_writer(folder / "dcp", device, storage))
+            records |= storage.records
         if "extra" in contents:
             folder.mkdir(parents=True, exist_ok=True)
-            torch.save(_extra(schedule, device), folder / f"extra_rank_{dist.get_rank()}.pt")
+            name = f"extra_rank_{dist.get_rank()}.pt"
+            with hashed_file(folder / name, records, name) as file:
+                torch.save(_extra(schedule, device), file)
     except WRITE_ERRORS as error:
         raise CheckpointError(f"{folder}: the checkpoint could not be written: {_root(error)}.") from error
+    return records
 
 
 def load_training_state(
@@ -57,12 +81,13 @@ def load_training_state(
         if state:
             dcp.load(state, checkpoint_id=folder / "dcp")
         if "optimizer" in state:
-            set_optimizer_state_dict(model, optimizer, state["optimizer"])
+            with _own_arguments(optimizer):
+                set_optimizer_state_dict(model, optimizer, state["optimizer"])
         if "extra" in contents:
             own = folder / f"extra_rank_{dist.get_rank()}.pt"
             source = own if own.is_file() else folder / "extra_rank_0.pt"
             _restore_extra(torch.load(source, weights_only=True), schedule, device)
-    except (*WRITE_ERRORS, ValueError, KeyError) as error:
+    except READ_ERRORS as error:
         raise CheckpointError(f"{folder}: the checkpoint could not be read: {_root(error)}.") from error
 
 
@@ -76,9 +101,60 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
     return state
 
 
-def _writer(folder: Path, device: torch.device) -> dcp.FileSystemWriter:
-    """Gives torch's writer, on a CPU run without copying ahead: it would do so on a stream of any GPU it sees, and start CUDA."""
-    return dcp.FileSystemWriter(folder) if is_gpu(device) else dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+@contextmanager
+def _own_arguments(optimizer: Optimizer) -> Iterator[None]:
+    """Keeps weight decay, betas and the like as the settings have them: torch's load takes the checkpoint's without a word."""
+    arguments = inspect.signature(type(optimizer)).parameters
+    own = [{name: value for name, value in group.items() if name in arguments} for group in optimizer.param_groups]
+    yield
+    for group, options in zip(optimizer.param_groups, own, strict=True):
+        group.update({name: value for name, value in options.items() if name != "params"})
+
+
+class HashingFileSystem(FileSystem):
+    """torch's file system of a checkpoint that keeps the record of each file written through it, relative to ``root``."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        self.records: Records = {}
+
+    @contextmanager
+    def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
+        """Open a file; what is written to it is hashed."""
+        if mode != "wb":
+            with super().create_stream(path, mode) as stream:
+                yield stream
+            return
+        with Path(path).open("wb") as raw:
+            file = HashedFile(raw)
+            try:
+                yield file
+            finally:
+                file.close()
+        self.records[self._name(path)] = file.record
+
+    def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
+        """Rename a file, whose record follows it."""
+        super().rename(path, new_path)
+        self.records[self._name(new_path)] = self.records.pop(self._name(path))
+
+    def rm_file(self, path: str | os.PathLike[str]) -> None:
+        """Remove a file and its record."""
+        super().rm_file(path)
+        self.records.pop(self._name(path), None)
+
+    def _name(self, path: str | os.PathLike[str]) -> str:
+        return Path(path).relative_to(self.root).as_posix()
+
+
+def _writer(folder: Path, device: torch.device, storage: FileSystem) -> dcp.FileSystemWriter:
+    """Gives torch's writer, which forces what it wrote to disk, through ``storage``.
+
+    On a CPU run it copies nothing ahead: it would do so on a stream of any GPU it sees, and start CUDA.
+    """
+    writer = dcp.FileSystemWriter(folder) if is_gpu(device) else dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
+    writer.fs = storage
+    return writer
 
 
 def _extra(schedule: LRScheduler, device: torch.device) -> dict[str, Any]:

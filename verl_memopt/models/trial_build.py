@@ -16,8 +16,11 @@ ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed
 """Transformers asks more of a model with this name of attention than with the others."""
 
 
-def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -> None:
+def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -> dict[str, tuple[int, ...]]:
     """Refuse a model that could not be trained, as far as can be told without its weights.
+
+    Returns:
+        Name -> shape of each weight, without adapters.
 
     Args:
         model: the settings of the policy's model; a reference is read with the same.
@@ -45,3 +48,4 @@ def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -
             str(folder),
             f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)",
         )
+    return shapes

@@ -38,13 +38,14 @@ class LoggingPlace:
 
 
 class JsonlLogger:
-    """Appends ``{"step": ..., <metrics>}`` to metrics.jsonl and hands it to the operating system at once."""
+    """Appends ``{"step": ..., "run_id": ..., <metrics>}`` to metrics.jsonl and hands it to the operating system at once."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path: Path, run_id: str) -> None:
         self._path = path
+        self._run_id = run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
-        append_rows(self._path, [{"step": step, **metrics}])
+        append_rows(self._path, [{"step": step, "run_id": self._run_id, **metrics}])
 
     def close(self) -> None:
         """Does nothing: every row is written when it is logged."""
@@ -100,7 +101,7 @@ class WandbLogger:
 
 LOGGERS: dict[str, Callable[[LoggingPlace], StepLogger]] = {
     "console": lambda place: ConsoleLogger(place.console),
-    "jsonl": lambda place: JsonlLogger(place.folder.metrics),
+    "jsonl": lambda place: JsonlLogger(place.folder.metrics, place.folder.run_id),
     "tensorboard": lambda place: TensorBoardLogger(place.folder.tensorboard, place.resumed_step),
     "wandb": WandbLogger,
 }

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import shutil
 import time
+import uuid
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -29,20 +31,25 @@ class RunFolder:
         self.generations = path / "generations.jsonl"
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
+        self.config_history = path / "config_history"
+        self.run_id = uuid.uuid4().hex[:12]
+        """Of this start of the run; a resumed run has another."""
         self.began = time.time()
         self._elapsed_before = 0.0
 
     def begin(self, config_text: str, resumed_step: int | None) -> None:
         """Makes the folder ready for a run that starts fresh (None) or goes on after a step.
 
-        On resume the rows beyond that step are dropped, so that the files equal an uninterrupted run's. A fresh start moves
-        the files of an earlier run to ``previous/``, over those of the one before.
+        On resume the rows beyond that step are dropped, so that the files equal an uninterrupted run's, and settings that
+        differ from the present ones go to ``config_history/``. A fresh start moves the files of an earlier run to
+        ``previous/``, over those of the one before.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if resumed_step is None:
             self._set_aside()
         else:
             self._rewind(resumed_step)
+            self._keep_config(config_text, resumed_step)
         replace_text(self.config, config_text)
         self.began = time.time()
 
@@ -91,9 +98,17 @@ class RunFolder:
         keep_timeline(self.timeline, step)
         self._elapsed_before = max((row.elapsed_seconds + row.seconds for row in self.read_timeline()), default=0.0)
 
+    def _keep_config(self, config_text: str, step: int) -> None:
+        """Moves settings that are about to be replaced to ``config_history/until_step_N.yaml``; one name is used once."""
+        if not self.config.exists() or self.config.read_text(encoding="utf-8", errors="replace") == config_text:
+            return
+        self.config_history.mkdir(exist_ok=True)
+        names = (f"until_step_{step}{'' if number == 1 else f'_{number}'}.yaml" for number in itertools.count(1))
+        self.config.rename(next(path for name in names if not (path := self.config_history / name).exists()))
+
     def _set_aside(self) -> None:
-        old = [path for path in (self.metrics, self.timeline, self.generations, self.summary, self.tensorboard) if path.exists()]
-        for path in old:
+        record = (self.metrics, self.timeline, self.generations, self.summary, self.tensorboard, self.config, self.config_history)
+        for path in (path for path in record if path.exists()):
             target = self.path / "previous" / path.name
             target.parent.mkdir(exist_ok=True)
             _remove(target)

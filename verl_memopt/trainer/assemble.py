@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import MappingProxyType
 
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.dataset import PromptDataset, build_dataset
@@ -19,20 +20,31 @@ from verl_memopt.models.export import export_folder
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
 from verl_memopt.trainer.crew import Crew
+from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint
+from verl_memopt.trainer.run_lock import RunLock, hold
 from verl_memopt.trainer.site import Site, survey, with_seed
 from verl_memopt.workers.group import WorkerGroup
 from verl_memopt.workers.local_group import start_local_group
 from verl_memopt.workers.ray_group import RayGroup, start_ray_group
 from verl_memopt.workers.worker import Worker, WorkerPlan
 
+VAL_ONLY = "val_only"
+"""Folder, inside the run's, of the record of ``trainer.val_only``."""
+
 
 @dataclass(frozen=True)
 class Job:
-    """Everything a run needs but its workers. total_steps: of the whole run, from step 1."""
+    """Everything a run needs but its workers.
+
+    folder: where it writes its record. lock: the right to write there, which the user of the job releases. total_steps: of
+    the whole run, from step 1.
+    """
 
     settings: Settings
+    folder: Path
+    lock: RunLock
     site: Site
     loader: StepLoader
     validation: PromptDataset | None
@@ -42,13 +54,32 @@ class Job:
     total_steps: int
 
 
-def prepare(settings: Settings) -> Job:
-    """Gives the job of a run. Errors: ConfigError, DataError or CheckpointError for whatever the user must mend."""
+def prepare(settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({})) -> Job:
+    """Return the job of a run. It holds the lock of its folder.
+
+    Args:
+        settings: of the run.
+        unreadable: step -> fault of checkpoints that looked whole and could not be loaded.
+
+    Raises:
+        ConfigError, DataError, CheckpointError: for whatever the user must mend.
+    """
     site = survey(settings)
-    store = CheckpointStore(site.run_dir, settings.trainer.max_actor_ckpt_to_keep)
-    checkpoint = _find_checkpoint(settings, store)
+    # A validation alone has a record of its own: it neither cuts back nor sets aside that of the run it looks at.
+    folder = site.run_dir / VAL_ONLY if settings.trainer.val_only else site.run_dir
+    lock = hold(folder)
+    try:
+        return _prepared(settings, site, folder, lock, unreadable)
+    except BaseException:
+        lock.release()
+        raise
+
+
+def _prepared(settings: Settings, site: Site, folder: Path, lock: RunLock, unreadable: Mapping[int, str]) -> Job:
+    store = checkpoint_store(settings, site.run_dir)
+    checkpoint = find_checkpoint(settings, store, unreadable)
     settings = with_seed(settings, None if checkpoint is None else checkpoint.driver["seed"])
-    _check_seed(settings, checkpoint)
+    compare_settings(settings, site.weights, checkpoint)
     data = settings.data
     train = build_dataset(data.train_files, data, site.tokenizer, "train")
     validation = None if data.val_files is None else build_dataset(data.val_files, data, site.tokenizer, "val")
@@ -60,6 +91,8 @@ def prepare(settings: Settings) -> Job:
         loader.load_state_dict(checkpoint.driver["loader"])
     return Job(
         settings=settings,
+        folder=folder,
+        lock=lock,
         site=site,
         loader=loader,
         validation=validation,
@@ -68,32 +101,6 @@ def prepare(settings: Settings) -> Job:
         checkpoint=checkpoint,
         total_steps=_total_steps(settings, loader),
     )
-
-
-def _check_seed(settings: Settings, checkpoint: Checkpoint | None) -> None:
-    if checkpoint is not None and checkpoint.driver["seed"] != settings.data.seed:
-        raise ConfigError(
-            f"data.seed={settings.data.seed}: the run in {checkpoint.folder.parent} was made with {checkpoint.driver['seed']}. "
-            "Leave data.seed out to go on with it, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
-        )
-
-
-def _find_checkpoint(settings: Settings, store: CheckpointStore) -> Checkpoint | None:
-    trainer = settings.trainer
-    if trainer.resume_mode == "disable":
-        return None
-    if trainer.resume_mode == "auto":
-        found = store.newest()
-    else:
-        assert trainer.resume_from_path is not None, "checked when settings are loaded"
-        found = read_checkpoint(Path(trainer.resume_from_path))
-    contents = settings.actor_rollout_ref.actor.checkpoint.load_contents or []
-    if found is not None and "model" not in contents:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.checkpoint.load_contents={contents}: a run cannot go on from {found.folder} without the "
-            "model. Add model (and to save_contents), or set trainer.resume_mode=disable."
-        )
-    return found
 
 
 def _total_steps(settings: Settings, loader: StepLoader) -> int:
@@ -130,7 +137,7 @@ def _engine_folder(job: Job) -> Path:
             "actor_rollout_ref.rollout.load_format: with model.override_config or model.hf_config_path the engine gets its "
             "weights from the trainer alone. Leave load_format at dummy."
         )
-    folder = site.run_dir / "engine_config"
+    folder = job.folder / "engine_config"
     export_folder(folder, load_model_config(model, site.folder), site.tokenizer_folder, None, writes=True)
     return folder
 

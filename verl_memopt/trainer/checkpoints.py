@@ -1,51 +1,74 @@
-"""Checkpoint folders on disk: written aside, renamed when whole, found again after any kind of stop."""
+"""Checkpoint folders on disk: written aside, renamed when whole, found again after any kind of stop or damage.
+
+Why it is done like this: docs/decisions/checkpoints.md.
+"""
 
 from __future__ import annotations
 
-import json
 import logging
+import math
 import os
 import re
 import shutil
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
 
+from verl_memopt.distributed.file_records import Records, hashed_file, record_file, sync_folder, sync_folders
+from verl_memopt.distributed.sharded_state import READ_ERRORS
 from verl_memopt.errors import CheckpointError
+from verl_memopt.trainer.lineage import BEYOND, TRACKER, Lineage, read_lineage
+from verl_memopt.trainer.manifest import MANIFEST, Manifest, find_fault, read_manifest, write_manifest
 
 logger = logging.getLogger(__name__)
 
-TRACKER = "latest_checkpointed_iteration.txt"
-MANIFEST = "meta.json"
 STEP_FOLDER = re.compile(r"^global_step_(\d+)$")
+PROVEN = "proven"
+"""Empty file inside a checkpoint: its weights have since given finite gradients. Not part of the manifest."""
+AWAY = ".partial"
+"""End of the name of a folder that is half written, replaced or half removed."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: its folder, its step, and the driver's own state (data position, seed, controllers)."""
+    """A whole checkpoint: its folder, its step, the driver's own state, and what was passed over for it."""
 
     folder: Path
     step: int
     driver: dict[str, Any]
+    """Data position, seed, controllers, settings."""
+    passed_over: tuple[str, ...] = ()
+    """``folder: not whole (fault)`` of each newer checkpoint."""
 
 
 class CheckpointStore:
-    """The ``global_step_N`` folders of a run.
+    """The ``global_step_N`` folders of a run. The disk is the record; only the run's own last step is remembered.
 
-    keep: newest checkpoints kept, None for all. Nothing is remembered between calls; the disk is the record: what lies beyond
-    the step in the tracker file belongs to a run that this one went back behind, and is neither resumed nor removed.
+    Args:
+        root: the run folder.
+        keep: newest checkpoints kept, None for all.
+        keep_best: the checkpoint with the best validation score is kept besides.
     """
 
-    def __init__(self, root: Path, keep: int | None) -> None:
+    def __init__(self, root: Path, keep: int | None, keep_best: bool = False) -> None:
         self.root = root
         self.keep = keep
+        self.keep_best = keep_best
+        self.present: int | None = None
+        """Step of the checkpoint that this run saved last, or began with; None before that."""
+
+    def folder(self, step: int) -> Path:
+        """Return where the checkpoint of a step lies."""
+        return self.root / f"global_step_{step}"
 
     def begin(self, step: int) -> Path:
-        """Gives the folder to write step ``step`` into; it counts as nothing until :meth:`commit`.
+        """Return the folder to write step ``step`` into; it counts as nothing until :meth:`commit`.
 
-        Errors: CheckpointError when the disk refuses.
+        Raises:
+            CheckpointError: the disk refuses.
         """
         aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
@@ -55,27 +78,49 @@ class CheckpointStore:
             raise self.failed(step, str(error)) from error
         return aside
 
-    def commit(self, step: int, driver: dict[str, Any], world_size: int) -> Path:
-        """Makes what was written since :meth:`begin` the newest checkpoint, and removes older ones beyond ``keep``.
+    def commit(
+        self,
+        step: int,
+        driver: dict[str, Any],
+        world_size: int,
+        records: Mapping[str, Any] | None = None,
+        score: float | None = None,
+    ) -> Path:
+        """Make what was written since :meth:`begin` the newest checkpoint, and remove older ones that need not stay.
 
-        Errors: CheckpointError when the disk refuses; earlier checkpoints are untouched then.
+        Args:
+            step: of the run.
+            driver: the driver's own state.
+            world_size: ranks that wrote.
+            records: of the files that their writers hashed; the others are hashed here.
+            score: validation score of the step, None where there is none.
+
+        Raises:
+            CheckpointError: the disk refuses, or a written file has another size than its record. Earlier checkpoints are
+                untouched then.
         """
-        aside, final = self._aside(step), self.root / f"global_step_{step}"
+        aside, final = self._aside(step), self.folder(step)
         try:
-            torch.save(driver, aside / "data.pt")
-            files = {str(path.relative_to(aside)): path.stat().st_size for path in sorted(aside.rglob("*")) if path.is_file()}
-            manifest = {"format": 1, "step": step, "world_size": world_size, "torch": torch.__version__, "files": files}
-            _write_whole(aside / MANIFEST, json.dumps(manifest, indent=1))
-            shutil.rmtree(final, ignore_errors=True)
+            files = self._complete(aside, driver, dict(records or {}))
+            known = score if score is not None and math.isfinite(score) else None
+            manifest = Manifest(step, self.lineage().last_commit + 1, world_size, torch.__version__, known, files)
+            write_manifest(aside, manifest)
+            record_file(aside / MANIFEST)
+            sync_folders(aside)
+            if final.exists():
+                # It goes when the new one is in its place.
+                os.replace(final, self._emptied(final))
             os.replace(aside, final)
             _write_whole(self.root / TRACKER, f"{step}\n")
+            sync_folder(self.root)
         except (OSError, RuntimeError) as error:
             raise self.failed(step, str(error)) from error
+        self.present = step
         self._prune()
         return final
 
     def failed(self, step: int, reason: str) -> CheckpointError:
-        """Removes what was written of step ``step`` and gives the error to raise."""
+        """Remove what was written of step ``step`` and return the error to raise."""
         shutil.rmtree(self._aside(step), ignore_errors=True)
         kept = self.steps()
         last = f"the checkpoint of step {kept[-1]} is untouched" if kept else "there is no earlier checkpoint"
@@ -85,73 +130,182 @@ class CheckpointStore:
             "then start again to resume."
         )
 
-    def steps(self) -> list[int]:
-        """Gives the steps of this run's committed folders, whole or not, oldest first."""
-        if not self.root.is_dir():
-            return []
-        last = self._last()
-        found = (STEP_FOLDER.match(path.name) for path in self.root.iterdir() if path.is_dir())
-        steps = sorted(int(match.group(1)) for match in found if match)
-        return [step for step in steps if last is None or step <= last]
+    def lineage(self) -> Lineage:
+        """Return the checkpoints of the folder as they are on disk now."""
+        return read_lineage(self.root, self._found())
 
-    def newest(self) -> Checkpoint | None:
-        """Gives the newest whole checkpoint; each damaged one that is passed over is logged with its fault."""
-        for step in reversed(self.steps()):
-            folder = self.root / f"global_step_{step}"
-            fault = find_fault(folder)
-            if fault is None:
-                return read_checkpoint(folder)
-            logger.warning("%s: not whole (%s); falling back to the one before it", folder, fault)
+    def steps(self) -> list[int]:
+        """Return the steps of this run's committed folders, whole or not, oldest first.
+
+        Folders of a run that this one went back behind are not among them.
+        """
+        return self.lineage().steps
+
+    def newest(self, unreadable: Mapping[int, str] | None = None) -> Checkpoint | None:
+        """Return the newest whole checkpoint, or None where there is no checkpoint at all. The run goes on from it.
+
+        Each damaged one that is passed over is logged with its fault.
+
+        Args:
+            unreadable: step -> fault of checkpoints that looked whole and could not be loaded.
+
+        Raises:
+            CheckpointError: there are checkpoints, and none is whole.
+        """
+        lineage, faults = self.lineage(), dict(unreadable or {})
+        if lineage.doubt is not None:
+            logger.warning("%s", lineage.doubt)
+        passed_over: list[str] = []
+        for step in reversed(lineage.steps):
+            try:
+                found = _read(self.folder(step)) if step not in faults else None
+            except _DamagedError as error:
+                faults[step], found = str(error), None
+            if found is not None:
+                self.present = found.step
+                return Checkpoint(found.folder, found.step, found.driver, tuple(passed_over))
+            passed_over.append(f"{self.folder(step)}: not whole ({faults[step]})")
+            logger.warning("%s; falling back to the one before it", passed_over[-1])
+        if lineage.commits:
+            raise self._none_whole([*passed_over, *(f"{self.folder(step)}: {BEYOND}" for step in lineage.beyond)])
         return None
 
-    def _aside(self, step: int) -> Path:
-        return self.root / f"global_step_{step}.partial"
+    def resumed(self, checkpoint: Checkpoint) -> None:
+        """Note that the run goes on from a checkpoint, which may lie in another folder."""
+        self.present = checkpoint.step if checkpoint.folder == self.folder(checkpoint.step).resolve() else None
 
-    def _last(self) -> int | None:
-        """Gives the step committed last; None where no file says it, as in a folder put together by hand."""
+    def prove(self, step: int) -> None:
+        """Note that the weights of the checkpoint of ``step`` have since given finite gradients.
+
+        It counts for the checkpoint that this run saved last or began with, if that is ``step``, and for no other. Older
+        checkpoints that stayed until a newer one is proven are removed.
+        """
+        marker = self.folder(step) / PROVEN
+        if step != self.present or not marker.parent.is_dir() or marker.exists():
+            return
         try:
-            return int((self.root / TRACKER).read_text())
-        except (OSError, ValueError):
+            marker.touch()
+            sync_folder(marker.parent)
+        except OSError as error:
+            raise CheckpointError(f"{marker}: cannot be written ({error.strerror}; {_free(self.root)}). Free space.") from error
+        self._prune()
+
+    def proven(self) -> int | None:
+        """Return the newest step of this run that is proven, None where none is."""
+        return max((step for step in self.steps() if self.is_proven(step)), default=None)
+
+    def is_proven(self, step: int) -> bool:
+        """Say whether the checkpoint of a step is proven."""
+        return (self.folder(step) / PROVEN).is_file()
+
+    def best(self) -> int | None:
+        """Return the step with the best validation score, the newer of two that are equal; None where none has a score."""
+        found = self.lineage()
+        own = [(step, found.manifests[step].score) for step in found.steps if step in found.manifests]
+        scored = [(score, step) for step, score in own if score is not None]
+        return max(scored, default=(0.0, None))[1]
+
+    def set_aside(self) -> Path | None:
+        """Move every checkpoint into a new folder below ``previous/`` and return it; None where there is none."""
+        found = self._found()
+        if not found:
             return None
+        number = 1
+        while (target := self.root / "previous" / f"checkpoints_{number}").exists():
+            number += 1
+        target.mkdir(parents=True)
+        for path in [*found.values(), *([self.root / TRACKER] if (self.root / TRACKER).exists() else [])]:
+            os.replace(path, target / path.name)
+        return target
+
+    def _found(self) -> dict[int, Path]:
+        if not self.root.is_dir():
+            return {}
+        matched = ((STEP_FOLDER.match(path.name), path) for path in self.root.iterdir() if path.is_dir())
+        return {int(match.group(1)): path for match, path in matched if match}
+
+    def _aside(self, step: int) -> Path:
+        return self.root / f"global_step_{step}{AWAY}"
+
+    def _complete(self, aside: Path, driver: dict[str, Any], records: Records) -> Records:
+        """Writes the driver's part and gives the records of all files, in the order of their names."""
+        with hashed_file(aside / "data.pt", records, "data.pt") as file:
+            torch.save(driver, file)
+        present = {path.relative_to(aside).as_posix(): path for path in aside.rglob("*") if path.is_file()}
+        for name, path in present.items():
+            if name not in records:
+                records[name] = record_file(path)
+        for name, record in records.items():
+            size = present[name].stat().st_size if name in present else 0
+            if size != record.size:
+                raise OSError(f"{name} has {size} bytes on disk, and {record.size} were written")
+        return {name: records[name] for name in sorted(records)}
 
     def _prune(self) -> None:
-        for path in self.root.glob("global_step_*.partial"):
+        for path in self.root.glob(f"global_step_*{AWAY}"):
             shutil.rmtree(path, ignore_errors=True)
-        if self.keep is not None:
-            for step in self.steps()[: -self.keep]:
-                shutil.rmtree(self.root / f"global_step_{step}", ignore_errors=True)
+        if self.keep is None:
+            return
+        steps = self.steps()
+        kept = {*steps[-self.keep :], self.proven(), self.best() if self.keep_best else None}
+        for step in steps:
+            if step not in kept:
+                self._discard(self.folder(step))
+
+    def _discard(self, folder: Path) -> None:
+        """Removes a folder; a kill in the middle leaves nothing that looks like a checkpoint."""
+        away = self._emptied(folder)
+        os.replace(folder, away)
+        shutil.rmtree(away, ignore_errors=True)
+
+    def _emptied(self, folder: Path) -> Path:
+        away = folder.with_name(f"{folder.name}.old{AWAY}")
+        shutil.rmtree(away, ignore_errors=True)
+        return away
+
+    def _none_whole(self, faults: list[str]) -> CheckpointError:
+        return CheckpointError(
+            f"trainer.default_local_dir={self.root}: there are checkpoints, and none can be resumed. {'; '.join(faults)}. "
+            "Nothing was changed. Put a whole copy in place, name a checkpoint elsewhere with trainer.resume_mode=resume_path, "
+            "or start over with trainer.resume_mode=disable, which moves these to previous/."
+        )
 
 
-def find_fault(folder: Path) -> str | None:
-    """Gives what is wrong with a checkpoint folder, or None when every file of its manifest is there at its size."""
-    manifest = folder / MANIFEST
-    if not manifest.is_file():
-        return f"{MANIFEST} is missing"
-    try:
-        files = dict(json.loads(manifest.read_text())["files"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        return f"{MANIFEST} cannot be read: {error}"
-    for name, size in files.items():
-        path = folder / name
-        if not path.is_file():
-            return f"{name} is missing"
-        if path.stat().st_size != size:
-            return f"{name} has {path.stat().st_size} bytes of {size}"
-    return None
+class _DamagedError(Exception):
+    """A checkpoint is not whole; the text is its fault."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Gives a checkpoint by its folder. Errors: CheckpointError when it is missing or not whole."""
+    """Return the checkpoint in a ``global_step_N`` folder, however its path is written.
+
+    Raises:
+        CheckpointError: it is no checkpoint, or it is not whole.
+    """
     folder = folder.expanduser().resolve()
-    match = STEP_FOLDER.match(folder.name)
-    if match is None or not folder.is_dir():
-        raise CheckpointError(f"trainer.resume_from_path={folder}: not a checkpoint. Give a global_step_N folder.")
+    if STEP_FOLDER.match(folder.name) is None or not folder.is_dir():
+        raise CheckpointError(f"trainer.resume_from_path={folder}: not a checkpoint. Give a global_step_N folder that exists.")
+    try:
+        return _read(folder)
+    except _DamagedError as error:
+        raise CheckpointError(
+            f"trainer.resume_from_path={folder}: not whole ({error}). Give another step, or use resume_mode=auto."
+        ) from error
+
+
+def _read(folder: Path) -> Checkpoint:
     fault = find_fault(folder)
     if fault is not None:
-        raise CheckpointError(
-            f"trainer.resume_from_path={folder}: not whole ({fault}). Give another step, or use resume_mode=auto."
-        )
-    return Checkpoint(folder, int(match.group(1)), torch.load(folder / "data.pt", weights_only=True))
+        raise _DamagedError(fault)
+    manifest = read_manifest(folder)
+    if folder.name != f"global_step_{manifest.step}":
+        raise _DamagedError(f"it was written as step {manifest.step}")
+    try:
+        driver = torch.load(folder / "data.pt", weights_only=True)
+    except READ_ERRORS as error:
+        raise _DamagedError(f"data.pt cannot be read: {error}") from error
+    if not manifest.checksums:
+        logger.warning("%s: written by an earlier version, without checksums; only the sizes of its files were checked", folder)
+    return Checkpoint(folder, manifest.step, driver)
 
 
 def _free(folder: Path) -> str:
@@ -163,5 +317,8 @@ def _free(folder: Path) -> str:
 def _write_whole(path: Path, text: str) -> None:
     """Writes a file aside and renames it, so that a reader sees the old one or the new one."""
     aside = path.with_name(path.name + ".new")
-    aside.write_text(text)
+    with aside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
     os.replace(aside, path)

@@ -5,12 +5,15 @@ from __future__ import annotations
 import logging
 from typing import Any
 
-from verl_memopt.errors import CheckpointError
+from verl_memopt.config.resume_diff import kept_settings
+from verl_memopt.errors import CheckpointError, UnreadableCheckpointError
+from verl_memopt.observe.validation import headline_score
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.assemble import Job
 from verl_memopt.trainer.crew import Crew
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.reporter import Reporter
+from verl_memopt.trainer.resume import plain_shapes
 from verl_memopt.trainer.step import Stepper
 from verl_memopt.trainer.validate import Validation, validate
 
@@ -32,6 +35,8 @@ class Trainer:
         self.stepper = Stepper(job, crew, runner)
         self.step = 0
         self.saved_step = 0
+        self.score: float | None = None
+        """Validation score of the present step, None where it was not validated."""
 
     def run(self) -> None:
         """Runs to the end, or to the end of the step in which a stop was asked for, and saves then."""
@@ -62,6 +67,7 @@ class Trainer:
             result = self.stepper.run(step)
             validation = self.validation(step)
         self.step = step
+        self.score = None if validation is None else headline_score(validation.metrics)
         self.reporter.step(step, self.stepper.feed.epoch, result, validation, self.crew.take_memories())
         if self.due(self.job.settings.trainer.save_freq):
             # After the log: a kill between the two resumes before this step, and its rows are dropped then.
@@ -91,15 +97,34 @@ class Trainer:
         self.crew.track = self.job.site.device == "cpu" and every > 0 and (step <= first or step % every == 0)
 
     def resume(self) -> None:
-        """Loads the checkpoint that was found, if any."""
+        """Load the checkpoint that was found. A fresh start moves those of an earlier run aside.
+
+        Raises:
+            UnreadableCheckpointError: it cannot be loaded.
+        """
         checkpoint = self.job.checkpoint
         if checkpoint is None:
+            self.set_aside()
             return
+        for fault in checkpoint.passed_over:
+            self.reporter.say(f"passed over {fault}")
         contents = list(self.job.settings.actor_rollout_ref.actor.checkpoint.load_contents or [])
-        self.crew.all("load_checkpoint", "load", str(checkpoint.folder / "actor"), contents)
+        try:
+            self.crew.all("load_checkpoint", "load", str(checkpoint.folder / "actor"), contents)
+        except CheckpointError as error:
+            text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
+            raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
         self.step = self.saved_step = checkpoint.step
         self.stepper.kl_control.load_state_dict(checkpoint.driver["kl_control"])
         self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.job.total_steps})")
+
+    def set_aside(self) -> None:
+        """Move the checkpoints of an earlier run to ``previous/``, so that a fresh start loses none of them."""
+        if self.step > 0 or self.job.settings.trainer.val_only:
+            return
+        aside = self.job.store.set_aside()
+        if aside is not None:
+            self.reporter.say(f"the checkpoints of the run that was here before are in {aside}; delete it to free its space")
 
     def save(self) -> None:
         """Saves the present step; what was saved before stays until this one is whole."""
@@ -107,11 +132,12 @@ class Trainer:
         contents = list(self.job.settings.actor_rollout_ref.actor.checkpoint.save_contents)
         aside = store.begin(step)
         try:
-            self.crew.all("save_checkpoint", "save", str(aside / "actor"), contents)
+            written = self.crew.all("save_checkpoint", "save", str(aside / "actor"), contents)
         except CheckpointError as error:
             raise store.failed(step, str(error)) from error
+        records = {f"actor/{name}": record for part in written for name, record in part.items()}
         with self.crew.clock.phase("save_checkpoint"):
-            store.commit(step, self.driver_state(), self.crew.world_size)
+            store.commit(step, self.driver_state(), self.crew.world_size, records, self.score)
         self.saved_step = step
         self.reporter.saved(step, self.crew.take_memories())
 
@@ -122,4 +148,6 @@ class Trainer:
             "seed": self.job.settings.data.seed,
             "loader": self.stepper.feed.state_dict(),
             "kl_control": self.stepper.kl_control.state_dict(),
+            "settings": kept_settings(self.job.settings),
+            "weights": plain_shapes(self.job.site.weights),
         }

@@ -27,9 +27,6 @@ from verl_memopt.trainer.validate import Validation
 SHOWN_SAMPLES = 4
 """Training samples kept in generations.jsonl of each step that prints a table."""
 
-VAL_ONLY = "val_only"
-"""Folder, inside the run's, of the record of ``trainer.val_only``."""
-
 
 class Reporter:
     """Writes a run's record. A context manager; :meth:`finish` ends it with summary, charts and the folder's name."""
@@ -38,8 +35,7 @@ class Reporter:
         self.job = job
         self.clock = clock
         trainer = job.settings.trainer
-        # A validation alone has a record of its own: it neither cuts back nor sets aside that of the run it looks at.
-        self.folder = RunFolder(job.site.run_dir / VAL_ONLY if trainer.val_only else job.site.run_dir)
+        self.folder = RunFolder(job.folder)
         resumed = None if job.checkpoint is None or trainer.val_only else job.checkpoint.step
         self.folder.begin(to_yaml(job.settings), resumed)
         self.console = RunConsole(job.total_steps, resumed or 0, trainer.table_every_steps)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Mapping
 
 from verl_memopt.config.schema import Settings
-from verl_memopt.errors import UserError
+from verl_memopt.errors import UnreadableCheckpointError, UserError
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.trainer.assemble import prepare, reward_processes, workers
 from verl_memopt.trainer.interrupts import Interrupts
@@ -20,17 +21,32 @@ def train(settings: Settings) -> int:
 
     Errors: the UserError of whatever the user must mend; everything that was started is ended by then.
     """
-    clock = PhaseClock()
+    unreadable: dict[int, str] = {}
     with Interrupts() as interrupts:
-        job = prepare(settings)
-        with reward_processes(job) as runner, Reporter(job, clock) as reporter:
+        while True:
             try:
-                with workers(job, clock) as crew:
-                    Trainer(job, crew, runner, reporter, interrupts).run()
-            except KeyboardInterrupt:
-                reporter.say("stopped at once; the last checkpoint is where a new start resumes")
-            except UserError:
-                reporter.say(f"the record so far: {reporter.folder.path}")
-                raise
-            reporter.finish()
-    return interrupts.exit_code or 0
+                _train(settings, unreadable, interrupts)
+                return interrupts.exit_code or 0
+            except UnreadableCheckpointError as error:
+                if settings.trainer.resume_mode != "auto":
+                    raise
+                # Workers that failed to load one are in no known state: new ones load the one before it.
+                unreadable[error.step] = error.fault
+
+
+def _train(settings: Settings, unreadable: Mapping[int, str], interrupts: Interrupts) -> None:
+    """Runs from the newest checkpoint that is not among the unreadable ones. Errors: as :func:`train`."""
+    clock = PhaseClock()
+    job = prepare(settings, unreadable)
+    with job.lock, reward_processes(job) as runner, Reporter(job, clock) as reporter:
+        try:
+            with workers(job, clock) as crew:
+                Trainer(job, crew, runner, reporter, interrupts).run()
+        except KeyboardInterrupt:
+            reporter.say("stopped at once; the last checkpoint is where a new start resumes")
+        except UnreadableCheckpointError:
+            raise
+        except UserError:
+            reporter.say(f"the record so far: {reporter.folder.path}")
+            raise
+        reporter.finish()

@@ -35,6 +35,8 @@ class Site:
     eos_token_ids: tuple[int, ...]
     free_engine: bool
     run_dir: Path
+    weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    """Name -> shape of each weight of the policy, without adapters."""
 
 
 def survey(settings: Settings) -> Site:
@@ -50,7 +52,7 @@ def survey(settings: Settings) -> Site:
     # The model is built once here without its weights, so that what cannot be trained shows before any worker starts.
     longest = settings.data.max_prompt_length + settings.data.max_response_length
     shared = settings.actor_rollout_ref.actor.use_prefix_grouper
-    check_architecture(model, folder, longest, shared)
+    weights = check_architecture(model, folder, longest, shared)
     tokens = folder
     if model.tokenizer_path is not None:
         tokens = resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
@@ -71,6 +73,7 @@ def survey(settings: Settings) -> Site:
         eos_token_ids=end_tokens(folder, tokenizer),
         free_engine=_free_engine(settings, device),
         run_dir=run_dir,
+        weights=weights,
     )
 
 

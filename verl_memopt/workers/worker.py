@@ -17,6 +17,7 @@ from safetensors import SafetensorError
 from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Memory
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import empty_cache, is_gpu, local_device
+from verl_memopt.distributed.file_records import Records, record_folder
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
@@ -173,25 +174,36 @@ class Worker:
         assert self.policy is not None
         return self.policy.update_on_policy(mini, self._temperature)
 
-    def save(self, folder: str, contents: Sequence[str]) -> None:
-        """Writes this rank's part of a checkpoint into ``folder``; with hf_model also a Hugging Face folder.
+    def save(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of a checkpoint into ``folder``; with hf_model also a Hugging Face folder.
 
-        Parameters that rest on the host are written from there. Errors: CheckpointError naming the folder when the disk
-        refuses.
+        Parameters that rest on the host are written from there. Every file is forced to disk.
+
+        Returns:
+            The record of each file that this rank wrote, relative to ``folder``.
+
+        Raises:
+            CheckpointError: naming the folder when the disk refuses.
         """
         with ExitStack() as stack:
             if self.policy_home is not None:
                 stack.enter_context(self.policy_home.readable())
-            self._save(folder, contents)
+            return self._save(Path(folder), contents)
 
-    def _save(self, folder: str, contents: Sequence[str]) -> None:
+    def _save(self, folder: Path, contents: Sequence[str]) -> Records:
         assert self.policy is not None
-        save_training_state(Path(folder), self.policy.model, self.policy.optimizer, self.policy.schedule, self.device, contents)
+        records = save_training_state(
+            folder, self.policy.model, self.policy.optimizer, self.policy.schedule, self.device, contents
+        )
+        exported, adapter = folder / "huggingface", folder / "lora_adapter"
         try:
-            self.export(str(Path(folder) / "huggingface"), weights="hf_model" in contents)
+            self.export(str(exported), weights="hf_model" in contents)
             if self.settings.model.lora_rank > 0:
-                model, adapter = self.settings.model, Path(folder) / "lora_adapter"
+                model = self.settings.model
                 save_adapter(adapter, self.policy.model, model.path, model.lora_rank, model.lora_alpha, self.place.rank == 0)
+            if self.place.rank == 0:
+                records |= record_folder(exported, folder) | record_folder(adapter, folder)
+            return records
         except (OSError, SafetensorError) as error:
             raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
 

@@ -1,0 +1,42 @@
+import json
+import sys
+from pathlib import Path
+
+import pytest
+
+from benchmarks.checkpoint import __main__ as benchmark
+
+COMMITTED = Path(benchmark.__file__).parent / "results.json"
+
+
+def test_the_committed_result_is_of_the_whole_model_and_holds_the_promised_cost():
+    result = json.loads(COMMITTED.read_text())
+    assert result["parameters"] == 595_984_384
+    assert result["checked_over_torch"] <= 1.10
+
+
+def test_a_small_run_measures_every_contestant_and_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
+    small = ["--layers", "1", "--vocabulary", "500", "--rounds", "1", "--folder", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", ["checkpoint", *small, "--json", str(tmp_path / "result.json")])
+    benchmark.main()
+    result = json.loads((tmp_path / "result.json").read_text())
+    assert result == json.loads(capsys.readouterr().out)
+    assert result["seconds"].keys() == {"torch", "checked", "verify"}
+    assert all(len(values) == 1 for values in result["seconds"].values())
+    assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
+
+
+def test_both_contestants_save_the_same_tensors(tmp_path):
+    from verl_memopt.distributed.process_group import join_process_group, leave_process_group
+
+    leave_process_group()
+    join_process_group(benchmark.CPU, 0, 1, "", 0, 60)
+    try:
+        contest = benchmark.Contest(benchmark.shaped_model(1, 500), tmp_path)
+        contest.torch()
+        contest.checked()
+        contest.verify()
+    finally:
+        leave_process_group()
+    shards = [next((tmp_path / place).rglob("*.distcp")).stat().st_size for place in ("torch", "checked")]
+    assert shards[0] == pytest.approx(shards[1], rel=1e-4)

@@ -1,0 +1,137 @@
+import pytest
+
+from verl_memopt.config.keys import leaf_keys
+from verl_memopt.config.resume_diff import ADAPTERS, HARMLESS, HARMLESS_KEYS, REFUSED, RULES, TRAJECTORY, changes, kept_settings
+
+AR = "actor_rollout_ref"
+OPTIM = f"{AR}.actor.optim"
+
+
+@pytest.fixture
+def compared(settled):
+    """Gives {key: (kind, reason)} of what ``now`` changes of ``before``, both given by the keys that differ from the defaults."""
+
+    def compare(before, now):
+        found = changes(kept_settings(settled(before)), settled(now))
+        return {change.key: (change.kind, change.reason) for change in found}
+
+    return compare
+
+
+def test_every_classified_key_exists_and_is_classified_once():
+    groups = [set(HARMLESS_KEYS), set(ADAPTERS), set(RULES)]
+    assert set().union(*groups) <= set(leaf_keys())
+    assert sum(map(len, groups)) == len(set().union(*groups))
+    assert all(reason for reason in HARMLESS_KEYS.values())
+
+
+def test_equal_settings_change_nothing(compared):
+    assert compared({}, {}) == {}
+    assert compared({f"{OPTIM}.lr": 1e-3}, {f"{OPTIM}.lr": 1e-3}) == {}
+
+
+def test_settings_that_went_through_a_checkpoint_are_equal_to_themselves(settled, tmp_path):
+    import torch
+
+    settings = settled({"data.train_files": ["a", "b"], f"{AR}.model.override_config": {"rope_theta": 10}})
+    torch.save(kept_settings(settings), tmp_path / "f")
+    assert changes(torch.load(tmp_path / "f", weights_only=True), settings) == []
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new"),
+    [
+        (f"{AR}.rollout.n", 2, 4),
+        (f"{AR}.rollout.temperature", 1.0, 0.5),
+        (f"{OPTIM}.lr", 1e-6, 1e-3),
+        (f"{OPTIM}.weight_decay", 0.01, 0.1),
+        (f"{AR}.actor.fsdp_config.dtype", "bfloat16", "fp32"),
+        (f"{AR}.actor.fsdp_config.optimizer_offload", False, True),
+        ("data.train_batch_size", 1024, 2048),
+        ("data.train_files", "a", "b"),
+        ("algorithm.adv_estimator", "rloo", "grpo"),
+        ("custom_reward_function.path", "a.py", "b.py"),
+        (f"{AR}.model.path", "one", "other"),
+    ],
+)
+def test_what_a_number_can_depend_on_changes_the_trajectory(compared, key, old, new):
+    assert compared({key: old}, {key: new})[key] == (TRAJECTORY, "")
+
+
+def test_a_key_that_follows_another_is_named_with_it(compared):
+    found = compared({"data.max_response_length": 512}, {"data.max_response_length": 256})
+    assert {"data.max_response_length", f"{AR}.rollout.response_length"} <= found.keys()
+
+
+@pytest.mark.parametrize(
+    ("key", "new"),
+    [
+        ("trainer.save_freq", 7),
+        ("trainer.logger", ["console"]),
+        ("trainer.experiment_name", "other"),
+        ("trainer.keep_best", False),
+        ("trainer.max_actor_ckpt_to_keep", 3),
+        ("trainer.test_freq", 5),
+        ("data.val_files", "other"),
+        ("reward_model.num_workers", 4),
+        (f"{AR}.actor.fsdp_config.param_offload", True),
+        (f"{AR}.model.enable_gradient_checkpointing", False),
+        (f"{AR}.rollout.val_kwargs.n", 3),
+    ],
+)
+def test_what_no_number_can_depend_on_is_harmless_and_says_why(compared, key, new):
+    kind, reason = compared({}, {key: new})[key]
+    assert kind == HARMLESS
+    assert reason
+
+
+@pytest.mark.parametrize(("key", "new"), [(f"{AR}.model.lora_rank", 8), (f"{AR}.model.exclude_modules", ["q_proj"])])
+def test_other_adapters_are_refused(compared, key, new):
+    lora = {f"{AR}.model.lora_rank": 4}
+    assert compared(lora, lora | {key: new})[key][0] == REFUSED
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "kind"),
+    [
+        (f"{OPTIM}.optimizer", "AdamW", "SGD", REFUSED),
+        (f"{OPTIM}.optimizer_impl", "torch.optim", "torch.optim.adamw", REFUSED),
+        (f"{OPTIM}.state_dtype", "fp32", "bfloat16", TRAJECTORY),
+        (f"{OPTIM}.state_dtype", "fp32", "int8", REFUSED),
+        (f"{OPTIM}.state_dtype", "int4", "int8", REFUSED),
+        (f"{OPTIM}.override_optimizer_config", None, {"eps": 1e-6}, TRAJECTORY),
+        (f"{OPTIM}.override_optimizer_config", {"eps": 1e-6}, {"eps": 1e-6, "amsgrad": True}, REFUSED),
+    ],
+)
+def test_an_optimizer_whose_state_does_not_fit_is_refused_only_where_it_is_loaded(compared, key, old, new, kind):
+    assert compared({key: old}, {key: new})[key][0] == kind
+    without = {f"{AR}.actor.checkpoint.load_contents": ["model"]}
+    assert compared({key: old} | without, {key: new} | without)[key][0] == TRAJECTORY
+
+
+@pytest.mark.parametrize(
+    ("schedule", "kind"),
+    [
+        ({}, HARMLESS),
+        ({"lr_warmup_steps": 5}, HARMLESS),
+        ({"lr_warmup_steps_ratio": 0.1}, TRAJECTORY),
+        ({"lr_scheduler_type": "cosine"}, TRAJECTORY),
+        ({"lr_scheduler_type": "cosine", "total_training_steps": 50}, HARMLESS),
+    ],
+)
+def test_a_longer_run_changes_the_trajectory_where_the_learning_rate_depends_on_its_length(compared, schedule, kind):
+    same = {f"{OPTIM}.{name}": value for name, value in schedule.items()}
+    key = "trainer.total_training_steps"
+    assert compared(same | {key: 10}, same | {key: 20})[key][0] == kind
+
+
+def test_a_key_that_the_checkpoint_did_not_know_counts_as_its_default(settled):
+    kept = kept_settings(settled({}))
+    del kept["trainer.keep_best"], kept[f"{AR}.rollout.temperature"]
+    assert changes(kept, settled({})) == []
+    (change,) = changes(kept, settled({f"{AR}.rollout.temperature": 0.5}))
+    assert str(change) == f"{AR}.rollout.temperature: 1.0 -> 0.5 (changes the trajectory)"
+
+
+def test_a_key_that_no_longer_exists_is_nothing(settled):
+    assert changes(kept_settings(settled({})) | {"trainer.gone": 1}, settled({})) == []

@@ -1,0 +1,71 @@
+import json
+import re
+
+import pytest
+
+from verl_memopt.cli import main
+from verl_memopt.trainer.checkpoints import TRACKER, CheckpointStore
+
+
+def save(store, step, score=None):
+    folder = store.begin(step)
+    (folder / "shard").write_bytes(b"x" * 10)
+    return store.commit(step, {"step": step, "seed": 5}, 1, score=score)
+
+
+@pytest.fixture
+def store(tmp_path):
+    store = CheckpointStore(tmp_path, None)
+    save(store, 2, score=0.5)
+    store.prove(2)
+    save(store, 4, score=0.25)
+    return store
+
+
+def checked(store, capsys):
+    code = main(["check", str(store.root)])
+    return code, capsys.readouterr().out.splitlines()
+
+
+def test_whole_checkpoints_are_described_a_line_each_with_exit_code_0(store, capsys):
+    code, lines = checked(store, capsys)
+    assert code == 0
+    facts = "validation score 0.5, best, proven: its weights gave finite gradients"
+    assert re.fullmatch(rf"global_step_2: whole, 2 files, [\d,]+ bytes, {facts}", lines[0])
+    assert re.fullmatch(r"global_step_4: whole, 2 files, [\d,]+ bytes, validation score 0.25", lines[1])
+
+
+def test_a_damaged_one_is_named_with_exit_code_1_and_the_others_are_still_checked(store, capsys):
+    (store.folder(2) / "shard").write_bytes(b"y" * 10)
+    code, lines = checked(store, capsys)
+    assert code == 1
+    assert lines[0].startswith("global_step_2: NOT WHOLE (shard has other contents than were written), 2 files")
+    assert lines[1].startswith("global_step_4: whole")
+
+
+def test_one_without_its_manifest_is_named(store, capsys):
+    (store.folder(4) / "meta.json").unlink()
+    assert checked(store, capsys) == (1, [checked(store, capsys)[1][0], "global_step_4: NOT WHOLE (meta.json is missing)"])
+
+
+def test_what_was_left_behind_and_a_tracker_in_doubt_are_said(store, capsys):
+    save(store, 3)
+    (store.root / TRACKER).write_text("4\n")
+    code, lines = checked(store, capsys)
+    assert code == 0
+    assert "says step 4, and the checkpoint that was committed last is of step 3" in lines[0]
+    assert lines[-1].endswith("belongs to a run that the newest one went back behind")
+
+
+def test_one_of_the_first_format_says_that_only_sizes_were_compared(store, capsys):
+    sizes = {path.name: path.stat().st_size for path in store.folder(4).iterdir() if path.name != "meta.json"}
+    old = {"format": 1, "step": 4, "world_size": 1, "torch": "2.13.0", "files": sizes}
+    (store.folder(4) / "meta.json").write_text(json.dumps(old))
+    code, lines = checked(store, capsys)
+    assert code == 0
+    assert "written without checksums: only sizes were compared" in lines[-1]
+
+
+def test_a_folder_without_checkpoints_is_a_users_error(tmp_path, capsys):
+    assert main(["check", str(tmp_path / "nowhere")]) == 2
+    assert "holds no checkpoint" in capsys.readouterr().err

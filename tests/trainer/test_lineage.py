@@ -1,0 +1,85 @@
+import pytest
+
+from verl_memopt.trainer.lineage import TRACKER, read_lineage
+from verl_memopt.trainer.manifest import MANIFEST, Manifest, write_manifest
+
+
+def lineage(root, commits, tracked=None):
+    """Gives the lineage of a folder whose checkpoints have these commit numbers: None is a damaged manifest, 0 the old format."""
+    folders = {step: root / f"global_step_{step}" for step in commits}
+    for step, folder in folders.items():
+        folder.mkdir()
+        if commits[step] is None:
+            (folder / MANIFEST).write_text("damaged")
+        elif commits[step] == 0:
+            text = '{"format": 1, "step": %d, "world_size": 1, "torch": "", "files": {}}'
+            (folder / MANIFEST).write_text(text % step)
+        else:
+            write_manifest(folder, Manifest(step, commits[step], 1, ""))
+    if tracked is not None:
+        (root / TRACKER).write_text(tracked)
+    return read_lineage(root, folders)
+
+
+@pytest.mark.parametrize(
+    ("commits", "tracked", "ours"),
+    [
+        ({}, None, []),
+        ({2: 1, 4: 2}, "4\n", [2, 4]),
+        # The run went back to 4 and saved 5: what lay beyond is another run's, whatever is saved after.
+        ({4: 1, 6: 2, 8: 3, 5: 4}, "5\n", [4, 5]),
+        ({4: 1, 6: 2, 8: 3, 5: 4, 9: 5}, "9\n", [4, 5, 9]),
+        ({4: 1, 8: 3, 5: 4, 6: 5}, "6\n", [4, 5, 6]),
+        # A tracker that says something else does not count.
+        ({2: 1, 4: 2, 6: 3}, "4\n", [2, 4, 6]),
+        ({4: 1, 6: 2, 8: 3, 5: 4}, "8\n", [4, 5]),
+        ({2: 1, 4: 2}, "0\n", [2, 4]),
+        ({2: 1, 4: 2}, None, [2, 4]),
+        # Where the newest one's own manifest is damaged, only the tracker knows it.
+        ({4: 1, 6: 2, 8: 3, 5: None}, "5\n", [4, 5]),
+        ({2: 1, 4: 2, 6: None}, "6\n", [2, 4, 6]),
+        ({2: None, 4: None}, "x", [2, 4]),
+        # The old format has no numbers: the tracker decides, and any later commit is newer.
+        ({2: 0, 4: 0, 6: 0}, "4\n", [2, 4]),
+        ({2: 0, 4: 0}, None, [2, 4]),
+        ({2: 0, 4: 0, 6: 0, 3: 1}, "3\n", [2, 3]),
+        ({2: 0, 4: 0, 6: 1}, "6\n", [2, 4, 6]),
+    ],
+)
+def test_the_runs_own_checkpoints_are_told_from_those_left_behind(tmp_path, commits, tracked, ours):
+    found = lineage(tmp_path, commits, tracked)
+    assert found.steps == ours
+    assert found.beyond == sorted(commits.keys() - set(ours))
+    assert found.last_commit == max((commit for commit in commits.values() if commit), default=0)
+
+
+@pytest.mark.parametrize(
+    ("tracked", "doubt"),
+    [
+        ("4\n", None),
+        ("4", None),
+        ("6\n", "says step 6"),
+        ("4\x0b", "cannot be read"),
+        ("", "cannot be read"),
+        (None, "cannot be read"),
+    ],
+)
+def test_a_tracker_that_disagrees_is_doubted_in_words(tmp_path, tracked, doubt):
+    found = lineage(tmp_path, {2: 1, 4: 2}, tracked)
+    assert (found.doubt is None) == (doubt is None)
+    assert doubt is None or (doubt in found.doubt and "of step 4" in found.doubt)
+
+
+def test_every_flipped_bit_of_the_tracker_is_noticed_and_changes_nothing(tmp_path):
+    folder = tmp_path / "run"
+    folder.mkdir()
+    lineage(folder, {2: 1, 4: 2, 6: 3}, "6\n")
+    folders = {step: folder / f"global_step_{step}" for step in (2, 4, 6)}
+    for place in range(2):
+        for bit in range(8):
+            damaged = bytearray(b"6\n")
+            damaged[place] ^= 1 << bit
+            (folder / TRACKER).write_bytes(damaged)
+            found = read_lineage(folder, folders)
+            assert found.steps == [2, 4, 6]
+            assert found.doubt is not None

@@ -1,0 +1,169 @@
+import json
+import logging
+import shutil
+
+import pytest
+import torch
+
+from tests.trainer.conftest import AR, LEAST, learned, ready
+from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpointError
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.trainer.assemble import prepare
+from verl_memopt.trainer.checkpoints import CheckpointStore
+from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, plain_shapes
+from verl_memopt.trainer.run import train
+
+SAVES = {"trainer.save_freq": 1}
+MOVED = "trainer.default_local_dir"
+"""Differs in every run here, which goes on in a copy of one run's folder."""
+
+
+@pytest.fixture(scope="module")
+def trained(run_files, tmp_path_factory):
+    """A run of two steps with a checkpoint at each; tests copy its folder."""
+    folder = tmp_path_factory.mktemp("trained") / "run"
+    more = {"trainer.default_local_dir": str(folder), "trainer.save_freq": 1}
+    with ready(settings_from_mapping(LEAST | run_files | more)) as trainer:
+        trainer.run()
+    return folder
+
+
+@pytest.fixture
+def run_dir(trained, tmp_path):
+    return shutil.copytree(trained, tmp_path / "run")
+
+
+def prepared(settled, more=None):
+    job = prepare(settled(SAVES | (more or {})))
+    job.lock.release()
+    return job
+
+
+@pytest.mark.parametrize(
+    ("more", "kept"),
+    [
+        ({}, False),
+        ({"trainer.test_freq": 1}, True),
+        ({"trainer.test_freq": 1, "data.val_files": None}, False),
+        ({"trainer.test_freq": 1, "trainer.keep_best": False}, False),
+        ({"trainer.keep_best": True}, True),
+    ],
+)
+def test_the_best_is_kept_where_the_run_validates_unless_it_is_said_otherwise(settled, tmp_path, more, kept):
+    assert checkpoint_store(settled(more), tmp_path).keep_best is kept
+
+
+def test_a_flipped_bit_in_a_shard_makes_the_run_resume_before_it_and_say_so(settled, run_dir, capsys):
+    shard = next((run_dir / "global_step_2").rglob("*.distcp"))
+    data = bytearray(shard.read_bytes())
+    data[len(data) // 2] ^= 1
+    shard.write_bytes(data)
+    whole = learned(run_dir)
+    assert train(settled(SAVES)) == 0
+    shown = capsys.readouterr().out
+    assert "passed over" in shown
+    assert f"{shard.name} has other contents than were written" in shown
+    assert "resumed from" in shown
+    assert "global_step_1 (step 1 of 2)" in shown
+    assert learned(run_dir) == whole
+
+
+def test_a_shard_that_only_torch_finds_unreadable_makes_the_run_fall_back(settled, run_dir, capsys):
+    # As a checkpoint of the first format, whose contents nothing else checks.
+    shard = next((run_dir / "global_step_2").rglob("*.distcp"))
+    shard.write_bytes(b"\0" * shard.stat().st_size)
+    as_first_format(run_dir / "global_step_2")
+    whole = learned(run_dir)
+    assert train(settled(SAVES)) == 0
+    shown = capsys.readouterr().out
+    assert "global_step_2: not whole" in shown
+    assert "could not be read" in shown
+    assert learned(run_dir) == whole
+
+
+def as_first_format(folder):
+    found = json.loads((folder / "meta.json").read_text())
+    sizes = {name: (folder / name).stat().st_size for name in found["files"]}
+    (folder / "meta.json").write_text(
+        json.dumps({"format": 1, "step": found["step"], "world_size": 1, "torch": found["torch"], "files": sizes})
+    )
+    # A folder of that version has no commit numbers at all.
+    for other in folder.parent.glob("global_step_*"):
+        if json.loads((other / "meta.json").read_text())["format"] == 2:
+            as_first_format(other)
+
+
+def test_a_named_checkpoint_never_falls_back(settled, run_dir):
+    shard = next((run_dir / "global_step_2").rglob("*.distcp"))
+    shard.write_bytes(b"\0" * shard.stat().st_size)
+    named = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(run_dir / "global_step_2")}
+    with pytest.raises(CheckpointError, match=r"resume_from_path=.*not whole \(actor/dcp/.* has other contents"):
+        train(settled(SAVES | named))
+    as_first_format(run_dir / "global_step_2")
+    with pytest.raises(UnreadableCheckpointError, match="looks whole and cannot be loaded"):
+        train(settled(SAVES | named))
+
+
+def test_a_run_refuses_to_start_over_while_none_of_its_checkpoints_is_whole(settled, run_dir):
+    for shard in run_dir.glob("global_step_*/actor/dcp/*.distcp"):
+        shard.write_bytes(shard.read_bytes()[:-1])
+    before = {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()}
+    with pytest.raises(CheckpointError, match=r"there are checkpoints, and none can be resumed.*resume_mode=disable"):
+        train(settled(SAVES))
+    assert {path: path.read_bytes() for path in run_dir.rglob("*") if path.is_file()} == before
+
+
+def test_starting_over_loses_neither_the_checkpoints_nor_the_record(settled, run_dir, capsys):
+    assert train(settled(SAVES | {"trainer.resume_mode": "disable", "trainer.total_training_steps": 1})) == 0
+    assert f"are in {run_dir / 'previous' / 'checkpoints_1'}" in capsys.readouterr().out
+    assert CheckpointStore(run_dir / "previous" / "checkpoints_1", None).newest().step == 2
+    assert CheckpointStore(run_dir, None).newest().step == 1
+    assert (run_dir / "previous" / "config.yaml").exists()
+
+
+def test_a_change_of_settings_is_logged_with_what_it_means(settled, run_dir, caplog):
+    with caplog.at_level(logging.INFO):
+        prepared(settled, {f"{AR}.rollout.n": 4, "trainer.save_freq": 5})
+    assert f"since global_step_2: {AR}.rollout.n: 2 -> 4 (changes the trajectory)" in caplog.text
+    assert "since global_step_2: trainer.save_freq: 1 -> 5 (harmless: " in caplog.text
+    levels = {record.message.split(": ")[1]: record.levelname for record in caplog.records if "since global" in record.message}
+    assert levels == {f"{AR}.rollout.n": "WARNING"} | dict.fromkeys(("trainer.save_freq", MOVED), "INFO")
+
+
+def test_the_same_settings_again_log_no_change(settled, run_dir, caplog):
+    with caplog.at_level(logging.INFO):
+        prepared(settled)
+    assert [record.message for record in caplog.records if "since global" in record.message and MOVED not in record.message] == []
+
+
+def test_changes_with_which_a_run_cannot_go_on_are_refused_by_name(settled, run_dir):
+    more = {f"{AR}.actor.optim.optimizer": "SGD", f"{AR}.actor.optim.lr": 1e-2}
+    with pytest.raises(ConfigError, match=r"optim.optimizer=SGD: .*AdamW -> SGD \(refused: .*Set it back"):
+        prepared(settled, more)
+
+
+def test_a_model_whose_weights_do_not_fit_is_refused_before_a_worker_starts(settled, run_dir, tmp_path):
+    other = make_tiny_model(tmp_path / "other", TinyShape(hidden_size=32), seed=1)
+    with pytest.raises(ConfigError, match=r"model.path=.*other: its weights are not those of .* \(.* there, .* here"):
+        prepared(settled, {f"{AR}.model.path": str(other)})
+
+
+def test_a_checkpoint_of_an_earlier_version_has_no_settings_to_compare(settled, run_dir, caplog):
+    folder = run_dir / "global_step_2"
+    driver = torch.load(folder / "data.pt", weights_only=True)
+    torch.save({key: value for key, value in driver.items() if key not in ("settings", "weights")}, folder / "data.pt")
+    as_first_format(folder)
+    with caplog.at_level(logging.INFO):
+        assert prepared(settled, {f"{AR}.rollout.n": 4}).checkpoint.step == 2
+    assert "without its settings; changes of settings are not known" in caplog.text
+
+
+def test_a_fresh_start_was_asked_for_and_reads_no_checkpoint(settled, run_dir):
+    settings = settled({"trainer.resume_mode": "disable"})
+    assert find_checkpoint(settings, checkpoint_store(settings, run_dir), {}) is None
+
+
+def test_shapes_are_kept_as_torch_reads_them_back_without_trust(tmp_path):
+    torch.save(plain_shapes({"a": (2, 3), "b": ()}), tmp_path / "f")
+    assert torch.load(tmp_path / "f", weights_only=True) == {"a": [2, 3], "b": []}

@@ -1,0 +1,164 @@
+"""What a resumed run changed in its settings, and what each change means for the run."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from verl_memopt.config.keys import flatten, leaf_keys
+from verl_memopt.config.plain import to_plain
+from verl_memopt.config.problems import shown
+from verl_memopt.config.schema import Settings
+
+_AR = "actor_rollout_ref"
+_OPTIM = f"{_AR}.actor.optim"
+
+HARMLESS = "harmless"
+TRAJECTORY = "changes the trajectory"
+REFUSED = "refused"
+
+HARMLESS_KEYS = {
+    **dict.fromkeys(
+        (
+            *("trainer.logger", "trainer.table_every_steps", "trainer.track_memory_every_steps"),
+            *("trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+            *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),
+        ),
+        "it says what is recorded, and where",
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.keep_best", "trainer.resume_mode"),
+            *("trainer.resume_from_path", f"{_AR}.actor.checkpoint.save_contents"),
+        ),
+        "it says which checkpoints are kept and read",
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.test_freq", "trainer.val_before_train", "trainer.val_only", "data.val_files", "data.val_max_samples"),
+            *("data.val_batch_size", "data.validation_shuffle", f"{_AR}.rollout.val_kwargs.n"),
+            *(f"{_AR}.rollout.val_kwargs.do_sample", f"{_AR}.rollout.val_kwargs.temperature"),
+            *(f"{_AR}.rollout.val_kwargs.top_p", f"{_AR}.rollout.val_kwargs.top_k"),
+        ),
+        "training does not read it; validation scores before and after may not be comparable",
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.ray_wait_register_center_timeout", "ray_kwargs.ray_init", "ray_kwargs.timeline_json_file", "debug.mode"),
+            *(f"{_AR}.nccl_timeout", "reward_model.num_workers", f"{_AR}.rollout.disable_log_stats", f"{_AR}.rollout.mode"),
+            *("memory.host_limit_gb", "memory.pinned_limit_gb", f"{_AR}.rollout.max_logprob_diff"),
+        ),
+        "it says how processes run and when they stop",
+    ),
+    **dict.fromkeys(
+        (
+            *(f"{_AR}.model.enable_gradient_checkpointing", f"{_AR}.model.gradient_checkpointing_mode"),
+            *(f"{_AR}.model.gradient_checkpointing_every", f"{_AR}.model.enable_activation_offload"),
+            *(f"{_AR}.model.activation_offload_min_bytes", f"{_AR}.model.activation_offload_in_flight"),
+            *(f"{_AR}.model.load_mode", f"{_AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes"),
+            *(f"{_AR}.{role}.fsdp_config.{key}" for role in ("actor", "ref") for key in ("param_offload", "forward_prefetch")),
+        ),
+        "the same values are kept elsewhere, or computed again",
+    ),
+    f"{_AR}.model.lora_adapter_path": "the adapters come from the checkpoint",
+}
+"""Key -> why no number of the training can depend on it. A key that is neither here nor refused changes the trajectory."""
+
+ADAPTERS = dict.fromkeys(
+    (f"{_AR}.model.lora_rank", f"{_AR}.model.target_modules", f"{_AR}.model.exclude_modules"),
+    "the weights of the checkpoint do not fit these adapters",
+)
+LENGTH_KEYS = ("trainer.total_training_steps", "trainer.total_epochs")
+QUANTISED = ("int8", "int4")
+STATE_FREE = frozenset({"eps", "betas", "lr", "weight_decay", "fused", "foreach", "maximize", "capturable", "differentiable"})
+"""Arguments of an optimizer that its saved state does not depend on."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that differs from the checkpoint's settings. kind: HARMLESS, TRAJECTORY or REFUSED. reason: may be empty."""
+
+    key: str
+    old: Any
+    new: Any
+    kind: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.key}: {shown(self.old)} -> {shown(self.new)} ({self.kind}{reason})"
+
+
+def kept_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings as a checkpoint keeps them: dotted key -> plain value."""
+    flat = flatten(to_plain(settings))
+    return {key: flat.get(key, {}) for key in leaf_keys()}
+
+
+def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
+    """Return what settings change of those that a checkpoint kept, in the order of the schema.
+
+    A key that did not exist when the checkpoint was made counts as if it had had its default.
+
+    Args:
+        before: as :func:`kept_settings` gave it.
+        settings: of the run that goes on.
+    """
+    defaults, now = kept_settings(Settings()), kept_settings(settings)
+    old = {key: before.get(key, defaults[key]) for key in now}
+    return [_judged(key, old, now) for key in now if old[key] != now[key]]
+
+
+def _judged(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> Change:
+    kind, reason = _meaning(key, old, now)
+    return Change(key, old[key], now[key], kind, reason)
+
+
+def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    if key in HARMLESS_KEYS:
+        return HARMLESS, HARMLESS_KEYS[key]
+    if key in ADAPTERS:
+        return REFUSED, ADAPTERS[key]
+    rule = RULES.get(key)
+    return (TRAJECTORY, "") if rule is None else rule(key, old, now)
+
+
+def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    """The number of steps is that of the schedule too, unless the schedule has its own or none depends on it."""
+    flat = now[f"{_OPTIM}.lr_scheduler_type"] == "constant"
+    warm = now[f"{_OPTIM}.lr_warmup_steps"] >= 0 or now[f"{_OPTIM}.lr_warmup_steps_ratio"] == 0
+    if now[f"{_OPTIM}.total_training_steps"] > 0 or (flat and warm):
+        return HARMLESS, "the learning rate does not depend on it"
+    return TRAJECTORY, "the learning rate depends on the length of the run"
+
+
+def _another_optimizer(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    if not _optimizer_is_loaded(now):
+        return TRAJECTORY, ""
+    return REFUSED, "the optimizer's state in the checkpoint does not fit"
+
+
+def _state_dtype(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    quantised = old[key] in QUANTISED or now[key] in QUANTISED
+    return _another_optimizer(key, old, now) if quantised else (TRAJECTORY, "")
+
+
+def _optimizer_arguments(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    one, other = old[key] or {}, now[key] or {}
+    changed = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    return (TRAJECTORY, "") if changed <= STATE_FREE else _another_optimizer(key, old, now)
+
+
+def _optimizer_is_loaded(now: Mapping[str, Any]) -> bool:
+    return "optimizer" in (now[f"{_AR}.actor.checkpoint.load_contents"] or [])
+
+
+RULES: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[str, str]]] = {
+    **dict.fromkeys(LENGTH_KEYS, _length),
+    f"{_OPTIM}.optimizer": _another_optimizer,
+    f"{_OPTIM}.optimizer_impl": _another_optimizer,
+    f"{_OPTIM}.state_dtype": _state_dtype,
+    f"{_OPTIM}.override_optimizer_config": _optimizer_arguments,
+}
+"""Keys whose meaning depends on other keys or on the values."""

@@ -1,0 +1,115 @@
+"""Which checkpoint a run goes on from, and what its settings change of those that the checkpoint was made with."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.config.resume_diff import HARMLESS, REFUSED, changes
+from verl_memopt.config.schema import Settings
+from verl_memopt.errors import ConfigError
+from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+
+logger = logging.getLogger(__name__)
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+WAY_OUT = "Set it back to go on with this run, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
+MOST_NAMED = 3
+"""Weights that an error names."""
+
+
+def checkpoint_store(settings: Settings, run_dir: Path) -> CheckpointStore:
+    """Return the store of a run. ``trainer.keep_best=null`` is on where the run validates."""
+    trainer = settings.trainer
+    validates = settings.data.val_files is not None and trainer.test_freq > 0
+    keep_best = validates if trainer.keep_best is None else trainer.keep_best
+    return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best)
+
+
+def find_checkpoint(settings: Settings, store: CheckpointStore, unreadable: Mapping[int, str]) -> Checkpoint | None:
+    """Return the checkpoint that ``trainer.resume_mode`` asks for, None for a fresh start.
+
+    Args:
+        settings: of the run.
+        store: its checkpoints.
+        unreadable: step -> fault of checkpoints that looked whole and could not be loaded.
+
+    Raises:
+        CheckpointError: the named one is not whole, or there are checkpoints and none is.
+        ConfigError: it would be loaded without the model.
+    """
+    trainer = settings.trainer
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.resume_mode == "auto":
+        found = store.newest(unreadable)
+    else:
+        assert trainer.resume_from_path is not None, "checked when settings are loaded"
+        found = read_checkpoint(Path(trainer.resume_from_path))
+        store.resumed(found)
+    contents = settings.actor_rollout_ref.actor.checkpoint.load_contents or []
+    if found is not None and "model" not in contents:
+        raise ConfigError(
+            f"actor_rollout_ref.actor.checkpoint.load_contents={contents}: a run cannot go on from {found.folder} without the "
+            "model. Add model (and to save_contents), or set trainer.resume_mode=disable."
+        )
+    return found
+
+
+def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint | None) -> None:
+    """Log what the settings change of those that a checkpoint was made with, one line a key.
+
+    Args:
+        settings: of the run, seeds drawn.
+        weights: name -> shape of the model that the run would train.
+        checkpoint: that it goes on from.
+
+    Raises:
+        ConfigError: a change with which the run cannot go on.
+    """
+    if checkpoint is None:
+        return
+    driver, place = checkpoint.driver, checkpoint.folder
+    _check_seed(settings, checkpoint)
+    if "settings" not in driver:
+        logger.warning("%s: written by an earlier version, without its settings; changes of settings are not known", place)
+        return
+    found = changes(driver["settings"], settings)
+    for change in found:
+        logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", place.name, change)
+    refused = [f"{change.key}={change.new}: {change}" for change in found if change.kind == REFUSED]
+    different = _different(driver["weights"], weights)
+    if different:
+        model = settings.actor_rollout_ref.model
+        refused.append(f"actor_rollout_ref.model.path={model.path}: its weights are not those of {place} ({different})")
+    if refused:
+        raise ConfigError(f"{'. '.join(refused)}. {WAY_OUT}")
+
+
+def plain_shapes(weights: Shapes) -> dict[str, list[int]]:
+    """Return the shapes of a model as a checkpoint keeps them."""
+    return {name: list(shape) for name, shape in weights.items()}
+
+
+def _check_seed(settings: Settings, checkpoint: Checkpoint) -> None:
+    if checkpoint.driver["seed"] != settings.data.seed:
+        raise ConfigError(
+            f"data.seed={settings.data.seed}: the run in {checkpoint.folder.parent} was made with {checkpoint.driver['seed']}. "
+            "Leave data.seed out to go on with it, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
+        )
+
+
+def _different(before: Mapping[str, Any], now: Shapes) -> str:
+    """Names the weights that are not in both or not of one shape; empty where all are equal."""
+    shapes = {name: (_shape(before.get(name)), _shape(now.get(name))) for name in sorted(before.keys() | now.keys())}
+    names = [name for name, (there, here) in shapes.items() if there != here]
+    texts = [f"{name}: {shapes[name][0]} there, {shapes[name][1]} here" for name in names[:MOST_NAMED]]
+    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return "; ".join([*texts, *more])
+
+
+def _shape(shape: Any) -> str:
+    return "missing" if shape is None else "x".join(map(str, shape))
