@@ -170,7 +170,7 @@ def test_a_gradient_that_was_not_told_is_refused(which):
     found = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, factors)
     brought = [factor.clone() for factor in factors]
     brought[which][3] *= 1.001
-    with pytest.raises(RuntimeError, match="not the one that was told"):
+    with pytest.raises(RuntimeError, match=r"^the gradient of the log-probs is not the one that was told ahead"):
         backward(found, brought, [])
 
 
@@ -272,3 +272,18 @@ def test_the_logits_of_a_forward_that_waits_for_its_backward_are_counted_as_logi
     with ByteTracker() as tracker:
         Cut(CHUNK, ahead=ahead).run(hidden, weight, None, targets, 1.0, [torch.ones(2 * CHUNK)])
         assert tracker.peaks["device"].kinds["logits"] >= CHUNK * (LARGE if ahead else FREE_TILE) * 4
+
+
+def test_a_gradient_of_zeros_can_be_told():
+    hidden, weight, bias, targets = inputs(8, torch.float32)
+    factors = [torch.zeros(8)]
+    found = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, factors)
+    assert [gradient.count_nonzero().item() for gradient in backward(found, factors, [hidden, weight, bias])] == [0, 0, 0]
+
+
+def test_gradients_that_were_computed_ahead_are_handed_out_once():
+    hidden, weight, bias, targets = inputs(8, torch.float32)
+    (found,) = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, [torch.ones(8)])
+    found.sum().backward(retain_graph=True)
+    with pytest.raises(AssertionError, match=r"^the gradients of this forward were handed out already"):
+        found.sum().backward()

@@ -181,3 +181,42 @@ def test_tiles_of_very_different_size_lose_no_digit(largest_first):
     found = LogitTiles(Head(weight, None, 1.0, 0, COLUMNS // 2, False, False), hidden).read(hidden, targets)
     exact = weight.t().double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     torch.testing.assert_close(found.log_probs, exact.float(), rtol=1e-6, atol=2e-6)
+
+
+class OnGpu(torch.Tensor):
+    """Stands in for a tensor on a GPU: it says that it lies there, and its numbers lie here."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+def test_the_statements_of_a_gpu_turn_logits_into_probabilities():
+    values, targets = logits(6)
+    exact = values.double()
+    top, log_sum, picked = softmax_(found := values.as_subclass(OnGpu), targets)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.softmax(-1).float(), rtol=2e-6, atol=1e-7)
+    log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
+    expected = exact.log_softmax(-1).gather(-1, targets[:, None])[:, 0].float()
+    torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("columns", [None, 7])
+def test_the_statements_of_a_gpu_turn_logits_into_log_probs(columns):
+    values, targets = logits(7)
+    exact = values.double().log_softmax(-1)
+    found = values.as_subclass(OnGpu)
+    top, log_sum, picked, entropy = log_softmax_(found, targets, scratch(columns), True)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.float(), rtol=1e-6, atol=2e-6)
+    log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
+    torch.testing.assert_close(log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.as_subclass(torch.Tensor), -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
+
+
+def test_on_a_cpu_probabilities_are_those_of_torchs_own_kernel_bit_for_bit():
+    values = torch.randn(64, 1000, generator=torch.Generator().manual_seed(8))
+    found, log_p = values.clone(), values.clone()
+    softmax_(found, torch.zeros(64, dtype=torch.int64))
+    log_softmax_(log_p, torch.zeros(64, dtype=torch.int64), None, False)
+    assert torch.equal(found, values.softmax(-1))
+    assert torch.equal(log_p, values.log_softmax(-1))
