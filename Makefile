@@ -2,9 +2,10 @@
 # make test    set up, lint, check types, run the tests
 # make proofs  the slow proofs (kill -9, many seeds)
 # make gpu-tests  what only a GPU can show (skipped without one; VERL_MEMOPT_GPU_TESTS_ON=cpu rehearses it on a CPU)
+# make mutants  plant faults in the code that must never be wrong, one at a time, and count those that a test finds (an hour or two)
 # make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
-.PHONY: setup train test gpu-tests lint types proofs docs clean
+.PHONY: setup train test gpu-tests lint types proofs mutants docs clean
 .DEFAULT_GOAL := help
 ARGS ?=
 RUN = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
@@ -34,6 +35,11 @@ proofs: setup
 gpu-tests: setup
 	$(RUN) -m gpu $(ARGS)
 
+mutants: setup
+	@tests/mutants/setup.sh
+	OMP_NUM_THREADS=1 .venv-mutants/bin/python tests/mutants/run.py run $(foreach name,$(ARGS),'$(name)')
+	@.venv-mutants/bin/python tests/mutants/table.py
+
 docs: setup
 	.venv/bin/python -m verl_memopt.config.document > docs/configuration.md
 	.venv/bin/python -m verl_memopt.memory.document > docs/memory.md
@@ -41,5 +47,5 @@ docs: setup
 	else echo "For the site as well: .venv/bin/pip install -e '.[docs]', then make docs again"; fi
 
 clean:
-	rm -rf .venv .venv-bench .venv-peers runs checkpoints outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf .venv .venv-bench .venv-peers .venv-mutants mutants runs checkpoints outputs build dist *.egg-info .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find . -name __pycache__ -type d -prune -exec rm -rf {} +

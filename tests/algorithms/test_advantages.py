@@ -7,7 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from verl_memopt.algorithms.advantages import ADVANTAGES, check_rewards, group_counts, grpo_advantages, rloo_advantages
+from verl_memopt.algorithms.advantages import (
+    ADVANTAGES,
+    check_rewards,
+    group_counts,
+    group_statistics,
+    grpo_advantages,
+    rloo_advantages,
+)
 from verl_memopt.errors import RewardError
 
 NAN = float("nan")
@@ -119,3 +126,14 @@ def test_a_nan_reward_makes_its_row_invalid():
 def test_groups_that_teach_nothing_are_counted_by_their_reason():
     counts = group_counts(*tensors([1.0, 1.0, 0.0, 1.0, NAN, 3.0, NAN, NAN], [0, 0, 1, 1, 2, 2, 3, 3]))
     assert counts == {"invalid_rows": 3.0, "single_valid_groups": 1.0, "equal_groups_share": 0.75}
+
+
+def test_no_rows_have_no_equal_groups():
+    nothing = torch.zeros(0)
+    assert group_counts(nothing, nothing.long(), nothing.bool())["equal_groups_share"] == 0.0
+
+
+def test_a_single_valid_member_is_its_groups_mean_and_has_no_deviation():
+    stats = group_statistics(*tensors([5.0, NAN], [0, 0]))
+    assert (stats.count.tolist(), stats.mean.tolist(), stats.std.tolist()) == ([1, 1], [5, 5], [0, 0])
+    assert stats.informative.tolist() == [False, False]

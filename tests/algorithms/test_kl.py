@@ -91,3 +91,21 @@ def test_an_adaptive_coefficient_follows_the_target_by_at_most_a_fifth_per_horiz
     resumed = KlController(settings)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.coefficient == controller.coefficient
+
+
+def test_shaped_token_rewards_lie_on_the_device_of_their_arguments():
+    row, lengths = (torch.zeros(count, dtype=torch.int64, device="meta") for count in (4, 2))
+    scores, kl = (torch.zeros(count, device="meta") for count in (2, 4))
+    assert shaped_token_rewards(scores, kl, row, lengths, 0.1).device.type == "meta"
+
+
+def test_an_adaptive_coefficient_falls_by_at_most_a_fifth_per_horizon():
+    controller = KlController(KlControl(type="adaptive", kl_coef=1.0, horizon=100, target_kl=0.1))
+    controller.update(mean_kl=0.0, num_sequences=50)  # error -1 capped at -0.2: 1 - 0.2 * 50 / 100
+    assert controller.coefficient == pytest.approx(0.9, rel=1e-12)
+
+
+def test_a_token_the_policy_nearly_excludes_has_no_gradient_under_k3():
+    log_probs = torch.tensor([-200.0], requires_grad=True)
+    kl_estimate(log_probs, torch.tensor([0.0]), "k3").sum().backward()
+    assert log_probs.grad.tolist() == [0.0]

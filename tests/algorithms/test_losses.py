@@ -148,3 +148,58 @@ def test_losses_run_on_fake_tensors(mode):
         loss.backward()
     assert loss.shape == ()
     assert all(not metric.requires_grad for metric in metrics.values())
+
+
+@pytest.mark.parametrize("mode", ["sequence", "gspo"])
+def test_clip_fractions_of_sequences_by_hand(mode):
+    # ratios 1.4 (clipped above), 1.0, 0.7 (clipped below as A < 0), 1.6 with A < 0 (not bounded: sequences have no dual clip)
+    new, advantages = torch.tensor([1.4, 1.0, 0.7, 1.6]).log(), torch.tensor([1.0, 1.0, -1.0, -1.0])
+    row, lengths = torch.arange(4), torch.ones(4, dtype=torch.int64)
+    _, metrics = policy_loss(new, torch.zeros(4), advantages, row, lengths, GlobalCounts(4, 4), actor(mode))
+    assert metrics["pg_clipfrac"].item() == 0.5
+    assert metrics["pg_clipfrac_lower"].item() == 0
+    assert metrics["ratio_clamped"].item() == 0
+
+
+def one_token(log_ratio, advantage, settings):
+    """Gives the loss, with gradient to the log-prob, and the metrics of a mini-batch of one token."""
+    new, one = torch.tensor([log_ratio], requires_grad=True), torch.tensor([1])
+    result = policy_loss(new, torch.zeros(1), torch.tensor([advantage]), one - 1, one, GlobalCounts(1, 1), settings)
+    return *result, new
+
+
+@pytest.mark.parametrize("advantage", [0.5, 0.0])
+def test_the_dual_clip_leaves_tokens_that_are_not_bad_alone(advantage):
+    loss, metrics, _ = one_token(0.0, advantage, actor("vanilla"))
+    assert (loss.item(), metrics["pg_clipfrac_lower"].item()) == (-advantage, 0)
+
+
+def test_a_bad_token_exactly_at_its_bound_is_not_bounded():
+    loss, metrics, new = one_token(0.0, -1.0, replace(actor("vanilla"), clip_ratio_c=1.0))
+    loss.backward()
+    assert (loss.item(), metrics["pg_clipfrac_lower"].item()) == (1, 0)
+    assert new.grad.item() == 1
+
+
+@pytest.mark.parametrize(("log_ratio", "kl"), [(30.0, -20.0), (-30.0, 20.0)])
+def test_the_kl_of_a_token_is_counted_up_to_20(log_ratio, kl):
+    assert one_token(log_ratio, 1.0, actor("vanilla"))[1]["ppo_kl"].item() == kl
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_a_log_ratio_below_minus_20_counts_as_minus_20_and_has_no_gradient(mode):
+    loss, metrics, new = one_token(-30.0, 1.0, actor(mode))
+    loss.backward()
+    assert loss.item() == pytest.approx(-math.exp(-20), rel=1e-5)
+    assert (metrics["ratio_clamped"].item(), new.grad.item()) == (1, 0)
+
+
+@pytest.mark.parametrize("side", ["clip_ratio_low", "clip_ratio_high"])
+def test_settings_that_were_not_loaded_are_refused(side):
+    with pytest.raises(AssertionError, match=rf"^{side} follows clip_ratio when settings are loaded"):
+        one_token(0.0, 1.0, replace(actor("vanilla"), **{side: None}))
+
+
+@pytest.mark.parametrize("log_ratio", [20.0, -20.0])
+def test_a_log_ratio_of_exactly_20_is_not_clamped(log_ratio):
+    assert one_token(log_ratio, 1.0, actor("vanilla"))[1]["ratio_clamped"].item() == 0

@@ -65,3 +65,13 @@ def test_reductions_run_on_fake_tensors(mode):
         loss = aggregate(torch.zeros(6, requires_grad=True), row_index(lengths, 6), lengths, mode, GlobalCounts(6, 3), SCALE)
         loss.backward()
     assert loss.shape == ()
+
+
+def test_row_index_lies_on_the_device_of_the_lengths():
+    assert row_index(torch.zeros(3, dtype=torch.int64, device="meta"), 6).device.type == "meta"
+
+
+def test_a_sum_norm_without_a_scale_factor_names_the_setting_it_needs():
+    one = torch.ones(1, dtype=torch.int64)
+    with pytest.raises(AssertionError, match=r"^seq-mean-token-sum-norm needs actor\.loss_scale_factor"):
+        aggregate(torch.ones(1), one - 1, one, "seq-mean-token-sum-norm", GlobalCounts(1, 1), None)

@@ -1,3 +1,4 @@
+import pytest
 import torch
 
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
@@ -33,3 +34,30 @@ def test_select_takes_the_token_fields_along():
 def test_scattered_tokens_come_back_in_batch_order():
     parts = [([2, 0], torch.tensor([1.0, 2.0, 3.0])), ([1], torch.tensor([]))]
     assert scatter_tokens(parts, [1, 0, 2]).tolist() == [3.0, 1.0, 2.0]
+
+
+def test_scattered_tokens_are_fp32_whatever_torch_makes_by_default():
+    torch.set_default_dtype(torch.float64)
+    try:
+        nothing, one = scatter_tokens([], []), scatter_tokens([([0], torch.ones(1, dtype=torch.float32))], [1])
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert (nothing.shape, nothing.dtype) == ((0,), torch.float32)
+    assert (one.tolist(), one.dtype) == ([1.0], torch.float32)
+
+
+def test_rows_share_a_prompt_by_group_and_only_where_prompts_are_shared():
+    assert batch().row_tokens(shared=True).groups == (0, 0, 1)
+    assert batch().row_tokens(shared=False).groups == (0, 1, 2)
+
+
+def test_a_batch_with_a_prompt_too_many_is_refused():
+    torn = batch()
+    torn.prompts = Ragged.from_rows([[1], [2], [3], [4]], torch.int64)
+    with pytest.raises(ValueError, match="zip"):
+        torn.row_tokens(shared=False)
+
+
+def test_no_rows_can_be_selected():
+    none = batch().select([])
+    assert (none.num_rows, none.responses.num_rows, none.advantages.numel()) == (0, 0, 0)

@@ -43,3 +43,8 @@ def test_a_ragged_tensor_survives_pickling():
 
 def test_token_index_points_at_the_tokens_of_the_chosen_rows():
     assert token_index([2, 0, 3], [2, 0]).tolist() == [2, 3, 4, 0, 1]
+
+
+def test_rows_get_the_dtype_that_was_asked_for():
+    for rows in ([[1], [2]], [[]], [torch.tensor([1, 2]), torch.tensor([3.0])]):
+        assert Ragged.from_rows(rows, torch.float64).flat.dtype == torch.float64

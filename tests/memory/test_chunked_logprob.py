@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.memory.recomputed import relative
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
-from verl_memopt.memory.chunked_logprob import FREE_TILE, _assert_as_told, head_log_probs, logit_bytes
+from verl_memopt.memory.chunked_logprob import FREE_TILE, KNOB, _assert_as_told, _saved, head_log_probs, logit_bytes
 from verl_memopt.memory.shapes import Shapes
 from verl_memopt.observe.byte_tracker import ByteTracker
 
@@ -171,7 +171,7 @@ def test_a_gradient_that_was_not_told_is_refused(which):
     found = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, factors)
     brought = [factor.clone() for factor in factors]
     brought[which][3] *= 1.001
-    with pytest.raises(RuntimeError, match="not the one that was told"):
+    with pytest.raises(RuntimeError, match=r"^the gradient of the log-probs is not the one that was told ahead"):
         backward(found, brought, [])
 
 
@@ -263,3 +263,36 @@ def test_a_gradient_that_is_not_finite_is_let_through_and_any_other_that_was_not
         _assert_as_told(told, brought)
     with pytest.raises(RuntimeError, match="not the one that was told ahead"):
         _assert_as_told(told, torch.tensor([math.nan, math.inf, 1.0, 2.1]))
+
+
+def test_a_chunk_is_claimed_to_save_the_logits_of_the_tokens_beside_it():
+    before, after = (shapes(Cut(chunk, ahead=True), 4 * CHUNK, torch.float32) for chunk in (0, CHUNK))
+    # An update keeps whole rows, a log-prob pass takes FREE_TILE of their columns.
+    in_update, in_pass = 3 * CHUNK * LARGE * 4, (4 * CHUNK * LARGE - CHUNK * FREE_TILE) * 4
+    saved = {claim.phase: claim.saves(before, after) for claim in KNOB.claims}
+    assert saved == {"update_actor": in_update, "old_log_prob": in_pass}
+    assert (_saved(True)(before, after), _saved(False)(before, after)) == (in_update, in_pass)
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_the_logits_of_a_forward_that_waits_for_its_backward_are_counted_as_logits(ahead):
+    weight = torch.randn(LARGE, NARROW).requires_grad_()
+    hidden, targets = torch.randn(2 * CHUNK, NARROW).requires_grad_(), torch.zeros(2 * CHUNK, dtype=torch.int64)
+    with ByteTracker() as tracker:
+        Cut(CHUNK, ahead=ahead).run(hidden, weight, None, targets, 1.0, [torch.ones(2 * CHUNK)])
+        assert tracker.peaks["device"].kinds["logits"] >= CHUNK * (LARGE if ahead else FREE_TILE) * 4
+
+
+def test_a_gradient_of_zeros_can_be_told():
+    hidden, weight, bias, targets = inputs(8, torch.float32)
+    factors = [torch.zeros(8)]
+    found = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, factors)
+    assert [gradient.count_nonzero().item() for gradient in backward(found, factors, [hidden, weight, bias])] == [0, 0, 0]
+
+
+def test_gradients_that_were_computed_ahead_are_handed_out_once():
+    hidden, weight, bias, targets = inputs(8, torch.float32)
+    (found,) = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, [torch.ones(8)])
+    found.sum().backward(retain_graph=True)
+    with pytest.raises(AssertionError, match=r"^the gradients of this forward were handed out already"):
+        found.sum().backward()

@@ -1,3 +1,4 @@
+import inspect
 import shutil
 
 import pytest
@@ -9,9 +10,11 @@ from verl_memopt.memory.logit_tiles import (
     Gradients,
     Head,
     LogitTiles,
+    _compiled,
     both_gradients_,
     log_prob_gradient_,
     log_softmax_,
+    softmax_,
     sum_of_exponentials,
 )
 
@@ -146,3 +149,74 @@ def test_off_a_cpu_no_second_buffer_of_the_logits_is_made(entropy):
 def test_exponentials_are_summed_over_all_columns(columns):
     values = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(columns))
     torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_while_functions_are_compiled_exponentials_are_summed_over_all_columns_too(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_function_is_compiled_once():
+    compiled = _compiled(softmax_)
+    assert _compiled(softmax_) is compiled
+    assert compiled is not softmax_
+    assert inspect.unwrap(compiled) is inspect.unwrap(softmax_)
+
+
+@pytest.mark.filterwarnings("error")
+def test_scratch_has_the_columns_of_its_part():
+    """torch warns when it must resize an output."""
+    values, targets = logits()
+    entropy = log_softmax_(values, targets, scratch(7), True)[3]
+    both_gradients_(values, targets, entropy, torch.ones(ROWS), torch.ones(ROWS), scratch(7))
+
+
+@pytest.mark.parametrize("largest_first", [False, True])
+def test_tiles_of_very_different_size_lose_no_digit(largest_first):
+    values, targets = logits(4)
+    shift = torch.where((torch.arange(COLUMNS) < COLUMNS // 2) == torch.tensor(largest_first), 1e4, 0.0)
+    weight, hidden = (values + shift).t().contiguous(), torch.eye(ROWS)
+    targets = shift.argmax() + targets % (COLUMNS // 2)
+    found = LogitTiles(Head(weight, None, 1.0, 0, COLUMNS // 2, False, False), hidden).read(hidden, targets)
+    exact = weight.t().double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found.log_probs, exact.float(), rtol=1e-6, atol=2e-6)
+
+
+class OnGpu(torch.Tensor):
+    """Stands in for a tensor on a GPU: it says that it lies there, and its numbers lie here."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+def test_the_statements_of_a_gpu_turn_logits_into_probabilities():
+    values, targets = logits(6)
+    exact = values.double()
+    top, log_sum, picked = softmax_(found := values.as_subclass(OnGpu), targets)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.softmax(-1).float(), rtol=2e-6, atol=1e-7)
+    log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
+    expected = exact.log_softmax(-1).gather(-1, targets[:, None])[:, 0].float()
+    torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("columns", [None, 7])
+def test_the_statements_of_a_gpu_turn_logits_into_log_probs(columns):
+    values, targets = logits(7)
+    exact = values.double().log_softmax(-1)
+    found = values.as_subclass(OnGpu)
+    top, log_sum, picked, entropy = log_softmax_(found, targets, scratch(columns), True)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.float(), rtol=1e-6, atol=2e-6)
+    log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
+    torch.testing.assert_close(log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.as_subclass(torch.Tensor), -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
+
+
+def test_on_a_cpu_probabilities_are_those_of_torchs_own_kernel_bit_for_bit():
+    values = torch.randn(64, 1000, generator=torch.Generator().manual_seed(8))
+    found, log_p = values.clone(), values.clone()
+    softmax_(found, torch.zeros(64, dtype=torch.int64))
+    log_softmax_(log_p, torch.zeros(64, dtype=torch.int64), None, False)
+    assert torch.equal(found, values.softmax(-1))
+    assert torch.equal(log_p, values.log_softmax(-1))

@@ -1,6 +1,7 @@
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, local, policy_of, share, three_steps, wide_model
 from tests.ranks import run_ranks
@@ -205,3 +206,45 @@ def test_a_shard_that_is_padded_returns_whole(tmp_path):
             assert all(torch.equal(local(p), before[name]) for name, p in policy.model.named_parameters())
         home.to_device()
         assert all(torch.equal(local(p), before[name]) for name, p in policy.model.named_parameters())
+
+
+def test_parameters_that_are_parts_of_one_storage_are_read_from_their_places_on_the_host():
+    storage = torch.arange(10.0)
+    parts = [torch.nn.Parameter(storage[4:8]), torch.nn.Parameter(storage[1:3])]
+    home = ParamHome("parts", [torch.nn.Parameter(torch.ones(3)), *parts], CPU)
+    assert home.num_bytes == 13 * 4
+    home.to_host()
+    with home.readable():
+        assert [part.tolist() for part in parts] == [[4.0, 5.0, 6.0, 7.0], [1.0, 2.0]]
+    home.to_device()
+    assert [part.tolist() for part in parts] == [[4.0, 5.0, 6.0, 7.0], [1.0, 2.0]]
+
+
+class Copies(TorchDispatchMode):
+    """Notes of each copy whether it makes the host wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.wait = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.wait.append(not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_copies_of_a_move_do_not_wait_for_one_another():
+    home = ParamHome("two", [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))], CPU)
+    with Copies() as copies:
+        home.to_host()
+        home.to_device()
+    assert copies.wait == [False] * 4
+
+
+def test_parameters_of_several_widths_start_at_multiples_of_their_width():
+    narrow = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    wide = [torch.nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
+    home = ParamHome("mixed", [narrow, *wide], CPU)
+    home.to_host()
+    with home.readable():
+        assert [parameter.tolist() for parameter in (narrow, *wide)] == [[1.0], *([float(value)] * 3 for value in range(4))]

@@ -10,10 +10,10 @@ CPU = torch.device("cpu")
 
 
 class Box:
-    """A part of ten bytes that writes its moves into a shared diary."""
+    """A part that writes its moves into a shared diary."""
 
-    def __init__(self, name, diary):
-        self.name, self.on_device, self.diary = name, True, diary
+    def __init__(self, name, diary, num_bytes=10):
+        self.name, self.on_device, self.diary, self.num_bytes = name, True, diary, num_bytes
 
     def to_host(self):
         return self._move("leaves", False)
@@ -26,7 +26,7 @@ class Box:
             return 0
         self.on_device = there
         self.diary.append(f"{self.name} {word}")
-        return 10
+        return self.num_bytes
 
 
 def two_boxes():
@@ -159,3 +159,17 @@ def test_a_checkpoint_goes_round_with_parameters_at_rest(made, tiny_folder, tmp_
 
     exported = load_file(tmp_path / "huggingface" / "model.safetensors")
     assert same(exported, expected)
+
+
+def test_the_log_says_how_much_came_and_how_much_left(caplog):
+    residency = Residency(CPU)
+    residency.add(Box(POLICY, [], num_bytes=3 * 2**20))
+    residency.add(Box(REFERENCE, [], num_bytes=3 * 2**19))
+    with caplog.at_level(logging.INFO):
+        for phase in ("ref", "update_actor"):
+            with residency.phase(phase):
+                pass
+    assert [record.message for record in caplog.records] == [
+        "ref: 0.0 MiB to the device, 3.0 MiB off it, from now on once a step",
+        "update_actor: 3.0 MiB to the device, 1.5 MiB off it, from now on once a step",
+    ]

@@ -13,6 +13,9 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.token_budget import (
     FINEST,
     _best_fit_decreasing,
+    _best_single_or_pair,
+    _dearest_to_cheapest,
+    _swap_once,
     _tight_fill,
     balance,
     lower_bound,
@@ -70,6 +73,21 @@ def test_rows_over_a_third_of_the_budget_are_counted_two_a_bin():
     # Their sum alone would let 7 bins hold them, and so would Martello and Toth's bound.
     assert lower_bound([35] * 20, 100) == 10
     assert lower_bound([26] * 20, 100) == 7
+
+
+def test_the_lower_bound_counts_rows_in_a_bin_up_to_16():
+    # 16 rows of 101 tokens fit into 1,700, and 17 of 95; the sums alone would let two bins hold all of either.
+    assert lower_bound([101] * 33, 1700) == 3
+    assert lower_bound([95] * 35, 1700) == 2
+
+
+def test_rows_that_leave_no_room_for_others_count_whole_beside_those_that_are_counted():
+    assert lower_bound([75] * 4 + [30] * 4, 100) == 6
+    assert lower_bound([70] * 4 + [34] * 5, 100) == 7
+
+
+def test_rows_without_tokens_need_no_bin():
+    assert lower_bound([0, 0], 10) == 0
 
 
 @settings(max_examples=30)
@@ -200,3 +218,78 @@ def test_256_log_normal_rows_are_balanced_within_one_percent_over_8_ranks():
 
 def test_two_long_rows_go_to_different_ranks():
     assert balance([100, 100, 1, 1], 2) == [[0, 2], [1, 3]]
+
+
+def test_a_bin_is_halved_by_the_tokens_of_its_rows_and_neither_half_is_empty():
+    # 9 | 8, then 2 beside 8 and 1 beside 9.
+    assert split_to_count([[0, 1, 2, 3]], 2, [9, 1, 8, 2]) == [[0, 1], [2, 3]]
+    assert split_to_count([[0, 1]], 2, [0, 0]) == [[0], [1]]
+
+
+def test_fixed_packing_takes_one_row_a_bin_and_refuses_none():
+    assert pack_fixed(2, 1) == [[0], [1]]
+    with pytest.raises(AssertionError):
+        pack_fixed(2, 0)
+
+
+def test_the_dearest_unit_goes_first_and_each_next_one_to_the_cheapest_part_with_a_place():
+    assert _dearest_to_cheapest([5, 9, 1, 4], 2) == [[1, 2], [0, 3]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6))
+def test_a_swap_is_the_one_that_evens_out_two_parts_most(pairs):
+    first, second = zip(*pairs, strict=True)
+    weights, parts = [*first, *second], [list(range(len(first))), list(range(len(first), 2 * len(first)))]
+    before = sum(first) - sum(second)
+    best = min(abs(before - 2 * (one - other)) for one in first for other in second)
+    assert _swap_once(weights, parts) == (best < abs(before))
+    after = sum(weights[unit] for unit in parts[0]) - sum(weights[unit] for unit in parts[1])
+    assert abs(after) == min(best, abs(before))
+
+
+@given(st.lists(st.integers(1, 1000), min_size=12, max_size=12))
+def test_no_swap_between_the_dearest_and_the_cheapest_part_would_help_any_more(costs):
+    parts = sorted(balance(costs, 2), key=lambda part: sum(costs[row] for row in part))
+    gap = sum(costs[row] for row in parts[1]) - sum(costs[row] for row in parts[0])
+    assert all(abs(gap - 2 * (costs[one] - costs[other])) >= gap for one in parts[1] for other in parts[0])
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 40))
+def test_a_bin_is_filled_by_the_best_of_all_singles_and_pairs_where_there_are_candidates_enough(spread, left, more):
+    left, room = sorted(left), min(left) + more
+    choices = [(one,) for one in range(len(left))] + [(one, two) for one in range(len(left)) for two in range(one)]
+    found = _best_single_or_pair(left, room, 100, spread)
+    assert found in choices
+    assert sum(left[place] for place in found) == max(
+        total for total in (sum(left[place] for place in choice) for choice in choices) if total <= room
+    )
+
+
+def test_a_single_row_is_taken_before_a_pair_of_the_same_size():
+    assert _best_single_or_pair([2, 3, 5], 6, 100, False) == (2,)
+
+
+def test_two_candidates_are_the_largest_or_spread_over_all_rows():
+    left = [4, 20, 20, 21, 24, 24]
+    assert _best_single_or_pair(left, 25, 2, False) == (5,)
+    assert _best_single_or_pair(left, 25, 2, True) == (3, 0)
+    assert _tight_fill([50, *left], 75, 2, True)[0] == [0, 4, 1]
+    assert _tight_fill([50, *left], 75, 2, False)[0] == [0, 5]
+
+
+def test_the_bin_with_the_most_tokens_is_split_first_whatever_its_number_of_rows():
+    assert split_to_count([[0, 1, 2], [3, 4]], 3, [1, 1, 1, 50, 40]) == [[0, 1, 2], [3], [4]]
+    # The halves of 40 tokens are larger than the other bin of 10.
+    assert split_to_count([[0, 1, 2, 3], [4, 5]], 4, [10, 10, 10, 10, 5, 5]) == [[0], [4, 5], [1, 3], [2]]
+
+
+def test_bins_that_are_asked_for_are_split_off_by_tokens():
+    assert pack([9, 1, 8, 2], 20, num_bins_at_least=2) == [[0, 1], [2, 3]]
+
+
+def test_candidates_spread_over_all_rows_find_a_perfect_packing_that_the_largest_alone_miss():
+    draw = random.Random(166)
+    lengths = [draw.randint(1, 498) for _ in range(150)]
+    assert min(len(_tight_fill(lengths, 997, candidates, False)) for candidates in (4, 16, 32, 64, 128, 256)) == 39
+    assert len(pack(lengths, 997)) == lower_bound(lengths, 997) == 38

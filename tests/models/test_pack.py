@@ -3,8 +3,9 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_memopt.models.pack import pack_branches, pack_groups, pack_rows
+from verl_memopt.models.pack import pack_branches, pack_groups, pack_prompt, pack_rows
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=9)
 """Rows as (group, tokens of the response)."""
@@ -176,3 +177,40 @@ def test_every_tensor_of_a_pack_is_moved():
     tensors = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 11 + 1 + 6
     assert all(tensor.is_meta for tensor in tensors)
+
+
+def test_a_prompt_alone_asks_for_nothing_and_the_state_of_its_last_token_is_read():
+    pack = pack_prompt(torch.tensor([5, 6, 7]))
+    assert pack.input_ids.tolist() == [[5, 6, 7]]
+    assert pack.position_ids.tolist() == [[0, 1, 2]]
+    assert pack.trees.sizes == ((3, ()),)
+    assert pack.predicts.tolist() == [2]
+    for asked in (pack.targets, pack.row, pack.row_lengths):
+        assert (asked.tolist(), asked.dtype) == ([], torch.int64)
+
+
+def test_no_answers_to_a_prompt_that_lies_elsewhere_are_an_empty_pack():
+    pack = pack_branches(10, flat([]), [])
+    assert (pack.input_ids.shape, pack.predicts.numel(), pack.num_rows) == ((1, 0), 0, 0)
+
+
+class Copies(TorchDispatchMode):
+    """Notes of each copy to another device whether it makes the host wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.wait = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten._to_copy.default:
+            self.wait.append(not kwargs.get("non_blocking", False))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_copies_of_a_pack_do_not_wait():
+    pack = packed([[1]], [[2]])
+    with Copies() as copies:
+        moved = pack.to(torch.device("meta"))
+    assert moved.read is None
+    assert len(copies.wait) >= 6
+    assert not any(copies.wait)

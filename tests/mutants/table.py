@@ -1,0 +1,102 @@
+"""Prints the mutation score by part and the survivors that nobody has looked at: `python tests/mutants/table.py [--survivors]`.
+
+Score = killed / (killed + survived). A mutant counts as killed when a test fails, runs out of time or ends the process. One that
+no test reaches has survived. Exits 1 under 90 %.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import tomllib
+from collections import defaultdict
+from functools import cache
+from pathlib import Path
+
+from mutmut.mutation.diff_apply import get_diff_for_mutant
+from run import SURVIVED
+
+TARGET = 0.90
+MUTANTS = Path("mutants")
+LIST = Path("tests/mutants/survivors.toml")
+
+PARTS = {
+    "algorithms": ("algorithms/",),
+    "packing": ("models/pack.py", "memory/token_budget.py", "data/ragged.py", "data/batch.py"),
+    "log-probs": ("memory/chunked_logprob.py", "memory/logit_tiles.py"),
+    "residency": ("memory/residency.py", "memory/param_offload.py"),
+    "checkpoints": ("trainer/", "distributed/"),
+}
+
+NOT_RUN = (None, 34)
+
+
+def results():
+    """Gives (source file, mutant, exit code) of every mutant."""
+    for meta in sorted(MUTANTS.rglob("*.py.meta")):
+        source = meta.relative_to(MUTANTS).with_suffix("")
+        for mutant, code in json.loads(meta.read_text())["exit_code_by_key"].items():
+            yield source, mutant, code
+
+
+def part_of(source):
+    inside = source.relative_to("verl_memopt").as_posix()
+    return next(part for part, places in PARTS.items() if inside.startswith(places))
+
+
+@cache
+def change(source, mutant):
+    """Gives the one change of a mutant as `function: - line, + line`, which stays the same when its number does not."""
+    lines = get_diff_for_mutant(mutant, path=source).splitlines()[3:]
+    function = mutant.rpartition(".")[2].rpartition("__mutmut_")[0].removeprefix("x_").removeprefix("xǁ").replace("ǁ", ".")
+    old = " ".join(line[1:].strip() for line in lines if line.startswith("-"))
+    new = " ".join(line[1:].strip() for line in lines if line.startswith("+"))
+    return f"{function}: {old} -> {new}"
+
+
+def listed():
+    """Gives the survivors that were looked at: {source: {change: reason}}."""
+    groups = tomllib.loads(LIST.read_text())["reason"] if LIST.exists() else []
+    found = defaultdict(dict)
+    for group in groups:
+        for source, changes in group["mutants"].items():
+            found[source].update(dict.fromkeys(changes, group["why"]))
+    return found
+
+
+def main():
+    counts = {part: [0, 0, 0, 0] for part in PARTS}  # killed, survived, survivors that are listed, not run
+    known, unlisted, met = listed(), [], set()
+    for source, mutant, code in results():
+        row = counts[part_of(source)]
+        if code in NOT_RUN:
+            row[3] += 1
+        elif code in SURVIVED:
+            row[1] += 1
+            what = change(source, mutant)
+            row[2] += what in known[str(source)]
+            met.add((str(source), what))
+            if what not in known[str(source)]:
+                unlisted.append(f"{mutant}\n    {what}")
+        else:
+            row[0] += 1
+    total = [sum(column) for column in zip(*counts.values(), strict=True)]
+    print(f"{'part':<14}{'mutants':>9}{'killed':>9}{'survived':>10}{'looked at':>11}{'not run':>9}{'score':>9}")
+    for part, (killed, survived, seen, left) in [*counts.items(), ("all", total)]:
+        score = f"{killed / (killed + survived):.1%}" if killed + survived else "-"
+        print(f"{part:<14}{killed + survived + left:>9}{killed:>9}{survived:>10}{seen:>11}{left:>9}{score:>9}")
+    stale = [f"{source}: {what}" for source, found in known.items() for what in found if (source, what) not in met]
+    if unlisted:
+        print(f"\n{len(unlisted)} survivors to look at: kill each by a test, or give its reason in {LIST}.", *unlisted, sep="\n")
+    if stale:
+        print(f"\n{len(stale)} mutants of {LIST} survive no longer:", *stale, sep="\n")
+    if total[3]:
+        print(f"\n{total[3]} mutants were not run. Run the same command again: it goes on where it stopped.")
+    too_few = total[0] < TARGET * (total[0] + total[1])
+    if too_few:
+        print(f"\nThe score is under {TARGET:.0%}.")
+    return 1 if too_few or total[3] else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
