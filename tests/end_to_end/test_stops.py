@@ -130,8 +130,12 @@ def test_a_second_run_in_a_folder_changes_nothing_of_the_first_ones(toy, tmp_pat
     run_dir = tmp_path / "run"
     process = start(toy, run_dir, *LOCAL, *SHORT)
     wait_for_step(process, run_dir, 1)
-    second = train(toy, run_dir, *LOCAL, *SHORT)
-    assert second.returncode == 2
+    process.send_signal(signal.SIGSTOP)  # the first must still be there when the second has started
+    try:
+        second = train(toy, run_dir, *LOCAL, *SHORT)
+    finally:
+        process.send_signal(signal.SIGCONT)
+    assert second.returncode == 2, second.stderr[-3000:]
     assert f"another run writes here (process {process.pid} on " in second.stderr
     output, _ = process.communicate(timeout=240)
     assert process.returncode == 0, output[-3000:]
