@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.config.schema import CustomReward
-from verl_memopt.errors import RewardError
+from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.rewards.rows import RewardResult, RewardRow
 from verl_memopt.rewards.runner import RewardRunner
 
@@ -193,3 +193,14 @@ def test_the_parent_program_is_not_run_again_by_its_reward_processes(tmp_path: P
     )
     shown = subprocess.run([sys.executable, str(program)], capture_output=True, text=True, check=True)
     assert shown.stdout.split() == ["once"]
+
+
+def test_rows_are_given_up_when_the_run_is_asked_to_stop_and_the_processes_end(custom: Callable[..., CustomReward]) -> None:
+    with RewardRunner(custom("import time; time.sleep(600)"), 2) as runner:
+        runner.check()
+        pids = [process.pid for process in runner._processes]
+        began = time.monotonic()
+        runner.stopped = lambda: time.monotonic() > began + 0.3
+        with pytest.raises(Stopped):
+            runner.score(rows("a", "b"))
+        assert all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)
