@@ -73,3 +73,14 @@ def test_an_error_in_the_thread_is_the_callers():
     with pytest.raises(DataError, match=r"f:\d+: the prompt has"):
         feed.take()
     feed.close()
+
+
+def test_a_step_that_is_given_back_is_the_next_one_of_whoever_goes_on(feed):
+    take(feed, 2)
+    before, epoch = feed.state_dict(), feed.epoch
+    (given_up,) = take(feed, 1)
+    feed.give_back()
+    assert (feed.state_dict(), feed.epoch) == (before, epoch)
+    resumed = loader()
+    resumed.load_state_dict(feed.state_dict())
+    assert resumed.next_step() == given_up

@@ -5,6 +5,7 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import pytest
 from tests.rewards.conftest import rows
 from tests.rewards.processes import STARTS_OTHERS, all_gone, gone, wait_until
 from verl_memopt.config.schema import CustomReward
-from verl_memopt.errors import RewardError
+from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
 
@@ -271,3 +272,14 @@ def test_a_function_that_prints_nothing_leaves_no_log(custom: Callable[..., Cust
     with RewardRunner(custom("return 1"), 1, tmp_path / "reward_logs") as runner:
         runner.score(rows("a"))
     assert not (tmp_path / "reward_logs").exists()
+
+
+def test_rows_are_given_up_when_the_run_is_asked_to_stop_and_the_processes_end(custom: Callable[..., CustomReward]) -> None:
+    with RewardRunner(custom("import time; time.sleep(600)"), 2) as runner:
+        runner.check()
+        pids = [process.pid for process in runner._processes]
+        began = time.monotonic()
+        runner.stopped = lambda: time.monotonic() > began + 0.3
+        with pytest.raises(Stopped):
+            runner.score(rows("a", "b"))
+        assert all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)

@@ -16,7 +16,14 @@ IN_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
 ASLEEP = "import time; time.sleep(600)"
 """What the main thread does meanwhile: Python code, one call of C that lets other threads run, nothing."""
 
-STEPS = "watch.interrupts.begin_steps({deadline}, lambda moment: print('told', flush=True))\n"
+STEPS = """
+import os, time
+said = []
+def say(moment):
+    os.write(1, b'told\n')
+    said.append(moment)
+watch.interrupts.begin_steps({deadline}, say)
+"""
 CODES = [("SIGINT", 130), ("SIGTERM", 143), ("SIGHUP", 129)]
 
 
@@ -72,7 +79,7 @@ def test_every_process_that_was_started_ends_with_it_and_what_was_printed_is_kep
 
 @pytest.mark.parametrize(("name", "code"), CODES)
 def test_in_the_steps_the_first_signal_asks_and_the_main_thread_decides_when_to_end(watched, name, code):
-    loop = "import time\nprint('ready', flush=True)\nwhile not watch.interrupts.asked: time.sleep(0.01)\n"
+    loop = "print('ready', flush=True)\nwhile not (watch.interrupts.asked and said): time.sleep(0.01)\ntime.sleep(0.1)\n"
     process = watched(
         f"{STEPS.format(deadline=60)}{loop}print('saved', flush=True)\nraise SystemExit(watch.interrupts.exit_code)"
     )

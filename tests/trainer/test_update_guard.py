@@ -14,10 +14,7 @@ LR = f"{AR}.actor.optim.lr"
 
 @pytest.fixture
 def store(tmp_path):
-    store = CheckpointStore(tmp_path / "run", None)
-    for step in range(1, 10):
-        save(store, step)
-    return store
+    return CheckpointStore(tmp_path / "run", None)
 
 
 def guard_of(settled, store, most=3):
@@ -37,10 +34,9 @@ def skipped(count=2, advantage=1.0, bad=3.0):
 
 def test_so_many_steps_in_a_row_without_an_update_end_the_run_with_the_way_back(settled, store):
     guard = guard_of(settled, store)
-    for step in (1, 2, 3):
-        guard.watch(step, applied(), True)
-    guard.watch(4, skipped(), True)
-    guard.watch(5, skipped(), True)
+    for step, metrics in enumerate([applied(), applied(), applied(), skipped(), skipped()], start=1):
+        guard.watch(step, metrics, True)
+        save(store, step)
     with pytest.raises(TrainingError) as error:
         guard.watch(6, skipped(), True)
     assert str(error.value) == (
@@ -89,8 +85,10 @@ def test_the_cause_is_told_as_far_as_it_is_known(settled, store, metrics, cause)
 @pytest.mark.parametrize(("metrics", "sound"), [(applied(0.0), True), (applied(), False), (skipped(2), True)])
 def test_only_a_gradient_that_is_finite_and_not_zero_under_a_sound_reward_proves_weights(settled, store, metrics, sound):
     guard = guard_of(settled, store)
-    guard.watch(3, applied(), True)
-    guard.watch(5, metrics, sound)
+    for step in (1, 2, 3):
+        guard.watch(step, applied(), True)
+        save(store, step)
+    guard.watch(4, metrics, sound)
     assert store.proven() == 2
 
 

@@ -1,14 +1,27 @@
 """What can be said of a cluster without starting one; what it does is shown in test_ray_group.py."""
 
+import os
+import signal
 import socket
+import stat
 import subprocess
+import tempfile
 import time
+from pathlib import Path
 
 import pytest
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.workers.group import free_port
-from verl_memopt.workers.ray_cluster import Connection, Request, _guard
+from verl_memopt.workers.ray_cluster import (
+    SOCKET_BYTES,
+    STOP_SIGNALS,
+    Connection,
+    Request,
+    _guard,
+    own_folder,
+    stop_signals_blocked,
+)
 
 
 def test_a_request_asks_for_a_cpu_and_where_it_is_one_a_gpu_per_device():
@@ -57,3 +70,84 @@ def test_a_guardian_that_is_ended_first_kills_nothing():
     assert sleeper.poll() is None
     sleeper.kill()
     sleeper.wait()
+
+
+def test_a_guardian_outlives_a_signal_to_all_processes():
+    sleeper = subprocess.Popen(["sleep", "60"])
+    guardian = _guard([sleeper.pid])
+    deadline = time.monotonic() + 10
+    while b"guardian" not in _command(guardian.pid) and time.monotonic() < deadline:
+        time.sleep(0.01)
+    time.sleep(0.2)  # the shell sets its traps
+    for number in STOP_SIGNALS:
+        guardian.send_signal(number)
+    time.sleep(0.2)
+    assert guardian.poll() is None
+    guardian.stdin.close()
+    assert sleeper.wait(timeout=20) == -9
+    guardian.wait(timeout=20)
+
+
+def _command(pid):
+    with open(f"/proc/{pid}/cmdline", "rb") as file:
+        return file.read()
+
+
+def test_what_is_started_meanwhile_never_gets_the_signals_that_stop_a_run():
+    with stop_signals_blocked():
+        program = subprocess.Popen(["sleep", "60"])
+    later = subprocess.Popen(["sleep", "60"])
+    for number in STOP_SIGNALS:
+        program.send_signal(number)
+    later.send_signal(signal.SIGTERM)
+    assert later.wait(timeout=20) == -signal.SIGTERM
+    assert program.poll() is None
+    program.kill()
+    program.wait()
+    assert not STOP_SIGNALS & signal.pthread_sigmask(signal.SIG_BLOCK, [])
+
+
+def test_handlers_that_are_set_meanwhile_are_taken_back():
+    before = signal.getsignal(signal.SIGTERM)
+    with stop_signals_blocked():
+        signal.signal(signal.SIGTERM, lambda *_: None)
+    assert signal.getsignal(signal.SIGTERM) == before
+
+
+@pytest.fixture
+def short_folder():
+    """A folder whose path leaves room for sockets; pytest's own has a long one."""
+    with tempfile.TemporaryDirectory(dir="/tmp") as folder:
+        yield Path(folder)
+
+
+def test_rays_folder_belongs_to_the_user_alone_even_if_it_was_open_before(short_folder, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
+    folder = own_folder()
+    assert folder == short_folder / f"verl_memopt_{os.getuid()}"
+    folder.chmod(0o777)
+    assert stat.S_IMODE(own_folder().stat().st_mode) == 0o700
+
+
+def test_a_folder_whose_sockets_would_have_too_long_a_path_is_refused_by_name(tmp_path, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", str(tmp_path / ("x" * SOCKET_BYTES)))
+    with pytest.raises(ConfigError, match=r"RAY_TMPDIR=.*: the path is \d+ bytes too long.*RAY_TMPDIR=/tmp"):
+        own_folder()
+
+
+def test_a_long_folder_for_temporary_files_is_avoided(tmp_path, monkeypatch):
+    monkeypatch.delenv("RAY_TMPDIR", raising=False)
+    long = tmp_path / ("x" * SOCKET_BYTES)
+    long.mkdir()
+    monkeypatch.setattr(tempfile, "tempdir", str(long))
+    assert own_folder() == Path("/tmp") / f"verl_memopt_{os.getuid()}"
+
+
+def test_a_folder_that_cannot_be_made_or_is_a_link_is_refused_by_name(short_folder, monkeypatch):
+    monkeypatch.setenv("RAY_TMPDIR", "/proc")
+    with pytest.raises(ConfigError, match=r"RAY_TMPDIR=/proc: .* cannot be made"):
+        own_folder()
+    monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
+    (short_folder / f"verl_memopt_{os.getuid()}").symlink_to("/tmp")
+    with pytest.raises(ConfigError, match="is not a folder of yours"):
+        own_folder()

@@ -42,6 +42,11 @@ class Worker:
     def process(self):
         return os.getpid()
 
+    def exit_code_of_a_terminated_program(self):
+        program = subprocess.Popen(["sleep", "60"])
+        program.terminate()
+        return program.wait()
+
     def tell(self, *values, **named):
         return self.placement.rank, values, named
 
@@ -410,3 +415,44 @@ def test_vllm_fails_where_a_worker_sees_its_own_gpu_alone(vllm_peers, copies):
     """Why a worker must see its neighbours' GPUs. Once this no longer fails, Ray's own setting would do."""
     with pytest.raises(LookupError):
         vllm_peers("3", copies)
+
+
+def listening(process):
+    """Gives the addresses at which a process takes connections."""
+    found = process.net_connections()
+    return {connection.laddr.ip.removeprefix("::ffff:") for connection in found if connection.status == psutil.CONN_LISTEN}
+
+
+def test_a_cluster_of_one_node_listens_on_the_loopback_address_only_and_keeps_its_files_to_the_user(group):
+    descendants = psutil.Process().children(recursive=True)
+    addresses = set().union(*map(listening, [psutil.Process(), *descendants]))
+    assert addresses == {"127.0.0.1"}
+    logs = Path(group._connection.logs())
+    assert logs.is_dir()
+    private = [
+        folder for folder in logs.parents if folder.stat().st_mode & 0o777 == 0o700 and folder.stat().st_uid == os.getuid()
+    ]
+    assert private
+
+
+def test_members_and_rays_processes_live_through_a_signal_to_all_and_what_members_start_does_not(group):
+    descendants = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
+    for child in descendants:
+        for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
+            child.send_signal(number)
+    assert group.all("exit_code_of_a_terminated_program") == [-signal.SIGTERM] * 2
+    assert set(psutil.wait_procs(descendants, timeout=1)[1]) == set(descendants)
+
+
+NOT_WRITABLE = "from verl_memopt.workers.ray_cluster import Connection, Request; Connection({}, Request(1, 1, gpu=False)).close()"
+
+
+def test_a_home_folder_that_cannot_be_written_is_no_hindrance():
+    root = Path(__file__).parents[2]
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+    environment |= {"PYTHONPATH": str(root), "HOME": "/proc"}
+    process = subprocess.run(
+        [sys.executable, "-c", NOT_WRITABLE], cwd=root, env=environment, capture_output=True, text=True, timeout=120
+    )
+    assert process.returncode == 0, process.stderr[-3000:]
+    assert "Traceback" not in process.stderr

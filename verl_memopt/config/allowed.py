@@ -143,7 +143,7 @@ RANGES: dict[str, Range] = {
         _POSITIVE,
         *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps")),
         *(f"trainer.{key}" for key in ("table_every_steps", "max_actor_ckpt_to_keep", "ray_wait_register_center_timeout")),
-        "trainer.max_skipped_steps",
+        *("trainer.max_skipped_steps", "trainer.stop_deadline_seconds"),
     ),
     **_rows(
         ("must be a number above 0, or auto", lambda value: value == "auto" or (isinstance(value, float) and value > 0)),

@@ -236,20 +236,22 @@ def _one_node() -> Iterator[None]:
 def own_folder() -> Path:
     """Return the folder of this user alone in which Ray keeps its sessions: sockets, logs and spilled objects.
 
-    It is ``verl_memopt_<user id>`` under RAY_TMPDIR, TMPDIR or /tmp, with mode 0700.
+    It is ``verl_memopt_<user id>`` under RAY_TMPDIR, else under the system's folder for temporary files, else under /tmp where
+    that one's path is too long for sockets. Its mode is 0700.
 
     Raises:
-        ConfigError: the path is too long for a socket, or belongs to someone else, or cannot be made.
+        ConfigError: RAY_TMPDIR is too long for a socket, or the folder belongs to someone else, or cannot be made.
     """
-    name = "RAY_TMPDIR" if os.environ.get("RAY_TMPDIR") else "TMPDIR"
-    parent = Path(os.environ.get("RAY_TMPDIR") or tempfile.gettempdir())
-    folder = parent / f"verl_memopt_{os.getuid()}"
-    spare = SOCKET_BYTES - len(os.fsencode(folder)) - len(SESSION)
-    if spare < 0:
+    asked = os.environ.get("RAY_TMPDIR")
+    name, parent = ("RAY_TMPDIR", Path(asked)) if asked else ("TMPDIR", Path(tempfile.gettempdir()))
+    if not asked and _bytes_too_long(parent) > 0:
+        parent = Path("/tmp")
+    if _bytes_too_long(parent) > 0:
         raise ConfigError(
-            f"{name}={parent}: the path is {-spare} bytes too long. Ray puts sockets below it, whose paths have at most "
-            f"{SOCKET_BYTES} bytes. Set RAY_TMPDIR to a shorter folder, for example RAY_TMPDIR=/tmp."
+            f"{name}={parent}: the path is {_bytes_too_long(parent)} bytes too long. Ray puts sockets below it, whose paths have "
+            f"at most {SOCKET_BYTES} bytes. Set RAY_TMPDIR to a shorter folder, for example RAY_TMPDIR=/tmp."
         )
+    folder = _own(parent)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         found = folder.lstat()
@@ -261,6 +263,14 @@ def own_folder() -> Path:
         raise ConfigError(f"{name}={parent}: {folder} is not a folder of yours. Set RAY_TMPDIR to a folder of yours.")
     folder.chmod(0o700)
     return folder
+
+
+def _own(parent: Path) -> Path:
+    return parent / f"verl_memopt_{os.getuid()}"
+
+
+def _bytes_too_long(parent: Path) -> int:
+    return len(os.fsencode(_own(parent))) + len(SESSION) - SOCKET_BYTES
 
 
 def _check_answers(address: str) -> None:
