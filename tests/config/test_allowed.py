@@ -67,6 +67,7 @@ ABOVE_0 = [
     *("reward_model.num_workers", *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb"))),
     *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps", "table_every_steps")),
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
+    "trainer.stop_deadline_seconds",
     *("memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
 ]
 FROM_0 = [

@@ -2,6 +2,7 @@
 
 import logging
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -238,7 +239,8 @@ def test_processes_of_a_killed_supervisor_are_found_by_their_mark(tmp_path: Path
         assert wait_until(lambda: gone(supervisor))
         assert runner.score(rows("0 0 0"))[0].score == 1.0
         assert all_gone(pids)
-    assert "killed 3 processes that a reward function had started and left behind" in caplog.text
+    # The process that ran the function may be among them: it is ended by its supervisor's death, at about the same moment.
+    assert re.search("killed [34] processes that a reward function had started and left behind", caplog.text)
 
 
 def test_what_the_function_prints_lies_in_its_log_and_not_among_what_the_run_prints(

@@ -20,7 +20,7 @@ STEPS = """
 import os, time
 said = []
 def say(moment):
-    os.write(1, b'told\n')
+    os.write(1, b'told\\n')
     said.append(moment)
 watch.interrupts.begin_steps({deadline}, say)
 """
