@@ -174,22 +174,58 @@ def alone():
     leave_process_group()
 
 
+def with_references(rows):
+    """Gives rows, what each is compared with, and the run without knobs, each once."""
+    return list({key(row): row for row in (all_off(), *rows, *map(reference_of, rows))}.values())
+
+
+class OnOneRank(dict):
+    """Row -> its outcome, in a list of one; a row is run when it is first asked for."""
+
+    def __init__(self, folder):
+        super().__init__()
+        self._folder = folder
+
+    def __missing__(self, wanted):
+        self[wanted] = [run_row(dict(wanted), self._folder)]
+        return self[wanted]
+
+
+class OnTwoRanks(dict):
+    """Row -> its outcome on each of two ranks; all lossless rows, or all lossy ones, are run when the first is asked for."""
+
+    def __init__(self, folder, tmp_path_factory):
+        super().__init__()
+        self._folder = folder
+        self._tmp_path_factory = tmp_path_factory
+
+    def __missing__(self, wanted):
+        together = next(rows for rows in map(with_references, (EXACT, OTHERS)) if wanted in map(key, rows))
+        rows = [row for row in together if key(row) not in self]
+        stores = self._tmp_path_factory.mktemp("stores")
+        ranks = run_ranks(both_ranks, 2, rows, self._folder, stores, timeout=280)
+        self.update({key(row): both for row, *both in zip(rows, *ranks, strict=True)})
+        return self[wanted]
+
+
 @pytest.fixture(scope="module")
 def outcomes(folder, alone, tmp_path_factory):
-    """Runs every row and every reference once: ranks -> row -> the outcome on each rank."""
-    rows = list({key(row): row for row in (all_off(), *ROWS, *map(reference_of, ROWS))}.values())
-    ranks = run_ranks(both_ranks, 2, rows, folder, tmp_path_factory.mktemp("stores"), timeout=280)
-    return {
-        1: {key(row): [run_row(row, folder)] for row in rows},
-        2: {key(row): both for row, *both in zip(rows, *ranks, strict=True)},
-    }
+    """Gives ranks -> row -> the outcome on each rank."""
+    return {1: OnOneRank(folder), 2: OnTwoRanks(folder, tmp_path_factory)}
 
 
 def every_row(rows):
-    names = [f"{'exact' if row in EXACT else 'lossy'}-{ROWS.index(row)}" for row in rows]
-    return pytest.mark.parametrize(
-        ("ranks", "row"), [(n, row) for n in (1, 2) for row in rows], ids=[f"{n}-{name}" for n in (1, 2) for name in names]
-    )
+    """Runs a test for every row on one rank and on two; lossy rows on two are run by `make proofs`."""
+    cases = [
+        pytest.param(
+            *(ranks, row),
+            id=f"{ranks}-{'exact' if row in EXACT else 'lossy'}-{ROWS.index(row)}",
+            marks=pytest.mark.slow if ranks == 2 and row in OTHERS else (),
+        )
+        for ranks in (1, 2)
+        for row in rows
+    ]
+    return pytest.mark.parametrize(("ranks", "row"), cases)
 
 
 def test_every_key_of_every_knob_is_turned_or_said_not_to_be():
