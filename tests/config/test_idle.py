@@ -37,6 +37,11 @@ IDLE_CASES = {
     "custom_reward_function.name": ({}, "mine", {"custom_reward_function.path": "mine.py"}),
     "custom_reward_function.fallback_score": ({}, 1.0, {"custom_reward_function.on_error": "score"}),
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
+    "trainer.keep_best": (
+        {},
+        True,
+        {"data.val_files": "val.jsonl", "trainer.test_freq": 5, "trainer.max_actor_ckpt_to_keep": 2},
+    ),
     f"{AR}.rollout.sleep_level": ({f"{AR}.rollout.free_cache_engine": False}, 1, {f"{AR}.rollout.free_cache_engine": True}),
     **{
         f"{AR}.rollout.{key}": ({}, value, {f"{AR}.rollout.name": "vllm"})

@@ -1,10 +1,12 @@
 import pytest
 import torch
+from torch.serialization import get_crc32_options, set_crc32_options
 
 from tests.distributed.test_sharding import CPU, sharded
 from tests.ranks import run_ranks
 from tests.tensors import like, whole_of
 from verl_memopt.config.schema import Optim
+from verl_memopt.distributed import sharded_state
 from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
@@ -142,3 +144,16 @@ def test_the_optimizers_arguments_are_the_resumed_runs_and_not_the_checkpoints(t
     (name, value) = next(iter((change.get("override_optimizer_config") or change).items()))
     load_training_state(tmp_path, *resumed, CPU, ALL)
     assert resumed[1].param_groups[0][name] == value
+
+
+@pytest.mark.parametrize("setting", [True, False])
+def test_torchs_own_checksums_are_left_out_of_a_save_and_nowhere_else(tiny_folder, one_rank, tmp_path, monkeypatch, setting):
+    seen, extra = [], sharded_state._extra
+    monkeypatch.setattr(sharded_state, "_extra", lambda *args: seen.append(get_crc32_options()) or extra(*args))
+    before = get_crc32_options()
+    try:
+        set_crc32_options(setting)
+        save_training_state(tmp_path, *parts(tiny_folder, one_rank), CPU, ALL)
+        assert (seen, get_crc32_options()) == ([False], setting)
+    finally:
+        set_crc32_options(before)

@@ -78,6 +78,10 @@ IDLE: dict[str, Idle] = {
         "custom_reward_function.on_error is raise",
     ),
     "trainer.test_freq": (lambda s: s.data.val_files is None, "data.val_files is null"),
+    "trainer.keep_best": (
+        lambda s: s.data.val_files is None or s.trainer.test_freq <= 0 or s.trainer.max_actor_ckpt_to_keep is None,
+        "it needs a validation (data.val_files, trainer.test_freq) and a bound (trainer.max_actor_ckpt_to_keep)",
+    ),
     f"{_AR}.rollout.sleep_level": (
         lambda s: s.actor_rollout_ref.rollout.free_cache_engine is False,
         "actor_rollout_ref.rollout.free_cache_engine is false",
