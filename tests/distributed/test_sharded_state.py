@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from tests.distributed.test_sharding import CPU, sharded
@@ -9,7 +10,7 @@ from verl_memopt.config.schema import Optim
 from verl_memopt.distributed import sharded_state
 from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
+from verl_memopt.distributed.sharded_state import HashingFileSystem, load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
 from verl_memopt.models.build import named_weights
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
@@ -102,6 +103,23 @@ def test_another_number_of_ranks_loads_the_same_weights(tiny_folder, one_rank, t
     back = parts(tiny_folder, one_rank)
     load_training_state(tmp_path / "two", *back, CPU, ALL)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in full(back[0]).items())
+
+
+def test_a_collective_error_is_told_as_the_errors_of_its_ranks():
+    failures = {0: (OSError("full"), None), 1: (ValueError("bad"), None), 2: (OSError("full"), None)}
+    assert sharded_state._root(CheckpointException("save", failures)) == "OSError: full; ValueError: bad"
+    assert sharded_state._root(EOFError("cut")) == "EOFError: cut"
+
+
+def test_a_removed_file_has_no_record_and_one_of_others_can_be_removed(tmp_path):
+    storage = HashingFileSystem(tmp_path)
+    with storage.create_stream(tmp_path / "own", "wb") as stream:
+        stream.write(b"x")
+    (tmp_path / "other").write_bytes(b"x")
+    assert storage.records.keys() == {"own"}
+    for name in ("own", "other"):
+        storage.rm_file(tmp_path / name)
+    assert (storage.records, list(tmp_path.iterdir())) == ({}, [])
 
 
 def test_each_file_is_on_disk_as_its_writer_recorded_it(tiny_folder, one_rank, tmp_path):

@@ -263,6 +263,8 @@ def test_a_chunk_is_claimed_to_save_the_logits_of_the_tokens_beside_it():
     saved = {claim.phase: claim.saves(before, after) for claim in KNOB.claims}
     assert saved == {"update_actor": in_update, "old_log_prob": in_pass}
     assert (_saved(True)(before, after), _saved(False)(before, after)) == (in_update, in_pass)
+    twice = shapes(Cut(2 * CHUNK, ahead=True), 4 * CHUNK, torch.float32)
+    assert (_saved(True)(twice, after), _saved(False)(twice, after)) == (CHUNK * LARGE * 4, CHUNK * FREE_TILE * 4)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
