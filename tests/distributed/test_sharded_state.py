@@ -122,6 +122,18 @@ def test_a_removed_file_has_no_record_and_one_of_others_can_be_removed(tmp_path)
     assert (storage.records, list(tmp_path.iterdir())) == ({}, [])
 
 
+def test_a_gpus_generator_continues_where_it_was_and_a_cpus_run_has_none(tiny_folder, one_rank, monkeypatch):
+    generators = {0: torch.tensor([1, 2], dtype=torch.uint8), 1: torch.tensor([3, 4], dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device.index].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: generators.update({device.index: state}))
+    schedule = parts(tiny_folder, one_rank)[2]
+    assert sharded_state._extra(schedule, CPU).keys() == {"schedule_steps", "rng"}
+    saved = sharded_state._extra(schedule, torch.device("cuda", 1))
+    generators[1] = torch.zeros(2, dtype=torch.uint8)
+    sharded_state._restore_extra(saved, schedule, torch.device("cuda", 1))
+    assert {index: state.tolist() for index, state in generators.items()} == {0: [1, 2], 1: [3, 4]}
+
+
 def test_each_file_is_on_disk_as_its_writer_recorded_it(tiny_folder, one_rank, tmp_path):
     records = save_training_state(tmp_path, *parts(tiny_folder, one_rank), CPU, ALL)
     assert records.keys() == {"dcp/.metadata", "dcp/__0_0.distcp", "extra_rank_0.pt"}
