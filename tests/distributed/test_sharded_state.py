@@ -129,9 +129,44 @@ def test_a_gpus_generator_continues_where_it_was_and_a_cpus_run_has_none(tiny_fo
     schedule = parts(tiny_folder, one_rank)[2]
     assert sharded_state._extra(schedule, CPU).keys() == {"schedule_steps", "rng"}
     saved = sharded_state._extra(schedule, torch.device("cuda", 1))
+    assert saved["device_rng"].tolist() == [3, 4]
     generators[1] = torch.zeros(2, dtype=torch.uint8)
     sharded_state._restore_extra(saved, schedule, torch.device("cuda", 1))
     assert {index: state.tolist() for index, state in generators.items()} == {0: [1, 2], 1: [3, 4]}
+
+
+class Runs:
+    """An object whose unpickling runs code: it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_code_in_a_checkpoint_is_not_run(tiny_folder, one_rank, tmp_path):
+    run = parts(tiny_folder, one_rank)
+    torch.save({"schedule_steps": Runs(tmp_path / "it ran")}, tmp_path / "extra_rank_0.pt")
+    with pytest.raises(CheckpointError, match=r"could not be read: UnpicklingError: "):
+        load_training_state(tmp_path, *run, CPU, ["extra"])
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_a_rank_reads_its_own_file_and_rank_0s_where_it_has_none(tiny_folder, one_rank, tmp_path, monkeypatch):
+    run = parts(tiny_folder, one_rank)
+    save_training_state(tmp_path, *run, CPU, ["extra"])
+    first = torch.get_rng_state()
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 3)
+    torch.manual_seed(99)
+    load_training_state(tmp_path, *run, CPU, ["extra"])
+    assert torch.equal(torch.get_rng_state(), first)
+    torch.manual_seed(7)
+    save_training_state(tmp_path, *run, CPU, ["extra"])
+    seventh = torch.get_rng_state()
+    torch.manual_seed(99)
+    load_training_state(tmp_path, *run, CPU, ["extra"])
+    assert torch.equal(torch.get_rng_state(), seventh)
 
 
 def test_each_file_is_on_disk_as_its_writer_recorded_it(tiny_folder, one_rank, tmp_path):

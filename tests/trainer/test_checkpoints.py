@@ -389,6 +389,46 @@ def test_what_a_kill_left_of_a_replaced_step_is_no_hindrance(store):
     assert names(store.root) == ["global_step_3", TRACKER]
 
 
+def test_what_is_passed_over_and_what_is_in_doubt_is_logged_in_whole_sentences(store, caplog):
+    save(store, 6)
+    folder = save(store, 8)
+    (store.root / TRACKER).write_text("6\n")
+    cut_short(folder)
+    assert store.newest().step == 6
+    assert [record.message for record in caplog.records] == [
+        f"{store.root / TRACKER}: says step 6, and the checkpoint that was committed last is of step 8; that one counts",
+        f"{folder}: not whole (actor/shard has 9 bytes of 10); falling back to the one before it",
+    ]
+
+
+def test_a_whole_checkpoint_in_no_doubt_is_resumed_without_a_word_and_can_be_proven(store, caplog):
+    save(store, 8)
+    again = CheckpointStore(store.root, None)
+    assert again.newest().step == 8
+    assert caplog.records == []
+    again.prove(8)
+    assert again.proven() == 8
+
+
+class Runs:
+    """An object whose unpickling runs code: it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_code_in_the_drivers_state_is_not_run(store, tmp_path):
+    folder = store.begin(3)
+    store.commit(3, {"state": Runs(tmp_path / "it ran")}, 1)
+    with pytest.raises(CheckpointError, match=r"data\.pt cannot be read: "):
+        read_checkpoint(store.folder(3))
+    assert not (tmp_path / "it ran").exists()
+    assert not folder.exists()
+
+
 def zeroed(path):
     path.write_bytes(b"\0" * path.stat().st_size)
 
