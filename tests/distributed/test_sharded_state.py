@@ -1,5 +1,6 @@
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
 from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options, set_crc32_options
 
@@ -167,6 +168,39 @@ def test_a_rank_reads_its_own_file_and_rank_0s_where_it_has_none(tiny_folder, on
     torch.manual_seed(99)
     load_training_state(tmp_path, *run, CPU, ["extra"])
     assert torch.equal(torch.get_rng_state(), seventh)
+
+
+def test_a_file_is_read_through_the_file_system_as_it_is(tmp_path):
+    (tmp_path / "own").write_bytes(b"x")
+    storage = HashingFileSystem(tmp_path)
+    with storage.create_stream(tmp_path / "own", "rb") as stream:
+        assert stream.read() == b"x"
+    assert storage.records == {}
+
+
+def test_a_checkpoint_names_its_parts_and_leaves_out_what_is_frozen(tiny_folder, one_rank, tmp_path):
+    run = parts(tiny_folder, one_rank)
+    (first, _), *_, (name, frozen) = run[0].named_parameters()
+    frozen.requires_grad_(False)
+    save_training_state(tmp_path / "new" / "folder", *run, CPU, ALL)
+    names = FileSystemReader(tmp_path / "new" / "folder" / "dcp").read_metadata().state_dict_metadata.keys()
+    assert {name.split(".")[0] for name in names} == {"model", "optimizer"}
+    assert f"model.{first}" in names
+    assert f"model.{name}" not in names
+
+
+def test_what_is_not_sharded_makes_its_own_folder(tiny_folder, one_rank, tmp_path):
+    records = save_training_state(tmp_path / "new" / "folder", *parts(tiny_folder, one_rank), CPU, ["extra"])
+    assert records == record_folder(tmp_path / "new" / "folder", tmp_path / "new" / "folder")
+
+
+def test_an_error_of_the_disk_is_named_by_its_kind(tiny_folder, one_rank, tmp_path):
+    (tmp_path / "extra_rank_0.pt").mkdir()
+    run = parts(tiny_folder, one_rank)
+    with pytest.raises(CheckpointError, match=r"could not be written: IsADirectoryError: "):
+        save_training_state(tmp_path, *run, CPU, ["extra"])
+    with pytest.raises(CheckpointError, match=r"could not be read: IsADirectoryError: "):
+        load_training_state(tmp_path, *run, CPU, ["extra"])
 
 
 def test_each_file_is_on_disk_as_its_writer_recorded_it(tiny_folder, one_rank, tmp_path):
