@@ -1,5 +1,7 @@
 import pytest
 import torch
+from torch.distributed.checkpoint import FileSystemReader
+from torch.distributed.checkpoint.api import CheckpointException
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from tests.distributed.test_sharding import CPU, sharded
@@ -9,7 +11,7 @@ from verl_memopt.config.schema import Optim
 from verl_memopt.distributed import sharded_state
 from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
+from verl_memopt.distributed.sharded_state import HashingFileSystem, load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError
 from verl_memopt.models.build import named_weights
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
@@ -102,6 +104,103 @@ def test_another_number_of_ranks_loads_the_same_weights(tiny_folder, one_rank, t
     back = parts(tiny_folder, one_rank)
     load_training_state(tmp_path / "two", *back, CPU, ALL)
     assert all(torch.equal(tensor, expected[name]) for name, tensor in full(back[0]).items())
+
+
+def test_a_collective_error_is_told_as_the_errors_of_its_ranks():
+    failures = {0: (OSError("full"), None), 1: (ValueError("bad"), None), 2: (OSError("full"), None)}
+    assert sharded_state._root(CheckpointException("save", failures)) == "OSError: full; ValueError: bad"
+    assert sharded_state._root(EOFError("cut")) == "EOFError: cut"
+
+
+def test_a_removed_file_has_no_record_and_one_of_others_can_be_removed(tmp_path):
+    storage = HashingFileSystem(tmp_path)
+    with storage.create_stream(tmp_path / "own", "wb") as stream:
+        stream.write(b"x")
+    (tmp_path / "other").write_bytes(b"x")
+    assert storage.records.keys() == {"own"}
+    for name in ("own", "other"):
+        storage.rm_file(tmp_path / name)
+    assert (storage.records, list(tmp_path.iterdir())) == ({}, [])
+
+
+def test_a_gpus_generator_continues_where_it_was_and_a_cpus_run_has_none(tiny_folder, one_rank, monkeypatch):
+    generators = {0: torch.tensor([1, 2], dtype=torch.uint8), 1: torch.tensor([3, 4], dtype=torch.uint8)}
+    monkeypatch.setattr(torch.cuda, "get_rng_state", lambda device: generators[device.index].clone())
+    monkeypatch.setattr(torch.cuda, "set_rng_state", lambda state, device: generators.update({device.index: state}))
+    schedule = parts(tiny_folder, one_rank)[2]
+    assert sharded_state._extra(schedule, CPU).keys() == {"schedule_steps", "rng"}
+    saved = sharded_state._extra(schedule, torch.device("cuda", 1))
+    assert saved["device_rng"].tolist() == [3, 4]
+    generators[1] = torch.zeros(2, dtype=torch.uint8)
+    sharded_state._restore_extra(saved, schedule, torch.device("cuda", 1))
+    assert {index: state.tolist() for index, state in generators.items()} == {0: [1, 2], 1: [3, 4]}
+
+
+class Runs:
+    """An object whose unpickling runs code: it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_code_in_a_checkpoint_is_not_run(tiny_folder, one_rank, tmp_path):
+    run = parts(tiny_folder, one_rank)
+    torch.save({"schedule_steps": Runs(tmp_path / "it ran")}, tmp_path / "extra_rank_0.pt")
+    with pytest.raises(CheckpointError, match=r"could not be read: UnpicklingError: "):
+        load_training_state(tmp_path, *run, CPU, ["extra"])
+    assert not (tmp_path / "it ran").exists()
+
+
+def test_a_rank_reads_its_own_file_and_rank_0s_where_it_has_none(tiny_folder, one_rank, tmp_path, monkeypatch):
+    run = parts(tiny_folder, one_rank)
+    save_training_state(tmp_path, *run, CPU, ["extra"])
+    first = torch.get_rng_state()
+    monkeypatch.setattr(torch.distributed, "get_rank", lambda *_: 3)
+    torch.manual_seed(99)
+    load_training_state(tmp_path, *run, CPU, ["extra"])
+    assert torch.equal(torch.get_rng_state(), first)
+    torch.manual_seed(7)
+    save_training_state(tmp_path, *run, CPU, ["extra"])
+    seventh = torch.get_rng_state()
+    torch.manual_seed(99)
+    load_training_state(tmp_path, *run, CPU, ["extra"])
+    assert torch.equal(torch.get_rng_state(), seventh)
+
+
+def test_a_file_is_read_through_the_file_system_as_it_is(tmp_path):
+    (tmp_path / "own").write_bytes(b"x")
+    storage = HashingFileSystem(tmp_path)
+    with storage.create_stream(tmp_path / "own", "rb") as stream:
+        assert stream.read() == b"x"
+    assert storage.records == {}
+
+
+def test_a_checkpoint_names_its_parts_and_leaves_out_what_is_frozen(tiny_folder, one_rank, tmp_path):
+    run = parts(tiny_folder, one_rank)
+    (first, _), *_, (name, frozen) = run[0].named_parameters()
+    frozen.requires_grad_(False)
+    save_training_state(tmp_path / "new" / "folder", *run, CPU, ALL)
+    names = FileSystemReader(tmp_path / "new" / "folder" / "dcp").read_metadata().state_dict_metadata.keys()
+    assert {name.split(".")[0] for name in names} == {"model", "optimizer"}
+    assert f"model.{first}" in names
+    assert f"model.{name}" not in names
+
+
+def test_what_is_not_sharded_makes_its_own_folder(tiny_folder, one_rank, tmp_path):
+    records = save_training_state(tmp_path / "new" / "folder", *parts(tiny_folder, one_rank), CPU, ["extra"])
+    assert records == record_folder(tmp_path / "new" / "folder", tmp_path / "new" / "folder")
+
+
+def test_an_error_of_the_disk_is_named_by_its_kind(tiny_folder, one_rank, tmp_path):
+    (tmp_path / "extra_rank_0.pt").mkdir()
+    run = parts(tiny_folder, one_rank)
+    with pytest.raises(CheckpointError, match=r"could not be written: IsADirectoryError: "):
+        save_training_state(tmp_path, *run, CPU, ["extra"])
+    with pytest.raises(CheckpointError, match=r"could not be read: IsADirectoryError: "):
+        load_training_state(tmp_path, *run, CPU, ["extra"])
 
 
 def test_each_file_is_on_disk_as_its_writer_recorded_it(tiny_folder, one_rank, tmp_path):

@@ -272,6 +272,8 @@ def test_a_chunk_is_claimed_to_save_the_logits_of_the_tokens_beside_it():
     saved = {claim.phase: claim.saves(before, after) for claim in KNOB.claims}
     assert saved == {"update_actor": in_update, "old_log_prob": in_pass}
     assert (_saved(True)(before, after), _saved(False)(before, after)) == (in_update, in_pass)
+    twice = shapes(Cut(2 * CHUNK, ahead=True), 4 * CHUNK, torch.float32)
+    assert (_saved(True)(twice, after), _saved(False)(twice, after)) == (CHUNK * LARGE * 4, CHUNK * FREE_TILE * 4)
 
 
 @pytest.mark.parametrize("ahead", [False, True])
@@ -296,3 +298,45 @@ def test_gradients_that_were_computed_ahead_are_handed_out_once():
     found.sum().backward(retain_graph=True)
     with pytest.raises(AssertionError, match=r"^the gradients of this forward were handed out already"):
         found.sum().backward()
+
+
+@pytest.mark.parametrize("cut", ALL_KINDS)
+def test_a_frozen_hidden_state_gets_no_gradient_and_costs_no_product(cut):
+    hidden, weight, bias, targets = inputs(40, torch.float32)
+    frozen, factors = hidden.detach(), [torch.linspace(-1, 2, 40)]
+    with FlopCounterMode(display=False) as counter:
+        found = backward(cut.run(frozen, weight, bias, targets, 1.0, factors), factors, [weight, bias])
+    whole_rows_ahead = cut.ahead and not cut.tile
+    assert counter.get_total_flops() == (2 if whole_rows_ahead else 3) * 2 * 40 * VOCAB * WIDTH
+    for one, other in zip(found, backward(naive(frozen, weight, bias, targets, 1.0)[:1], factors, [weight, bias]), strict=True):
+        torch.testing.assert_close(one, other, rtol=5e-6, atol=5e-6)
+    assert frozen.grad is None
+
+
+def test_left_alone_all_logits_are_one_buffer_and_gradients_are_handed_to_autograd():
+    weight, hidden = torch.randn(LARGE, NARROW).requires_grad_(), torch.randn(CHUNK, NARROW).requires_grad_()
+    targets = torch.zeros(CHUNK, dtype=torch.int64)
+    with ByteTracker() as tracker:
+        tracker.mark("params", [weight, hidden, targets])
+        found, entropy = head_log_probs(hidden, weight, None, targets, 1.0, 0, False)
+        assert CHUNK * LARGE * 4 <= tracker.peaks["device"].kinds["logits"] <= CHUNK * LARGE * 4 * 1.01
+    assert entropy is None
+    gradient = torch.autograd.grad(found.sum(), weight)[0]
+    assert gradient.shape == weight.shape
+    assert weight.grad is None
+
+
+def test_a_chunk_of_one_token_takes_one_tile():
+    assert FREE_TILE * 4 <= measured(Cut(1), 4)[0] <= FREE_TILE * 4 * 1.01
+
+
+@pytest.mark.parametrize("ahead", [False, True])
+def test_a_bias_is_added_to_in_place_too(ahead):
+    hidden, weight, bias, targets = inputs(8, torch.float32)
+    handed = []
+    for in_place in (False, True):
+        bias.grad, weight.grad = torch.zeros_like(bias), torch.zeros_like(weight)
+        found = Cut(4, 0, ahead, in_place).run(hidden, weight, bias, targets, 1.0, [torch.ones(8)])
+        found[0].grad_fn.register_hook(lambda given, _: handed.append([gradient is not None for gradient in given[1:3]]))
+        found[0].sum().backward()
+    assert handed == [[True, True], [False, False]]

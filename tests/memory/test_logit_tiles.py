@@ -220,3 +220,15 @@ def test_on_a_cpu_probabilities_are_those_of_torchs_own_kernel_bit_for_bit():
     log_softmax_(log_p, torch.zeros(64, dtype=torch.int64), None, False)
     assert torch.equal(found, values.softmax(-1))
     assert torch.equal(log_p, values.log_softmax(-1))
+
+
+@pytest.mark.parametrize("into_hidden", [False, True])
+def test_with_one_tile_the_gradient_of_the_hidden_states_is_written_where_it_goes(into_hidden):
+    hidden, targets = torch.randn(ROWS, 64), torch.zeros(ROWS, dtype=torch.int64)
+    head = Head(torch.randn(3, 64), None, 1.0, 0, 0, False, False)
+    into = Gradients(torch.empty_like(hidden) if into_hidden else None, torch.zeros(3, 64), None)
+    tiles = LogitTiles(head, hidden)
+    found = tiles.read(hidden, targets)
+    with LargestNew(into.hidden if into_hidden else into.weight) as largest:
+        tiles.differentiate(hidden, targets, found, torch.ones(ROWS), None, into, True)
+    assert largest.elements < hidden.numel()

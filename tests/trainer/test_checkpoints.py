@@ -1,8 +1,10 @@
+import errno
 import json
 import logging
 import os
 import random
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -295,6 +297,136 @@ def test_two_hundred_flipped_bits_over_all_files_are_found_and_the_checkpoint_be
             assert path.name in found.passed_over[0]
         path.write_bytes(whole)
     assert store.newest().step == 8
+
+
+@pytest.fixture
+def five_mib_free(monkeypatch):
+    """A disk with 5 MiB left, which answers for folders that exist."""
+
+    def usage(path):
+        assert os.path.isdir(path)
+        return SimpleNamespace(free=5 * 2**20)
+
+    monkeypatch.setattr(shutil, "disk_usage", usage)
+
+
+def test_the_text_of_a_failed_save_says_what_happened_and_what_to_do(store, five_mib_free):
+    assert str(store.failed(1, "full")) == (
+        f"trainer.default_local_dir={store.root}: step 1 could not be saved: full (5 MiB free; there is no earlier checkpoint). "
+        "Free space, lower trainer.max_actor_ckpt_to_keep, or set another trainer.default_local_dir; then start again to resume."
+    )
+
+
+def test_the_text_about_no_whole_checkpoint_names_each_and_every_way_out(store):
+    cut_short(save(store, 6))
+    file_lost(save(store, 8))
+    with pytest.raises(CheckpointError) as caught:
+        store.newest()
+    assert str(caught.value) == (
+        f"trainer.default_local_dir={store.root}: there are checkpoints, and none can be resumed. "
+        f"{store.folder(8)}: not whole (data.pt is missing); {store.folder(6)}: not whole (actor/shard has 9 bytes of 10). "
+        "Nothing was changed. Put a whole copy in place, name a checkpoint elsewhere with trainer.resume_mode=resume_path, "
+        "or start over with trainer.resume_mode=disable, which moves these to previous/."
+    )
+
+
+def test_a_proof_that_the_disk_refuses_is_an_error_with_the_file(store, five_mib_free, monkeypatch):
+    folder = save(store, 3)
+
+    def full(descriptor):
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", full)
+    with pytest.raises(CheckpointError) as caught:
+        store.prove(3)
+    assert str(caught.value) == f"{folder / 'proven'}: cannot be written (No space left on device; 5 MiB free). Free space."
+
+
+def test_a_checkpoint_that_was_removed_by_hand_is_not_proven(store):
+    shutil.rmtree(save(store, 3))
+    store.prove(3)
+    assert store.proven() is None
+
+
+def test_without_a_score_there_is_no_best_checkpoint(store):
+    assert store.best() is None
+    save(store, 3)
+    assert store.best() is None
+
+
+def test_checkpoints_without_a_tracker_file_are_set_aside_too(store):
+    save(store, 3)
+    (store.root / TRACKER).unlink()
+    assert names(store.set_aside()) == ["global_step_3"]
+
+
+def test_what_rotation_removes_leaves_nothing_behind(tmp_path):
+    store = CheckpointStore(tmp_path, 1)
+    save(store, 1)
+    save(store, 2)
+    assert names(tmp_path) == ["global_step_2", TRACKER]
+
+
+def test_a_folder_that_cannot_be_removed_stops_no_save(tmp_path, monkeypatch):
+    def refuse(path, **_):
+        raise OSError(errno.EBUSY, "Device or resource busy")
+
+    store = CheckpointStore(tmp_path, 1)
+    save(store, 1)
+    with monkeypatch.context() as patched:
+        patched.setattr(os, "rmdir", refuse)
+        save(store, 2)
+        save(store, 2)
+    assert store.newest().step == 2
+
+
+def test_what_a_kill_left_of_a_replaced_step_is_no_hindrance(store):
+    save(store, 3)
+    left = store.root / "global_step_3.old.partial"
+    left.mkdir()
+    (left / "shard").write_bytes(b"x")
+    save(store, 3)
+    assert names(store.root) == ["global_step_3", TRACKER]
+
+
+def test_what_is_passed_over_and_what_is_in_doubt_is_logged_in_whole_sentences(store, caplog):
+    save(store, 6)
+    folder = save(store, 8)
+    (store.root / TRACKER).write_text("6\n")
+    cut_short(folder)
+    assert store.newest().step == 6
+    assert [record.message for record in caplog.records] == [
+        f"{store.root / TRACKER}: says step 6, and the checkpoint that was committed last is of step 8; that one counts",
+        f"{folder}: not whole (actor/shard has 9 bytes of 10); falling back to the one before it",
+    ]
+
+
+def test_a_whole_checkpoint_in_no_doubt_is_resumed_without_a_word_and_can_be_proven(store, caplog):
+    save(store, 8)
+    again = CheckpointStore(store.root, None)
+    assert again.newest().step == 8
+    assert caplog.records == []
+    again.prove(8)
+    assert again.proven() == 8
+
+
+class Runs:
+    """An object whose unpickling runs code: it makes a file."""
+
+    def __init__(self, path):
+        self.path = path
+
+    def __reduce__(self):
+        return open, (str(self.path), "w")
+
+
+def test_code_in_the_drivers_state_is_not_run(store, tmp_path):
+    folder = store.begin(3)
+    store.commit(3, {"state": Runs(tmp_path / "it ran")}, 1)
+    with pytest.raises(CheckpointError, match=r"data\.pt cannot be read: "):
+        read_checkpoint(store.folder(3))
+    assert not (tmp_path / "it ran").exists()
+    assert not folder.exists()
 
 
 def zeroed(path):

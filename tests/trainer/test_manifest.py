@@ -56,6 +56,18 @@ def test_a_manifest_that_is_something_else_is_refused(folder, text):
         read_manifest(folder)
 
 
+def test_the_first_format_knew_the_sizes_of_its_files_and_who_wrote_it(folder):
+    old = {"format": 1, "step": 7, "world_size": 2, "torch": "2.12.0", "files": {"data.pt": 6}}
+    (folder / MANIFEST).write_text(json.dumps(old))
+    assert read_manifest(folder) == Manifest(7, 0, 2, "2.12.0", None, {"data.pt": FileRecord(6, "")}, checksums=False)
+
+
+def test_a_checksum_in_the_first_format_means_a_damaged_second(folder):
+    fields = json.loads((folder / MANIFEST).read_text())
+    (folder / MANIFEST).write_text(json.dumps(fields | {"format": 1}))
+    assert find_fault(folder) == f"{MANIFEST} has other contents than were written"
+
+
 def test_a_manifest_of_a_newer_version_is_told_from_a_damaged_one(folder):
     fields = json.loads((folder / MANIFEST).read_text())
     del fields["digest"]
