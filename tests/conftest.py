@@ -16,7 +16,7 @@ settings.register_profile("no_clock", deadline=None)
 settings.load_profile("no_clock")
 
 
-LONGEST_FIRST = ("end_to_end", "benchmarks", "virtual_gpu", "rollout", "workers", "trainer", "gpu", "memory")
+LONGEST_FIRST = ("end_to_end", "faults", "benchmarks", "virtual_gpu", "rollout", "workers", "trainer", "gpu", "memory")
 """Rooms whose files take longest. What is handed out last should be short, or one process ends minutes after the other."""
 
 

@@ -1,3 +1,5 @@
+import contextlib
+import io
 import os
 import threading
 
@@ -146,3 +148,25 @@ def test_only_a_disk_that_fails_is_an_error_when_a_folder_is_forced_to_it(tmp_pa
     refuse(5)
     with pytest.raises(OSError, match="Input/output error"):
         sync_folder(tmp_path)
+
+
+class FullDisk(io.BytesIO):
+    def write(self, data):
+        raise OSError(28, "No space left on device")
+
+
+def write_and_fail(raw, failure):
+    with HashedFile(raw) as file:
+        with contextlib.suppress(OSError):  # as torch's writer drops it
+            file.write(b"data")
+        raise failure
+
+
+def test_what_the_disk_said_is_told_and_not_what_followed_from_it():
+    with pytest.raises(OSError, match="No space left"):
+        write_and_fail(FullDisk(), RuntimeError("unexpected pos 704 vs 598"))
+
+
+def test_an_error_that_is_not_the_disks_is_told_as_it_is():
+    with pytest.raises(RuntimeError, match="another"):
+        write_and_fail(io.BytesIO(), RuntimeError("another"))

@@ -2,7 +2,7 @@
 
    Loaded by LD_PRELOAD. FAULT_FOLDER names the folder. FAULT_STATE names a file of three numbers of 64 bits that all processes
    share: how many changes to the folder there were (writes, new files, new folders, renames, syncs), after how many of them the
-   disk is full (0 = never), and whether files named FAULT_UNREADABLE can be read (0 = yes). */
+   disk is full (0 = never), and whether the file that FAULT_UNREADABLE names can be read (0 = yes). */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <errno.h>
@@ -17,6 +17,8 @@
 #include <sys/stat.h>
 #include <sys/uio.h>
 #include <unistd.h>
+
+#define WRITES(flags) (((flags) & O_ACCMODE) != O_RDONLY)
 
 struct state { int64_t changes, full_after, unreadable; };
 
@@ -70,17 +72,13 @@ static int full(void) {
 }
 
 static int unreadable(const char *path, int flags) {
-    const char *name = getenv("FAULT_UNREADABLE"), *last;
+    const char *name = getenv("FAULT_UNREADABLE");
     struct state *state = shared();
-    (void)flags;
-    if (!state || !state->unreadable || !name || !inside(path)) return 0;
-    last = strrchr(path, '/');
-    if (!last || strcmp(last + 1, name)) return 0;
+    if (WRITES(flags) || !state || !state->unreadable || !name || !path || strcmp(path, name)) return 0;
     errno = EIO;
     return 1;
 }
 
-#define WRITES(flags) (((flags) & O_ACCMODE) != O_RDONLY)
 #define MODE(flags) \
     mode_t mode = 0; \
     if ((flags) & (O_CREAT | O_TMPFILE)) { va_list list; va_start(list, flags); mode = va_arg(list, mode_t); va_end(list); }

@@ -16,6 +16,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+import traceback
 from pathlib import Path
 
 import psutil
@@ -72,7 +73,7 @@ class Machine:
         self._state.write_bytes(struct.pack("qqq", 0, changes, 0))
 
     def refuse_reads(self, refused):
-        """Lets files of the name in FAULT_UNREADABLE be read, or not."""
+        """Lets the file that the variable FAULT_UNREADABLE names be read, or not."""
         self._state.write_bytes(struct.pack("qqq", 0, 0, int(refused)))
 
     def changes(self):
@@ -192,6 +193,8 @@ def _run(asked):
         code = main(asked["argv"])
     except SystemExit as error:
         code = error.code or 0
+    except BaseException:  # noqa: BLE001 - told as the interpreter would
+        traceback.print_exc()
     finally:
         with contextlib.suppress(Exception):
             sys.stdout.flush()

@@ -59,7 +59,7 @@ def assert_falls_back(machine, toy, run_dir, uninterrupted, longer, name, damage
     shutil.copytree(uninterrupted, run_dir)
     DAMAGES[damage](run_dir / name)
     machine.refuse_reads(damage == "unreadable")
-    run = machine.train(toy, run_dir, *LONGER, FAULT_UNREADABLE=name.name)
+    run = machine.train(toy, run_dir, *LONGER, FAULT_UNREADABLE=str(run_dir / name))
     machine.refuse_reads(False)
     assert run.returncode == 0, (str(name), damage, run.output[-3000:])
     assert "Traceback" not in run.output, (str(name), damage, run.output[-3000:])

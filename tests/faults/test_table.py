@@ -191,8 +191,8 @@ def test_12_a_special_token_in_a_users_text_is_text(healthy, toy, run_dir, tmp_p
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
     run = healthy.train(toy, run_dir, *SHORT, f"data.train_files={tmp_path}/rows.jsonl", "data.max_prompt_length=64")
     assert run.returncode == 0, run.output[-3000:]
-    assert "data.allow_special_tokens" in run.output
-    assert "<|im_end|>" in run.output
+    assert "64 special tokens inside 64 prompts" in run.output
+    assert "are encoded as plain text. Set data.allow_special_tokens=true" in run.output
 
 
 @pytest.mark.parametrize("name", ["../..", "a/../../b", "/tmp/elsewhere"])

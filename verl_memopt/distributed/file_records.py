@@ -12,6 +12,7 @@ from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
+from types import TracebackType
 from typing import BinaryIO
 
 from blake3 import blake3
@@ -42,28 +43,50 @@ Records = dict[str, FileRecord]
 
 
 class HashedFile:
-    """A binary file for writing from start to end. What is written is hashed on its way to the file."""
+    """A binary file for writing from start to end. What is written is hashed on its way to the file.
+
+    A context manager that closes the file. When the disk has refused a write, the body ends with the disk's own error: torch's
+    writer drops it, and complains later that its archive is not whole.
+    """
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
         self._hash = blake3()
         self._size = 0
         self._hasher = ThreadPoolExecutor(1, thread_name_prefix="checksum")
+        self._refusal: OSError | None = None
+
+    def __enter__(self) -> HashedFile:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        try:
+            self.close()
+        finally:
+            if self._refusal is not None and error is not self._refusal:
+                raise self._refusal
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
         """Write all of ``data`` and return the number of its bytes."""
         if len(data) < HASH_BESIDE_BYTES:
             self._hash.update(data)
-            written = self._file.write(data)
+            written = self._write(data)
         else:
             # The caller may reuse the memory of ``data`` as soon as this returns.
             hashed = self._hasher.submit(self._hash.update, data)
             try:
-                written = self._file.write(data)
+                written = self._write(data)
             finally:
                 hashed.result()
         self._size += written
         return written
+
+    def _write(self, data: bytes | bytearray | memoryview) -> int:
+        try:
+            return self._file.write(data)
+        except OSError as error:
+            self._refusal = self._refusal or error
+            raise
 
     def tell(self) -> int:
         """Return the bytes written so far."""
@@ -96,13 +119,9 @@ def hashed_file(path: Path, records: Records, name: str) -> Iterator[HashedFile]
     Raises:
         OSError: the disk refuses.
     """
-    with path.open("wb") as raw:
-        file = HashedFile(raw)
-        try:
-            yield file
-            os.fsync(file.fileno())
-        finally:
-            file.close()
+    with HashedFile(path.open("wb")) as file:
+        yield file
+        os.fsync(file.fileno())
     records[name] = file.record
 
 

@@ -151,12 +151,8 @@ class HashingFileSystem(FileSystem):
             with super().create_stream(path, mode) as stream:
                 yield stream
             return
-        with Path(path).open("wb") as raw:
-            file = HashedFile(raw)
-            try:
-                yield file
-            finally:
-                file.close()
+        with HashedFile(Path(path).open("wb")) as file:
+            yield file
         self.records[self._name(path)] = file.record
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 from types import TracebackType
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.observe.files import disk_refusals
 
 logger = logging.getLogger(__name__)
 
@@ -36,13 +37,15 @@ class RunLock:
 
         Raises:
             ConfigError: another process holds it; the text names its process id and start time.
+            UserError: the disk refuses the file.
         """
         self.folder = folder
         self.path = folder / LOCK
         self._pid = os.getpid()
         self._descriptor: int | None = None
         while self._descriptor is None:
-            self._descriptor = self._take()
+            with disk_refusals(self.path):
+                self._descriptor = self._take()
 
     @property
     def is_own(self) -> bool:
