@@ -2,6 +2,7 @@
 
 import gc
 import os
+import signal
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -11,6 +12,8 @@ import pytest
 import torch
 from hypothesis import settings
 
+# Under nohup hanging up is ignored, and by everything that is started too; the tests that hang up mean it.
+signal.signal(signal.SIGHUP, signal.SIG_DFL)
 torch.set_num_threads(1)
 settings.register_profile("no_clock", deadline=None)
 settings.load_profile("no_clock")

@@ -5,7 +5,11 @@ import pytest
 
 from verl_memopt import errors
 
-KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass)]
+KINDS = [kind for _, kind in inspect.getmembers(errors, inspect.isclass) if kind is not errors.Stopped]
+
+
+def test_what_was_given_up_on_request_is_no_error_of_the_users():
+    assert not issubclass(errors.Stopped, errors.UserError)
 
 
 def test_every_error_is_one_the_user_can_mend():

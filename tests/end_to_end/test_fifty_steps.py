@@ -113,7 +113,7 @@ def train(toy, run_dir, steps):
     clock, held = PhaseClock(), []
     with Interrupts() as interrupts:
         job = prepare(settings)
-        with reward_processes(job) as runner, Reporter(job, clock) as reporter, workers(job, clock) as crew:
+        with job.lock, reward_processes(job) as runner, Reporter(job, clock) as reporter, workers(job, clock) as crew:
             trainer = Trainer(job, crew, runner, reporter, interrupts)
             try:
                 trainer.track(0)

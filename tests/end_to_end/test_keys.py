@@ -20,6 +20,10 @@ READ_ELSEWHERE = {
     # read only where Ray starts the workers (tests/workers/test_ray_group.py)
     "ray_kwargs.ray_init",
     "trainer.ray_wait_register_center_timeout",
+    # read only where a prompt holds a special token (tests/data/test_dataset.py)
+    "data.allow_special_tokens",
+    # read only where an update is skipped (tests/trainer/test_update_guard.py)
+    "trainer.max_skipped_steps",
 }
 CHECKED_ONLY = {
     # have a single value, which tests/config/test_checks.py holds

@@ -75,6 +75,7 @@ def test_ctrl_c_finishes_the_step_saves_and_exits_130(toy, tmp_path, uninterrupt
     assert_equal_runs(run_dir, uninterrupted)
 
 
+@pytest.mark.slow  # tests/faults does the like in every run of the tests
 def test_a_checkpoint_cut_short_is_passed_over_and_named(toy, tmp_path, uninterrupted):
     run_dir = tmp_path / "run"
     succeeded(train(toy, run_dir, *LOCAL, *SHORT))
@@ -93,6 +94,7 @@ def test_a_finished_run_that_is_started_again_changes_nothing(toy, tmp_path, uni
     assert metrics(uninterrupted) == before
 
 
+@pytest.mark.slow  # tests/faults does the like in every run of the tests
 def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(toy, tmp_path):
     run_dir = tmp_path / "run"
     succeeded(train(toy, run_dir, *LOCAL, *SHORT, "trainer.total_training_steps=2"))
@@ -113,6 +115,7 @@ def test_a_full_disk_is_an_error_that_keeps_the_last_checkpoint(toy, tmp_path):
     assert [path.name for path in run_dir.glob("global_step_*")] == ["global_step_2"]
 
 
+@pytest.mark.slow  # tests/faults does the like in every run of the tests
 def test_of_two_runs_started_together_in_one_folder_one_trains_and_the_other_is_refused(toy, tmp_path, uninterrupted):
     run_dir = tmp_path / "run"
     both = [start(toy, run_dir, *LOCAL, *SHORT) for _ in range(2)]
@@ -126,6 +129,7 @@ def test_of_two_runs_started_together_in_one_folder_one_trains_and_the_other_is_
     assert not (run_dir / "run.lock").exists()
 
 
+@pytest.mark.slow  # tests/faults does the like in every run of the tests
 def test_a_second_run_in_a_folder_changes_nothing_of_the_first_ones(toy, tmp_path, uninterrupted):
     run_dir = tmp_path / "run"
     process = start(toy, run_dir, *LOCAL, *SHORT)
