@@ -12,6 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
+from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import ConfigError, RolloutError, WorkerError
 from verl_memopt.workers.ray_cluster import Connection, Request, _check_possible
 from verl_memopt.workers.ray_group import VISIBLE_DEVICES, Home, start_ray_group, visible_devices
@@ -367,6 +368,7 @@ def vllm_peers(monkeypatch, tmp_path):
     child process that copies between each pair.
     """
     pytest.importorskip("vllm")
+    leave_process_group()  # where an earlier test has left one, vLLM asks for its own groups beside it
     import torch
     from vllm.distributed.device_communicators import all_reduce_utils, custom_all_reduce
     from vllm.platforms.interface import Platform
@@ -437,7 +439,8 @@ def test_a_cluster_of_one_node_listens_on_the_loopback_address_only_and_keeps_it
 
 def test_members_and_rays_processes_live_through_a_signal_to_all_and_what_members_start_does_not(group):
     alive = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    descendants = [child for child in alive if "multiprocessing" not in " ".join(child.cmdline())]  # those of other tests
+    others = ("multiprocessing", "tests.faults")  # what other tests of this process have started
+    descendants = [child for child in alive if not any(name in " ".join(child.cmdline()) for name in others)]
     for child in descendants:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
             child.send_signal(number)
