@@ -4,6 +4,7 @@ Contestants save the same model and AdamW state, one after another in turn, into
 
 * ``torch``: torch.distributed.checkpoint as it is (it forces its shards to disk too).
 * ``checked``: ours. Every file hashed while it is written, every file and folder forced to disk, a manifest, a rename.
+* ``unchecked``: ours without the checksums and without the syncs that torch does not make. The difference is what both cost.
 
 ``verify`` is the time to hash the finished checkpoint again, as a resume does before anything starts.
 A last table holds the cost of what a step pays when nothing is saved: one call of ``CheckpointStore.prove``.
@@ -19,7 +20,9 @@ import statistics
 import tempfile
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
+from unittest.mock import patch
 
 import torch
 import torch.distributed.checkpoint as dcp
@@ -27,8 +30,10 @@ from torch.distributed.checkpoint.state_dict import get_model_state_dict, get_op
 from torch.optim import AdamW
 from torch.optim.lr_scheduler import LambdaLR
 
+from verl_memopt.distributed import file_records
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group
 from verl_memopt.distributed.sharded_state import save_training_state
+from verl_memopt.trainer import checkpoints
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.trainer.manifest import find_fault
 
@@ -36,6 +41,7 @@ CONTENTS = ["model", "optimizer", "extra"]
 QWEN3_06B = {"layers": 28, "hidden": 1024, "attention": 2048, "key_value": 1024, "mlp": 3072, "vocabulary": 151_936}
 CPU = torch.device("cpu")
 PROVE_CALLS = 2_000
+CONTESTANTS = ("torch", "checked", "unchecked")
 
 
 def shaped_model(layers: int, vocabulary: int) -> torch.nn.Module:
@@ -68,6 +74,17 @@ def with_state(model: torch.nn.Module) -> AdamW:
     return optimizer
 
 
+class NoHash:
+    """Has blake3's methods and looks at nothing."""
+
+    def update(self, data: object) -> None:
+        """Do nothing."""
+
+    def hexdigest(self) -> str:
+        """Return a digest of nothing."""
+        return "0" * 64
+
+
 class Contest:
     """The contestants over one model. ``folder`` must lie on the disk that is measured."""
 
@@ -88,6 +105,15 @@ class Contest:
         records = save_training_state(aside / "actor", self.model, self.optimizer, self.schedule, CPU, CONTENTS)
         store.commit(1, {"step": 1}, 1, {f"actor/{name}": record for name, record in records.items()})
 
+    def unchecked(self) -> None:
+        """Save as a run does, but hash nothing and force to disk only what torch's own writer forces."""
+        with ExitStack() as patches:
+            patches.enter_context(patch.object(file_records, "blake3", NoHash))
+            for name in ("sync_folders", "sync_folder"):
+                patches.enter_context(patch.object(checkpoints, name, lambda folder: None))
+            self.checked()
+        (self.folder / "checked").rename(self.folder / "unchecked")
+
     def verify(self) -> None:
         """Hash what the last save wrote."""
         assert find_fault(self.folder / "checked" / "global_step_1") is None
@@ -102,10 +128,11 @@ def seconds(call: Callable[[], None]) -> float:
 
 def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
     """Return the seconds of each contestant, one figure a round; the first round warms up and is not counted."""
-    found: dict[str, list[float]] = {"torch": [], "checked": [], "verify": []}
+    found: dict[str, list[float]] = {name: [] for name in (*CONTESTANTS, "verify")}
     for number in range(rounds + 1):
-        # Who goes first changes, so that neither always meets the other's pages still being written.
-        for name in ("torch", "checked") if number % 2 else ("checked", "torch"):
+        # Who goes first changes, so that none always meets the pages of the same other still being written.
+        turn = number % len(CONTESTANTS)
+        for name in CONTESTANTS[turn:] + CONTESTANTS[:turn]:
             os.sync()
             spent = [(name, seconds(getattr(contest, name)))]
             if name == "checked":
@@ -114,6 +141,11 @@ def measure(contest: Contest, rounds: int) -> dict[str, list[float]]:
             for key, value in spent if number else ():
                 found[key].append(value)
     return found
+
+
+def paired_ratio(found: dict[str, list[float]], other: str) -> float:
+    """Return the median over the rounds of ours divided by another contestant's seconds of the same round."""
+    return round(statistics.median(ours / theirs for ours, theirs in zip(found["checked"], found[other], strict=True)), 3)
 
 
 def prove_seconds(folder: Path) -> float:
@@ -146,7 +178,9 @@ def result_of(args: argparse.Namespace) -> dict[str, object]:
             "seconds": {name: [round(value, 3) for value in values] for name, values in found.items()},
             "medians": {name: round(value, 3) for name, value in medians.items()},
             "checked_over_torch": round(medians["checked"] / medians["torch"], 3),
-            "paired_ratio": round(statistics.median(c / t for c, t in zip(found["checked"], found["torch"], strict=True)), 3),
+            "paired_ratio": paired_ratio(found, "torch"),
+            "checked_over_unchecked": round(medians["checked"] / medians["unchecked"], 3),
+            "paired_ratio_unchecked": paired_ratio(found, "unchecked"),
             "prove_microseconds": round(prove_seconds(Path(folder)) * 1e6, 1),
         }
 

@@ -1,11 +1,11 @@
 """Measures an optimizer step that looks at its gradient norm first, beside one that does not, in turns in one process.
 
     python -m benchmarks.update_guard [--device cpu] [--layers 4] [--hidden 256] [--vocabulary 8192] [--rows 8] [--tokens 128]
-                                      [--micro-batches 2] [--steps 20]
+                                      [--micro-batches 2] [--steps 150] [--json FILE]
 
 The look makes the host wait for the device once an optimizer step. Without it the update is launched before the norm is known,
 and the host waits after it, to read the metrics. Both sides have the same weights, rows and optimizer. Prints the median seconds
-of each side and their ratio, as a line of JSON.
+of each side, their ratio, and the median over the steps of the ratio within a step, as a line of JSON.
 """
 
 from __future__ import annotations
@@ -97,7 +97,8 @@ def main(arguments: Sequence[str] | None = None) -> int:
     for name, default in (("layers", 4), ("hidden", 256), ("vocabulary", 8192), ("rows", 8), ("tokens", 128)):
         parser.add_argument(f"--{name}", type=int, default=default)
     parser.add_argument("--micro-batches", type=int, default=2)
-    parser.add_argument("--steps", type=int, default=20)
+    parser.add_argument("--steps", type=int, default=150)
+    parser.add_argument("--json", type=Path, default=None, metavar="FILE", help="write the line here too")
     asked = parser.parse_args(arguments)
     device = local_device(asked.device, 0)
     shape = TinyShape(
@@ -111,11 +112,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
             model = make_tiny_model(Path(folder) / "model", shape, seed=0)
             sides = [policy_of(kind, model, device) for kind in (Policy, Unguarded)]
         mini = mini_batch(asked.rows, asked.tokens, asked.vocabulary, asked.micro_batches)
-        guarded, unguarded = map(statistics.median, in_turns(sides, mini, asked.steps, device))
+        seconds = in_turns(sides, mini, asked.steps, device)
     finally:
         leave_process_group()
-    figures = {"guarded_seconds": guarded, "unguarded_seconds": unguarded, "ratio": guarded / unguarded}
-    sys.stdout.write(json.dumps({**vars(asked), **figures}) + "\n")
+    guarded, unguarded = map(statistics.median, seconds)
+    paired = statistics.median(one / other for one, other in zip(*seconds, strict=True))
+    figures = {"guarded_seconds": guarded, "unguarded_seconds": unguarded, "ratio": guarded / unguarded, "paired_ratio": paired}
+    asked_for = {name: value for name, value in vars(asked).items() if name != "json"}
+    line = json.dumps({**asked_for, **figures}) + "\n"
+    sys.stdout.write(line)
+    if asked.json is not None:
+        asked.json.write_text(line)
     return 0
 
 

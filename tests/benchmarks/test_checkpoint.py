@@ -14,10 +14,10 @@ COMMITTED = Path(benchmark.__file__).parent / "results.json"
 def test_the_committed_result_holds_the_promised_cost():
     result = json.loads(COMMITTED.read_text())
     with torch.device("meta"):
-        model = benchmark.shaped_model(4, 60_000)
+        model = benchmark.shaped_model(benchmark.QWEN3_06B["layers"], benchmark.QWEN3_06B["vocabulary"])
     assert result["parameters"] == sum(parameter.numel() for parameter in model.parameters())
-    assert result["checked_over_torch"] <= 1.10
-    assert result["paired_ratio"] <= 1.10
+    for ratio in ("checked_over_torch", "paired_ratio", "checked_over_unchecked", "paired_ratio_unchecked"):
+        assert result[ratio] <= 1.10, ratio
 
 
 def test_a_small_run_measures_every_contestant_and_leaves_nothing_behind(tmp_path, monkeypatch, capsys):
@@ -26,20 +26,21 @@ def test_a_small_run_measures_every_contestant_and_leaves_nothing_behind(tmp_pat
     benchmark.main()
     result = json.loads((tmp_path / "result.json").read_text())
     assert result == json.loads(capsys.readouterr().out)
-    assert result["seconds"].keys() == {"torch", "checked", "verify"}
+    assert result["seconds"].keys() == {"torch", "checked", "unchecked", "verify"}
     assert all(len(values) == 1 for values in result["seconds"].values())
     assert [path.name for path in tmp_path.iterdir()] == ["result.json"]
 
 
-def test_both_contestants_save_the_same_tensors(tmp_path):
+def test_the_contestants_save_the_same_tensors(tmp_path):
     leave_process_group()
     join_process_group(benchmark.CPU, 0, 1, "", 0, 60)
     try:
         contest = benchmark.Contest(benchmark.shaped_model(1, 500), tmp_path)
         contest.torch()
+        contest.unchecked()
         contest.checked()
         contest.verify()
     finally:
         leave_process_group()
-    shards = [next((tmp_path / place).rglob("*.distcp")).stat().st_size for place in ("torch", "checked")]
-    assert shards[0] == pytest.approx(shards[1], rel=1e-4)
+    theirs, *ours = (next((tmp_path / place).rglob("*.distcp")).stat().st_size for place in benchmark.CONTESTANTS)
+    assert ours[0] == ours[1] == pytest.approx(theirs, rel=1e-4)

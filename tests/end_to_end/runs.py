@@ -9,6 +9,7 @@ from pathlib import Path
 
 import psutil
 
+from tests.forked import shared_server
 from verl_memopt.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -33,10 +34,13 @@ def settings_of(toy, run_dir):
     ]
 
 
+COMMAND = [sys.executable, "-m", "verl_memopt.trainer.main_ppo"]
+
+
 def arguments(toy, run_dir, *overrides, config="toy"):
     """Gives the training command for the toy task with ``overrides`` on top."""
-    entry = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", "--config-dir", "recipe/rloo", "--config-name", config]
-    return [*entry, *settings_of(toy, run_dir), *overrides]
+    recipe = ["--config-dir", "recipe/rloo", "--config-name", config]
+    return [*COMMAND, *recipe, *settings_of(toy, run_dir), *overrides]
 
 
 def train_here(toy, run_dir, *overrides):
@@ -46,11 +50,11 @@ def train_here(toy, run_dir, *overrides):
 
 
 def train(toy, run_dir, *overrides, config="toy", timeout=240, env=None):
-    """Gives the finished process of a training run."""
-    return subprocess.run(
-        arguments(toy, run_dir, *overrides, config=config),
-        cwd=ROOT, env=env or environment(), capture_output=True, text=True, timeout=timeout,
-    )  # fmt: skip
+    """Gives a training run that has ended, forked from a process that has imported torch; with an env, one of its own."""
+    asked = arguments(toy, run_dir, *overrides, config=config)
+    if env is None:
+        return shared_server().fork(asked[len(COMMAND) :], apart=True).wait(timeout)
+    return subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
 def succeeded(process):
@@ -75,10 +79,15 @@ def learned(row):
     return {name: value for name, value in row.items() if not name.startswith((*MEASURED, STARTED))}
 
 
-def start(toy, run_dir, *overrides, config="toy", env=None):
-    """Starts a training run at the head of a process group of its own."""
+def start(toy, run_dir, *overrides, config="toy"):
+    """Starts a training run at the head of a process group of its own, forked from a process that has imported torch."""
+    return shared_server().fork(arguments(toy, run_dir, *overrides, config=config)[len(COMMAND) :])
+
+
+def start_command(toy, run_dir, *overrides, env=None):
+    """Starts a training run as a shell does, imports included, at the head of a process group of its own."""
     return subprocess.Popen(
-        arguments(toy, run_dir, *overrides, config=config),
+        arguments(toy, run_dir, *overrides),
         cwd=ROOT, env=env or environment(), stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, start_new_session=True,
     )  # fmt: skip
 
@@ -88,7 +97,7 @@ def wait_for_step(process, run_dir, step, timeout=240):
     deadline = time.monotonic() + timeout
     path = Path(run_dir) / "metrics.jsonl"
     while not (path.exists() and len(path.read_text().splitlines()) > step):
-        assert process.poll() is None, process.stdout.read()[-3000:]
+        assert process.poll() is None, process.communicate()[0][-3000:]
         assert time.monotonic() < deadline, f"step {step} was not reached in {timeout} s"
         time.sleep(0.01)
 

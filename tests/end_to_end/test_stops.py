@@ -20,6 +20,7 @@ from tests.end_to_end.runs import (
     learned,
     metrics,
     start,
+    start_command,
     succeeded,
     survivors,
     train,
@@ -221,7 +222,7 @@ def test_a_signal_to_all_processes_of_a_ray_run_saves_and_the_rerun_equals_an_un
 @pytest.mark.parametrize("seconds", [0.3, 1.5, 3.0])
 def test_a_signal_while_a_run_starts_ends_it_at_once_without_traceback(toy, tmp_path, seconds):
     """Imports, the start of Ray and of the workers: the moments are where they fall on this machine."""
-    process = start(toy, tmp_path / "run", *RAY_STOPS)
+    process = start_command(toy, tmp_path / "run", *RAY_STOPS)
     time.sleep(seconds)
     output = ended(process, 130, signal_all(process, signal.SIGINT))
     assert "SIGINT: ended before the first step" in output
@@ -289,7 +290,7 @@ def test_ctrl_c_at_many_moments_of_the_start_ends_it_each_time(toy, tmp_path):
     """Forty moments from the first line of the command to the first steps; half of them a second Ctrl-C too."""
     codes = []
     for trial in range(40):
-        process = start(toy, tmp_path / f"run{trial}", *RAY_STOPS)
+        process = start_command(toy, tmp_path / f"run{trial}", *RAY_STOPS)
         time.sleep(0.1 + 0.25 * trial)
         relatives = family(process)
         os.killpg(process.pid, signal.SIGINT)

@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from tests.end_to_end.runs import ROOT, environment, family, metrics, start, survivors, wait_for_step
+from tests.end_to_end.runs import ROOT, environment, family, metrics, start_command, survivors, wait_for_step
 
 HF = "actor_rollout_ref.rollout.name=hf"
 LONG = ["trainer.total_training_steps=100000", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.val_before_train=false"]
@@ -28,7 +28,7 @@ def started(toy, tmp_path):
     processes = []
 
     def begin(*overrides):
-        process = start(toy, tmp_path / "run", HF, *LONG, *overrides, env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"))
+        process = start_command(toy, tmp_path / "run", HF, *LONG, *overrides, env=environment(PYTHONPATH=f"{tmp_path}:{ROOT}"))
         processes.append(process)
         wait_for_step(process, tmp_path / "run", 0)
         return process, family(process)

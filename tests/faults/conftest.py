@@ -33,5 +33,5 @@ def uninterrupted(machine, toy):
     machine.fill_after(0)
     run_dir = machine.disk / "uninterrupted" / "run"
     run = machine.train(toy, run_dir, *SHORT)
-    assert run.returncode == 0, run.output[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:]
     return run_dir

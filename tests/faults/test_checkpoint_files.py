@@ -61,10 +61,10 @@ def assert_falls_back(machine, toy, run_dir, uninterrupted, longer, name, damage
     machine.refuse_reads(damage == "unreadable")
     run = machine.train(toy, run_dir, *LONGER, FAULT_UNREADABLE=str(run_dir / name))
     machine.refuse_reads(False)
-    assert run.returncode == 0, (str(name), damage, run.output[-3000:])
-    assert "Traceback" not in run.output, (str(name), damage, run.output[-3000:])
-    assert NEWEST in run.output
-    assert f"resumed from {run_dir / 'global_step_3'}" in run.output, (str(name), damage, run.output[-3000:])
+    assert run.returncode == 0, (str(name), damage, run.stdout[-3000:])
+    assert "Traceback" not in run.stdout, (str(name), damage, run.stdout[-3000:])
+    assert NEWEST in run.stdout
+    assert f"resumed from {run_dir / 'global_step_3'}" in run.stdout, (str(name), damage, run.stdout[-3000:])
     one, other = metrics(run_dir), metrics(longer)
     assert [learned(row) for row in one.values()] == [learned(row) for row in other.values()], (str(name), damage)
     shutil.rmtree(run_dir)
@@ -102,7 +102,7 @@ def test_without_the_file_that_names_the_newest_checkpoint_it_is_found_all_the_s
     shutil.copytree(uninterrupted, run_dir)
     DAMAGES[damage](run_dir / "latest_checkpointed_iteration.txt")
     run = healthy.train(toy, run_dir, *LONGER)
-    assert run.returncode == 0, run.output[-3000:]
-    assert f"resumed from {run_dir / NEWEST}" in run.output, run.output[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert f"resumed from {run_dir / NEWEST}" in run.stdout, run.stdout[-3000:]
     one, other = metrics(run_dir), metrics(longer)
     assert [learned(row) for row in one.values()] == [learned(row) for row in other.values()]

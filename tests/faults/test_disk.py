@@ -13,12 +13,12 @@ def assert_survives(machine, toy, run_dir, uninterrupted, changes):
     """A run whose disk fills up says so; with room again it ends as one whose disk never was full."""
     machine.fill_after(changes)
     run = machine.train(toy, run_dir, *SHORT)
-    assert run.returncode in (1, 2), (changes, run.output[-3000:])
-    assert "Traceback" not in run.output, (changes, run.output[-3000:])
-    assert "No space left" in run.output, (changes, run.output[-3000:])
+    assert run.returncode in (1, 2), (changes, run.stdout[-3000:])
+    assert "Traceback" not in run.stdout, (changes, run.stdout[-3000:])
+    assert "No space left" in run.stdout, (changes, run.stdout[-3000:])
     machine.fill_after(0)
     rerun = machine.train(toy, run_dir, *SHORT)
-    assert rerun.returncode == 0, (changes, rerun.output[-3000:])
+    assert rerun.returncode == 0, (changes, rerun.stdout[-3000:])
     one, other = metrics(run_dir), metrics(uninterrupted)
     assert [learned(row) for row in one.values()] == [learned(row) for row in other.values()], changes
 

@@ -41,7 +41,7 @@ def test_three_hundred_steps_hold_no_more_than_fifty(healthy, toy, run_dir, wher
     for step in LOOKED:
         wait_for(lambda step=step: log.exists() and log.read_text().count("\n") >= step, run, seconds=600)
         seen.append(held(run))
-    assert run.wait(600).returncode == 0, run.output[-3000:]
+    assert run.wait(600).returncode == 0, run.stdout[-3000:]
     assert max(metrics(run_dir)) == STEPS
     last = {row.step: row for row in read_timeline(run_dir / "memory_timeline.csv") if row.allocated_bytes}
     tracked = [step for step in last if step >= SETTLED and step % 20 == 10]  # between two saves

@@ -12,6 +12,7 @@ import pytest
 from tests.end_to_end.runs import learned, metrics
 from tests.faults.conftest import QUIET, SHORT
 from tests.faults.kills import KILL, members
+from tests.faults.machine import left
 
 PHASES = ("gen", "reward", "adv", "update_actor", "update_weights", "step", "save_checkpoint")
 EDGES = ("before", "after")
@@ -31,13 +32,13 @@ def assert_equal_runs(run_dir, other):
 
 def assert_ends_the_same(machine, toy, run_dir, settings, reference):
     rerun = machine.train(toy, run_dir, *settings)
-    assert rerun.returncode == 0, rerun.output[-3000:]
+    assert rerun.returncode == 0, rerun.stdout[-3000:]
     assert_equal_runs(run_dir, reference)
 
 
 def kill_driver(machine, toy, run_dir, uninterrupted, phase, edge):
     run = machine.train(toy, run_dir, *SHORT, **moment("driver", phase, edge))
-    assert run.returncode == -signal.SIGKILL, run.output[-3000:]
+    assert run.returncode == -signal.SIGKILL, run.stdout[-3000:]
     assert_ends_the_same(machine, toy, run_dir, SHORT, uninterrupted)
 
 
@@ -59,21 +60,21 @@ def on_ray(machine, toy):
     machine.fill_after(0)
     run_dir = machine.disk / "ray" / "run"
     run = machine.train(toy, run_dir, *RAY)
-    assert run.returncode == 0, run.output[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:]
     return run_dir
 
 
 def kill_one_on_ray(machine, toy, run_dir, on_ray, who, phase, edge):
     run = machine.train(toy, run_dir, *RAY, **moment(who, phase, edge))
-    assert not run.left()
-    assert "Traceback" not in run.output.split("Its traceback")[0], run.output[-3000:]
+    assert not left(run)
+    assert "Traceback" not in run.stdout.split("Its traceback")[0], run.stdout[-3000:]
     if who == "driver":
         assert run.returncode == -signal.SIGKILL
     elif who in ENDS_A_RUN:
-        assert run.returncode == 1, run.output[-3000:]
-        assert "WorkerError" in run.output, run.output[-3000:]
+        assert run.returncode == 1, run.stdout[-3000:]
+        assert "WorkerError" in run.stdout, run.stdout[-3000:]
     else:
-        assert run.returncode in (0, 1), run.output[-3000:]
+        assert run.returncode in (0, 1), run.stdout[-3000:]
     assert_ends_the_same(machine, toy, run_dir, RAY, on_ray)
 
 
@@ -93,7 +94,7 @@ def test_fifty_random_kills_lose_no_step_that_was_saved(healthy, toy, run_dir, r
     settings = [*QUIET, "trainer.total_training_steps=300", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3"]
     reference = run_dir.with_name("reference")
     whole = healthy.train(toy, reference, *settings)
-    assert whole.returncode == 0, whole.output[-3000:]
+    assert whole.returncode == 0, whole.stdout[-3000:]
     random.seed(0)
     killed, folder, rounds = Counter(), run_dir, 0
     while killed.total() < 50:
@@ -101,9 +102,9 @@ def test_fifty_random_kills_lose_no_step_that_was_saved(healthy, toy, run_dir, r
         time.sleep(random.uniform(0.2, 25))
         who = kill_one(run)
         run.wait()
-        assert not run.left(), who
+        assert not left(run), who
         if who is None:
-            assert run.returncode == 0, run.output[-3000:]
+            assert run.returncode == 0, run.stdout[-3000:]
             assert_equal_runs(folder, reference)
             rounds += 1
             folder = run_dir.with_name(f"run-{rounds}")
@@ -113,7 +114,7 @@ def test_fifty_random_kills_lose_no_step_that_was_saved(healthy, toy, run_dir, r
         assert logged == sorted(set(logged)), who
         assert max(logged, default=0) - saved <= 1, who
     last = healthy.train(toy, folder, *settings)
-    assert last.returncode == 0, last.output[-3000:]
+    assert last.returncode == 0, last.stdout[-3000:]
     assert_equal_runs(folder, reference)
     request.config.get_terminal_writer().line(f"killed: {dict(killed)}; whole runs in between: {rounds}")
 

@@ -12,6 +12,7 @@ from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.runs import learned, metrics
 from tests.faults.conftest import QUIET, SHORT
+from tests.faults.machine import left
 
 LONGER = [*SHORT, "trainer.total_training_steps=6"]
 LR = "actor_rollout_ref.actor.optim.lr"
@@ -20,19 +21,19 @@ RAY = [*QUIET, "trainer.total_training_steps=100000", "trainer.save_freq=-1", "a
 
 def assert_refused(run, *said, code=2):
     """The run ended with one message: no traceback, and every text in it."""
-    assert run.returncode == code, run.output[-3000:]
-    assert "Traceback" not in run.output, run.output[-3000:]
+    assert run.returncode == code, run.stdout[-3000:]
+    assert "Traceback" not in run.stdout, run.stdout[-3000:]
     for text in said:
-        assert text in run.output, (text, run.output[-3000:])
+        assert text in run.stdout, (text, run.stdout[-3000:])
 
 
 def wait_for(condition, run, seconds=120):
     for _ in range(seconds * 50):
         if condition():
             return
-        assert run.poll() is None, run.output[-3000:]
+        assert run.poll() is None, run.stdout[-3000:]
         time.sleep(0.02)
-    raise AssertionError(f"nothing after {seconds} s:\n{run.output[-3000:]}")
+    raise AssertionError(f"nothing after {seconds} s:\n{run.stdout[-3000:]}")
 
 
 def wait_for_steps(run, run_dir, steps):
@@ -71,10 +72,10 @@ def test_1_bytes_flipped_in_a_shard_cost_one_checkpoint_and_no_reward(healthy, t
     data[middle : middle + 64] = bytes(255 - byte for byte in data[middle : middle + 64])
     shard.write_bytes(data)
     run = healthy.train(toy, begun, *LONGER)
-    assert run.returncode == 0, run.output[-3000:]
-    assert "global_step_4" in run.output
-    assert shard.name in run.output
-    assert f"resumed from {begun / 'global_step_3'}" in run.output
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "global_step_4" in run.stdout
+    assert shard.name in run.stdout
+    assert f"resumed from {begun / 'global_step_3'}" in run.stdout
 
 
 def test_3_a_second_run_in_the_folder_of_a_living_one_is_refused_and_disturbs_nothing(healthy, toy, run_dir):
@@ -83,7 +84,7 @@ def test_3_a_second_run_in_the_folder_of_a_living_one_is_refused_and_disturbs_no
     second = healthy.train(toy, run_dir, *SHORT)
     assert_refused(second, str(run_dir), str(first.pid))
     os.kill(first.pid, signal.SIGTERM)
-    assert first.wait().returncode == 143, first.output[-3000:]
+    assert first.wait().returncode == 143, first.stdout[-3000:]
     steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     assert steps == sorted(set(steps))
 
@@ -91,8 +92,8 @@ def test_3_a_second_run_in_the_folder_of_a_living_one_is_refused_and_disturbs_no
 def test_3_of_two_runs_that_start_together_one_is_refused(healthy, toy, run_dir):
     both = [healthy.start(toy, run_dir, *SHORT) for _ in range(2)]
     codes = sorted(run.wait().returncode for run in both)
-    assert codes == [0, 2], [run.output[-2000:] for run in both]
-    assert "Traceback" not in both[0].output + both[1].output
+    assert codes == [0, 2], [run.stdout[-2000:] for run in both]
+    assert "Traceback" not in both[0].stdout + both[1].stdout
 
 
 def test_5_what_changed_since_the_checkpoint_is_said_and_the_old_settings_are_kept(healthy, toy, begun):
@@ -104,9 +105,9 @@ def test_5_what_changed_since_the_checkpoint_is_said_and_the_old_settings_are_ke
         "data.max_response_length": 6,
     }
     run = healthy.train(toy, begun, *LONGER, *(f"{key}={value}" for key, value in changed.items()))
-    assert run.returncode == 0, run.output[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:]
     for key, value in changed.items():
-        assert any(key in line and str(value) in line for line in run.output.splitlines()), (key, run.output[-3000:])
+        assert any(key in line and str(value) in line for line in run.stdout.splitlines()), (key, run.stdout[-3000:])
     assert list((begun / "config_history").glob("*.yaml"))
 
 
@@ -124,9 +125,9 @@ def test_7_damage_of_the_same_size_falls_back(healthy, toy, begun, name):
     path = next((begun / "global_step_4").rglob(name))
     path.write_bytes(bytes(path.stat().st_size))
     run = healthy.train(toy, begun, *LONGER)
-    assert run.returncode == 0, run.output[-3000:]
-    assert f"resumed from {begun / 'global_step_3'}" in run.output
-    assert "Traceback" not in run.output
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert f"resumed from {begun / 'global_step_3'}" in run.stdout
+    assert "Traceback" not in run.stdout
 
 
 def test_8_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(healthy, toy, run_dir, model):
@@ -160,14 +161,14 @@ def test_9_what_a_reward_function_started_dies_with_the_run(healthy, toy, run_di
     wait_for_steps(run, run_dir, 1)
     os.kill(run.pid, signal.SIGKILL)
     run.wait()
-    assert not run.left()
+    assert not left(run)
 
 
 def test_11_hanging_up_saves(healthy, toy, run_dir):
     run = healthy.start(toy, run_dir, *SHORT, "trainer.save_freq=-1", "trainer.total_training_steps=100000")
     wait_for_steps(run, run_dir, 2)
     os.kill(run.pid, signal.SIGHUP)
-    assert run.wait().returncode == 129, run.output[-3000:]
+    assert run.wait().returncode == 129, run.stdout[-3000:]
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == str(max(metrics(run_dir)))
 
 
@@ -179,9 +180,9 @@ def test_12_a_special_token_in_a_users_text_is_text(healthy, toy, run_dir, tmp_p
     }
     (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for _ in range(64)))
     run = healthy.train(toy, run_dir, *SHORT, f"data.train_files={tmp_path}/rows.jsonl", "data.max_prompt_length=64")
-    assert run.returncode == 0, run.output[-3000:]
-    assert "64 special tokens inside 64 prompts" in run.output
-    assert "are encoded as plain text. Set data.allow_special_tokens=true" in run.output
+    assert run.returncode == 0, run.stdout[-3000:]
+    assert "64 special tokens inside 64 prompts" in run.stdout
+    assert "are encoded as plain text. Set data.allow_special_tokens=true" in run.stdout
 
 
 @pytest.mark.parametrize("name", ["../..", "a/../../b", "/tmp/elsewhere"])
@@ -251,7 +252,7 @@ def test_15_an_index_that_is_no_json_is_refused(healthy, toy, run_dir, model):
 
 def test_15_a_home_that_cannot_be_written_is_survived_or_named(healthy, toy, run_dir, uninterrupted):
     run = healthy.train(toy, run_dir, *SHORT, HOME="/proc", XDG_CACHE_HOME="/proc/cache")
-    assert run.returncode == 0, run.output[-3000:]
+    assert run.returncode == 0, run.stdout[-3000:]
     assert [learned(row) for row in metrics(run_dir).values()] == [learned(row) for row in metrics(uninterrupted).values()]
 
 
@@ -259,6 +260,6 @@ def test_15_a_long_temporary_folder_is_survived_or_named(healthy, toy, run_dir, 
     folder = tmp_path / ("long" * 30)
     folder.mkdir()
     run = healthy.train(toy, run_dir, *RAY, "trainer.total_training_steps=1", RAY_TMPDIR=str(folder), TMPDIR=str(folder))
-    assert "Traceback" not in run.output, run.output[-3000:]
-    assert run.returncode == 0 or "RAY_TMPDIR" in run.output
-    assert not run.left()
+    assert "Traceback" not in run.stdout, run.stdout[-3000:]
+    assert run.returncode == 0 or "RAY_TMPDIR" in run.stdout
+    assert not left(run)
