@@ -1,16 +1,19 @@
-"""A process that has imported what a run needs, and forks a run in a second.
+"""A process that has imported torch and transformers, and forks a Python process from itself in place of starting one.
 
-The runs are those of the command line: the same arguments, exit code, output and files. What is left out is the import of torch
-and transformers, which would be most of a test's time.
+What it forks has the arguments, variables, folder, output and exit code of a process that was started; what is left out is the
+import, which would be most of a test's time. ``tests/forked_python`` stands in for the interpreter in scripts.
 """
 
+import atexit
 import contextlib
 import ctypes
 import functools
 import gc
 import json
 import os
+import runpy
 import signal
+import socket
 import subprocess
 import sys
 import tempfile
@@ -18,23 +21,26 @@ import threading
 import traceback
 from pathlib import Path
 
-from tests.faults.kills import KILL, kill_at
-
 ROOT = Path(__file__).parents[1]
+PYTHON = str(ROOT / "tests" / "forked_python")
+"""Takes an interpreter's place where the variables of :meth:`ForkServer.variables` are set."""
+ADDRESS, INTERPRETER = "FORKED_PYTHON_ADDRESS", "FORKED_PYTHON_INTERPRETER"
 PR_SET_PDEATHSIG = 1
+LONGEST_REQUEST = 2**20
 
 
 class ForkServer:
-    """Starts runs, one process each. A context manager; :meth:`close` ends what still runs."""
+    """Starts Python processes that die with it. A context manager; :meth:`close` ends it and them."""
 
     def __init__(self, folder, env):
-        """folder: an empty one for outputs. env: all variables of the server, which its runs inherit."""
-        self.folder = Path(folder)
-        server = [sys.executable, "-m", "tests.forked"]
+        """folder: an empty one. env: all variables of the server, and of what it forks where nothing else is said."""
+        self.folder, self.env = Path(folder), dict(env)
+        self._address = str(self.folder / "socket")
         self._process = subprocess.Popen(
-            server, cwd=ROOT, env=env, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True
+            [sys.executable, "-m", "tests.forked", self._address],
+            cwd=ROOT, env=self.env, stdin=subprocess.PIPE, stdout=subprocess.PIPE,
         )  # fmt: skip
-        self._lock = threading.Lock()
+        self._process.stdout.readline()
         self._numbers = iter(range(10**6))
 
     def __enter__(self):
@@ -48,28 +54,36 @@ class ForkServer:
         self._process.wait(timeout=60)
         self._process.stdout.close()
 
-    def fork(self, argv, env=(), apart=False):
-        """Starts ``python -m verl_memopt.trainer.main_ppo`` with ``argv`` in a session of its own.
+    def variables(self):
+        """Gives what :data:`PYTHON` must find in its environment."""
+        return {ADDRESS: self._address, INTERPRETER: sys.executable}
 
-        env: variables on top of the server's. apart: errors have a file of their own, else they go where output goes.
+    def fork(self, arguments, env=None, apart=False):
+        """Starts ``python ARGUMENTS`` at the repository's root, at the head of a session of its own.
+
+        env: all its variables, the server's where it is None. apart: errors have a file of their own, else they go where output
+        goes.
         """
         output = self.folder / f"output-{next(self._numbers)}"
         errors = output.with_suffix(".errors") if apart else output
-        asked = {"argv": argv, "env": dict(env), "output": str(output), "errors": str(errors)}
-        with self._lock:
-            self._process.stdin.write(json.dumps(asked) + "\n")
-            self._process.stdin.flush()
-            answer = self._process.stdout.readline()
-        return ForkedRun(int(answer), output, errors)
+        writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
+        streams = [os.open(path, flags) for path, flags in ((os.devnull, os.O_RDONLY), (output, writing), (errors, writing))]
+        asked = {"arguments": arguments, "env": self.env if env is None else env, "cwd": str(ROOT), "session": True}
+        connection = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        connection.connect(self._address)
+        socket.send_fds(connection, [json.dumps(asked).encode()], streams)
+        for stream in streams:
+            os.close(stream)
+        return ForkedProcess(connection, output, errors)
 
 
-class ForkedRun:
-    """A run by its process id, with the names of ``subprocess.Popen``; its end is a file that its server writes."""
+class ForkedProcess:
+    """What was forked, with the names of ``subprocess.Popen``."""
 
-    def __init__(self, pid, output, errors):
-        self.pid = pid
-        self._output, self._errors = output, errors
-        self._ended = output.with_suffix(".ended")
+    def __init__(self, connection, output, errors):
+        self._connection, self._output, self._errors = connection, output, errors
+        self.pid = int(connection.recv(64))
+        self.returncode = None
 
     @property
     def stdout(self):
@@ -79,26 +93,20 @@ class ForkedRun:
     def stderr(self):
         return self._errors.read_text(errors="replace")
 
-    @property
-    def returncode(self):
-        return self.poll()
-
     def poll(self):
         """Gives the exit code, negative for a signal, or None while it runs."""
-        try:
-            return int(self._ended.read_text())
-        except FileNotFoundError:
-            return None
+        with contextlib.suppress(BlockingIOError):
+            self._receive(0)
+        return self.returncode
 
     def wait(self, timeout=120):
         """Returns itself once it has ended. Raises TimeoutError, and kills it, when it does not."""
-        waited = threading.Event()
-        for _ in range(int(timeout * 50)):
-            if self.poll() is not None:
-                return self
-            waited.wait(0.02)
-        os.killpg(self.pid, signal.SIGKILL)
-        raise TimeoutError(f"still running after {timeout} s:\n{self.stdout[-3000:]}")
+        try:
+            self._receive(timeout)
+        except TimeoutError:
+            os.killpg(self.pid, signal.SIGKILL)
+            raise TimeoutError(f"still running after {timeout} s:\n{self.stdout[-3000:]}") from None
+        return self
 
     def communicate(self, timeout=120):
         """Gives output and errors once it has ended."""
@@ -115,6 +123,12 @@ class ForkedRun:
     def kill(self):
         self.send_signal(signal.SIGKILL)
 
+    def _receive(self, timeout):
+        if self.returncode is None:
+            self._connection.settimeout(timeout)
+            self.returncode = int(self._connection.recv(64))
+            self._connection.close()
+
 
 @functools.cache
 def shared_server():
@@ -126,60 +140,94 @@ def shared_server():
     return server
 
 
-def serve():
-    """Forks a run for each line of standard input and answers its process id; ends, with all runs, when the input does."""
+def serve(address):
+    """Forks a process for each connection and tells it the process id, then the exit code; ends when standard input does."""
     import verl_memopt.rollout.hf_engine
     import verl_memopt.trainer.run
     import verl_memopt.workers.worker  # noqa: F401
 
     gc.collect()
     gc.freeze()
-    for line in sys.stdin:
-        asked = json.loads(line)
+    listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+    listener.bind(address)
+    listener.listen(64)
+    threading.Thread(target=_end_with_input, daemon=True).start()
+    sys.stdout.write("ready\n")
+    sys.stdout.flush()
+    while True:
+        connection, _ = listener.accept()
+        message, streams, _, _ = socket.recv_fds(connection, LONGEST_REQUEST, 3)
+        # From this thread and no other: what is forked dies with the thread that did it.
         pid = os.fork()
         if not pid:
-            _run(**asked)
-        threading.Thread(target=_reap, args=(pid, asked["output"]), daemon=True).start()
-        sys.stdout.write(f"{pid}\n")
-        sys.stdout.flush()
-    gc.unfreeze()
+            _become(json.loads(message), streams)
+        connection.send(str(pid).encode())
+        for stream in streams:
+            os.close(stream)
+        threading.Thread(target=_tell_end, args=(pid, connection), daemon=True).start()
 
 
-def _reap(pid, output):
+def _end_with_input():
+    sys.stdin.buffer.read()
+    os._exit(0)
+
+
+def _tell_end(pid, connection):
     _, status = os.waitpid(pid, 0)
-    aside = Path(f"{output}.part")
-    aside.write_text(str(os.waitstatus_to_exitcode(status)))
-    aside.rename(f"{output}.ended")
+    with connection, contextlib.suppress(BrokenPipeError):
+        connection.send(str(os.waitstatus_to_exitcode(status)).encode())
 
 
-def _run(argv, env, output, errors):
-    """Becomes the run."""
-    os.setsid()
+def _become(asked, streams):
+    """Turns this process into the one that was asked for, and never returns."""
+    if asked["session"]:
+        os.setsid()
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-    os.environ.update(env)
-    writing = os.O_WRONLY | os.O_CREAT | os.O_APPEND
-    for number, (path, flags) in enumerate([(os.devnull, os.O_RDONLY), (output, writing), (errors, writing)]):
-        os.dup2(os.open(path, flags), number)
+    for number, stream in enumerate(streams):
+        os.dup2(stream, number)
     # What was open in the process it was forked from is not this one's.
     os.closerange(3, 256)
-    sys.argv = ["verl_memopt.trainer.main_ppo", *argv]
+    os.environ.clear()
+    os.environ.update(asked["env"])
+    os.chdir(asked["cwd"])
+    sys.stdin = open(0)  # noqa: SIM115 - as the interpreter's, for as long as the process lives
+    sys.path[:0] = [path for path in os.environ.get("PYTHONPATH", "").split(os.pathsep) if path not in sys.path]
     code = 1
     try:
-        if KILL in env:
-            kill_at(json.loads(env[KILL]))
-        from verl_memopt.trainer.main_ppo import main
-
-        code = main(argv)
+        _interpret(asked["arguments"])
+        code = 0
     except SystemExit as error:
-        code = error.code or 0
+        code = error.code if isinstance(error.code, int) else int(error.code is not None)
+        if isinstance(error.code, str):
+            sys.stderr.write(error.code + "\n")
+    except KeyboardInterrupt:
+        traceback.print_exc()
+        code = 130
     except BaseException:  # noqa: BLE001 - told as the interpreter would
         traceback.print_exc()
     finally:
-        with contextlib.suppress(Exception):
+        with contextlib.suppress(BaseException):
+            threading._shutdown()
+            atexit._run_exitfuncs()
             sys.stdout.flush()
             sys.stderr.flush()
         os._exit(code)
 
 
+def _interpret(arguments):
+    """Does what ``python ARGUMENTS`` does: a module, a program, standard input or a file."""
+    how, *rest = arguments
+    if how == "-m":
+        sys.argv = rest
+        runpy.run_module(rest[0], run_name="__main__", alter_sys=True)
+    elif how in ("-c", "-"):
+        text, sys.argv = (rest[0], ["-c", *rest[1:]]) if how == "-c" else (sys.stdin.read(), ["-", *rest])
+        exec(compile(text, "<string>", "exec"), {"__name__": "__main__"})
+    else:
+        sys.argv = arguments
+        sys.path.insert(0, str(Path(how).resolve().parent))
+        runpy.run_path(how, run_name="__main__")
+
+
 if __name__ == "__main__":
-    serve()
+    serve(sys.argv[1])

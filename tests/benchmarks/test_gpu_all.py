@@ -9,16 +9,16 @@ import pytest
 
 from benchmarks.gpu.missing_wheels import missing
 from benchmarks.gpu.pytest_counts import counts
-from tests.end_to_end.runs import ROOT, environment
+from tests.end_to_end.runs import ROOT, script_environment
 
 TINY = {
-    "PYTHON": sys.executable, "WHEELS": "none", "LAYERS": "2", "VOCABULARY": "512", "SHRINK": "32", "PROMPT": "16",
+    "WHEELS": "none", "LAYERS": "2", "VOCABULARY": "512", "SHRINK": "32", "PROMPT": "16",
     "CASES": "0.6b/lora", "START": "64", "MOST": "64", "LIMIT_GB": "1",
 }  # fmt: skip
 
 
 def run_all(out, **more):
-    env = environment(**{**TINY, "OUT": str(out), **more})
+    env = script_environment(**{**TINY, "OUT": str(out), **more})
     return subprocess.run(["bash", "benchmarks/gpu/all.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=280)
 
 
@@ -43,7 +43,7 @@ def test_a_part_that_fails_does_not_stop_the_next_and_fails_the_command(tmp_path
 
 
 def test_a_part_out_of_time_is_named_and_keeps_what_it_wrote(tmp_path):
-    process = run_all(tmp_path, ONLY="5", PART_SECONDS="1")
+    process = run_all(tmp_path, ONLY="5", PART_SECONDS="1", PYTHON=sys.executable)
     assert process.returncode == 1, process.stderr[-3000:]
     assert summary(tmp_path) == {"reach": "out of time"}
     assert (tmp_path / "reach" / "output.txt").exists()
@@ -77,7 +77,7 @@ def test_counts_tell_passed_failed_and_skipped_tests_with_their_reasons(tmp_path
 @pytest.mark.slow
 @pytest.mark.timeout(1500)
 def test_every_part_runs_on_a_cpu_with_small_shapes(tmp_path):
-    env = environment(SMALL="1", PYTHON=sys.executable, WHEELS="none", OUT=str(tmp_path))
+    env = script_environment(SMALL="1", WHEELS="none", OUT=str(tmp_path))
     command = ["bash", "benchmarks/gpu/all.sh"]
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=1400)
     assert set(summary(tmp_path).values()) == {"done"}, process.stdout[-3000:]

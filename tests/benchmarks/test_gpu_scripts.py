@@ -2,15 +2,14 @@
 
 import json
 import subprocess
-import sys
 
-from tests.end_to_end.runs import ROOT, environment
+from tests.end_to_end.runs import ROOT, script_environment
 
-SMALL = {"LAYERS": "2", "VOCABULARY": "1024", "ROWS": "2", "PROMPT": "16", "RESPONSE": "8", "PYTHON": sys.executable}
+SMALL = {"LAYERS": "2", "VOCABULARY": "1024", "ROWS": "2", "PROMPT": "16", "RESPONSE": "8"}
 
 
 def test_the_ladder_script_leaves_table_json_picture_and_what_it_ran_on(tmp_path):
-    env = environment(**SMALL, OUT=str(tmp_path / "out"), ONLY="chunked_logprob")
+    env = script_environment(**SMALL, OUT=str(tmp_path / "out"), ONLY="chunked_logprob")
     command = ["bash", "benchmarks/gpu/ladder.sh", "actor_rollout_ref.actor.optim.bucket_megabytes=1"]
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
@@ -24,7 +23,7 @@ def test_the_ladder_script_leaves_table_json_picture_and_what_it_ran_on(tmp_path
 
 def test_a_rung_over_the_limit_is_a_row_and_the_script_goes_on(tmp_path):
     """The limit lies between an update with Adam's moments on the device and one with them on the host."""
-    env = environment(**SMALL, OUT=str(tmp_path / "out"), ONLY="optimizer_offload", LIMIT_GB="0.45")
+    env = script_environment(**SMALL, OUT=str(tmp_path / "out"), ONLY="optimizer_offload", LIMIT_GB="0.45")
     command = ["bash", "benchmarks/gpu/ladder.sh", "actor_rollout_ref.actor.optim.bucket_megabytes=1"]
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
@@ -44,7 +43,7 @@ def test_a_rung_over_the_limit_is_a_row_and_the_script_goes_on(tmp_path):
 
 def test_a_script_that_is_terminated_keeps_the_rungs_it_has_and_prints_them(tmp_path):
     out = tmp_path / "out"
-    env = environment(**SMALL, OUT=str(out))
+    env = script_environment(**SMALL, OUT=str(out))
     command = ["bash", "benchmarks/gpu/ladder.sh"]
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
@@ -60,9 +59,8 @@ def test_a_script_that_is_terminated_keeps_the_rungs_it_has_and_prints_them(tmp_
 
 def test_the_update_pass_script_leaves_a_table_a_record_and_a_picture_for_each_workload(tmp_path):
     out = tmp_path / "out"
-    env = environment(
+    env = script_environment(
         OUT=str(out),
-        PYTHON=sys.executable,
         LAYERS="1",
         SHRINK="64",
         REPEATS="1",
@@ -85,7 +83,7 @@ def test_the_update_pass_script_leaves_a_table_a_record_and_a_picture_for_each_w
 def test_a_workload_whose_budget_is_spent_says_so_for_each_contestant(tmp_path):
     out = tmp_path / "out"
     small = {"LAYERS": "1", "SHRINK": "64", "REPEATS": "1", "CONTESTANTS": "ours", "WORKLOADS": "c"}
-    env = environment(OUT=str(out), PYTHON=sys.executable, BUDGET="0", **small)
+    env = script_environment(OUT=str(out), BUDGET="0", **small)
     process = subprocess.run(
         ["bash", "benchmarks/gpu/update_pass.sh"], cwd=ROOT, env=env, capture_output=True, text=True, timeout=300
     )

@@ -2,7 +2,6 @@
 
 import json
 import subprocess
-import sys
 
 import pytest
 import torch
@@ -12,7 +11,7 @@ from benchmarks.gpu.kernel_groups import kernel_group, operation_group
 from benchmarks.gpu.profile_table import draw, rate, render
 from benchmarks.gpu.profile_update import summary, with_flops
 from benchmarks.gpu.traces import Launch, busy_seconds, by_group, launches, longest, profiled, span_seconds
-from tests.end_to_end.runs import ROOT, environment
+from tests.end_to_end.runs import ROOT, script_environment
 
 NAMES = {
     "products": [
@@ -195,7 +194,7 @@ def test_a_compiled_profile_takes_the_operations_that_were_counted_uncompiled():
 def test_the_profile_script_leaves_table_json_picture_and_what_it_ran_on(tmp_path):
     out = tmp_path / "out"
     small = {"LAYERS": "1", "SHRINK": "64", "REPEATS": "1", "COMPILE": "off"}
-    env = environment(**small, OUT=str(out), PYTHON=sys.executable)
+    env = script_environment(**small, OUT=str(out))
     command = ["bash", "benchmarks/gpu/profile.sh", "--groups", "1", "--group", "2"]
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]

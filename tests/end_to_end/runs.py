@@ -9,7 +9,7 @@ from pathlib import Path
 
 import psutil
 
-from tests.forked import shared_server
+from tests.forked import PYTHON, shared_server
 from verl_memopt.cli import main
 
 ROOT = Path(__file__).parents[2]
@@ -23,6 +23,11 @@ def environment(**more):
     return {**os.environ, **quiet, **more}
 
 
+def script_environment(**more):
+    """Gives the environment of a script whose ``$PYTHON`` forks from a process that has imported torch."""
+    return environment(**{"PYTHON": PYTHON, **shared_server().variables(), **more})
+
+
 def settings_of(toy, run_dir):
     """Gives the settings that every run of the toy task is told."""
     return [
@@ -34,13 +39,10 @@ def settings_of(toy, run_dir):
     ]
 
 
-COMMAND = [sys.executable, "-m", "verl_memopt.trainer.main_ppo"]
-
-
 def arguments(toy, run_dir, *overrides, config="toy"):
     """Gives the training command for the toy task with ``overrides`` on top."""
-    recipe = ["--config-dir", "recipe/rloo", "--config-name", config]
-    return [*COMMAND, *recipe, *settings_of(toy, run_dir), *overrides]
+    entry = [sys.executable, "-m", "verl_memopt.trainer.main_ppo", "--config-dir", "recipe/rloo", "--config-name", config]
+    return [*entry, *settings_of(toy, run_dir), *overrides]
 
 
 def train_here(toy, run_dir, *overrides):
@@ -53,7 +55,7 @@ def train(toy, run_dir, *overrides, config="toy", timeout=240, env=None):
     """Gives a training run that has ended, forked from a process that has imported torch; with an env, one of its own."""
     asked = arguments(toy, run_dir, *overrides, config=config)
     if env is None:
-        return shared_server().fork(asked[len(COMMAND) :], apart=True).wait(timeout)
+        return shared_server().fork(asked[1:], apart=True).wait(timeout)
     return subprocess.run(asked, cwd=ROOT, env=env, capture_output=True, text=True, timeout=timeout)
 
 
@@ -81,7 +83,7 @@ def learned(row):
 
 def start(toy, run_dir, *overrides, config="toy"):
     """Starts a training run at the head of a process group of its own, forked from a process that has imported torch."""
-    return shared_server().fork(arguments(toy, run_dir, *overrides, config=config)[len(COMMAND) :])
+    return shared_server().fork(arguments(toy, run_dir, *overrides, config=config)[1:])
 
 
 def start_command(toy, run_dir, *overrides, env=None):

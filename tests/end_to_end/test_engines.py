@@ -82,6 +82,7 @@ def test_ctrl_c_on_ray_finishes_the_step_saves_and_leaves_no_process(interrupted
     assert "Traceback" not in output
 
 
+@pytest.mark.slow  # test_stops does the like, to all processes, in every run of the tests
 def test_sigterm_on_ray_is_as_gentle(toy, tmp_path):
     process = start(toy, tmp_path / "run", f"{AR}.rollout.name=hf", "trainer.total_training_steps=100000", *QUIET)
     wait_for_step(process, tmp_path / "run", 0)
@@ -130,6 +131,7 @@ def test_those_budgets_cut_the_first_step_into_one_and_into_eight(whole):
     assert 7 * 560 < computed <= 8 * 560
 
 
+@pytest.mark.slow  # test_combinations does the like on two ranks without Ray, and `apart` cuts a step under Ray
 def test_the_first_step_is_the_same_on_two_workers_under_ray(toy, tmp_path, whole):
     succeeded(train(toy, tmp_path / "run", *UNEVEN, TWO))
     assert_same_step(whole, metrics(tmp_path / "run")[1])

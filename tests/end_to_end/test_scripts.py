@@ -9,7 +9,7 @@ import sys
 import pytest
 import yaml
 
-from tests.end_to_end.runs import RECIPES, ROOT, environment
+from tests.end_to_end.runs import RECIPES, ROOT, script_environment
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.plain import to_plain
 
@@ -49,8 +49,10 @@ def resolved(script, tmp_path):
     """Runs a script with ``debug=dry`` from another folder and gives the settings it prints, by dotted key."""
 
     def run(*arguments, **variables):
-        inherited = {name: value for name, value in environment().items() if name not in {*VARIABLES, "MODEL_PATH", "SEED"}}
-        env = {**inherited, "PYTHON": sys.executable, "PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
+        inherited = {
+            name: value for name, value in script_environment().items() if name not in {*VARIABLES, "MODEL_PATH", "SEED"}
+        }
+        env = {**inherited, "PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
         command = ["bash", str(script), "debug=dry", *arguments]
         process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
         assert process.returncode == 0, process.stderr[-3000:]

@@ -1,7 +1,12 @@
-"""Kills one process of a run at the boundary of a phase, from inside the driver, so that the moment is exact."""
+"""Kills one process of a run at the boundary of a phase, from inside the driver, so that the moment is exact.
 
+``python -m tests.faults.kills ARGUMENTS`` trains as ``verl_memopt.trainer.main_ppo`` does, with the kill of the variable KILL.
+"""
+
+import json
 import os
 import signal
+import sys
 from contextlib import contextmanager
 
 import psutil
@@ -60,3 +65,10 @@ def _kill(who):
         os.kill(os.getpid(), signal.SIGKILL)
     for process in members(os.getpid())[who][:1]:
         process.kill()
+
+
+if __name__ == "__main__":
+    from verl_memopt.trainer.main_ppo import main
+
+    kill_at(json.loads(os.environ[KILL]))
+    sys.exit(main())

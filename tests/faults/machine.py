@@ -9,7 +9,8 @@ from pathlib import Path
 
 import psutil
 
-from tests.end_to_end.runs import COMMAND, ROOT, arguments, environment, survivors
+from tests.end_to_end.runs import ROOT, arguments, environment, survivors
+from tests.faults.kills import KILL
 from tests.forked import ForkServer
 
 SOURCE = Path(__file__).with_name("disk.c")
@@ -34,7 +35,8 @@ class Machine(ForkServer):
     def start(self, toy, run_dir, *overrides, **env):
         """Starts a training run of the toy task in a session of its own."""
         mark = f"{self.folder} {next(self._marks)}"
-        run = self.fork(arguments(toy, run_dir, *overrides)[len(COMMAND) :], {**env, MARK: mark})
+        module, *given = arguments(toy, run_dir, *overrides)[2:]
+        run = self.fork(["-m", "tests.faults.kills" if KILL in env else module, *given], {**self.env, **env, MARK: mark})
         run.mark = mark
         return run
 

@@ -177,7 +177,7 @@ TILES = 6 * 2**16 * 4
 def peak_of(folder, **options):
     mini = act.mini_batch(response=RESPONSE)
     with act.fake_ranks(2) as mesh:
-        return act.peaks(act.build(folder, mesh, **options), mini)[0]
+        return act.peaks(act.build(folder, mesh, logprob_chunk_tokens=256, **options), mini)[0]
 
 
 def at_peak():
