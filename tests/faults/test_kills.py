@@ -93,7 +93,7 @@ def test_fifty_random_kills_lose_no_step_that_was_saved(healthy, toy, run_dir, r
     """Ray and vLLM: a random process of the run, at a random moment from its start on."""
     settings = [*QUIET, "trainer.total_training_steps=300", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=3"]
     reference = run_dir.with_name("reference")
-    whole = healthy.train(toy, reference, *settings)
+    whole = healthy.start(toy, reference, *settings).wait(1800)
     assert whole.returncode == 0, whole.stdout[-3000:]
     random.seed(0)
     killed, folder, rounds = Counter(), run_dir, 0
@@ -113,7 +113,7 @@ def test_fifty_random_kills_lose_no_step_that_was_saved(healthy, toy, run_dir, r
         logged, saved = steps_of(folder)
         assert logged == sorted(set(logged)), who
         assert max(logged, default=0) - saved <= 1, who
-    last = healthy.train(toy, folder, *settings)
+    last = healthy.start(toy, folder, *settings).wait(1800)
     assert last.returncode == 0, last.stdout[-3000:]
     assert_equal_runs(folder, reference)
     request.config.get_terminal_writer().line(f"killed: {dict(killed)}; whole runs in between: {rounds}")
