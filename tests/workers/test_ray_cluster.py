@@ -6,7 +6,6 @@ import socket
 import stat
 import subprocess
 import tempfile
-import time
 from pathlib import Path
 
 import pytest
@@ -18,7 +17,6 @@ from verl_memopt.workers.ray_cluster import (
     STOP_SIGNALS,
     Connection,
     Request,
-    _guard,
     own_folder,
     stop_signals_blocked,
 )
@@ -50,47 +48,6 @@ def test_the_address_in_the_environment_is_told_in_the_same_way(monkeypatch):
         monkeypatch.setenv("RAY_ADDRESS", address)
         with pytest.raises(ConfigError, match=f"{address}: nothing answers there.*RAY_ADDRESS"):
             Connection({}, Request(1, 1, gpu=False))
-
-
-def test_a_guardian_kills_what_it_guards_once_its_pipe_closes():
-    sleeper = subprocess.Popen(["sleep", "60"])
-    guardian = _guard([sleeper.pid])
-    assert sleeper.poll() is None
-    guardian.stdin.close()
-    assert sleeper.wait(timeout=20) == -9
-    guardian.wait(timeout=20)
-
-
-def test_a_guardian_that_is_ended_first_kills_nothing():
-    sleeper = subprocess.Popen(["sleep", "60"])
-    guardian = _guard([sleeper.pid])
-    guardian.kill()
-    guardian.communicate()
-    time.sleep(0.1)
-    assert sleeper.poll() is None
-    sleeper.kill()
-    sleeper.wait()
-
-
-def test_a_guardian_outlives_a_signal_to_all_processes():
-    sleeper = subprocess.Popen(["sleep", "60"])
-    guardian = _guard([sleeper.pid])
-    deadline = time.monotonic() + 10
-    while b"guardian" not in _command(guardian.pid) and time.monotonic() < deadline:
-        time.sleep(0.01)
-    time.sleep(0.2)  # the shell sets its traps
-    for number in STOP_SIGNALS:
-        guardian.send_signal(number)
-    time.sleep(0.2)
-    assert guardian.poll() is None
-    guardian.stdin.close()
-    assert sleeper.wait(timeout=20) == -9
-    guardian.wait(timeout=20)
-
-
-def _command(pid):
-    with open(f"/proc/{pid}/cmdline", "rb") as file:
-        return file.read()
 
 
 def test_what_is_started_meanwhile_never_gets_the_signals_that_stop_a_run():

@@ -98,7 +98,7 @@ class ByteTracker(TorchDispatchMode):
         self._scopes: list[tuple[str, str | None]] = [(default_kind, None)]
         self._entries: dict[int, _Entry] = {}
         self._tier_bytes = {DEVICE: 0, HOST: 0}
-        self._op = ""
+        self._op: Any = ""
         self._plans = False
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
@@ -174,9 +174,9 @@ class ByteTracker(TorchDispatchMode):
             self.kind_peaks[tier, kind] = held
         self._tier_bytes[tier] += size
         if size > 0 and self._tier_bytes[tier] > self.peaks[tier].bytes:
-            self.peaks[tier] = Peak(self._tier_bytes[tier], self.kinds(tier), self._op)
+            self.peaks[tier] = Peak(self._tier_bytes[tier], self.kinds(tier), str(self._op))
         if size > 0 and tier == DEVICE and self._limit_bytes is not None and self._tier_bytes[tier] > self._limit_bytes:
-            raise DeviceLimitError(self._tier_bytes[tier], self.kinds(tier), self._op, size)
+            raise DeviceLimitError(self._tier_bytes[tier], self.kinds(tier), str(self._op), size)
 
     def _rounded(self, size: int) -> int:
         return -(-size // self._block_bytes) * self._block_bytes
@@ -188,15 +188,25 @@ class ByteTracker(TorchDispatchMode):
             return DEVICE if device.type == self._device.type else HOST
         return self._scopes[-1][1] or DEVICE
 
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        """Return False: torch would wrap the dispatch below in a guard against compilation, which costs 50 microseconds an op."""
+        return False
+
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
         # A wrapper subclass runs its own dispatch, and the ops on its inner tensors come back here.
-        if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
+        if types and any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
-        result = func(*args, **(kwargs or {}))
+        result = func(*args, **kwargs) if kwargs else func(*args)
         if func is torch.ops._c10d_functional.wait_tensor.default:
             # Eager gives the argument back; fake and meta kernels make a second tensor that no real run holds.
             return args[0]
-        self._op = str(func)
+        self._op = func
+        if type(result) is torch.Tensor and result.layout is torch.strided:
+            # What nearly every op gives, without what only others need: this runs once an op.
+            if result.device.type != "meta":
+                self._see_storage(result.untyped_storage(), result.device)
+            return result
         for tensor in tree_iter(result):
             if isinstance(tensor, torch.Tensor) and (self._plans or not isinstance(tensor, FakeTensor)):
                 self.see(tensor)

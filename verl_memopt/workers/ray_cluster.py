@@ -8,7 +8,6 @@ import secrets
 import signal
 import socket
 import stat
-import subprocess
 import tempfile
 import threading
 import time
@@ -19,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import ConfigError, WorkerError
+from verl_memopt.workers.guardian import Guardian
 from verl_memopt.workers.processes import descendants, is_alive, kill, wait_until_gone
 
 OBJECT_STORE_BYTES = 256 * 2**20
@@ -77,7 +77,7 @@ class Connection:
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
 
-        self._guardian: subprocess.Popen[bytes] | None = None
+        self._guardian: Guardian | None = None
         self._started: list[int] = []
         self._known: set[Any] = set()
         self._heads: dict[int, str] = {}
@@ -99,8 +99,7 @@ class Connection:
             else:
                 self._shutdown()
         if self._guardian is not None:
-            self._guardian.kill()
-            self._guardian.communicate()
+            self._guardian.dismiss()
         self._owned, self._guardian = False, None
 
     def lost(self) -> str | None:
@@ -173,12 +172,13 @@ class Connection:
         num_cpus = max(request.nnodes * request.devices_per_node, os.cpu_count() or 1)
         folder = given.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
         defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
+        self._guardian = None if joins else Guardian()
         before = set(psutil.Process().children())
         try:
             with stop_signals_blocked(), nullcontext() if joins else _one_node():
                 ray.init(**{"logging_level": logging.ERROR, **defaults, **given})
         except (ConnectionError, TypeError, ValueError, RuntimeError, OSError, ray.exceptions.RayError) as error:
-            ray.shutdown()
+            self.close()
             raise ConfigError(
                 f"ray_kwargs.ray_init={given}: Ray could not start: {error}. Correct or remove the argument."
             ) from error
@@ -187,7 +187,8 @@ class Connection:
         if self._started:
             self._heads = {pid: name for pid in self._started if (name := HEADS.get(psutil.Process(pid).name()))}
             self._remember_started()
-            self._guardian = _guard([process.pid for process in self._known])
+        if self._guardian is not None:
+            self._guardian.all_started()
 
 
 @contextmanager
@@ -293,17 +294,6 @@ def _does_not_answer(address: str) -> str | None:
     except OSError as error:
         return str(error)
     return None
-
-
-def _guard(pids: list[int]) -> subprocess.Popen[bytes]:
-    """Starts a shell that kills ``pids`` once this process is gone, however it ended.
-
-    Ray's own processes follow a killed driver, but its node's two agents outlive it by a minute. The shell waits for the
-    end of a pipe that only this process holds, in a session of its own, where no Ctrl-C reaches it.
-    """
-    script = "trap '' TERM INT HUP; read _; kill -9 \"$@\" 2> /dev/null"
-    command = ["sh", "-c", script, "guardian", *map(str, pids)]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, start_new_session=True)
 
 
 def reserve(request: Request, timeout_seconds: float) -> list[Any]:
