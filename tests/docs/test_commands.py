@@ -1,26 +1,29 @@
 """Every command of the pages that a newcomer follows is run, in the order of the page, in a stand-in for a checkout.
 
-A command that trains is run with ``debug=dry``: it resolves all its settings and ends. What it would have left stands there for
-the commands after it, and nothing else does.
+A command that trains resolves all its settings and ends. What it would have left stands there for the commands after it, and
+nothing else does.
 """
 
 import json
 import re
+import shlex
 import shutil
 import subprocess
 
 import pytest
-import yaml
 
 from tests.docs.pages import DOCS, README, ROOT, blocks, commands, page_name
 from tests.end_to_end.runs import LOCAL, script_environment, succeeded, train
 from tests.forked import PYTHON
+from verl_memopt.config.loader import load_settings
 from verl_memopt.memory.knobs import index
 
 PAGES = [README, *(DOCS / f"{name}.md" for name in ("get_started", "out_of_memory", "recipes"))]
 QUICK_LADDER = "--layers 1 --vocabulary 320 --rows 2 --prompt 8 --response 4 --only chunked_logprob"
 """Options of ``knobs --measure`` that win over those of the page."""
 SCRIPT = re.compile(r"bash (examples/memory_optimization/run_\w+\.sh|benchmarks/\S+\.sh|docs/\S+\.sh)")
+ENTRY = re.compile(r"^\++ \S+ -m verl_memopt\.trainer\.main_ppo (.*)$", re.MULTILINE)
+"""The last command of a script, as the shell traces it."""
 MADE = ("runs", "checkpoints", "data", "build")
 """Folders that a checkout has only once a command has made them."""
 
@@ -38,8 +41,9 @@ def run_folder(toy, tmp_path_factory):
 class Checkout:
     """A folder in which the commands of one page run one after another."""
 
-    def __init__(self, folder, toy, run_folder):
-        self.folder, self.run_folder = folder / "checkout", run_folder
+    def __init__(self, folder, toy, run_folder, handed):
+        """handed: variables and script -> arguments of the training entry; filled here, for other pages too."""
+        self.folder, self.run_folder, self.handed = folder / "checkout", run_folder, handed
         self.folder.mkdir()
         for path in ROOT.iterdir():
             if path.name not in (*MADE, ".git"):
@@ -75,10 +79,26 @@ class Checkout:
         env = script_environment(DEVICE="cpu", HOME=str(self.home))
         return subprocess.run(["bash", "-c", command], cwd=self.folder, env=env, capture_output=True, text=True, timeout=200)
 
-    def train(self, command):
-        """Resolve the settings of a training command, and put a run where it would have put its own."""
-        settings = yaml.safe_load(self.shell(f"{command} debug=dry"))
-        run_dir = self.folder / settings["trainer"]["default_local_dir"]
+    def train(self, variables, program):
+        """Resolve the settings of a training command, and put a run where it would have put its own.
+
+        A script is run once for each set of variables. What it then hands to the entry is used for its other overrides.
+        """
+        script, *overrides = re.sub(r"^bash ", "", program).split()
+        if (variables, script) not in self.handed:
+            self.handed[variables, script] = self.handed_on(f"{variables}bash {script} debug=dry")
+        handed = self.handed[variables, script]
+        self._resolve(handed[handed.index("--config-name") + 1], [word for word in handed if "=" in word] + overrides)
+
+    def handed_on(self, command):
+        """Return the arguments that a script hands to the training entry, from the shell's trace of it."""
+        process = self.ended(command)
+        assert process.returncode == 0, f"{command}\n{process.stderr[-3000:]}"
+        return shlex.split(ENTRY.findall(process.stderr)[-1])
+
+    def _resolve(self, name, overrides):
+        settings = load_settings(name, overrides, str(ROOT / "recipe" / "rloo"))
+        run_dir = self.folder / settings.trainer.default_local_dir
         if not run_dir.exists():
             shutil.copytree(self.run_folder, run_dir)
 
@@ -88,13 +108,13 @@ class Checkout:
         if program.startswith("make train"):
             planned = self.shell(f"{variables}make -n {program.removeprefix('make ')}").splitlines()
             assert planned[0] == "./setup_env.sh"
-            self.train(variables + planned[-1])
+            self.train(variables, planned[-1])
         elif program.startswith("make "):
             self.shell(f"make -n {program.removeprefix('make ')}")
         elif (script := SCRIPT.match(program)) is not None:
             assert (ROOT / script[1]).is_file(), command
             if script[1].startswith("examples/"):
-                self.train(command)
+                self.train(variables, program)
             else:
                 self.shell(f"bash -n {script[1]}")
         elif program.startswith("./setup_env.sh"):
@@ -104,15 +124,20 @@ class Checkout:
             assert {entry.name for entry in index()} >= set(only.split()), command
             self.shell(f"{settings} {QUICK_LADDER}")
         elif program.startswith(".venv/bin/verl-memopt train") and "--cfg job" not in program:
-            self.train(command)
+            self._resolve("toy", program.split(" --config-name toy ")[1].split())
         else:
             assert program.startswith(".venv/bin/"), f"{command}: nothing here runs such a command"
             self.shell(command)
 
 
+@pytest.fixture(scope="module")
+def handed():
+    return {}
+
+
 @pytest.fixture
-def checkout(tmp_path, toy, run_folder):
-    return Checkout(tmp_path, toy, run_folder)
+def checkout(tmp_path, toy, run_folder, handed):
+    return Checkout(tmp_path, toy, run_folder, handed)
 
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
