@@ -1,0 +1,86 @@
+"""The page of metrics names everything that a run logs, and nothing that no run can log."""
+
+import json
+import re
+
+import pytest
+
+from tests.docs.pages import DOCS
+from tests.end_to_end.runs import LOCAL, metrics, succeeded, train
+
+PAGE = DOCS / "metrics.md"
+AR = "actor_rollout_ref"
+SHORT = ["trainer.total_training_steps=2", "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=1", "data.train_batch_size=4"]
+OFF_POLICY = [
+    *(f"{AR}.actor.ppo_mini_batch_size=2", f"{AR}.actor.calculate_entropy=true", f"{AR}.actor.use_kl_loss=true"),
+    *("algorithm.use_kl_in_reward=true", "data.truncation=left", f"{AR}.model.enable_activation_offload=true"),
+    *(f"{AR}.rollout.val_kwargs.n=2", f"{AR}.rollout.val_kwargs.do_sample=true", f"{AR}.rollout.val_kwargs.temperature=1.0"),
+    "custom_reward_function.path={reward}",
+]
+REWARD = """
+def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+    answer = solution_str.strip()
+    return {"score": float(answer == ground_truth), "acc": float(answer == ground_truth), "pred": answer}
+"""
+GPU_ONLY = re.compile(r"(peak_reserved|device_used|max_memory_reserved)_gb$")
+NOT_HERE = {"timing_s/load_checkpoint", "memory/load_checkpoint"}
+"""Phases that only a resumed run has."""
+
+
+def expanded(name):
+    """Return the names that a name with ``{a,b}`` stands for."""
+    found = re.search(r"\{([^{}]*)\}", name)
+    if found is None:
+        return [name]
+    return [each for choice in found[1].split(",") for each in expanded(name.replace(found[0], choice, 1))]
+
+
+def documented():
+    """Return the names in the first column of the page's tables."""
+    rows = re.findall(r"^\| `([^`]+/[^`]+)` \|", PAGE.read_text(), re.MULTILINE)
+    return [name for row in rows for name in expanded(row)]
+
+
+def pattern(name):
+    """Return what a documented name matches: a word in capitals stands for any text, SOURCE with slashes."""
+    parts = {"SOURCE": ".+", "VARIABLE": r"[^/]+", "PHASE": r"[a-z_]+"}
+    text = re.sub("SOURCE|VARIABLE|PHASE", lambda found: parts[found[0]], re.escape(name))
+    return re.compile(re.sub(r"(?<=@)N", r"\\d+", text))
+
+
+@pytest.fixture(scope="module")
+def logged(toy, tmp_path_factory):
+    """Return every name of two short runs: one on-policy, one with all that adds metrics."""
+    folder = tmp_path_factory.mktemp("metrics")
+    (folder / "reward.py").write_text(REWARD)
+    names = set()
+    for number, overrides in enumerate(([f"{AR}.actor.ppo_mini_batch_size=4"], OFF_POLICY)):
+        told = [override.format(reward=folder / "reward.py") for override in overrides]
+        run_dir = folder / str(number)
+        succeeded(train(toy, run_dir, *LOCAL, *SHORT, *told))
+        names |= {name for row in metrics(run_dir).values() for name in row}
+    return names - {"step", "run_id"}
+
+
+def test_every_name_that_a_run_logs_is_on_the_page(logged):
+    known = [pattern(name) for name in documented()]
+    assert not [name for name in sorted(logged) if not any(each.fullmatch(name) for each in known)]
+
+
+def test_every_name_of_the_recorded_run_is_on_the_page():
+    rows = (DOCS / "record" / "rloo_toy" / "metrics.jsonl").read_text().splitlines()
+    known = [pattern(name) for name in documented()]
+    names = {name for row in rows for name in json.loads(row)} - {"step", "run_id"}
+    assert not [name for name in sorted(names) if not any(each.fullmatch(name) for each in known)]
+
+
+def test_the_page_names_nothing_that_no_run_logs(logged):
+    names = [name for name in documented() if not GPU_ONLY.search(name)]
+    assert not [name for name in names if not any(pattern(name).fullmatch(each) for each in logged)]
+
+
+def test_the_page_lists_the_phases(logged):
+    listed = set(re.findall(r"`(\w+)`", PAGE.read_text().split("Phases:")[1]))
+    timed = {name.removeprefix("timing_s/") for name in logged if name.startswith("timing_s/")} - {"step"}
+    assert timed <= listed
+    assert {f"timing_s/{name}" for name in listed - timed} <= NOT_HERE

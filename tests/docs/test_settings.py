@@ -1,0 +1,111 @@
+"""Settings that the pages name: each key exists, and what one cell of a table tells to set can be set together."""
+
+import json
+import re
+from functools import cache
+
+import pytest
+
+from tests.docs.pages import DOCS, README, SETTING, blocks, cells, page_name, without_blocks
+from verl_memopt.config.keys import leaf_types, section_keys
+from verl_memopt.config.loader import load_settings
+from verl_memopt.memory.profiles import PROFILES
+
+PAGES = [
+    README,
+    *(DOCS / f"{name}.md" for name in ("get_started", "out_of_memory", "recipes", "how_it_works", "metrics", "run_files")),
+]
+LEAST = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
+MOST_WORDS = 900
+
+
+def asked(text):
+    """Return the settings with a value in a piece of a page; one whose value is left open is not among them."""
+    return [token for token in SETTING.findall(text) if "=" in token and "..." not in token]
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_key_exists(page):
+    known = leaf_types().keys() | section_keys()
+    for token in SETTING.findall(without_blocks(page)):
+        key, _, value = token.partition("=")
+        if key in ("memory", "debug"):
+            assert key == "debug" or value in PROFILES, token
+        else:
+            assert key in known, token
+
+
+@pytest.mark.parametrize("page", PAGES, ids=page_name)
+def test_every_setting_loads_and_so_do_those_of_one_cell_together(page):
+    for piece in cells(page):
+        overrides = asked(piece)
+        for override in overrides:
+            loads(override, *NEEDED.get(override, ()))
+        if len(overrides) > 1 and re.sub(SETTING, "", piece).strip() == "":
+            loads(*overrides)
+
+
+@cache
+def loads(*overrides):
+    load_settings("gsm8k_grpo", [*LEAST, *overrides], "recipe/rloo")
+
+
+AR = "actor_rollout_ref"
+NEEDED = {
+    f"{AR}.rollout.tensor_model_parallel_size=2": ("trainer.n_gpus_per_node=2",),
+    f"{AR}.actor.optim.stochastic_rounding=true": (f"{AR}.actor.fsdp_config.model_dtype=bfloat16",),
+    f"{AR}.model.load_mode=mmap": (f"{AR}.ref.fsdp_config.param_offload=true",),
+    "trainer.resume_mode=resume_path": ("trainer.resume_from_path=checkpoints/run/global_step_1",),
+}
+"""Setting -> others without which it is refused; the page names them beside it."""
+
+
+def test_the_readme_is_short():
+    prose = "\n".join(line for line in without_blocks(README).splitlines() if not line.startswith("|"))
+    assert len(prose.split()) <= MOST_WORDS
+
+
+def test_the_readme_is_in_the_readers_order():
+    wanted = ["Install and run", "On a GPU", "Out of memory?", "The ladder", "The update pass", "More"]
+    assert re.findall(r"^## (.*)$", without_blocks(README), re.MULTILINE) == wanted
+
+
+def test_figures_of_the_readmes_ladder_are_those_of_the_evidence():
+    text = (DOCS / "evidence" / "2026-11-21-ladder-cpu" / "ladder.txt").read_text()
+    measured = {}
+    for line in text.split("Instead of what follows")[0].splitlines()[3:]:
+        if line.strip():
+            name, peak, share, *rest = re.split(r"\s{2,}", line.strip())
+            measured[name] = (peak, share, float(rest[-2].replace(",", "")))
+    rows = re.findall(
+        r"^\| (?:\+ )?`?(all off|\w+)`?(?: \(\w+\))? \| ([\d,]+) \| ([\d.]+) \| ([\d,]+) \|$", README.read_text(), re.M
+    )
+    assert len(rows) == 10
+    for name, peak, share, host in rows:
+        assert (peak, share, float(host.replace(",", ""))) == measured[name], name
+
+
+def test_figures_of_the_update_pass_are_those_of_the_evidence():
+    record = json.loads((DOCS / "evidence" / "2026-11-21-update-pass" / "b.json").read_text())
+    measured = {(row["contestant"], row["checkpointing"]): figures(row) for row in record["rows"]}
+    for page, columns in ((README, 3), (DOCS / "update_pass.md", 6)):
+        rows = re.findall(r"^\| `(\w+)` \| ([\d.,| ]+) \|$", page.read_text(), re.MULTILINE)
+        assert len(rows) in (7, 8)
+        for name, said in rows:
+            expected = (*measured[name, False], *measured[name, True])[:columns]
+            assert tuple(said.split(" | ")) == expected, (page.name, name)
+
+
+def figures(row):
+    """Return seconds, MiB beyond parameters and gradients, and GFLOP of a measured row, as the pages print them."""
+    beyond = (row["peak_bytes"] - row["param_grad_bytes"]) / 2**20
+    return f"{row['seconds']:.2f}", f"{beyond:,.0f}", f"{row['flops'] / 1e9:,.0f}"
+
+
+def test_the_summary_shown_is_that_of_the_recorded_run():
+    console = (DOCS / "record" / "rloo_toy" / "console.txt").read_text().splitlines()
+    shown = [line for page in (README, DOCS / "get_started.md") for block in blocks(page, "") for line in block.splitlines()]
+    known = {line.strip() for line in console}
+    compared = [line for line in shown if re.search(r"^(init|gen|update_actor|testing|step 40/40) |^ +(31|40) ", line)]
+    assert len(compared) == 8
+    assert {line.strip() for line in compared} <= known
