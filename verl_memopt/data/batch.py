@@ -53,7 +53,7 @@ class RolloutBatch(TensorClass):
         """Gives int64 [R]: the row of each response token."""
         return torch.repeat_interleave(torch.arange(self.num_rows), self.responses.lengths)
 
-    def select(self, rows: Sequence[int]) -> RolloutBatch:
+    def select(self, rows: Sequence[int]) -> RolloutBatch:  # type: ignore[override]
         """Gives the chosen rows, in the order chosen, with every field that is there."""
         if list(rows) == list(range(self.num_rows)):
             return self
