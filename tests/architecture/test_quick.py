@@ -1,0 +1,103 @@
+"""`make quick` picks the tests of what changed."""
+
+import subprocess
+import sys
+
+import pytest
+
+from tests.quick import ALWAYS, OTHERS, ROOT, changed_files, select_tests
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ("verl_memopt/algorithms/kl.py", [ALWAYS, "tests/algorithms/test_kl.py"]),
+        ("verl_memopt/cli.py", [ALWAYS, "tests/test_cli.py"]),
+        ("verl_memopt/config/schema.py", [ALWAYS]),
+        ("tests/algorithms/test_kl.py", ["tests/algorithms/test_kl.py", ALWAYS]),
+        ("verl_memopt/config/yaml/rloo_trainer.yaml", ["tests/config/test_profiles.py"]),
+        ("requirements/gpu.txt", ["tests/architecture/test_requirements.py"]),
+        ("README.md", []),
+        ("verl_memopt/algorithms/was_removed.py", [ALWAYS]),
+        ("tests/algorithms/test_was_removed.py", [ALWAYS]),
+    ],
+)
+def test_a_changed_file_stands_for_its_tests(changed, expected):
+    assert select_tests([changed]) == sorted(expected)
+
+
+def test_a_file_that_tests_share_stands_for_the_tests_that_import_it():
+    chosen = select_tests(["tests/ranks.py"])
+    assert "tests/distributed/test_sharded_state.py" in chosen
+    assert "tests/algorithms/test_kl.py" not in chosen
+
+
+def test_the_tests_of_other_files_exist():
+    assert [test for _, test in OTHERS if not (ROOT / test).is_file()] == []
+    assert [start for start, _ in OTHERS if not any(ROOT.glob(f"{start.rstrip('/')}*"))] == []
+
+
+@pytest.fixture
+def repository(tmp_path):
+    """A repository whose main branch has two files, with a branch checked out."""
+
+    def git(*arguments):
+        author = ("-c", "user.name=a", "-c", "user.email=a@b", "-c", "commit.gpgsign=false")
+        subprocess.run(["git", *author, *arguments], cwd=tmp_path, check=True, capture_output=True)
+
+    git("init", "--initial-branch=main")
+    for name in ("kept.py", "edited.py", "removed.py", "committed.py"):
+        (tmp_path / name).write_text("1\n")
+    git("add", ".")
+    git("commit", "--message=first")
+    git("checkout", "-b", "branch")
+    return tmp_path, git
+
+
+def test_a_clean_branch_has_no_changed_files(repository):
+    assert changed_files(repository[0])[1] == []
+
+
+def test_changes_of_the_branch_and_of_the_working_tree_count(repository):
+    folder, git = repository
+    (folder / "committed.py").write_text("2\n")
+    git("commit", "--all", "--message=second")
+    (folder / "edited.py").write_text("2\n")
+    (folder / "removed.py").unlink()
+    (folder / "new.py").write_text("1\n")
+    assert changed_files(folder)[1] == ["committed.py", "edited.py", "new.py", "removed.py"]
+
+
+def test_what_main_alone_changed_does_not_count(repository):
+    folder, git = repository
+    git("checkout", "main")
+    (folder / "kept.py").write_text("2\n")
+    git("commit", "--all", "--message=main goes on")
+    git("checkout", "branch")
+    assert changed_files(folder)[1] == []
+
+
+def test_a_repository_without_a_main_branch_is_compared_with_its_last_commit(repository):
+    folder, git = repository
+    git("branch", "--delete", "--force", "main")
+    (folder / "edited.py").write_text("2\n")
+    assert changed_files(folder)[1] == ["edited.py"]
+
+
+def test_the_script_says_what_it_compares_and_ends_well_without_changes(repository):
+    folder, _ = repository
+    (folder / "tests").mkdir()
+    (folder / "tests/quick.py").write_text((ROOT / "tests/quick.py").read_text())
+    (folder / ".gitignore").write_text("tests\n.gitignore\n")
+    ended = subprocess.run([sys.executable, "tests/quick.py"], cwd=folder, capture_output=True, text=True, check=True)
+    assert ended.stdout.startswith("quick: nothing has changed since ")
+
+
+def test_a_failing_lint_fails_the_script(repository):
+    folder, _ = repository
+    (folder / "tests").mkdir()
+    (folder / "tests/quick.py").write_text((ROOT / "tests/quick.py").read_text())
+    (folder / "edited.py").write_text("import os\n")
+    ended = subprocess.run([sys.executable, "tests/quick.py"], cwd=folder, capture_output=True, text=True)
+    assert ended.returncode == 1
+    assert "F401" in ended.stdout
