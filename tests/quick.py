@@ -1,18 +1,27 @@
 """Lint what changed since the main branch and run its unit tests: `make quick`.
 
 A source file stands for its test file, a changed test file for itself, and a file beside the tests for the tests that import it.
-Types, docs and the tests of whole runs are left to `make test`.
+Types, docs and the tests of whole runs are left to `make test`. So is what has not begun after 75 seconds
+(`VERL_MEMOPT_QUICK_SECONDS`).
 """
 
 from __future__ import annotations
 
+import os
 import subprocess
 import sys
+import time
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
+
+import pytest
 
 ROOT = Path(__file__).parents[1]
 MAIN = "main"
+SECONDS = float(os.environ.get("VERL_MEMOPT_QUICK_SECONDS", "75"))
+"""After this long no further test begins."""
+
 ALWAYS = "tests/architecture/test_mirror.py"
 """Runs with every change of a source or of a test: each has the other."""
 
@@ -81,11 +90,40 @@ def main(arguments: list[str]) -> int:
     python = [name for name in changed if name.endswith(".py") and (ROOT / name).is_file()]
     tests = select_tests(changed)
     print(f"quick: {len(changed)} changed files since {base[:9]}; tests: {' '.join(tests) or 'none'}", flush=True)
-    commands = [[sys.executable, "-m", "ruff", *verb, *python] for verb in (("check",), ("format", "--check")) if python]
-    if tests:
-        beside = ["-n", "2", "--dist", "loadfile"] if len(tests) > 3 else []
-        commands.append([sys.executable, "-m", "pytest", *beside, *tests, *arguments])
-    return next((status for command in commands if (status := subprocess.run(command, cwd=ROOT).returncode)), 0)
+    for verb in (("check",), ("format", "--check")) if python else ():
+        if status := subprocess.run([sys.executable, "-m", "ruff", *verb, *python], cwd=ROOT).returncode:
+            return status
+    return run_tests(tests, arguments) if tests else 0
+
+
+class Limit:
+    """A plugin of pytest that begins no further test once the time is up."""
+
+    def __init__(self, seconds: float) -> None:
+        self.end = time.monotonic() + seconds
+        self.stopped = False
+        self.failures = 0
+
+    @pytest.hookimpl(wrapper=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> Any:
+        """Run one test, and ask for the end of the session when it has taken the last of the time."""
+        answer = yield
+        self.failures = item.session.testsfailed
+        if nextitem is not None and time.monotonic() > self.end and not item.session.shouldstop:
+            self.stopped = True
+            item.session.shouldstop = "the time is up"
+        return answer
+
+
+def run_tests(tests: list[str], arguments: list[str]) -> int:
+    """Run test files for at most ``SECONDS``. Return 0 when no test that ran has failed, else pytest's exit status."""
+    os.chdir(ROOT)
+    limit = Limit(SECONDS)
+    status = int(pytest.main([*tests, *arguments], plugins=[limit]))
+    if limit.stopped:
+        print(f"quick: stopped after {SECONDS:g} seconds. The rest: make test ARGS='{' '.join(tests)}'")
+        return int(limit.failures > 0)
+    return status
 
 
 if __name__ == "__main__":

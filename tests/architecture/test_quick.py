@@ -1,5 +1,6 @@
 """`make quick` picks the tests of what changed."""
 
+import os
 import subprocess
 import sys
 
@@ -84,20 +85,50 @@ def test_a_repository_without_a_main_branch_is_compared_with_its_last_commit(rep
     assert changed_files(folder)[1] == ["edited.py"]
 
 
-def test_the_script_says_what_it_compares_and_ends_well_without_changes(repository):
-    folder, _ = repository
+def quick(folder, **files):
+    """Returns what the script did in a repository, to which it and further tests are added."""
+    (folder / "ruff.toml").write_text('line-length = 130\nlint.select = ["F"]\n')
     (folder / "tests").mkdir()
+    (folder / "tests/__init__.py").touch()
     (folder / "tests/quick.py").write_text((ROOT / "tests/quick.py").read_text())
-    (folder / ".gitignore").write_text("tests\n.gitignore\n")
-    ended = subprocess.run([sys.executable, "tests/quick.py"], cwd=folder, capture_output=True, text=True, check=True)
-    assert ended.stdout.startswith("quick: nothing has changed since ")
+    for name, text in files.items():
+        (folder / f"tests/{name}.py").write_text(text)
+    environment = {**os.environ, "VERL_MEMOPT_QUICK_SECONDS": "0.5", "PYTEST_ADDOPTS": "-p no:cacheprovider"}
+    return subprocess.run([sys.executable, "tests/quick.py"], cwd=folder, capture_output=True, text=True, env=environment)
+
+
+def test_the_script_ends_well_without_changes(repository):
+    folder, _ = repository
+    (folder / ".git/info/exclude").write_text("tests\nruff.toml\n")
+    ended = quick(folder)
+    assert (ended.returncode, ended.stdout[:34]) == (0, "quick: nothing has changed since " + ended.stdout[33])
 
 
 def test_a_failing_lint_fails_the_script(repository):
     folder, _ = repository
-    (folder / "tests").mkdir()
-    (folder / "tests/quick.py").write_text((ROOT / "tests/quick.py").read_text())
     (folder / "edited.py").write_text("import os\n")
-    ended = subprocess.run([sys.executable, "tests/quick.py"], cwd=folder, capture_output=True, text=True)
+    ended = quick(folder)
     assert ended.returncode == 1
     assert "F401" in ended.stdout
+
+
+def test_a_failing_test_fails_the_script(repository):
+    ended = quick(repository[0], test_wrong="def test_it():\n    assert 1 == 2\n")
+    assert ended.returncode == 1
+    assert "1 failed" in ended.stdout
+
+
+SLEEPS = "import time\n\n\ndef test_long():\n    time.sleep(1)\n\n\ndef test_next():\n    assert {}\n"
+
+
+def test_no_test_begins_when_the_time_is_up(repository):
+    ended = quick(repository[0], test_sleeps=SLEEPS.format("1 == 2"))
+    assert ended.returncode == 0
+    assert "1 passed" in ended.stdout
+    assert "quick: stopped after 0.5 seconds. The rest: make test ARGS='tests/test_sleeps.py'" in ended.stdout
+
+
+def test_a_failure_counts_when_the_time_is_up(repository):
+    ended = quick(repository[0], test_sleeps=SLEEPS.format("True").replace("time.sleep(1)", "time.sleep(1)\n    assert 1 == 2"))
+    assert ended.returncode != 0
+    assert "stopped after" in ended.stdout
