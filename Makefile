@@ -1,11 +1,12 @@
 # make train   set up and train the tiny model on the toy task (on a GPU that reaches the hub: a real model)
 # make test    set up, lint, check types, run the tests
+# make quick   set up, lint what changed since the main branch and run its unit tests (about a minute)
 # make proofs  the slow proofs (kill -9, many seeds)
 # make gpu-tests  what only a GPU can show (skipped without one; VERL_MEMOPT_GPU_TESTS_ON=cpu rehearses it on a CPU)
 # make mutants  plant faults in the code that must never be wrong, one at a time, and count those that a test finds (an hour or two)
 # make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
-.PHONY: setup train test gpu-tests lint types proofs mutants docs clean
+.PHONY: setup train test quick gpu-tests lint types proofs mutants docs clean
 .DEFAULT_GOAL := help
 ARGS ?=
 RUN = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
@@ -28,6 +29,9 @@ types: setup
 
 test: lint types
 	$(RUN) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS)
+
+quick: setup
+	@OMP_NUM_THREADS=1 .venv/bin/python tests/quick.py $(ARGS)
 
 proofs: setup
 	$(RUN) -m slow $(ARGS)

@@ -1,4 +1,4 @@
-"""Package metadata. Exact versions that were tested together are in requirements.txt and requirements/."""
+"""Package metadata with ranges of versions. requirements.txt and requirements/ have those that were tested together."""
 
 import re
 from pathlib import Path
@@ -6,6 +6,23 @@ from pathlib import Path
 from setuptools import find_packages, setup
 
 HERE = Path(__file__).parent
+
+INSTALL_REQUIRES = [
+    "torch>=2.11,<2.14",
+    "transformers>=5.16.1,<6",
+    "ray>=2.60,<3",
+    "tensordict>=0.15,<0.16",
+    "hydra-core>=1.3.8,<1.4",
+    "codetiming>=1.4,<2",
+    "safetensors>=0.6.2,<1",
+    "numpy>=2.0,<3",
+    "blake3>=1.0,<2",
+    "pyarrow>=17",
+    "rich>=13",
+    "psutil>=6",
+    "matplotlib>=3.9,<4",
+    "tensorboard>=2.21,<3",
+]
 
 
 def requirements(name: str) -> list[str]:
@@ -23,12 +40,13 @@ setup(
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["verl_memopt", "verl_memopt.*"]),
     package_data={"verl_memopt": ["py.typed", "config/yaml/*.yaml", "config/yaml/*/*.yaml"]},
-    install_requires=[re.sub(r"^torch==.*", "torch>=2.11,<2.14", line) for line in requirements("requirements.txt")],
+    install_requires=INSTALL_REQUIRES,
     extras_require={
         "cpu": requirements("requirements/cpu.txt"),
-        "gpu": ["vllm==0.32.0"],
+        "gpu": ["vllm>=0.32,<0.33"],
         "flash-attn": ["flash-attn>=2.8"],
         "torchao": ["torchao>=0.18,<0.19"],
+        "math": ["math-verify>=0.9,<0.10"],
         "wandb": ["wandb>=0.18"],
         "dev": requirements("requirements/dev.txt"),
         "docs": ["mkdocs-material>=9.5"],

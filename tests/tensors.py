@@ -1,5 +1,6 @@
-"""Tensors of models that may be sharded or plain."""
+"""Tensors of models that may be sharded or plain, and of flat rows."""
 
+import torch
 from torch.distributed.tensor import DTensor, distribute_tensor
 
 
@@ -16,3 +17,8 @@ def local_of(tensor):
 def like(parameter, values):
     """Gives whole values placed as a parameter is."""
     return distribute_tensor(values, parameter.device_mesh, parameter.placements) if isinstance(parameter, DTensor) else values
+
+
+def row_of_each_token(lengths, total):
+    """Returns int64 [total]: the row of each flat token. lengths: int64 [rows], which sums to ``total``."""
+    return torch.repeat_interleave(torch.arange(len(lengths)), lengths, output_size=total)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from verl_memopt.algorithms.kl import KL_ESTIMATORS, KlController, kl_estimate, shaped_rewards, shaped_token_rewards
+from verl_memopt.algorithms.kl import KL_ESTIMATORS, KlController, kl_estimate, shaped_rewards
 from verl_memopt.config.schema import KlControl
 
 POLICY, REFERENCE = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5]
@@ -56,23 +56,19 @@ def test_estimates_run_on_fake_tensors(kind):
 
 
 def test_kl_shifts_the_reward_by_exactly_beta_times_its_sum_and_carries_no_gradient():
-    scores, lengths, row = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([2, 0, 1]), torch.tensor([0, 0, 2])
+    scores, row = torch.tensor([1.0, 2.0, 3.0]), torch.tensor([0, 0, 2])
     kl = torch.tensor([0.5, -0.25, 1.0], requires_grad=True)
     shaped = shaped_rewards(scores, kl, row, beta=0.5)
     assert shaped.tolist() == [0.875, 2.0, 2.5]
-    tokens = shaped_token_rewards(scores, kl, row, lengths, beta=0.5)
-    assert tokens.tolist() == [-0.25, 1.125, 2.5]
     assert not shaped.requires_grad
-    assert not tokens.requires_grad
 
 
 def test_shaped_rewards_run_on_fake_tensors_and_without_tokens():
     nothing = torch.zeros(0, dtype=torch.long)
-    assert shaped_token_rewards(torch.ones(1), torch.zeros(0), nothing, torch.zeros(1, dtype=torch.long), 0.1).shape == (0,)
+    assert shaped_rewards(torch.ones(1), torch.zeros(0), nothing, 0.1).tolist() == [1.0]
     with FakeTensorMode():
-        row, lengths = torch.zeros(4, dtype=torch.long), torch.full((2,), 2)
+        row = torch.zeros(4, dtype=torch.long)
         assert shaped_rewards(torch.zeros(2), torch.zeros(4), row, 0.1).shape == (2,)
-        assert shaped_token_rewards(torch.zeros(2), torch.zeros(4), row, lengths, 0.1).shape == (4,)
 
 
 def test_a_fixed_coefficient_stays():
@@ -91,12 +87,6 @@ def test_an_adaptive_coefficient_follows_the_target_by_at_most_a_fifth_per_horiz
     resumed = KlController(settings)
     resumed.load_state_dict(controller.state_dict())
     assert resumed.coefficient == controller.coefficient
-
-
-def test_shaped_token_rewards_lie_on_the_device_of_their_arguments():
-    row, lengths = (torch.zeros(count, dtype=torch.int64, device="meta") for count in (4, 2))
-    scores, kl = (torch.zeros(count, device="meta") for count in (2, 4))
-    assert shaped_token_rewards(scores, kl, row, lengths, 0.1).device.type == "meta"
 
 
 def test_an_adaptive_coefficient_falls_by_at_most_a_fifth_per_horizon():

@@ -5,8 +5,9 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from tests.tensors import row_of_each_token
 from verl_memopt.algorithms.losses import LOSSES, policy_loss
-from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts, row_index
+from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
 
 LENGTHS = [3, 1, 4, 2]
@@ -50,7 +51,7 @@ def run(new, old, indices, settings):
     """Loss and metrics of the micro-batch that holds the given rows."""
     lengths = torch.tensor([LENGTHS[i] for i in indices])
     cut = [torch.cat([values.split(LENGTHS)[i] for i in indices]) for values in (new, old)]
-    row = row_index(lengths, len(cut[0]))
+    row = row_of_each_token(lengths, len(cut[0]))
     advantages = torch.tensor([ADVANTAGES[i] for i in indices], dtype=torch.float64)[row]
     return policy_loss(*cut, advantages, row, lengths, COUNTS, settings)
 
@@ -143,7 +144,7 @@ def test_losses_run_on_fake_tensors(mode):
     with FakeTensorMode():
         log_probs = torch.zeros(6, requires_grad=True)
         lengths = torch.full((3,), 2)
-        row = row_index(lengths, 6)
+        row = row_of_each_token(lengths, 6)
         loss, metrics = policy_loss(log_probs, torch.zeros(6), torch.zeros(6), row, lengths, GlobalCounts(6, 3), actor(mode))
         loss.backward()
     assert loss.shape == ()

@@ -2,7 +2,8 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
-from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts, aggregate, row_index, row_means, row_sums
+from tests.tensors import row_of_each_token
+from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts, aggregate, row_means, row_sums
 
 LENGTHS = [3, 0, 5, 1, 2]
 SCALE = 7
@@ -26,7 +27,7 @@ def shares(rows, bins, mode, counts):
     for indices in bins:
         lengths = torch.tensor([LENGTHS[i] for i in indices])
         values = torch.cat([rows[i] for i in indices])
-        yield aggregate(values, row_index(lengths, len(values)), lengths, mode, counts, SCALE)
+        yield aggregate(values, row_of_each_token(lengths, len(values)), lengths, mode, counts, SCALE)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
@@ -41,7 +42,7 @@ def test_shares_of_micro_batches_sum_to_the_naive_loss_of_the_whole_batch(mode):
 def test_row_sums_and_means_give_an_empty_row_zero():
     values, rows = random_rows()
     lengths = torch.tensor(LENGTHS)
-    row = row_index(lengths, len(values))
+    row = row_of_each_token(lengths, len(values))
     torch.testing.assert_close(row_sums(values, row, 5), torch.stack([r.sum() for r in rows]), rtol=0, atol=1e-15)
     assert row_means(values, row, lengths)[1] == 0
     assert row_means(values, row, lengths)[2].item() == pytest.approx(rows[2].mean().item(), rel=1e-14)
@@ -54,21 +55,15 @@ def test_an_empty_micro_batch_contributes_zero():
         assert aggregate(empty, nothing, nothing, mode, GlobalCounts(4, 2), SCALE).item() == 0
 
 
-def test_row_index_repeats_each_row_by_its_length():
-    assert row_index(torch.tensor([2, 0, 1]), 3).tolist() == [0, 0, 2]
-
-
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)
 def test_reductions_run_on_fake_tensors(mode):
     with FakeTensorMode():
         lengths = torch.full((3,), 2)
-        loss = aggregate(torch.zeros(6, requires_grad=True), row_index(lengths, 6), lengths, mode, GlobalCounts(6, 3), SCALE)
+        loss = aggregate(
+            torch.zeros(6, requires_grad=True), row_of_each_token(lengths, 6), lengths, mode, GlobalCounts(6, 3), SCALE
+        )
         loss.backward()
     assert loss.shape == ()
-
-
-def test_row_index_lies_on_the_device_of_the_lengths():
-    assert row_index(torch.zeros(3, dtype=torch.int64, device="meta"), 6).device.type == "meta"
 
 
 def test_a_sum_norm_without_a_scale_factor_names_the_setting_it_needs():

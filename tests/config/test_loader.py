@@ -7,7 +7,7 @@ from hydra.core.global_hydra import GlobalHydra
 from verl_memopt.config.keys import flatten, leaf_keys, value_at
 from verl_memopt.config.links import followers_of, resolve_links
 from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
-from verl_memopt.config.plain import save_yaml
+from verl_memopt.config.plain import to_yaml
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Data, Model, PolicyLoss, Rollout, Settings
 from verl_memopt.errors import ConfigError
 
@@ -281,7 +281,7 @@ def test_hydra_keeps_no_state_after_success_and_failure():
 def test_a_saved_config_loads_to_equal_settings(tmp_path):
     more = ["trainer.n_gpus_per_node=2", "actor_rollout_ref.actor.optim.betas=[0.9,0.95]", "trainer.experiment_name='2024'"]
     settings = load_settings("grpo_trainer", LEAST + more)
-    save_yaml(settings, tmp_path / "config.yaml")
+    (tmp_path / "config.yaml").write_text(to_yaml(settings), encoding="utf-8")
     assert load_settings("config", [], str(tmp_path)) == settings
 
 

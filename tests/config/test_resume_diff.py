@@ -116,6 +116,9 @@ def test_an_optimizer_whose_state_does_not_fit_is_refused_only_where_it_is_loade
         ({"lr_warmup_steps": 5}, HARMLESS),
         ({"lr_warmup_steps_ratio": 0.1}, TRAJECTORY),
         ({"lr_scheduler_type": "cosine"}, TRAJECTORY),
+        ({"lr_scheduler_type": "linear"}, TRAJECTORY),
+        ({"lr_scheduler_type": "constant_with_warmup", "lr_warmup_steps": 5}, HARMLESS),
+        ({"lr_scheduler_type": "inverse_sqrt", "lr_warmup_steps": 5}, HARMLESS),
         ({"lr_scheduler_type": "cosine", "total_training_steps": 50}, HARMLESS),
     ],
 )

@@ -1,13 +1,9 @@
-"""Reductions and verl's groups, against numbers worked out by hand."""
-
-import pickle
+"""verl's groups, against numbers worked out by hand."""
 
 import pytest
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
 
 from verl_memopt.observe.metrics import (
-    Metrics,
     critic_metrics,
     length_metrics,
     memory_metrics,
@@ -20,46 +16,6 @@ from verl_memopt.observe.phase import GIB, PhaseMemory
 
 def phase(name: str, peak: int | None, allocated: int | None = None, reserved: int | None = None, rss: int = 0) -> PhaseMemory:
     return PhaseMemory(name, 1.0, peak, allocated, reserved, None, rss)
-
-
-def test_each_metric_is_reduced_the_way_it_declares_and_not_by_its_name() -> None:
-    metrics = Metrics()
-    for value in (1.0, 2.0, 6.0):
-        metrics.add("actor/max_ratio", value)
-        metrics.add("peak", value, "max")
-        metrics.add("least", value, "min")
-        metrics.add("tokens", value, "sum")
-    assert metrics.result() == {"actor/max_ratio": 3.0, "peak": 6.0, "least": 1.0, "tokens": 9.0}
-
-
-def test_a_weighted_mean_counts_each_value_by_its_weight() -> None:
-    metrics = Metrics()
-    metrics.add("entropy", 1.0, weight=3)
-    metrics.add("entropy", 5.0, weight=1)
-    metrics.add("entropy", 100.0, weight=0)
-    assert metrics.result() == {"entropy": 2.0}
-
-
-def test_metrics_of_ranks_merge_after_a_trip_through_pickle() -> None:
-    whole, part = Metrics(), Metrics()
-    whole.add("loss", 1.0, "sum")
-    part.add("loss", torch.tensor(2.0), "sum")
-    part.add("lr", 0.5, "max")
-    whole.merge(pickle.loads(pickle.dumps(part)))
-    assert whole.result() == {"loss": 3.0, "lr": 0.5}
-
-
-def test_two_reductions_of_one_name_are_a_broken_invariant() -> None:
-    metrics = Metrics()
-    metrics.add("x", 1.0, "sum")
-    with pytest.raises(AssertionError, match="x is reduced by sum"):
-        metrics.add("x", 1.0, "max")
-
-
-def test_adding_reads_no_tensor_so_that_a_pass_can_run_fake() -> None:
-    with FakeTensorMode():
-        metrics = Metrics()
-        metrics.update({"loss": torch.ones(()) * 2}, "sum")
 
 
 def test_advantages_are_averaged_over_tokens_and_scores_over_rows() -> None:

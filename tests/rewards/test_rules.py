@@ -1,10 +1,12 @@
 """Rule rewards."""
 
+import sys
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_memopt.errors import DataError
+from verl_memopt.errors import DataError, RewardError
 from verl_memopt.rewards.rules import (
     RULES,
     check_sources,
@@ -12,6 +14,7 @@ from verl_memopt.rewards.rules import (
     final_answer,
     final_answer_format,
     gsm8k,
+    math_answer,
     score_by_rule,
     think_format,
 )
@@ -73,12 +76,51 @@ def test_the_think_format_wants_one_thought_then_one_answer(solution: str, score
     assert think_format(solution, None) == score
 
 
+@pytest.mark.parametrize(
+    ("solution", "truth", "score"),
+    [
+        (r"so \boxed{\frac{2}{4}}", "0.5", 1.0),
+        (r"so \boxed{\frac{2}{4}}", r"\frac{1}{2}", 1.0),
+        (r"\boxed{x^2+2x+1}", "(x+1)^2", 1.0),
+        (r"\boxed{\{2,1\}}", r"\{1,2\}", 1.0),
+        (r"first \boxed{3}, no, \boxed{4}", "4", 1.0),
+        (r"first \boxed{4}, no, \boxed{3}", "4", 0.0),
+        ("The answer is $7$.", "7", 1.0),
+        ("it is 1,234", 1234, 1.0),
+        (r"\boxed{3}", "4", 0.0),
+        (r"\boxed{(1,2)}", "(2,1)", 0.0),
+        ("no answer", "4", 0.0),
+        ("", "4", 0.0),
+    ],
+)
+def test_a_mathematical_answer_counts_by_its_value(solution: str, truth: object, score: float) -> None:
+    pytest.importorskip("math_verify")
+    assert math_answer(solution, truth) == score
+
+
+def test_an_answer_that_cannot_be_computed_in_time_scores_nothing() -> None:
+    pytest.importorskip("math_verify")
+    assert math_answer(r"\boxed{9^{9^{9^{9}}}}", "4") == 0.0
+
+
+def test_a_ground_truth_that_is_no_mathematics_is_an_error() -> None:
+    pytest.importorskip("math_verify")
+    with pytest.raises(RewardError, match="the ground truth '' is no LaTeX"):
+        math_answer(r"\boxed{4}", "")
+
+
+def test_a_rule_whose_package_is_missing_is_refused_with_the_row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "math_verify", None)
+    with pytest.raises(DataError, match=r"train.parquet:2: data_source 'math/answer' needs math-verify.*verl-memopt\[math\]"):
+        check_sources([("openai/gsm8k", "train.parquet:1"), ("math/answer", "train.parquet:2")])
+
+
 def test_the_data_source_chooses_the_rule() -> None:
     assert score_by_rule("toy/arithmetic", "5", "5") == 1.0
     assert score_by_rule("openai/gsm8k", "5", "5") == 0.0
 
 
 def test_an_unknown_data_source_is_refused_with_its_row_and_the_known_ones() -> None:
-    check_sources([(source, "a.parquet:1") for source in RULES])
-    with pytest.raises(DataError, match=r"a\.parquet:2: data_source 'lighteval/MATH' has no rule.*openai/gsm8k"):
-        check_sources([("openai/gsm8k", "a.parquet:1"), ("lighteval/MATH", "a.parquet:2")])
+    check_sources([(source, "a.parquet:1") for source, rule in RULES.items() if rule is not math_answer])
+    with pytest.raises(DataError, match=r"a\.parquet:2: data_source 'openai/prm800k' has no rule.*openai/gsm8k"):
+        check_sources([("openai/gsm8k", "a.parquet:1"), ("openai/prm800k", "a.parquet:2")])

@@ -110,7 +110,7 @@ class Reader(Member):
 
     def read(self, batch, micro_batches, with_entropy=False):
         assert sorted(row for rows in micro_batches for row in rows) == list(range(batch.num_rows))
-        assert all(sum(batch.computed_tokens()[row] for row in rows) <= 8 for rows in micro_batches)
+        assert all(sum(batch.row_tokens(shared=False).each()[row] for row in rows) <= 8 for rows in micro_batches)
         values = batch.responses.flat.float()
         return Scores(values, -values if with_entropy else None)
 

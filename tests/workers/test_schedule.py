@@ -5,10 +5,11 @@ import pytest
 import torch
 from torch import nn
 
+from verl_memopt.config.allowed import CHOICES
 from verl_memopt.config.schema import Optim
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
-from verl_memopt.workers.schedule import build_optimizer, build_schedule, learning_rate_factor
+from verl_memopt.workers.schedule import build_optimizer, build_schedule, learning_rate_factors
 
 KEY = "actor_rollout_ref.actor.optim"
 
@@ -18,7 +19,8 @@ def weights():
 
 
 def factors(warmup, total, **settings):
-    return [learning_rate_factor(step, warmup, total, Optim(**settings)) for step in range(total)]
+    factor = learning_rate_factors(warmup, total, Optim(**settings))
+    return [factor(step) for step in range(total)]
 
 
 def test_a_constant_rate_climbs_linearly_to_its_peak_and_stays():
@@ -30,13 +32,14 @@ def test_without_a_warm_up_the_first_step_has_the_whole_rate():
 
 
 def test_half_a_cosine_falls_from_the_peak_to_nothing():
-    found = [learning_rate_factor(step, 0, 4, Optim(lr_scheduler_type="cosine")) for step in range(5)]
+    factor = learning_rate_factors(0, 4, Optim(lr_scheduler_type="cosine"))
+    found = [factor(step) for step in range(5)]
     assert found == pytest.approx([1.0, (1 + math.sqrt(0.5)) / 2, 0.5, (1 - math.sqrt(0.5)) / 2, 0.0], abs=1e-12)
 
 
 def test_a_cosine_ends_at_its_floor_and_stays_there():
     optim = Optim(lr_scheduler_type="cosine", min_lr_ratio=0.2)
-    assert [learning_rate_factor(step, 0, 4, optim) for step in (2, 4, 9)] == pytest.approx([0.6, 0.2, 0.2])
+    assert [learning_rate_factors(0, 4, optim)(step) for step in (2, 4, 9)] == pytest.approx([0.6, 0.2, 0.2])
 
 
 def test_a_cosine_begins_where_the_warm_up_ends():
@@ -45,11 +48,88 @@ def test_a_cosine_begins_where_the_warm_up_ends():
 
 def test_whole_cycles_come_back_to_the_peak():
     optim = Optim(lr_scheduler_type="cosine", num_cycles=1.0)
-    assert [learning_rate_factor(step, 0, 4, optim) for step in (0, 2, 4)] == pytest.approx([1.0, 0.0, 1.0])
+    assert [learning_rate_factors(0, 4, optim)(step) for step in (0, 2, 4)] == pytest.approx([1.0, 0.0, 1.0])
 
 
 def test_a_warm_up_as_long_as_the_run_divides_by_no_zero():
-    assert learning_rate_factor(4, 4, 4, Optim(lr_scheduler_type="cosine")) == 1.0
+    assert learning_rate_factors(4, 4, Optim(lr_scheduler_type="cosine"))(4) == 1.0
+
+
+def cosine(step, warmup, total, floor, cycles):
+    """Half a cosine wave a half cycle, written out."""
+    if step < warmup:
+        return (step + 1) / (warmup + 1)
+    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
+    return floor + (1.0 - floor) * (0.5 * (1.0 + math.cos(2.0 * math.pi * cycles * progress)))
+
+
+@pytest.mark.parametrize("cycles", [0.5, 1.0, 1.3])
+@pytest.mark.parametrize("floor", [0.0, 0.1])
+@pytest.mark.parametrize(("warmup", "total"), [(0, 1), (0, 97), (10, 97), (97, 97), (120, 97)])
+def test_a_cosine_is_the_written_out_one_to_the_bit(warmup, total, floor, cycles):
+    factor = learning_rate_factors(warmup, total, Optim(lr_scheduler_type="cosine", min_lr_ratio=floor, num_cycles=cycles))
+    assert [factor(step) for step in range(150)] == [cosine(step, warmup, total, floor, cycles) for step in range(150)]
+
+
+@pytest.mark.parametrize(
+    ("settings", "expected"),
+    [
+        ({"lr_scheduler_type": "linear"}, [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
+        ({"lr_scheduler_type": "linear", "min_lr_ratio": 0.2}, [1 / 3, 2 / 3, 1.0, 0.8, 0.6, 0.4]),
+        ({"lr_scheduler_type": "polynomial"}, [1 / 3, 2 / 3, 1.0, 0.75, 0.5, 0.25]),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"power": 2}}, [1 / 3, 2 / 3, 1.0, 0.5625, 0.25, 0.0625]),
+        ({"lr_scheduler_type": "inverse_sqrt"}, [1 / 3, 2 / 3, 1.0, (2 / 3) ** 0.5, 0.5**0.5, 0.4**0.5]),
+        (
+            {"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 1}},
+            [1 / 3, 2 / 3, 1.0, 2**-0.5, 3**-0.5, 0.5],
+        ),
+        ({"lr_scheduler_type": "cosine_with_restarts", "num_cycles": 2}, [1 / 3, 2 / 3, 1.0, 0.5, 1.0, 0.5]),
+        (
+            {"lr_scheduler_type": "warmup_stable_decay", "lr_scheduler_kwargs": {"num_decay_steps": 2, "decay_type": "linear"}},
+            [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 0.5],
+        ),
+        ({"lr_scheduler_type": "constant_with_warmup"}, [1 / 3, 2 / 3, 1.0, 1.0, 1.0, 1.0]),
+        (
+            {"lr_scheduler_type": "cosine_with_min_lr", "min_lr_ratio": 0.2},
+            [1 / 3, 2 / 3, 1.0, (6 + 2 * 2**0.5) / 10, 0.6, (6 - 2 * 2**0.5) / 10],
+        ),
+    ],
+)
+def test_other_schedules_follow_the_warm_up(settings, expected):
+    assert factors(2, 6, **settings) == pytest.approx(expected, abs=1e-12)
+
+
+@pytest.mark.parametrize("name", CHOICES[f"{KEY}.lr_scheduler_type"])
+def test_a_schedule_of_any_name_stays_where_it_ends(name):
+    more = {"num_cycles": 1.0} if name == "cosine_with_restarts" else {}
+    more |= {"lr_scheduler_kwargs": {"num_decay_steps": 2}} if name == "warmup_stable_decay" else {}
+    factor = learning_rate_factors(1, 5, Optim(lr_scheduler_type=name, **more))
+    assert factor(5) == factor(6) == factor(50)
+
+
+@pytest.mark.parametrize(
+    ("settings", "said"),
+    [
+        ({"lr_scheduler_type": "linear", "lr_scheduler_kwargs": {"slope": 2}}, "unexpected keyword argument 'slope'"),
+        ({"lr_scheduler_kwargs": {"power": 2}}, "it takes no arguments"),
+        ({"lr_scheduler_type": "warmup_stable_decay"}, "num_decay_steps"),
+        ({"lr_scheduler_type": "cosine_with_restarts"}, "num_cycles=0.5 is not a whole number of cycles"),
+        ({"lr_scheduler_type": "cosine_with_restarts", "num_cycles": 1.5}, "num_cycles=1.5 is not a whole number of cycles"),
+        ({"lr_scheduler_type": "polynomial", "lr_scheduler_kwargs": {"lr_end": 2.0}}, "must be smaller"),
+        ({"lr_scheduler_type": "inverse_sqrt", "lr_scheduler_kwargs": {"timescale": 0}}, "division by zero"),
+    ],
+)
+def test_arguments_that_a_schedule_does_not_take_are_refused_under_their_key(settings, said):
+    with pytest.raises(ConfigError, match=re.escape(said)) as caught:
+        learning_rate_factors(0, 10, Optim(**settings))
+    assert str(caught.value).startswith(f"{KEY}.lr_scheduler_type=")
+
+
+def test_a_schedule_leaves_the_optimizer_alone_but_for_its_rate():
+    optimizer = build_optimizer(weights(), Optim(lr=2.0))
+    build_schedule(optimizer, Optim(lr=2.0, lr_scheduler_type="linear", lr_warmup_steps=1), 5)
+    group = optimizer.param_groups[0]
+    assert (group["lr"], group["initial_lr"]) == (1.0, 2.0)
 
 
 @pytest.mark.parametrize(

@@ -63,16 +63,6 @@ def shaped_rewards(scores: Tensor, kl: Tensor, row: Tensor, beta: float) -> Tens
     return scores - beta * row_sums(kl.detach(), row, scores.shape[0])
 
 
-def shaped_token_rewards(scores: Tensor, kl: Tensor, row: Tensor, lengths: Tensor, beta: float) -> Tensor:
-    """Gives ``-beta * kl`` per token plus the row's score on its last token, ``[R]``; no gradient.
-
-    A row without tokens has no place for its score; use :func:`shaped_rewards` where rows can be empty.
-    """
-    last = lengths.cumsum(0)[row] - 1
-    position = torch.arange(row.shape[0], device=row.device)
-    return torch.where(position == last, scores[row], 0.0) - beta * kl.detach()
-
-
 class KlController:
     """The coefficient of the KL in the reward: fixed, or steered towards ``target_kl`` (Ziegler et al., arXiv 1909.08593)."""
 

@@ -9,7 +9,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 
@@ -21,12 +20,6 @@ class GlobalCounts:
     """Response tokens."""
     sequences: float
     """Rows, those with an empty response included."""
-
-
-def row_index(lengths: Tensor, total: int) -> Tensor:
-    """Gives, for each of ``total`` flat tokens, the index of its row. ``lengths [rows]`` int64 sums to ``total``."""
-    rows = torch.arange(lengths.shape[0], device=lengths.device)
-    return torch.repeat_interleave(rows, lengths, output_size=total)
 
 
 def row_sums(values: Tensor, row: Tensor, num_rows: int) -> Tensor:

@@ -12,6 +12,10 @@ from verl_memopt.config.schema import Settings
 _AR = "actor_rollout_ref"
 _KL = ("kl", "abs", "mse", "low_var_kl")
 _PARTS = ("model", "optimizer", "extra", "hf_model")
+_SCHEDULES = (
+    "constant", "constant_with_warmup", "linear", "cosine", "cosine_with_min_lr", "cosine_with_restarts", "polynomial",
+    "inverse_sqrt", "warmup_stable_decay",
+)  # fmt: skip
 
 CHOICES: dict[str, tuple[str, ...]] = {
     "data.truncation": ("error", "left", "right", "middle"),
@@ -25,7 +29,7 @@ CHOICES: dict[str, tuple[str, ...]] = {
     f"{_AR}.actor.old_log_prob_pass": ("always", "auto"),
     f"{_AR}.actor.loss_agg_mode": ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"),
     f"{_AR}.actor.kl_loss_type": _KL + tuple(f"{name}+" for name in _KL),
-    f"{_AR}.actor.optim.lr_scheduler_type": ("constant", "cosine"),
+    f"{_AR}.actor.optim.lr_scheduler_type": _SCHEDULES,
     f"{_AR}.actor.optim.state_dtype": ("fp32", "bfloat16", "int8", "int4"),
     f"{_AR}.actor.checkpoint.save_contents": _PARTS,
     f"{_AR}.actor.checkpoint.load_contents": _PARTS,

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from pathlib import Path
 from typing import Any
 
 import yaml
@@ -27,8 +26,3 @@ def _plain(value: Any) -> Any:
 def to_yaml(settings: Settings) -> str:
     """The settings as YAML text in the order of the schema."""
     return str(yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True))
-
-
-def save_yaml(settings: Settings, path: str | Path) -> None:
-    """Write the settings to a YAML file that :func:`verl_memopt.config.loader.load_settings` reads back to an equal value."""
-    Path(path).write_text(to_yaml(settings), encoding="utf-8")

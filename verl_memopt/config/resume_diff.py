@@ -127,7 +127,7 @@ def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
 
 def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
     """The number of steps is that of the schedule too, unless the schedule has its own or none depends on it."""
-    flat = now[f"{_OPTIM}.lr_scheduler_type"] == "constant"
+    flat = now[f"{_OPTIM}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
     warm = now[f"{_OPTIM}.lr_warmup_steps"] >= 0 or now[f"{_OPTIM}.lr_warmup_steps_ratio"] == 0
     if now[f"{_OPTIM}.total_training_steps"] > 0 or (flat and warm):
         return HARMLESS, "the learning rate does not depend on it"

@@ -179,11 +179,14 @@ class Optim:
     """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs ``clip_grad=null`` and
     one micro-batch per optimizer step. A gradient that is not finite stops the run, unless it is the first of its step."""
     lr_scheduler_type: str = "constant"
-    """constant or cosine, after the warm-up."""
+    """Shape of the learning rate after the warm-up, by transformers' names. constant keeps ``lr``; the others lower it."""
+    lr_scheduler_kwargs: dict[str, Any] | None = None
+    """Further arguments of transformers' schedule, such as ``power`` of polynomial or ``num_decay_steps`` of
+    warmup_stable_decay."""
     min_lr_ratio: float = 0.0
-    """Floor of the cosine schedule as a share of ``lr``."""
+    """Floor of the schedule as a share of ``lr``."""
     num_cycles: float = 0.5
-    """Cosine half-waves over the run."""
+    """Waves of cosine over the run: 0.5 falls once from ``lr`` to the floor. cosine_with_restarts takes a whole number."""
     lr_warmup_steps: int = -1
     """Optimizer steps of linear warm-up; -1 = use ``lr_warmup_steps_ratio``."""
     lr_warmup_steps_ratio: float = 0.0

@@ -33,13 +33,6 @@ class RolloutBatch(TensorClass):
     def num_rows(self) -> int:
         return int(self.group.shape[0])
 
-    def computed_tokens(self) -> list[int]:
-        """Gives, per row, the tokens a pass computes: prompt and response without its last token, which predicts nothing.
-
-        A row with an empty response has nothing to score and costs nothing.
-        """
-        return self.row_tokens(shared=False).each()
-
     def row_tokens(self, shared: bool) -> RowTokens:
         """Gives what each row makes a pass compute, and, where prompts are ``shared``, with which rows it shares its own."""
         pairs = list(zip(self.prompts.sizes(), self.responses.sizes(), strict=True))
@@ -53,7 +46,7 @@ class RolloutBatch(TensorClass):
         """Gives int64 [R]: the row of each response token."""
         return torch.repeat_interleave(torch.arange(self.num_rows), self.responses.lengths)
 
-    def select(self, rows: Sequence[int]) -> RolloutBatch:
+    def select(self, rows: Sequence[int]) -> RolloutBatch:  # type: ignore[override]
         """Gives the chosen rows, in the order chosen, with every field that is there."""
         if list(rows) == list(range(self.num_rows)):
             return self

@@ -42,7 +42,7 @@ class Ragged(TensorClass):
         """Gives each row as a view of ``flat``."""
         return self.flat.split(self.sizes())
 
-    def select(self, indices: Sequence[int]) -> Ragged:
+    def select(self, indices: Sequence[int]) -> Ragged:  # type: ignore[override]
         """Gives the chosen rows, in the order chosen."""
         index = torch.as_tensor(indices, dtype=torch.int64)
         return Ragged(flat=self.flat[token_index(self.sizes(), indices)], lengths=self.lengths[index], batch_size=[])

@@ -8,7 +8,7 @@ import pickle
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 import torch.distributed as dist
@@ -23,7 +23,7 @@ from torch.distributed.checkpoint.state_dict import (
     set_optimizer_state_dict,
 )
 from torch.optim import Optimizer
-from torch.optim.lr_scheduler import LRScheduler
+from torch.optim.lr_scheduler import LambdaLR
 from torch.serialization import get_crc32_options, set_crc32_options
 
 from verl_memopt.distributed.device import device_rng_state, is_gpu, set_device_rng_state
@@ -40,7 +40,7 @@ READ_ERRORS = (
 
 
 def save_training_state(
-    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, device: torch.device, contents: Sequence[str]
+    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, device: torch.device, contents: Sequence[str]
 ) -> Records:
     """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, generators).
 
@@ -64,14 +64,14 @@ def save_training_state(
                 folder.mkdir(parents=True, exist_ok=True)
                 name = f"extra_rank_{dist.get_rank()}.pt"
                 with hashed_file(folder / name, records, name) as file:
-                    torch.save(_extra(schedule, device), file)
+                    torch.save(_extra(schedule, device), cast("IO[bytes]", file))
     except WRITE_ERRORS as error:
         raise CheckpointError(f"{folder}: the checkpoint could not be written: {_root(error)}.") from error
     return records
 
 
 def load_training_state(
-    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LRScheduler, device: torch.device, contents: Sequence[str]
+    folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, device: torch.device, contents: Sequence[str]
 ) -> None:
     """Reads the chosen parts back, in place.
 
@@ -179,13 +179,13 @@ def _writer(folder: Path, device: torch.device, storage: FileSystem) -> dcp.File
     return writer
 
 
-def _extra(schedule: LRScheduler, device: torch.device) -> dict[str, Any]:
+def _extra(schedule: LambdaLR, device: torch.device) -> dict[str, Any]:
     extra = {"schedule_steps": schedule.last_epoch, "rng": torch.get_rng_state()}
     device_rng = device_rng_state(device)
     return extra if device_rng is None else {**extra, "device_rng": device_rng}
 
 
-def _restore_extra(extra: dict[str, Any], schedule: LRScheduler, device: torch.device) -> None:
+def _restore_extra(extra: dict[str, Any], schedule: LambdaLR, device: torch.device) -> None:
     schedule.last_epoch = extra["schedule_steps"]
     rates = [base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):

@@ -37,7 +37,7 @@ def export_folder(
         _write_config(folder, config)
         _copy_tokenizer(tokenizer_folder, folder)
         if getattr(config, "auto_map", None):
-            _copy_code(Path(config.name_or_path), folder)
+            _copy_code(Path(str(config.name_or_path)), folder)
     if weights is not None:
         _write_weights(folder, weights, writes)
 

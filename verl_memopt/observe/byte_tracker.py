@@ -222,7 +222,7 @@ class ByteTracker(TorchDispatchMode):
 
     def __exit__(self, *exception: object) -> None:
         _active.remove(self)
-        torch.UntypedStorage.resize_ = self._resize
+        torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*exception)
         # Storages that outlive the tracker must not keep it alive, nor change its figures after the phase.
         self._entries.clear()
@@ -238,7 +238,7 @@ class ByteTracker(TorchDispatchMode):
                 self._see_storage(storage, storage.device)
             return result
 
-        torch.UntypedStorage.resize_ = resize_
+        torch.UntypedStorage.resize_ = resize_  # type: ignore[method-assign, assignment]
 
 
 def active_tracker() -> ByteTracker | None:

@@ -1,66 +1,12 @@
-"""Numbers of a step under verl's names, each with the reduction it declares."""
+"""Numbers of a step under verl's names."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 
 from verl_memopt.observe.phase import GIB, PhaseMemory
-
-Entry = tuple[Any, float]
-
-
-def _weighted_mean(entries: Sequence[Entry]) -> float:
-    weights = sum(weight for _, weight in entries)
-    return sum(value * weight for value, weight in entries) / weights
-
-
-REDUCTIONS: dict[str, Callable[[Sequence[Entry]], float]] = {
-    "mean": _weighted_mean,
-    "sum": lambda entries: sum(value for value, _ in entries),
-    "max": lambda entries: max(value for value, _ in entries),
-    "min": lambda entries: min(value for value, _ in entries),
-}
-
-
-class Metrics:
-    """Gathers values by name until :meth:`result` reduces them.
-
-    Values may be tensors of one element: they are read in ``result`` alone, so a pass that fills a ``Metrics`` never waits
-    for its device and runs under fake tensors. A Metrics can be pickled and merged with those of other ranks.
-    """
-
-    def __init__(self) -> None:
-        self._entries: dict[str, list[Entry]] = {}
-        self._reductions: dict[str, str] = {}
-
-    def add(self, name: str, value: Any, reduction: str = "mean", weight: float = 1.0) -> None:
-        """Adds one value. ``weight`` counts in a mean only; an entry of weight 0 leaves the mean as it is."""
-        assert reduction in REDUCTIONS, reduction
-        declared = self._reductions.setdefault(name, reduction)
-        assert declared == reduction, f"{name} is reduced by {declared}, not {reduction}"
-        if weight > 0:
-            self._entries.setdefault(name, []).append((value, weight))
-
-    def update(self, values: Mapping[str, Any], reduction: str = "mean", weight: float = 1.0) -> None:
-        """Adds each value of a mapping with one reduction."""
-        for name, value in values.items():
-            self.add(name, value, reduction, weight)
-
-    def merge(self, other: Metrics) -> None:
-        """Adds everything another Metrics holds."""
-        for name, entries in other._entries.items():
-            for value, weight in entries:
-                self.add(name, value, other._reductions[name], weight)
-
-    def result(self) -> dict[str, float]:
-        """Gives each name's reduced value as a float; a name without an entry is absent."""
-        return {
-            name: float(REDUCTIONS[self._reductions[name]]([(float(value), weight) for value, weight in entries]))
-            for name, entries in self._entries.items()
-        }
 
 
 def summary_of(name: str, values: torch.Tensor | Sequence[float], weights: torch.Tensor | None = None) -> dict[str, float]:

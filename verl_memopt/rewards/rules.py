@@ -4,11 +4,15 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Iterable
+from importlib.util import find_spec
 from typing import Any
 
 from verl_memopt.errors import DataError, RewardError
 
 Rule = Callable[[str, Any], float]
+
+MATH_SECONDS = 2
+"""Longest that math-verify may take to read an answer, and to compare it."""
 
 _FINAL_ANSWER = re.compile(r"####\s*(\$?-?[0-9][0-9.,]*)")
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
@@ -41,20 +45,59 @@ def think_format(solution: str, ground_truth: Any) -> float:
     return float(_THINK_THEN_ANSWER.fullmatch(solution) is not None)
 
 
+def math_answer(solution: str, ground_truth: Any) -> float:
+    """Return 1.0 when the last answer of a response equals the ground truth mathematically, else 0.0.
+
+    math-verify reads the last ``\\boxed{...}``, else the last formula or number, and compares it with sympy:
+    ``\\frac{2}{4}`` is ``0.5``, and ``x^2+2x+1`` is ``(x+1)^2``. An answer that takes longer than ``MATH_SECONDS`` to read or to
+    compare, such as a tower of powers, scores 0.0.
+
+    Args:
+        solution: The response.
+        ground_truth: The answer as LaTeX without ``\\boxed{}``, or as a number.
+
+    Raises:
+        RewardError: The ground truth cannot be read.
+    """
+    from math_verify import LatexExtractionConfig, parse, verify
+
+    boxed = f"\\boxed{{{ground_truth}}}"
+    answer = parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=MATH_SECONDS)
+    if not answer:
+        raise RewardError(
+            f"cannot score this row: the ground truth {ground_truth!r} is no LaTeX that math-verify reads. Correct it."
+        )
+    # math-verify would join several boxes to a set, so an answer that was taken back would count.
+    given = parse(solution[max(solution.rfind("\\boxed"), 0) :], parsing_timeout=MATH_SECONDS)
+    return float(verify(answer, given, timeout_seconds=MATH_SECONDS))
+
+
 RULES: dict[str, Rule] = {
     "toy/arithmetic": exact_match,
     "openai/gsm8k": gsm8k,
     "format/final_answer": final_answer_format,
     "format/think": think_format,
+    "math/answer": math_answer,
+    "lighteval/MATH": math_answer,
+    "DigitalLearningGmbH/MATH-lighteval": math_answer,
+    "HuggingFaceH4/MATH-500": math_answer,
 }
 """Rules by data source."""
 
 
 def check_sources(sources: Iterable[tuple[str, str]]) -> None:
-    """Raises DataError for the first (data_source, address) that has no rule. For runs without a custom function."""
+    """Raise DataError for the first (data_source, address) that has no rule, or whose rule lacks its package.
+
+    For runs without a custom function.
+    """
     for source, address in sources:
         if source not in RULES:
             raise DataError(f"{address}: {_no_rule(source)}")
+        if RULES[source] is math_answer and find_spec("math_verify") is None:
+            raise DataError(
+                f"{address}: data_source {source!r} needs math-verify, which is not installed. "
+                "Install it (pip install 'verl-memopt[math]'), or set custom_reward_function.path."
+            )
 
 
 def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:

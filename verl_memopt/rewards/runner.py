@@ -32,7 +32,7 @@ class RewardRunner:
     """Runs the reward function in ``num_workers`` processes, which start at once and in the background.
 
     A row that raises, hangs, kills its process or returns no finite score ends the run with a RewardError that names it;
-    with ``on_error=score`` it takes the fallback score and counts in ``failed_rows``. A context manager; ``close`` ends the
+    with ``on_error=score`` it takes the fallback score and is marked as failed. A context manager; ``close`` ends the
     processes.
     """
 
@@ -41,7 +41,6 @@ class RewardRunner:
         self._custom = custom
         self._num_workers = num_workers
         self._logs = logs
-        self.failed_rows = 0
         self.stopped: Callable[[], bool] = lambda: False
         """Asked while rows are scored; once it says yes, they are given up and ``score`` raises Stopped."""
         self._processes = [self._start(index) for index in range(num_workers)]
@@ -88,7 +87,6 @@ class RewardRunner:
     def _log_failures(self, failures: dict[int, str], rows: Sequence[RewardRow]) -> None:
         if not failures:
             return
-        self.failed_rows += len(failures)
         first = min(failures)
         logger.warning("the reward function failed on %d of %d rows, which take the fallback score %s; the first is %s: %s",
                        len(failures), len(rows), self._custom.fallback_score, rows[first].address, failures[first])  # fmt: skip

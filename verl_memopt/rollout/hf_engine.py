@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +116,8 @@ class HfEngine:
         ids, mask = left_padded(prompts, self._place.device)
         sampler = RowSampler(sampling, seeds, mask, self._processed)
         stops = [] if sampling.ignore_eos else list(self._place.eos_token_ids)
-        output = self._model.generate(
+        generate: Any = self._model.generate  # transformers types it for its own classes alone
+        output = generate(
             ids,
             attention_mask=mask,
             logits_processor=[sampler, StopCheck(stopped)],
@@ -184,7 +186,8 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         model.tie_weights()
         rebuild_buffers(model, place.device)
     else:
-        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=remote).to(place.device)
+        model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=remote)
+        model.to(place.device)  # type: ignore[arg-type]
         for parameter in model.parameters():  # memory of its own, which can be freed and taken again; a mapped file cannot
             parameter.data = parameter.data.clone()
     model.generation_config = GenerationConfig()

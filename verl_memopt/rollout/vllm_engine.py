@@ -407,13 +407,13 @@ def _prefer_plain_torch(platform: type) -> None:
 
     def unpacked(layer: nn.Module, remove_weight: bool) -> None:
         if layer.weight.ndim == 2:
-            layer.cpu_linear = nn.functional.linear
+            layer.cpu_linear = nn.functional.linear  # type: ignore[assignment]
         else:
             packed(layer, remove_weight)
 
     layers.dispatch_cpu_unquantized_gemm = unpacked
     platform.simple_compile_backend = "eager"  # type: ignore[attr-defined]
-    torch.ops._C.init_cpu_memory_env = lambda nodes: None
+    torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
 
 
 def _speak(level: int) -> None:

@@ -13,7 +13,7 @@ import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any, cast
 
 import torch
 
@@ -230,7 +230,7 @@ class CheckpointStore:
     def _complete(self, aside: Path, driver: dict[str, Any], records: Records) -> Records:
         """Writes the driver's part and gives the records of all files, in the order of their names."""
         with hashed_file(aside / "data.pt", records, "data.pt") as file:
-            torch.save(driver, file)
+            torch.save(driver, cast("IO[bytes]", file))
         present = {path.relative_to(aside).as_posix(): path for path in aside.rglob("*") if path.is_file()}
         for name, path in present.items():
             if name not in records:

@@ -122,6 +122,8 @@ def advantages(
     valid = check_rewards(scores, addresses)
     rewards, kl_mean, row = scores, None, batch.response_row()
     if algorithm.use_kl_in_reward:
+        assert batch.old_log_probs is not None, "the KL in the reward needs old log-probs"
+        assert batch.ref_log_probs is not None, "the KL in the reward needs the reference's log-probs"
         kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
         rewards = shaped_rewards(scores, kl, row, controller.coefficient)
         kl_mean = float(kl.mean()) if kl.numel() else 0.0

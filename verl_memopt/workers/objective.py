@@ -68,7 +68,8 @@ class Objective:
                 loss = loss * scale
             if entropy is None:
                 return torch.autograd.grad(loss, log_probs)[0], None
-            return torch.autograd.grad(loss, (log_probs, entropy))
+            of_log_probs, of_entropy = torch.autograd.grad(loss, (log_probs, entropy))
+            return of_log_probs, of_entropy
 
         return gradient
 

@@ -4,20 +4,22 @@ from __future__ import annotations
 
 import importlib
 import inspect
-import math
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
 from torch import nn
-from torch.optim import AdamW, Optimizer
+from torch.optim import SGD, AdamW, Optimizer
 from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
 
 from verl_memopt.config.schema import Optim
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
 
 KEY = "actor_rollout_ref.actor.optim"
+SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+"""Names that transformers has for a warm-up or a floor; here any schedule has both."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: Optim, offload: bool = False, seed: int = 0) -> Optimizer:
@@ -72,21 +74,59 @@ def _bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int
 
 
 def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int) -> LambdaLR:
-    """Gives the schedule: linear warm-up, then constant or cosine.
+    """Return the schedule: a linear warm-up, then the shape that ``optim.lr_scheduler_type`` names.
 
-    optimizer_steps: of the whole run; ``optim.total_training_steps`` replaces it when given.
+    Args:
+        optimizer: Holds ``lr`` of each parameter group.
+        optim: The optimizer's settings.
+        optimizer_steps: Optimizer steps of the whole run. ``optim.total_training_steps`` replaces it when given.
+
+    Raises:
+        ConfigError: The schedule rejects an argument.
     """
     total = optim.total_training_steps if optim.total_training_steps > 0 else optimizer_steps
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total)
-    return LambdaLR(optimizer, lambda step: learning_rate_factor(step, warmup, total, optim))
+    return LambdaLR(optimizer, learning_rate_factors(warmup, total, optim))
 
 
-def learning_rate_factor(step: int, warmup: int, total: int, optim: Optim) -> float:
-    """Gives the share of ``lr`` in force at an optimizer step, counted from 0."""
-    if step < warmup:
-        return (step + 1) / (warmup + 1)
-    if optim.lr_scheduler_type == "constant":
-        return 1.0
-    progress = min((step - warmup) / max(total - warmup, 1), 1.0)
-    wave = 0.5 * (1.0 + math.cos(2.0 * math.pi * optim.num_cycles * progress))
-    return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * wave
+def learning_rate_factors(warmup: int, total: int, optim: Optim) -> Callable[[int], float]:
+    """Return a function from an optimizer step, counted from 0, to the share of ``lr`` in force at it.
+
+    The first step already updates: a warm-up of ``warmup`` steps begins at ``1 / (warmup + 1)``, where transformers begins at 0.
+    After step ``total`` the rate stays at its last value, where transformers' cosine rises again.
+    """
+    steps = max(total - warmup, 1)
+    shape = _shape(warmup, steps, optim)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * shape(min(step - warmup, steps))
+
+    return factor
+
+
+def _shape(warmup: int, steps: int, optim: Optim) -> Callable[[int], float]:
+    """Return transformers' schedule without its warm-up: from a step after the warm-up to a share of ``lr``."""
+    name = SAME_SHAPE.get(optim.lr_scheduler_type, optim.lr_scheduler_type)
+    arguments: dict[str, dict[str, Any]] = {
+        "cosine": {"num_cycles": optim.num_cycles},
+        "cosine_with_restarts": {"num_cycles": optim.num_cycles},
+        "inverse_sqrt": {"timescale": warmup or None},
+        "polynomial": {"lr_end": 0.0},
+    }
+    # The lambda reads its step alone. It is all that is wanted here, so the optimizer is a stand-in.
+    stand_in = SGD([torch.zeros(1, device="cpu")], lr=1.0)
+    try:
+        if name == "constant" and optim.lr_scheduler_kwargs:
+            raise ValueError("it takes no arguments")
+        if name == "cosine_with_restarts" and (optim.num_cycles < 1 or optim.num_cycles % 1):
+            raise ValueError(f"num_cycles={optim.num_cycles} is not a whole number of cycles")
+        schedule = get_scheduler(name, stand_in, 0, steps, {**arguments.get(name, {}), **(optim.lr_scheduler_kwargs or {})})
+        schedule.lr_lambdas[0](steps)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{KEY}.lr_scheduler_type={optim.lr_scheduler_type}, lr_scheduler_kwargs={optim.lr_scheduler_kwargs}: {error}. "
+            "Change the arguments, or name another schedule."
+        ) from error
+    return schedule.lr_lambdas[0]
