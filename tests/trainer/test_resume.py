@@ -9,7 +9,7 @@ from tests.trainer.conftest import AR, LEAST, learned, ready
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.assemble import prepare
+from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, plain_shapes
 from verl_memopt.trainer.run import train
@@ -35,9 +35,9 @@ def run_dir(trained, tmp_path):
 
 
 def prepared(settled, more=None):
-    job = prepare(settled(SAVES | (more or {})))
-    job.lock.release()
-    return job
+    context = build_run(settled(SAVES | (more or {})))
+    context.lock.release()
+    return context
 
 
 @pytest.mark.parametrize(
@@ -51,7 +51,8 @@ def prepared(settled, more=None):
     ],
 )
 def test_the_best_is_kept_where_the_run_validates_unless_it_is_said_otherwise(settled, tmp_path, more, kept):
-    assert checkpoint_store(settled(more), tmp_path).keep_best is kept
+    settings = settled(more)
+    assert checkpoint_store(settings.trainer, settings.data.val_files is not None, tmp_path).keep_best is kept
 
 
 def test_a_flipped_bit_in_a_shard_makes_the_run_resume_before_it_and_say_so(settled, run_dir, capsys):
@@ -161,7 +162,8 @@ def test_a_checkpoint_of_an_earlier_version_has_no_settings_to_compare(settled, 
 
 def test_a_fresh_start_was_asked_for_and_reads_no_checkpoint(settled, run_dir):
     settings = settled({"trainer.resume_mode": "disable"})
-    assert find_checkpoint(settings, checkpoint_store(settings, run_dir), {}) is None
+    store = checkpoint_store(settings.trainer, True, run_dir)
+    assert find_checkpoint(settings.trainer, settings.actor_rollout_ref.actor.checkpoint.load_contents, store, {}) is None
 
 
 def test_shapes_are_kept_as_torch_reads_them_back_without_trust(tmp_path):

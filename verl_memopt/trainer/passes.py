@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+from verl_memopt.config.schema import Actor, ActorRolloutRef
 from verl_memopt.memory.shared_prompt import RowTokens, pack_groups_under
 from verl_memopt.memory.token_budget import balance, pack_fixed, split_to_count
 
@@ -31,6 +32,44 @@ class Budget:
             return pack_groups_under(tokens, self.max_tokens, names, self.key)
         assert self.rows is not None
         return pack_fixed(len(tokens), self.rows)
+
+
+def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
+    """Return the budgets of the update, the old-log-prob pass and the reference pass."""
+    actor, rollout, ref = roles.actor, roles.rollout, roles.ref
+    update = Budget(
+        actor.use_dynamic_bsz,
+        actor.ppo_max_token_len_per_gpu,
+        actor.ppo_micro_batch_size_per_gpu,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        actor.use_prefix_grouper,
+    )
+    old = replace(
+        update,
+        by_tokens=bool(rollout.log_prob_use_dynamic_bsz),
+        max_tokens=rollout.log_prob_max_token_len_per_gpu or 0,
+        rows=rollout.log_prob_micro_batch_size_per_gpu,
+        key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    )
+    reference = replace(
+        update,
+        by_tokens=bool(ref.log_prob_use_dynamic_bsz),
+        max_tokens=ref.log_prob_max_token_len_per_gpu or 0,
+        rows=ref.log_prob_micro_batch_size_per_gpu,
+        key="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    )
+    return update, old, reference
+
+
+def update_gives_old_log_probs(actor: Actor, train_batch_size: int, kl_in_reward: bool) -> bool:
+    """Say whether the pass for old log-probs is left out: the forward of the only optimizer step gives the same values."""
+    once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
+    return actor.old_log_prob_pass == "auto" and once and not (kl_in_reward or actor.calculate_entropy)
+
+
+def updates_per_step(actor: Actor, train_batch_size: int) -> int:
+    """Return the optimizer steps of one training step."""
+    return train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
 
 
 def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.config.resume_diff import HARMLESS, REFUSED, changes
-from verl_memopt.config.schema import Settings
+from verl_memopt.config.schema import Settings, Trainer
 from verl_memopt.errors import ConfigError
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 
@@ -21,27 +21,28 @@ MOST_NAMED = 3
 """Weights that an error names."""
 
 
-def checkpoint_store(settings: Settings, run_dir: Path) -> CheckpointStore:
+def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> CheckpointStore:
     """Return the store of a run. ``trainer.keep_best=null`` is on where the run validates."""
-    trainer = settings.trainer
-    validates = settings.data.val_files is not None and trainer.test_freq > 0
+    validates = has_validation and trainer.test_freq > 0
     keep_best = validates if trainer.keep_best is None else trainer.keep_best
     return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best)
 
 
-def find_checkpoint(settings: Settings, store: CheckpointStore, unreadable: Mapping[int, str]) -> Checkpoint | None:
+def find_checkpoint(
+    trainer: Trainer, load_contents: list[str] | None, store: CheckpointStore, unreadable: Mapping[int, str]
+) -> Checkpoint | None:
     """Return the checkpoint that ``trainer.resume_mode`` asks for, None for a fresh start.
 
     Args:
-        settings: of the run.
-        store: its checkpoints.
+        trainer: ``resume_mode`` and ``resume_from_path``.
+        load_contents: parts of a checkpoint that the actor loads.
+        store: checkpoints of the run.
         unreadable: step -> fault of checkpoints that looked whole and could not be loaded.
 
     Raises:
         CheckpointError: the named one is not whole, or there are checkpoints and none is.
         ConfigError: it would be loaded without the model.
     """
-    trainer = settings.trainer
     if trainer.resume_mode == "disable":
         return None
     if trainer.resume_mode == "auto":
@@ -50,7 +51,7 @@ def find_checkpoint(settings: Settings, store: CheckpointStore, unreadable: Mapp
         assert trainer.resume_from_path is not None, "checked when settings are loaded"
         found = read_checkpoint(Path(trainer.resume_from_path))
         store.resumed(found)
-    contents = settings.actor_rollout_ref.actor.checkpoint.load_contents or []
+    contents = load_contents or []
     if found is not None and "model" not in contents:
         raise ConfigError(
             f"actor_rollout_ref.actor.checkpoint.load_contents={contents}: a run cannot go on from {found.folder} without the "

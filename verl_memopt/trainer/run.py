@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import UnreadableCheckpointError, UserError
 from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.assemble import prepare, reward_processes, workers
+from verl_memopt.trainer.build import build_run, start_rewards, start_workers
 from verl_memopt.trainer.interrupts import Interrupts, of_process
 from verl_memopt.trainer.loop import Trainer
 from verl_memopt.trainer.reporter import Reporter
@@ -37,11 +37,11 @@ def train(settings: Settings) -> int:
 def _train(settings: Settings, unreadable: Mapping[int, str], interrupts: Interrupts) -> None:
     """Runs from the newest checkpoint that is not among the unreadable ones. Errors: as :func:`train`."""
     clock = PhaseClock()
-    job = prepare(settings, unreadable)
-    with job.lock, reward_processes(job) as runner, Reporter(job, clock) as reporter:
+    context = build_run(settings, unreadable)
+    with context.lock, start_rewards(context) as runner, Reporter(context, clock) as reporter:
         try:
-            with workers(job, clock) as crew:
-                Trainer(job, crew, runner, reporter, interrupts).run()
+            with start_workers(context, clock) as workers:
+                Trainer(context, workers, runner, reporter, interrupts).run()
         except KeyboardInterrupt:
             reporter.say("stopped at once; the last checkpoint is where a new start resumes")
         except UnreadableCheckpointError:

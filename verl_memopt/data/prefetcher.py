@@ -22,10 +22,10 @@ class StepPrompts:
     tokens_dropped: int
 
 
-class PromptFeed:
+class PromptPrefetcher:
     """Takes steps from a loader one ahead of the caller, each prompt ``n`` times, by ``expansion``.
 
-    encoder: the feed's own, for it works in a thread of its own.
+    encoder: the prefetcher's own, for it works in a thread of its own.
     :meth:`state_dict` is the loader's after the last step that was taken, so a resumed run loses and repeats nothing.
     """
 
@@ -34,12 +34,12 @@ class PromptFeed:
         self._n = n
         self._expansion = expansion
         self._encoder = encoder
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-feed")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-prefetcher")
         self._state, self.epoch = loader.state_dict(), loader.epoch
         self._before = self._state, self.epoch
         self._ahead: Future[tuple[StepPrompts, dict[str, Any], int]] | None = None
 
-    def take(self) -> StepPrompts:
+    def next(self) -> StepPrompts:
         """Gives the next step's prompts and begins to make the one after ready. Errors: as the loader and the encoder raise."""
         ahead = self._thread.submit(self._make) if self._ahead is None else self._ahead
         self._before = self._state, self.epoch

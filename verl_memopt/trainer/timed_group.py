@@ -11,7 +11,7 @@ from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.workers.group import WorkerGroup
 
 
-class Crew:
+class TimedGroup:
     """A worker group with a clock.
 
     in_process: the workers live in this process, so the driver's resident memory is already counted. track: count live
