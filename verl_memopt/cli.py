@@ -12,13 +12,13 @@ from pathlib import Path
 
 from verl_memopt import __version__
 from verl_memopt.errors import UserError
-from verl_memopt.trainer.main_ppo import build_parser as train_parser
-from verl_memopt.trainer.main_ppo import run as run_training
 from verl_memopt.trainer.signal_watch import SignalWatch
 
 
 def _train(arguments: Sequence[str]) -> int:
-    return run_training(train_parser("verl-memopt train").parse_intermixed_args(arguments))
+    from verl_memopt.trainer.run import build_parser, run
+
+    return run(build_parser("verl-memopt train").parse_intermixed_args(arguments))
 
 
 def _report(arguments: Sequence[str]) -> int:
