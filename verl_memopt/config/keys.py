@@ -45,6 +45,11 @@ def leaf_keys(section: type = Settings) -> list[str]:
     return [key for key, kind in walk(section) if not dataclasses.is_dataclass(kind)]
 
 
+def leaf_values(settings: Settings) -> dict[str, Any]:
+    """Return dotted key -> value of every key that holds a value."""
+    return {key: value_at(settings, key) for key in leaf_types()}
+
+
 def value_at(settings: Any, key: str) -> Any:
     """The value under a dotted key."""
     for name in key.split("."):

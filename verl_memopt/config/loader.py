@@ -1,4 +1,7 @@
-"""Settings from a config name and overrides: Hydra composes a plain mapping, the rest is ours."""
+"""Settings from a config name and overrides: compose, translate spellings, build typed sections, check.
+
+Hydra composes a plain mapping, the rest is ours.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from verl_memopt.config.aliases import apply_aliases, our_key
 from verl_memopt.config.build import build
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import flatten
-from verl_memopt.config.links import followers_of, resolve_links
+from verl_memopt.config.links import followers_of
 from verl_memopt.config.plain import to_plain
 from verl_memopt.config.problems import Problem, raise_together, shown
 from verl_memopt.config.refusals import drop_inert
@@ -36,30 +39,43 @@ _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def load_settings(config_name: str, overrides: list[str], config_dir: str | None = None) -> Settings:
-    """The resolved settings of a named config with overrides on top.
+    """Return the settings of a named config with overrides on top, typed, linked and checked.
 
-    ``config_dir`` is a recipe's folder; its files may name the packaged configs in their ``defaults`` list. Raises one
-    ConfigError that lists everything wrong, before anything is started.
+    Args:
+        config_name: a packaged config, or a file of ``config_dir``.
+        overrides: ``key=value`` as on a command line.
+        config_dir: a recipe's folder; its files may name the packaged configs in their ``defaults`` list.
+
+    Raises:
+        ConfigError: one, that lists everything wrong, before anything is started.
     """
     return settings_from_mapping(compose_mapping(config_name, overrides, config_dir))
 
 
 def settings_from_mapping(given: Mapping[str, Any]) -> Settings:
-    """The resolved settings of a nested mapping that holds only the keys that differ from the defaults.
+    """Return the settings of a nested mapping that holds only the keys that differ from the defaults.
 
-    Spellings are made one, keys without effect are dropped with a warning, the rest is typed, linked and checked.
+    Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
+
+    Raises:
+        ConfigError: one, that lists everything wrong.
     """
-    flat = {key: value for key, value in flatten(given, our_key).items() if value != REQUIRED}
-    flat, problems = apply_aliases(flat)
-    flat, refused = drop_inert(flat)
-    settings, mistyped = build(flat)
-    problems += refused + mistyped
+    values, problems = _in_our_words(given)
+    settings, mistyped = build(values)
+    problems += mistyped
     doubtful = {key for found in problems for key in found.keys}
     doubtful |= followers_of(doubtful)
-    linked = resolve_links(settings)
-    problems += [found for found in check(linked, frozenset(flat)) if not doubtful.intersection(found.keys)]
+    problems += [found for found in check(settings, frozenset(values)) if not doubtful.intersection(found.keys)]
     raise_together(problems)
-    return linked
+    return settings
+
+
+def _in_our_words(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return dotted key -> value under our names and with our values, without keys that have no effect here."""
+    flat = {key: value for key, value in flatten(given, our_key).items() if value != REQUIRED}
+    ours, conflicts = apply_aliases(flat)
+    kept, refused = drop_inert(ours)
+    return kept, conflicts + refused
 
 
 def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
