@@ -1,5 +1,4 @@
 import dataclasses
-import logging
 import re
 import sys
 from pathlib import Path
@@ -13,7 +12,7 @@ from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.vllm_settings import engine_arguments
-from verl_memopt.trainer.environment import frees_engine, resolve_environment, with_seed
+from verl_memopt.trainer.environment import frees_engine, resolve_environment
 
 
 def test_the_site_of_a_run_on_this_machine(settled, tiny_folder, tmp_path):
@@ -97,47 +96,6 @@ def test_a_run_folder_that_cannot_be_made_is_refused(settled, tmp_path):
 def test_a_tilde_is_the_home_folder(settled, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     assert resolve_environment(settled({"trainer.default_local_dir": "~/runs/one"})).run_dir == tmp_path / "runs" / "one"
-
-
-def seeds(settings):
-    return settings.data.seed, settings.actor_rollout_ref.rollout.seed
-
-
-@pytest.mark.parametrize(
-    ("given", "resumed", "expected"),
-    [
-        ({"data.seed": 3}, None, (3, 3)),
-        ({"data.seed": 3}, 8, (3, 3)),
-        ({"data.seed": 3, f"{AR}.rollout.seed": 4}, None, (3, 4)),
-        ({"data.seed": None}, 8, (8, 8)),
-        ({"data.seed": None, f"{AR}.rollout.seed": 4}, 8, (8, 4)),
-    ],
-)
-def test_seeds_are_those_given_else_the_resumed_runs(settled, given, resumed, expected):
-    assert seeds(with_seed(settled(given), resumed)) == expected
-
-
-def test_a_seed_that_nobody_gave_is_drawn_and_logged(settled, caplog):
-    settings = settled({"data.seed": None})
-    with caplog.at_level(logging.INFO):
-        drawn = [with_seed(settings, None) for _ in range(4)]
-    assert len({seeds(each) for each in drawn}) > 1
-    for each in drawn:
-        data, rollout = seeds(each)
-        assert data == rollout
-        assert f"this run uses {data} (drawn)" in caplog.text
-
-
-def test_nothing_but_seeds_changes(settled):
-    settings = settled({"data.seed": None})
-    found = with_seed(settings, 8)
-    rollout = dataclasses.replace(found.actor_rollout_ref.rollout, seed=None)
-    back = dataclasses.replace(
-        found,
-        data=dataclasses.replace(found.data, seed=None),
-        actor_rollout_ref=dataclasses.replace(found.actor_rollout_ref, rollout=rollout),
-    )
-    assert back == settings
 
 
 @pytest.mark.parametrize("which", ["model", "reference"])

@@ -178,6 +178,5 @@ def test_the_old_pass_is_left_out_where_one_update_follows_a_rollout_and_nothing
 
 
 @pytest.mark.parametrize(("mini", "epochs", "updates"), [(4, 1, 1), (2, 1, 2), (2, 3, 6)])
-def test_a_step_has_one_update_per_mini_batch_and_pass(settled, mini, epochs, updates):
-    actor = settled({f"{AR}.actor.ppo_mini_batch_size": mini, f"{AR}.actor.ppo_epochs": epochs}).actor_rollout_ref.actor
-    assert updates_per_step(actor, 4) == updates
+def test_a_step_has_one_update_per_mini_batch_and_pass(mini, epochs, updates):
+    assert updates_per_step(4, mini, epochs) == updates

@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 import shutil
@@ -11,7 +12,7 @@ from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpoin
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.checkpoints import CheckpointStore
-from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, plain_shapes
+from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, plain_shapes, with_seed
 from verl_memopt.trainer.run import train
 
 SAVES = {"trainer.save_freq": 1}
@@ -169,3 +170,44 @@ def test_a_fresh_start_was_asked_for_and_reads_no_checkpoint(settled, run_dir):
 def test_shapes_are_kept_as_torch_reads_them_back_without_trust(tmp_path):
     torch.save(plain_shapes({"a": (2, 3), "b": ()}), tmp_path / "f")
     assert torch.load(tmp_path / "f", weights_only=True) == {"a": [2, 3], "b": []}
+
+
+def seeds(settings):
+    return settings.data.seed, settings.actor_rollout_ref.rollout.seed
+
+
+@pytest.mark.parametrize(
+    ("given", "resumed", "expected"),
+    [
+        ({"data.seed": 3}, None, (3, 3)),
+        ({"data.seed": 3}, 8, (3, 3)),
+        ({"data.seed": 3, f"{AR}.rollout.seed": 4}, None, (3, 4)),
+        ({"data.seed": None}, 8, (8, 8)),
+        ({"data.seed": None, f"{AR}.rollout.seed": 4}, 8, (8, 4)),
+    ],
+)
+def test_seeds_are_those_given_else_the_resumed_runs(settled, given, resumed, expected):
+    assert seeds(with_seed(settled(given), resumed)) == expected
+
+
+def test_a_seed_that_nobody_gave_is_drawn_and_logged(settled, caplog):
+    settings = settled({"data.seed": None})
+    with caplog.at_level(logging.INFO):
+        drawn = [with_seed(settings, None) for _ in range(4)]
+    assert len({seeds(each) for each in drawn}) > 1
+    for each in drawn:
+        data, rollout = seeds(each)
+        assert data == rollout
+        assert f"this run uses {data} (drawn)" in caplog.text
+
+
+def test_nothing_but_seeds_changes(settled):
+    settings = settled({"data.seed": None})
+    found = with_seed(settings, 8)
+    rollout = dataclasses.replace(found.actor_rollout_ref.rollout, seed=None)
+    back = dataclasses.replace(
+        found,
+        data=dataclasses.replace(found.data, seed=None),
+        actor_rollout_ref=dataclasses.replace(found.actor_rollout_ref, rollout=rollout),
+    )
+    assert back == settings

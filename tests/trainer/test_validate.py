@@ -4,6 +4,7 @@ from tests.trainer.conftest import AR
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.build import build_run, build_validator
+from verl_memopt.trainer.generation import Generator
 
 SAMPLED = {f"{AR}.rollout.val_kwargs.{key}": value for key, value in {"n": 3, "do_sample": True, "temperature": 1.0}.items()}
 
@@ -17,7 +18,14 @@ def runner(base_context):
 @pytest.fixture
 def validated(settled, base_workers, runner):
     """Gives the validation at a step, under some settings, of the module's worker."""
-    return lambda more=None, step=3: build_validator(build_run(settled(more)), base_workers, runner).validate(step)
+
+    def validate(more=None, step=3):
+        context = build_run(settled(more))
+        environment, rollout = context.environment, context.settings.actor_rollout_ref.rollout
+        generator = Generator(rollout, environment.tokenizer, base_workers, environment.free_engine)
+        return build_validator(context, generator, runner).validate(step)
+
+    return validate
 
 
 def rows_of(found):

@@ -5,15 +5,16 @@ from __future__ import annotations
 import copy
 import functools
 import os
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
+from typing import Any
 
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.checks import needs_reference
-from verl_memopt.config.schema import Data, Model, Settings
+from verl_memopt.config.schema import Data, Model, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.loader import StepLoader, load_sampler
@@ -25,19 +26,19 @@ from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
-from verl_memopt.trainer.environment import Environment, resolve_environment, with_seed
+from verl_memopt.trainer.environment import Environment, resolve_environment
 from verl_memopt.trainer.experience import LogProbPass
 from verl_memopt.trainer.generation import Generator
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs, updates_per_step
-from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint
+from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, with_seed
 from verl_memopt.trainer.run_lock import RunLock, hold
 from verl_memopt.trainer.step import Stepper
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import PolicyUpdate
 from verl_memopt.trainer.validate import Validator
-from verl_memopt.workers.group import WorkerGroup
+from verl_memopt.workers.group import Placement, WorkerGroup
 from verl_memopt.workers.local_group import start_local_group
 from verl_memopt.workers.ray_group import RayGroup, start_ray_group
 from verl_memopt.workers.worker import Worker, WorkerPlan
@@ -82,7 +83,8 @@ class RunContext:
     @property
     def updates_per_step(self) -> int:
         """Return the optimizer steps of one training step."""
-        return updates_per_step(self.settings.actor_rollout_ref.actor, self.settings.data.train_batch_size)
+        actor = self.settings.actor_rollout_ref.actor
+        return updates_per_step(self.settings.data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_epochs)
 
 
 def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({})) -> RunContext:
@@ -156,11 +158,13 @@ def start_rewards(context: RunContext) -> Iterator[RewardRunner]:
 @contextmanager
 def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup]:
     """Start the run's workers and, however the body ends, leave none behind."""
+    trainer, ray = context.settings.trainer, context.settings.ray_kwargs
     with clock.phase("init"):
-        group = _start_group(context)
-    timeline = context.settings.ray_kwargs.timeline_json_file
+        build_worker = functools.partial(Worker, worker_plan(context))
+        group = _start_group(build_worker, trainer, ray.ray_init, context.environment.device)
+    timeline = ray.timeline_json_file
     try:
-        yield TimedGroup(group, clock, in_process=context.settings.trainer.worker_group == "local")
+        yield TimedGroup(group, clock, in_process=trainer.worker_group == "local")
         if timeline is not None and isinstance(group, RayGroup):
             group.write_timeline(timeline)
         # Workers that are killed, as shutdown does it, would leave the shared memory of their engines behind.
@@ -169,20 +173,20 @@ def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup
         group.shutdown()
 
 
-def _start_group(context: RunContext) -> WorkerGroup:
-    trainer, device = context.settings.trainer, context.environment.device
-    factory = functools.partial(Worker, worker_plan(context))
+def _start_group(
+    build_worker: Callable[[Placement], Worker], trainer: Trainer, ray_init: Mapping[str, Any], device: str
+) -> WorkerGroup:
     if trainer.worker_group == "local":
-        return start_local_group(factory, device)
+        return start_local_group(build_worker, device)
     asked = os.environ.get("OMP_NUM_THREADS", "")
     threads = int(asked) if asked.isdigit() and int(asked) else max(1, (os.cpu_count() or 1) // trainer.n_gpus_per_node)
     return start_ray_group(
-        factory,
+        build_worker,
         nnodes=trainer.nnodes,
         devices_per_node=trainer.n_gpus_per_node,
         device=device,
         timeout_seconds=trainer.ray_wait_register_center_timeout,
-        ray_init=context.settings.ray_kwargs.ray_init,
+        ray_init=ray_init,
         num_threads=threads,
     )
 
@@ -220,49 +224,40 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
     return folder
 
 
-def build_generator(context: RunContext, workers: TimedGroup) -> Generator:
-    """Return what answers prompts."""
-    environment = context.environment
-    return Generator(context.settings.actor_rollout_ref.rollout, environment.tokenizer, workers, environment.free_engine)
-
-
-def build_validator(context: RunContext, workers: TimedGroup, rewards: RewardRunner) -> Validator | None:
+def build_validator(context: RunContext, generator: Generator, rewards: RewardRunner) -> Validator | None:
     """Return what validates; None without validation files."""
     if context.validation is None:
         return None
     batch_size, expansion = context.settings.data.val_batch_size, context.settings.algorithm.expansion
-    generator = build_generator(context, workers)
     return Validator(context.validation, batch_size, expansion, context.encoder, generator, rewards)
 
 
-def build_prefetcher(context: RunContext) -> PromptPrefetcher:
-    """Return what prepares the prompts of each step."""
-    data, environment, settings = context.settings.data, context.environment, context.settings
+def _build_prefetcher(data: Data, loader: StepLoader, environment: Environment, n: int, expansion: str) -> PromptPrefetcher:
     # The prefetcher works in a thread of its own, and so needs a tokenizer of its own.
     tokenizer = copy.deepcopy(environment.tokenizer)
     encoder = PromptEncoder(tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
-    return PromptPrefetcher(context.loader, settings.actor_rollout_ref.rollout.n, settings.algorithm.expansion, encoder)
+    return PromptPrefetcher(loader, n, expansion, encoder)
 
 
 def build_stepper(context: RunContext, workers: TimedGroup, rewards: RewardRunner) -> Stepper:
     """Return the training step, each part with the settings that it reads."""
-    settings, data, algorithm = context.settings, context.settings.data, context.settings.algorithm
-    roles, balance = settings.actor_rollout_ref, settings.trainer.balance_batch
-    actor, samples = roles.actor, roles.rollout.n
+    settings, environment = context.settings, context.environment
+    roles, data, algorithm = settings.actor_rollout_ref, settings.data, settings.algorithm
+    actor, rollout, balance = roles.actor, roles.rollout, settings.trainer.balance_batch
     update_budget, old_budget, ref_budget = budgets(roles)
     on_policy = update_gives_old_log_probs(actor, data.train_batch_size, algorithm.use_kl_in_reward)
     old_pass = LogProbPass(workers, "old_log_prob", "old_log_probs", old_budget, balance, (actor.calculate_entropy,))
     ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
     return Stepper(
         workers=workers,
-        prompts=build_prefetcher(context),
-        generator=build_generator(context, workers),
+        prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
+        generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine),
         rewards=rewards,
         old_pass=None if on_policy else old_pass,
         ref_pass=ref_pass if needs_reference(settings) else None,
-        mismatch=MismatchCheck(roles.rollout, actor.fsdp_config),
+        mismatch=MismatchCheck(rollout, actor.fsdp_config),
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
-        policy_update=PolicyUpdate(workers, actor, samples, update_budget, balance, on_policy, context.store),
+        policy_update=PolicyUpdate(workers, actor, rollout.n, update_budget, balance, on_policy, context.store),
         step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
     )

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import importlib.util
-import logging
 import os
-import secrets
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -18,8 +16,6 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.models.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
 from verl_memopt.models.trial_build import check_architecture
 from verl_memopt.rollout.vllm_build import vllm_build
-
-logger = logging.getLogger(__name__)
 
 REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
 
@@ -98,8 +94,9 @@ def _tokenizer_folder(model: Model, model_folder: Path, trust_tokenizer: bool) -
 def _check_devices(trainer: Trainer, ray: RayKwargs, device: str) -> None:
     """Refuse more GPUs on one node than there are; over several nodes the cluster is asked when it is known."""
     present = device_count(device)
-    one_node = trainer.nnodes == 1 and "address" not in ray.ray_init
-    if device == "cuda" and one_node and trainer.n_gpus_per_node > present:
+    if device != "cuda" or trainer.nnodes > 1 or "address" in ray.ray_init:
+        return
+    if trainer.n_gpus_per_node > present:
         raise ConfigError(
             f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {present}. Set it to at most {present}."
         )
@@ -144,22 +141,3 @@ def _writable(folder: Path) -> Path:
     if not os.access(folder, os.W_OK):
         raise ConfigError(f"trainer.default_local_dir={folder}: not writable. Give another folder.")
     return folder.resolve()
-
-
-def with_seed(settings: Settings, resumed_seed: int | None) -> Settings:
-    """Return settings whose data and rollout seeds are concrete: those given, else the resumed run's, else drawn and logged."""
-    seed = settings.data.seed
-    if seed is not None and settings.actor_rollout_ref.rollout.seed is not None:
-        return settings
-    if seed is None:
-        seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
-        logger.info(
-            "data.seed was not given; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint"
-        )
-    rollout = settings.actor_rollout_ref.rollout
-    rollout = dataclasses.replace(rollout, seed=seed if rollout.seed is None else rollout.seed)
-    return dataclasses.replace(
-        settings,
-        data=dataclasses.replace(settings.data, seed=seed),
-        actor_rollout_ref=dataclasses.replace(settings.actor_rollout_ref, rollout=rollout),
-    )

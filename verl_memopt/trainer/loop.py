@@ -39,7 +39,7 @@ class Trainer:
         self.reporter = reporter
         self.interrupts = interrupts
         self.stepper = build_stepper(context, workers, runner)
-        self.validator = build_validator(context, workers, runner)
+        self.validator = build_validator(context, self.stepper.generator, runner)
         self.stepper.before_update = self.begin_update
         runner.stopped = self.gives_up
         self.stop_file = StopFile(context.stop_file)

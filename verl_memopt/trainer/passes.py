@@ -67,9 +67,9 @@ def update_gives_old_log_probs(actor: Actor, train_batch_size: int, kl_in_reward
     return actor.old_log_prob_pass == "auto" and once and not (kl_in_reward or actor.calculate_entropy)
 
 
-def updates_per_step(actor: Actor, train_batch_size: int) -> int:
-    """Return the optimizer steps of one training step."""
-    return train_batch_size // actor.ppo_mini_batch_size * actor.ppo_epochs
+def updates_per_step(train_batch_size: int, mini_batch_size: int, epochs: int) -> int:
+    """Return the optimizer steps of one training step: ``epochs`` passes over mini-batches of so many prompts."""
+    return train_batch_size // mini_batch_size * epochs
 
 
 def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:

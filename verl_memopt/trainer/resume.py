@@ -1,8 +1,10 @@
-"""Which checkpoint a run goes on from, and what its settings change of those that the checkpoint was made with."""
+"""Which checkpoint a run goes on from, with which seed, and what its settings change of those of the checkpoint."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -88,6 +90,25 @@ def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint
         refused.append(f"actor_rollout_ref.model.path={model.path}: its weights are not those of {place} ({different})")
     if refused:
         raise ConfigError(f"{'. '.join(refused)}. {WAY_OUT}")
+
+
+def with_seed(settings: Settings, resumed_seed: int | None) -> Settings:
+    """Return settings whose data and rollout seeds are concrete: those given, else the resumed run's, else drawn and logged."""
+    seed = settings.data.seed
+    if seed is not None and settings.actor_rollout_ref.rollout.seed is not None:
+        return settings
+    if seed is None:
+        seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
+        logger.info(
+            "data.seed was not given; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint"
+        )
+    rollout = settings.actor_rollout_ref.rollout
+    rollout = dataclasses.replace(rollout, seed=seed if rollout.seed is None else rollout.seed)
+    return dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, seed=seed),
+        actor_rollout_ref=dataclasses.replace(settings.actor_rollout_ref, rollout=rollout),
+    )
 
 
 def plain_shapes(weights: Shapes) -> dict[str, list[int]]:
