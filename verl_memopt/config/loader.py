@@ -79,7 +79,7 @@ def _in_our_words(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Proble
 
 
 def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
-    """What Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping."""
+    """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping."""
     folder = _folder(config_name, config_dir)
     prepared: list[str] = []
     problems: list[Problem] = []
@@ -117,7 +117,7 @@ def _folder(config_name: str, config_dir: str | None) -> Path:
 
 
 def _prepared(line: str, folder: Path) -> str:
-    """The override as Hydra takes it for a key that the YAML may omit."""
+    """Return the override as Hydra takes it for a key that the YAML may omit."""
     override = _parsed(line)
     key = override.key_or_group
     if key.split(".")[0] == "hydra":
@@ -137,7 +137,7 @@ def _prepared(line: str, folder: Path) -> str:
 
 
 def _log_profile(overrides: list[str], composed: dict[str, Any]) -> None:
-    """Says which keys a memory profile set, and which of its keys the command line set otherwise."""
+    """Say which keys a memory profile set, and which of its keys the command line set otherwise."""
     chosen = {parsed.key_or_group: parsed.value() for parsed in map(_parsed, overrides)}
     for group in LAST & chosen.keys():
         profile = flatten(yaml.safe_load((PACKAGED / group / f"{chosen[group]}.yaml").read_text()) or {})
@@ -154,7 +154,7 @@ def _log_profile(overrides: list[str], composed: dict[str, Any]) -> None:
 
 
 def _groups(folder: Path) -> set[str]:
-    """The names of the config groups in a folder: its subfolders, as Hydra writes them."""
+    """Return the names of the config groups in a folder: its subfolders, as Hydra writes them."""
     return {place.relative_to(folder).as_posix() for place in folder.rglob("*") if place.is_dir()}
 
 
@@ -166,7 +166,7 @@ def _parsed(line: str) -> Override:
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
-    """The composed keys alone, their interpolations resolved against the defaults as well."""
+    """Return the composed keys alone, their interpolations resolved against the defaults as well."""
     whole = OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config)
     resolved: Any = OmegaConf.to_container(whole, resolve=True)
     picked: dict[str, Any] = _pick(resolved, OmegaConf.to_container(config, resolve=False))
@@ -178,5 +178,5 @@ def _pick(resolved: Any, shape: Any) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    """Hydra's message without its list of search paths."""
+    """Return Hydra's message without its list of search paths."""
     return " ".join(str(error).split()).partition(" Config search path:")[0].rstrip(".")

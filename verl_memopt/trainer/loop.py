@@ -28,7 +28,15 @@ ALWAYS_TRACKED = 2
 
 
 class Trainer:
-    """Drives a run whose workers are ready."""
+    """Drives a run whose workers are ready.
+
+    Args:
+        context: of the run.
+        workers: hold the models and the engines.
+        runner: scores answers.
+        reporter: writes the record of the run.
+        interrupts: say whether a stop was asked for.
+    """
 
     def __init__(
         self, context: RunContext, workers: TimedGroup, runner: RewardRunner, reporter: Reporter, interrupts: Interrupts
@@ -57,7 +65,7 @@ class Trainer:
         self.validation_seconds = 0.0
 
     def run(self) -> None:
-        """Runs to the end, or until a stop is asked for: then it finishes the step, or gives it up, and saves."""
+        """Run to the end, or until a stop is asked for: then finish the step, or give it up, and save."""
         try:
             self._run()
         finally:
@@ -87,7 +95,7 @@ class Trainer:
             self.timed_save()
 
     def one_step(self, step: int) -> None:
-        """Runs, validates, logs and saves one step."""
+        """Run, validate, log and save one step."""
         self.track(step)
         self.weights_changed = False
         with self.workers.clock.phase("step"):
@@ -103,7 +111,11 @@ class Trainer:
             self.timed_save()
 
     def begin_update(self) -> None:
-        """Gives the step up when a stop was asked for and the update would leave no time to save. Errors: Stopped."""
+        """Give the step up when a stop was asked for and the update would leave no time to save.
+
+        Raises:
+            Stopped: the step is given up.
+        """
         validation = self.validation_seconds if self.validation_due(self.step + 1) else 0.0
         if self.interrupts.too_late_for(self.update_seconds + validation):
             raise Stopped
@@ -111,35 +123,39 @@ class Trainer:
         self.update_began = time.monotonic()
 
     def gives_up(self) -> bool:
-        """Says whether the scoring of the present step is to be given up."""
+        """Say whether the scoring of the present step is to be given up."""
         return not self.weights_changed and self.interrupts.out_of_time()
 
     def tell_rollouts(self, moment: float) -> None:
-        """Tells the workers when to give up a rollout (seconds of the epoch)."""
+        """Tell the workers when to give up a rollout (seconds of the epoch)."""
         try:
             self.stop_file.write(moment)
         except OSError as error:
             logger.warning("a rollout cannot be given up, because the stop file cannot be written: %s", error)
 
     def note_saved(self) -> None:
-        """Tells whoever ends the run at once where a new start goes on."""
+        """Tell whoever ends the run at once where a new start goes on."""
         if self.saved_step:
             self.interrupts.last_saved = f"The last whole checkpoint is that of step {self.saved_step}; a new start resumes there"
 
     def timed_save(self) -> None:
-        """Saves, and tells whoever has to stop in time how long that takes and where a new start goes on."""
+        """Save, and tell whoever has to stop in time how long that takes and where a new start goes on."""
         began = time.monotonic()
         self.save()
         self.interrupts.save_seconds = time.monotonic() - began
         self.note_saved()
 
     def validation_due(self, step: int) -> bool:
-        """Says whether a step ends with a validation."""
+        """Say whether a step ends with a validation."""
         every = self.context.settings.trainer.test_freq
         return every > 0 and (step == self.context.total_steps or step % every == 0) and self.validator is not None
 
     def judge(self, result: StepResult, validation: Validation | None) -> None:
-        """Warns of what a finished step shows, once. Errors: TrainingError when too many steps in a row applied no update."""
+        """Warn of what a finished step shows, once.
+
+        Raises:
+            TrainingError: too many steps in a row applied no update.
+        """
         samples = self.context.settings.actor_rollout_ref.rollout.n
         scores = [answer.score for answer in result.results]
         self.reporter.warn(self.step, self.health.step(self.step, scores, samples, result.metrics))
@@ -148,33 +164,33 @@ class Trainer:
         self.guard.watch(self.step, result.metrics, sound=not self.health.collapsed)
 
     def judge_validation(self, validation: Validation) -> None:
-        """Warns of a validation that is worse than the first one, once."""
+        """Warn of a validation that is worse than the first one, once."""
         samples = self.context.settings.actor_rollout_ref.rollout.val_kwargs.n
         scores = [answer.score for _, results in validation.answers for answer in results]
         self.reporter.warn(self.step, self.health.validation(self.step, scores, samples))
 
     def validation(self, step: int) -> Validation | None:
-        """Validates when it is due."""
+        """Validate when it is due."""
         if self.validator is None or not self.validation_due(step):
             return None
         began = time.monotonic()
-        found = self.validator.validate(step)
+        validation = self.validator.validate(step)
         self.validation_seconds = time.monotonic() - began
-        return found
+        return validation
 
     def validate_first(self) -> None:
-        """Validates before the first step, where there is something to validate with."""
+        """Validate before the first step, where there is something to validate with."""
         if self.validator is not None:
-            found = self.validator.validate(self.step)
-            self.reporter.first_validation(self.step, found, self.workers.take_memories())
-            self.judge_validation(found)
+            validation = self.validator.validate(self.step)
+            self.reporter.first_validation(self.step, validation, self.workers.take_memories())
+            self.judge_validation(validation)
 
     def due(self, every: int) -> bool:
-        """Says whether something done every so many steps, and at the last, is due."""
+        """Say whether something done every so many steps, and at the last, is due."""
         return every > 0 and (self.step % every == 0 or self.step == self.context.total_steps)
 
     def track(self, step: int) -> None:
-        """Decides whether the bytes of a step are counted on a CPU."""
+        """Decide whether the bytes of a step are counted on a CPU."""
         every = self.context.settings.trainer.track_memory_every_steps
         first = ALWAYS_TRACKED + (0 if self.context.checkpoint is None else self.context.checkpoint.step)
         self.workers.track = self.context.environment.device == "cpu" and every > 0 and (step <= first or step % every == 0)
@@ -214,7 +230,7 @@ class Trainer:
             self.reporter.say(f"the checkpoints of the run that was here before are in {aside}; delete it to free its space")
 
     def save(self) -> None:
-        """Saves the present step; what was saved before stays until this one is whole."""
+        """Save the present step; what was saved before stays until this one is whole."""
         store, step = self.context.store, self.step
         contents = list(self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents)
         aside = store.begin(step)
@@ -229,7 +245,7 @@ class Trainer:
         self.reporter.saved(step, self.workers.take_memories())
 
     def driver_state(self) -> dict[str, Any]:
-        """Gives what the driver itself must remember."""
+        """Return what the driver itself must remember."""
         return {
             "step": self.step,
             "seed": self.context.settings.data.seed,

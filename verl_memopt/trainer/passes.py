@@ -27,7 +27,11 @@ class Budget:
     shared: bool = False
 
     def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
-        """Gives rows per micro-batch for one rank. Errors: ConfigError naming a row that alone exceeds the cap."""
+        """Return rows per micro-batch for one rank.
+
+        Raises:
+            ConfigError: a row alone exceeds the cap; it is named.
+        """
         if self.by_tokens:
             return pack_groups_under(tokens, self.max_tokens, names, self.key)
         assert self.rows is not None
@@ -73,7 +77,7 @@ def updates_per_step(train_batch_size: int, mini_batch_size: int, epochs: int) -
 
 
 def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:
-    """Gives the rows of each mini-batch, whole groups at a time; shuffled by groups when a seed is given."""
+    """Return the rows of each mini-batch, whole groups at a time; shuffled by groups when a seed is given."""
     order = list(range(num_prompts))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)
@@ -82,7 +86,7 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
 
 
 def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
-    """Gives the rows of each rank: as many on each, with as even a number of tokens as can be when ``even_out``.
+    """Return the rows of each rank: as many on each, with as even a number of tokens as can be when ``even_out``.
 
     Rows of a group stay together as far as equal numbers of rows allow. ``rows``: whole groups, one after another.
     """
@@ -99,13 +103,13 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
 
 
 def _together(tokens: RowTokens, rows: Sequence[int], share: int) -> int:
-    """Gives the most rows that stay together: a divisor of every group's number of rows and of a rank's share."""
+    """Return the most rows that stay together: a divisor of every group's number of rows and of a rank's share."""
     sizes = [len(list(members)) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
     return math.gcd(share, *sizes)
 
 
 def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:
-    """Gives each rank's micro-batches, as many on every rank: the collectives of a sharded model must match."""
+    """Return each rank's micro-batches, as many on every rank: the collectives of a sharded model must match."""
     cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
     count = max(len(bins) for bins in cut)
     return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, tokens_per_rank, strict=True)]

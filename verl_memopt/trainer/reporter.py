@@ -57,17 +57,17 @@ class Reporter:
         self.console.close()
 
     def say(self, text: str) -> None:
-        """Shows one line to the person at the console."""
+        """Show one line to the person at the console."""
         self.console.say(text)
 
     def warn(self, step: int, texts: Sequence[str]) -> None:
-        """Logs warnings of a step and keeps them for the summary, so that the end of the run says them again."""
+        """Log warnings of a step and keep them for the summary, so that the end of the run says them again."""
         for text in texts:
             logger.warning("step %d: %s", step, text)
         self.folder.add_warnings(step, texts)
 
     def phases(self, step: int, memories: Sequence[PhaseMemory]) -> dict[str, float]:
-        """Puts the phases since the last call on the timeline and gives their times and memory as metrics."""
+        """Put the phases since the last call on the timeline and return their times and memory as metrics."""
         timings = self.clock.timings()
         self.folder.add_timeline(step, self.clock.take(), {memory.name: memory for memory in memories})
         return timings | memory_metrics(memories)
@@ -75,34 +75,34 @@ class Reporter:
     def step(
         self, step: int, epoch: int, result: StepResult, validation: Validation | None, memories: Sequence[PhaseMemory]
     ) -> None:
-        """Logs a finished step."""
+        """Log a finished step."""
         metrics = {"training/global_step": float(step), "training/epoch": float(epoch), **result.metrics}
         if validation is not None:
             metrics |= validation.metrics
             self._keep_validation(step, validation)
-        found = self._carried | self.phases(step, memories)
+        phases = self._carried | self.phases(step, memories)
         self._carried = {}
-        metrics |= found | token_timings(found, result.response_tokens, result.total_tokens)
-        metrics |= throughput_metrics(result.total_tokens, found["timing_s/step"], self.context.environment.world_size)
+        metrics |= phases | token_timings(phases, result.response_tokens, result.total_tokens)
+        metrics |= throughput_metrics(result.total_tokens, phases["timing_s/step"], self.context.environment.world_size)
         self.loggers.log(step, metrics)
         self._keep_samples(step, result)
 
     def saved(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        """Puts a save on the timeline; its time and memory are metrics of the step that is logged next."""
+        """Put a save on the timeline; its time and memory are metrics of the step that is logged next."""
         self._carried = {name: value for name, value in self.phases(step, memories).items() if "save_checkpoint" in name}
 
     def first_validation(self, step: int, validation: Validation, memories: Sequence[PhaseMemory]) -> None:
-        """Logs the validation of the weights a run starts with: ``step`` is 0, or that of the checkpoint."""
+        """Log the validation of the weights a run starts with: ``step`` is 0, or that of the checkpoint."""
         self._keep_validation(step, validation)
         self.loggers.log(step, validation.metrics | self.phases(step, memories))
 
     def started(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        """Puts what no validation has logged of the start on the timeline, so that it does not count as the first step's."""
+        """Put what no validation has logged of the start on the timeline, so that it does not count as the first step's."""
         if memories:
             self.phases(step, memories)
 
     def finish(self) -> None:
-        """Writes summary and charts from the run's files, prints the summary and, as the last line, the folder."""
+        """Write summary and charts from the run's files; print the summary and, as the last line, the folder."""
         summary = finish_summary(self.folder, environment(self.context.environment.device, sys.argv))
         draw_charts(self.folder)
         self.console.close()
@@ -126,7 +126,7 @@ class Reporter:
 
 
 def samples_of(answers: Answers, results: Sequence[RewardResult]) -> list[Sample]:
-    """Gives every answer with its score as a sample to keep."""
+    """Return every answer with its score as a sample to keep."""
     generation = answers.generation
     return [
         Sample(

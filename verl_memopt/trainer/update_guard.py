@@ -39,11 +39,18 @@ class UpdateGuard:
         self._applied_step = 0
 
     def watch(self, step: int, metrics: Mapping[str, float], sound: bool) -> None:
-        """Looks at a finished step.
+        """Look at a finished step.
 
-        sound: the reward has not collapsed. Weights that gave a finite gradient other than 0 and a sound reward are good ones:
-        the step began with those of the checkpoint before it. A gradient of exactly 0 shows nothing.
-        Errors: TrainingError after ``trainer.max_skipped_steps`` steps in a row without any update.
+        Weights that gave a finite gradient other than 0 and a sound reward are good ones: the step began with those of the
+        checkpoint before it. A gradient of exactly 0 shows nothing.
+
+        Args:
+            step: number of the step.
+            metrics: of the step.
+            sound: the reward has not collapsed.
+
+        Raises:
+            TrainingError: ``trainer.max_skipped_steps`` steps in a row were without any update.
         """
         skipped, norm = int(metrics[SKIPPED]), metrics["actor/grad_norm"]
         if skipped:
@@ -89,7 +96,7 @@ class UpdateGuard:
 
 
 def way_back(lr: float, store: CheckpointStore) -> str:
-    """Says how to go on after an update that has damaged the weights: from which checkpoint, with which settings."""
+    """Say how to go on after an update that has damaged the weights: from which checkpoint, with which settings."""
     lower = f"{LR}=<less than {lr:g}>"
     proven = store.proven()
     if proven is None:
