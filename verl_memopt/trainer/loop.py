@@ -42,6 +42,7 @@ class Trainer:
         self, context: RunContext, workers: TimedGroup, runner: RewardRunner, reporter: Reporter, interrupts: Interrupts
     ) -> None:
         self.context = context
+        self.settings = context.settings.trainer
         self.workers = workers
         self.runner = runner
         self.reporter = reporter
@@ -51,9 +52,9 @@ class Trainer:
         self.stepper.before_update = self.begin_update
         runner.stopped = self.gives_up
         self.stop_file = StopFile(context.stop_file)
-        trainer, lr = context.settings.trainer, context.settings.actor_rollout_ref.actor.optim.lr
-        self.guard = UpdateGuard(trainer.max_skipped_steps, lr, context.store, context.updates_per_step)
-        self.health = Health(validates=self.validator is not None and trainer.test_freq > 0)
+        lr = context.settings.actor_rollout_ref.actor.optim.lr
+        self.guard = UpdateGuard(self.settings.max_skipped_steps, lr, context.store, context.updates_per_step)
+        self.health = Health(validates=self.validator is not None and self.settings.test_freq > 0)
         self.step = 0
         self.saved_step = 0
         self.score: float | None = None
@@ -73,18 +74,17 @@ class Trainer:
             self.stepper.close()
 
     def _run(self) -> None:
-        trainer = self.context.settings.trainer
         self.resume()
         self.note_saved()
         self.track(0)
         self.workers.all("update_weights", "update_weights")
-        if trainer.val_only or (trainer.val_before_train and self.step == 0):
+        if self.settings.val_only or (self.settings.val_before_train and self.step == 0):
             self.validate_first()
         self.reporter.started(self.step, self.workers.take_memories())
-        if trainer.val_only:
+        if self.settings.val_only:
             return
         self.stop_file.remove()
-        self.interrupts.begin_steps(trainer.stop_deadline_seconds, self.tell_rollouts)
+        self.interrupts.begin_steps(self.settings.stop_deadline_seconds, self.tell_rollouts)
         while self.step < self.context.total_steps and not self.interrupts.asked:
             try:
                 self.one_step(self.step + 1)
@@ -106,7 +106,7 @@ class Trainer:
         self.score = None if validation is None else headline_score(validation.metrics)
         self.reporter.step(step, self.stepper.prompts.epoch, result, validation, self.workers.take_memories())
         self.judge(result, validation)
-        if self.due(self.context.settings.trainer.save_freq):
+        if self.due(self.settings.save_freq):
             # After the log: a kill between the two resumes before this step, and its rows are dropped then.
             self.timed_save()
 
@@ -147,7 +147,7 @@ class Trainer:
 
     def validation_due(self, step: int) -> bool:
         """Say whether a step ends with a validation."""
-        every = self.context.settings.trainer.test_freq
+        every = self.settings.test_freq
         return every > 0 and (step == self.context.total_steps or step % every == 0) and self.validator is not None
 
     def judge(self, result: StepResult, validation: Validation | None) -> None:
@@ -191,7 +191,7 @@ class Trainer:
 
     def track(self, step: int) -> None:
         """Decide whether the bytes of a step are counted on a CPU."""
-        every = self.context.settings.trainer.track_memory_every_steps
+        every = self.settings.track_memory_every_steps
         first = ALWAYS_TRACKED + (0 if self.context.checkpoint is None else self.context.checkpoint.step)
         self.workers.track = self.context.environment.device == "cpu" and every > 0 and (step <= first or step % every == 0)
 
@@ -223,7 +223,7 @@ class Trainer:
 
     def set_aside(self) -> None:
         """Move the checkpoints of an earlier run to ``previous/``, so that a fresh start loses none of them."""
-        if self.step > 0 or self.context.settings.trainer.val_only:
+        if self.step > 0 or self.settings.val_only:
             return
         aside = self.context.store.set_aside()
         if aside is not None:
