@@ -10,11 +10,10 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any
 
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.checks import needs_reference
-from verl_memopt.config.schema import Data, Model, Settings, Trainer
+from verl_memopt.config.schema import Data, Model, RayKwargs, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.loader import StepLoader, load_sampler
@@ -161,7 +160,7 @@ def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup
     trainer, ray = context.settings.trainer, context.settings.ray_kwargs
     with clock.phase("init"):
         build_worker = functools.partial(Worker, worker_plan(context))
-        group = _start_group(build_worker, trainer, ray.ray_init, context.environment.device)
+        group = _start_group(build_worker, trainer, ray, context.environment.device)
     timeline = ray.timeline_json_file
     try:
         yield TimedGroup(group, clock, in_process=trainer.worker_group == "local")
@@ -173,9 +172,7 @@ def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup
         group.shutdown()
 
 
-def _start_group(
-    build_worker: Callable[[Placement], Worker], trainer: Trainer, ray_init: Mapping[str, Any], device: str
-) -> WorkerGroup:
+def _start_group(build_worker: Callable[[Placement], Worker], trainer: Trainer, ray: RayKwargs, device: str) -> WorkerGroup:
     if trainer.worker_group == "local":
         return start_local_group(build_worker, device)
     asked = os.environ.get("OMP_NUM_THREADS", "")
@@ -186,7 +183,7 @@ def _start_group(
         devices_per_node=trainer.n_gpus_per_node,
         device=device,
         timeout_seconds=trainer.ray_wait_register_center_timeout,
-        ray_init=ray_init,
+        ray_init=ray.ray_init,
         num_threads=threads,
     )
 
