@@ -143,6 +143,7 @@ def shared_server():
 def serve(address):
     """Forks a process for each connection and tells it the process id, then the exit code; ends when standard input does."""
     import verl_memopt.rollout.hf_engine
+    import verl_memopt.trainer.loop
     import verl_memopt.trainer.run
     import verl_memopt.workers.worker  # noqa: F401
 

@@ -12,13 +12,13 @@ from pathlib import Path
 
 from verl_memopt import __version__
 from verl_memopt.errors import UserError
-from verl_memopt.trainer.main_ppo import build_parser as train_parser
-from verl_memopt.trainer.main_ppo import run as run_training
 from verl_memopt.trainer.signal_watch import SignalWatch
 
 
 def _train(arguments: Sequence[str]) -> int:
-    return run_training(train_parser("verl-memopt train").parse_intermixed_args(arguments))
+    from verl_memopt.trainer.run import build_parser, run
+
+    return run(build_parser("verl-memopt train").parse_intermixed_args(arguments))
 
 
 def _report(arguments: Sequence[str]) -> int:
@@ -86,7 +86,7 @@ def _knobs(arguments: Sequence[str]) -> int:
 
 
 def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Runs ``verl-memopt knobs``."""
+    """Run ``verl-memopt knobs``."""
     from rich.console import Console
 
     from verl_memopt.memory.knobs import as_json, index
@@ -116,7 +116,7 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
 
 @contextmanager
 def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> Iterator[Path]:
-    """Gives the folder of ``--model``, or one made for ``--shape`` and removed afterwards."""
+    """Yield the folder of ``--model``, or one made for ``--shape`` and removed afterwards."""
     if parsed.model is not None:
         yield Path(parsed.model)
         return
@@ -142,7 +142,7 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs a command and gives its exit code; a user's error is its message on standard error, without a traceback.
+    """Run a command and return its exit code; a user's error is its message on standard error, without a traceback.
 
     Without ``argv`` the process is this command's own, and its signals are watched from here to its end.
     """

@@ -58,7 +58,7 @@ if [ -d "$WHEELS" ]; then
         export PYTHONPATH=$PYTHONPATH:$site
     fi
 fi
-"$PYTHON" -c 'import verl_memopt.trainer.assemble, verl_memopt.config.loader' \
+"$PYTHON" -c 'import verl_memopt.trainer.build, verl_memopt.config.loader' \
     || { echo "all.sh: packages are missing. Collect them: benchmarks/gpu/wheels.sh, and name the folder in WHEELS." >&2; exit 2; }
 
 tests() { bash benchmarks/gpu/tests.sh; }

@@ -34,8 +34,7 @@ from verl_memopt.distributed import device as device_room
 from verl_memopt.models.tiny import SHAPES, make_tiny_model
 from verl_memopt.trainer.ladder import make_batch
 from verl_memopt.trainer.ladder_plan import Work
-from verl_memopt.trainer.passes import cut_ranks
-from verl_memopt.trainer.step import budgets
+from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.workers.local_group import start_local_group
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker, WorkerPlan
@@ -185,7 +184,7 @@ def updates(settings: Settings, folder: Path, device: torch.device, rows: Work) 
     """Yields a call that takes one optimizer step, its number of micro-batches, and the model's of layers."""
     group = start_local_group(functools.partial(Worker, _plan(settings, folder)), device.type)
     try:
-        batch, budget = make_batch(rows), budgets(settings)[0]
+        batch, budget = make_batch(rows), budgets(settings.actor_rollout_ref)[0]
         batch.old_log_probs = torch.zeros(batch.advantages.shape)
         names = [f"row {row}" for row in range(batch.num_rows)]
         (cut,) = cut_ranks([batch.row_tokens(budget.shared)], [names], budget)

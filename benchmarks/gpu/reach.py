@@ -38,8 +38,7 @@ from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB, PhaseMemory
 from verl_memopt.trainer.ladder import make_batch
 from verl_memopt.trainer.ladder_plan import Work
-from verl_memopt.trainer.passes import cut_ranks
-from verl_memopt.trainer.step import budgets
+from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.workers.local_group import start_local_group
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker, WorkerPlan
@@ -248,7 +247,7 @@ def measured(group: Any, memories: list[PhaseMemory]) -> Iterator[Any]:
 def _round(call: Any, settings: Settings, batch: Any, phase: list[str]) -> None:
     names = [f"row {row}" for row in range(batch.num_rows)]
     training, scoring, reference = (
-        cut_ranks([batch.row_tokens(budget.shared)], [names], budget)[0] for budget in budgets(settings)
+        cut_ranks([batch.row_tokens(budget.shared)], [names], budget)[0] for budget in budgets(settings.actor_rollout_ref)
     )
 
     def step(name: str, method: str, *args: Any) -> Any:
@@ -265,7 +264,7 @@ def _round(call: Any, settings: Settings, batch: Any, phase: list[str]) -> None:
 
 def largest_micro_batch(settings: Settings, work: Work) -> tuple[int, int]:
     """Gives the tokens computed in the update's largest micro-batch, and its answer tokens."""
-    update, batch = budgets(settings)[0], make_batch(work)
+    update, batch = budgets(settings.actor_rollout_ref)[0], make_batch(work)
     computed = batch.row_tokens(update.shared)
     rows = max(update.micro_batches(computed, [""] * work.rows), key=computed.cost)
     return computed.cost(rows), len(rows) * work.response

@@ -15,7 +15,7 @@ from benchmarks.toy_trl.ours import NAMES, overrides, read_bytes, read_metrics, 
 from benchmarks.toy_trl.work import NOTHING, WORK, Moment, Plan, Record
 from verl_memopt.config.loader import load_settings
 from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.assemble import prepare, reward_processes, workers
+from verl_memopt.trainer.build import build_run, start_rewards, start_workers
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.loop import Trainer
 from verl_memopt.trainer.reporter import Reporter
@@ -56,9 +56,9 @@ def run(plan: Plan) -> Record:
     """Trains and gives the record."""
     folder, clock = Path(plan.folder), Clock()
     with Interrupts() as interrupts:
-        job = prepare(load_settings("rloo_trainer", overrides(plan)))
-        with reward_processes(job) as runner, Reporter(job, clock) as reporter, workers(job, clock) as crew:
-            trainer = TimedTrainer(job, crew, runner, reporter, interrupts, clock=clock)
+        context = build_run(load_settings("rloo_trainer", overrides(plan)))
+        with start_rewards(context) as runner, Reporter(context, clock) as reporter, start_workers(context, clock) as workers:
+            trainer = TimedTrainer(context, workers, runner, reporter, interrupts, clock=clock)
             trainer.run()
     metrics = read_metrics(folder)
     return Record(

@@ -2,7 +2,17 @@ import dataclasses
 
 import pytest
 
-from verl_memopt.config.keys import field_types, flatten, leaf_keys, leaf_types, replaced, section_keys, value_at, walk
+from verl_memopt.config.keys import (
+    field_types,
+    flatten,
+    leaf_keys,
+    leaf_types,
+    leaf_values,
+    replaced,
+    section_keys,
+    value_at,
+    walk,
+)
 from verl_memopt.config.schema import Data, Settings
 
 AR = "actor_rollout_ref"
@@ -34,6 +44,12 @@ def test_a_value_is_found_under_its_key():
     assert value_at(Settings(), "data.max_prompt_length") == 512
     with pytest.raises(AttributeError):
         value_at(Settings(), "data.max_promt_length")
+
+
+def test_the_values_of_all_keys_build_equal_settings():
+    values = leaf_values(Settings()) | {"data.seed": 3}
+    assert list(values) == leaf_keys()
+    assert leaf_values(replaced(Settings(), values)) == values
 
 
 def test_replacing_changes_the_given_keys_and_no_other():

@@ -1,7 +1,7 @@
 import pytest
 
-from verl_memopt.config.keys import leaf_types, value_at
-from verl_memopt.config.links import DERIVED, LINKS, resolve_links
+from verl_memopt.config.keys import leaf_types, leaf_values, value_at
+from verl_memopt.config.links import DERIVED, LINKS, with_links
 from verl_memopt.config.schema import Settings
 
 AR = "actor_rollout_ref"
@@ -77,7 +77,13 @@ def test_no_follower_stays_null_but_those_of_null_targets(settled):
 
 
 def test_resolving_twice_changes_nothing(settled):
-    assert resolve_links(settled({})) == settled({})
+    values = leaf_values(settled({}))
+    assert with_links(values) == values
+
+
+def test_what_is_given_to_be_linked_is_left_as_it_is():
+    values = leaf_values(Settings())
+    assert with_links(values) != values == leaf_values(Settings())
 
 
 def test_a_list_is_copied_so_that_two_keys_share_no_object(settled):

@@ -5,6 +5,11 @@ import pytest
 from verl_memopt.config.allowed import CHOICES
 from verl_memopt.config.objective import log_objective, objective
 
+
+def sections(settings):
+    return settings.algorithm, settings.actor_rollout_ref.actor
+
+
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
@@ -15,7 +20,7 @@ def test_estimator_loss_and_both_kls_are_named(settled):
         "actor_rollout_ref.actor.use_kl_loss": True,
         "actor_rollout_ref.actor.kl_loss_type": "mse",
     }
-    assert objective(settled(both | {LOSS: "gspo"})) == (
+    assert objective(*sections(settled(both | {LOSS: "gspo"}))) == (
         "advantages rloo, loss gspo (one clipped ratio per sequence, length-normalised), "
         "KL in the loss 0.001 x mse, KL in the reward 0.02 x kl"
     )
@@ -23,7 +28,7 @@ def test_estimator_loss_and_both_kls_are_named(settled):
 
 @pytest.mark.parametrize("loss", CHOICES[LOSS])
 def test_every_loss_has_its_words(settled, loss):
-    assert objective(settled({LOSS: loss})).endswith("), no KL")
+    assert objective(*sections(settled({LOSS: loss}))).endswith("), no KL")
 
 
 @pytest.mark.parametrize(
@@ -32,5 +37,5 @@ def test_every_loss_has_its_words(settled, loss):
 def test_grpo_with_the_loss_of_rloo_earns_a_warning(settled, caplog, estimator, loss, warns):
     settings = settled({"algorithm.adv_estimator": estimator, LOSS: loss})
     with caplog.at_level(logging.INFO):
-        log_objective(settings)
+        log_objective(*sections(settings))
     assert [record.levelname for record in caplog.records] == ["INFO", *["WARNING"] * warns]

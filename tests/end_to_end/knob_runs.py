@@ -17,8 +17,7 @@ from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.sampling import train_sampling
-from verl_memopt.trainer.passes import cut_ranks, rows_per_rank
-from verl_memopt.trainer.step import budgets
+from verl_memopt.trainer.passes import budgets, cut_ranks, rows_per_rank
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker, WorkerPlan
@@ -118,7 +117,7 @@ def _step(worker, settings, rank, world_size, seed):
         names = [[f"row {row}" for row in rows] for rows in shares]
         return cut_ranks([tokens.select(rows) for rows in shares], names, budget)[rank]
 
-    update, old, ref = map(cut, budgets(settings))
+    update, old, ref = map(cut, budgets(settings.actor_rollout_ref))
     call(worker, "gen", "release_engine")
     own = whole.select(shares[rank])
     scores = call(worker, "old_log_prob", "old_log_probs", own, old, True)

@@ -20,7 +20,7 @@ from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.timeline import read_timeline
 from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.assemble import prepare, reward_processes, workers
+from verl_memopt.trainer.build import build_run, start_rewards, start_workers
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.loop import Trainer
 from verl_memopt.trainer.reporter import Reporter
@@ -112,13 +112,18 @@ def train(toy, run_dir, steps):
     settings = load_settings("toy", [*arguments_of(toy, run_dir), *EVERYTHING], str(RECIPES))
     clock, held = PhaseClock(), []
     with Interrupts() as interrupts:
-        job = prepare(settings)
-        with job.lock, reward_processes(job) as runner, Reporter(job, clock) as reporter, workers(job, clock) as crew:
-            trainer = Trainer(job, crew, runner, reporter, interrupts)
+        context = build_run(settings)
+        with (
+            context.lock,
+            start_rewards(context) as runner,
+            Reporter(context, clock) as reporter,
+            start_workers(context, clock) as workers,
+        ):
+            trainer = Trainer(context, workers, runner, reporter, interrupts)
             try:
                 trainer.track(0)
-                crew.all("update_weights", "update_weights")
-                reporter.started(0, crew.take_memories())
+                workers.all("update_weights", "update_weights")
+                reporter.started(0, workers.take_memories())
                 for step in range(1, steps + 1):
                     trainer.one_step(step)
                     held.append(Held(host_allocator().held_bytes, live_bytes() if step in LOOKED else None))

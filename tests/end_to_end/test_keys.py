@@ -22,8 +22,6 @@ READ_ELSEWHERE = {
     "trainer.ray_wait_register_center_timeout",
     # read only where a prompt holds a special token (tests/data/test_dataset.py)
     "data.allow_special_tokens",
-    # read only where an update is skipped (tests/trainer/test_update_guard.py)
-    "trainer.max_skipped_steps",
 }
 CHECKED_ONLY = {
     # have a single value, which tests/config/test_checks.py holds

@@ -1,18 +1,23 @@
 """A run small enough for a unit test: a tiny model, transformers' own generation, everything in this process."""
 
+import dataclasses
 import json
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.assemble import prepare, reward_processes, workers
-from verl_memopt.trainer.crew import Crew
+from verl_memopt.rollout.engine import Generation
+from verl_memopt.trainer.build import build_run, build_stepper, start_rewards, start_workers
+from verl_memopt.trainer.experience import to_batch
+from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.loop import Trainer
 from verl_memopt.trainer.reporter import Reporter
+from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.worker import Reply
 
 AR = "actor_rollout_ref"
@@ -77,16 +82,42 @@ def settled(run_files, tmp_path):
 
 
 @pytest.fixture(scope="module")
-def base_job(run_files, tmp_path_factory):
-    return prepare(settings_from_mapping(LEAST | run_files | {"trainer.default_local_dir": str(tmp_path_factory.mktemp("base"))}))
+def base_context(run_files, tmp_path_factory):
+    return build_run(
+        settings_from_mapping(LEAST | run_files | {"trainer.default_local_dir": str(tmp_path_factory.mktemp("base"))})
+    )
 
 
 @pytest.fixture(scope="module")
-def base_crew(base_job):
+def base_workers(base_context):
     """A real worker of its own for a module, its engine already given the policy's weights."""
-    with workers(base_job, PhaseClock()) as crew:
-        crew.all("update_weights", "update_weights")
-        yield crew
+    with start_workers(base_context, PhaseClock()) as workers:
+        workers.all("update_weights", "update_weights")
+        yield workers
+
+
+@pytest.fixture
+def alike(settled, base_context, base_workers):
+    """Gives a stepper on the module's worker with some of the driver's settings changed."""
+    open_steppers = []
+
+    def build(more=None, workers=base_workers):
+        stepper = build_stepper(dataclasses.replace(base_context, settings=settled(more)), workers, None)
+        open_steppers.append(stepper)
+        return stepper
+
+    yield build
+    for stepper in open_steppers:
+        stepper.close()
+
+
+def batch_of(lengths, samples=2):
+    responses = [[3 + row] * length for row, length in enumerate(lengths)]
+    prompts = [[40 + row] * 3 for row in range(len(lengths))]
+    batch = to_batch(Answers([], prompts, Generation(responses, None, []), []), samples)
+    batch.old_log_probs = torch.full((sum(lengths),), -5.0)
+    batch.advantages = torch.ones(sum(lengths))
+    return batch
 
 
 @contextmanager
@@ -94,9 +125,14 @@ def ready(settings):
     """A trainer whose workers are ready, as a run has it."""
     clock = PhaseClock()
     with Interrupts() as interrupts:
-        job = prepare(settings)
-        with job.lock, reward_processes(job) as runner, Reporter(job, clock) as reporter, workers(job, clock) as crew:
-            trainer = Trainer(job, crew, runner, reporter, interrupts)
+        context = build_run(settings)
+        with (
+            context.lock,
+            start_rewards(context) as runner,
+            Reporter(context, clock) as reporter,
+            start_workers(context, clock) as workers,
+        ):
+            trainer = Trainer(context, workers, runner, reporter, interrupts)
             try:
                 yield trainer
             finally:
@@ -153,5 +189,5 @@ class Members:
         self.members = []
 
 
-def crew_of(*members):
-    return Crew(Members(members), PhaseClock(), in_process=True)
+def group_of(*members):
+    return TimedGroup(Members(members), PhaseClock(), in_process=True)

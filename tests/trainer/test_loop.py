@@ -23,7 +23,7 @@ def validated(trainer):
 
 
 def saved(trainer):
-    return trainer.job.store.steps()
+    return trainer.context.store.steps()
 
 
 @pytest.mark.parametrize(("every", "steps"), [(-1, []), (2, [2, 4, 5]), (9, [5])])
@@ -67,7 +67,7 @@ def test_validation_alone_of_a_checkpoint_is_logged_under_its_step(settled):
 
 def test_a_run_asked_to_stop_takes_no_further_step_and_saves_the_one_it_took(settled):
     with ready(settled()) as trainer:
-        trainer.crew.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", "update_weights")
         trainer.one_step(1)
         os.kill(os.getpid(), signal.SIGINT)
         trainer.run()
@@ -77,12 +77,12 @@ def test_a_run_asked_to_stop_takes_no_further_step_and_saves_the_one_it_took(set
 
 def test_a_step_that_was_saved_is_not_saved_again_at_a_stop(settled):
     with ready(settled({"trainer.save_freq": 1})) as trainer:
-        trainer.crew.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", "update_weights")
         trainer.one_step(1)
-        before = (trainer.job.site.run_dir / "global_step_1").stat().st_ino
+        before = (trainer.context.environment.run_dir / "global_step_1").stat().st_ino
         os.kill(os.getpid(), signal.SIGTERM)
         trainer.run()
-        assert (trainer.job.site.run_dir / "global_step_1").stat().st_ino == before
+        assert (trainer.context.environment.run_dir / "global_step_1").stat().st_ino == before
 
 
 def test_a_run_asked_to_stop_before_its_first_step_leaves_no_checkpoint(settled):
@@ -98,7 +98,7 @@ def test_bytes_are_counted_in_the_first_two_steps_and_every_so_many(settled, eve
     with ready(settled({"trainer.track_memory_every_steps": every})) as trainer:
         for step in range(6):
             trainer.track(step)
-            if trainer.crew.track:
+            if trainer.workers.track:
                 found.append(step)
     assert found == tracked
 
@@ -110,7 +110,7 @@ def test_after_a_resume_the_first_two_steps_are_counted_again(settled):
     with ready(settled({"trainer.track_memory_every_steps": 100})) as trainer:
         for step in (3, 4, 5):
             trainer.track(step)
-            found.append(trainer.crew.track)
+            found.append(trainer.workers.track)
     assert found == [True, True, False]
 
 
@@ -131,22 +131,22 @@ def test_the_driver_remembers_what_a_resumed_run_needs(settled):
         trainer.resume()
         assert trainer.step == trainer.saved_step == 2
         assert trainer.stepper.kl_control.coefficient == coefficient
-        assert [span.name for span in trainer.crew.clock.take()] == ["init", "load_checkpoint"]
+        assert [span.name for span in trainer.workers.clock.take()] == ["init", "load_checkpoint"]
 
 
 def test_a_save_that_fails_keeps_the_checkpoint_before_it(settled):
     with ready(settled({"trainer.save_freq": 1})) as trainer:
-        trainer.crew.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", "update_weights")
         trainer.one_step(1)
         trainer.step = 2
-        begin = trainer.job.store.begin
+        begin = trainer.context.store.begin
 
         def in_the_way(step):
             folder = begin(step)
             (folder / "actor").write_text("a file where a folder must be")
             return folder
 
-        trainer.job.store.begin = in_the_way
+        trainer.context.store.begin = in_the_way
         with pytest.raises(CheckpointError, match=r"step 2 could not be saved: .*the checkpoint of step 1 is untouched"):
             trainer.save()
         assert saved(trainer) == [1]
@@ -256,7 +256,7 @@ def test_a_seed_that_was_drawn_is_kept_over_a_resume(run_in, caplog):
 
 def lost(trainer):
     """Lets the policy's weights become what an update that is far too large makes of them."""
-    for parameter in trainer.crew.group._worker.policy.model.parameters():
+    for parameter in trainer.workers.group._worker.policy.model.parameters():
         parameter.data.fill_(math.nan)
 
 
@@ -265,7 +265,7 @@ EVERY_STEP = {"trainer.save_freq": 1, "trainer.max_actor_ckpt_to_keep": 1, "trai
 
 def test_a_run_whose_weights_are_lost_stops_and_keeps_the_last_good_checkpoint(settled):
     with ready(settled(EVERY_STEP)) as trainer:
-        trainer.crew.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", "update_weights")
         for step in (1, 2):
             trainer.one_step(step)
         lost(trainer)
@@ -280,7 +280,7 @@ def test_a_run_whose_weights_are_lost_stops_and_keeps_the_last_good_checkpoint(s
 
 def test_a_run_started_again_goes_on_counting_the_steps_without_an_update(settled):
     with ready(settled(EVERY_STEP)) as trainer:
-        trainer.crew.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", "update_weights")
         trainer.one_step(1)
         lost(trainer)
         for step in (2, 3):
@@ -307,7 +307,7 @@ def test_the_best_validated_checkpoint_outlives_those_that_came_after_it(settled
     more = {"trainer.total_training_steps": 4, "trainer.save_freq": 1, "trainer.test_freq": 1}
     with ready(settled(more | {"trainer.max_actor_ckpt_to_keep": 1})) as trainer:
         trainer.run()
-        assert trainer.job.store.best() == 2
+        assert trainer.context.store.best() == 2
         assert saved(trainer) == [2, 3, 4]  # 3 is the newest that is proven: no step has begun with the weights of 4
 
 
@@ -315,7 +315,7 @@ def test_a_checkpoint_holds_the_score_of_its_own_step_and_none_where_it_was_not_
     more = {"trainer.total_training_steps": 3, "trainer.save_freq": 1, "trainer.test_freq": 2}
     with ready(settled(more)) as trainer:
         trainer.run()
-        manifests = trainer.job.store.lineage().manifests
+        manifests = trainer.context.store.lineage().manifests
         logged = {step: headline_score(row) for step, row in rows(trainer).items()}
     assert {step: manifest.score for step, manifest in manifests.items()} == logged
     assert [step for step, score in logged.items() if score is None] == [1]
@@ -327,7 +327,7 @@ def test_every_file_of_a_checkpoint_was_hashed_by_who_wrote_it(settled, monkeypa
     monkeypatch.setattr(checkpoints, "record_file", lambda path: read_back.append(path.name) or hash_again(path))
     with ready(settled({"trainer.save_freq": 2})) as trainer:
         trainer.run()
-        folder = trainer.job.store.folder(2)
+        folder = trainer.context.store.folder(2)
         assert find_fault(folder) is None
         files = {path.relative_to(folder).as_posix() for path in folder.rglob("*") if path.is_file()}
         assert files == {*read_manifest(folder).files, "meta.json"}
@@ -356,7 +356,7 @@ def stop_in(trainer, monkeypatch, owner, name, deadline):
 
 
 OWNERS = {
-    "rollout": lambda trainer: (trainer.stepper, "rollout"),
+    "generate": lambda trainer: (trainer.stepper, "generate"),
     "score": lambda trainer: (trainer.runner, "score"),
     "log_probs": lambda trainer: (trainer.stepper, "log_probs"),
 }
@@ -392,7 +392,7 @@ def test_an_update_that_has_begun_is_finished_validated_and_saved(settled, tmp_p
 @pytest.mark.parametrize(("seconds", "last"), [(900.0, 1), (0.0, 2)])
 def test_an_update_that_would_leave_no_time_to_save_is_not_begun(settled, monkeypatch, seconds, last):
     with ready(settled({"trainer.total_training_steps": 3})) as trainer:
-        stop_in(trainer, monkeypatch, trainer.stepper, "rollout", deadline=1000.0)
+        stop_in(trainer, monkeypatch, trainer.stepper, "generate", deadline=1000.0)
         real = trainer.begin_update
 
         def begin_update():

@@ -1,7 +1,7 @@
 import pytest
 import yaml
 
-from verl_memopt.trainer.main_ppo import build_parser, main
+from verl_memopt.trainer.main_ppo import main
 
 LEAST = [
     "data.train_files=train.jsonl",
@@ -12,16 +12,6 @@ LEAST = [
     "actor_rollout_ref.actor.use_dynamic_bsz=true",
     "algorithm.adv_estimator=rloo",
 ]
-
-
-def test_options_may_stand_before_between_and_after_overrides():
-    parsed = build_parser("prog").parse_intermixed_args(["a=1", "--config-name", "toy", "b=2", "--config-path", "recipe"])
-    assert (parsed.config_name, parsed.config_dir, parsed.overrides) == ("toy", "recipe", ["a=1", "b=2"])
-
-
-def test_without_a_name_the_entry_with_verls_defaults_is_meant():
-    parsed = build_parser("prog").parse_args([])
-    assert (parsed.config_name, parsed.config_dir, parsed.cfg) == ("ppo_trainer", None, None)
 
 
 @pytest.mark.parametrize("ask", [["--cfg", "job"], ["debug=dry"], ["debug.mode=dry"]])

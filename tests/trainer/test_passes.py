@@ -4,9 +4,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.shared_prompt import RowTokens
-from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank
+from verl_memopt.trainer.passes import (
+    Budget,
+    budgets,
+    cut_ranks,
+    mini_batch_rows,
+    rows_per_rank,
+    update_gives_old_log_probs,
+    updates_per_step,
+)
 
 BY_TOKENS = Budget(True, 10, None, "some.key")
 BY_ROWS = Budget(False, 0, 2, "some.key")
@@ -115,3 +124,59 @@ def test_ranks_are_balanced_by_what_is_computed():
     tokens = RowTokens(prompts=(90, 90, 50, 50, 10, 10, 20, 20), answers=(10, 0) * 4, groups=(0, 0, 1, 1, 2, 2, 3, 3))
     # Computed: 100, 60, 20 and 30 with one prompt a group; evenly dealt, 120 and 90.
     assert sorted(rows_per_rank(tokens, range(8), 2, True)) == [[0, 1, 4, 5], [2, 3, 6, 7]]
+
+
+def test_scoring_passes_follow_the_actors_budget(settled):
+    update, old, reference = budgets(settled().actor_rollout_ref)
+    assert (update.by_tokens, update.max_tokens, update.rows) == (True, 40, None)
+    assert (old.by_tokens, old.max_tokens, old.rows) == (True, 40, None)
+    assert (reference.by_tokens, reference.max_tokens, reference.rows) == (True, 40, None)
+
+
+def test_each_pass_may_have_a_budget_of_its_own(settled):
+    more = {
+        f"{AR}.rollout.log_prob_max_token_len_per_gpu": 50,
+        f"{AR}.ref.log_prob_use_dynamic_bsz": False,
+        f"{AR}.ref.log_prob_micro_batch_size_per_gpu": 3,
+    }
+    update, old, reference = budgets(settled(more).actor_rollout_ref)
+    assert (update.max_tokens, old.max_tokens) == (40, 50)
+    assert (reference.by_tokens, reference.rows) == (False, 3)
+
+
+@pytest.mark.parametrize(
+    ("which", "key"),
+    [
+        (0, f"{AR}.actor.ppo_max_token_len_per_gpu"),
+        (1, f"{AR}.rollout.log_prob_max_token_len_per_gpu"),
+        (2, f"{AR}.ref.log_prob_max_token_len_per_gpu"),
+    ],
+)
+def test_a_row_over_a_budget_is_told_under_the_key_of_its_pass(settled, which, key):
+    with pytest.raises(ConfigError, match=f"{key}=40: rows:7 has 41 tokens"):
+        budgets(settled().actor_rollout_ref)[which].micro_batches(RowTokens.alone([41]), ["rows:7"])
+
+
+@pytest.mark.parametrize(
+    ("more", "left_out"),
+    [
+        ({}, True),
+        ({f"{AR}.actor.old_log_prob_pass": "always"}, False),
+        ({f"{AR}.actor.ppo_epochs": 2}, False),
+        ({f"{AR}.actor.ppo_mini_batch_size": 1}, False),
+        ({"algorithm.use_kl_in_reward": True}, False),
+        ({f"{AR}.actor.calculate_entropy": True}, False),
+        ({f"{AR}.actor.use_kl_loss": True}, True),
+    ],
+)
+def test_the_old_pass_is_left_out_where_one_update_follows_a_rollout_and_nothing_else_reads_it(settled, more, left_out):
+    batch = settled().data.train_batch_size
+    given = {f"{AR}.actor.old_log_prob_pass": "auto", f"{AR}.actor.ppo_mini_batch_size": batch, **more}
+    settings = settled(given)
+    found = update_gives_old_log_probs(settings.actor_rollout_ref.actor, batch, settings.algorithm.use_kl_in_reward)
+    assert found is left_out
+
+
+@pytest.mark.parametrize(("mini", "epochs", "updates"), [(4, 1, 1), (2, 1, 2), (2, 3, 6)])
+def test_a_step_has_one_update_per_mini_batch_and_pass(mini, epochs, updates):
+    assert updates_per_step(4, mini, epochs) == updates

@@ -10,9 +10,9 @@ from verl_memopt.data.dataset import PromptRow
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.assemble import prepare
+from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.checkpoints import Checkpoint
-from verl_memopt.trainer.experience import Answers
+from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.reporter import Reporter, samples_of
 from verl_memopt.trainer.step import StepResult
 from verl_memopt.trainer.validate import Validation
@@ -26,8 +26,8 @@ def report(settled):
     opened = []
 
     def build(more=None, checkpoint=None):
-        job = prepare(settled({"trainer.table_every_steps": 2} | (more or {})))
-        opened.append(Reporter(dataclasses.replace(job, checkpoint=checkpoint), PhaseClock()).__enter__())
+        context = build_run(settled({"trainer.table_every_steps": 2} | (more or {})))
+        opened.append(Reporter(dataclasses.replace(context, checkpoint=checkpoint), PhaseClock()).__enter__())
         return opened[-1]
 
     yield build

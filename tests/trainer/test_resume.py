@@ -1,3 +1,4 @@
+import dataclasses
 import json
 import logging
 import shutil
@@ -9,9 +10,9 @@ from tests.trainer.conftest import AR, LEAST, learned, ready
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.assemble import prepare
+from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.checkpoints import CheckpointStore
-from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, plain_shapes
+from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, plain_shapes, with_seed
 from verl_memopt.trainer.run import train
 
 SAVES = {"trainer.save_freq": 1}
@@ -35,9 +36,9 @@ def run_dir(trained, tmp_path):
 
 
 def prepared(settled, more=None):
-    job = prepare(settled(SAVES | (more or {})))
-    job.lock.release()
-    return job
+    context = build_run(settled(SAVES | (more or {})))
+    context.lock.release()
+    return context
 
 
 @pytest.mark.parametrize(
@@ -51,7 +52,8 @@ def prepared(settled, more=None):
     ],
 )
 def test_the_best_is_kept_where_the_run_validates_unless_it_is_said_otherwise(settled, tmp_path, more, kept):
-    assert checkpoint_store(settled(more), tmp_path).keep_best is kept
+    settings = settled(more)
+    assert checkpoint_store(settings.trainer, settings.data.val_files is not None, tmp_path).keep_best is kept
 
 
 def test_a_flipped_bit_in_a_shard_makes_the_run_resume_before_it_and_say_so(settled, run_dir, capsys):
@@ -161,9 +163,51 @@ def test_a_checkpoint_of_an_earlier_version_has_no_settings_to_compare(settled, 
 
 def test_a_fresh_start_was_asked_for_and_reads_no_checkpoint(settled, run_dir):
     settings = settled({"trainer.resume_mode": "disable"})
-    assert find_checkpoint(settings, checkpoint_store(settings, run_dir), {}) is None
+    store = checkpoint_store(settings.trainer, True, run_dir)
+    assert find_checkpoint(settings.trainer, settings.actor_rollout_ref.actor.checkpoint.load_contents, store, {}) is None
 
 
 def test_shapes_are_kept_as_torch_reads_them_back_without_trust(tmp_path):
     torch.save(plain_shapes({"a": (2, 3), "b": ()}), tmp_path / "f")
     assert torch.load(tmp_path / "f", weights_only=True) == {"a": [2, 3], "b": []}
+
+
+def seeds(settings):
+    return settings.data.seed, settings.actor_rollout_ref.rollout.seed
+
+
+@pytest.mark.parametrize(
+    ("given", "resumed", "expected"),
+    [
+        ({"data.seed": 3}, None, (3, 3)),
+        ({"data.seed": 3}, 8, (3, 3)),
+        ({"data.seed": 3, f"{AR}.rollout.seed": 4}, None, (3, 4)),
+        ({"data.seed": None}, 8, (8, 8)),
+        ({"data.seed": None, f"{AR}.rollout.seed": 4}, 8, (8, 4)),
+    ],
+)
+def test_seeds_are_those_given_else_the_resumed_runs(settled, given, resumed, expected):
+    assert seeds(with_seed(settled(given), resumed)) == expected
+
+
+def test_a_seed_that_nobody_gave_is_drawn_and_logged(settled, caplog):
+    settings = settled({"data.seed": None})
+    with caplog.at_level(logging.INFO):
+        drawn = [with_seed(settings, None) for _ in range(4)]
+    assert len({seeds(each) for each in drawn}) > 1
+    for each in drawn:
+        data, rollout = seeds(each)
+        assert data == rollout
+        assert f"this run uses {data} (drawn)" in caplog.text
+
+
+def test_nothing_but_seeds_changes(settled):
+    settings = settled({"data.seed": None})
+    found = with_seed(settings, 8)
+    rollout = dataclasses.replace(found.actor_rollout_ref.rollout, seed=None)
+    back = dataclasses.replace(
+        found,
+        data=dataclasses.replace(found.data, seed=None),
+        actor_rollout_ref=dataclasses.replace(found.actor_rollout_ref, rollout=rollout),
+    )
+    assert back == settings

@@ -5,7 +5,17 @@ import torch.distributed as dist
 
 from tests.trainer.conftest import learned
 from verl_memopt.errors import RewardError
-from verl_memopt.trainer.run import train
+from verl_memopt.trainer.run import build_parser, train
+
+
+def test_options_may_stand_before_between_and_after_overrides():
+    parsed = build_parser("prog").parse_intermixed_args(["a=1", "--config-name", "toy", "b=2", "--config-path", "recipe"])
+    assert (parsed.config_name, parsed.config_dir, parsed.overrides) == ("toy", "recipe", ["a=1", "b=2"])
+
+
+def test_without_a_name_the_entry_with_verls_defaults_is_meant():
+    parsed = build_parser("prog").parse_args([])
+    assert (parsed.config_name, parsed.config_dir, parsed.cfg) == ("ppo_trainer", None, None)
 
 
 def test_a_run_ends_with_code_0_its_record_and_nothing_left_running(settled, tmp_path, capsys):

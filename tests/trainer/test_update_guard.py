@@ -17,8 +17,8 @@ def store(tmp_path):
     return CheckpointStore(tmp_path / "run", None)
 
 
-def guard_of(settled, store, most=3):
-    return UpdateGuard(settled({"trainer.max_skipped_steps": most, LR: 0.5}), store, updates_per_step=2)
+def guard_of(store, most=3):
+    return UpdateGuard(most, 0.5, store, updates_per_step=2)
 
 
 def applied(norm=1.0):
@@ -32,8 +32,8 @@ def skipped(count=2, advantage=1.0, bad=3.0):
     }  # fmt: skip
 
 
-def test_so_many_steps_in_a_row_without_an_update_end_the_run_with_the_way_back(settled, store):
-    guard = guard_of(settled, store)
+def test_so_many_steps_in_a_row_without_an_update_end_the_run_with_the_way_back(store):
+    guard = guard_of(store)
     for step, metrics in enumerate([applied(), applied(), applied(), skipped(), skipped()], start=1):
         guard.watch(step, metrics, True)
         save(store, step)
@@ -47,16 +47,16 @@ def test_so_many_steps_in_a_row_without_an_update_end_the_run_with_the_way_back(
     )
 
 
-def test_a_step_with_any_update_begins_the_count_again(settled, store):
-    guard = guard_of(settled, store)
+def test_a_step_with_any_update_begins_the_count_again(store):
+    guard = guard_of(store)
     for step in range(1, 9, 2):
         guard.watch(step, skipped(2), True)
         guard.watch(step + 1, skipped(1), True)
 
 
 @pytest.mark.parametrize(("most", "steps"), [(1, "step 1"), (2, "steps 1 to 2")])
-def test_the_limit_is_the_users_and_without_a_proven_checkpoint_the_way_back_is_a_new_start(settled, tmp_path, most, steps):
-    guard = guard_of(settled, CheckpointStore(tmp_path / "empty", None), most)
+def test_the_limit_is_the_users_and_without_a_proven_checkpoint_the_way_back_is_a_new_start(tmp_path, most, steps):
+    guard = guard_of(CheckpointStore(tmp_path / "empty", None), most)
     for step in range(1, most):
         guard.watch(step, skipped(), True)
     with pytest.raises(TrainingError) as error:
@@ -75,16 +75,16 @@ def test_the_limit_is_the_users_and_without_a_proven_checkpoint_the_way_back_is_
         (skipped(bad=0.0), r"Their log-probs are finite, but their gradients overflow: that update has damaged them\."),
     ],
 )
-def test_the_cause_is_told_as_far_as_it_is_known(settled, store, metrics, cause):
-    guard = guard_of(settled, store, 1)
+def test_the_cause_is_told_as_far_as_it_is_known(store, metrics, cause):
+    guard = guard_of(store, 1)
     guard.watch(1, applied(), True)
     with pytest.raises(TrainingError, match=cause):
         guard.watch(2, metrics, True)
 
 
 @pytest.mark.parametrize(("metrics", "sound"), [(applied(0.0), True), (applied(), False), (skipped(2), True)])
-def test_only_a_gradient_that_is_finite_and_not_zero_under_a_sound_reward_proves_weights(settled, store, metrics, sound):
-    guard = guard_of(settled, store)
+def test_only_a_gradient_that_is_finite_and_not_zero_under_a_sound_reward_proves_weights(store, metrics, sound):
+    guard = guard_of(store)
     for step in (1, 2, 3):
         guard.watch(step, applied(), True)
         save(store, step)
@@ -92,8 +92,8 @@ def test_only_a_gradient_that_is_finite_and_not_zero_under_a_sound_reward_proves
     assert store.proven() == 2
 
 
-def test_each_skipped_update_is_logged_once_a_step(settled, store, caplog):
-    guard = guard_of(settled, store)
+def test_each_skipped_update_is_logged_once_a_step(store, caplog):
+    guard = guard_of(store)
     with caplog.at_level(logging.WARNING):
         guard.watch(1, applied(), True)
         guard.watch(2, skipped(1), True)
@@ -102,11 +102,11 @@ def test_each_skipped_update_is_logged_once_a_step(settled, store, caplog):
     ]
 
 
-def test_a_restart_does_not_begin_the_count_again(settled, store):
-    guard = guard_of(settled, store)
+def test_a_restart_does_not_begin_the_count_again(store):
+    guard = guard_of(store)
     guard.watch(4, applied(), True)
     guard.watch(5, skipped(), True)
-    resumed = guard_of(settled, store)
+    resumed = guard_of(store)
     resumed.load_state_dict(guard.state_dict())
     resumed.watch(6, skipped(), True)
     with pytest.raises(TrainingError, match=r"steps 5 to 7 applied no update.*the update of step 4"):

@@ -3,22 +3,29 @@ import pytest
 from tests.trainer.conftest import AR
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.assemble import prepare
-from verl_memopt.trainer.validate import validate
+from verl_memopt.trainer.build import build_run, build_validator
+from verl_memopt.trainer.generation import Generator
 
 SAMPLED = {f"{AR}.rollout.val_kwargs.{key}": value for key, value in {"n": 3, "do_sample": True, "temperature": 1.0}.items()}
 
 
 @pytest.fixture(scope="module")
-def runner(base_job):
-    with RewardRunner(base_job.settings.custom_reward_function, 1) as runner:
+def runner(base_context):
+    with RewardRunner(base_context.settings.custom_reward_function, 1) as runner:
         yield runner
 
 
 @pytest.fixture
-def validated(settled, base_crew, runner):
+def validated(settled, base_workers, runner):
     """Gives the validation at a step, under some settings, of the module's worker."""
-    return lambda more=None, step=3: validate(prepare(settled(more)), base_crew, runner, step)
+
+    def validate(more=None, step=3):
+        context = build_run(settled(more))
+        environment, rollout = context.environment, context.settings.actor_rollout_ref.rollout
+        generator = Generator(rollout, environment.tokenizer, base_workers, environment.free_engine)
+        return build_validator(context, generator, runner).validate(step)
+
+    return validate
 
 
 def rows_of(found):

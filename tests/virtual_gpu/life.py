@@ -18,8 +18,7 @@ from verl_memopt.memory.residency import NEEDS, POLICY, REFERENCE
 from verl_memopt.observe.byte_tracker import storages_of
 from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.rollout.sampling import train_sampling
-from verl_memopt.trainer.passes import cut_ranks, rows_per_rank
-from verl_memopt.trainer.step import budgets
+from verl_memopt.trainer.passes import budgets, cut_ranks, rows_per_rank
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker, WorkerPlan
@@ -178,7 +177,7 @@ class _Witness:
             names = [[f"row {row}" for row in rows] for rows in shares]
             return cut_ranks([tokens.select(rows) for rows in shares], names, budget)[0]
 
-        return whole.select(shares[0]), [cut(budget) for budget in budgets(self.settings)]
+        return whole.select(shares[0]), [cut(budget) for budget in budgets(self.settings.actor_rollout_ref)]
 
     def _look(self, phase):
         held = self.gpu.held()

@@ -1,4 +1,7 @@
-"""The strict builder: dotted keys and values in, frozen dataclasses out, everything wrong named."""
+"""The strict builder: dotted keys and values in, frozen dataclasses out, everything wrong named.
+
+Text keys end here: what follows reads the attributes of typed sections.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +11,8 @@ from collections.abc import Mapping
 from typing import Any, Union, get_args, get_origin
 
 from verl_memopt.config.foreign import hint
-from verl_memopt.config.keys import leaf_types, replaced, section_keys, value_at
+from verl_memopt.config.keys import leaf_types, leaf_values, replaced, section_keys
+from verl_memopt.config.links import with_links
 from verl_memopt.config.problems import Problem, problem
 from verl_memopt.config.schema import REQUIRED, Settings
 
@@ -20,11 +24,24 @@ class MismatchError(Exception):
 
 
 def build(given: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
-    """Settings with the given dotted keys set and every other key at its default, and what is wrong with them.
+    """Return the typed sections, and what is wrong with the given values.
 
-    A key with a problem keeps its default, so that the checks that follow can look at all the others. None given for a
-    section, an unknown key, a value of a wrong type and a missing required key are problems.
+    Every key that is not given has its default, or the value of the key that it follows. A key with a problem counts as not
+    given, so that the checks that follow can look at all the others.
+
+    Args:
+        given: dotted key -> value, under our names. None given for a section, an unknown key, a value of a wrong type and a
+            missing required key are problems.
     """
+    typed, problems = _typed(given)
+    values = leaf_values(Settings()) | typed
+    named = {key for found in problems for key in found.keys}
+    missing = [key for key, value in values.items() if value == REQUIRED and key not in named]
+    problems += [Problem((key,), f"{key}: required, and not set. Set {key}=<value>.") for key in missing]
+    return replaced(Settings(), with_links(values)), problems
+
+
+def _typed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     values: dict[str, Any] = {}
     problems: list[Problem] = []
     for key, value in given.items():
@@ -35,15 +52,15 @@ def build(given: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
             values[key] = convert(value, leaf_types()[key])
         except MismatchError as mismatch:
             problems.append(problem({key: value}, f"expected {mismatch}, got {_kind(value)}", _type_hint(key, value)))
-    settings = replaced(Settings(), values)
-    named = {key for found in problems for key in found.keys}
-    missing = [key for key in leaf_types() if value_at(settings, key) == REQUIRED and key not in named]
-    problems += [Problem((key,), f"{key}: required, and not set. Set {key}=<value>.") for key in missing]
-    return settings, problems
+    return values, problems
 
 
 def convert(value: Any, kind: Any) -> Any:
-    """The value as the type of its key; raises MismatchError. A float may be text (YAML reads 1e-6 as text)."""
+    """Return the value as the type of its key. A float may be text (YAML reads 1e-6 as text).
+
+    Raises:
+        MismatchError: the value is of another type.
+    """
     if kind is Any:
         return value
     origin, arguments = get_origin(kind), get_args(kind)

@@ -14,13 +14,13 @@ Section = TypeVar("Section")
 
 @cache
 def field_types(section: type) -> dict[str, Any]:
-    """Field name -> resolved type of one section class, in the order of the source."""
+    """Return field name -> resolved type of one section class, in the order of the source."""
     hints = get_type_hints(section)
     return {field.name: hints[field.name] for field in dataclasses.fields(section)}
 
 
 def walk(section: type = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Every (dotted key, type) below a section, sections before their own keys."""
+    """Yield every (dotted key, type) below a section, sections before their own keys."""
     for name, kind in field_types(section).items():
         yield prefix + name, kind
         if dataclasses.is_dataclass(kind):
@@ -30,30 +30,35 @@ def walk(section: type = Settings, prefix: str = "") -> Iterator[tuple[str, Any]
 
 @cache
 def leaf_types() -> dict[str, Any]:
-    """Dotted key -> type of every key that holds a value."""
+    """Return dotted key -> type of every key that holds a value."""
     return {key: kind for key, kind in walk() if not dataclasses.is_dataclass(kind)}
 
 
 @cache
 def section_keys() -> frozenset[str]:
-    """The dotted keys that hold further keys."""
+    """Return the dotted keys that hold further keys."""
     return frozenset(key for key, kind in walk() if dataclasses.is_dataclass(kind))
 
 
 def leaf_keys(section: type = Settings) -> list[str]:
-    """The dotted keys that hold a value, in the order of the schema."""
+    """Return the dotted keys that hold a value, in the order of the schema."""
     return [key for key, kind in walk(section) if not dataclasses.is_dataclass(kind)]
 
 
+def leaf_values(settings: Settings) -> dict[str, Any]:
+    """Return dotted key -> value of every key that holds a value."""
+    return {key: value_at(settings, key) for key in leaf_types()}
+
+
 def value_at(settings: Any, key: str) -> Any:
-    """The value under a dotted key."""
+    """Return the value under a dotted key."""
     for name in key.split("."):
         settings = getattr(settings, name)
     return settings
 
 
 def replaced(section: Section, values: Mapping[str, Any]) -> Section:
-    """A copy of a section in which the given dotted keys hold new values."""
+    """Return a copy of a section in which the given dotted keys hold new values."""
     own: dict[str, Any] = {}
     below: dict[str, dict[str, Any]] = {}
     for key, value in values.items():
@@ -67,7 +72,7 @@ def replaced(section: Section, values: Mapping[str, Any]) -> Section:
 
 
 def flatten(tree: Mapping[str, Any], name_of: Callable[[str], str] = str, prefix: str = "") -> dict[str, Any]:
-    """Dotted key -> value of a nested mapping; open mappings of the schema stay whole, empty sections vanish.
+    """Return dotted key -> value of a nested mapping; open mappings of the schema stay whole, empty sections vanish.
 
     ``name_of`` gives the schema's name for a dotted key that is spelled in another way.
     """

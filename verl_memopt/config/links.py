@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Any
-
-from verl_memopt.config.keys import replaced, value_at
-from verl_memopt.config.schema import Settings
 
 _AR = "actor_rollout_ref"
 
@@ -37,21 +34,29 @@ DERIVED = {
 """Follower -> the keys it is computed from while it is null."""
 
 
-def resolve_links(settings: Settings) -> Settings:
-    """The settings with every follower that is null set to what it follows; resolving twice changes nothing."""
-    values = {key: value_at(settings, target) for key, target in LINKS.items() if value_at(settings, key) is None}
-    linked = replaced(settings, {key: list(value) if isinstance(value, list) else value for key, value in values.items()})
-    derived = {key: _derived(linked, key) for key in DERIVED if value_at(linked, key) is None}
-    return replaced(linked, derived)
+def with_links(values: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the value of every key, each follower that is null set to what it follows.
+
+    Args:
+        values: dotted key -> typed value, of all keys of the schema. Nothing in it is changed.
+    """
+    linked = dict(values)
+    for follower, target in LINKS.items():
+        if linked[follower] is None:
+            value = linked[target]
+            linked[follower] = list(value) if isinstance(value, list) else value
+    for follower, parts in DERIVED.items():
+        if linked[follower] is None:
+            linked[follower] = _derived(follower, [linked[part] for part in parts])
+    return linked
 
 
-def _derived(settings: Settings, key: str) -> Any:
-    parts = [value_at(settings, part) for part in DERIVED[key]]
+def _derived(key: str, parts: list[Any]) -> Any:
     return sum(parts) if key.endswith("max_model_len") else "/".join(["checkpoints", *parts])
 
 
 def followers_of(keys: Iterable[str]) -> set[str]:
-    """The keys whose value depends on one of the given keys."""
+    """Return the keys whose value depends on one of the given keys."""
     found = set(keys)
     for follower, target in LINKS.items():
         if target in found:

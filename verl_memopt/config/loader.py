@@ -1,4 +1,7 @@
-"""Settings from a config name and overrides: Hydra composes a plain mapping, the rest is ours."""
+"""Settings from a config name and overrides: compose, translate spellings, build typed sections, check.
+
+Hydra composes a plain mapping, the rest is ours.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +23,7 @@ from verl_memopt.config.aliases import apply_aliases, our_key
 from verl_memopt.config.build import build
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import flatten
-from verl_memopt.config.links import followers_of, resolve_links
+from verl_memopt.config.links import followers_of
 from verl_memopt.config.plain import to_plain
 from verl_memopt.config.problems import Problem, raise_together, shown
 from verl_memopt.config.refusals import drop_inert
@@ -36,34 +39,47 @@ _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
 def load_settings(config_name: str, overrides: list[str], config_dir: str | None = None) -> Settings:
-    """The resolved settings of a named config with overrides on top.
+    """Return the settings of a named config with overrides on top, typed, linked and checked.
 
-    ``config_dir`` is a recipe's folder; its files may name the packaged configs in their ``defaults`` list. Raises one
-    ConfigError that lists everything wrong, before anything is started.
+    Args:
+        config_name: a packaged config, or a file of ``config_dir``.
+        overrides: ``key=value`` as on a command line.
+        config_dir: a recipe's folder; its files may name the packaged configs in their ``defaults`` list.
+
+    Raises:
+        ConfigError: one, that lists everything wrong, before anything is started.
     """
     return settings_from_mapping(compose_mapping(config_name, overrides, config_dir))
 
 
 def settings_from_mapping(given: Mapping[str, Any]) -> Settings:
-    """The resolved settings of a nested mapping that holds only the keys that differ from the defaults.
+    """Return the settings of a nested mapping that holds only the keys that differ from the defaults.
 
-    Spellings are made one, keys without effect are dropped with a warning, the rest is typed, linked and checked.
+    Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
+
+    Raises:
+        ConfigError: one, that lists everything wrong.
     """
-    flat = {key: value for key, value in flatten(given, our_key).items() if value != REQUIRED}
-    flat, problems = apply_aliases(flat)
-    flat, refused = drop_inert(flat)
-    settings, mistyped = build(flat)
-    problems += refused + mistyped
+    values, problems = _in_our_words(given)
+    settings, mistyped = build(values)
+    problems += mistyped
     doubtful = {key for found in problems for key in found.keys}
     doubtful |= followers_of(doubtful)
-    linked = resolve_links(settings)
-    problems += [found for found in check(linked, frozenset(flat)) if not doubtful.intersection(found.keys)]
+    problems += [found for found in check(settings, frozenset(values)) if not doubtful.intersection(found.keys)]
     raise_together(problems)
-    return linked
+    return settings
+
+
+def _in_our_words(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return dotted key -> value under our names and with our values, without keys that have no effect here."""
+    flat = {key: value for key, value in flatten(given, our_key).items() if value != REQUIRED}
+    ours, conflicts = apply_aliases(flat)
+    kept, refused = drop_inert(ours)
+    return kept, conflicts + refused
 
 
 def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
-    """What Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping."""
+    """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping."""
     folder = _folder(config_name, config_dir)
     prepared: list[str] = []
     problems: list[Problem] = []
@@ -101,7 +117,7 @@ def _folder(config_name: str, config_dir: str | None) -> Path:
 
 
 def _prepared(line: str, folder: Path) -> str:
-    """The override as Hydra takes it for a key that the YAML may omit."""
+    """Return the override as Hydra takes it for a key that the YAML may omit."""
     override = _parsed(line)
     key = override.key_or_group
     if key.split(".")[0] == "hydra":
@@ -121,7 +137,7 @@ def _prepared(line: str, folder: Path) -> str:
 
 
 def _log_profile(overrides: list[str], composed: dict[str, Any]) -> None:
-    """Says which keys a memory profile set, and which of its keys the command line set otherwise."""
+    """Say which keys a memory profile set, and which of its keys the command line set otherwise."""
     chosen = {parsed.key_or_group: parsed.value() for parsed in map(_parsed, overrides)}
     for group in LAST & chosen.keys():
         profile = flatten(yaml.safe_load((PACKAGED / group / f"{chosen[group]}.yaml").read_text()) or {})
@@ -138,7 +154,7 @@ def _log_profile(overrides: list[str], composed: dict[str, Any]) -> None:
 
 
 def _groups(folder: Path) -> set[str]:
-    """The names of the config groups in a folder: its subfolders, as Hydra writes them."""
+    """Return the names of the config groups in a folder: its subfolders, as Hydra writes them."""
     return {place.relative_to(folder).as_posix() for place in folder.rglob("*") if place.is_dir()}
 
 
@@ -150,7 +166,7 @@ def _parsed(line: str) -> Override:
 
 
 def _resolved(config: DictConfig) -> dict[str, Any]:
-    """The composed keys alone, their interpolations resolved against the defaults as well."""
+    """Return the composed keys alone, their interpolations resolved against the defaults as well."""
     whole = OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config)
     resolved: Any = OmegaConf.to_container(whole, resolve=True)
     picked: dict[str, Any] = _pick(resolved, OmegaConf.to_container(config, resolve=False))
@@ -162,5 +178,5 @@ def _pick(resolved: Any, shape: Any) -> Any:
 
 
 def _one_line(error: Exception) -> str:
-    """Hydra's message without its list of search paths."""
+    """Return Hydra's message without its list of search paths."""
     return " ".join(str(error).split()).partition(" Config search path:")[0].rstrip(".")

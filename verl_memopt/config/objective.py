@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from verl_memopt.config.schema import Settings
+from verl_memopt.config.schema import Actor, Algorithm
 
 logger = logging.getLogger(__name__)
 
@@ -15,9 +15,8 @@ _RATIO = {
 }
 
 
-def objective(settings: Settings) -> str:
-    """The estimator, the loss and every KL of a run."""
-    algorithm, actor = settings.algorithm, settings.actor_rollout_ref.actor
+def objective(algorithm: Algorithm, actor: Actor) -> str:
+    """Return the estimator, the loss and every KL of a run."""
     loss = actor.policy_loss.loss_mode
     parts = [f"advantages {algorithm.adv_estimator}", f"loss {loss} ({_RATIO[loss]})"]
     if actor.use_kl_loss:
@@ -27,10 +26,10 @@ def objective(settings: Settings) -> str:
     return ", ".join([*parts, *(["no KL"] if len(parts) == 2 else [])])
 
 
-def log_objective(settings: Settings) -> None:
-    """Logs the objective, and a warning where GRPO's advantages meet the loss that the RLOO recipe sets."""
-    logger.info("objective: %s", objective(settings))
-    if settings.algorithm.adv_estimator == "grpo" and settings.actor_rollout_ref.actor.policy_loss.loss_mode == "sequence":
+def log_objective(algorithm: Algorithm, actor: Actor) -> None:
+    """Log the objective, and a warning where GRPO's advantages meet the loss that the RLOO recipe sets."""
+    logger.info("objective: %s", objective(algorithm, actor))
+    if algorithm.adv_estimator == "grpo" and actor.policy_loss.loss_mode == "sequence":
         logger.warning(
             "algorithm.adv_estimator=grpo with actor_rollout_ref.actor.policy_loss.loss_mode=sequence, which is RLOO's loss and "
             "what rloo_trainer sets. For GRPO's loss set it to vanilla, or use --config-name grpo_trainer."

@@ -11,7 +11,7 @@ from verl_memopt.config.schema import Settings
 
 
 def to_plain(settings: Any) -> dict[str, Any]:
-    """A section as nested dicts and lists that YAML and JSON can hold; does not count as reading its keys."""
+    """Return a section as nested dicts and lists that YAML and JSON can hold; does not count as reading its keys."""
     return {name: _plain(value) for name, value in vars(settings).items()}
 
 
@@ -24,5 +24,5 @@ def _plain(value: Any) -> Any:
 
 
 def to_yaml(settings: Settings) -> str:
-    """The settings as YAML text in the order of the schema."""
+    """Return the settings as YAML text in the order of the schema."""
     return str(yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True))

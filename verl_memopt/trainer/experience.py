@@ -1,9 +1,9 @@
-"""Makes the batch of a step: prompts answered, scored, given log-probs and advantages."""
+"""What a step gathers phase by phase: answers, scores, log-probs and advantages."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 from torch import Tensor
@@ -12,96 +12,13 @@ from verl_memopt.algorithms.advantages import ADVANTAGES, check_rewards, group_c
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.data.ragged import Ragged
-from verl_memopt.errors import Stopped
 from verl_memopt.rewards.rows import RewardResult, RewardRow
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.rollout.engine import Generation
-from verl_memopt.rollout.sampling import SamplingSettings, row_seed
-from verl_memopt.trainer.crew import Crew
+from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
-
-
-@dataclass(frozen=True)
-class Answers:
-    """Prompts and their responses, row = prompt * n + sample. texts: decoded without special tokens."""
-
-    rows: list[PromptRow]
-    prompt_ids: list[list[int]]
-    generation: Generation
-    texts: list[str]
-
-
-def generate(
-    crew: Crew,
-    phase: str,
-    prompt_ids: list[list[int]],
-    seeds: list[int],
-    sampling: SamplingSettings,
-    tensor_parallel: int,
-    may_stop: bool = False,
-) -> Generation:
-    """Answers every prompt, spread over the engines; the ranks of one engine get the same prompts.
-
-    may_stop: engines may give up when the run is asked to stop. Errors: Stopped when one did.
-    """
-    engines = crew.world_size // tensor_parallel
-    cuts = [len(prompt_ids) * index // engines for index in range(engines + 1)]
-    shares = [slice(cuts[index], cuts[index + 1]) for index in range(engines)]
-    arguments = [(prompt_ids[share], seeds[share], sampling, may_stop) for share in shares for _ in range(tensor_parallel)]
-    answers = crew.each(phase, "generate", arguments)[::tensor_parallel]
-    if any(answer is None for answer in answers):
-        raise Stopped
-    return Generation(
-        response_ids=[ids for answer in answers for ids in answer.response_ids],
-        log_probs=[row for answer in answers for row in answer.log_probs] if sampling.log_probs else None,
-        finish_reasons=[reason for answer in answers for reason in answer.finish_reasons],
-        cached_tokens=sum(answer.cached_tokens for answer in answers),
-    )
-
-
-def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int) -> list[int]:
-    """Gives one seed per row, fixed by the run's seed, the step, the prompt and the sample."""
-    return [row_seed(seed, step, row.index, sample) for row in rows for sample in range(samples)]
-
-
-def score_answers(runner: RewardRunner, answers: Answers) -> list[RewardResult]:
-    """Gives each answer's score from the reward processes."""
-    return runner.score(
-        [
-            RewardRow(row.data_source, text, row.ground_truth, row.extra_info, row.address)
-            for row, text in zip(answers.rows, answers.texts, strict=True)
-        ]
-    )
-
-
-def to_batch(answers: Answers, samples: int) -> RolloutBatch:
-    """Gives the ragged batch of the answers."""
-    generation = answers.generation
-    log_probs = generation.log_probs
-    return RolloutBatch(
-        prompts=Ragged.from_rows(answers.prompt_ids, torch.int64),
-        responses=Ragged.from_rows(generation.response_ids, torch.int64),
-        group=torch.arange(len(answers.prompt_ids)) // samples,
-        rollout_log_probs=None if log_probs is None else Ragged.from_rows(log_probs, torch.float32).flat,
-        batch_size=[],
-    )
-
-
-def scored(
-    crew: Crew, phase: str, method: str, batch: RolloutBatch, budget: Budget, names: Sequence[str], even_out: bool, *args: bool
-) -> tuple[Tensor, Tensor | None]:
-    """Gives (log-probs, entropies or None), fp32 [R], of a pass over the whole batch, spread over the ranks."""
-    tokens = batch.row_tokens(budget.shared)
-    rows = rows_per_rank(tokens, range(batch.num_rows), crew.world_size, even_out)
-    micro = cut_ranks([tokens.select(own) for own in rows], [[names[row] for row in own] for own in rows], budget)
-    answers = crew.each(phase, method, [(batch.select(own), bins, *args) for own, bins in zip(rows, micro, strict=True)])
-    sizes = batch.responses.sizes()
-    log_probs = scatter_tokens([(own, answer.log_probs) for own, answer in zip(rows, answers, strict=True)], sizes)
-    if answers[0].entropy is None:
-        return log_probs, None
-    return log_probs, scatter_tokens([(own, answer.entropy) for own, answer in zip(rows, answers, strict=True)], sizes)
+from verl_memopt.trainer.timed_group import TimedGroup
 
 
 @dataclass(frozen=True)
@@ -115,10 +32,101 @@ class Advantages:
     counts: dict[str, float]
 
 
-def advantages(
+@dataclass
+class StepBatch:
+    """The rollouts of one step, with what each phase adds to them.
+
+    Attributes:
+        step: number of the step, from 1.
+        prompts: as the prefetcher gave them.
+        answers: prompts and responses as text and as lists of ids.
+        rows: the same as ragged tensors, which later gain log-probs and advantages.
+        results: reward of each row.
+        entropy: fp32 [R], where the log-prob pass computes it.
+        advantages: after the reward.
+        metrics: of the phases so far.
+    """
+
+    step: int
+    prompts: StepPrompts
+    answers: Answers
+    rows: RolloutBatch
+    results: list[RewardResult] = field(default_factory=list)
+    entropy: Tensor | None = None
+    advantages: Advantages | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+
+    @property
+    def names(self) -> list[str]:
+        """Return what errors call each row."""
+        return [f"{row.address} (sample of step {self.step})" for row in self.answers.rows]
+
+    @property
+    def scores(self) -> Tensor:  # [B]
+        """Return the rewards as functions gave them, fp32 [B]."""
+        return torch.tensor([result.score for result in self.results], dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class LogProbPass:
+    """A forward pass over a whole batch for its log-probs, spread over the ranks.
+
+    Attributes:
+        workers: hold the model.
+        phase: name under which time and memory are recorded.
+        method: of the worker.
+        budget: how a rank's rows are cut into micro-batches.
+        balance: even out tokens over the ranks.
+        options: further arguments of the method.
+    """
+
+    workers: TimedGroup
+    phase: str
+    method: str
+    budget: Budget
+    balance: bool
+    options: tuple[bool, ...] = ()
+
+    def compute(self, batch: RolloutBatch, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
+        """Return (log-probs, entropies or None), fp32 [R]. ``names``: of the rows, for errors."""
+        tokens, sizes = batch.row_tokens(self.budget.shared), batch.responses.sizes()
+        rows = rows_per_rank(tokens, range(batch.num_rows), self.workers.world_size, self.balance)
+        micro = cut_ranks([tokens.select(own) for own in rows], [[names[row] for row in own] for own in rows], self.budget)
+        shares = [(batch.select(own), bins, *self.options) for own, bins in zip(rows, micro, strict=True)]
+        answers = self.workers.each(self.phase, self.method, shares)
+        log_probs = scatter_tokens([(own, answer.log_probs) for own, answer in zip(rows, answers, strict=True)], sizes)
+        if answers[0].entropy is None:
+            return log_probs, None
+        return log_probs, scatter_tokens([(own, answer.entropy) for own, answer in zip(rows, answers, strict=True)], sizes)
+
+
+def score_answers(runner: RewardRunner, answers: Answers) -> list[RewardResult]:
+    """Return each answer's reward from the reward processes."""
+    return runner.score(
+        [
+            RewardRow(row.data_source, text, row.ground_truth, row.extra_info, row.address)
+            for row, text in zip(answers.rows, answers.texts, strict=True)
+        ]
+    )
+
+
+def to_batch(answers: Answers, samples: int) -> RolloutBatch:
+    """Return the ragged batch of the answers, ``samples`` of each prompt."""
+    generation = answers.generation
+    log_probs = generation.log_probs
+    return RolloutBatch(
+        prompts=Ragged.from_rows(answers.prompt_ids, torch.int64),
+        responses=Ragged.from_rows(generation.response_ids, torch.int64),
+        group=torch.arange(len(answers.prompt_ids)) // samples,
+        rollout_log_probs=None if log_probs is None else Ragged.from_rows(log_probs, torch.float32).flat,
+        batch_size=[],
+    )
+
+
+def compute_advantages(
     batch: RolloutBatch, scores: Tensor, addresses: Sequence[str], algorithm: Algorithm, controller: KlController
 ) -> Advantages:
-    """Gives advantages from scores fp32 [B], with the KL to the reference taken off the reward when asked."""
+    """Return advantages from scores fp32 [B], with the KL to the reference taken off the reward when asked."""
     valid = check_rewards(scores, addresses)
     rewards, kl_mean, row = scores, None, batch.response_row()
     if algorithm.use_kl_in_reward:

@@ -27,9 +27,8 @@ from verl_memopt.models.folder import resolve_folder
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.ladder_plan import Step, Work, ladder_settings, steps
-from verl_memopt.trainer.passes import cut_ranks
+from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.trainer.rung import HOST, OutOfMemory, Rung, with_savings
-from verl_memopt.trainer.step import budgets
 from verl_memopt.workers.local_group import start_local_group
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker, WorkerPlan
@@ -152,7 +151,7 @@ def _plan(settings: Settings, folder: Path) -> WorkerPlan:
 def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[PhaseMemory]) -> dict[str, float]:
     """Run the phases of one update; what each held goes to ``memories`` as it ends. Return the metrics of the update."""
     names = [f"row {row}" for row in range(batch.num_rows)]
-    cuts = (cut_ranks([batch.row_tokens(budget.shared)], [names], budget)[0] for budget in budgets(settings))
+    cuts = (cut_ranks([batch.row_tokens(budget.shared)], [names], budget)[0] for budget in budgets(settings.actor_rollout_ref))
     training, scoring, reference = cuts
 
     def call(phase: str, method: str, *args: Any) -> Any:
@@ -176,7 +175,7 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
     config = load_model_config(model, folder)
     attention = choose_attention(model.attn_implementation, torch.device("cpu"), torch.float32)
     policy = PolicyModel(empty_model(config, attention, torch.float32, model.trust_remote_code), 0, False)
-    update, batch = budgets(settings)[0], make_batch(work)
+    update, batch = budgets(settings.actor_rollout_ref)[0], make_batch(work)
     computed = batch.row_tokens(update.shared)
     rows = max(update.micro_batches(computed, [""] * work.rows), key=computed.cost)
     whole, block = _count(policy), _count(policy.blocks()[0])

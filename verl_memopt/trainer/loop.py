@@ -12,14 +12,14 @@ from verl_memopt.observe.health import Health
 from verl_memopt.observe.validation import headline_score
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.stop_file import StopFile
-from verl_memopt.trainer.assemble import Job, stop_file, updates_per_step
-from verl_memopt.trainer.crew import Crew
+from verl_memopt.trainer.build import RunContext, build_stepper, build_validator
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.resume import plain_shapes
-from verl_memopt.trainer.step import Stepper, StepResult
+from verl_memopt.trainer.step import StepResult
+from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update_guard import UpdateGuard
-from verl_memopt.trainer.validate import Validation, validate
+from verl_memopt.trainer.validate import Validation
 
 logger = logging.getLogger(__name__)
 
@@ -28,20 +28,33 @@ ALWAYS_TRACKED = 2
 
 
 class Trainer:
-    """Drives a run whose workers are ready."""
+    """Drives a run whose workers are ready.
 
-    def __init__(self, job: Job, crew: Crew, runner: RewardRunner, reporter: Reporter, interrupts: Interrupts) -> None:
-        self.job = job
-        self.crew = crew
+    Args:
+        context: of the run.
+        workers: hold the models and the engines.
+        runner: scores answers.
+        reporter: writes the record of the run.
+        interrupts: say whether a stop was asked for.
+    """
+
+    def __init__(
+        self, context: RunContext, workers: TimedGroup, runner: RewardRunner, reporter: Reporter, interrupts: Interrupts
+    ) -> None:
+        self.context = context
+        self.settings = context.settings.trainer
+        self.workers = workers
         self.runner = runner
         self.reporter = reporter
         self.interrupts = interrupts
-        self.stepper = Stepper(job, crew, runner)
+        self.stepper = build_stepper(context, workers, runner)
+        self.validator = build_validator(context, self.stepper.generator, runner)
         self.stepper.before_update = self.begin_update
         runner.stopped = self.gives_up
-        self.stop_file = StopFile(stop_file(job))
-        self.guard = UpdateGuard(job.settings, job.store, updates_per_step(job.settings))
-        self.health = Health(validates=job.validation is not None and job.settings.trainer.test_freq > 0)
+        self.stop_file = StopFile(context.stop_file)
+        lr = context.settings.actor_rollout_ref.actor.optim.lr
+        self.guard = UpdateGuard(self.settings.max_skipped_steps, lr, context.store, context.updates_per_step)
+        self.health = Health(validates=self.validator is not None and self.settings.test_freq > 0)
         self.step = 0
         self.saved_step = 0
         self.score: float | None = None
@@ -53,7 +66,7 @@ class Trainer:
         self.validation_seconds = 0.0
 
     def run(self) -> None:
-        """Runs to the end, or until a stop is asked for: then it finishes the step, or gives it up, and saves."""
+        """Run to the end, or until a stop is asked for: then finish the step, or give it up, and save."""
         try:
             self._run()
         finally:
@@ -61,45 +74,48 @@ class Trainer:
             self.stepper.close()
 
     def _run(self) -> None:
-        trainer = self.job.settings.trainer
         self.resume()
         self.note_saved()
         self.track(0)
-        self.crew.all("update_weights", "update_weights")
-        if trainer.val_only or (trainer.val_before_train and self.step == 0):
+        self.workers.all("update_weights", "update_weights")
+        if self.settings.val_only or (self.settings.val_before_train and self.step == 0):
             self.validate_first()
-        self.reporter.started(self.step, self.crew.take_memories())
-        if trainer.val_only:
+        self.reporter.started(self.step, self.workers.take_memories())
+        if self.settings.val_only:
             return
         self.stop_file.remove()
-        self.interrupts.begin_steps(trainer.stop_deadline_seconds, self.tell_rollouts)
-        while self.step < self.job.total_steps and not self.interrupts.asked:
+        self.interrupts.begin_steps(self.settings.stop_deadline_seconds, self.tell_rollouts)
+        while self.step < self.context.total_steps and not self.interrupts.asked:
             try:
                 self.one_step(self.step + 1)
             except Stopped:
-                self.stepper.feed.give_back()
+                self.stepper.prompts.give_back()
                 self.reporter.say(f"step {self.step + 1} was given up for lack of time; the next start does it again")
         if self.interrupts.asked and self.saved_step < self.step:
             self.timed_save()
 
     def one_step(self, step: int) -> None:
-        """Runs, validates, logs and saves one step."""
+        """Run, validate, log and save one step."""
         self.track(step)
         self.weights_changed = False
-        with self.crew.clock.phase("step"):
-            result = self.stepper.run(step)
+        with self.workers.clock.phase("step"):
+            result = self.stepper.train_step(step)
             self.update_seconds = time.monotonic() - self.update_began
             validation = self.validation(step)
         self.step = step
         self.score = None if validation is None else headline_score(validation.metrics)
-        self.reporter.step(step, self.stepper.feed.epoch, result, validation, self.crew.take_memories())
+        self.reporter.step(step, self.stepper.prompts.epoch, result, validation, self.workers.take_memories())
         self.judge(result, validation)
-        if self.due(self.job.settings.trainer.save_freq):
+        if self.due(self.settings.save_freq):
             # After the log: a kill between the two resumes before this step, and its rows are dropped then.
             self.timed_save()
 
     def begin_update(self) -> None:
-        """Gives the step up when a stop was asked for and the update would leave no time to save. Errors: Stopped."""
+        """Give the step up when a stop was asked for and the update would leave no time to save.
+
+        Raises:
+            Stopped: the step is given up.
+        """
         validation = self.validation_seconds if self.validation_due(self.step + 1) else 0.0
         if self.interrupts.too_late_for(self.update_seconds + validation):
             raise Stopped
@@ -107,36 +123,40 @@ class Trainer:
         self.update_began = time.monotonic()
 
     def gives_up(self) -> bool:
-        """Says whether the scoring of the present step is to be given up."""
+        """Say whether the scoring of the present step is to be given up."""
         return not self.weights_changed and self.interrupts.out_of_time()
 
     def tell_rollouts(self, moment: float) -> None:
-        """Tells the workers when to give up a rollout (seconds of the epoch)."""
+        """Tell the workers when to give up a rollout (seconds of the epoch)."""
         try:
             self.stop_file.write(moment)
         except OSError as error:
             logger.warning("a rollout cannot be given up, because the stop file cannot be written: %s", error)
 
     def note_saved(self) -> None:
-        """Tells whoever ends the run at once where a new start goes on."""
+        """Tell whoever ends the run at once where a new start goes on."""
         if self.saved_step:
             self.interrupts.last_saved = f"The last whole checkpoint is that of step {self.saved_step}; a new start resumes there"
 
     def timed_save(self) -> None:
-        """Saves, and tells whoever has to stop in time how long that takes and where a new start goes on."""
+        """Save, and tell whoever has to stop in time how long that takes and where a new start goes on."""
         began = time.monotonic()
         self.save()
         self.interrupts.save_seconds = time.monotonic() - began
         self.note_saved()
 
     def validation_due(self, step: int) -> bool:
-        """Says whether a step ends with a validation."""
-        every = self.job.settings.trainer.test_freq
-        return every > 0 and (step == self.job.total_steps or step % every == 0) and self.job.validation is not None
+        """Say whether a step ends with a validation."""
+        every = self.settings.test_freq
+        return every > 0 and (step == self.context.total_steps or step % every == 0) and self.validator is not None
 
     def judge(self, result: StepResult, validation: Validation | None) -> None:
-        """Warns of what a finished step shows, once. Errors: TrainingError when too many steps in a row applied no update."""
-        samples = self.job.settings.actor_rollout_ref.rollout.n
+        """Warn of what a finished step shows, once.
+
+        Raises:
+            TrainingError: too many steps in a row applied no update.
+        """
+        samples = self.context.settings.actor_rollout_ref.rollout.n
         scores = [answer.score for answer in result.results]
         self.reporter.warn(self.step, self.health.step(self.step, scores, samples, result.metrics))
         if validation is not None:
@@ -144,36 +164,36 @@ class Trainer:
         self.guard.watch(self.step, result.metrics, sound=not self.health.collapsed)
 
     def judge_validation(self, validation: Validation) -> None:
-        """Warns of a validation that is worse than the first one, once."""
-        samples = self.job.settings.actor_rollout_ref.rollout.val_kwargs.n
+        """Warn of a validation that is worse than the first one, once."""
+        samples = self.context.settings.actor_rollout_ref.rollout.val_kwargs.n
         scores = [answer.score for _, results in validation.answers for answer in results]
         self.reporter.warn(self.step, self.health.validation(self.step, scores, samples))
 
     def validation(self, step: int) -> Validation | None:
-        """Validates when it is due."""
-        if not self.validation_due(step):
+        """Validate when it is due."""
+        if self.validator is None or not self.validation_due(step):
             return None
         began = time.monotonic()
-        found = validate(self.job, self.crew, self.runner, step)
+        validation = self.validator.validate(step)
         self.validation_seconds = time.monotonic() - began
-        return found
+        return validation
 
     def validate_first(self) -> None:
-        """Validates before the first step, where there is something to validate with."""
-        if self.job.validation is not None:
-            found = validate(self.job, self.crew, self.runner, self.step)
-            self.reporter.first_validation(self.step, found, self.crew.take_memories())
-            self.judge_validation(found)
+        """Validate before the first step, where there is something to validate with."""
+        if self.validator is not None:
+            validation = self.validator.validate(self.step)
+            self.reporter.first_validation(self.step, validation, self.workers.take_memories())
+            self.judge_validation(validation)
 
     def due(self, every: int) -> bool:
-        """Says whether something done every so many steps, and at the last, is due."""
-        return every > 0 and (self.step % every == 0 or self.step == self.job.total_steps)
+        """Say whether something done every so many steps, and at the last, is due."""
+        return every > 0 and (self.step % every == 0 or self.step == self.context.total_steps)
 
     def track(self, step: int) -> None:
-        """Decides whether the bytes of a step are counted on a CPU."""
-        every = self.job.settings.trainer.track_memory_every_steps
-        first = ALWAYS_TRACKED + (0 if self.job.checkpoint is None else self.job.checkpoint.step)
-        self.crew.track = self.job.site.device == "cpu" and every > 0 and (step <= first or step % every == 0)
+        """Decide whether the bytes of a step are counted on a CPU."""
+        every = self.settings.track_memory_every_steps
+        first = ALWAYS_TRACKED + (0 if self.context.checkpoint is None else self.context.checkpoint.step)
+        self.workers.track = self.context.environment.device == "cpu" and every > 0 and (step <= first or step % every == 0)
 
     def resume(self) -> None:
         """Load the checkpoint that was found. A fresh start moves those of an earlier run aside.
@@ -181,15 +201,15 @@ class Trainer:
         Raises:
             UnreadableCheckpointError: it cannot be loaded.
         """
-        checkpoint = self.job.checkpoint
+        checkpoint = self.context.checkpoint
         if checkpoint is None:
             self.set_aside()
             return
         for fault in checkpoint.passed_over:
             self.reporter.say(f"passed over {fault}")
-        contents = list(self.job.settings.actor_rollout_ref.actor.checkpoint.load_contents or [])
+        contents = list(self.context.settings.actor_rollout_ref.actor.checkpoint.load_contents or [])
         try:
-            self.crew.all("load_checkpoint", "load", str(checkpoint.folder / "actor"), contents)
+            self.workers.all("load_checkpoint", "load", str(checkpoint.folder / "actor"), contents)
         except CheckpointError as error:
             text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
@@ -199,40 +219,40 @@ class Trainer:
         if "guard" in checkpoint.driver:
             self.guard.load_state_dict(checkpoint.driver["guard"])
             self.health.load_state_dict(checkpoint.driver["health"])
-        self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.job.total_steps})")
+        self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.context.total_steps})")
 
     def set_aside(self) -> None:
         """Move the checkpoints of an earlier run to ``previous/``, so that a fresh start loses none of them."""
-        if self.step > 0 or self.job.settings.trainer.val_only:
+        if self.step > 0 or self.settings.val_only:
             return
-        aside = self.job.store.set_aside()
+        aside = self.context.store.set_aside()
         if aside is not None:
             self.reporter.say(f"the checkpoints of the run that was here before are in {aside}; delete it to free its space")
 
     def save(self) -> None:
-        """Saves the present step; what was saved before stays until this one is whole."""
-        store, step = self.job.store, self.step
-        contents = list(self.job.settings.actor_rollout_ref.actor.checkpoint.save_contents)
+        """Save the present step; what was saved before stays until this one is whole."""
+        store, step = self.context.store, self.step
+        contents = list(self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents)
         aside = store.begin(step)
         try:
-            written = self.crew.all("save_checkpoint", "save", str(aside / "actor"), contents)
+            written = self.workers.all("save_checkpoint", "save", str(aside / "actor"), contents)
         except CheckpointError as error:
             raise store.failed(step, str(error)) from error
         records = {f"actor/{name}": record for part in written for name, record in part.items()}
-        with self.crew.clock.phase("save_checkpoint"):
-            store.commit(step, self.driver_state(), self.crew.world_size, records, self.score)
+        with self.workers.clock.phase("save_checkpoint"):
+            store.commit(step, self.driver_state(), self.workers.world_size, records, self.score)
         self.saved_step = step
-        self.reporter.saved(step, self.crew.take_memories())
+        self.reporter.saved(step, self.workers.take_memories())
 
     def driver_state(self) -> dict[str, Any]:
-        """Gives what the driver itself must remember."""
+        """Return what the driver itself must remember."""
         return {
             "step": self.step,
-            "seed": self.job.settings.data.seed,
-            "loader": self.stepper.feed.state_dict(),
+            "seed": self.context.settings.data.seed,
+            "loader": self.stepper.prompts.state_dict(),
             "kl_control": self.stepper.kl_control.state_dict(),
             "guard": self.guard.state_dict(),
             "health": self.health.state_dict(),
-            "settings": kept_settings(self.job.settings),
-            "weights": plain_shapes(self.job.site.weights),
+            "settings": kept_settings(self.context.settings),
+            "weights": plain_shapes(self.context.environment.weights),
         }

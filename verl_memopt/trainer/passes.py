@@ -5,9 +5,10 @@ from __future__ import annotations
 import math
 import random
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from itertools import groupby
 
+from verl_memopt.config.schema import Actor, ActorRolloutRef
 from verl_memopt.memory.shared_prompt import RowTokens, pack_groups_under
 from verl_memopt.memory.token_budget import balance, pack_fixed, split_to_count
 
@@ -26,15 +27,57 @@ class Budget:
     shared: bool = False
 
     def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
-        """Gives rows per micro-batch for one rank. Errors: ConfigError naming a row that alone exceeds the cap."""
+        """Return rows per micro-batch for one rank.
+
+        Raises:
+            ConfigError: a row alone exceeds the cap; it is named.
+        """
         if self.by_tokens:
             return pack_groups_under(tokens, self.max_tokens, names, self.key)
         assert self.rows is not None
         return pack_fixed(len(tokens), self.rows)
 
 
+def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
+    """Return the budgets of the update, the old-log-prob pass and the reference pass."""
+    actor, rollout, ref = roles.actor, roles.rollout, roles.ref
+    update = Budget(
+        actor.use_dynamic_bsz,
+        actor.ppo_max_token_len_per_gpu,
+        actor.ppo_micro_batch_size_per_gpu,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        actor.use_prefix_grouper,
+    )
+    old = replace(
+        update,
+        by_tokens=bool(rollout.log_prob_use_dynamic_bsz),
+        max_tokens=rollout.log_prob_max_token_len_per_gpu or 0,
+        rows=rollout.log_prob_micro_batch_size_per_gpu,
+        key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    )
+    reference = replace(
+        update,
+        by_tokens=bool(ref.log_prob_use_dynamic_bsz),
+        max_tokens=ref.log_prob_max_token_len_per_gpu or 0,
+        rows=ref.log_prob_micro_batch_size_per_gpu,
+        key="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+    )
+    return update, old, reference
+
+
+def update_gives_old_log_probs(actor: Actor, train_batch_size: int, kl_in_reward: bool) -> bool:
+    """Say whether the pass for old log-probs is left out: the forward of the only optimizer step gives the same values."""
+    once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
+    return actor.old_log_prob_pass == "auto" and once and not (kl_in_reward or actor.calculate_entropy)
+
+
+def updates_per_step(train_batch_size: int, mini_batch_size: int, epochs: int) -> int:
+    """Return the optimizer steps of one training step: ``epochs`` passes over mini-batches of so many prompts."""
+    return train_batch_size // mini_batch_size * epochs
+
+
 def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:
-    """Gives the rows of each mini-batch, whole groups at a time; shuffled by groups when a seed is given."""
+    """Return the rows of each mini-batch, whole groups at a time; shuffled by groups when a seed is given."""
     order = list(range(num_prompts))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)
@@ -43,7 +86,7 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
 
 
 def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
-    """Gives the rows of each rank: as many on each, with as even a number of tokens as can be when ``even_out``.
+    """Return the rows of each rank: as many on each, with as even a number of tokens as can be when ``even_out``.
 
     Rows of a group stay together as far as equal numbers of rows allow. ``rows``: whole groups, one after another.
     """
@@ -60,13 +103,13 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
 
 
 def _together(tokens: RowTokens, rows: Sequence[int], share: int) -> int:
-    """Gives the most rows that stay together: a divisor of every group's number of rows and of a rank's share."""
+    """Return the most rows that stay together: a divisor of every group's number of rows and of a rank's share."""
     sizes = [len(list(members)) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
     return math.gcd(share, *sizes)
 
 
 def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:
-    """Gives each rank's micro-batches, as many on every rank: the collectives of a sharded model must match."""
+    """Return each rank's micro-batches, as many on every rank: the collectives of a sharded model must match."""
     cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
     count = max(len(bins) for bins in cut)
     return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, tokens_per_rank, strict=True)]

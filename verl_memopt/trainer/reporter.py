@@ -20,8 +20,8 @@ from verl_memopt.observe.samples import Sample, dump_samples
 from verl_memopt.observe.summary import environment
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.trainer.assemble import Job
-from verl_memopt.trainer.experience import Answers
+from verl_memopt.trainer.build import RunContext
+from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.step import StepResult
 from verl_memopt.trainer.validate import Validation
 
@@ -34,16 +34,16 @@ SHOWN_SAMPLES = 4
 class Reporter:
     """Writes a run's record. A context manager; :meth:`finish` ends it with summary, charts and the folder's name."""
 
-    def __init__(self, job: Job, clock: PhaseClock) -> None:
-        self.job = job
+    def __init__(self, context: RunContext, clock: PhaseClock) -> None:
+        self.context = context
         self.clock = clock
-        trainer = job.settings.trainer
-        self.folder = RunFolder(job.folder)
-        resumed = None if job.checkpoint is None or trainer.val_only else job.checkpoint.step
-        self.folder.begin(to_yaml(job.settings), resumed)
-        self.console = RunConsole(job.total_steps, resumed or 0, trainer.table_every_steps)
+        trainer = context.settings.trainer
+        self.folder = RunFolder(context.folder)
+        resumed = None if context.checkpoint is None or trainer.val_only else context.checkpoint.step
+        self.folder.begin(to_yaml(context.settings), resumed)
+        self.console = RunConsole(context.total_steps, resumed or 0, trainer.table_every_steps)
         place = LoggingPlace(
-            self.folder, self.console, trainer.project_name, trainer.experiment_name, to_plain(job.settings), resumed
+            self.folder, self.console, trainer.project_name, trainer.experiment_name, to_plain(context.settings), resumed
         )
         self._carried: dict[str, float] = {}
         self.loggers: StepLoggers = build_loggers(trainer.logger, place)
@@ -57,17 +57,17 @@ class Reporter:
         self.console.close()
 
     def say(self, text: str) -> None:
-        """Shows one line to the person at the console."""
+        """Show one line to the person at the console."""
         self.console.say(text)
 
     def warn(self, step: int, texts: Sequence[str]) -> None:
-        """Logs warnings of a step and keeps them for the summary, so that the end of the run says them again."""
+        """Log warnings of a step and keep them for the summary, so that the end of the run says them again."""
         for text in texts:
             logger.warning("step %d: %s", step, text)
         self.folder.add_warnings(step, texts)
 
     def phases(self, step: int, memories: Sequence[PhaseMemory]) -> dict[str, float]:
-        """Puts the phases since the last call on the timeline and gives their times and memory as metrics."""
+        """Put the phases since the last call on the timeline and return their times and memory as metrics."""
         timings = self.clock.timings()
         self.folder.add_timeline(step, self.clock.take(), {memory.name: memory for memory in memories})
         return timings | memory_metrics(memories)
@@ -75,41 +75,41 @@ class Reporter:
     def step(
         self, step: int, epoch: int, result: StepResult, validation: Validation | None, memories: Sequence[PhaseMemory]
     ) -> None:
-        """Logs a finished step."""
+        """Log a finished step."""
         metrics = {"training/global_step": float(step), "training/epoch": float(epoch), **result.metrics}
         if validation is not None:
             metrics |= validation.metrics
             self._keep_validation(step, validation)
-        found = self._carried | self.phases(step, memories)
+        phases = self._carried | self.phases(step, memories)
         self._carried = {}
-        metrics |= found | token_timings(found, result.response_tokens, result.total_tokens)
-        metrics |= throughput_metrics(result.total_tokens, found["timing_s/step"], self.job.site.world_size)
+        metrics |= phases | token_timings(phases, result.response_tokens, result.total_tokens)
+        metrics |= throughput_metrics(result.total_tokens, phases["timing_s/step"], self.context.environment.world_size)
         self.loggers.log(step, metrics)
         self._keep_samples(step, result)
 
     def saved(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        """Puts a save on the timeline; its time and memory are metrics of the step that is logged next."""
+        """Put a save on the timeline; its time and memory are metrics of the step that is logged next."""
         self._carried = {name: value for name, value in self.phases(step, memories).items() if "save_checkpoint" in name}
 
     def first_validation(self, step: int, validation: Validation, memories: Sequence[PhaseMemory]) -> None:
-        """Logs the validation of the weights a run starts with: ``step`` is 0, or that of the checkpoint."""
+        """Log the validation of the weights a run starts with: ``step`` is 0, or that of the checkpoint."""
         self._keep_validation(step, validation)
         self.loggers.log(step, validation.metrics | self.phases(step, memories))
 
     def started(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        """Puts what no validation has logged of the start on the timeline, so that it does not count as the first step's."""
+        """Put what no validation has logged of the start on the timeline, so that it does not count as the first step's."""
         if memories:
             self.phases(step, memories)
 
     def finish(self) -> None:
-        """Writes summary and charts from the run's files, prints the summary and, as the last line, the folder."""
-        summary = finish_summary(self.folder, environment(self.job.site.device, sys.argv))
+        """Write summary and charts from the run's files; print the summary and, as the last line, the folder."""
+        summary = finish_summary(self.folder, environment(self.context.environment.device, sys.argv))
         draw_charts(self.folder)
         self.console.close()
         print_end(self.console.console, summary, self.folder.path)
 
     def _keep_samples(self, step: int, result: StepResult) -> None:
-        every, folder = self.job.settings.trainer.table_every_steps, self.job.settings.trainer.rollout_data_dir
+        every, folder = self.context.settings.trainer.table_every_steps, self.context.settings.trainer.rollout_data_dir
         if every > 0 and step % every == 0:
             self.folder.add_generations(step, samples_of(result.answers, result.results)[:SHOWN_SAMPLES])
         if folder is not None:
@@ -117,16 +117,16 @@ class Reporter:
 
     def _keep_validation(self, step: int, validation: Validation) -> None:
         samples = [sample for answers, results in validation.answers for sample in samples_of(answers, results)]
-        shown = self.job.settings.trainer.log_val_generations
+        shown = self.context.settings.trainer.log_val_generations
         if shown > 0:
             self.folder.add_generations(step, samples[:shown])
-        folder = self.job.settings.trainer.validation_data_dir
+        folder = self.context.settings.trainer.validation_data_dir
         if folder is not None:
             dump_samples(Path(folder), step, samples)
 
 
 def samples_of(answers: Answers, results: Sequence[RewardResult]) -> list[Sample]:
-    """Gives every answer with its score as a sample to keep."""
+    """Return every answer with its score as a sample to keep."""
     generation = answers.generation
     return [
         Sample(

@@ -1,14 +1,16 @@
-"""Which checkpoint a run goes on from, and what its settings change of those that the checkpoint was made with."""
+"""Which checkpoint a run goes on from, with which seed, and what its settings change of those of the checkpoint."""
 
 from __future__ import annotations
 
+import dataclasses
 import logging
+import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from verl_memopt.config.resume_diff import HARMLESS, REFUSED, changes
-from verl_memopt.config.schema import Settings
+from verl_memopt.config.schema import Settings, Trainer
 from verl_memopt.errors import ConfigError
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 
@@ -21,27 +23,28 @@ MOST_NAMED = 3
 """Weights that an error names."""
 
 
-def checkpoint_store(settings: Settings, run_dir: Path) -> CheckpointStore:
+def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> CheckpointStore:
     """Return the store of a run. ``trainer.keep_best=null`` is on where the run validates."""
-    trainer = settings.trainer
-    validates = settings.data.val_files is not None and trainer.test_freq > 0
+    validates = has_validation and trainer.test_freq > 0
     keep_best = validates if trainer.keep_best is None else trainer.keep_best
     return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best)
 
 
-def find_checkpoint(settings: Settings, store: CheckpointStore, unreadable: Mapping[int, str]) -> Checkpoint | None:
+def find_checkpoint(
+    trainer: Trainer, load_contents: list[str] | None, store: CheckpointStore, unreadable: Mapping[int, str]
+) -> Checkpoint | None:
     """Return the checkpoint that ``trainer.resume_mode`` asks for, None for a fresh start.
 
     Args:
-        settings: of the run.
-        store: its checkpoints.
+        trainer: ``resume_mode`` and ``resume_from_path``.
+        load_contents: parts of a checkpoint that the actor loads.
+        store: checkpoints of the run.
         unreadable: step -> fault of checkpoints that looked whole and could not be loaded.
 
     Raises:
         CheckpointError: the named one is not whole, or there are checkpoints and none is.
         ConfigError: it would be loaded without the model.
     """
-    trainer = settings.trainer
     if trainer.resume_mode == "disable":
         return None
     if trainer.resume_mode == "auto":
@@ -50,7 +53,7 @@ def find_checkpoint(settings: Settings, store: CheckpointStore, unreadable: Mapp
         assert trainer.resume_from_path is not None, "checked when settings are loaded"
         found = read_checkpoint(Path(trainer.resume_from_path))
         store.resumed(found)
-    contents = settings.actor_rollout_ref.actor.checkpoint.load_contents or []
+    contents = load_contents or []
     if found is not None and "model" not in contents:
         raise ConfigError(
             f"actor_rollout_ref.actor.checkpoint.load_contents={contents}: a run cannot go on from {found.folder} without the "
@@ -87,6 +90,25 @@ def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint
         refused.append(f"actor_rollout_ref.model.path={model.path}: its weights are not those of {place} ({different})")
     if refused:
         raise ConfigError(f"{'. '.join(refused)}. {WAY_OUT}")
+
+
+def with_seed(settings: Settings, resumed_seed: int | None) -> Settings:
+    """Return settings whose data and rollout seeds are concrete: those given, else the resumed run's, else drawn and logged."""
+    seed = settings.data.seed
+    if seed is not None and settings.actor_rollout_ref.rollout.seed is not None:
+        return settings
+    if seed is None:
+        seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
+        logger.info(
+            "data.seed was not given; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint"
+        )
+    rollout = settings.actor_rollout_ref.rollout
+    rollout = dataclasses.replace(rollout, seed=seed if rollout.seed is None else rollout.seed)
+    return dataclasses.replace(
+        settings,
+        data=dataclasses.replace(settings.data, seed=seed),
+        actor_rollout_ref=dataclasses.replace(settings.actor_rollout_ref, rollout=rollout),
+    )
 
 
 def plain_shapes(weights: Shapes) -> dict[str, list[int]]:

@@ -1,25 +1,55 @@
-"""A run from settings to exit code."""
+"""A run, from its command line to its exit code. What is heavy is imported where a run starts, so that a dry run needs none."""
 
 from __future__ import annotations
 
+import argparse
 import logging
+import sys
 from collections.abc import Mapping
 
+from verl_memopt.config.loader import load_settings
+from verl_memopt.config.objective import log_objective
+from verl_memopt.config.plain import to_yaml
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import UnreadableCheckpointError, UserError
-from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.assemble import prepare, reward_processes, workers
 from verl_memopt.trainer.interrupts import Interrupts, of_process
-from verl_memopt.trainer.loop import Trainer
-from verl_memopt.trainer.reporter import Reporter
 
-logger = logging.getLogger(__name__)
+USAGE = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [key=value ...]"
+
+
+def build_parser(prog: str) -> argparse.ArgumentParser:
+    """Return the parser of the training entry."""
+    parser = argparse.ArgumentParser(prog=prog, usage=USAGE, description="Train a policy with RLOO or GRPO.")
+    entries = "ppo_trainer (the default: verl's defaults), rloo_trainer, grpo_trainer, or a file of --config-dir"
+    parser.add_argument("--config-name", default="ppo_trainer", help=entries)
+    parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
+    parser.add_argument("--cfg", choices=["job"], help="print the resolved settings as YAML and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, under verl's key names")
+    return parser
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """Run the training entry and return its exit code.
+
+    Raises:
+        UserError: what the user must mend.
+    """
+    from verl_memopt.observe.log_setup import setup_logging
+
+    setup_logging(level=logging.INFO)
+    settings = load_settings(arguments.config_name, arguments.overrides, arguments.config_dir)
+    log_objective(settings.algorithm, settings.actor_rollout_ref.actor)
+    if arguments.cfg is not None or settings.debug.mode == "dry":
+        sys.stdout.write(to_yaml(settings))
+        return 0
+    return train(settings)
 
 
 def train(settings: Settings) -> int:
-    """Runs training and gives the exit code: 0 when done, 130, 143 or 129 when a signal stopped it.
+    """Run training and return the exit code: 0 when done, 130, 143 or 129 when a signal stopped it.
 
-    Errors: the UserError of whatever the user must mend; everything that was started is ended by then.
+    Raises:
+        UserError: what the user must mend; everything that was started is ended by then.
     """
     unreadable: dict[int, str] = {}
     with of_process() as interrupts:
@@ -35,13 +65,18 @@ def train(settings: Settings) -> int:
 
 
 def _train(settings: Settings, unreadable: Mapping[int, str], interrupts: Interrupts) -> None:
-    """Runs from the newest checkpoint that is not among the unreadable ones. Errors: as :func:`train`."""
+    """Run from the newest checkpoint that is not among the unreadable ones."""
+    from verl_memopt.observe.timing import PhaseClock
+    from verl_memopt.trainer.build import build_run, start_rewards, start_workers
+    from verl_memopt.trainer.loop import Trainer
+    from verl_memopt.trainer.reporter import Reporter
+
     clock = PhaseClock()
-    job = prepare(settings, unreadable)
-    with job.lock, reward_processes(job) as runner, Reporter(job, clock) as reporter:
+    context = build_run(settings, unreadable)
+    with context.lock, start_rewards(context) as rewards, Reporter(context, clock) as reporter:
         try:
-            with workers(job, clock) as crew:
-                Trainer(job, crew, runner, reporter, interrupts).run()
+            with start_workers(context, clock) as workers:
+                Trainer(context, workers, rewards, reporter, interrupts).run()
         except KeyboardInterrupt:
             reporter.say("stopped at once; the last checkpoint is where a new start resumes")
         except UnreadableCheckpointError:

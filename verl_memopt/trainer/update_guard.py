@@ -6,7 +6,6 @@ import logging
 from collections.abc import Mapping
 from typing import Any
 
-from verl_memopt.config.schema import Settings
 from verl_memopt.errors import TrainingError
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.workers.policy import SKIPPED
@@ -22,21 +21,36 @@ BAD_LOG_PROBS = "training/log_probs_not_finite"
 
 
 class UpdateGuard:
-    """Judges the updates of each step, and tells the store which checkpoint they have proven."""
+    """Judges the updates of each step, and tells the store which checkpoint they have proven.
 
-    def __init__(self, settings: Settings, store: CheckpointStore, updates_per_step: int) -> None:
-        self._settings = settings
+    Args:
+        max_skipped_steps: steps in a row without any update that end the run.
+        lr: learning rate, which the error says to lower.
+        store: checkpoints of the run.
+        updates_per_step: optimizer steps of one training step.
+    """
+
+    def __init__(self, max_skipped_steps: int, lr: float, store: CheckpointStore, updates_per_step: int) -> None:
+        self._max_skipped_steps = max_skipped_steps
+        self._lr = lr
         self._store = store
         self._updates_per_step = updates_per_step
         self._skipped_in_a_row = 0
         self._applied_step = 0
 
     def watch(self, step: int, metrics: Mapping[str, float], sound: bool) -> None:
-        """Looks at a finished step.
+        """Look at a finished step.
 
-        sound: the reward has not collapsed. Weights that gave a finite gradient other than 0 and a sound reward are good ones:
-        the step began with those of the checkpoint before it. A gradient of exactly 0 shows nothing.
-        Errors: TrainingError after ``trainer.max_skipped_steps`` steps in a row without any update.
+        Weights that gave a finite gradient other than 0 and a sound reward are good ones: the step began with those of the
+        checkpoint before it. A gradient of exactly 0 shows nothing.
+
+        Args:
+            step: number of the step.
+            metrics: of the step.
+            sound: the reward has not collapsed.
+
+        Raises:
+            TrainingError: ``trainer.max_skipped_steps`` steps in a row were without any update.
         """
         skipped, norm = int(metrics[SKIPPED]), metrics["actor/grad_norm"]
         if skipped:
@@ -50,7 +64,7 @@ class UpdateGuard:
                 self._store.prove(step - 1)
             return
         self._skipped_in_a_row += 1
-        if self._skipped_in_a_row >= self._settings.trainer.max_skipped_steps:
+        if self._skipped_in_a_row >= self._max_skipped_steps:
             raise TrainingError(self._told(step, norm, metrics))
 
     def state_dict(self) -> dict[str, Any]:
@@ -64,8 +78,8 @@ class UpdateGuard:
         steps = f"step {step}" if first == step else f"steps {first} to {step}"
         weights = f"the update of step {self._applied_step}" if self._applied_step else "the model that the run began with"
         return (
-            f"{KEY}={self._settings.trainer.max_skipped_steps}: {steps} applied no update, because the gradient norm was not "
-            f"finite ({norm}). The weights are those of {weights}. {self._cause(metrics)} {way_back(self._settings, self._store)}"
+            f"{KEY}={self._max_skipped_steps}: {steps} applied no update, because the gradient norm was not "
+            f"finite ({norm}). The weights are those of {weights}. {self._cause(metrics)} {way_back(self._lr, self._store)}"
         )
 
     def _cause(self, metrics: Mapping[str, float]) -> str:
@@ -81,9 +95,9 @@ class UpdateGuard:
         return f"{found}: check actor_rollout_ref.model.path and actor_rollout_ref.actor.fsdp_config.dtype."
 
 
-def way_back(settings: Settings, store: CheckpointStore) -> str:
-    """Says how to go on after an update that has damaged the weights: from which checkpoint, with which settings."""
-    lower = f"{LR}=<less than {settings.actor_rollout_ref.actor.optim.lr:g}>"
+def way_back(lr: float, store: CheckpointStore) -> str:
+    """Say how to go on after an update that has damaged the weights: from which checkpoint, with which settings."""
+    lower = f"{LR}=<less than {lr:g}>"
     proven = store.proven()
     if proven is None:
         return f"No checkpoint of this run has proven good. Start again with a lower rate: trainer.resume_mode=disable {lower}"

@@ -5,15 +5,14 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.dataset import PromptDataset, PromptRow
+from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
 from verl_memopt.observe.validation import ValidationRow, validation_metrics
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.rollout.sampling import validation_sampling
-from verl_memopt.trainer.assemble import Job
-from verl_memopt.trainer.crew import Crew
-from verl_memopt.trainer.experience import Answers, generate, sampling_seeds, score_answers
+from verl_memopt.trainer.experience import score_answers
+from verl_memopt.trainer.generation import Answers, Generator
 
 
 @dataclass(frozen=True)
@@ -25,34 +24,45 @@ class Validation:
     answers: list[tuple[Answers, list[RewardResult]]]
 
 
-def validate(job: Job, crew: Crew, runner: RewardRunner, step: int) -> Validation:
-    """Answers the whole validation set, ``data.val_batch_size`` prompts a call, and scores it."""
-    assert job.validation is not None
-    answered = []
-    prompts = [job.validation[index] for index in range(len(job.validation))]
-    for rows in _batches(prompts, job.settings.data.val_batch_size):
-        answers = _answer(job, crew, rows, step)
-        answered.append((answers, score_answers(runner, answers)))
-    samples = job.settings.actor_rollout_ref.rollout.val_kwargs.n
-    scored = [
-        ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
-        for answers, results in answered
-        for index, result in enumerate(results)
-    ]
-    assert len(scored) == len(prompts) * samples, (len(scored), len(prompts), samples)
-    return Validation(validation_metrics(scored), sum(row.score for row in scored) / len(scored), answered)
+@dataclass(frozen=True)
+class Validator:
+    """Validates on the held-out rows.
 
+    Attributes:
+        rows: the validation set.
+        batch_size: prompts a call; None for all at once.
+        expansion: how a prompt's samples get their ids.
+        encoder: of the prompts.
+        generator: answers them.
+        rewards: scores the answers.
+    """
 
-def _answer(job: Job, crew: Crew, rows: list[PromptRow], step: int) -> Answers:
-    rollout = job.settings.actor_rollout_ref.rollout
-    samples = rollout.val_kwargs.n
-    prompt_ids = expand(rows, samples, job.settings.algorithm.expansion, job.encoder)
-    assert rollout.seed is not None
-    seeds = sampling_seeds(rows, samples, rollout.seed, step)
-    sampling = validation_sampling(rollout)
-    generation = generate(crew, "testing", prompt_ids, seeds, sampling, rollout.tensor_model_parallel_size)
-    texts = job.site.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
-    return Answers([row for row in rows for _ in range(samples)], prompt_ids, generation, texts)
+    rows: PromptDataset
+    batch_size: int | None
+    expansion: str
+    encoder: PromptEncoder
+    generator: Generator
+    rewards: RewardRunner
+
+    def validate(self, step: int) -> Validation:
+        """Answer the whole validation set and score it."""
+        prompts = [self.rows[index] for index in range(len(self.rows))]
+        answered = []
+        for rows in _batches(prompts, self.batch_size):
+            answers = self._answer(rows, step)
+            answered.append((answers, score_answers(self.rewards, answers)))
+        scored = [
+            ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
+            for answers, results in answered
+            for index, result in enumerate(results)
+        ]
+        samples = self.generator.rollout.val_kwargs.n
+        assert len(scored) == len(prompts) * samples, (len(scored), len(prompts), samples)
+        return Validation(validation_metrics(scored), sum(row.score for row in scored) / len(scored), answered)
+
+    def _answer(self, rows: list[PromptRow], step: int) -> Answers:
+        prompt_ids = expand(rows, self.generator.rollout.val_kwargs.n, self.expansion, self.encoder)
+        return self.generator.generate_validation(rows, prompt_ids, step)
 
 
 def _batches(rows: list[PromptRow], size: int | None) -> Iterator[list[PromptRow]]:

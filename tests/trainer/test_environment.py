@@ -1,5 +1,4 @@
 import dataclasses
-import logging
 import re
 import sys
 from pathlib import Path
@@ -13,47 +12,47 @@ from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.vllm_settings import engine_arguments
-from verl_memopt.trainer.site import _free_engine, survey, with_seed
+from verl_memopt.trainer.environment import frees_engine, resolve_environment
 
 
 def test_the_site_of_a_run_on_this_machine(settled, tiny_folder, tmp_path):
-    site = survey(settled())
-    assert (site.device, site.world_size, site.free_engine) == ("cpu", 1, False)
-    assert (site.folder, site.tokenizer_folder, site.reference_folder) == (tiny_folder, tiny_folder, None)
-    assert site.tokenizer.eos_token_id in site.eos_token_ids
-    assert site.run_dir == tmp_path / "run"
-    assert site.run_dir.is_dir()
+    environment = resolve_environment(settled())
+    assert (environment.device, environment.world_size, environment.free_engine) == ("cpu", 1, False)
+    assert (environment.folder, environment.tokenizer_folder, environment.reference_folder) == (tiny_folder, tiny_folder, None)
+    assert environment.tokenizer.eos_token_id in environment.eos_token_ids
+    assert environment.run_dir == tmp_path / "run"
+    assert environment.run_dir.is_dir()
 
 
 @pytest.mark.parametrize("key", ["algorithm.use_kl_in_reward", f"{AR}.actor.use_kl_loss"])
 def test_a_kl_brings_the_reference_which_is_the_model_unless_another_is_named(settled, tiny_folder, untied_folder, key):
-    assert survey(settled({key: True})).reference_folder == tiny_folder
-    assert survey(settled({key: True, f"{AR}.ref.model.path": str(untied_folder)})).reference_folder == untied_folder
+    assert resolve_environment(settled({key: True})).reference_folder == tiny_folder
+    assert resolve_environment(settled({key: True, f"{AR}.ref.model.path": str(untied_folder)})).reference_folder == untied_folder
 
 
 def test_a_reference_that_nothing_asks_for_is_not_looked_for(settled):
-    assert survey(settled({f"{AR}.ref.model.path": "/nowhere"})).reference_folder is None
+    assert resolve_environment(settled({f"{AR}.ref.model.path": "/nowhere"})).reference_folder is None
 
 
 def test_a_missing_reference_is_refused_under_its_own_key(settled):
     with pytest.raises(ConfigError, match=re.escape(f"{AR}.ref.model.path=/nowhere")):
-        survey(settled({f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": "/nowhere"}))
+        resolve_environment(settled({f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": "/nowhere"}))
 
 
 def test_another_tokenizer_folder_is_taken(settled, untied_folder):
-    assert survey(settled({f"{AR}.model.tokenizer_path": str(untied_folder)})).tokenizer_folder == untied_folder
+    assert resolve_environment(settled({f"{AR}.model.tokenizer_path": str(untied_folder)})).tokenizer_folder == untied_folder
 
 
 def test_ranks_are_counted_over_nodes(settled):
     many = {"trainer.worker_group": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}
-    assert survey(settled(many)).world_size == 4
+    assert resolve_environment(settled(many)).world_size == 4
 
 
 def test_vllm_on_a_cpu_cannot_be_asked_to_sleep_but_hf_can(settled):
     with pytest.raises(ConfigError, match=re.escape(f"{AR}.rollout.free_cache_engine=true: vLLM on a CPU")):
-        survey(settled({f"{AR}.rollout.name": "vllm", f"{AR}.rollout.free_cache_engine": True}))
-    assert survey(settled({f"{AR}.rollout.name": "hf", f"{AR}.rollout.free_cache_engine": True})).free_engine
-    assert not survey(settled({f"{AR}.rollout.free_cache_engine": False})).free_engine
+        resolve_environment(settled({f"{AR}.rollout.name": "vllm", f"{AR}.rollout.free_cache_engine": True}))
+    assert resolve_environment(settled({f"{AR}.rollout.name": "hf", f"{AR}.rollout.free_cache_engine": True})).free_engine
+    assert not resolve_environment(settled({f"{AR}.rollout.free_cache_engine": False})).free_engine
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
@@ -61,12 +60,12 @@ def test_a_build_of_vllm_for_gpus_is_refused_on_the_cpu_by_name_with_two_ways_ou
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.syspath_prepend(installed(tmp_path / "gpu_build", vllm="0.32.0"))
     with pytest.raises(ConfigError) as caught:
-        survey(settled({f"{AR}.rollout.name": "vllm", "trainer.device": device}))
+        resolve_environment(settled({f"{AR}.rollout.name": "vllm", "trainer.device": device}))
     assert str(caught.value) == (
         f"trainer.device={device}, {AR}.rollout.name=vllm: the run is on the CPU, and the installed vLLM is a build for GPUs. "
         f"Set {AR}.rollout.name=hf, or install the other build: VERL_MEMOPT_BUILD=cpu ./setup_env.sh."
     )
-    assert survey(settled({f"{AR}.rollout.name": "hf", "trainer.device": device})).device == "cpu"
+    assert resolve_environment(settled({f"{AR}.rollout.name": "hf", "trainer.device": device})).device == "cpu"
 
 
 def test_a_build_of_vllm_for_cpus_is_refused_on_a_gpu(settled, tmp_path, monkeypatch):
@@ -74,70 +73,29 @@ def test_a_build_of_vllm_for_cpus_is_refused_on_a_gpu(settled, tmp_path, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("sys.path", [installed(tmp_path / "cpu_build", vllm="0.32.0+cpu"), *sys.path])
     with pytest.raises(ConfigError, match="the run is on the GPU, and the installed vLLM is a build for CPUs"):
-        survey(settled({f"{AR}.rollout.name": "vllm", "trainer.device": "cuda"}))
+        resolve_environment(settled({f"{AR}.rollout.name": "vllm", "trainer.device": "cuda"}))
 
 
 @pytest.mark.parametrize("asked", [None, True, False])
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_an_engine_that_is_to_sleep_is_built_so_that_it_can(settled, asked, device):
-    settings = settled({f"{AR}.rollout.name": "vllm", f"{AR}.rollout.free_cache_engine": asked})
+    rollout = settled({f"{AR}.rollout.name": "vllm", f"{AR}.rollout.free_cache_engine": asked}).actor_rollout_ref.rollout
     if (asked, device) == (True, "cpu"):
         return
     place = dataclasses.replace(place_at(Path("folder")), device=torch.device(device))
-    arguments = engine_arguments(settings.actor_rollout_ref.rollout, place)
-    assert arguments["enable_sleep_mode"] == _free_engine(settings, device) == (device == "cuda" if asked is None else asked)
+    arguments = engine_arguments(rollout, place)
+    assert arguments["enable_sleep_mode"] == frees_engine(rollout, device) == (device == "cuda" if asked is None else asked)
 
 
 def test_a_run_folder_that_cannot_be_made_is_refused(settled, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir=.*file/run: cannot be made \(Not a directory\)"):
-        survey(settled({"trainer.default_local_dir": str(tmp_path / "file" / "run")}))
+        resolve_environment(settled({"trainer.default_local_dir": str(tmp_path / "file" / "run")}))
 
 
 def test_a_tilde_is_the_home_folder(settled, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert survey(settled({"trainer.default_local_dir": "~/runs/one"})).run_dir == tmp_path / "runs" / "one"
-
-
-def seeds(settings):
-    return settings.data.seed, settings.actor_rollout_ref.rollout.seed
-
-
-@pytest.mark.parametrize(
-    ("given", "resumed", "expected"),
-    [
-        ({"data.seed": 3}, None, (3, 3)),
-        ({"data.seed": 3}, 8, (3, 3)),
-        ({"data.seed": 3, f"{AR}.rollout.seed": 4}, None, (3, 4)),
-        ({"data.seed": None}, 8, (8, 8)),
-        ({"data.seed": None, f"{AR}.rollout.seed": 4}, 8, (8, 4)),
-    ],
-)
-def test_seeds_are_those_given_else_the_resumed_runs(settled, given, resumed, expected):
-    assert seeds(with_seed(settled(given), resumed)) == expected
-
-
-def test_a_seed_that_nobody_gave_is_drawn_and_logged(settled, caplog):
-    settings = settled({"data.seed": None})
-    with caplog.at_level(logging.INFO):
-        drawn = [with_seed(settings, None) for _ in range(4)]
-    assert len({seeds(each) for each in drawn}) > 1
-    for each in drawn:
-        data, rollout = seeds(each)
-        assert data == rollout
-        assert f"this run uses {data} (drawn)" in caplog.text
-
-
-def test_nothing_but_seeds_changes(settled):
-    settings = settled({"data.seed": None})
-    found = with_seed(settings, 8)
-    rollout = dataclasses.replace(found.actor_rollout_ref.rollout, seed=None)
-    back = dataclasses.replace(
-        found,
-        data=dataclasses.replace(found.data, seed=None),
-        actor_rollout_ref=dataclasses.replace(found.actor_rollout_ref, rollout=rollout),
-    )
-    assert back == settings
+    assert resolve_environment(settled({"trainer.default_local_dir": "~/runs/one"})).run_dir == tmp_path / "runs" / "one"
 
 
 @pytest.mark.parametrize("which", ["model", "reference"])
@@ -149,8 +107,8 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(set
         more = {f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": str(small)}
         key = f"{AR}.ref.model.path={small}"
     with pytest.raises(ConfigError, match=re.escape(f"{key}: its embedding has 300 rows, and the tokenizer has 320 tokens")):
-        survey(settled(more))
+        resolve_environment(settled(more))
 
 
 def test_the_site_knows_the_rows_of_the_embedding(settled):
-    assert survey(settled()).embedding_rows == 320
+    assert resolve_environment(settled()).embedding_rows == 320

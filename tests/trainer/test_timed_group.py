@@ -1,9 +1,9 @@
 import pytest
 
-from tests.trainer.conftest import Member, Members, crew_of, memory
+from tests.trainer.conftest import Member, Members, group_of, memory
 from verl_memopt.observe.phase import host_rss_bytes
 from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.crew import Crew
+from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.worker import Reply
 
 
@@ -20,51 +20,51 @@ class Scripted(Member):
 
 
 def test_the_same_call_reaches_every_worker_and_answers_come_in_rank_order():
-    crew = crew_of(Scripted(0), Scripted(1))
-    assert crew.world_size == 2
-    assert crew.all("gen", "generate", "a", "b") == [(0, "a", "b"), (1, "a", "b")]
+    workers = group_of(Scripted(0), Scripted(1))
+    assert workers.world_size == 2
+    assert workers.all("gen", "generate", "a", "b") == [(0, "a", "b"), (1, "a", "b")]
 
 
 def test_each_worker_gets_the_arguments_of_its_rank():
-    crew = crew_of(Scripted(0), Scripted(1))
-    assert crew.each("gen", "generate", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
-    assert [member.asked for member in crew.group.members] == [
+    workers = group_of(Scripted(0), Scripted(1))
+    assert workers.each("gen", "generate", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
+    assert [member.asked for member in workers.group.members] == [
         [("gen", False, "generate", ("a",))],
         [("gen", False, "generate", ("b",))],
     ]
 
 
 def test_workers_are_told_whether_to_count_bytes():
-    crew = crew_of(Scripted(0))
-    crew.track = True
-    crew.all("gen", "generate")
-    assert crew.group.members[0].asked == [("gen", True, "generate", ())]
+    workers = group_of(Scripted(0))
+    workers.track = True
+    workers.all("gen", "generate")
+    assert workers.group.members[0].asked == [("gen", True, "generate", ())]
 
 
 def test_every_call_is_timed_as_its_phase():
-    crew = crew_of(Scripted(0))
-    crew.all("gen", "generate")
-    crew.all("gen", "release_engine")
-    crew.all("update_actor", "update_actor")
-    assert [span.name for span in crew.clock.take()] == ["gen", "gen", "update_actor"]
+    workers = group_of(Scripted(0))
+    workers.all("gen", "generate")
+    workers.all("gen", "release_engine")
+    workers.all("update_actor", "update_actor")
+    assert [span.name for span in workers.clock.take()] == ["gen", "gen", "update_actor"]
 
 
 def test_the_start_is_the_first_phase_of_the_first_take_and_of_no_other():
-    crew = crew_of(Scripted(0))
-    crew.all("gen", "generate")
-    assert [taken.name for taken in crew.take_memories()] == ["init", "gen"]
-    assert crew.take_memories() == []
-    crew.all("gen", "generate")
-    assert [taken.name for taken in crew.take_memories()] == ["gen"]
+    workers = group_of(Scripted(0))
+    workers.all("gen", "generate")
+    assert [taken.name for taken in workers.take_memories()] == ["init", "gen"]
+    assert workers.take_memories() == []
+    workers.all("gen", "generate")
+    assert [taken.name for taken in workers.take_memories()] == ["gen"]
 
 
 def test_over_ranks_device_figures_are_the_largest_and_resident_memory_the_sum():
-    crew = crew_of(
+    workers = group_of(
         Scripted(0, [memory("gen", host=3, peak_allocated_bytes=5, allocated_bytes=4)]),
         Scripted(1, [memory("gen", host=4, peak_allocated_bytes=7, allocated_bytes=2)]),
     )
-    crew.all("gen", "generate")
-    taken = crew.take_memories()[1]
+    workers.all("gen", "generate")
+    taken = workers.take_memories()[1]
     assert (taken.peak_allocated_bytes, taken.allocated_bytes, taken.host_rss_bytes) == (7, 4, 7)
 
 
@@ -73,22 +73,22 @@ def test_over_calls_each_peak_is_the_largest_and_what_is_live_is_the_last_calls(
     first, second, both = (
         dict(zip(names, sizes, strict=True)) for sizes in ((5, 5, 6, 30, 2), (7, 1, 2, 10, 3), (7, 1, 6, 30, 3))
     )
-    crew = crew_of(Scripted(0, [memory("gen", host=9, **first), memory("gen", host=8, **second)]))
-    crew.all("gen", "generate")
-    crew.all("gen", "release_engine")
-    assert crew.take_memories()[1] == memory("gen", host=9, seconds=2.0, **both)
+    workers = group_of(Scripted(0, [memory("gen", host=9, **first), memory("gen", host=8, **second)]))
+    workers.all("gen", "generate")
+    workers.all("gen", "release_engine")
+    assert workers.take_memories()[1] == memory("gen", host=9, seconds=2.0, **both)
 
 
 def test_a_figure_nobody_has_stays_absent():
-    crew = crew_of(Scripted(0), Scripted(1))
-    crew.all("gen", "generate")
-    crew.all("gen", "generate")
-    assert crew.take_memories()[1].peak_allocated_bytes is None
+    workers = group_of(Scripted(0), Scripted(1))
+    workers.all("gen", "generate")
+    workers.all("gen", "generate")
+    assert workers.take_memories()[1].peak_allocated_bytes is None
 
 
 @pytest.mark.parametrize("in_process", [True, False])
 def test_the_driver_counts_unless_the_workers_live_in_it(in_process):
-    crew = Crew(Members([Scripted(0, [memory("gen", host=5)])]), PhaseClock(), in_process)
-    crew.all("gen", "generate")
-    host = crew.take_memories()[1].host_rss_bytes
+    workers = TimedGroup(Members([Scripted(0, [memory("gen", host=5)])]), PhaseClock(), in_process)
+    workers.all("gen", "generate")
+    host = workers.take_memories()[1].host_rss_bytes
     assert host == 5 if in_process else host > host_rss_bytes() / 2

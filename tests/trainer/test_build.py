@@ -8,18 +8,18 @@ from tests.trainer.conftest import AR, write_rows
 from verl_memopt.errors import CheckpointError, ConfigError, DataError, RewardError
 from verl_memopt.models.build import load_model_config
 from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.assemble import prepare, reward_processes, worker_plan, workers
+from verl_memopt.trainer.build import build_run, start_rewards, start_workers, worker_plan
 from verl_memopt.trainer.checkpoints import CheckpointStore
 
 
 def leave_checkpoint(settings, step, **state):
     """Leaves a checkpoint as a run of these settings would, but without weights."""
-    job = prepare(settings)
+    context = build_run(settings)
     for _ in range(step):
-        job.loader.next_step()
-    store = CheckpointStore(job.site.run_dir, None)
+        context.loader.next_step()
+    store = CheckpointStore(context.environment.run_dir, None)
     store.begin(step)
-    return store.commit(step, {"seed": job.settings.data.seed, "loader": job.loader.state_dict() | state}, 1)
+    return store.commit(step, {"seed": context.settings.data.seed, "loader": context.loader.state_dict() | state}, 1)
 
 
 def texts(rows):
@@ -27,26 +27,26 @@ def texts(rows):
 
 
 def test_a_job_holds_what_the_files_hold(settled):
-    job = prepare(settled())
-    assert len(job.validation) == 3
-    assert job.checkpoint is None
-    assert job.encoder.max_prompt_length == 12
-    assert job.total_steps == 2
+    context = build_run(settled())
+    assert len(context.validation) == 3
+    assert context.checkpoint is None
+    assert context.encoder.max_prompt_length == 12
+    assert context.total_steps == 2
 
 
 def test_steps_are_epochs_times_whole_batches_unless_given(settled):
-    assert prepare(settled({"trainer.total_training_steps": None, "trainer.total_epochs": 3})).total_steps == 6  # 10 rows by 4
-    assert prepare(settled({"trainer.total_training_steps": 5, "trainer.total_epochs": 3})).total_steps == 5
+    assert build_run(settled({"trainer.total_training_steps": None, "trainer.total_epochs": 3})).total_steps == 6  # 10 rows by 4
+    assert build_run(settled({"trainer.total_training_steps": 5, "trainer.total_epochs": 3})).total_steps == 5
 
 
 def test_no_validation_file_means_no_validation(settled):
-    assert prepare(settled({"data.val_files": None})).validation is None
+    assert build_run(settled({"data.val_files": None})).validation is None
 
 
 def test_a_resumed_job_goes_on_after_the_checkpoint_with_its_seed(settled):
     drawn = settled({"data.seed": None})
     leave_checkpoint(settled({"data.seed": 99}), 1)
-    whole, resumed = prepare(settled({"data.seed": 99, "trainer.resume_mode": "disable"})), prepare(drawn)
+    whole, resumed = build_run(settled({"data.seed": 99, "trainer.resume_mode": "disable"})), build_run(drawn)
     assert (resumed.checkpoint.step, resumed.settings.data.seed) == (1, 99)
     whole.loader.next_step()
     for _ in range(4):
@@ -56,72 +56,72 @@ def test_a_resumed_job_goes_on_after_the_checkpoint_with_its_seed(settled):
 def test_a_resumed_job_keeps_the_whole_runs_length(settled):
     settings = settled({"trainer.total_training_steps": None, "trainer.total_epochs": 2})
     leave_checkpoint(settings, 3)
-    assert prepare(settings).total_steps == 4
+    assert build_run(settings).total_steps == 4
 
 
 def test_resuming_may_be_switched_off(settled):
     leave_checkpoint(settled(), 1)
-    assert prepare(settled({"trainer.resume_mode": "disable"})).checkpoint is None
+    assert build_run(settled({"trainer.resume_mode": "disable"})).checkpoint is None
 
 
 def test_a_checkpoint_can_be_named(settled, tmp_path):
     folder = leave_checkpoint(settled(), 2)
     leave_checkpoint(settled({"trainer.resume_mode": "disable"}), 3)
     named = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": f"{folder}/"}
-    assert prepare(settled()).checkpoint.step == 3
-    assert prepare(settled(named)).checkpoint.step == 2
+    assert build_run(settled()).checkpoint.step == 3
+    assert build_run(settled(named)).checkpoint.step == 2
     elsewhere = named | {"trainer.default_local_dir": str(tmp_path / "new run")}
-    assert prepare(settled(elsewhere)).checkpoint.folder == folder
+    assert build_run(settled(elsewhere)).checkpoint.folder == folder
 
 
 def test_a_named_checkpoint_that_is_not_there_is_refused(settled, tmp_path):
     named = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(tmp_path / "global_step_5")}
     with pytest.raises(CheckpointError, match="global_step_5: not a checkpoint"):
-        prepare(settled(named))
+        build_run(settled(named))
 
 
 def test_a_run_does_not_go_on_without_its_weights(settled):
     without = {f"{AR}.actor.checkpoint.save_contents": ["hf_model"]}
-    assert prepare(settled(without)).checkpoint is None
+    assert build_run(settled(without)).checkpoint is None
     leave_checkpoint(settled(), 1)
     with pytest.raises(
         ConfigError, match=r"load_contents=\['hf_model'\]: a run cannot go on from .*global_step_1 without the model"
     ):
-        prepare(settled(without))
+        build_run(settled(without))
 
 
 @pytest.mark.parametrize("split", ["train", "val"])
 def test_a_source_without_a_rule_is_named_with_its_row_before_anything_starts(settled, tmp_path, split):
     path = write_rows(tmp_path / "other.jsonl", 5, source="no/rule")
     more = {f"data.{split}_files": path}
-    prepare(settled(more))
+    build_run(settled(more))
     with pytest.raises(DataError, match=re.escape(f"{path}:1: data_source 'no/rule' has no rule")):
-        prepare(settled(more | {"custom_reward_function.path": None}))
+        build_run(settled(more | {"custom_reward_function.path": None}))
 
 
 def test_the_plan_counts_every_optimizer_step_of_the_run(settled):
-    plan = worker_plan(prepare(settled({f"{AR}.actor.ppo_epochs": 3, "trainer.total_training_steps": 5})))
+    plan = worker_plan(build_run(settled({f"{AR}.actor.ppo_epochs": 3, "trainer.total_training_steps": 5})))
     assert plan.optimizer_steps == 5 * 2 * 3  # steps, mini-batches of 2 in 4 prompts, passes
 
 
 def test_the_plan_names_folders_and_the_reference_only_when_asked(settled, tiny_folder):
-    plan = worker_plan(prepare(settled()))
+    plan = worker_plan(build_run(settled()))
     assert (plan.folder, plan.engine_folder, plan.reference_folder) == (str(tiny_folder), str(tiny_folder), None)
-    assert worker_plan(prepare(settled({f"{AR}.actor.use_kl_loss": True}))).reference_folder == str(tiny_folder)
+    assert worker_plan(build_run(settled({f"{AR}.actor.use_kl_loss": True}))).reference_folder == str(tiny_folder)
 
 
 @pytest.mark.parametrize(("every", "tracked"), [(0, False), (10, True)])
 def test_the_start_is_tracked_when_steps_are(settled, every, tracked):
-    assert worker_plan(prepare(settled({"trainer.track_memory_every_steps": every}))).track_init is tracked
+    assert worker_plan(build_run(settled({"trainer.track_memory_every_steps": every}))).track_init is tracked
 
 
 def test_with_overrides_engine_and_trainer_read_the_same_config(settled):
-    job = prepare(settled({f"{AR}.model.override_config": {"rms_norm_eps": 1e-4, "tie_word_embeddings": False}}))
-    folder = worker_plan(job).engine_folder
-    assert folder == str(job.site.run_dir / "engine_config")
-    model = job.settings.actor_rollout_ref.model
-    engines = load_model_config(replace(model, override_config={}), job.site.run_dir / "engine_config").to_dict()
-    trainers = load_model_config(model, job.site.folder).to_dict()
+    context = build_run(settled({f"{AR}.model.override_config": {"rms_norm_eps": 1e-4, "tie_word_embeddings": False}}))
+    folder = worker_plan(context).engine_folder
+    assert folder == str(context.environment.run_dir / "engine_config")
+    model = context.settings.actor_rollout_ref.model
+    engines = load_model_config(replace(model, override_config={}), context.environment.run_dir / "engine_config").to_dict()
+    trainers = load_model_config(model, context.environment.folder).to_dict()
     assert (engines["rms_norm_eps"], engines["tie_word_embeddings"]) == (1e-4, False)
     assert {name for name in engines.keys() | trainers.keys() if engines[name] != trainers[name]} == {"_name_or_path"}
 
@@ -129,30 +129,30 @@ def test_with_overrides_engine_and_trainer_read_the_same_config(settled):
 def test_an_engine_cannot_read_weights_that_do_not_fit_the_overrides(settled):
     more = {f"{AR}.model.override_config": {"tie_word_embeddings": False}, f"{AR}.rollout.load_format": "auto"}
     with pytest.raises(ConfigError, match="Leave load_format at dummy"):
-        worker_plan(prepare(settled(more)))
+        worker_plan(build_run(settled(more)))
 
 
 def test_workers_are_ready_inside_and_gone_after_an_error(settled):
     clock, inside = PhaseClock(), []
 
     def fail():
-        with workers(prepare(settled()), clock) as crew:
-            inside.append((crew, crew.world_size, os.environ["WORLD_SIZE"]))
+        with start_workers(build_run(settled()), clock) as workers:
+            inside.append((workers, workers.world_size, os.environ["WORLD_SIZE"]))
             raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
         fail()
-    ((crew, *sizes),) = inside
+    ((workers, *sizes),) = inside
     assert sizes == [1, "1"]
     assert [span.name for span in clock.take()] == ["init"]
     assert "WORLD_SIZE" not in os.environ
     with pytest.raises(AssertionError, match="shut down"):
-        crew.group.all("started")
+        workers.group.all("started")
 
 
 def test_reward_processes_have_their_function_before_the_run_goes_on(settled, tmp_path):
     broken = tmp_path / "reward.py"
     broken.write_text("def compute_score(:")
-    job = prepare(settled({"custom_reward_function.path": str(broken)}))
-    with pytest.raises(RewardError, match=re.escape(str(broken))), reward_processes(job):
+    context = build_run(settled({"custom_reward_function.path": str(broken)}))
+    with pytest.raises(RewardError, match=re.escape(str(broken))), start_rewards(context):
         pytest.fail("the body ran")

@@ -1,4 +1,4 @@
-"""The prompts of each step with their ids, made ready while the workers compute the step before."""
+"""The prompts of each step with their ids, prepared while the workers compute the step before."""
 
 from __future__ import annotations
 
@@ -22,11 +22,16 @@ class StepPrompts:
     tokens_dropped: int
 
 
-class PromptFeed:
-    """Takes steps from a loader one ahead of the caller, each prompt ``n`` times, by ``expansion``.
+class PromptPrefetcher:
+    """Prepares the prompts of one step ahead of the caller.
 
-    encoder: the feed's own, for it works in a thread of its own.
     :meth:`state_dict` is the loader's after the last step that was taken, so a resumed run loses and repeats nothing.
+
+    Args:
+        loader: gives the prompts of each step.
+        n: samples of each prompt.
+        expansion: how the samples of a prompt get their ids.
+        encoder: the prefetcher's own, for it works in a thread of its own.
     """
 
     def __init__(self, loader: StepLoader, n: int, expansion: str, encoder: PromptEncoder) -> None:
@@ -34,17 +39,21 @@ class PromptFeed:
         self._n = n
         self._expansion = expansion
         self._encoder = encoder
-        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-feed")
+        self._thread = ThreadPoolExecutor(max_workers=1, thread_name_prefix="prompt-prefetcher")
         self._state, self.epoch = loader.state_dict(), loader.epoch
         self._before = self._state, self.epoch
-        self._ahead: Future[tuple[StepPrompts, dict[str, Any], int]] | None = None
+        self._prepared: Future[tuple[StepPrompts, dict[str, Any], int]] | None = None
 
-    def take(self) -> StepPrompts:
-        """Gives the next step's prompts and begins to make the one after ready. Errors: as the loader and the encoder raise."""
-        ahead = self._thread.submit(self._make) if self._ahead is None else self._ahead
+    def next(self) -> StepPrompts:
+        """Return the next step's prompts and begin to prepare those of the step after it.
+
+        Raises:
+            DataError: as the loader and the encoder raise it.
+        """
+        prepared = self._thread.submit(self._prepare) if self._prepared is None else self._prepared
         self._before = self._state, self.epoch
-        step, self._state, self.epoch = ahead.result()
-        self._ahead = self._thread.submit(self._make)
+        step, self._state, self.epoch = prepared.result()
+        self._prepared = self._thread.submit(self._prepare)
         return step
 
     def give_back(self) -> None:
@@ -52,14 +61,14 @@ class PromptFeed:
         self._state, self.epoch = self._before
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives what the loader needs to go on after the last step taken."""
+        """Return what the loader needs to go on after the last step taken."""
         return self._state
 
     def close(self) -> None:
-        """Ends the thread; what it has made ready is dropped."""
+        """End the thread; what it has prepared is dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
-    def _make(self) -> tuple[StepPrompts, dict[str, Any], int]:
+    def _prepare(self) -> tuple[StepPrompts, dict[str, Any], int]:
         encoder, prompts = self._encoder, self._loader.next_step()
         rows, tokens = encoder.rows_truncated, encoder.tokens_dropped
         ids = expand(prompts, self._n, self._expansion, encoder)

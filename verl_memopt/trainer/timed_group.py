@@ -11,11 +11,16 @@ from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.workers.group import WorkerGroup
 
 
-class Crew:
+class TimedGroup:
     """A worker group with a clock.
 
-    in_process: the workers live in this process, so the driver's resident memory is already counted. track: count live
-    bytes on a CPU in the calls that follow.
+    Args:
+        group: the workers.
+        clock: times each call as a phase.
+        in_process: the workers live in this process, so the driver's resident memory is already counted.
+
+    Attributes:
+        track: count live bytes on a CPU in the calls that follow.
     """
 
     def __init__(self, group: WorkerGroup, clock: PhaseClock, in_process: bool) -> None:
@@ -31,11 +36,11 @@ class Crew:
         return self.group.world_size
 
     def all(self, phase: str, method: str, *args: Any) -> list[Any]:
-        """Makes the same call on each worker and gives their answers in rank order."""
+        """Make the same call on each worker and return their answers in rank order."""
         return self.each(phase, method, [args] * self.world_size)
 
     def each(self, phase: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Makes a call on each worker with arguments of its own and gives their answers in rank order."""
+        """Make a call on each worker with arguments of its own and return their answers in rank order."""
         with self.clock.phase(phase):
             replies = self.group.each("call", [(phase, self.track, method, *own) for own in arguments])
         driver = 0 if self.in_process else host_rss_bytes()
@@ -43,14 +48,14 @@ class Crew:
         return [reply.value for reply in replies]
 
     def take_memories(self) -> list[PhaseMemory]:
-        """Gives each phase's memory since the last take, over all its calls, in the order the phases began."""
-        taken = [_over_calls(calls) for calls in self._memories.values()]
+        """Return each phase's memory since the last take, over all its calls, in the order the phases began."""
+        memories = [_over_calls(calls) for calls in self._memories.values()]
         self._memories = {}
-        return taken
+        return memories
 
 
 def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
-    """Gives a phase's figures over calls made one after another: peaks are the largest, what is live is the last call's."""
+    """Return a phase's figures over calls made one after another: peaks are the largest, what is live is the last call's."""
     return replace(
         combine(calls),
         seconds=sum(call.seconds for call in calls),

@@ -1,0 +1,146 @@
+import pytest
+
+from tests.trainer.conftest import Member, group_of
+from verl_memopt.config.schema import Rollout, ValKwargs
+from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.errors import Stopped
+from verl_memopt.rollout.engine import Generation
+from verl_memopt.rollout.sampling import SamplingSettings
+from verl_memopt.trainer.generation import Generator, generate, sampling_seeds
+
+
+def sampling(log_probs):
+    return SamplingSettings(1.0, -1, 1.0, 1.0, True, 4, False, log_probs)
+
+
+class Doubler(Member):
+    """Answers a prompt with its first token, twice that, and the row's seed."""
+
+    def generate(self, prompt_ids, seeds, settings, may_stop):
+        responses = [[ids[0], 2 * ids[0], seed] for ids, seed in zip(prompt_ids, seeds, strict=True)]
+        log_probs = [[-float(token) for token in row] for row in responses] if settings.log_probs else None
+        return Generation(responses, log_probs, ["length"] * len(responses), cached_tokens=len(responses))
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+def test_answers_come_in_the_order_of_the_prompts_over_any_number_of_engines(ranks):
+    workers = group_of(*map(Doubler, range(ranks)))
+    found = generate(workers, "gen", [[n, 0] for n in range(5)], [100 + n for n in range(5)], sampling(True), 1)
+    assert found.response_ids == [[n, 2 * n, 100 + n] for n in range(5)]
+    assert found.log_probs == [[-n, -2 * n, -100 - n] for n in range(5)]
+    assert found.finish_reasons == ["length"] * 5
+    assert found.cached_tokens == 5
+
+
+def test_prompts_are_spread_evenly_over_engines():
+    workers = group_of(*map(Doubler, range(4)))
+    generate(workers, "gen", [[n] for n in range(10)], list(range(10)), sampling(True), 1)
+    assert sorted(len(member.asked[0][3][0]) for member in workers.group.members) == [2, 2, 3, 3]
+
+
+def test_the_ranks_of_one_engine_get_the_same_prompts_and_answer_once():
+    workers = group_of(*map(Doubler, range(4)))
+    found = generate(workers, "gen", [[n] for n in range(4)], [0] * 4, sampling(True), 2)
+    assert [ids[0] for ids in found.response_ids] == [0, 1, 2, 3]
+    given = [member.asked[0][3][0] for member in workers.group.members]
+    assert given == [[[0], [1]], [[0], [1]], [[2], [3]], [[2], [3]]]
+
+
+def test_log_probs_are_absent_when_not_asked_for():
+    assert generate(group_of(Doubler(0)), "gen", [[1]], [0], sampling(False), 1).log_probs is None
+
+
+def prompt_row(index, text="1+1="):
+    return PromptRow(index, text, "toy/arithmetic", "2", {}, f"rows.jsonl:{index + 1}")
+
+
+def test_every_sample_has_a_seed_of_its_own_in_every_step():
+    rows = [prompt_row(index) for index in range(4)]
+    seeds = [seed for step in range(3) for seed in sampling_seeds(rows, 3, 5, step)]
+    assert len(set(seeds)) == 4 * 3 * 3
+
+
+def test_a_seed_depends_on_the_prompt_and_not_on_its_place_in_the_batch():
+    rows = [prompt_row(index) for index in range(4)]
+    forwards, backwards = sampling_seeds(rows, 2, 5, 1), sampling_seeds(rows[::-1], 2, 5, 1)
+    assert forwards[:2] == backwards[-2:]
+    assert forwards != sampling_seeds(rows, 2, 6, 1)
+
+
+class Letters:
+    """Decodes a token as the letter of its number."""
+
+    def batch_decode(self, rows, skip_special_tokens):
+        assert skip_special_tokens
+        return ["".join(chr(token) for token in row) for row in rows]
+
+
+class Engine(Member):
+    """Answers A and then B, or as it is told to."""
+
+    outcome = None
+
+    def generate(self, prompt_ids, seeds, settings, may_stop):
+        self.may_stop = may_stop
+        if isinstance(self.outcome, Exception):
+            raise self.outcome
+        return (
+            None
+            if self.outcome == "stopped"
+            else Generation([[65], *[[66]] * (len(seeds) - 1)], [[-1.0]] * len(seeds), ["stop"] * len(seeds))
+        )
+
+    def release_engine(self):
+        return None
+
+
+def generator_of(member, frees_engine=True):
+    return Generator(
+        Rollout(n=2, seed=5, response_length=4, val_kwargs=ValKwargs(n=1)), Letters(), group_of(member), frees_engine
+    )
+
+
+def methods(member):
+    return [method for _, _, method, _ in member.asked]
+
+
+PROMPTS = StepPrompts([prompt_row(0), prompt_row(1)], [[1], [1], [2], [2]], 0, 0)
+
+
+def test_a_rollout_answers_each_prompt_n_times_and_then_the_engine_releases_its_memory():
+    engine = Engine(0)
+    answers = generator_of(engine).generate(PROMPTS, 3)
+    assert [row.index for row in answers.rows] == [0, 0, 1, 1]
+    assert answers.texts == ["A", "B", "B", "B"]
+    assert engine.asked[0][3][1] == sampling_seeds(PROMPTS.prompts, 2, 5, 3)
+    assert (engine.may_stop, methods(engine)) == (True, ["generate", "release_engine"])
+
+
+def test_an_engine_that_keeps_its_memory_is_not_asked_to_release_it():
+    engine = Engine(0)
+    generator_of(engine, frees_engine=False).generate(PROMPTS, 3)
+    assert methods(engine) == ["generate"]
+
+
+def test_a_rollout_that_is_given_up_releases_the_engine_too():
+    engine = Engine(0)
+    engine.outcome = "stopped"
+    with pytest.raises(Stopped):
+        generator_of(engine).generate(PROMPTS, 3)
+    assert methods(engine) == ["generate", "release_engine"]
+
+
+def test_a_worker_that_failed_is_asked_for_nothing_more():
+    engine = Engine(0)
+    engine.outcome = ZeroDivisionError()
+    with pytest.raises(ZeroDivisionError):
+        generator_of(engine).generate(PROMPTS, 3)
+    assert methods(engine) == ["generate"]
+
+
+def test_a_validation_has_its_own_number_of_samples_and_is_not_given_up():
+    engine = Engine(0)
+    answers = generator_of(engine).generate_validation(PROMPTS.prompts, [[1], [2]], 3)
+    assert [row.index for row in answers.rows] == [0, 1]
+    assert (engine.may_stop, methods(engine), engine.asked[0][0]) == (False, ["generate"], "testing")

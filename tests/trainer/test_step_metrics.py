@@ -1,0 +1,60 @@
+import math
+
+import pytest
+import torch
+
+from tests.trainer.conftest import batch_of
+from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.rollout.engine import Generation
+from verl_memopt.trainer.experience import Advantages, StepBatch
+from verl_memopt.trainer.generation import Answers
+from verl_memopt.trainer.step_metrics import StepMetrics
+
+
+def described(truncates=False, kl_mean=None, entropy=None, old_log_prob=-5.0):
+    """Describes two groups of two: responses of 4, 1, 0 and 3 tokens, rewards 1, 0, 0.5 and 0.5, the last one a failure."""
+    rows = batch_of([4, 1, 0, 3])
+    rows.old_log_probs[0] = old_log_prob
+    results = [RewardResult(1.0, {}), RewardResult(0.0, {}), RewardResult(0.5, {}), RewardResult(0.5, {}, failed=True)]
+    per_row = torch.tensor([1.0, -1.0, 0.0, 0.0])
+    scores = torch.tensor([result.score for result in results])
+    advantages = Advantages(per_row[rows.response_row()], per_row, scores - 0.25, kl_mean, {"groups": 2.0})
+    answers = Answers([], [], Generation([], None, [], cached_tokens=6), [])
+    prompts = StepPrompts([], [], rows_truncated=2, tokens_dropped=9)
+    batch = StepBatch(3, prompts, answers, rows, results, entropy, advantages)
+    return StepMetrics(3, 4, truncates).describe(batch, 0.5)
+
+
+def test_rewards_are_averaged_over_rows_and_advantages_over_tokens():
+    metrics = described()
+    assert metrics["critic/score/mean"] == 0.5
+    assert metrics["critic/rewards/mean"] == 0.25
+    assert metrics["critic/advantages/mean"] == pytest.approx((4 - 1) / 8)
+
+
+def test_lengths_are_compared_with_their_caps():
+    metrics = described()
+    assert metrics["prompt_length/clip_ratio"] == 1.0  # each prompt has three tokens, which is the cap
+    assert metrics["response_length/clip_ratio"] == 0.25
+    assert metrics["response/aborted_ratio"] == 0.25
+
+
+def test_failures_groups_and_cached_prompt_tokens_are_counted():
+    metrics = described()
+    assert (metrics["reward/failed_rows"], metrics["reward/groups"]) == (1.0, 2.0)
+    assert metrics["rollout/prefix_cache_hit_rate"] == 6 / 12
+
+
+@pytest.mark.parametrize(("old_log_prob", "count"), [(-5.0, 0.0), (math.nan, 1.0), (-math.inf, 1.0)])
+def test_log_probs_that_are_not_finite_are_counted(old_log_prob, count):
+    assert described(old_log_prob=old_log_prob)["training/log_probs_not_finite"] == count
+
+
+def test_what_a_run_does_not_compute_is_absent():
+    assert {"actor/entropy", "actor/reward_kl_penalty", "data/tokens_dropped"}.isdisjoint(described())
+    assert "actor/entropy" not in described(entropy=torch.zeros(0))
+    metrics = described(truncates=True, kl_mean=0.125, entropy=torch.tensor([1.0, 2.0]))
+    assert metrics["actor/entropy"] == 1.5
+    assert (metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"]) == (0.125, 0.5)
+    assert (metrics["data/tokens_dropped"], metrics["data/rows_truncated"]) == (9.0, 2.0)

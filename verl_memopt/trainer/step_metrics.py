@@ -1,0 +1,50 @@
+"""The metrics of a step that its batch holds, under verl's names."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_memopt.observe.metrics import critic_metrics, length_metrics, summary_of
+from verl_memopt.trainer.experience import StepBatch
+from verl_memopt.trainer.update_guard import BAD_LOG_PROBS
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Describes the batch of a finished step.
+
+    Attributes:
+        max_prompt_length: cap of a prompt in tokens.
+        max_response_length: cap of a response in tokens.
+        truncates: prompts over the cap are cut, and what was lost is counted.
+    """
+
+    max_prompt_length: int
+    max_response_length: int
+    truncates: bool
+
+    def describe(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
+        """Return rewards, advantages, lengths and counts of a batch. ``kl_coefficient``: of the KL in this step's reward."""
+        assert batch.rows.old_log_probs is not None
+        metrics = {BAD_LOG_PROBS: float((~batch.rows.old_log_probs.isfinite()).sum())}
+        metrics |= self._rewards_and_lengths(batch)
+        metrics["reward/failed_rows"] = float(sum(result.failed for result in batch.results))
+        if batch.entropy is not None and batch.entropy.numel():
+            metrics["actor/entropy"] = summary_of("entropy", batch.entropy)["entropy/mean"]
+        if batch.advantages is not None and batch.advantages.kl_mean is not None:
+            kl = {"actor/reward_kl_penalty": batch.advantages.kl_mean, "actor/reward_kl_penalty_coeff": kl_coefficient}
+            metrics |= kl
+        cached = batch.answers.generation.cached_tokens
+        metrics["rollout/prefix_cache_hit_rate"] = cached / int(batch.rows.prompts.lengths.sum())
+        if self.truncates:
+            metrics["data/tokens_dropped"] = float(batch.prompts.tokens_dropped)
+            metrics["data/rows_truncated"] = float(batch.prompts.rows_truncated)
+        return metrics
+
+    def _rewards_and_lengths(self, batch: StepBatch) -> dict[str, float]:
+        advantages, lengths = batch.advantages, batch.rows.responses.lengths
+        assert advantages is not None
+        per_row = advantages.per_row
+        metrics = critic_metrics(batch.scores, advantages.rewards, per_row, per_row, lengths)
+        metrics |= length_metrics(batch.rows.prompts.lengths, lengths, self.max_prompt_length, self.max_response_length)
+        return metrics | {f"reward/{name}": value for name, value in advantages.counts.items()}
