@@ -70,11 +70,10 @@ def applies(path, dtype):
 
 
 def attend(path, trees, window):
-    function = ALL_ATTENTION_FUNCTIONS[REGISTERED[path]]
+    kernel = KERNELS[REGISTERED[path]]
 
     def run(query, key, value, rotary=None):
-        heads = query, key, value
-        return function(None, *heads, None, scaling=0.125, sliding_window=window, pack_trees=trees, rotary=rotary)[0]
+        return kernel(query, key, value, Over(trees, 0.125, window, rotary))
 
     return run
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from verl_memopt.memory.resharding import reshard_units
 from verl_memopt.models.architecture import PACKED_LAYERS, layer_types, refused
+from verl_memopt.models.decoder import class_name
 from verl_memopt.models.pack import Pack, pack_groups, pack_rows
 from verl_memopt.models.policy_model import PolicyModel
 
@@ -70,7 +71,7 @@ def row_differences(policy: PolicyModel, device: torch.device, shared: bool) -> 
         packed = _watched(_score(policy, _pack(prompts, answers, shared).to(device)))
         beside_others = _watched(_score(policy, _pack(changed_prompts, changed_answers, shared).to(device)))
         alone = pack_rows(prompts[WATCHED], PROMPTS[WATCHED : WATCHED + 1], answers[WATCHED], ANSWERS[WATCHED : WATCHED + 1])
-        by_itself = _score(policy, alone.to(device), unpacked=policy.final_norm is None)
+        by_itself = _score(policy, alone.to(device), unpacked=True)
     finally:
         head.compiled = compiled
         reshard_units(policy)
@@ -146,5 +147,5 @@ def _mixing_layers(policy: PolicyModel) -> str:
     kinds = sorted(set(layer_types(policy.lm.config)) - set(PACKED_LAYERS))
     if kinds:
         return "layers of type " + ", ".join(kinds)
-    parts = {type(module).__name__ for block in policy.blocks() for module in block.children() if any(module.children())}
-    return "blocks of " + ", ".join(sorted(parts) or sorted({type(block).__name__ for block in policy.blocks()}))
+    parts = {class_name(module) for block in policy.blocks() for module in block.children() if any(module.children())}
+    return "blocks of " + ", ".join(sorted(parts) or sorted({class_name(block) for block in policy.blocks()}))
