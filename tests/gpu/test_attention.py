@@ -5,12 +5,11 @@ Only a GPU has these kernels: flash, memory-efficient, and those of the package 
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.gpu import machine
 from tests.models.attention_cases import norm_error, random_inputs, rotary_of, with_gradients
 from verl_memopt.distributed.device import supports_flash
-from verl_memopt.models.attention import REGISTERED
+from verl_memopt.models.attention import KERNELS, REGISTERED, Over
 from verl_memopt.models.trees import Trees
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
