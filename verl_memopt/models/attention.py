@@ -123,7 +123,8 @@ def _turned(query: Tensor, key: Tensor, rotary: Rotary | None, trees: Trees) -> 
     """Gives query and key turned, for an attention that cannot turn them itself; it keeps them both ways."""
     if rotary is None:
         return query, key
-    of_queries = replace(rotary, **dict(zip(("cos", "sin"), trees.at_queries(rotary.cos, rotary.sin), strict=True)))
+    cos, sin = trees.at_queries(rotary.cos, rotary.sin)
+    of_queries = replace(rotary, cos=cos, sin=sin)
     turned = of_queries.query(_flat(query)), rotary.key(_flat(key))
     return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
 
