@@ -99,12 +99,11 @@ def test_packed_sequences_give_the_log_probs_and_gradients_of_transformers(folde
     expected.sum().backward()
     found.sum().backward()
     gradients = {name: parameter.grad for name, parameter in model.named_parameters()}
-    largest = max(float(gradient.norm()) for gradient in gradients.values())
+    # Small gradients of queries and keys are differences of larger terms, whose rounding is of these terms' size.
+    rounding = 2**-24 * max(float(gradient.norm()) for gradient in gradients.values())
     for name, parameter in policy.named_parameters():
         gradient = gradients.pop(name.removeprefix("lm."))
-        # A bias of keys shifts all scores of a query alike: its gradient is the rounding of larger numbers.
-        scale = largest if name.endswith("k_proj.bias") else float(gradient.norm())
-        assert float((parameter.grad - gradient).norm()) <= BOUND * scale, name
+        assert float((parameter.grad - gradient).norm()) <= BOUND * float(gradient.norm()) + rounding, name
     assert not gradients
 
 
@@ -166,9 +165,8 @@ def replaced_forwards(source):
         targets = node.targets if isinstance(node, ast.Assign) else [node.target] if isinstance(node, ast.AnnAssign) else []
         if any(isinstance(target, ast.Attribute) and target.attr == "forward" for target in targets):
             yield node.lineno
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id == "setattr":
-            if isinstance(node.args[1], ast.Constant) and node.args[1].value == "forward":
-                yield node.lineno
+        if isinstance(node, ast.Call) and ast.unparse(node.func) == "setattr" and ast.unparse(node.args[1]) == "'forward'":
+            yield node.lineno
 
 
 def open_keywords(source):
