@@ -75,7 +75,7 @@ def fails_inside(lm):
 
 def test_own_attention_comes_back_after_an_error(folder, one_rank):
     policy = built(folder, one_rank)
-    with pytest.raises(RuntimeError, match="^eager$"):
+    with pytest.raises(RuntimeError, match=r"^eager$"):
         fails_inside(policy.lm)
     assert policy.lm.config._attn_implementation == "packed_sdpa"
 
