@@ -44,7 +44,11 @@ Trained and deep models round worse; a wrong position or a missing mask costs th
 
 @dataclass(frozen=True)
 class RowDifferences:
-    """Mean differences of one row's log-probs in nats. mixing: other rows change beside it; packing: it is computed alone."""
+    """Mean differences of one row's log-probs in nats.
+
+    mixing: other rows change beside it. packing: it is computed alone, in eager attention and from whole logits; by our decoder
+    in the Llama family, by transformers' own forward in any other.
+    """
 
     mixing: float
     packing: float

@@ -94,8 +94,10 @@ def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bo
     Raises:
         ConfigError: for MLPs that cannot run over tiles.
     """
-    blocks, own_code = list(lm.get_decoder().layers), not type(lm).__module__.startswith("transformers.")
-    if own_code:
+    blocks: Any = getattr(lm.get_decoder(), "layers", None)
+    if not isinstance(blocks, nn.ModuleList):
+        return None  # PolicyModel refuses it by name
+    if not type(lm).__module__.startswith("transformers."):
         _tell_own_code(lm, model)
         return None
     tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
