@@ -5,12 +5,11 @@ Only a GPU has these kernels: flash, memory-efficient, and those of the package 
 
 import pytest
 import torch
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.gpu import machine
 from tests.models.attention_cases import norm_error, random_inputs, rotary_of, with_gradients
 from verl_memopt.distributed.device import supports_flash
-from verl_memopt.models.attention import REGISTERED
+from verl_memopt.models.attention import KERNELS, REGISTERED, Over
 from verl_memopt.models.trees import Trees
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -70,11 +69,10 @@ def applies(path, dtype):
 
 
 def attend(path, trees, window):
-    function = ALL_ATTENTION_FUNCTIONS[REGISTERED[path]]
+    kernel = KERNELS[REGISTERED[path]]
 
     def run(query, key, value, rotary=None):
-        heads = query, key, value
-        return function(None, *heads, None, scaling=0.125, sliding_window=window, pack_trees=trees, rotary=rotary)[0]
+        return kernel(query, key, value, Over(trees, 0.125, window, rotary))
 
     return run
 

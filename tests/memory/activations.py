@@ -56,6 +56,18 @@ def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32
     return Policy(scorer, ACTOR, 10, world_size, CPU, moved)
 
 
+def quantised(folder, mesh, kind, **model):
+    """Gives a frozen model whose blocks hold quantised weights. model: settings of the model."""
+    asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 8, **model}
+    settings = Model(path=str(folder), **asked)
+    scorer = build_scorer(
+        settings, TrainedFsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.ref", False, False, quantization=kind
+    )
+    scorer.requires_grad_(False)
+    materialize(scorer, folder, CPU)
+    return scorer
+
+
 def mini_batch(rank=0, world_size=1, micro_batches=2, response=RESPONSE):
     """Gives a rank's share: micro-batches of ROWS equal rows."""
     rows = ROWS * micro_batches

@@ -7,7 +7,7 @@ from tests.memory.activations import D as HEAD_SIZE
 from tests.memory.activations import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.memory.activation_checkpointing import KEPT_BY_SELECTIVE, checkpoint_blocks
+from verl_memopt.memory.activation_checkpointing import KEPT_BY_SELECTIVE, Checkpointed, checkpoint_blocks, chosen_blocks
 from verl_memopt.memory.knobs import knob_named
 from verl_memopt.models.trees import Trees
 from verl_memopt.observe.byte_tracker import ByteTracker
@@ -61,10 +61,8 @@ def test_no_mode_changes_a_bit_on_two_ranks(untied_folder):
 
 def test_packed_attention_without_fused_kernels_is_computed_again_as_well(untied_folder, one_rank):
     mini = act.mini_batch(response=12)
-    plain, selective = (act.build(untied_folder, one_rank, recompute=on, **SELECTIVE) for on in (False, True))
-    for policy in (plain, selective):
-        for block in policy.model.blocks():
-            block.self_attn.config._attn_implementation = "packed_eager"
+    eager = {"attn_implementation": "eager", **SELECTIVE}
+    plain, selective = (act.build(untied_folder, one_rank, recompute=on, **eager) for on in (False, True))
     act.assert_same_numbers(act.three_steps(selective, mini), act.three_steps(plain, mini))
 
 
@@ -72,7 +70,9 @@ def test_one_block_in_n_is_computed_again_and_never_the_last():
     def recomputed(num_blocks, every):
         blocks = [torch.nn.Identity() for _ in range(num_blocks)]
         checkpoint_blocks(blocks, "every_n", every)
-        return [number for number, block in enumerate(blocks) if "forward" in vars(block)]
+        found = [number for number, block in enumerate(blocks) if isinstance(block, Checkpointed)]
+        assert found == sorted(chosen_blocks(num_blocks, "every_n", every))
+        return found
 
     assert recomputed(6, 1) == [0, 1, 2, 3, 4]
     assert recomputed(6, 2) == [0, 2, 4]
@@ -116,12 +116,12 @@ def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
 
 def kept_by_decoder(policy, sizes):
     """Gives the bytes that the decoder keeps of trees of these sizes between forward and backward."""
-    trees, model = Trees.of(sizes), policy.model.lm.get_decoder()
+    trees, decoder = Trees.of(sizes), policy.model.decoder
     ids = torch.zeros(1, sum(trees.segments), dtype=torch.int64)
     with ByteTracker() as tracker:
         tracker.mark("params", [*policy.model.parameters(), *policy.model.buffers(), ids])
         before = tracker.total()
-        hidden = model(input_ids=ids, position_ids=ids, use_cache=False, pack_trees=trees).last_hidden_state
+        hidden = decoder.norm(decoder(ids, ids, trees))
         found = tracker.total() - before
         del hidden
     return found

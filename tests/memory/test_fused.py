@@ -13,14 +13,14 @@ from tests.memory import activations as act
 from tests.memory.recomputed import EPS, drawn, relative
 from verl_memopt.distributed.device import local_device
 from verl_memopt.memory import fused
-from verl_memopt.memory.activation_checkpointing import checkpoint_blocks
 from verl_memopt.memory.discarded_values import Gated, Normed
 from verl_memopt.memory.fused import compiler_works, fused_statements, over_rows, tiles
-from verl_memopt.memory.recompute_elementwise import recompute_elementwise
 from verl_memopt.memory.rotation import turned, turned_back
 from verl_memopt.models.attention import REGISTERED
+from verl_memopt.models.decoder import BlockOptions
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.models.transformers_decoder import register_kernels
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 CPU = torch.device("cpu")
@@ -126,14 +126,15 @@ def launches_of_a_norm(tokens, width):
 
 def launches_of_an_update(layers):
     """Counts those of forward and backward of Qwen3-0.6B with so many layers, over 16k tokens with checkpointing."""
+    register_kernels()
     config = Qwen3Config(
         vocab_size=256, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers, num_attention_heads=16,
         num_key_value_heads=8, head_dim=128, attn_implementation=REGISTERED["varlen"],
     )  # fmt: skip
     with torch.device("meta"):
-        policy = PolicyModel(AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16), 512, False, 0)
-    policy.final_norm = recompute_elementwise(policy.lm.get_decoder(), True, lambda block: 1)
-    checkpoint_blocks(policy.blocks(), "full", 1)
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        options = BlockOptions(recompute=True, mlp_tiles=1, checkpoint="full")
+        policy = PolicyModel(lm, 512, False, 0, [options] * layers)
     prompts, responses = [512] * 8, [1536] * 8
     tokens = torch.zeros(sum(prompts) + sum(responses), dtype=torch.int64)
     pack = pack_rows(tokens[: sum(prompts)], prompts, tokens[sum(prompts) :], responses).to(torch.device("meta"))

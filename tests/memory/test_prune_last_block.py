@@ -15,9 +15,9 @@ from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.memory.knobs import knob_named
-from verl_memopt.memory.prune_last_block import prune_last_block
-from verl_memopt.memory.quantized_frozen import quantize_blocks, quantized_layers
+from verl_memopt.memory.prune_last_block import can_prune
 from verl_memopt.memory.shapes import Shapes
+from verl_memopt.models.decoder import class_name
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.scorer import micro_batch
 
@@ -105,12 +105,7 @@ def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one
 def test_a_quantised_reference_leaves_it_out_as_well(untied_folder, one_rank, block):
     pack, found = micro_batch(RAGGED, list(range(RAGGED.num_rows)), True).pack, []
     for own in (OFF, ON):
-        model = act.build(untied_folder, one_rank, **PLAIN, **OFF).model
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        quantize_blocks(model.blocks(), "int8")
-        for name, layer in quantized_layers(model).items():
-            layer.qweight.copy_(layer.quantize(weights[f"lm.{name}.weight"]))
-        model.prunes = own is ON and prune_last_block(model.lm.get_decoder(), recomputed=False)
+        model = act.quantised(untied_folder, one_rank, "int8", **block, **own)
         with torch.no_grad():
             found.append(model(pack, 1.0, False)[0])
     assert act.largest_difference([found[1]], [found[0]]) <= BOUND
@@ -188,23 +183,20 @@ def test_a_few_unread_tokens_are_computed_with_the_others(untied_folder, one_ran
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_names_classes_and_state_of_blocks_stay(untied_folder, one_rank):
+def test_names_and_state_of_blocks_stay(untied_folder, one_rank):
     plain, pruned = (act.build(untied_folder, one_rank, **PLAIN, **own).model for own in (OFF, ON))
     assert list(plain.state_dict()) == list(pruned.state_dict())
-    assert [type(block) for block in plain.blocks()] == [type(block) for block in pruned.blocks()]
-    assert (plain.prunes, pruned.prunes) == (False, True)
+    assert [class_name(block) for block in plain.blocks()] == [class_name(block) for block in pruned.blocks()]
+    assert [block.options.prune for block in pruned.blocks()] == [False] * (len(pruned.blocks()) - 1) + [True]
+    assert (plain.decoder.prunes, pruned.decoder.prunes) == (False, True)
 
 
-def test_an_unknown_block_keeps_its_forward_and_a_warning_says_so(caplog):
+def test_an_unknown_block_is_left_alone_and_a_warning_says_so(caplog):
     class Experts(nn.Module):
-        def forward(self, x):
-            return x
+        pass
 
-    decoder = nn.Module()
-    decoder.layers = nn.ModuleList([Experts()])
     with caplog.at_level(logging.WARNING):
-        assert not prune_last_block(decoder, recomputed=False)
-    assert "forward" not in vars(decoder.layers[0])
+        assert not can_prune(Experts())
     assert "prune_last_block=true: Experts is not one of LlamaDecoderLayer" in caplog.text
 
 
@@ -212,7 +204,7 @@ def test_a_last_block_whose_attention_slides_computes_all_tokens(tmp_path, one_r
     folder = make_tiny_model(tmp_path / "mistral", TinyShape(model_type="mistral"), seed=3)
     with caplog.at_level(logging.WARNING):
         model = act.build(folder, one_rank, **OWN, **ON).model
-    assert not model.prunes
+    assert not model.decoder.prunes
     assert "prune_last_block=true: attention of MistralDecoderLayer slides over a window of 4096 tokens" in caplog.text
 
 

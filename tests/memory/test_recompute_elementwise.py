@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.flop_counter import FlopCounterMode
+from transformers import Qwen3Config, Qwen3ForCausalLM
 
 from tests.memory import activations as act
 from tests.memory.activations import KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
@@ -12,8 +13,8 @@ from tests.memory.activations import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
 from verl_memopt.memory.knobs import knob_named
-from verl_memopt.memory.quantized_frozen import quantize_blocks, quantized_layers
-from verl_memopt.memory.recompute_elementwise import KNOWN, recompute_elementwise
+from verl_memopt.memory.recompute_elementwise import KNOWN, can_recompute
+from verl_memopt.models.decoder import class_name
 from verl_memopt.models.pack import pack_groups
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 
@@ -70,9 +71,8 @@ def test_every_known_model_gives_what_its_own_forward_gives(tmp_path, one_rank, 
     scores = [policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in policies]
     assert act.largest_difference([scores[1]], [scores[0]]) <= BOUND
     assert act.largest_difference(*(act.first_gradients(policy, mini) for policy in policies)) <= BOUND
-    assert (
-        type(policies[1].model.blocks()[0]).__mro__[1].__name__ in KNOWN or type(policies[1].model.blocks()[0]).__name__ in KNOWN
-    )
+    assert class_name(policies[1].model.blocks()[0]) in KNOWN
+    assert [policy.model.decoder.recompute for policy in policies] == [False, True]
 
 
 @pytest.mark.parametrize("attention", ["sdpa", "eager"])
@@ -104,13 +104,9 @@ def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_quantised_blocks_without_gradients_are_computed_as_well(untied_folder, one_rank, kind):
     mini, found = act.mini_batch(), []
-    for on in (False, True):
-        model = act.build(untied_folder, one_rank, **OFF).model
-        weights = {name: parameter.detach().clone() for name, parameter in model.named_parameters()}
-        quantize_blocks(model.blocks(), kind)
-        for name, layer in quantized_layers(model).items():
-            layer.qweight.copy_(layer.quantize(weights[f"lm.{name}.weight"]))
-        model.final_norm = recompute_elementwise(model.lm.get_decoder(), trained=False) if on else None
+    for own in (OFF, ON):
+        model = act.quantised(untied_folder, one_rank, kind, prune_last_block=False, **own)
+        assert model.decoder.recompute is own["recompute_elementwise"]
         with torch.no_grad():
             found.append(model(act.micros(mini)[0].pack, 1.0, False)[0])
     assert act.largest_difference([found[1]], [found[0]]) <= BOUND
@@ -210,39 +206,40 @@ def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
 # What it leaves alone.
 
 
-def test_names_classes_and_state_of_blocks_stay(untied_folder, one_rank):
+def test_names_and_state_of_blocks_stay(untied_folder, one_rank):
     plain, recomputed = (act.build(untied_folder, one_rank, **own).model for own in (OFF, ON))
     assert list(plain.state_dict()) == list(recomputed.state_dict())
-    assert [type(block) for block in plain.blocks()] == [type(block) for block in recomputed.blocks()]
+    assert [class_name(block) for block in plain.blocks()] == [class_name(block) for block in recomputed.blocks()]
 
 
-def test_an_unknown_block_keeps_its_forward_and_a_warning_says_so(caplog):
+def test_an_unknown_block_is_left_alone_and_a_warning_says_so(caplog):
     class Experts(nn.Module):
-        def forward(self, x):
-            return x
+        pass
 
-    block, decoder = Experts(), nn.Module()
-    decoder.layers = nn.ModuleList([block])
     with caplog.at_level(logging.WARNING):
-        assert recompute_elementwise(decoder, trained=True) is None
-    assert "forward" not in vars(block)
+        assert not can_recompute([Experts()], trained=True)
     assert "recompute_elementwise=true: Experts is not one of LlamaDecoderLayer" in caplog.text
 
 
-def test_a_trained_layer_of_another_class_is_left_alone_with_a_warning(untied_folder, one_rank, caplog):
-    decoder = act.build(untied_folder, one_rank, **OFF).model.lm.get_decoder()
-    decoder.layers[0].mlp.up_proj = nn.Bilinear(2, 2, 2)
-    decoder.layers[0].mlp.up_proj.in_features = 2
+def theirs(**config):
+    """Gives the blocks of a tiny Qwen3 as transformers makes them."""
+    sizes = {"vocab_size": 8, "hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "head_dim": 4}
+    return Qwen3ForCausalLM(Qwen3Config(num_attention_heads=2, num_key_value_heads=1, **sizes, **config)).model.layers
+
+
+def test_a_trained_layer_of_another_class_is_left_alone_with_a_warning(caplog):
+    blocks = theirs()
+    blocks[0].mlp.up_proj = nn.Bilinear(2, 2, 2)
+    blocks[0].mlp.up_proj.in_features = 2
     with caplog.at_level(logging.WARNING):
-        assert recompute_elementwise(decoder, trained=True) is None
+        assert not can_recompute(blocks, trained=True)
+    assert can_recompute(blocks, trained=False)
     assert "has a layer of class Bilinear" in caplog.text
 
 
-def test_another_activation_is_left_alone_with_a_warning(untied_folder, one_rank, caplog):
-    decoder = act.build(untied_folder, one_rank, **OFF).model.lm.get_decoder()
-    decoder.layers[0].self_attn.config.hidden_act = "gelu"
+def test_another_activation_is_left_alone_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
-        assert recompute_elementwise(decoder, trained=True) is None
+        assert not can_recompute(theirs(hidden_act="gelu"), trained=True)
     assert "has the activation gelu, not silu" in caplog.text
 
 

@@ -45,6 +45,13 @@ class Block(nn.Module):
         return [parameter for parameter in self.parameters() if parameter.requires_grad]
 
 
+class Plain(Block):
+    """The same in plain autograd."""
+
+    def forward(self, x):
+        return self.plain(x)
+
+
 # Numbers.
 
 
@@ -128,8 +135,7 @@ def test_layers_of_any_kind_are_computed_without_a_graph(kind):
 def test_inside_a_checkpointed_block_it_costs_no_more_than_one_that_keeps_everything():
     counted = {}
     for name in ("plain", "checkpointed", "ours"):
-        block = Block(bias=False)
-        block.forward = block.plain if name != "ours" else block.forward
+        block = Block(bias=False) if name == "ours" else Plain(bias=False)
         if name != "plain":
             checkpoint_blocks([block])
         with FlopCounterMode(display=False) as counter:

@@ -7,20 +7,22 @@ from transformers.models.llama.configuration_llama import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaMLP
 
 from tests.memory import activations as act
-from tests.memory.activations import FP32, LAYERS, MLP, TOKENS, WIDTH, close
+from tests.memory.activations import FP32, LAYERS, TOKENS, WIDTH, close
+from tests.memory.activations import MLP as MLP_WIDTH
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.lora import apply_lora
 from verl_memopt.memory.quantized_frozen import quantize_blocks, quantized_layers
-from verl_memopt.memory.tiled_mlp import KNOWN, tile_mlps
+from verl_memopt.memory.tiled_mlp import KNOWN, check_mlps
+from verl_memopt.models.decoder import MLP, BlockOptions, class_name
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 SHARDS = 4
 TILED = {"tiled_mlp": TiledMlp(True, SHARDS)}
 SELECTIVE = {"recompute": True, "gradient_checkpointing_mode": "selective"}
-INPUT, WIDE, WEIGHT = TOKENS * WIDTH * FP32, TOKENS * MLP * FP32, WIDTH * MLP * FP32
+INPUT, WIDE, WEIGHT = TOKENS * WIDTH * FP32, TOKENS * MLP_WIDTH * FP32, WIDTH * MLP_WIDTH * FP32
 BOUND = 1e-6
 """Of the difference of a weight's gradient, relative to its norm, in fp32: sums of a few hundred terms in another order."""
 
@@ -29,15 +31,21 @@ class Block(nn.Module):
     def __init__(self, mlp):
         super().__init__()
         self.mlp = mlp
+        self.norm = nn.Identity()
 
     def forward(self, x):
-        return x + self.mlp(x)
+        return x + self.mlp(x, self.norm)
 
 
-def block(bias=True, width=16, wide=48):
+def theirs(bias=True, width=16, wide=48):
     torch.manual_seed(1)
     sizes = {"hidden_size": width, "intermediate_size": wide, "num_attention_heads": 2, "num_key_value_heads": 2}
-    return Block(LlamaMLP(LlamaConfig(mlp_bias=bias, **sizes)))
+    return LlamaMLP(LlamaConfig(mlp_bias=bias, **sizes))
+
+
+def block(tiles=None, **options):
+    """Gives a block with an MLP that runs over so many tiles; None for the whole."""
+    return Block(MLP(theirs(**options), BlockOptions(mlp_tiles=tiles)))
 
 
 def run(block, x):
@@ -57,10 +65,8 @@ def relative(found, expected):
 @pytest.mark.parametrize("tokens", [1, 3, 8, 37])
 @pytest.mark.parametrize("num_shards", [1, 4, 100])
 def test_outputs_and_gradients_are_those_of_the_whole_mlp(tokens, num_shards):
-    x = torch.randn(1, tokens, 16)
-    expected, tiled = run(block(), x), block()
-    tile_mlps([tiled], num_shards)
-    found = run(tiled, x)
+    x = torch.randn(tokens, 16)
+    expected, found = run(block(), x), run(block(num_shards), x)
     assert relative(found[0], expected[0]) <= BOUND
     assert relative(found[1], expected[1]) <= BOUND
     for one, other in zip(found[2], expected[2], strict=True):
@@ -68,18 +74,16 @@ def test_outputs_and_gradients_are_those_of_the_whole_mlp(tokens, num_shards):
 
 
 def test_in_double_precision_only_rounding_is_left():
-    x = torch.randn(1, 64, 16, dtype=torch.float64)
-    expected, tiled = run(block().double(), x), block().double()
-    tile_mlps([tiled], 7)
-    for one, other in zip(run(tiled, x)[2], expected[2], strict=True):
+    x = torch.randn(64, 16, dtype=torch.float64)
+    expected, found = run(block().double(), x), run(block(7).double(), x)
+    for one, other in zip(found[2], expected[2], strict=True):
         assert relative(one, other) <= 1e-15
 
 
 def test_bfloat16_gradients_are_as_far_from_the_truth_as_those_of_the_whole():
-    x = torch.randn(1, 256, 64, dtype=torch.bfloat16)
+    x = torch.randn(256, 64, dtype=torch.bfloat16)
     truth = run(block(width=64, wide=128).bfloat16().double(), x.double())[2]
-    whole, tiled = block(width=64, wide=128).bfloat16(), block(width=64, wide=128).bfloat16()
-    tile_mlps([tiled], SHARDS)
+    whole, tiled = (block(tiles, width=64, wide=128).bfloat16() for tiles in (None, SHARDS))
     errors = [[relative(one.double(), two) for one, two in zip(run(mlp, x)[2], truth, strict=True)] for mlp in (whole, tiled)]
     # Each of the four sums is rounded to 8 bits once more than the whole's one.
     assert all(two <= one + SHARDS * 2**-9 for one, two in zip(*errors, strict=True))
@@ -115,18 +119,17 @@ def test_every_known_model_is_tiled(tmp_path, one_rank, model_type):
     assert relative(scores[1], scores[0]) <= BOUND
     norms = [policy.update([mini], 0.9)["actor/grad_norm"] for policy in (whole, tiled)]
     assert norms[1] == pytest.approx(norms[0], rel=BOUND)
-    assert type(tiled.model.blocks()[0].mlp).__name__ in KNOWN
+    assert class_name(tiled.model.blocks()[0].mlp) in KNOWN
+    assert {one.options.mlp_tiles for one in tiled.model.blocks()} == {SHARDS}
 
 
 def test_adapters_learn_and_the_frozen_base_gets_no_gradient():
-    x, found = torch.randn(1, 32, 16), []
-    for tiles in (False, True):
-        model = block()
+    x, found = torch.randn(32, 16), []
+    for tiles in (None, SHARDS):
+        model = block(tiles)
         apply_lora(model, 4, 8.0, "all-linear", None)
         for name, parameter in model.named_parameters():
             nn.init.normal_(parameter, generator=torch.Generator().manual_seed(len(name))) if "lora" in name else None
-        if tiles:
-            tile_mlps([model], SHARDS)
         run(model, x)
         found.append({name: parameter.grad for name, parameter in model.named_parameters()})
     for name, gradient in found[0].items():
@@ -134,11 +137,11 @@ def test_adapters_learn_and_the_frozen_base_gets_no_gradient():
         assert found[1][name] is gradient if gradient is None else relative(found[1][name], gradient) <= BOUND
 
 
-def test_names_classes_and_state_of_an_mlp_stay():
-    plain, tiled = block(), block()
-    tile_mlps([tiled], SHARDS)
-    assert list(plain.state_dict()) == list(tiled.state_dict())
-    assert type(tiled.mlp) is LlamaMLP
+def test_names_and_state_of_an_mlp_stay():
+    before, tiled = theirs(), block(SHARDS).mlp
+    assert list(before.state_dict()) == list(tiled.state_dict())
+    assert all(torch.equal(one, other) for one, other in zip(before.parameters(), tiled.parameters(), strict=True))
+    assert class_name(tiled) == "LlamaMLP"
 
 
 # Cost.
@@ -150,17 +153,15 @@ def products(model, x):
 
     with FlopCounterMode(display=False) as counter:
         run(model, x)
-    return counter.get_total_flops() / (2 * x.shape[1] * 16 * 48 * 3)
+    return counter.get_total_flops() / (2 * x.shape[0] * 16 * 48 * 3)
 
 
 def test_inside_a_checkpointed_block_the_mlp_is_computed_twice_not_three_times():
     from verl_memopt.memory.activation_checkpointing import checkpoint_blocks
 
-    x, counted = torch.randn(1, 32, 16), {}
-    for name, tiles, recomputed in (("plain", False, False), ("checkpointed", False, True), ("both", True, True)):
-        model = block(bias=False)
-        if tiles:
-            tile_mlps([model], SHARDS)
+    x, counted = torch.randn(32, 16), {}
+    for name, tiles, recomputed in (("plain", None, False), ("checkpointed", None, True), ("both", SHARDS, True)):
+        model = block(tiles, bias=False)
         if recomputed:
             checkpoint_blocks([model])
         counted[name] = products(model, x)
@@ -174,18 +175,16 @@ def test_inside_a_checkpointed_block_the_mlp_is_computed_twice_not_three_times()
 
 def test_one_mlp_holds_the_wide_tensors_of_one_tile(one_rank):
     tokens, width, wide = 512, 16, 64
-    x, peaks = torch.randn(1, tokens, width), {}
-    for tiles in (False, True):
-        model = block(bias=False, width=width, wide=wide)
-        if tiles:
-            tile_mlps([model], SHARDS)
+    x, peaks = torch.randn(tokens, width), {}
+    for tiles in (None, SHARDS):
+        model = block(tiles, bias=False, width=width, wide=wide)
         with ByteTracker() as tracker:
             tracker.mark("params", [*model.parameters(), x])
             run(model, x)
         peaks[tiles] = tracker.peaks[DEVICE].bytes
     wide_bytes, input_bytes, weight_bytes = tokens * wide * FP32, tokens * width * FP32, width * wide * FP32
     saved = 6 * wide_bytes * (1 - 1 / SHARDS) - 2 * weight_bytes - input_bytes * (1 + 1 / SHARDS)
-    assert close(peaks[False] - peaks[True], saved)
+    assert close(peaks[None] - peaks[SHARDS], saved)
 
 
 @pytest.fixture(scope="module")
@@ -212,17 +211,15 @@ def test_a_block_keeps_none_of_the_four_wide_tensors(folder):
 
 def test_a_pass_without_gradients_holds_one_tile_too():
     tokens, width, wide = 512, 16, 64
-    x, peaks = torch.randn(1, tokens, width), {}
-    for tiles in (False, True):
-        model = block(bias=False, width=width, wide=wide)
-        if tiles:
-            tile_mlps([model], SHARDS)
+    x, peaks = torch.randn(tokens, width), {}
+    for tiles in (None, SHARDS):
+        model = block(tiles, bias=False, width=width, wide=wide)
         with torch.no_grad(), ByteTracker() as tracker:
             tracker.mark("params", [*model.parameters(), x])
             model(x)
         peaks[tiles] = tracker.peaks[DEVICE].bytes
     # Beside one tile's wide tensors lies the whole output.
-    assert close(peaks[False] - peaks[True], 3 * tokens * wide * FP32 * (1 - 1 / SHARDS) - tokens * width * FP32)
+    assert close(peaks[None] - peaks[SHARDS], 3 * tokens * wide * FP32 * (1 - 1 / SHARDS) - tokens * width * FP32)
 
 
 def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
@@ -239,29 +236,28 @@ def test_an_unknown_mlp_is_refused_by_name():
         pass
 
     with pytest.raises(ConfigError, match=r"enabled=true: Block computes Experts; tiles are known for LlamaMLP.*=false"):
-        tile_mlps([Block(Experts())], 4)
+        check_mlps([Block(Experts())], trained=True)
     with pytest.raises(ConfigError, match="Linear has no mlp"):
-        tile_mlps([nn.Linear(2, 2)], 4)
+        check_mlps([nn.Linear(2, 2)], trained=True)
 
 
 def test_a_layer_that_is_not_linear_is_refused_by_name():
-    model = block()
+    model = Block(theirs())
     model.mlp.up_proj = nn.Bilinear(2, 2, 2)
     with pytest.raises(ConfigError, match="up_proj of LlamaMLP is Bilinear"):
-        tile_mlps([model], 4)
+        check_mlps([model], trained=True)
+    check_mlps([model], trained=False)
 
 
 @pytest.mark.parametrize("kind", ["int8", "nf4"])
 def test_a_quantised_reference_is_tiled_as_well(kind):
-    x, found = torch.randn(1, 9, 64), []
-    for tiles in (False, True):
-        model = block(bias=False, width=64, wide=128)
+    x, found = torch.randn(9, 64), []
+    for tiles in (None, SHARDS):
+        model = block(tiles, bias=False, width=64, wide=128)
         weights = dict(model.named_parameters())
         quantize_blocks([model], kind)
         for name, layer in quantized_layers(model).items():
             layer.qweight.copy_(layer.quantize(weights[f"{name}.weight"].detach()))
-        if tiles:
-            tile_mlps([model], SHARDS, trained=False)
         with torch.no_grad():
             found.append(model(x))
     assert relative(found[1], found[0]) <= BOUND

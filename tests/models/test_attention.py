@@ -6,15 +6,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
-from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from tests.models.attention_cases import HEADS, SIZES, agree, norm_error, random_inputs, with_gradients
 from tests.models.test_build import built, filled
 from tests.models.test_pack import packed
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_checkpointing import MODES, checkpoint_blocks
 from verl_memopt.memory.activation_offload import ActivationOffload
-from verl_memopt.models.attention import REGISTERED, choose_attention, refuse_sliding_window
+from verl_memopt.models.attention import KERNELS, REGISTERED, Over, choose_attention, refuse_sliding_window
+from verl_memopt.models.decoder import BlockOptions
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.models.trees import Trees
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
@@ -60,8 +59,7 @@ def scored(model, pack):
 
 
 def attend(name, query, key, value, trees, window=None):
-    function = ALL_ATTENTION_FUNCTIONS[REGISTERED[name]]
-    return function(None, query, key, value, None, scaling=0.3, sliding_window=window, pack_trees=trees)[0]
+    return KERNELS[REGISTERED[name]](query, key, value, Over(trees, 0.3, window, None))
 
 
 @given(SIZES, HEADS)
@@ -99,16 +97,16 @@ def test_in_half_precision_a_shared_prompt_is_no_farther_from_float(models, whic
     assert errors["shared"] <= 1.01 * errors["repeated"]
 
 
-@pytest.mark.parametrize("name", ["packed_eager", "packed_sdpa"])
-@pytest.mark.parametrize("mode", MODES)
-def test_recomputed_blocks_give_a_shared_pack_the_same_bits(models, name, mode):
-    model = copy.deepcopy(models["grouped"])
-    for block in model.blocks():
-        block.self_attn.config._attn_implementation = name
+@pytest.mark.parametrize("name", ["eager", "sdpa"])
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize("mode", ["full", "selective"])
+def test_recomputed_blocks_give_a_shared_pack_the_same_bits(folders, name, recompute, mode):
     shared, _ = packs(GROUPS)
-    expected = scored(model, shared)
-    checkpoint_blocks(model.blocks(), mode)
-    assert all(torch.equal(one, other) for one, other in zip(scored(model, shared), expected, strict=True))
+    expected, found = (
+        scored(filled(folders["grouped"], attention=name, options=BlockOptions(recompute, checkpoint=one)), shared)
+        for one in (None, mode)
+    )
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
 
 
 def test_offload_gives_a_shared_pack_the_same_bits(models):
@@ -133,9 +131,7 @@ def peak(model, pack):
         tracker.mark("kept", [each for one in model.parameters() for each in (one, one.grad)])
         tracker.mark("kept", [value for part in (pack, pack.trees) for value in vars(part).values() if torch.is_tensor(value)])
         before = tracker.total()
-        hidden = model.lm.get_decoder()(
-            input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, pack_trees=pack.trees
-        ).last_hidden_state
+        hidden = model.decoder.norm(model.decoder(pack.input_ids, pack.position_ids, pack.trees))
         hidden.backward(hidden.detach())
     return tracker.peaks[DEVICE].bytes - before
 

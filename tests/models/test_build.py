@@ -25,10 +25,11 @@ from verl_memopt.models.tiny import TinyShape, make_tiny_model
 CPU = torch.device("cpu")
 
 
-def built(folder, dtype=torch.float32, **settings):
+def built(folder, dtype=torch.float32, attention="sdpa", options=None, **settings):
+    """Gives an empty model; options: of each of its blocks."""
     model = Model(path=str(folder), **settings)
-    attention = choose_attention("sdpa", CPU, dtype)
-    return PolicyModel(empty_model(load_model_config(model, folder), attention, dtype, False), 64, False)
+    lm = empty_model(load_model_config(model, folder), choose_attention(attention, CPU, dtype), dtype, False)
+    return PolicyModel(lm, 64, False, 0, None if options is None else [options] * lm.config.num_hidden_layers)
 
 
 def filled(folder, **settings):

@@ -206,8 +206,8 @@ def test_a_tokenizer_with_its_own_code_loads_from_what_was_fetched(repository, b
 def test_knobs_that_know_blocks_by_class_leave_a_models_own_code_alone_or_are_refused(repository, one_rank):
     folder = resolve_folder("someone/own", KEY, True)
     policy = trained(folder, one_rank)
-    assert policy.final_norm is None
-    assert not policy.prunes
+    assert type(policy.decoder).__name__ == "Qwen3Model"
+    assert {type(block).__name__ for block in policy.blocks()} == {"Qwen3DecoderLayer"}
     settings = Model(path="someone/own", trust_remote_code=True, tiled_mlp=TiledMlp(enabled=True))
     with pytest.raises(ConfigError, match=r"tiled_mlp\.enabled=true: OwnForCausalLM runs code of its own"):
         build_scorer(settings, Fsdp(), folder, one_rank, torch.device("cpu"), "actor_rollout_ref.actor", False, False)

@@ -69,7 +69,7 @@ def test_mixing_is_seen_in_half_precision_at_the_smallest_usual_weights(tmp_path
         check_packing(policy, CPU, torch.bfloat16, True, "folder")
 
 
-def test_a_layer_without_a_name_in_the_config_is_refused_by_its_class(untied_folder, one_rank):
+def test_a_layer_without_a_name_in_the_config_is_refused_by_its_class(tmp_path, one_rank):
     class RunningMean(nn.Module):
         def __init__(self):
             super().__init__()
@@ -79,18 +79,22 @@ def test_a_layer_without_a_name_in_the_config_is_refused_by_its_class(untied_fol
             counts = torch.arange(1, hidden_states.shape[1] + 1)[:, None]
             return self.inner(hidden_states.cumsum(1) / counts)
 
-    policy = built(untied_folder, one_rank, model={"recompute_elementwise": False, "prune_last_block": False})
+    policy = built(tiny_folder(tmp_path / "model", "olmo2"), one_rank)
     for block in policy.blocks():
         block.mlp = RunningMean()
-    with pytest.raises(ConfigError, match=r"models of type qwen3 mix the tokens of different rows in blocks of .*RunningMean"):
+    with pytest.raises(ConfigError, match=r"models of type olmo2 mix the tokens of different rows in blocks of .*RunningMean"):
         check_packing(policy, CPU, torch.float32, True, "folder")
 
 
-def test_rows_at_wrong_positions_are_refused(untied_folder, one_rank):
-    policy = built(untied_folder, one_rank, model={"recompute_elementwise": False, "prune_last_block": False})
-    decoder = policy.lm.get_decoder()
-    forward = decoder.forward
-    decoder.forward = lambda position_ids=None, **others: forward(**others)  # each row counts on from the one before
+@pytest.mark.parametrize("model", [{}, {"recompute_elementwise": False, "prune_last_block": False}], ids=str)
+def test_rows_at_wrong_positions_are_refused(untied_folder, one_rank, monkeypatch, model):
+    policy = built(untied_folder, one_rank, model=model)
+    tables = policy.decoder.rotary_emb.forward
+
+    def counted_on(hidden, position_ids):
+        return tables(hidden, torch.arange(position_ids.shape[1])[None])  # each row counts on from the one before
+
+    monkeypatch.setattr(policy.decoder.rotary_emb, "forward", counted_on)
     with pytest.raises(ConfigError, match=r"give a row in a pack log-probs that are .* rounding in float32 explains 0\.0001"):
         check_packing(policy, CPU, torch.float32, True, "folder")
 

@@ -16,13 +16,12 @@ Pairs with: every knob; FSDP hooks lie outside the recomputation, so a block is 
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
-from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
 
 from verl_memopt.memory.knob import Claim, Knob
 
@@ -45,49 +44,65 @@ KEPT_BY_SELECTIVE = frozenset(
 """Operators whose outputs ``selective`` keeps: products with a weight, and attention that never holds its scores."""
 
 
-def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
-    """Makes blocks recompute their forward in backward (non-reentrant), without changing their class, name or state.
+def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
+    """Return the places of the blocks that are checkpointed, among ``num_blocks``.
 
-    mode: ``full``: every block keeps its input only. ``every_n``: one block in ``every`` does, counted back from the last but
-    one, and the others keep everything; the last would be whole again when the peak comes, and save nothing.
-    ``selective``: every block keeps its input and the outputs of products and attention.
-    To be called before the blocks are sharded, so that their FSDP hooks stay outside the recomputed region.
+    Args:
+        num_blocks: of the model.
+        mode: ``full``: every block keeps its input only. ``every_n``: one block in ``every`` does, counted back from the last
+            but one, and the others keep everything; the last would be whole again when the peak comes, and save nothing.
+            ``selective``: every block keeps its input and the outputs of products and attention.
+        every: of ``every_n``.
     """
     assert mode in MODES, mode
-    contexts = {"context_fn": _selective} if mode == "selective" else {}
-    for block in _chosen(blocks, mode, every):
-        block.forward = functools.partial(_recomputed, block.forward, contexts)
+    return range(num_blocks)[-2::-every] if mode == "every_n" else range(num_blocks)
 
 
-def recomputed_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> list[nn.Module]:
-    """Gives the blocks whose products are computed again in backward."""
-    return [] if mode == "selective" else list(_chosen(blocks, mode, every))
+def checkpointed(function: Callable[..., Any], *args: Any, mode: str) -> Any:
+    """Return ``function(*args)``, which keeps for backward its tensor arguments and what the mode says (non-reentrant).
 
-
-def _chosen(blocks: Sequence[nn.Module], mode: str, every: int) -> Sequence[nn.Module]:
-    return blocks[-2::-every] if mode == "every_n" else blocks
-
-
-def _recomputed(forward: Callable[..., Any], contexts: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
-    # Tensors among the keywords (rotary tables) become arguments too: checkpoint() saves only those for autograd, and what
-    # it merely holds cannot be offloaded.
-    leaves, spec = tree_flatten((args, kwargs))
-    places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
-    tensors = [leaves[place] for place in places]
-    rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
-
-    def run(*given: Tensor) -> Any:
-        filled = list(rest)
-        for place, tensor in zip(places, given, strict=True):
-            filled[place] = tensor
-        positional, named = tree_unflatten(filled, spec)
-        return forward(*positional, **named)
-
+    Tensors that are to be offloaded must be arguments of their own: checkpoint() saves only those for autograd.
+    """
+    contexts = create_selective_contexts if mode == "selective" else noop_context_fn
     # No dropout exists in the passes, so the generator's state need not be kept.
-    return checkpoint(run, *tensors, use_reentrant=False, preserve_rng_state=False, **contexts)
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
-def _selective() -> Any:
+class Checkpointed(nn.Module):
+    """Mixed into the class of a block of another architecture, whose own forward it checkpoints; as FSDP2 mixes its own in."""
+
+    checkpoint_mode: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Tensors among the keywords (rotary tables) become arguments of their own.
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        own_forward = super().forward
+
+        def run(*tensors: Tensor) -> Any:
+            filled = list(rest)
+            for place, tensor in zip(places, tensors, strict=True):
+                filled[place] = tensor
+            positional, named = tree_unflatten(filled, spec)
+            return own_forward(*positional, **named)
+
+        return checkpointed(run, *(leaves[place] for place in places), mode=self.checkpoint_mode)
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
+    """Make blocks of any architecture recompute their forward in backward, under their own names and with their own state.
+
+    Each chosen block becomes of a class that mixes :class:`Checkpointed` into its own. To be called before the blocks are
+    sharded, so that their FSDP hooks stay outside the recomputed region.
+    """
+    for place in chosen_blocks(len(blocks), mode, every):
+        block, own = blocks[place], type(blocks[place])
+        block.__class__ = type(own.__name__, (Checkpointed, own), {"checkpoint_mode": mode})
+
+
+def create_selective_contexts() -> Any:
+    """Return the contexts of a forward that keeps the outputs of products and attention, and of the second one."""
     return create_selective_checkpoint_contexts(_keeps)
 
 

@@ -13,34 +13,25 @@ Exact: what it leaves out is read by nothing, in no pass; gradients differ by th
 
 from __future__ import annotations
 
-import functools
 import logging
-from collections.abc import Callable
 from typing import Any
 
-from torch import Tensor
+from torch import nn
 
 from verl_memopt.memory.knob import Claim, Knob
-from verl_memopt.memory.recompute_elementwise import KNOWN, attended, window_of
+from verl_memopt.memory.recompute_elementwise import KNOWN
 
 KEY = "actor_rollout_ref.model.prune_last_block"
 
 logger = logging.getLogger(__name__)
 
 
-def prune_last_block(decoder: Any, recomputed: bool) -> bool:
-    """Makes a decoder's last block, given ``read_trees``, compute these: [1, T, h] -> [1, T', h]. Gives whether it will.
-
-    decoder: has ``layers``. recomputed: ``recompute_elementwise`` has replaced the block's forward. Names, classes and state
-    stay. To be called before blocks are checkpointed and sharded.
-    """
-    block = decoder.layers[-1]
+def can_prune(block: nn.Module) -> bool:
+    """Return whether a Hugging Face model's last block can leave out what nothing reads; warn where it cannot."""
     reason = _unlike(block)
     if reason is not None:
         logger.warning("%s=true: %s; the last block computes all tokens", KEY, reason)
-        return False
-    block.forward = functools.partial(_pruned, block.forward, block.forward if recomputed else functools.partial(_block, block))
-    return True
+    return reason is None
 
 
 def _unlike(block: Any) -> str | None:
@@ -51,21 +42,11 @@ def _unlike(block: Any) -> str | None:
     return None if window is None else f"attention of {name} slides over a window of {window} tokens"
 
 
-def _pruned(
-    whole: Callable[..., Tensor], reading: Callable[..., Tensor], hidden_states: Tensor, read_trees: Any = None, **others: Any
-) -> Tensor:
-    if read_trees is None:
-        return whole(hidden_states, **others)
-    return reading(hidden_states, **{**others, "pack_trees": read_trees})
-
-
-def _block(block: Any, hidden_states: Tensor, position_embeddings: tuple[Tensor, Tensor], **others: Any) -> Tensor:
-    """Gives what is read of a known block's output, computed by the block's own modules."""
-    attention, normal = block.self_attn, block.input_layernorm(hidden_states[0])
-    hidden, read = others["pack_trees"].at_queries(hidden_states[0], normal)
-    query, key, value = attention.q_proj(read), attention.k_proj(normal), attention.v_proj(normal)
-    hidden = hidden[None] + attended(attention, query, key, value, position_embeddings, others)[None]
-    return hidden + block.mlp(block.post_attention_layernorm(hidden))
+def window_of(attention: Any) -> int | None:
+    """Return how many positions back a token of a known block sees, itself included; None for all."""
+    if hasattr(attention, "sliding_window"):
+        return attention.sliding_window
+    return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None
 
 
 KNOB = Knob(

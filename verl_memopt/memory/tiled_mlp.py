@@ -18,8 +18,7 @@ Exact: outputs and gradients of inputs are those of the whole; gradients of weig
 
 from __future__ import annotations
 
-import functools
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -39,16 +38,18 @@ KNOWN = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-def tile_mlps(blocks: Iterable[nn.Module], num_shards: int, trained: bool = True) -> None:
-    """Makes the MLP of each decoder block compute over ``num_shards`` tiles, without changing its class, name or state.
+def check_mlps(blocks: Iterable[nn.Module], trained: bool) -> None:
+    """Refuse blocks of a Hugging Face model whose MLPs cannot run over tiles.
 
-    trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
-    Errors: ConfigError naming an MLP class, or a layer in it, whose mathematics this file does not know.
+    Args:
+        blocks: as transformers made them.
+        trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
+
+    Raises:
+        ConfigError: naming an MLP class, or a layer in it, whose mathematics this file does not know.
     """
     for block in blocks:
-        mlp = getattr(block, "mlp", None)
-        _check(block, mlp, trained)
-        mlp.forward = functools.partial(_tiled_forward, mlp, mlp.forward, num_shards)  # type: ignore[union-attr]
+        _check(block, getattr(block, "mlp", None), trained)
 
 
 def _check(block: nn.Module, mlp: Any, trained: bool) -> None:
@@ -67,17 +68,22 @@ def _check(block: nn.Module, mlp: Any, trained: bool) -> None:
             )
 
 
-def _tiled_forward(mlp: Any, whole: Callable[[Tensor], Tensor], num_shards: int, x: Tensor) -> Tensor:
-    """Gives what ``whole`` gives: x [..., h] -> [..., h]."""
+def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
+    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keeps x alone.
+
+    Args:
+        mlp: has ``gate_proj``, ``up_proj`` and ``down_proj``, ``act_fn`` and ``gated``.
+        x: [T, h].
+        num_shards: tiles of tokens.
+    """
     if torch.is_grad_enabled():
         names, weights = zip(*mlp.named_parameters(), strict=True)
         # Inside a checkpointed block this is the last to save, so that the block's second forward stops here.
         return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
-    flat = x.reshape(-1, x.shape[-1])
-    out = torch.empty_like(flat)
-    for rows in _tiles(flat.shape[0], num_shards):
-        out[rows] = whole(flat[rows])
-    return out.view(x.shape)
+    out = torch.empty_like(x)
+    for rows in _tiles(x.shape[0], num_shards):
+        out[rows] = mlp.gated(x[rows])
+    return out
 
 
 class _Tiles(torch.autograd.Function):
@@ -86,11 +92,10 @@ class _Tiles(torch.autograd.Function):
         ctx: Any, mlp: nn.Module, num_shards: int, node: Any, names: tuple[str, ...], x: Tensor, *weights: Tensor
     ) -> Tensor:
         ctx.mlp, ctx.num_shards, ctx.kept, ctx.names = mlp, num_shards, node, names
-        flat, held = x.reshape(-1, x.shape[-1]), dict(zip(names, weights, strict=True))
-        out = torch.empty_like(flat)
-        for rows in _tiles(flat.shape[0], num_shards):
-            out[rows] = _mlp(mlp, flat[rows], held, {})
-        return out.view(x.shape)
+        held, out = dict(zip(names, weights, strict=True)), torch.empty_like(x)
+        for rows in _tiles(x.shape[0], num_shards):
+            out[rows] = _mlp(mlp, x[rows], held, {})
+        return out
 
     @staticmethod
     @once_differentiable
@@ -99,14 +104,14 @@ class _Tiles(torch.autograd.Function):
         held = {name: weight.detach() for name, weight in zip(ctx.names, weights, strict=True)}
         needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
         sums = {name: torch.zeros_like(weight) for name, weight in held.items() if needed[name]}
-        flat, grad = x.detach().reshape(-1, x.shape[-1]), grad.reshape(-1, x.shape[-1])
-        grad_x = torch.empty_like(flat)
-        for rows in _tiles(flat.shape[0], ctx.num_shards):
+        x = x.detach()
+        grad_x = torch.empty_like(x)
+        for rows in _tiles(x.shape[0], ctx.num_shards):
             with torch.enable_grad():
-                tile = flat[rows].requires_grad_()
+                tile = x[rows].requires_grad_()
                 out = _mlp(ctx.mlp, tile, held, sums)
             (grad_x[rows],) = torch.autograd.grad(out, tile, grad[rows])
-        return None, None, None, None, grad_x.view(x.shape), *(sums.get(name) for name in ctx.names)
+        return None, None, None, None, grad_x, *(sums.get(name) for name in ctx.names)
 
 
 def _tiles(tokens: int, num_shards: int) -> list[slice]:

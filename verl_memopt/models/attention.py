@@ -1,20 +1,16 @@
-"""Attention over packs: trees of tokens lie one after another in one row, and none sees another.
-
-Registered with transformers under names of our own and without a mask function, so that no [T, T] mask is ever built and
-the passes give the same bytes under fake tensors as with real ones.
-"""
+"""Attention over packs: trees of tokens lie one after another in one row, and none sees another."""
 
 from __future__ import annotations
 
 import importlib.util
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import AttentionInterface, PretrainedConfig
+from transformers import PretrainedConfig
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.errors import ConfigError
@@ -26,6 +22,7 @@ from verl_memopt.models.attention_flash import flash_attention
 from verl_memopt.models.trees import Trees
 
 REGISTERED = {"sdpa": "packed_sdpa", "eager": "packed_eager", "flash_attention_2": "packed_fa2", "varlen": "packed_varlen"}
+"""Names of our own in a model's config: transformers has no mask function for them, and builds no [T, T] mask."""
 
 HEAD_MULTIPLE = 8
 """Sizes of heads that the kernels of GPUs take."""
@@ -77,31 +74,9 @@ class Over:
     rotary: Rotary | None
 
 
-Attention: TypeAlias = Callable[[Tensor, Tensor, Tensor, Over], Tensor]
-"""(query [1, heads, T, D], key and value [1, kv heads, T, D], what it is over) -> [1, T, heads, D]; T of what is read for
-queries and outputs."""
-
-
-def _registered(attend: Attention) -> Callable[..., tuple[Tensor, None]]:
-    """Gives an attention as transformers calls it."""
-
-    def packed(
-        module: Any,
-        query: Tensor,
-        key: Tensor,
-        value: Tensor,
-        attention_mask: Tensor | None,
-        scaling: float | None = None,
-        sliding_window: int | None = None,
-        pack_trees: Trees | None = None,
-        rotary: Rotary | None = None,
-        **_: Any,
-    ) -> tuple[Tensor, None]:
-        assert pack_trees is not None, "attention over a pack needs the pack's trees"
-        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(query, key, value, Over(pack_trees, scale, sliding_window, rotary)), None
-
-    return packed
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Over], Tensor]
+"""A kernel: (query [1, heads, T, D], key and value [1, kv heads, T, D], what it is over) -> [1, T, heads, D]; T of what is read
+for queries and outputs."""
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
@@ -148,7 +123,8 @@ def _turned(query: Tensor, key: Tensor, rotary: Rotary | None, trees: Trees) -> 
     """Gives query and key turned, for an attention that cannot turn them itself; it keeps them both ways."""
     if rotary is None:
         return query, key
-    of_queries = replace(rotary, **dict(zip(("cos", "sin"), trees.at_queries(rotary.cos, rotary.sin), strict=True)))
+    cos, sin = trees.at_queries(rotary.cos, rotary.sin)
+    of_queries = replace(rotary, cos=cos, sin=sin)
     turned = of_queries.query(_flat(query)), rotary.key(_flat(key))
     return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
 
@@ -188,5 +164,8 @@ def _no_sharing(window: int, whose: str = "model's") -> str:
     return f"{key}=true: the {whose} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
 
 
-for _name, _attend in {"sdpa": _sdpa, "eager": _eager, "varlen": _varlen, "flash_attention_2": _flash}.items():
-    AttentionInterface.register(REGISTERED[_name], _registered(_attend))
+KERNELS: dict[str, Attend] = {
+    REGISTERED[name]: attend
+    for name, attend in {"sdpa": _sdpa, "eager": _eager, "varlen": _varlen, "flash_attention_2": _flash}.items()
+}
+"""Kernels by the name that a model's config has for its attention."""

@@ -25,6 +25,7 @@ from verl_memopt.memory.quantized_frozen import QuantizedLinear, quantized_layer
 from verl_memopt.models.architecture import impossible_size, refused, unsupported
 from verl_memopt.models.attention import AttentionChoice
 from verl_memopt.models.folder import files_of_index
+from verl_memopt.models.transformers_decoder import register_kernels
 
 
 def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
@@ -78,6 +79,7 @@ def empty_model(
     dtype: of the parameters at rest (the masters). The model is in evaluation mode: log-probs are the engine's, which drops
     nothing out. Errors: ConfigError when transformers cannot build it with attention over packs.
     """
+    register_kernels()
     source = str(config.name_or_path)
     config = type(config).from_dict(config.to_dict())
     config.name_or_path = source

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from verl_memopt.memory.resharding import reshard_units
 from verl_memopt.models.architecture import PACKED_LAYERS, layer_types, refused
+from verl_memopt.models.decoder import class_name
 from verl_memopt.models.pack import Pack, pack_groups, pack_rows
 from verl_memopt.models.policy_model import PolicyModel
 
@@ -43,7 +44,11 @@ Trained and deep models round worse; a wrong position or a missing mask costs th
 
 @dataclass(frozen=True)
 class RowDifferences:
-    """Mean differences of one row's log-probs in nats. mixing: other rows change beside it; packing: it is computed alone."""
+    """Mean differences of one row's log-probs in nats.
+
+    mixing: other rows change beside it. packing: it is computed alone, in eager attention and from whole logits; by our decoder
+    in the Llama family, by transformers' own forward in any other.
+    """
 
     mixing: float
     packing: float
@@ -70,7 +75,7 @@ def row_differences(policy: PolicyModel, device: torch.device, shared: bool) -> 
         packed = _watched(_score(policy, _pack(prompts, answers, shared).to(device)))
         beside_others = _watched(_score(policy, _pack(changed_prompts, changed_answers, shared).to(device)))
         alone = pack_rows(prompts[WATCHED], PROMPTS[WATCHED : WATCHED + 1], answers[WATCHED], ANSWERS[WATCHED : WATCHED + 1])
-        by_itself = _score(policy, alone.to(device), unpacked=policy.final_norm is None)
+        by_itself = _score(policy, alone.to(device), unpacked=True)
     finally:
         head.compiled = compiled
         reshard_units(policy)
@@ -146,5 +151,5 @@ def _mixing_layers(policy: PolicyModel) -> str:
     kinds = sorted(set(layer_types(policy.lm.config)) - set(PACKED_LAYERS))
     if kinds:
         return "layers of type " + ", ".join(kinds)
-    parts = {type(module).__name__ for block in policy.blocks() for module in block.children() if any(module.children())}
-    return "blocks of " + ", ".join(sorted(parts) or sorted({type(block).__name__ for block in policy.blocks()}))
+    parts = {class_name(module) for block in policy.blocks() for module in block.children() if any(module.children())}
+    return "blocks of " + ", ".join(sorted(parts) or sorted({class_name(block) for block in policy.blocks()}))

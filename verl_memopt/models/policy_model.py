@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-from transformers import PretrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.carried_prompt import CarriedPrompt, Recorder
@@ -18,7 +17,10 @@ from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
 from verl_memopt.memory.native_offload import allocate_on_host
 from verl_memopt.memory.resharding import gathered_for_forward
 from verl_memopt.models.architecture import refused
+from verl_memopt.models.attention import KERNELS, REGISTERED
+from verl_memopt.models.decoder import BlockOptions, Decoder, of_llama_family
 from verl_memopt.models.pack import Pack
+from verl_memopt.models.transformers_decoder import logits_of_row, states_of_pack
 
 
 class LogProbHead(nn.Module):
@@ -65,12 +67,31 @@ class LogProbHead(nn.Module):
 class PolicyModel(nn.Module):
     """A Hugging Face causal LM whose forward scores the response tokens of a pack.
 
-    lm: any causal LM with a decoder and a linear head. chunk_tokens: response tokens per chunk of the head, 0 = all.
-    compiled: compile the per-chunk functions. vocab_tile: vocabulary entries per tile of a chunk, 0 = where they are free.
+    A decoder of the Llama family is computed by :class:`Decoder`, which takes over its submodules; any other by transformers.
     """
 
-    def __init__(self, lm: PreTrainedModel, chunk_tokens: int, compiled: bool, vocab_tile: int = 0) -> None:
-        """Errors: ConfigError for a model without a list of decoder blocks, or whose head is no plain linear layer."""
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        chunk_tokens: int,
+        compiled: bool,
+        vocab_tile: int = 0,
+        blocks: Sequence[BlockOptions] | None = None,
+        carries: bool = False,
+    ) -> None:
+        """Take over a model.
+
+        Args:
+            lm: any causal LM with a decoder and a linear head.
+            chunk_tokens: response tokens per chunk of the head, 0 = all.
+            compiled: compile the per-chunk functions.
+            vocab_tile: vocabulary entries per tile of a chunk, 0 = where they are free.
+            blocks: what each block does to hold less memory, in the Llama family alone; None for nothing.
+            carries: answers may read a prefix whose keys and values another forward has computed.
+
+        Raises:
+            ConfigError: for a model without a list of decoder blocks, or whose head is no plain linear layer.
+        """
         super().__init__()
         head, source = lm.get_output_embeddings(), lm.config.name_or_path
         if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
@@ -83,22 +104,27 @@ class PolicyModel(nn.Module):
         embedding = lm.get_input_embeddings()
         if is_plain(embedding):
             lm.set_input_embeddings(TrainedEmbedding(embedding))
+        if of_llama_family(lm):
+            options = [BlockOptions()] * len(lm.model.layers) if blocks is None else blocks
+            lm.model = Decoder(lm.model, options, KERNELS[lm.config._attn_implementation])
+        else:
+            assert blocks is None, f"{type(lm).__name__} computes its blocks itself"
         self.lm = lm
-        self.final_norm: Callable[[Tensor], Tensor] | None = None
-        """[R, h] -> [R, h], where the decoder leaves its last norm to this model; set by ``recompute_elementwise``."""
-        self.prunes = False
-        """Whether the last block gives what is read alone; set by ``prune_last_block``."""
-        self.carries = False
-        """Whether answers may read a prompt that another forward has computed."""
+        self.carries = carries
 
     @property
     def tied(self) -> bool:
         """Whether head and embedding are one tensor."""
         return self.lm.get_output_embeddings().weight is self.lm.get_input_embeddings().weight
 
+    @property
+    def decoder(self) -> nn.Module:
+        """The embedding, the blocks and the final norm."""
+        return self.lm.get_decoder()
+
     def blocks(self) -> list[nn.Module]:
-        """Gives the decoder blocks in order."""
-        return list(self.lm.get_decoder().layers)
+        """Return the decoder blocks in order."""
+        return list(self.decoder.layers)
 
     def forward(
         self,
@@ -106,64 +132,64 @@ class PolicyModel(nn.Module):
         temperature: float,
         with_entropy: bool,
         token_gradient: TokenGradient | None = None,
-        carried: CarriedPrompt | Recorder | None = None,
+        prefix_kv: CarriedPrompt | Recorder | None = None,
         unpacked: bool = False,
     ) -> Any:
-        """Gives log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked.
+        """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked.
 
-        unpacked: for a pack of one row, by transformers' own forward and attention, logits and all; for comparisons.
-
-        token_gradient: what backward will bring for each of them, so that the head need not wait for it. carried: the prompt of
-        ``pack_branches``, or what records that of ``pack_prompt``: then its last token's state [1, h] and ``outputs`` are given.
+        Args:
+            pack: the tokens of a micro-batch, and what is asked of them.
+            temperature: of the log-probs.
+            with_entropy: entropies are asked for.
+            token_gradient: what backward will bring for each log-prob, so that the head need not wait for it.
+            prefix_kv: the prefix of ``pack_branches``, or what records that of ``pack_prompt``: then its last token's state
+                [1, h] and ``outputs`` are returned.
+            unpacked: for a pack of one row, in eager attention, logits and all; for comparisons.
         """
         if unpacked:
             return self._unpacked(pack, temperature)
-        read = pack.read if self.prunes else None
-        output: Any = self.lm.get_decoder()(
-            input_ids=pack.input_ids,
-            position_ids=pack.position_ids,
-            use_cache=False,
-            pack_trees=pack.trees,
-            read_trees=None if read is None else read.trees,
-            carried=carried,
-        )
-        hidden = output.last_hidden_state[0]
-        if isinstance(carried, Recorder):
-            # Flat, so that FSDP2 sees the tensors from which backward will start.
-            return hidden[-1:].clone(), *carried.outputs()
-        if carried is not None:
-            hidden = carried.before_states(hidden)
-        hidden = hidden.index_select(0, pack.predicts if read is None else read.predicts)
-        if self.final_norm is not None:
-            hidden = self.final_norm(hidden)
-        return self.lm.get_output_embeddings()(hidden, pack.targets, temperature, with_entropy, token_gradient)
+        if isinstance(prefix_kv, Recorder):
+            return self._recorded(pack, prefix_kv)
+        states = self._predicting_states(pack, prefix_kv)
+        return self.lm.get_output_embeddings()(states, pack.targets, temperature, with_entropy, token_gradient)
 
-    def _unpacked(self, pack: Pack, temperature: float) -> tuple[Tensor, None]:
-        assert pack.num_rows == 1, pack.num_rows
-        with own_attention(self.lm):
-            logits = self.lm(input_ids=pack.input_ids, use_cache=False).logits[0, pack.predicts]
-        return (logits.float() / temperature).log_softmax(-1).gather(-1, pack.targets[:, None])[:, 0], None
+    def _predicting_states(self, pack: Pack, prefix: CarriedPrompt | None) -> Tensor:
+        """Return the normed states [R, h] that predict the pack's targets."""
+        decoder = self.decoder
+        if not isinstance(decoder, Decoder):
+            return states_of_pack(decoder, pack).index_select(0, pack.predicts)
+        needed = pack.read if decoder.prunes else None
+        hidden = decoder(pack.input_ids, pack.position_ids, pack.trees, None if needed is None else needed.trees, prefix)
+        if prefix is not None:
+            hidden = prefix.before_states(hidden)
+        return decoder.normed_rows(hidden, pack.predicts if needed is None else needed.predicts)
+
+    def _recorded(self, prompt: Pack, recorder: Recorder) -> tuple[Tensor, ...]:
+        """Return the state [1, h] of a prompt's last token, then what was recorded of its blocks.
+
+        Flat, so that FSDP2 sees the tensors from which backward will start.
+        """
+        decoder = self.decoder
+        needed = prompt.read.trees if decoder.prunes and prompt.read is not None else None
+        hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.trees, needed, recorder)
+        return hidden[-1:].clone(), *recorder.outputs()
+
+    def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
+        """Return the log-probs of a row alone, in eager attention and from whole logits."""
+        assert row.num_rows == 1, row.num_rows
+        decoder = self.decoder
+        if isinstance(decoder, Decoder):
+            positions = torch.arange(row.input_ids.shape[1], device=row.input_ids.device)[None]
+            hidden = decoder(row.input_ids, positions, row.trees, attend=KERNELS[REGISTERED["eager"]])
+            logits = self.lm.get_output_embeddings()(decoder.normed_rows(hidden, row.predicts))
+        else:
+            logits = logits_of_row(self.lm, row)[row.predicts]
+        return (logits.float() / temperature).log_softmax(-1).gather(-1, row.targets[:, None])[:, 0], None
 
     def carry(self, prompt: Pack) -> CarriedPrompt:
         """Computes a prompt whose answers are in micro-batches to come."""
         state, *outputs = self(prompt, 1.0, False, None, Recorder())
         return CarriedPrompt(state, outputs)
-
-
-@contextmanager
-def own_attention(lm: nn.Module) -> Iterator[None]:
-    """Lets a model compute with transformers' eager attention inside the body."""
-    configs = {
-        id(config): config for module in lm.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)
-    }
-    before = [(config, config._attn_implementation) for config in configs.values()]
-    try:
-        for config in configs.values():
-            config._attn_implementation = "eager"
-        yield
-    finally:
-        for config, attention in before:
-            config._attn_implementation = attention
 
 
 def allocate(policy: PolicyModel, device: torch.device, on_host: bool = False) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,24 +9,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from transformers import PreTrainedModel
 
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.distributed.sharding import shard_model
-from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_checkpointing import checkpoint_blocks, recomputed_blocks
 from verl_memopt.memory.carried_prompt import CarriedPrompt
-from verl_memopt.memory.lora import apply_lora
-from verl_memopt.memory.native_offload import native_offload
-from verl_memopt.memory.precision import mixed_precision
-from verl_memopt.memory.prune_last_block import prune_last_block
-from verl_memopt.memory.quantized_frozen import exact_weights, quantize_blocks
-from verl_memopt.memory.recompute_elementwise import recompute_elementwise
+from verl_memopt.memory.quantized_frozen import exact_weights
 from verl_memopt.memory.resharding import reshard_units
-from verl_memopt.memory.sharding_units import sharding_units
 from verl_memopt.memory.shared_prompt import chains
-from verl_memopt.memory.tiled_mlp import tile_mlps
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import (
     WeightFolder,
@@ -38,9 +26,8 @@ from verl_memopt.models.build import (
     rebuild_buffers,
 )
 from verl_memopt.models.pack import Pack, pack_branches, pack_groups, pack_prompt, pack_rows
+from verl_memopt.models.parallelize import block_options, parallelize
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -73,76 +60,12 @@ def build_scorer(
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{key}.fsdp_config.mixed_precision.reduce_dtype")
     attention = choose_attention(model.attn_implementation, device, compute)
     lm = empty_model(load_model_config(model, folder), attention, masters, model.trust_remote_code)
-    policy = PolicyModel(lm, model.logprob_chunk_tokens, compile_head, model.logprob_vocab_tile)
-    if trained and model.lora_rank > 0:
-        apply_lora(lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
-    if quantization != "none":
-        quantize_blocks(policy.blocks(), quantization)
-    blocks = _blocks(policy, fsdp)
-    mode, shards = (model.gradient_checkpointing_mode, model.gradient_checkpointing_every), model.tiled_mlp.num_shards
-    own_code = not type(lm).__module__.startswith("transformers.")
-    if own_code:
-        _tell_own_code(lm, model)
-    if model.tiled_mlp.enabled:
-        tile_mlps(policy.blocks(), shards, trained)
-    if model.recompute_elementwise and not own_code:
-        again = {id(block) for block in (recomputed_blocks(blocks, *mode) if recompute else ())}
-        policy.final_norm = recompute_elementwise(
-            lm.get_decoder(), trained, lambda block: shards if model.tiled_mlp.enabled else 1 if id(block) in again else None
-        )
-    if model.prune_last_block and not own_code:
-        policy.prunes = prune_last_block(lm.get_decoder(), recomputed=policy.final_norm is not None)
-    _refuse_units_inside_blocks(policy, fsdp, key)
-    # On several ranks all must run the same forwards and backwards, and their groups are cut differently.
-    policy.carries = policy.final_norm is not None and mesh.size() == 1
-    if recompute:
-        checkpoint_blocks(blocks, *mode)
-    units = sharding_units(lm.get_input_embeddings(), blocks, lm.get_output_embeddings(), policy.tied, fsdp.own_units)
-    precision, offload = mixed_precision(masters, compute, reduce), native_offload(fsdp.offload_policy)
-    shard_model(policy, units, mesh, precision, offload, fsdp.reshard_after_forward, fsdp.forward_prefetch)
+    blocks = block_options(lm, model, fsdp, recompute, trained)
+    # A prefix is carried on one rank alone: several must all run the same forwards, and their groups are cut differently.
+    carries = blocks is not None and blocks[0].recompute and mesh.size() == 1
+    policy = PolicyModel(lm, model.logprob_chunk_tokens, compile_head, model.logprob_vocab_tile, blocks, carries)
+    parallelize(policy, model, fsdp, mesh, (masters, compute, reduce), key, recompute, trained, quantization)
     return policy
-
-
-def _tell_own_code(lm: PreTrainedModel, model: Model) -> None:
-    """Says which knobs leave a model alone whose code is not transformers': they know blocks by class, and it may differ."""
-    section = "actor_rollout_ref.model"
-    if model.tiled_mlp.enabled:
-        raise ConfigError(
-            f"{section}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
-            f"Set {section}.tiled_mlp.enabled=false."
-        )
-    for name in ("recompute_elementwise", "prune_last_block"):
-        if getattr(model, name):
-            logger.warning(
-                "%s.%s=true: %s runs code of its own; its blocks are left as they are", section, name, type(lm).__name__
-            )
-
-
-def _blocks(policy: PolicyModel, fsdp: Fsdp) -> list[torch.nn.Module]:
-    wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap
-    if wanted is None:
-        return policy.blocks()
-    blocks = [module for module in policy.modules() if type(module).__name__ in wanted]
-    if not blocks:
-        kinds = sorted({type(block).__name__ for block in policy.blocks()})
-        raise ConfigError(
-            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: the model has no such module. "
-            f"Its blocks are {', '.join(kinds)}; leave the key out to take them."
-        )
-    return blocks
-
-
-def _refuse_units_inside_blocks(policy: PolicyModel, fsdp: Fsdp, key: str) -> None:
-    wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
-    ours = policy.final_norm is not None or policy.prunes
-    for block in policy.blocks() if ours else ():
-        inside = sorted({type(module).__name__ for module in block.modules() if module is not block} & set(wanted))
-        if inside:
-            raise ConfigError(
-                f"{key}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
-                f"{type(block).__name__}, whose weights recompute_elementwise=true and prune_last_block=true of "
-                "actor_rollout_ref.model read as one unit. Leave the key out, or set both to false."
-            )
 
 
 def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host: bool = False) -> None:

@@ -1,0 +1,170 @@
+"""What a model's blocks are built with, and what wraps the model afterwards, in the order in which it is applied."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
+
+from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.distributed.sharding import shard_model
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.activation_checkpointing import checkpoint_blocks, chosen_blocks
+from verl_memopt.memory.lora import apply_lora
+from verl_memopt.memory.native_offload import native_offload
+from verl_memopt.memory.precision import mixed_precision
+from verl_memopt.memory.prune_last_block import can_prune
+from verl_memopt.memory.quantized_frozen import quantize_blocks
+from verl_memopt.memory.recompute_elementwise import can_recompute
+from verl_memopt.memory.sharding_units import sharding_units
+from verl_memopt.memory.tiled_mlp import check_mlps
+from verl_memopt.models.decoder import BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
+from verl_memopt.models.policy_model import PolicyModel
+
+logger = logging.getLogger(__name__)
+
+SECTION = "actor_rollout_ref.model"
+
+
+def parallelize(
+    policy: PolicyModel,
+    model: Model,
+    fsdp: Fsdp,
+    mesh: DeviceMesh,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    key: str,
+    checkpoints: bool,
+    trained: bool,
+    quantization: str,
+) -> None:
+    """Apply to a model without weights what wraps it: LoRA, quantisation, checkpointing, FSDP2 and the offload of its parameters.
+
+    Args:
+        policy: the model; its blocks already have their options.
+        model: settings of the model.
+        fsdp: settings of its sharding.
+        mesh: of the ranks.
+        dtypes: of the masters, of compute and of the gradient reduction.
+        key: the settings section to name in errors.
+        checkpoints: activation checkpointing is on.
+        trained: the policy, which has adapters where LoRA is asked for.
+        quantization: of a frozen model's blocks.
+
+    Raises:
+        ConfigError: for adapters or units that the model has no modules for.
+    """
+    if trained and model.lora_rank > 0:
+        apply_lora(policy.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
+    if quantization != "none":
+        quantize_blocks(policy.blocks(), quantization)
+    units = wrapped_modules(policy, policy.blocks(), fsdp)
+    _refuse_units_inside_blocks(policy, fsdp, key)
+    if checkpoints:  # before sharding, so that FSDP's hooks stay outside of what is computed again
+        others = [unit for unit in units if not isinstance(unit, DecoderBlock)]  # a block of ours does it itself
+        checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
+    embedding, head = policy.lm.get_input_embeddings(), policy.lm.get_output_embeddings()
+    shard_model(
+        policy,
+        sharding_units(embedding, units, head, policy.tied, fsdp.own_units),
+        mesh,
+        mixed_precision(*dtypes),
+        native_offload(fsdp.offload_policy),
+        fsdp.reshard_after_forward,
+        fsdp.forward_prefetch,
+    )
+
+
+def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bool, trained: bool) -> list[BlockOptions] | None:
+    """Return what each block of a model is to do to hold less memory; None for an architecture that computes its blocks itself.
+
+    What such an architecture cannot do is refused, or told in the log where the run is right without it.
+
+    Args:
+        lm: as transformers made it.
+        model: settings of the model.
+        fsdp: settings of its sharding, whose units are what is checkpointed.
+        checkpoints: activation checkpointing is on.
+        trained: false for a model that only ever runs without gradients.
+
+    Raises:
+        ConfigError: for MLPs that cannot run over tiles.
+    """
+    blocks: Any = getattr(lm.get_decoder(), "layers", None)
+    if not isinstance(blocks, nn.ModuleList):
+        return None  # PolicyModel refuses it by name
+    if not type(lm).__module__.startswith("transformers."):
+        _tell_own_code(lm, model)
+        return None
+    tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
+    if tiles is not None:
+        check_mlps(blocks, trained)
+    recompute = model.recompute_elementwise and can_recompute(blocks, trained)
+    prunes = model.prune_last_block and can_prune(blocks[-1])
+    if not of_llama_family(lm):
+        assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
+        return None
+    mode, wanted = model.gradient_checkpointing_mode, fsdp.wrap_policy.transformer_layer_cls_to_wrap
+    among_units = checkpoints and (wanted is None or class_name(blocks[0]) in wanted)
+    chosen = chosen_blocks(len(blocks), mode, model.gradient_checkpointing_every) if among_units else ()
+    return [
+        BlockOptions(
+            recompute=recompute,
+            # A second forward of the whole block stops before an MLP that keeps its input alone.
+            mlp_tiles=1 if tiles is None and recompute and place in chosen and mode != "selective" else tiles,
+            prune=prunes and place == len(blocks) - 1,
+            checkpoint=None if place not in chosen else "selective" if mode == "selective" else "full",
+        )
+        for place in range(len(blocks))
+    ]
+
+
+def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) -> list[nn.Module]:
+    """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the classes asked for.
+
+    Raises:
+        ConfigError: where the model has no module of these classes.
+    """
+    wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap
+    if wanted is None:
+        return list(blocks)
+    units = [module for module in root.modules() if class_name(module) in wanted]
+    if not units:
+        kinds = sorted({class_name(block) for block in blocks})
+        raise ConfigError(
+            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: the model has no such module. "
+            f"Its blocks are {', '.join(kinds)}; leave the key out to take them."
+        )
+    return units
+
+
+def _tell_own_code(lm: PreTrainedModel, model: Model) -> None:
+    """Tell which knobs leave a model alone whose code is not transformers': they know blocks by class, and it may differ."""
+    if model.tiled_mlp.enabled:
+        raise ConfigError(
+            f"{SECTION}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
+            f"Set {SECTION}.tiled_mlp.enabled=false."
+        )
+    for name in ("recompute_elementwise", "prune_last_block"):
+        if getattr(model, name):
+            logger.warning(
+                "%s.%s=true: %s runs code of its own; its blocks are left as they are", SECTION, name, type(lm).__name__
+            )
+
+
+def _refuse_units_inside_blocks(policy: PolicyModel, fsdp: Fsdp, key: str) -> None:
+    wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
+    decoder: Any = policy.decoder
+    ours = isinstance(decoder, Decoder) and (decoder.recompute or decoder.prunes)
+    for block in policy.blocks() if ours else ():
+        inside = sorted({class_name(module) for module in block.modules() if module is not block} & set(wanted))
+        if inside:
+            raise ConfigError(
+                f"{key}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
+                f"{class_name(block)}, whose weights recompute_elementwise=true and prune_last_block=true of "
+                "actor_rollout_ref.model read as one unit. Leave the key out, or set both to false."
+            )

@@ -1,0 +1,74 @@
+"""Decoders of other architectures: transformers' own modules, with attention over packs registered with transformers.
+
+The trees of a pack reach attention among the keyword arguments that transformers' decoders hand down. The names are registered
+without a mask function, so that no [T, T] mask is ever built and the passes give the same bytes under fake tensors as with real
+ones.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig
+
+from verl_memopt.models.attention import KERNELS, Attend, Over
+from verl_memopt.models.pack import Pack
+from verl_memopt.models.trees import Trees
+
+
+def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
+    """Return the normed states [T, h] of a pack's tokens."""
+    output: Any = decoder(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, pack_trees=pack.trees)
+    return output.last_hidden_state[0]
+
+
+def logits_of_row(lm: nn.Module, pack: Pack) -> Tensor:
+    """Return the logits [T, V] of a pack of one row, by transformers' own forward and eager attention."""
+    with own_attention(lm):
+        return lm(input_ids=pack.input_ids, use_cache=False).logits[0]
+
+
+@contextmanager
+def own_attention(lm: nn.Module) -> Iterator[None]:
+    """Let a model compute with transformers' eager attention inside the body."""
+    configs = {
+        id(config): config for module in lm.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config in configs.values():
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, attention in before:
+            config._attn_implementation = attention
+
+
+def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """Return a kernel as transformers calls it."""
+
+    def packed(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        pack_trees: Trees | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        assert pack_trees is not None, "attention over a pack needs the pack's trees"
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend(query, key, value, Over(pack_trees, scale, sliding_window, None)), None
+
+    return packed
+
+
+def register_kernels() -> None:
+    """Make transformers know the kernels by the names of our own; to be called before a model is built with one."""
+    for name, attend in KERNELS.items():
+        AttentionInterface.register(name, _registered(attend))
