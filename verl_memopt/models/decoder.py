@@ -211,6 +211,7 @@ class Decoder(nn.Module):
     def __init__(self, source: Any, blocks: Sequence[BlockOptions], attend: Attend) -> None:
         """Take over the submodules of ``source``; ``blocks``: one for each block; ``attend``: the attention kernel."""
         super().__init__()
+        self.options = tuple(blocks)
         self.recompute, self.prunes, self.attend = all(block.recompute for block in blocks), blocks[-1].prune, attend
         self.embed_tokens = source.embed_tokens
         self.layers = nn.ModuleList(DecoderBlock(block, own) for block, own in zip(source.layers, blocks, strict=True))
@@ -238,8 +239,8 @@ class Decoder(nn.Module):
         hidden = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(hidden, position_ids=position_ids)
         kernel = self.attend if attend is None else attend
-        for block in self.layers:
-            pruned = block.options.prune and needed is not None
+        for block, options in zip(self.layers, self.options, strict=True):
+            pruned = options.prune and needed is not None
             hidden = block(hidden, cos, sin, needed if pruned else trees, kernel, prefix_kv)
         return hidden[0]
 
