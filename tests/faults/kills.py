@@ -15,11 +15,12 @@ KILL = "FAULT_KILL"
 """Variable with the JSON of {who, edge, phase, time}: kill that process before or after a phase, the time-th time it comes."""
 
 PROCESSES = {
-    "worker": lambda process: process.name().startswith("ray::"),
+    "worker": lambda process: process.name().startswith("ray::Member"),
     "reward": lambda process: "verl_memopt.rewards" in " ".join(process.cmdline()),
     "raylet": lambda process: process.name() == "raylet",
     "gcs": lambda process: process.name() == "gcs_server",
-    "agent": lambda process: "agent.py" in " ".join(process.cmdline()),
+    "agent": lambda process: "Agent" in process.name() or "agent.py" in " ".join(process.cmdline()),
+    "idle worker": lambda process: process.name().startswith("ray::IDLE"),
 }
 """What a run is made of beside its driver."""
 

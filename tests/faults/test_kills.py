@@ -101,7 +101,7 @@ def test_fifty_random_kills_lose_no_step_that_was_saved(healthy, toy, run_dir, r
         run = healthy.start(toy, folder, *settings)
         time.sleep(random.uniform(0.2, 25))
         who = kill_one(run)
-        run.wait()
+        run.wait(1800)
         assert not left(run), who
         if who is None:
             assert run.returncode == 0, run.stdout[-3000:]

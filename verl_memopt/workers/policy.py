@@ -221,4 +221,4 @@ def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 def _is_finite(norm: Tensor) -> bool:
     """Says whether a norm on the host is finite. A fake tensor has no value: what plans with it plans an update."""
-    return isinstance(norm, FakeTensor) or math.isfinite(norm.item())
+    return isinstance(norm, FakeTensor) or math.isfinite(float(norm.numpy()))
