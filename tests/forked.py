@@ -7,7 +7,6 @@ import, which would be most of a test's time. ``tests/forked_python`` stands in 
 import atexit
 import contextlib
 import ctypes
-import functools
 import gc
 import json
 import os
@@ -53,6 +52,9 @@ class ForkServer:
         self._process.stdin.close()
         self._process.wait(timeout=60)
         self._process.stdout.close()
+
+    def is_alive(self):
+        return self._process.poll() is None
 
     def variables(self):
         """Gives what :data:`PYTHON` must find in its environment."""
@@ -130,9 +132,18 @@ class ForkedProcess:
             self._connection.close()
 
 
-@functools.cache
 def shared_server():
     """Gives the server of this test process, started when it is first asked for. It ends with the process."""
+    if _started and _started[-1].is_alive():
+        return _started[-1]
+    _started.append(_start_server())
+    return _started[-1]
+
+
+_started = []
+
+
+def _start_server():
     quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
     folder = tempfile.TemporaryDirectory(prefix="forked-")
     server = ForkServer(folder.name, {**os.environ, **quiet})

@@ -3,7 +3,7 @@
 from typing import Any
 
 import pytest
-from hypothesis import given
+from hypothesis import example, given
 from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -78,6 +78,9 @@ def wrapped(model: Any, special: bool, **flags: Any) -> PreTrainedTokenizerFast:
 @pytest.mark.parametrize("flags", [{}, {"lstrip": True}, {"rstrip": True}, {"single_word": True}], ids=str)
 @pytest.mark.parametrize("model", [lambda: bpe(False), lambda: bpe(True), unigram], ids=["bpe", "whole words", "unigram"])
 @given(text=st.text(alphabet="ab</s> ", max_size=24), cut=st.integers(0, 24))
+@example(text="</s>a", cut=0)
+@example(text="a</s>", cut=0)
+@example(text="</s></s>a", cut=4)
 def test_every_kind_of_tokenizer_agrees_with_itself(model: Any, flags: dict[str, Any], text: str, cut: int) -> None:
     """A text whose first part is plain, and whose second part is left to the tokenizer."""
     tokenizer = wrapped(model(), special=True, **flags)

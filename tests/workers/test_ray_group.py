@@ -439,7 +439,7 @@ def test_a_cluster_of_one_node_listens_on_the_loopback_address_only_and_keeps_it
 
 def test_members_and_rays_processes_live_through_a_signal_to_all_and_what_members_start_does_not(group):
     alive = [child for child in psutil.Process().children(recursive=True) if child.status() != psutil.STATUS_ZOMBIE]
-    others = ("multiprocessing", "tests.faults")  # what other tests of this process have started
+    others = ("multiprocessing", "tests.forked")  # what other tests of this process have started
     descendants = [child for child in alive if not any(name in " ".join(child.cmdline()) for name in others)]
     for child in descendants:
         for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):

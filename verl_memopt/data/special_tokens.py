@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import re
 import secrets
+import unicodedata
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 from weakref import WeakKeyDictionary
@@ -30,6 +31,7 @@ class SpecialTokens:
 
     def __init__(self, tokenizer: Any) -> None:
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._single_words = {token.content for token in added if token.single_word}
         names = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
         self.names = sorted(names - {""}, key=lambda name: (-len(name), name))
         # The longest of those that begin at one place, as tokenizers choose.
@@ -40,6 +42,7 @@ class SpecialTokens:
         self._backend = getattr(tokenizer, "backend_tokenizer", None)
         self._kind = type(tokenizer).__name__
         self._blind: Any = None
+        self._merges = False
 
     def find(self, text: str) -> Spans:
         """Return where special tokens stand in a text."""
@@ -92,13 +95,26 @@ class SpecialTokens:
         return [encoded.ids for encoded in self._blind.encode_batch(marked, add_special_tokens=False)]
 
     def _with_stand_ins(self, text: str, plain: Spans) -> Iterator[str]:
-        """Gives the text with stand-ins for the special tokens outside of the spans."""
+        """Gives the text with stand-ins for the special tokens outside of the spans that the tokenizer would take for tokens."""
         end = 0
-        for start, after in plain:
-            yield self.hide(text[end:start])
-            yield text[start:after]
+        for start, after in (*plain, (len(text), len(text))):
+            for match in self._pattern.finditer(text, end, start):
+                if self._gives_token(text, match):
+                    yield text[end : match.start()]
+                    yield self._stand_ins[match[0]]
+                    end = match.end()
+            yield text[end:after]
             end = after
-        yield self.hide(text[end:])
+
+    def _gives_token(self, text: str, match: re.Match[str]) -> bool:
+        """Says whether the tokenizer makes its token of a special token's name.
+
+        A single word inside a longer one is text to it. Of text a model makes the token too where the name is a piece of its
+        vocabulary, unless it builds its pieces by merges.
+        """
+        beside = text[: match.start()][-1:] + text[match.end() :][:1]
+        stands_alone = match[0] not in self._single_words or not any(map(_in_word, beside))
+        return stands_alone or not self._merges
 
     def _blinded(self) -> Any:
         """Gives a copy of the tokenizer in which each special token is spelled as its stand-in, under the same id.
@@ -113,6 +129,7 @@ class SpecialTokens:
         from tokenizers import Tokenizer
 
         made = json.loads(self._backend.to_str())
+        self._merges = "merges" in made["model"]
         for token in made["added_tokens"]:
             if token["content"] in self._stand_ins:
                 token |= {"content": self._stand_ins[token["content"]], "normalized": False}
@@ -123,6 +140,12 @@ class SpecialTokens:
         for name, stand_in in self._stand_ins.items():
             assert blind.token_to_id(stand_in) == self._backend.token_to_id(name), name
         return blind
+
+
+def _in_word(character: str) -> bool:
+    """Says whether a character is one of a word, as ``\\w`` of the tokenizers library has it."""
+    kind = unicodedata.category(character)
+    return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or character in "\u200c\u200d" or "\u24b6" <= character <= "\u24e9"
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
