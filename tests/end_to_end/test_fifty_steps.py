@@ -14,16 +14,12 @@ from torch.utils._python_dispatch import _len_torch_dispatch_stack, is_traceable
 
 from tests.end_to_end.runs import RECIPES, metrics, survivors
 from tests.end_to_end.runs import settings_of as arguments_of
+from tests.trainer.conftest import ready
 from verl_memopt.config.loader import load_settings
 from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.timeline import read_timeline
-from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.build import build_run, start_rewards, start_workers
-from verl_memopt.trainer.interrupts import Interrupts
-from verl_memopt.trainer.loop import Trainer
-from verl_memopt.trainer.reporter import Reporter
 
 STEPS, SETTLED = 50, 3
 LOOKED = (SETTLED, *range(10, STEPS + 1, 10))
@@ -110,25 +106,14 @@ def storages_of(tensor):
 def train(toy, run_dir, steps):
     """Trains as a run does and gives what is held after each step."""
     settings = load_settings("toy", [*arguments_of(toy, run_dir), *EVERYTHING], str(RECIPES))
-    clock, held = PhaseClock(), []
-    with Interrupts() as interrupts:
-        context = build_run(settings)
-        with (
-            context.lock,
-            start_rewards(context) as runner,
-            Reporter(context, clock) as reporter,
-            start_workers(context, clock) as workers,
-        ):
-            trainer = Trainer(context, workers, runner, reporter, interrupts)
-            try:
-                trainer.track(0)
-                workers.all("update_weights", "update_weights")
-                reporter.started(0, workers.take_memories())
-                for step in range(1, steps + 1):
-                    trainer.one_step(step)
-                    held.append(Held(host_allocator().held_bytes, live_bytes() if step in LOOKED else None))
-            finally:
-                trainer.stepper.close()
+    held = []
+    with ready(settings) as trainer:
+        trainer.track(0)
+        trainer.workers.all("update_weights", "update_weights")
+        trainer.reporter.started(0, trainer.workers.take_memories())
+        for step in range(1, steps + 1):
+            trainer.one_step(step)
+            held.append(Held(host_allocator().held_bytes, live_bytes() if step in LOOKED else None))
     return held
 
 

@@ -36,22 +36,20 @@ def assert_ends_the_same(machine, toy, run_dir, settings, reference):
     assert_equal_runs(run_dir, reference)
 
 
-def kill_driver(machine, toy, run_dir, uninterrupted, phase, edge):
-    run = machine.train(toy, run_dir, *SHORT, **moment("driver", phase, edge))
-    assert run.returncode == -signal.SIGKILL, run.stdout[-3000:]
-    assert_ends_the_same(machine, toy, run_dir, SHORT, uninterrupted)
+IN_EVERY_RUN = (("gen", "after"), ("update_actor", "after"), ("save_checkpoint", "before"))
+"""The boundaries that are not left to the slow proofs."""
+BOUNDARIES = [
+    pytest.param(phase, edge, marks=() if (phase, edge) in IN_EVERY_RUN else pytest.mark.slow)
+    for phase in PHASES
+    for edge in EDGES
+]
 
 
-@pytest.mark.parametrize(("phase", "edge"), [("gen", "after"), ("update_actor", "after"), ("save_checkpoint", "before")])
+@pytest.mark.parametrize(("phase", "edge"), BOUNDARIES)
 def test_a_driver_that_is_killed_between_two_phases_is_not_missed(healthy, toy, run_dir, uninterrupted, phase, edge):
-    kill_driver(healthy, toy, run_dir, uninterrupted, phase, edge)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("phase", PHASES)
-def test_a_driver_may_be_killed_at_the_boundary_of_every_phase(healthy, toy, run_dir, uninterrupted, phase, edge):
-    kill_driver(healthy, toy, run_dir, uninterrupted, phase, edge)
+    run = healthy.train(toy, run_dir, *SHORT, **moment("driver", phase, edge))
+    assert run.returncode == -signal.SIGKILL, run.stdout[-3000:]
+    assert_ends_the_same(healthy, toy, run_dir, SHORT, uninterrupted)
 
 
 @pytest.fixture(scope="module")
@@ -64,8 +62,13 @@ def on_ray(machine, toy):
     return run_dir
 
 
-def kill_one_on_ray(machine, toy, run_dir, on_ray, who, phase, edge):
-    run = machine.train(toy, run_dir, *RAY, **moment(who, phase, edge))
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("edge", EDGES)
+@pytest.mark.parametrize("phase", PHASES)
+@pytest.mark.parametrize("who", ["driver", "worker", "reward", "raylet", "gcs", "agent"])
+def test_every_process_may_be_killed_at_the_boundary_of_every_phase(healthy, toy, run_dir, on_ray, who, phase, edge):
+    run = healthy.train(toy, run_dir, *RAY, **moment(who, phase, edge))
     assert not left(run)
     assert "Traceback" not in run.stdout.split("Its traceback")[0], run.stdout[-3000:]
     if who == "driver":
@@ -75,16 +78,7 @@ def kill_one_on_ray(machine, toy, run_dir, on_ray, who, phase, edge):
         assert "WorkerError" in run.stdout, run.stdout[-3000:]
     else:
         assert run.returncode in (0, 1), run.stdout[-3000:]
-    assert_ends_the_same(machine, toy, run_dir, RAY, on_ray)
-
-
-@pytest.mark.slow
-@pytest.mark.timeout(1800)
-@pytest.mark.parametrize("edge", EDGES)
-@pytest.mark.parametrize("phase", PHASES)
-@pytest.mark.parametrize("who", ["driver", "worker", "reward", "raylet", "gcs", "agent"])
-def test_every_process_may_be_killed_at_the_boundary_of_every_phase(healthy, toy, run_dir, on_ray, who, phase, edge):
-    kill_one_on_ray(healthy, toy, run_dir, on_ray, who, phase, edge)
+    assert_ends_the_same(healthy, toy, run_dir, RAY, on_ray)
 
 
 @pytest.mark.slow

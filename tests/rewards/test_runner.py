@@ -242,6 +242,21 @@ def test_processes_of_a_killed_supervisor_are_found_by_their_mark(tmp_path: Path
     assert re.search("killed [34] processes that a reward function had started and left behind", caplog.text)
 
 
+def test_a_process_without_its_supervisor_is_given_no_rows(custom: Callable[..., CustomReward]) -> None:
+    outlives_its_supervisor = """
+        import ctypes, os
+        ctypes.CDLL(None).prctl(1, 0, 0, 0, 0)  # no signal when the supervisor dies
+        return {"score": 1.0, "supervisor": os.getppid()}
+    """
+    with RewardRunner(custom(outlives_its_supervisor), 1) as runner:
+        runner.score(rows("a"))
+        [killed] = runner.pids()
+        os.kill(killed, signal.SIGKILL)
+        assert wait_until(lambda: gone(killed))
+        [result] = runner.score(rows("b"))
+        assert [result.extra["supervisor"]] == runner.pids() != [killed]
+
+
 def test_what_the_function_prints_lies_in_its_log_and_not_among_what_the_run_prints(
     custom: Callable[..., CustomReward], tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -52,6 +52,10 @@ def test_a_step_with_any_update_begins_the_count_again(store):
     for step in range(1, 9, 2):
         guard.watch(step, skipped(2), True)
         guard.watch(step + 1, skipped(1), True)
+    guard.watch(9, skipped(2), True)
+    guard.watch(10, skipped(2), True)
+    with pytest.raises(TrainingError, match="steps 9 to 11 applied no update"):
+        guard.watch(11, skipped(2), True)
 
 
 @pytest.mark.parametrize(("most", "steps"), [(1, "step 1"), (2, "steps 1 to 2")])

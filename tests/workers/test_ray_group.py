@@ -173,7 +173,9 @@ def test_a_death_is_reported_before_the_broken_connection_it_causes(doomed):
 
 
 def test_shutdown_ends_the_processes_and_may_be_called_again(doomed):
+    processes = [psutil.Process(pid) for pid in doomed.all("process")]
     doomed.shutdown()
+    assert psutil.wait_procs(processes, timeout=GONE_SECONDS)[1] == []
     doomed.shutdown()
 
 

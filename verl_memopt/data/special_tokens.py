@@ -109,8 +109,8 @@ class SpecialTokens:
     def _gives_token(self, text: str, match: re.Match[str]) -> bool:
         """Says whether the tokenizer makes its token of a special token's name.
 
-        A single word inside a longer one is text to it. Of text a model makes the token too where the name is a piece of its
-        vocabulary, unless it builds its pieces by merges.
+        A name that must be a single word is not matched inside a longer word. The tokenizer's model then reads it as text. A
+        model that looks pieces up in its vocabulary can still find the token there; a model that builds pieces by merges cannot.
         """
         beside = text[: match.start()][-1:] + text[match.end() :][:1]
         stands_alone = match[0] not in self._single_words or not any(map(_in_word, beside))

@@ -116,6 +116,10 @@ class RewardProcess:
     def is_alive(self) -> bool:
         return self._process.poll() is None
 
+    def died_idle(self) -> bool:
+        """Whether it has loaded the function and is gone; one that could not load it tells why in ``wait_until_loaded``."""
+        return self._loaded and not self.is_alive()
+
     def ending(self) -> str:
         """How the process ended, in words; then what it printed last."""
         code = self._process.wait()

@@ -128,6 +128,9 @@ class _Round:
     def _hand_out(self) -> None:
         idle = [process for process in self._processes if process not in self._at_work]
         for process in idle[: len(self._waiting)]:
+            if process.died_idle():
+                # The function's own process may live a moment longer, and would take a row with it.
+                process = self._start_again(process)
             first, end = self._waiting.popleft()
             self._at_work[process] = (first, end)
             process.send(first, self._rows[first:end])
@@ -156,14 +159,18 @@ class _Round:
         """
         at, _ = process.position()
         first, end = self._at_work.pop(process)
-        process.close()
-        place = self._processes.index(process)
-        self._processes[place] = self._start(place)
+        self._start_again(process)
         missing = [index for index in range(first, end) if index not in self._results]
         if at in missing or missing[0] in self._retried:
             self._record(at if at in missing else missing[0], 0.0, {}, what)
         self._retried.add(missing[0])
         self._waiting.extendleft((index, index + 1) for index in reversed(missing) if index not in self._results)
+
+    def _start_again(self, process: RewardProcess) -> RewardProcess:
+        process.close()
+        place = self._processes.index(process)
+        self._processes[place] = self._start(place)
+        return self._processes[place]
 
     def _record(self, index: int, score: float, extra: dict[str, Any], failure: str | None) -> None:
         if failure is None:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from verl_memopt.config.schema import Actor, ActorRolloutRef
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Ref, Rollout
 from verl_memopt.memory.shared_prompt import RowTokens, pack_groups_under
 from verl_memopt.memory.token_budget import balance, pack_fixed, split_to_count
 
@@ -40,7 +40,7 @@ class Budget:
 
 def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
     """Return the budgets of the update, the old-log-prob pass and the reference pass."""
-    actor, rollout, ref = roles.actor, roles.rollout, roles.ref
+    actor = roles.actor
     update = Budget(
         actor.use_dynamic_bsz,
         actor.ppo_max_token_len_per_gpu,
@@ -48,21 +48,17 @@ def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
         actor.use_prefix_grouper,
     )
-    old = replace(
+    return update, _log_prob_budget(update, roles.rollout, "rollout"), _log_prob_budget(update, roles.ref, "ref")
+
+
+def _log_prob_budget(update: Budget, role: Rollout | Ref, name: str) -> Budget:
+    return replace(
         update,
-        by_tokens=bool(rollout.log_prob_use_dynamic_bsz),
-        max_tokens=rollout.log_prob_max_token_len_per_gpu or 0,
-        rows=rollout.log_prob_micro_batch_size_per_gpu,
-        key="actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+        by_tokens=bool(role.log_prob_use_dynamic_bsz),
+        max_tokens=role.log_prob_max_token_len_per_gpu or 0,
+        rows=role.log_prob_micro_batch_size_per_gpu,
+        key=f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu",
     )
-    reference = replace(
-        update,
-        by_tokens=bool(ref.log_prob_use_dynamic_bsz),
-        max_tokens=ref.log_prob_max_token_len_per_gpu or 0,
-        rows=ref.log_prob_micro_batch_size_per_gpu,
-        key="actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
-    )
-    return update, old, reference
 
 
 def update_gives_old_log_probs(actor: Actor, train_batch_size: int, kl_in_reward: bool) -> bool:
