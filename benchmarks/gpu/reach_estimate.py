@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from benchmarks.gpu.reach_cases import Case
 from verl_memopt.config.schema import Settings
-from verl_memopt.memory.shapes import Shapes, width
+from verl_memopt.knobs.shapes import Shapes, width
 from verl_memopt.observe.phase import MIB
 
 

@@ -8,7 +8,7 @@ from tests.memory.activations import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.memory.activation_checkpointing import KEPT_BY_SELECTIVE, Checkpointed, checkpoint_blocks, chosen_blocks
-from verl_memopt.memory.knobs import knob_named
+from verl_memopt.knobs.index import knob_named
 from verl_memopt.models.trees import Trees
 from verl_memopt.observe.byte_tracker import ByteTracker
 

@@ -10,7 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from tests.memory.recomputed import relative
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
 from verl_memopt.memory.chunked_logprob import FREE_TILE, KNOB, _assert_as_told, _saved, head_log_probs, logit_bytes
-from verl_memopt.memory.shapes import Shapes
+from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 VOCAB, WIDTH = 37, 5

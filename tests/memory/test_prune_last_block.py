@@ -14,9 +14,9 @@ from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.memory.knobs import knob_named
+from verl_memopt.knobs.index import knob_named
 from verl_memopt.memory.prune_last_block import can_prune
-from verl_memopt.memory.shapes import Shapes
+from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.models.decoder import class_name
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.scorer import micro_batch

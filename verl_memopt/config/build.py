@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Mapping
-from typing import Any, Union, get_args, get_origin
+from typing import Any, Literal, Union, get_args, get_origin
 
 from verl_memopt.config.foreign import hint
 from verl_memopt.config.keys import leaf_types, leaf_values, replaced, section_keys
@@ -72,7 +72,12 @@ def convert(value: Any, kind: Any) -> Any:
         raise MismatchError("a mapping with text keys")
     if origin in (list, tuple):
         return _sequence(value, origin, arguments)
-    return _scalar(value, kind)
+    return _scalar(value, _word_type(kind))
+
+
+def _word_type(kind: Any) -> Any:
+    """Return str for a choice of words: which words they may be is checked with the ranges."""
+    return str if get_origin(kind) is Literal else kind
 
 
 def _one_of(value: Any, arguments: tuple[Any, ...]) -> Any:
@@ -88,7 +93,7 @@ def _one_of(value: Any, arguments: tuple[Any, ...]) -> Any:
 
 
 def _sequence(value: Any, origin: Any, arguments: tuple[Any, ...]) -> Any:
-    expected = f"a list of {len(arguments)} numbers" if origin is tuple else f"a list, each {EXPECTED[arguments[0]]}"
+    expected = f"a list of {len(arguments)} numbers" if origin is tuple else f"a list, each {EXPECTED[_word_type(arguments[0])]}"
     if not isinstance(value, list | tuple) or (origin is tuple and len(value) != len(arguments)):
         raise MismatchError(expected)
     try:
@@ -126,7 +131,8 @@ def _kind(value: Any) -> str:
 
 
 def _type_hint(key: str, value: Any) -> str:
-    if leaf_types()[key] in (str, str | None) and isinstance(value, int | float):
+    kinds = {_word_type(kind) for kind in (leaf_types()[key], *get_args(leaf_types()[key]))}
+    if str in kinds and not kinds & {int, float} and isinstance(value, int | float):
         return f"Quote it: {key}='\"{value}\"' on a command line."
     if isinstance(value, Mapping):
         return f"Nothing stands below this key; give {key} one value."

@@ -6,8 +6,10 @@ import ast
 import dataclasses
 import inspect
 import sys
+import types
 from collections.abc import Iterator, Sequence
 from functools import cache
+from typing import Any, Literal, Union, get_args, get_origin
 
 from verl_memopt.config import schema
 from verl_memopt.config.aliases import VALUES, spelled
@@ -18,7 +20,7 @@ from verl_memopt.config.refusals import REFUSED
 
 _HEAD = """# Configuration
 
-Written by `python -m verl_memopt.config.document` from `verl_memopt/config/schema.py`; edit the schema, not this page.
+Written by `python -m verl_memopt.config.document` from `verl_memopt/config/schema/` and `verl_memopt/knobs/`; edit those, not this page.
 
 Keys carry verl's names. A key is given on the command line (`key=value`) or in a YAML file; every other key has the default
 below. `<- key` means: follows that key unless given. `required` means: there is no default.
@@ -47,14 +49,23 @@ def page() -> str:
 
 
 @cache
-def meanings() -> dict[tuple[str, str], tuple[str, str]]:
-    """(class, field) -> (type as written, docstring under the field), read from the source of the schema."""
-    found = {}
-    for node in ast.parse(inspect.getsource(schema)).body:
+def meanings(section: type) -> dict[str, tuple[str, str]]:
+    """Return field -> (type as written, docstring under the field) of one section class, read from the sources of its bases."""
+    rows: dict[str, tuple[str, str]] = {}
+    for base in reversed(section.__mro__):
+        if base.__name__ not in ("object", "KnobSettings"):
+            rows |= _fields(inspect.getmodule(base)).get(base.__name__, {})
+    return rows
+
+
+@cache
+def _fields(module: Any) -> dict[str, dict[str, tuple[str, str]]]:
+    found: dict[str, dict[str, tuple[str, str]]] = {}
+    for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.ClassDef):
             for field, below in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    found[node.name, field.target.id] = ast.unparse(field.annotation), _docstring(below)
+                    found.setdefault(node.name, {})[field.target.id] = ast.unparse(field.annotation), _docstring(below)
     return found
 
 
@@ -75,9 +86,21 @@ def _key_tables() -> Iterator[str]:
 
 
 def _row(section: str, kind: type, name: str) -> tuple[str, str, str, str]:
-    written, meaning = next(meanings()[base.__name__, name] for base in kind.__mro__ if (base.__name__, name) in meanings())
-    readable = "text or list of text" if written == "Any" else written.replace(" | None", " or null").replace(" | ", " or ")
-    return f"`{name}`", readable, _default(f"{section}.{name}"), meaning
+    return f"`{name}`", _type(field_types(kind)[name]), _default(f"{section}.{name}"), meanings(kind)[name][1]
+
+
+def _type(kind: Any) -> str:
+    """Return a type in words."""
+    origin, parts = get_origin(kind), get_args(kind)
+    if kind is Any:
+        return "text or list of text"
+    if origin is Literal:
+        return ", ".join(f"`{word}`" for word in parts)
+    if origin in (Union, types.UnionType):
+        return " or ".join(map(_type, parts))
+    if origin in (list, tuple, dict):
+        return f"{origin.__name__}[{', '.join('any' if part is Any else _type(part) for part in parts)}]"
+    return {type(None): "null"}.get(kind, kind.__name__)
 
 
 def _default(key: str) -> str:

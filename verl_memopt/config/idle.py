@@ -9,22 +9,13 @@ from verl_memopt.config.keys import value_at
 from verl_memopt.config.links import LINKS
 from verl_memopt.config.problems import shown
 from verl_memopt.config.schema import Settings
+from verl_memopt.knobs.index import knobs
 
 logger = logging.getLogger(__name__)
 
 _AR = "actor_rollout_ref"
 
 Idle = tuple[Callable[[Settings], bool], str]
-
-BUCKETED: dict[str, Callable[[Settings], bool]] = {
-    "actor.fsdp_config.optimizer_offload": lambda s: s.actor_rollout_ref.actor.fsdp_config.optimizer_offload,
-    "actor.optim.state_dtype": lambda s: (
-        s.actor_rollout_ref.actor.optim.state_dtype != s.actor_rollout_ref.actor.fsdp_config.model_dtype
-    ),
-    "actor.optim.stochastic_rounding": lambda s: s.actor_rollout_ref.actor.optim.stochastic_rounding,
-    "actor.optim.in_backward": lambda s: s.actor_rollout_ref.actor.optim.in_backward,
-}
-"""Key -> whether it asks for something that only our AdamW does."""
 
 _PER_SEQUENCE = "actor.policy_loss.loss_mode clips one ratio per sequence"
 
@@ -37,14 +28,6 @@ def _aggregates_tokens(settings: Settings) -> bool:
 _KL_LOSS_OFF: Idle = (lambda s: not s.actor_rollout_ref.actor.use_kl_loss, "actor.use_kl_loss is false")
 _KL_REWARD_OFF: Idle = (lambda s: not s.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
 _KL_FIXED: Idle = (lambda s: s.algorithm.kl_ctrl.type == "fixed", "algorithm.kl_ctrl.type is fixed")
-_CHECKPOINTING_OFF: Idle = (
-    lambda s: not s.actor_rollout_ref.model.enable_gradient_checkpointing,
-    "model.enable_gradient_checkpointing is false",
-)
-_OFFLOAD_OFF: Idle = (
-    lambda s: not s.actor_rollout_ref.model.enable_activation_offload,
-    "model.enable_activation_offload is false",
-)
 IDLE: dict[str, Idle] = {
     "algorithm.norm_adv_by_std_in_grpo": (lambda s: s.algorithm.adv_estimator != "grpo", "it belongs to GRPO"),
     "algorithm.kl_penalty": _KL_REWARD_OFF,
@@ -57,14 +40,6 @@ IDLE: dict[str, Idle] = {
     f"{_AR}.actor.loss_scale_factor": (
         lambda s: s.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
         "actor.loss_agg_mode is not seq-mean-token-sum-norm",
-    ),
-    f"{_AR}.actor.ppo_micro_batch_size_per_gpu": (
-        lambda s: s.actor_rollout_ref.actor.use_dynamic_bsz,
-        "actor.use_dynamic_bsz packs by tokens",
-    ),
-    f"{_AR}.actor.ppo_max_token_len_per_gpu": (
-        lambda s: not s.actor_rollout_ref.actor.use_dynamic_bsz,
-        "actor.use_dynamic_bsz is false",
     ),
     f"{_AR}.actor.clip_ratio_c": (lambda s: s.actor_rollout_ref.actor.policy_loss.loss_mode != "vanilla", _PER_SEQUENCE),
     f"{_AR}.actor.loss_agg_mode": (lambda s: not _aggregates_tokens(s), _PER_SEQUENCE),
@@ -82,39 +57,16 @@ IDLE: dict[str, Idle] = {
         lambda s: s.data.val_files is None or s.trainer.test_freq <= 0 or s.trainer.max_actor_ckpt_to_keep is None,
         "it needs a validation (data.val_files, trainer.test_freq) and a bound (trainer.max_actor_ckpt_to_keep)",
     ),
-    f"{_AR}.rollout.sleep_level": (
-        lambda s: s.actor_rollout_ref.rollout.free_cache_engine is False,
-        "actor_rollout_ref.rollout.free_cache_engine is false",
-    ),
     **dict.fromkeys(
         (
             f"{_AR}.rollout.{key}"
             for key in (
-                *("gpu_memory_utilization", "kv_cache_memory_gb", "max_num_batched_tokens", "enforce_eager"),
-                *("enable_chunked_prefill", "enable_prefix_caching", "cudagraph_capture_sizes", "disable_log_stats"),
-                "scheduling_policy",
+                *("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"),
             )
         ),
         (lambda s: s.actor_rollout_ref.rollout.name == "hf", "it belongs to actor_rollout_ref.rollout.name=vllm"),
     ),
-    f"{_AR}.actor.optim.bucket_megabytes": (
-        lambda s: not any(asks(s) for asks in BUCKETED.values()),
-        "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
-    ),
-    f"{_AR}.model.gradient_checkpointing_mode": _CHECKPOINTING_OFF,
-    f"{_AR}.model.gradient_checkpointing_every": (
-        lambda s: (
-            not s.actor_rollout_ref.model.enable_gradient_checkpointing
-            or s.actor_rollout_ref.model.gradient_checkpointing_mode != "every_n"
-        ),
-        "model.gradient_checkpointing_mode is not every_n",
-    ),
-    f"{_AR}.model.activation_offload_min_bytes": _OFFLOAD_OFF,
-    f"{_AR}.model.activation_offload_in_flight": _OFFLOAD_OFF,
-    f"{_AR}.model.tiled_mlp.num_shards": (
-        lambda s: not s.actor_rollout_ref.model.tiled_mlp.enabled,
-        "model.tiled_mlp.enabled is false",
-    ),
+    **{idle.key: (idle.when, idle.because) for knob in knobs() for idle in knob.idle},
 }
 """Key -> when giving it asks for something that does not happen, and why."""
 

@@ -13,25 +13,38 @@ Section = TypeVar("Section")
 
 
 @cache
-def field_types(section: type) -> dict[str, Any]:
-    """Return field name -> resolved type of one section class, in the order of the source."""
-    hints = get_type_hints(section)
-    return {field.name: hints[field.name] for field in dataclasses.fields(section)}
+def field_types(section: type, annotated: bool = False) -> dict[str, Any]:
+    """Return field name -> resolved type of one section class: its own fields, then those of its knobs.
+
+    Args:
+        section: a frozen dataclass.
+        annotated: keep ``Annotated`` with its ranges.
+    """
+    hints = get_type_hints(section, include_extras=annotated)
+    fields = [field.name for field in dataclasses.fields(section)]
+    own = [name for name in fields if name in vars(section).get("__annotations__", {})]
+    return {name: hints[name] for name in dict.fromkeys([*own, *fields])}
 
 
-def walk(section: type = Settings, prefix: str = "") -> Iterator[tuple[str, Any]]:
+def walk(section: type = Settings, prefix: str = "", annotated: bool = False) -> Iterator[tuple[str, Any]]:
     """Yield every (dotted key, type) below a section, sections before their own keys."""
-    for name, kind in field_types(section).items():
+    for name, kind in field_types(section, annotated).items():
         yield prefix + name, kind
         if dataclasses.is_dataclass(kind):
             assert isinstance(kind, type)
-            yield from walk(kind, f"{prefix}{name}.")
+            yield from walk(kind, f"{prefix}{name}.", annotated)
 
 
 @cache
 def leaf_types() -> dict[str, Any]:
     """Return dotted key -> type of every key that holds a value."""
     return {key: kind for key, kind in walk() if not dataclasses.is_dataclass(kind)}
+
+
+@cache
+def annotated_types() -> dict[str, Any]:
+    """Return dotted key -> type with its ranges, of every key that holds a value."""
+    return {key: kind for key, kind in walk(annotated=True) if not dataclasses.is_dataclass(kind)}
 
 
 @cache

@@ -13,7 +13,7 @@ from verl_memopt.config.keys import leaf_keys
 
 __all__ = ["leaf_keys", "record_reads"]
 
-_SILENT_CALLERS = frozenset({"dataclasses", schema.__name__})
+_SILENT_CALLERS = ("dataclasses", schema.__name__)
 """Modules whose reads are no use of a value: ``dataclasses.replace``, and the generated ``==`` and ``repr``."""
 
 
@@ -39,7 +39,7 @@ def _recording(prefixes: dict[int, str], seen: set[str]) -> Callable[[Any, str],
     def read(self: Any, name: str) -> Any:
         value = object.__getattribute__(self, name)
         prefix = prefixes.get(id(self))
-        silent = sys._getframe(1).f_globals["__name__"] in _SILENT_CALLERS
+        silent = sys._getframe(1).f_globals["__name__"].startswith(_SILENT_CALLERS)
         if prefix is not None and not silent and not name.startswith("_") and not dataclasses.is_dataclass(value):
             seen.add(prefix + name)
         return value

@@ -25,7 +25,7 @@ from torch import Tensor
 from verl_memopt.memory.in_place_gradient import room_for
 from verl_memopt.memory.knob import Claim, Knob
 from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Tokens
-from verl_memopt.memory.shapes import Shapes
+from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.observe.byte_tracker import scope
 
 FREE_TILE = 16_384

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from verl_memopt.memory.fused import over_rows
-from verl_memopt.memory.shapes import ROWS_OF_BACKWARD
+from verl_memopt.knobs.shapes import ROWS_OF_BACKWARD
 
 PRODUCT_ROWS = {"cpu": ROWS_OF_BACKWARD, "cuda": 8192}
 """Rows of a tile of backward: enough for its products to be as fast as whole ones."""

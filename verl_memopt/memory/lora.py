@@ -25,7 +25,7 @@ from torch.nn.functional import linear
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import Claim, Knob, Refusal
-from verl_memopt.memory.shapes import Shapes
+from verl_memopt.knobs.shapes import Shapes
 
 KEY = "actor_rollout_ref.model"
 ADAPTERS = ("lora_A", "lora_B")

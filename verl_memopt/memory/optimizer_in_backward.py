@@ -22,7 +22,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.knob import Claim, Knob, Refusal
 from verl_memopt.memory.optimizer_layout import local
-from verl_memopt.memory.shapes import Shapes
+from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.observe.byte_tracker import scope
 
 KEY = "actor_rollout_ref.actor.optim.in_backward"

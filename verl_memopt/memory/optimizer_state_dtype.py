@@ -25,7 +25,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.memory.knob import Claim, Knob, Refusal
-from verl_memopt.memory.shapes import Shapes
+from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.memory.stochastic_rounding import round_to_bfloat16_
 
 STATE_DTYPES = ("fp32", "bfloat16", "int8", "int4")

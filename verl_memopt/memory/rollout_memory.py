@@ -24,7 +24,7 @@ from __future__ import annotations
 
 from verl_memopt.config.schema import Rollout
 from verl_memopt.memory.knob import Claim, Knob, Refusal
-from verl_memopt.memory.shapes import width
+from verl_memopt.knobs.shapes import width
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2

@@ -12,7 +12,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from verl_memopt.algorithms.kl import KlController
-from verl_memopt.config.checks import needs_reference
+from verl_memopt.knobs.conditions import needs_reference
 from verl_memopt.config.schema import Data, Model, RayKwargs, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, build_dataset
 from verl_memopt.data.encoder import PromptEncoder

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.checks import needs_reference, world_size
+from verl_memopt.knobs.conditions import needs_reference, world_size
 from verl_memopt.config.schema import Model, RayKwargs, Rollout, Settings, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError

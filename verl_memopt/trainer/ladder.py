@@ -20,7 +20,7 @@ from verl_memopt.distributed.device import empty_cache, local_device, resolve_de
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.memory.shapes import Shapes
+from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, load_model_config
 from verl_memopt.models.folder import resolve_folder

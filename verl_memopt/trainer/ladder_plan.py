@@ -9,7 +9,7 @@ import yaml
 
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
-from verl_memopt.memory.knobs import knob_named
+from verl_memopt.knobs.index import knob_named
 
 ALL_OFF = "all off"
 

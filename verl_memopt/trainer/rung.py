@@ -7,9 +7,9 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.memory.knob import Claim
-from verl_memopt.memory.knobs import knob_named
-from verl_memopt.memory.shapes import Shapes
+from verl_memopt.knobs.knob import Saving
+from verl_memopt.knobs.index import knob_named
+from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.trainer.ladder_plan import BRANCHES, Work
 
 HOST = "host buffers"

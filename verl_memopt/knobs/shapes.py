@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-
-from verl_memopt.config.schema import ActorRolloutRef
+from typing import Any
 
 ROWS_OF_BACKWARD = 2048
 """Tokens at most in a tile of a block's products in backward, on a CPU; where it is more, it is still little beside a block."""
@@ -17,7 +16,8 @@ ELEMENTWISE_BYTES = 6 * 2**16 * 4
 class Shapes:
     """What a formula of *Saves* is evaluated on: a model, the largest micro-batch of a pass, and the settings."""
 
-    settings: ActorRolloutRef
+    settings: Any
+    """``Settings.actor_rollout_ref``."""
     layers: int
     hidden: int
     mlp: int
@@ -206,3 +206,8 @@ class Shapes:
 def width(dtype: str) -> int:
     """Gives the bytes of an element by the settings' spelling of a dtype."""
     return 4 if dtype in ("fp32", "float32") else 2
+
+
+def activation_saving(before: Shapes, after: Shapes) -> float:
+    """Return how far the activations of an update fall between two settings."""
+    return before.activation_bytes - after.activation_bytes

@@ -1,0 +1,106 @@
+"""The sections ``actor_rollout_ref.actor`` and ``actor_rollout_ref.ref``."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Literal
+
+from verl_memopt.config.schema.training import Fsdp, Optim, TrainedFsdp
+from verl_memopt.knobs.index import knob_settings
+from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range
+
+KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
+KlWithGradient = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"]
+Part = Literal["model", "optimizer", "extra", "hf_model"]
+ABOVE_ONE = Range("must be above 1", lambda value: value > 1)
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The clipped objective."""
+
+    loss_mode: Literal["vanilla", "sequence", "gspo"] = "vanilla"
+    """vanilla = clipped ratio per token; sequence = per sequence, exp of the summed log-ratio (RLOO);
+    gspo = per sequence, length-normalised."""
+
+
+@dataclass(frozen=True)
+class CheckpointContents:
+    """What a checkpoint holds."""
+
+    save_contents: list[Part] = field(default_factory=lambda: ["model", "optimizer", "extra"])
+    """Parts to save: model, optimizer, extra (scheduler and RNG), hf_model (a Hugging Face folder)."""
+    load_contents: list[Part] | None = None
+    """Parts to load on resume; follows ``save_contents``."""
+
+
+@dataclass(frozen=True)
+class Actor(knob_settings("actor")):
+    """The update."""
+
+    strategy: Literal["fsdp2"] = "fsdp2"
+    """Sharding backend; fsdp2 is the only one."""
+    ppo_mini_batch_size: PositiveInt = 256
+    """Prompts per optimizer step."""
+    old_log_prob_pass: Literal["always", "auto"] = "auto"
+    """always, or auto: left out where the update's own forward gives the same log-probs, which is with one optimizer step a
+    rollout and neither ``algorithm.use_kl_in_reward`` nor ``calculate_entropy``."""
+    clip_ratio: PositiveFloat = 0.2
+    """Clip of the ratio on both sides."""
+    clip_ratio_low: Annotated[float | None, POSITIVE] = None
+    """Lower clip; follows ``clip_ratio``."""
+    clip_ratio_high: Annotated[float | None, POSITIVE] = None
+    """Upper clip; follows ``clip_ratio``."""
+    clip_ratio_c: Annotated[float, ABOVE_ONE] = 3.0
+    """Dual clip: bound of the loss for negative advantages; above 1."""
+    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
+    """token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm; always over the global mini-batch."""
+    loss_scale_factor: Annotated[int | None, POSITIVE] = None
+    """Divisor of seq-mean-token-sum-norm; follows ``data.max_response_length``."""
+    entropy_coeff: NaturalFloat = 0.0
+    """Weight of the entropy bonus."""
+    calculate_entropy: bool = False
+    """Report the entropy even when its weight is 0."""
+    use_kl_loss: bool = False
+    """Add a KL term against the reference to the loss."""
+    kl_loss_coef: NaturalFloat = 0.001
+    """Weight of that term."""
+    kl_loss_type: KlWithGradient = "low_var_kl"
+    """kl (k1), abs, mse (k2), low_var_kl (k3); a trailing + takes k2's gradient."""
+    use_torch_compile: bool = True
+    """Compile the log-prob head, and norms, rotations and activations of all models. GPU only; off under full_determinism, and
+    with one warning where there is no C compiler."""
+    ppo_epochs: PositiveInt = 1
+    """Passes over the rollout batch."""
+    shuffle: bool = False
+    """Shuffle groups before they are cut into mini-batches."""
+    data_loader_seed: NaturalInt = 42
+    """Seed of that shuffle."""
+    policy_loss: PolicyLoss = field(default_factory=PolicyLoss)
+    """The clipped objective."""
+    optim: Optim = field(default_factory=Optim)
+    """Optimizer and schedule."""
+    fsdp_config: TrainedFsdp = field(default_factory=TrainedFsdp)
+    """Sharding and precision of the policy."""
+    checkpoint: CheckpointContents = field(default_factory=CheckpointContents)
+    """What a checkpoint holds."""
+
+
+@dataclass(frozen=True)
+class RefModel:
+    """Where the reference comes from."""
+
+    path: str | None = None
+    """Another reference model with the same tokenizer; follows ``actor_rollout_ref.model.path``."""
+
+
+@dataclass(frozen=True)
+class Ref(knob_settings("ref", "log_prob_pass")):
+    """The reference; built only when a KL is asked for."""
+
+    model: RefModel = field(default_factory=RefModel)
+    """Where the reference comes from."""
+    use_torch_compile: bool | None = None
+    """Compile the reference's log-prob head; follows ``actor.use_torch_compile``."""
+    fsdp_config: Fsdp = field(default_factory=Fsdp)
+    """Sharding and precision of the reference."""

@@ -1,0 +1,168 @@
+"""The sections that are not of one model: algorithm, rewards, trainer, Ray, memory, debug."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Annotated, Any, Literal
+
+from verl_memopt.config.schema.actor import KlEstimator
+from verl_memopt.knobs.index import knob_settings
+from verl_memopt.knobs.ranges import POSITIVE, CountOrMinusOne, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range, Words
+
+VERLS_DEFAULT: Any = "gae"
+"""verl's default estimator, which no run can have: it needs a critic."""
+LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb"))
+FILES = Range("must be at least 64", lambda value: value >= 64)
+
+
+@dataclass(frozen=True)
+class KlControl:
+    """Coefficient of the KL in the reward."""
+
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """fixed or adaptive."""
+    kl_coef: NaturalFloat = 0.001
+    """Coefficient, or its first value."""
+    horizon: PositiveInt = 10000
+    """Adaptive only: samples over which the coefficient moves."""
+    target_kl: PositiveFloat = 0.1
+    """Adaptive only."""
+
+
+@dataclass(frozen=True)
+class Algorithm:
+    """Advantages and the KL in the reward."""
+
+    adv_estimator: Literal["rloo", "grpo"] = VERLS_DEFAULT
+    """rloo or grpo. The default is verl's: gae needs a critic, which is not available, so that one of the two must be given."""
+    norm_adv_by_std_in_grpo: bool = True
+    """GRPO: divide by the group's standard deviation."""
+    use_kl_in_reward: bool = False
+    """Subtract the KL to the reference from the reward."""
+    kl_penalty: KlEstimator = "kl"
+    """Estimator of that KL: kl, abs, mse, low_var_kl."""
+    kl_ctrl: KlControl = field(default_factory=KlControl)
+    """Its coefficient."""
+    expansion: Literal["string", "token"] = "string"
+    """How a prompt becomes ``rollout.n`` rows: string (as text, before one tokenization) or token (as ids)."""
+
+
+@dataclass(frozen=True)
+class RewardModel:
+    """Reward processes."""
+
+    reward_manager: Literal["naive"] = "naive"
+    """How scores become rewards; naive = one score on the last response token."""
+    num_workers: PositiveInt = 1
+    """Processes that run the reward function."""
+
+
+@dataclass(frozen=True)
+class CustomReward:
+    """A reward function of the user's own."""
+
+    path: str | None = None
+    """Python file with the reward function; null = the rule that belongs to ``data_source``."""
+    name: str = "compute_score"
+    """Function name: (data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)."""
+    reward_kwargs: dict[str, Any] = field(default_factory=dict)
+    """Fixed arguments of the function."""
+    timeout_seconds: PositiveFloat = 60.0
+    """Longest time one row may take."""
+    cpu_seconds: Annotated[float | None, POSITIVE] = None
+    """Most processor time of one row, summed over all threads and processes that work on it; null = 32 x ``timeout_seconds``."""
+    memory_gb: PositiveFloat = 16
+    """Most GiB of memory that one reward process, with all that it starts, may hold. Each of ``reward_model.num_workers`` has
+    this limit for itself."""
+    open_files: Annotated[int, FILES] = 4096
+    """Most files that one reward process may have open."""
+    on_error: Literal["raise", "score"] = "raise"
+    """raise = a row that fails stops the run; score = it takes ``fallback_score``, is counted and logged."""
+    fallback_score: float = 0.0
+    """Score of a failed row with on_error=score."""
+
+
+@dataclass(frozen=True)
+class RayKwargs:
+    """Arguments of Ray."""
+
+    ray_init: dict[str, Any] = field(default_factory=dict)
+    """Arguments of ray.init (num_cpus, address, ...)."""
+    timeline_json_file: str | None = None
+    """Write Ray's timeline here at the end."""
+
+
+@dataclass(frozen=True)
+class Trainer:
+    """The run: its length, machines, logs and checkpoints."""
+
+    nnodes: PositiveInt = 1
+    """Machines."""
+    n_gpus_per_node: PositiveInt = 1
+    """Devices per machine; on a CPU, worker processes."""
+    device: str = "auto"
+    """auto, cuda, cpu."""
+    worker_group: Literal["ray", "local"] = "ray"
+    """ray = one process per device; local = the worker lives in this process (one device)."""
+    total_epochs: PositiveInt = 30
+    """Passes over the training rows."""
+    total_training_steps: Annotated[int | None, POSITIVE] = None
+    """Steps; wins over ``total_epochs``."""
+    logger: Annotated[Any, LOGGERS] = field(default_factory=lambda: ["console", "jsonl"])
+    """console, jsonl, tensorboard, wandb."""
+    table_every_steps: PositiveInt = 10
+    """Print the table of recent steps every so many steps."""
+    track_memory_every_steps: NaturalInt = 10
+    """CPU only: count live tensor bytes in steps 1, 2 and every so many (a GPU reads its allocator every step);
+    0 = never."""
+    log_val_generations: NaturalInt = 0
+    """Validation samples logged as a table."""
+    rollout_data_dir: str | None = None
+    """Write every training sample to {dir}/{step}.jsonl."""
+    validation_data_dir: str | None = None
+    """Write every validation sample to {dir}/{step}.jsonl."""
+    save_freq: CountOrMinusOne = -1
+    """Steps between checkpoints; > 0 also saves the last step."""
+    test_freq: CountOrMinusOne = -1
+    """Steps between validations; > 0 also validates the last step."""
+    val_before_train: bool = True
+    """Validate before the first step."""
+    val_only: bool = False
+    """Validate and exit."""
+    resume_mode: Literal["auto", "disable", "resume_path"] = "auto"
+    """auto = newest whole checkpoint in ``default_local_dir``; disable; resume_path."""
+    resume_from_path: str | None = None
+    """A global_step_N folder, with resume_mode=resume_path."""
+    project_name: str = "verl_examples"
+    """Names the run in loggers and in ``default_local_dir``."""
+    experiment_name: str = "gsm8k"
+    """As ``project_name``."""
+    default_local_dir: str | None = None
+    """The run folder; null = checkpoints/{project_name}/{experiment_name}."""
+    max_actor_ckpt_to_keep: Annotated[int | None, POSITIVE] = None
+    """Checkpoints kept; null = all. The newest whose weights are known to be good (they gave finite gradients) stays besides."""
+    keep_best: bool | None = None
+    """Keep the checkpoint with the best validation score besides; null = true where the run validates (``test_freq`` > 0)."""
+    max_skipped_steps: PositiveInt = 3
+    """Steps in a row without any update, because no gradient norm was finite, after which the run stops and names the last good
+    checkpoint. One such step may be a bad batch; three in a row mean that the weights or the settings are at fault."""
+    balance_batch: bool = True
+    """Even out tokens over ranks."""
+    ray_wait_register_center_timeout: PositiveInt = 300
+    """Seconds for placement and worker start."""
+    stop_deadline_seconds: PositiveFloat = 25.0
+    """Seconds from a stop signal to the end of the run: it finishes or gives up the step, saves and exits. Slurm and Kubernetes
+    kill 30 seconds after SIGTERM unless told otherwise."""
+
+
+@dataclass(frozen=True)
+class Memory(knob_settings("memory")):
+    """Limits of each worker process."""
+
+
+@dataclass(frozen=True)
+class Debug:
+    """Looking at a run without running it."""
+
+    mode: Literal["off", "dry"] = "off"
+    """off, or dry (resolve the settings, print them, exit)."""

@@ -1,0 +1,172 @@
+"""What a knob's file declares. ``config/`` builds settings, checks and errors from it, the index and the docs read it.
+
+Conditions are functions of the whole settings (:class:`verl_memopt.config.schema.Settings`), typed ``Any`` because this room
+stands before ``config/``. Every condition is evaluated each time settings are loaded, so a misspelt name cannot hide.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, get_type_hints
+
+from verl_memopt.knobs.shapes import Shapes
+
+Condition = Callable[[Any], bool]
+"""A question about the whole settings."""
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "model": ("actor_rollout_ref.model",),
+    "actor": ("actor_rollout_ref.actor",),
+    "optim": ("actor_rollout_ref.actor.optim",),
+    "fsdp": ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"),
+    "trained_fsdp": ("actor_rollout_ref.actor.fsdp_config",),
+    "ref": ("actor_rollout_ref.ref",),
+    "log_prob_pass": ("actor_rollout_ref.rollout", "actor_rollout_ref.ref"),
+    "rollout": ("actor_rollout_ref.rollout",),
+    "memory": ("memory",),
+}
+"""Sections that knobs add fields to, and the dotted keys under which each stands."""
+
+LOWER = "lower"
+"""Stands for the value of a number that should be lowered."""
+
+
+@dataclass(frozen=True)
+class Idle:
+    """When a key has no effect. A user who sets it then gets a warning."""
+
+    key: str
+    when: Condition
+    because: str
+    """The setting that is the reason, as a sentence without a full stop."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination of settings that cannot be, in words that serve the error and the docs page."""
+
+    keys: tuple[str, ...]
+    """The keys that the error shows with their values; the knob's own comes first."""
+    when: Condition
+    because: str
+    """Why it is refused, as a sentence without a full stop."""
+    way_out: str | Callable[[Any], str]
+    """What to set in its place: a sentence, or a function of the settings that returns one."""
+    about: tuple[str, ...] = ()
+    """Further keys that the refusal depends on. A key that is wrong by itself silences it."""
+
+    def way_out_for(self, settings: Any) -> str:
+        """Return the way out for these settings."""
+        return self.way_out if isinstance(self.way_out, str) else self.way_out(settings)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to set when a phase runs out of device memory."""
+
+    kind: str
+    """Kind of bytes that it makes smaller."""
+    key: str
+    value: object
+    """The value to set, or ``LOWER``."""
+    when: Condition = lambda _: True
+    """Whether it would help, asked of the settings below ``actor_rollout_ref``."""
+    phases: tuple[str, ...] = ()
+    """Phases in which it helps; () = all."""
+
+
+@dataclass(frozen=True)
+class Saving:
+    """How far the peak of one kind of bytes falls in one phase."""
+
+    phase: str
+    kind: str
+    """A kind of device bytes, or ``host buffers``."""
+    num_bytes: Callable[[Shapes, Shapes], float]
+    """Return the bytes saved, from the shapes before and after the knob is switched on."""
+
+
+@dataclass(frozen=True)
+class LadderRow:
+    """The knob's row in the ladder, which switches one knob on after another and measures each."""
+
+    place: int
+    """Rows are measured in this order: first what changes no number, precision last."""
+    on: tuple[str, ...]
+    """Overrides that switch it on. ``{pair}`` stands for the tokens of two rows of the batch."""
+    off: tuple[str, ...]
+    """Overrides that switch it off. ``{all}`` stands for the tokens of all rows of the batch."""
+    on_top_of: str = ""
+    """Name of the knob on whose row this one is measured, in place of those that follow there; "" = the row before."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Settings with which a run is tried in combination with every other knob."""
+
+    name: str
+    levels: Mapping[str, Mapping[str, Any]]
+    """Name of a level -> the keys it sets; the first level is off."""
+    lossy: bool = False
+    """Whether levels change what is computed, and not only where it lies and in which order it is summed."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One memory knob. Its text is the docstring of its file."""
+
+    name: str
+    place: int
+    """Position in lists: first what costs least, within training, then the engine, then the host."""
+    settings: Mapping[str, type] = field(default_factory=dict)
+    """Section -> frozen dataclass whose fields join it."""
+    shared_keys: tuple[str, ...] = ()
+    """Keys of other files that belong to it as well."""
+    besides: tuple[str, ...] = ()
+    """What turns it and is no key: a choice of a settings group, or an environment variable."""
+    idle: tuple[Idle, ...] = ()
+    refuses: tuple[Refusal, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    saves: tuple[Saving, ...] = ()
+    """What the ladder holds it to."""
+    row: LadderRow | None = None
+    factors: tuple[Factor, ...] = ()
+    no_factor: Mapping[str, str] = field(default_factory=dict)
+    """Key -> why no factor sets it."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that turns it."""
+        return (*self.defaults(), *self.shared_keys)
+
+    def defaults(self) -> dict[str, Any]:
+        """Return dotted key -> default of its own settings."""
+        return {
+            f"{prefix}.{name}": value
+            for section, settings in self.settings.items()
+            for prefix in SECTIONS[section]
+            for name, value in _leaves(settings)
+        }
+
+
+def _leaves(settings: type) -> Iterator[tuple[str, Any]]:
+    """Yield (name, default) of a settings class, with the names of nested classes in front."""
+    types, instance = get_type_hints(settings), settings()
+    for each in dataclasses.fields(settings):
+        if dataclasses.is_dataclass(types[each.name]):
+            yield from ((f"{each.name}.{name}", value) for name, value in _leaves(types[each.name]))
+        else:
+            yield each.name, getattr(instance, each.name)
+
+
+def switch(name: str, key: str, *, lossy: bool = False, **levels: Any) -> Factor:
+    """Return a factor of one key: level -> value."""
+    return Factor(name, {level: {key: value} for level, value in levels.items()}, lossy)
+
+
+def for_roles(name: str, *, roles: tuple[str, ...] = ("actor", "ref"), lossy: bool = False, **levels: Any) -> tuple[Factor, ...]:
+    """Return one factor a role of an fsdp_config key, so that policy and reference may differ."""
+    key = "actor_rollout_ref.{}.fsdp_config." + name
+    return tuple(switch(f"{role} {name}", key.format(role), lossy=lossy, **levels) for role in roles)

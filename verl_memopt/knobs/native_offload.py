@@ -1,0 +1,66 @@
+"""FSDP2's own CPU offload: parameters, gradients and optimizer state live on the host, and the optimizer steps there.
+
+Use it when: nothing else makes the model fit. ``param_offload`` with ``optimizer_offload`` moves less and is faster.
+Saves: all training state (16 bytes a parameter with fp32 AdamW). What is gathered for compute stays on the device.
+Costs: as many bytes of host memory, the weights over the bus at every gather, the gradients back, and an optimizer step at the
+    host's speed.
+Works with: few, large micro-batches. It refuses ``param_offload`` and ``optimizer_offload``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from verl_memopt.knobs.conditions import trained_roles
+from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Saving, for_roles
+
+_KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.offload_policy" for role in ("actor", "ref"))
+
+
+@dataclass(frozen=True)
+class NativeOffload:
+    """Settings of FSDP2's own offload."""
+
+    offload_policy: bool = False
+    """FSDP2's own offload: parameters, gradients and optimizer state live on the host, and a CPU optimizer steps there.
+    The last resort; not together with ``param_offload`` or ``optimizer_offload``."""
+
+
+def _refusal(role: str, name: str) -> Refusal:
+    def both(settings):  # type: ignore[no-untyped-def]
+        section = getattr(settings.actor_rollout_ref, role).fsdp_config
+        return role in trained_roles(settings) and section.offload_policy and getattr(section, name)
+
+    prefix = f"actor_rollout_ref.{role}.fsdp_config"
+    return Refusal(
+        (f"{prefix}.offload_policy", f"{prefix}.{name}"),
+        both,
+        "with offload_policy parameters and optimizer state never leave the host",
+        f"Set one of the two to false; {name} is the faster one.",
+    )
+
+
+def _refusals() -> Iterator[Refusal]:
+    yield _refusal("actor", "param_offload")
+    yield _refusal("actor", "optimizer_offload")
+    yield _refusal("ref", "param_offload")
+
+
+KNOB = Knob(
+    name="native_offload",
+    place=150,
+    settings={"fsdp": NativeOffload},
+    refuses=tuple(_refusals()),
+    saves=(
+        Saving("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),
+        Saving("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),
+    ),
+    row=LadderRow(
+        200,
+        on=tuple(f"{key}=true" for key in _KEYS),
+        off=tuple(f"{key}=false" for key in _KEYS),
+        on_top_of="rollout_memory",
+    ),
+    factors=for_roles("offload_policy", off=False, on=True),
+)

@@ -1,0 +1,80 @@
+"""Update each FSDP unit inside backward, as soon as its gradient is reduced, and free the gradient at once.
+
+Use it when: gradients are the peak, one micro-batch holds a whole mini-batch, and you can train without gradient clipping.
+Saves: all gradients but those of the largest unit.
+Costs: gradient clipping, which needs the norm of all gradients first (the norm is still reported), and gradient accumulation. A
+    gradient that is not finite stops the run once parameters have moved; without this knob the step is skipped.
+Works with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_rounding``; a token budget that takes a whole
+    mini-batch at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+from verl_memopt.knobs.bucketed_adamw import only_with_adamw, steps_in_backward
+from verl_memopt.knobs.conditions import world_size
+from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Saving, switch
+from verl_memopt.knobs.shapes import Shapes
+
+_ACTOR = "actor_rollout_ref.actor"
+_KEY, _CLIP = f"{_ACTOR}.optim.in_backward", f"{_ACTOR}.optim.clip_grad"
+_ROWS, _MINI = f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ACTOR}.ppo_mini_batch_size"
+
+
+@dataclass(frozen=True)
+class OptimizerInBackward:
+    """Settings of the update inside backward."""
+
+    in_backward: bool = False
+    """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs ``clip_grad=null`` and
+    one micro-batch per optimizer step. A gradient that is not finite stops the run, unless it is the first of its step."""
+
+
+def _saved(_: Shapes, after: Shapes) -> float:
+    """Return the bytes saved on one device, where a unit is one parameter and the vocabulary's matrix the largest."""
+    largest = after.vocab * after.hidden * (2 if after.tied else 1)
+    return after.master_bytes * (after.params - largest)
+
+
+def _sequences(settings: Any) -> int:
+    """Return the sequences of one device per optimizer step."""
+    roles = settings.actor_rollout_ref
+    return int(roles.actor.ppo_mini_batch_size * roles.rollout.n // world_size(settings))
+
+
+def _accumulates(settings: Any) -> bool:
+    actor = settings.actor_rollout_ref.actor
+    rows = actor.ppo_micro_batch_size_per_gpu or 0
+    return steps_in_backward(settings) and not actor.use_dynamic_bsz and 0 < rows < _sequences(settings)
+
+
+def _take_all_rows(settings: Any) -> str:
+    return (
+        f"A device has {_sequences(settings)} sequences per optimizer step: set {_ROWS}={_sequences(settings)}, lower "
+        f"ppo_mini_batch_size, or set {_KEY}=false."
+    )
+
+
+KNOB = Knob(
+    name="optimizer_in_backward",
+    place=130,
+    settings={"optim": OptimizerInBackward},
+    shared_keys=(_CLIP,),
+    refuses=(
+        *only_with_adamw(_KEY, steps_in_backward),
+        Refusal(
+            (_KEY, _CLIP),
+            lambda s: steps_in_backward(s) and s.actor_rollout_ref.actor.optim.clip_grad is not None,
+            "clipping needs the norm of all gradients, and each is gone once it is used",
+            f"Set {_CLIP}=null, or {_KEY}=false.",
+        ),
+        Refusal(
+            (_KEY, _ROWS, _MINI), _accumulates, "gradients of several micro-batches would have to accumulate", _take_all_rows
+        ),
+    ),
+    saves=(Saving("update_actor", "grads", _saved),),
+    row=LadderRow(190, on=(f"{_KEY}=true", f"{_CLIP}=null"), off=(f"{_KEY}=false",), on_top_of="bucketed_adamw"),
+    factors=(switch("in backward", _KEY, off=False, on=True), switch("clip", _CLIP, lossy=True, one=1.0, none=None)),
+)

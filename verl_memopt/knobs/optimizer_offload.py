@@ -1,0 +1,38 @@
+"""Keep optimizer state in host memory; it passes over the device bucket by bucket inside the optimizer step.
+
+Use it when: optimizer state is the peak, before you lower its precision.
+Saves: the whole optimizer state (8 bytes a parameter in fp32) outside the step, and all but three buckets in it.
+Costs: as many bytes of host memory, and the state over the bus both ways once per optimizer step.
+Works with: ``optim.state_dtype`` (fewer bytes to carry), ``param_offload``, ``optim.in_backward``; large mini-batches, since it
+    is paid once per optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_memopt.knobs.bucketed_adamw import offloads_state, only_with_adamw
+from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Saving, for_roles
+
+_KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
+
+
+@dataclass(frozen=True)
+class OptimizerOffload:
+    """Settings of optimizer offload."""
+
+    optimizer_offload: bool = False
+    """Optimizer state rests in one host buffer and streams through the device inside the optimizer step only: 8 bytes a
+    parameter (fp32 moments) leave the device."""
+
+
+KNOB = Knob(
+    name="optimizer_offload",
+    place=100,
+    settings={"trained_fsdp": OptimizerOffload},
+    refuses=only_with_adamw(_KEY, offloads_state),
+    advice=(Advice("optimizer", _KEY, True),),
+    saves=(Saving("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),
+    row=LadderRow(110, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
+    factors=for_roles("optimizer_offload", roles=("actor",), off=False, on=True),
+)

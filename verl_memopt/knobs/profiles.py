@@ -1,0 +1,15 @@
+"""Set many knobs under one name, for a machine with little memory, with some, or with many devices.
+
+Use it when: you start on a new machine. ``memory=constrained`` is the place to begin when a model does not fit.
+Saves: what the keys it sets save. A run logs them, and ``verl-memopt train memory=constrained --cfg job`` prints them.
+Costs: what those keys cost.
+Works with: every recipe and every key. A key on the command line wins over the profile's.
+"""
+
+from __future__ import annotations
+
+from verl_memopt.knobs.knob import Knob
+
+PROFILES = ("constrained", "balanced", "large_multi_gpu")
+
+KNOB = Knob(name="profiles", place=250, besides=tuple(f"memory={name}" for name in PROFILES))

@@ -1,0 +1,82 @@
+"""Choose what FSDP2 keeps gathered between forward and backward, over how many ranks it shards, and when it reduces gradients.
+
+Use it when: gathered parameters or whole gradients are part of the peak. The defaults save the most.
+Saves: ``reshard_after_forward=true`` frees gathered parameters between forward and backward; ``gradient_sync=every`` frees whole
+    gradients after each micro-batch.
+Costs: one more gather of each block in backward; one more reduction of each block per micro-batch.
+Works with: activation checkpointing, which gathers a block once for recomputation and backward; ``own_units``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any, Literal
+
+from verl_memopt.knobs.conditions import trained_roles, world_size
+from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Refusal, for_roles
+from verl_memopt.knobs.ranges import CountOrMinusOne
+
+_ROLES = ("actor", "ref")
+_RESHARD = tuple(f"actor_rollout_ref.{role}.fsdp_config.reshard_after_forward" for role in _ROLES)
+_SYNC = "actor_rollout_ref.actor.fsdp_config.gradient_sync"
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """Settings of resharding."""
+
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters between forward and backward. false keeps them, which saves a gather; a number keeps them
+    sharded over that many ranks, such as those of one machine."""
+    fsdp_size: CountOrMinusOne = -1
+    """Ranks per shard group; -1 = all (one flat mesh); smaller = replicate x shard (HSDP)."""
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    """Settings of the gradient reduction."""
+
+    gradient_sync: Literal["every", "last"] = "every"
+    """every = reduce gradients at each micro-batch; last = keep them whole and reduce once, at the last micro-batch: fewer
+    collectives for 4 bytes a parameter (fp32 reduction) less this rank's share."""
+
+
+def _group(settings: Any, role: str) -> int:
+    """Return the ranks of a shard group."""
+    size = getattr(settings.actor_rollout_ref, role).fsdp_config.fsdp_size
+    return int(world_size(settings) if size == -1 else size)
+
+
+def _refusal(role: str) -> Refusal:
+    def does_not_divide(settings: Any) -> bool:
+        number = getattr(settings.actor_rollout_ref, role).fsdp_config.reshard_after_forward
+        if role not in trained_roles(settings) or isinstance(number, bool):
+            return False
+        return not (1 < number < _group(settings, role) and _group(settings, role) % number == 0)
+
+    def way_out(settings: Any) -> str:
+        ranks = _group(settings, role)
+        return f"A group has {ranks} ranks: set true, false, or a divisor of {ranks} between 1 and {ranks}."
+
+    prefix = f"actor_rollout_ref.{role}.fsdp_config"
+    keys = (f"{prefix}.reshard_after_forward", f"{prefix}.fsdp_size")
+    return Refusal(keys, does_not_divide, "does not divide the ranks of a shard group into smaller groups", way_out)
+
+
+KNOB = Knob(
+    name="resharding",
+    place=160,
+    settings={"fsdp": Resharding, "trained_fsdp": GradientSync},
+    refuses=tuple(map(_refusal, _ROLES)),
+    advice=tuple(Advice(kind, _RESHARD[0], True) for kind in ("gathered parameters", "collective buffers")),
+    row=LadderRow(
+        130,
+        on=(*(f"{key}=true" for key in _RESHARD), f"{_SYNC}=every"),
+        off=(*(f"{key}=false" for key in _RESHARD), f"{_SYNC}=last"),
+    ),
+    factors=(
+        *for_roles("reshard_after_forward", false=False, true=True, two=2),
+        *for_roles("fsdp_size", all=-1, one=1),
+        *for_roles("gradient_sync", roles=("actor",), last="last", every="every"),
+    ),
+)

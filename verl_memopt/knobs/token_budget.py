@@ -1,0 +1,144 @@
+"""Pack micro-batches by tokens under a hard cap, instead of by rows.
+
+Use it when: always with rows of different lengths. Lower the cap first when activations or logits are the peak.
+Saves: activations and logits grow with the tokens of a micro-batch, and no micro-batch ever has more than the cap.
+Costs: nothing in the result, since losses are normalised by global counts. A low cap makes products small and slow.
+Works with: chunked log-probs and checkpointing, which lower the bytes a token needs and so allow a higher cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Annotated, Any
+
+from verl_memopt.knobs.conditions import LENGTHS, needs_reference
+from verl_memopt.knobs.knob import LOWER, Advice, Condition, Factor, Idle, Knob, LadderRow, Refusal, Saving
+from verl_memopt.knobs.ranges import POSITIVE, PositiveInt
+from verl_memopt.knobs.shapes import activation_saving
+
+_AR = "actor_rollout_ref"
+_ROWS, _BY_TOKENS, _TOKENS = "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"
+
+
+@dataclass(frozen=True)
+class UpdateBudget:
+    """Settings of the update's micro-batches."""
+
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
+    use_dynamic_bsz: bool = False
+    """Pack micro-batches by tokens instead of by sequences."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+
+
+@dataclass(frozen=True)
+class LogProbBudget:
+    """Settings of the micro-batches of a pass that only computes log-probs."""
+
+    log_prob_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward; follows the actor's micro-batch size."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Follows ``actor.use_dynamic_bsz``."""
+    log_prob_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Follows ``actor.ppo_max_token_len_per_gpu``."""
+
+
+def _keys(role: str) -> tuple[str, str, str]:
+    """Return the keys of a role's row count, its choice between rows and tokens, and its token cap."""
+    if role == "actor":
+        return f"{_AR}.actor.ppo_{_ROWS}", f"{_AR}.actor.{_BY_TOKENS}", f"{_AR}.actor.ppo_{_TOKENS}"
+    rows, by_tokens, tokens = (f"{_AR}.{role}.log_prob_{name}" for name in (_ROWS, _BY_TOKENS, _TOKENS))
+    return rows, by_tokens, tokens
+
+
+def _sizes(settings: Any, role: str) -> tuple[int | None, bool, int]:
+    section = getattr(settings.actor_rollout_ref, role)
+    names = (key.rpartition(".")[2] for key in _keys(role))
+    rows, by_tokens, tokens = (getattr(section, name) for name in names)
+    return rows, by_tokens, tokens
+
+
+def _looked_at(settings: Any, role: str) -> bool:
+    """Return whether a role has sizes of its own to check: it runs, and does not repeat the actor's."""
+    if role == "actor":
+        return True
+    runs = role == "rollout" or needs_reference(settings)
+    return runs and _sizes(settings, role) != _sizes(settings, "actor")
+
+
+def _longest(settings: Any) -> int:
+    return int(settings.data.max_prompt_length + settings.data.max_response_length)
+
+
+def _has_no_size(role: str) -> Condition:
+    def condition(settings: Any) -> bool:
+        rows, by_tokens, _ = _sizes(settings, role)
+        return _looked_at(settings, role) and not by_tokens and rows is None
+
+    return condition
+
+
+def _is_too_small(role: str) -> Condition:
+    def condition(settings: Any) -> bool:
+        _, by_tokens, tokens = _sizes(settings, role)
+        return _looked_at(settings, role) and by_tokens and tokens < _longest(settings)
+
+    return condition
+
+
+def _raise_it(settings: Any) -> str:
+    return f"Raise it to at least {_longest(settings)}, or lower one of the two lengths."
+
+
+def _refusals() -> Iterator[Refusal]:
+    for role in ("actor", "rollout", "ref"):
+        rows, by_tokens, tokens = _keys(role)
+        yield Refusal((rows, by_tokens), _has_no_size(role), "a micro-batch has no size", f"Set {rows}, or {by_tokens}=true.")
+        longest = "a sample may have more tokens (data.max_prompt_length + data.max_response_length)"
+        yield Refusal((tokens,), _is_too_small(role), longest, _raise_it, about=(by_tokens, *LENGTHS))
+
+
+def _advice() -> Iterator[Advice]:
+    """Yield "lower the cap" for the kinds of bytes that grow with it, under the key that bounds the phase."""
+    for kind in ("activations", "logits"):
+        for phase, role in (("old_log_prob", "rollout"), ("ref", "ref"), ("update_actor", "actor")):
+            rows, by_tokens, tokens = _keys(role)
+            name = by_tokens.rpartition(".")[2]
+            yield Advice(kind, tokens, LOWER, lambda ours, r=role, n=name: bool(getattr(getattr(ours, r), n)), (phase,))  # type: ignore[misc]
+            yield Advice(kind, rows, LOWER, lambda ours, r=role, n=name: not getattr(getattr(ours, r), n), (phase,))  # type: ignore[misc]
+
+
+def _log_prob_factor(role: str, name: str) -> Factor:
+    rows, by_tokens, tokens = _keys(role)
+    return Factor(name, {"follows": {}, "tokens": {by_tokens: True, tokens: 30}, "rows": {by_tokens: False, rows: 2}})
+
+
+_ACTOR_ROWS, _ACTOR_BY_TOKENS, BUDGET_KEY = _keys("actor")
+
+KNOB = Knob(
+    name="token_budget",
+    place=80,
+    settings={"actor": UpdateBudget, "log_prob_pass": LogProbBudget},
+    idle=(
+        Idle(_ACTOR_ROWS, lambda s: s.actor_rollout_ref.actor.use_dynamic_bsz, "actor.use_dynamic_bsz packs by tokens"),
+        Idle(BUDGET_KEY, lambda s: not s.actor_rollout_ref.actor.use_dynamic_bsz, "actor.use_dynamic_bsz is false"),
+    ),
+    refuses=tuple(_refusals()),
+    advice=tuple(_advice()),
+    saves=(Saving("update_actor", "activations", activation_saving),),
+    row=LadderRow(40, on=(f"{BUDGET_KEY}={{pair}}",), off=(f"{BUDGET_KEY}={{all}}",)),
+    factors=(
+        Factor(
+            "batching",
+            {
+                "whole": {_ACTOR_BY_TOKENS: True},
+                "tokens": {_ACTOR_BY_TOKENS: True, BUDGET_KEY: 20},
+                "rows": {_ACTOR_BY_TOKENS: False, _ACTOR_ROWS: 3},
+            },
+        ),
+        _log_prob_factor("rollout", "old batching"),
+        _log_prob_factor("ref", "ref batching"),
+    ),
+)
