@@ -67,7 +67,7 @@ class Entry:
     off: tuple[str, ...]
 
 
-NOT_KNOBS = ("discarded_values", "document", "embedding_gradient", "knob", "knobs", "shapes")
+NOT_KNOBS = ("document", "embedding_gradient", "knob", "knobs", "shapes")
 """Files of this room that describe knobs and are none."""
 
 
@@ -94,8 +94,9 @@ def in_yaml(value: object) -> str:
 
 
 def _modules() -> list[Any]:
-    names = sorted(info.name for info in pkgutil.iter_modules(verl_memopt.memory.__path__) if info.name not in NOT_KNOBS)
-    return [importlib.import_module(f"verl_memopt.memory.{name}") for name in names]
+    files = pkgutil.walk_packages(verl_memopt.memory.__path__, "verl_memopt.memory.")
+    names = sorted(info.name for info in files if not info.ispkg and info.name.rpartition(".")[2] not in NOT_KNOBS)
+    return [importlib.import_module(name) for name in names]
 
 
 def _knobs(module: Any) -> tuple[Knob, ...]:

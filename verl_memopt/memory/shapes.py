@@ -5,9 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 
 from verl_memopt.config.schema import ActorRolloutRef
-
-ROWS_OF_BACKWARD = 2048
-"""Tokens at most in a tile of a block's products in backward, on a CPU; where it is more, it is still little beside a block."""
+from verl_memopt.ops import ROWS_OF_BACKWARD
 
 ELEMENTWISE_BYTES = 6 * 2**16 * 4
 """Of the tiles that elementwise statements of a backward hold at once, on a CPU."""
