@@ -33,7 +33,7 @@ from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import empty_cache, resolve_device
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB, PhaseMemory
 from verl_memopt.trainer.ladder import make_batch

@@ -64,7 +64,7 @@ def quantization(folder):
     import bitsandbytes.functional as bnb
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    from verl_memopt.memory.quantized_frozen import QuantizedLinear
+    from verl_memopt.memory.parameters.quantized_frozen import QuantizedLinear
 
     torch.manual_seed(0)
     layer = torch.nn.Linear(1024, 3072, bias=False)

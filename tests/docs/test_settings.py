@@ -10,7 +10,7 @@ from tests.docs.pages import DOCS, README, SETTING, blocks, cells, page_name, wi
 from verl_memopt.config.keys import leaf_types, section_keys
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.profiles import PROFILES
+from verl_memopt.memory.limits.profiles import PROFILES
 
 PAGES = [
     README,

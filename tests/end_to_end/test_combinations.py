@@ -4,6 +4,7 @@ import logging
 from dataclasses import dataclass, fields, replace
 
 import pytest
+from verl_memopt.memory.knobs import index
 
 from tests.end_to_end.covering import (
     FACTORS,
@@ -26,7 +27,6 @@ from tests.end_to_end.knob_runs import make_model, run_row, run_rows
 from tests.ranks import run_ranks
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.knobs import index
 
 pytestmark = pytest.mark.timeout(600)
 

@@ -9,14 +9,14 @@ import pytest
 import torch
 
 from tests.gpu import machine
+from tests.memory.batching.test_shared_prompt import counts_of, grouped
 from tests.memory.optimizers import give_gradients, parameters
-from tests.memory.test_shared_prompt import counts_of, grouped
 from tests.tensors import whole_of
 from tests.workers.test_policy import ACTOR, SMALL, WHOLE, batch, micro_batches, naive_gradients, shares
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
-from verl_memopt.memory.activation_offload import ActivationOffload
-from verl_memopt.memory.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.activations.activation_offload import ActivationOffload
+from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.policy import Policy

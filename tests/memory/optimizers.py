@@ -8,7 +8,7 @@ from torch.distributed.fsdp import fully_shard
 from tests.memory.sharded import WHOLE, policy_of, share
 from tests.workers.test_policy import ACTOR, CPU
 from verl_memopt.config.keys import replaced
-from verl_memopt.memory.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.workers.policy import Policy

@@ -1,7 +1,6 @@
 from pathlib import Path
 
 import pytest
-
 from verl_memopt.memory.document import page
 from verl_memopt.memory.knobs import index
 

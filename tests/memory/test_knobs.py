@@ -1,9 +1,9 @@
 import json
 
 import pytest
+from verl_memopt.memory.knobs import as_json, index, sections
 
 from verl_memopt.config.reads import leaf_keys
-from verl_memopt.memory.knobs import as_json, index, sections
 
 ENTRIES = index()
 

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from hypothesis import strategies as st
 
-from verl_memopt.memory.rotation import Rotary
 from verl_memopt.models.trees import Trees
+from verl_memopt.ops.rotation import Rotary
 
 BRANCHES = st.one_of(st.lists(st.integers(1, 6), max_size=5), st.integers(2, 6).map(lambda count: [4] * count))
 SIZES = st.lists(st.tuples(st.integers(1, 9), BRANCHES.map(tuple)), min_size=1, max_size=4).map(tuple)

@@ -11,7 +11,7 @@ from tests.models.attention_cases import HEADS, SIZES, agree, norm_error, random
 from tests.models.test_build import built, filled
 from tests.models.test_pack import packed
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_offload import ActivationOffload
+from verl_memopt.memory.activations.activation_offload import ActivationOffload
 from verl_memopt.models.attention import KERNELS, REGISTERED, Over, choose_attention, refuse_sliding_window
 from verl_memopt.models.decoder import BlockOptions
 from verl_memopt.models.tiny import TinyShape, make_tiny_model

@@ -17,11 +17,11 @@ from tests.models.attention_cases import (
     with_gradients,
     with_turned_gradients,
 )
-from verl_memopt.memory.rotation import turning
 from verl_memopt.models.attention_dense import EFFICIENT, _DenseAttention, dense_attention, merge
 from verl_memopt.models.attention_eager import eager_attention
 from verl_memopt.models.trees import Trees
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+from verl_memopt.ops.rotation import turning
 
 FORKED = ((9, (4, 4, 4)), (3, ()), (5, (2, 7)))
 

@@ -7,7 +7,7 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.test_build import built, filled
 from tests.models.test_pack import packed
-from verl_memopt.memory.activation_checkpointing import Checkpointed
+from verl_memopt.memory.activations.activation_checkpointing import Checkpointed
 from verl_memopt.models import decoder as decoder_file
 from verl_memopt.models.architecture import window
 from verl_memopt.models.decoder import Attention, BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
@@ -149,12 +149,10 @@ PATH = [
     *(PACKAGE / "models" / f"{name}.py" for name in ("decoder", "policy_model", "parallelize", "packing_check", "attention")),
     *(PACKAGE / "models" / f"attention_{name}.py" for name in ("dense", "eager", "flash")),
     *(
-        PACKAGE / "memory" / f"{name}.py"
-        for name in (
-            "recompute_elementwise", "prune_last_block", "tiled_mlp", "recomputed_mlp", "carried_prompt", "read_rows",
-            "discarded_values", "rotation",
-        )
+        PACKAGE / "memory" / "activations" / f"{name}.py"
+        for name in ("recompute_elementwise", "prune_last_block", "tiled_mlp", "recomputed_mlp")
     ),
+    *(PACKAGE / "ops" / f"{name}.py" for name in ("carried_prompt", "read_rows", "discarded_values", "rotation")),
     PACKAGE / "workers" / "scorer.py",
 ]  # fmt: skip
 

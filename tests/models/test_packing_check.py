@@ -9,7 +9,7 @@ from tests.ranks import run_ranks
 from verl_memopt.config.schema import Fsdp, Model, TiledMlp
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.lora import initialize_adapters
+from verl_memopt.memory.parameters.lora import initialize_adapters
 from verl_memopt.models import packing_check
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, fill_from_folder, rebuild_buffers

@@ -4,9 +4,9 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl_memopt.config.schema import Fsdp, Model, TiledMlp, WrapPolicy
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_checkpointing import Checkpointed
-from verl_memopt.memory.lora import LoraLinear
-from verl_memopt.memory.quantized_frozen import QuantizedLinear
+from verl_memopt.memory.activations.activation_checkpointing import Checkpointed
+from verl_memopt.memory.parameters.lora import LoraLinear
+from verl_memopt.memory.parameters.quantized_frozen import QuantizedLinear
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, load_model_config
 from verl_memopt.models.decoder import MLP, BlockOptions, DecoderBlock

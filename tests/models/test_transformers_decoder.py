@@ -10,7 +10,7 @@ from tests.models.architectures import tiny_folder
 from tests.models.test_pack import packed
 from verl_memopt.config.schema import Fsdp, Model, TiledMlp
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_checkpointing import Checkpointed
+from verl_memopt.memory.activations.activation_checkpointing import Checkpointed
 from verl_memopt.models.attention import KERNELS
 from verl_memopt.models.decoder import Decoder
 from verl_memopt.models.pack import pack_rows

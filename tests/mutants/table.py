@@ -22,9 +22,9 @@ LIST = Path("tests/mutants/survivors.toml")
 
 PARTS = {
     "algorithms": ("algorithms/",),
-    "packing": ("models/pack.py", "memory/token_budget.py", "data/ragged.py", "data/batch.py"),
-    "log-probs": ("memory/chunked_logprob.py", "memory/logit_tiles.py"),
-    "residency": ("memory/residency.py", "memory/param_offload.py"),
+    "packing": ("models/pack.py", "memory/batching/token_budget.py", "data/ragged.py", "data/batch.py"),
+    "log-probs": ("memory/logits/chunked_logprob.py", "ops/logit_tiles.py"),
+    "residency": ("memory/parameters/residency.py", "memory/parameters/param_offload.py"),
     "checkpoints": ("trainer/", "distributed/"),
 }
 

@@ -8,7 +8,7 @@ import torch
 
 from tests.rollout.tools import model_of, weights_of
 from verl_memopt.errors import RolloutError
-from verl_memopt.memory.weight_buckets import WeightSlice
+from verl_memopt.memory.rollout.weight_buckets import WeightSlice
 from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
 
 

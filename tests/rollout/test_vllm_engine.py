@@ -24,8 +24,8 @@ from tests.rollout.sleeping import CumemExtension, on_simulated_gpu, simulated_g
 from tests.rollout.tools import engine_at, largest_difference, model_of, naive_log_probs, prompts, sampling, weights_of
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError, Stopped
-from verl_memopt.memory.out_of_memory import PartDoesNotFitError
-from verl_memopt.memory.rollout_memory import kv_bytes_per_token
+from verl_memopt.memory.limits.out_of_memory import PartDoesNotFitError
+from verl_memopt.memory.rollout.rollout_memory import kv_bytes_per_token
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine

@@ -1,8 +1,8 @@
 from dataclasses import replace
 
 from rich.console import Console
-
 from verl_memopt.memory.knobs import index
+
 from verl_memopt.trainer import knob_report
 from verl_memopt.trainer.knob_report import draw_ladder, failures_table, ladder_table, ladder_tables, print_index, savings_table
 from verl_memopt.trainer.rung import OutOfMemory, Rung, Saving

@@ -7,8 +7,8 @@ import torch
 from tests.end_to_end.covering import all_off
 from tests.virtual_gpu.life import live, misplaced
 from verl_memopt.data.ragged import token_index
-from verl_memopt.memory import optimizer_offload
-from verl_memopt.memory.param_offload import ParamHome
+from verl_memopt.memory.optimizer import optimizer_offload
+from verl_memopt.memory.parameters.param_offload import ParamHome
 from verl_memopt.workers import policy
 
 

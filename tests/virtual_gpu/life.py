@@ -14,7 +14,7 @@ from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.memory.residency import NEEDS, POLICY, REFERENCE
+from verl_memopt.memory.parameters.residency import NEEDS, POLICY, REFERENCE
 from verl_memopt.observe.byte_tracker import storages_of
 from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.rollout.sampling import train_sampling

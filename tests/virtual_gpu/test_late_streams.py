@@ -7,7 +7,9 @@ from tests.end_to_end.covering import all_off
 from tests.end_to_end.knob_runs import run_row
 from tests.virtual_gpu.late_streams import late_streams
 from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.memory import activation_offload, optimizer_offload, param_offload
+from verl_memopt.memory.activations import activation_offload
+from verl_memopt.memory.optimizer import optimizer_offload
+from verl_memopt.memory.parameters import param_offload
 
 SMALL = {"bucket": "small", "actor optimizer_offload": "on"}
 ROWS = {

@@ -7,7 +7,7 @@ from verl_memopt.algorithms.kl import KL_ESTIMATORS
 from verl_memopt.algorithms.losses import LOSSES
 from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
-from verl_memopt.memory.chunked_logprob import head_log_probs
+from verl_memopt.memory.logits.chunked_logprob import head_log_probs
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.workers.objective import Objective
 from verl_memopt.workers.scorer import MicroBatch

@@ -18,7 +18,7 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
-from verl_memopt.memory.lora import initialize_adapters
+from verl_memopt.memory.parameters.lora import initialize_adapters
 from verl_memopt.models.build import named_weights
 from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.sync.full_weights import full_weights

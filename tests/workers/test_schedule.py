@@ -8,7 +8,7 @@ from torch import nn
 from verl_memopt.config.allowed import CHOICES
 from verl_memopt.config.schema import Optim
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.workers.schedule import build_optimizer, build_schedule, learning_rate_factors
 
 KEY = "actor_rollout_ref.actor.optim"

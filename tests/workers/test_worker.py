@@ -18,10 +18,10 @@ from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError, ConfigError, DeviceMemoryError, RolloutError
-from verl_memopt.memory import fused
-from verl_memopt.memory.host_buffers import GIB, host_allocator
+from verl_memopt.memory.host.host_buffers import GIB, host_allocator
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.ops import fused
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch

@@ -9,7 +9,7 @@ from tensordict import TensorClass
 from torch import Tensor
 
 from verl_memopt.data.ragged import Ragged, token_index
-from verl_memopt.memory.shared_prompt import RowTokens
+from verl_memopt.memory.batching.shared_prompt import RowTokens
 
 TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
 """Fields that are flat over response tokens, in the order of ``responses.flat``."""

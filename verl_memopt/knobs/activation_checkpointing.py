@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_memopt.knobs.knob import Advice, Factor, Idle, Knob, LadderRow, Saving
+from verl_memopt.knobs.knob import Advice, Factor, Idle, Knob, LadderRow, Claim
 from verl_memopt.knobs.ranges import PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -57,7 +57,7 @@ KNOB = Knob(
         ),
     ),
     advice=(Advice("activations", _ON, True, phases=("update_actor",)),),
-    saves=(Saving("update_actor", "activations", activation_saving),),
+    claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(80, on=(f"{_ON}=true",), off=(f"{_ON}=false",)),
     factors=(
         Factor(

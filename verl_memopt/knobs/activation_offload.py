@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.knobs.knob import Advice, Factor, Idle, Knob, LadderRow, Saving
+from verl_memopt.knobs.knob import Advice, Factor, Idle, Knob, LadderRow, Claim
 from verl_memopt.knobs.ranges import NaturalInt, PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -46,7 +46,7 @@ KNOB = Knob(
     settings={"model": ActivationOffload},
     idle=(Idle(_LEAST, _is_off, _OFF), Idle(_IN_FLIGHT, _is_off, _OFF)),
     advice=(Advice("activations", _ON, True, phases=("update_actor",)),),
-    saves=(Saving("update_actor", "activations", activation_saving),),
+    claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(90, on=(f"{_ON}=true",), off=(f"{_ON}=false",)),
     factors=(
         Factor(

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.knobs.knob import LOWER, Advice, Condition, Factor, Idle, Knob, LadderRow, Refusal, Saving, switch
+from verl_memopt.knobs.knob import LOWER, Advice, Condition, Factor, Idle, Knob, LadderRow, Refusal, Claim, switch
 from verl_memopt.knobs.ranges import PositiveFloat
 
 _OPTIM = "actor_rollout_ref.actor.optim"
@@ -134,7 +134,7 @@ KNOB = Knob(
         ),
     ),
     advice=(Advice("optimizer scratch", _BUCKET, LOWER),),
-    saves=(Saving("update_actor", "optimizer scratch", lambda _, after: 4 * after.params),),
+    claims=(Claim("update_actor", "optimizer scratch", lambda _, after: 4 * after.params),),
     row=LadderRow(30, on=(f"{OVERRIDES}={{}}",), off=(f"{OVERRIDES}={{foreach: true, fused: false}}",)),
     factors=(
         Factor("optimizer", {"torch": {}, "torchao": {OPTIMIZER: "AdamW8bit", IMPL: "torchao.optim"}}, lossy=True),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Advice, Factor, Knob, LadderRow, Saving, switch
+from verl_memopt.knobs.knob import Advice, Factor, Knob, LadderRow, Claim, switch
 from verl_memopt.knobs.ranges import NaturalInt
 from verl_memopt.knobs.shapes import Shapes
 
@@ -54,7 +54,7 @@ KNOB = Knob(
     place=10,
     settings={"model": ChunkedLogprob},
     advice=(Advice("logits", _CHUNK, ADVISED_CHUNK, lambda ours: not 0 < ours.model.logprob_chunk_tokens <= ADVISED_CHUNK),),
-    saves=(Saving("update_actor", "logits", _saved(True)), Saving("old_log_prob", "logits", _saved(False))),
+    claims=(Claim("update_actor", "logits", _saved(True)), Claim("old_log_prob", "logits", _saved(False))),
     row=LadderRow(10, on=(f"{_CHUNK}=512",), off=(f"{_CHUNK}=0",)),
     factors=(
         Factor("chunk", {"whole": {_CHUNK: 0}, "5": {_CHUNK: 5}}),

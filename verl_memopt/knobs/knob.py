@@ -78,7 +78,7 @@ class Advice:
 
 
 @dataclass(frozen=True)
-class Saving:
+class Claim:
     """How far the peak of one kind of bytes falls in one phase."""
 
     phase: str
@@ -129,7 +129,7 @@ class Knob:
     idle: tuple[Idle, ...] = ()
     refuses: tuple[Refusal, ...] = ()
     advice: tuple[Advice, ...] = ()
-    saves: tuple[Saving, ...] = ()
+    claims: tuple[Claim, ...] = ()
     """What the ladder holds it to."""
     row: LadderRow | None = None
     factors: tuple[Factor, ...] = ()

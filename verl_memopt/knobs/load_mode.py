@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl_memopt.knobs.conditions import needs_reference
-from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Saving, switch
+from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Claim, switch
 
 _KEY, _RANK = "actor_rollout_ref.model.load_mode", "actor_rollout_ref.model.lora_rank"
 _OFFLOAD, _NATIVE = (f"actor_rollout_ref.ref.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
@@ -76,7 +76,7 @@ KNOB = Knob(
             f"Set {_KEY}=stream.",
         ),
     ),
-    saves=(Saving("update_actor", "host buffers", lambda _, after: after.reference_bytes),),
+    claims=(Claim("update_actor", "host buffers", lambda _, after: after.reference_bytes),),
     row=LadderRow(230, on=(f"{_KEY}=mmap",), off=(f"{_KEY}=stream",), on_top_of="param_offload"),
     factors=(switch("load", _KEY, stream="stream", mmap="mmap"),),
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_memopt.knobs.conditions import needs_reference
-from verl_memopt.knobs.knob import Factor, Knob, LadderRow, Refusal, Saving
+from verl_memopt.knobs.knob import Factor, Knob, LadderRow, Refusal, Claim
 from verl_memopt.knobs.ranges import NaturalInt, PositiveFloat
 from verl_memopt.knobs.shapes import Shapes
 
@@ -81,12 +81,12 @@ KNOB = Knob(
             f"Set {_RANK} to their rank.",
         ),
     ),
-    saves=(
-        Saving(
+    claims=(
+        Claim(
             "update_actor", "params", lambda before, after: before.reference_bytes - after.master_bytes * adapter_params(after)
         ),
-        Saving("update_actor", "grads", lambda before, after: before.master_bytes * (before.params - adapter_params(after))),
-        Saving("update_actor", "optimizer", lambda before, after: before.state_bytes * (before.params - adapter_params(after))),
+        Claim("update_actor", "grads", lambda before, after: before.master_bytes * (before.params - adapter_params(after))),
+        Claim("update_actor", "optimizer", lambda before, after: before.state_bytes * (before.params - adapter_params(after))),
     ),
     row=LadderRow(210, on=(f"{_RANK}=8",), off=(f"{_RANK}=0",), on_top_of="rollout_memory"),
     factors=(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_memopt.knobs.conditions import trained_roles
-from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Saving, for_roles
+from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Claim, for_roles
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.offload_policy" for role in ("actor", "ref"))
 
@@ -52,9 +52,9 @@ KNOB = Knob(
     place=150,
     settings={"fsdp": NativeOffload},
     refuses=tuple(_refusals()),
-    saves=(
-        Saving("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),
-        Saving("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),
+    claims=(
+        Claim("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),
+        Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),
     ),
     row=LadderRow(
         200,

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_memopt.knobs.bucketed_adamw import only_with_adamw, steps_in_backward
 from verl_memopt.knobs.conditions import world_size
-from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Saving, switch
+from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Claim, switch
 from verl_memopt.knobs.shapes import Shapes
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -74,7 +74,7 @@ KNOB = Knob(
             (_KEY, _ROWS, _MINI), _accumulates, "gradients of several micro-batches would have to accumulate", _take_all_rows
         ),
     ),
-    saves=(Saving("update_actor", "grads", _saved),),
+    claims=(Claim("update_actor", "grads", _saved),),
     row=LadderRow(190, on=(f"{_KEY}=true", f"{_CLIP}=null"), off=(f"{_KEY}=false",), on_top_of="bucketed_adamw"),
     factors=(switch("in backward", _KEY, off=False, on=True), switch("clip", _CLIP, lossy=True, one=1.0, none=None)),
 )

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_memopt.knobs.bucketed_adamw import offloads_state, only_with_adamw
-from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Saving, for_roles
+from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Claim, for_roles
 
 _KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
 
@@ -32,7 +32,7 @@ KNOB = Knob(
     settings={"trained_fsdp": OptimizerOffload},
     refuses=only_with_adamw(_KEY, offloads_state),
     advice=(Advice("optimizer", _KEY, True),),
-    saves=(Saving("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),
+    claims=(Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),
     row=LadderRow(110, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
     factors=for_roles("optimizer_offload", roles=("actor",), off=False, on=True),
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_memopt.knobs.bucketed_adamw import converts_state, only_with_adamw
-from verl_memopt.knobs.knob import Knob, LadderRow, Saving, switch
+from verl_memopt.knobs.knob import Knob, LadderRow, Claim, switch
 from verl_memopt.knobs.shapes import Shapes
 
 _KEY = "actor_rollout_ref.actor.optim.state_dtype"
@@ -37,7 +37,7 @@ KNOB = Knob(
     place=110,
     settings={"optim": OptimizerStateDtype},
     refuses=only_with_adamw(_KEY, converts_state),
-    saves=(Saving("update_actor", "host buffers", _saved),),
+    claims=(Claim("update_actor", "host buffers", _saved),),
     row=LadderRow(180, on=(f"{_KEY}=int8",), off=(f"{_KEY}=null",)),
     factors=(switch("state", _KEY, lossy=True, follows=None, bf16="bfloat16", int8="int8", int4="int4"),),
 )

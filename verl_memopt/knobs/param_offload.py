@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Saving, for_roles
+from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Claim, for_roles
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
 WITHOUT_ACTOR = ("gen", "testing", "reward", "ref")
@@ -37,9 +37,9 @@ KNOB = Knob(
         Advice("params", _KEYS[1], True, phases=WITHOUT_REFERENCE),
         Advice("params", _KEYS[0], True, phases=WITHOUT_ACTOR),
     ),
-    saves=(
-        Saving("update_actor", "params", lambda _, after: after.reference_bytes),
-        Saving("ref", "params", lambda _, after: after.params * after.master_bytes),
+    claims=(
+        Claim("update_actor", "params", lambda _, after: after.reference_bytes),
+        Claim("ref", "params", lambda _, after: after.params * after.master_bytes),
     ),
     row=LadderRow(120, on=tuple(f"{key}=true" for key in _KEYS), off=tuple(f"{key}=false" for key in _KEYS)),
     factors=for_roles("param_offload", off=False, on=True),

@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Saving, for_roles
+from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Claim, for_roles
 from verl_memopt.knobs.shapes import Shapes
 
 Precision = Literal["fp32", "bfloat16"]
@@ -55,7 +55,7 @@ KNOB = Knob(
     place=180,
     settings={"fsdp": PrecisionSettings},
     advice=(Advice("grads", _KEYS[0], "bfloat16"),),
-    saves=(Saving("update_actor", "params", _narrower), Saving("update_actor", "grads", _narrower)),
+    claims=(Claim("update_actor", "params", _narrower), Claim("update_actor", "grads", _narrower)),
     row=LadderRow(160, on=tuple(f"{key}=bfloat16" for key in _KEYS), off=tuple(f"{key}=fp32" for key in _KEYS)),
     factors=(
         *for_roles("dtype", lossy=True, fp32="fp32", bf16="bfloat16"),

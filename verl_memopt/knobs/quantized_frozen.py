@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_memopt.knobs.knob import Knob, LadderRow, Saving, switch
+from verl_memopt.knobs.knob import Knob, LadderRow, Claim, switch
 
 _KEY = "actor_rollout_ref.ref.quantization"
 
@@ -29,7 +29,7 @@ KNOB = Knob(
     name="quantized_frozen",
     place=200,
     settings={"ref": QuantizedFrozen},
-    saves=(Saving("update_actor", "params", lambda _, after: after.linear_params * (after.master_bytes - 1.03)),),
+    claims=(Claim("update_actor", "params", lambda _, after: after.linear_params * (after.master_bytes - 1.03)),),
     row=LadderRow(220, on=(f"{_KEY}=int8",), off=(f"{_KEY}=none",), on_top_of="rollout_memory"),
     factors=(switch("quantization", _KEY, lossy=True, none="none", int8="int8", nf4="nf4"),),
 )

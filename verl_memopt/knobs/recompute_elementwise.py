@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Knob, LadderRow, Saving, switch
+from verl_memopt.knobs.knob import Knob, LadderRow, Claim, switch
 from verl_memopt.knobs.shapes import activation_saving
 
 _KEY = "actor_rollout_ref.model.recompute_elementwise"
@@ -30,7 +30,7 @@ KNOB = Knob(
     name="recompute_elementwise",
     place=20,
     settings={"model": RecomputeElementwise},
-    saves=(Saving("update_actor", "activations", activation_saving),),
+    claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(50, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
     factors=(switch("recomputed values", _KEY, off=False, on=True),),
 )

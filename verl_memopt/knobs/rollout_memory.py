@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from verl_memopt.knobs.knob import LOWER, Advice, Factor, Idle, Knob, LadderRow, Refusal, Saving, switch
+from verl_memopt.knobs.knob import LOWER, Advice, Factor, Idle, Knob, LadderRow, Refusal, Claim, switch
 from verl_memopt.knobs.ranges import POSITIVE, PositiveInt, PositiveShare, Range
 from verl_memopt.knobs.shapes import width
 
@@ -90,7 +90,7 @@ KNOB = Knob(
         ),
     ),
     advice=tuple(_advice()),
-    saves=(Saving("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),
+    claims=(Claim("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),
     row=LadderRow(100, on=(f"{_SLEEP}=true",), off=(f"{_SLEEP}=false",)),
     factors=(
         Factor(

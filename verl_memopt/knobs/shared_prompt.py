@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Knob, LadderRow, Saving, switch
+from verl_memopt.knobs.knob import Knob, LadderRow, Claim, switch
 from verl_memopt.knobs.shapes import activation_saving
 
 _KEY = "actor_rollout_ref.actor.use_prefix_grouper"
@@ -30,7 +30,7 @@ KNOB = Knob(
     name="shared_prompt",
     place=70,
     settings={"actor": SharedPrompt},
-    saves=(Saving("update_actor", "activations", activation_saving),),
+    claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(20, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
     factors=(switch("shared prompt", _KEY, off=False, on=True),),
 )

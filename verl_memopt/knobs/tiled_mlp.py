@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_memopt.knobs.knob import Factor, Idle, Knob, LadderRow, Saving
+from verl_memopt.knobs.knob import Factor, Idle, Knob, LadderRow, Claim
 from verl_memopt.knobs.ranges import PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -48,7 +48,7 @@ KNOB = Knob(
             "model.tiled_mlp.enabled is false",
         ),
     ),
-    saves=(Saving("update_actor", "activations", activation_saving),),
+    claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(70, on=(f"{_KEY}.enabled=true",), off=(f"{_KEY}.enabled=false",)),
     factors=(Factor("tiled mlp", {"off": {}, "3": {f"{_KEY}.enabled": True, f"{_KEY}.num_shards": 3}}),),
 )

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from verl_memopt.knobs.conditions import LENGTHS, needs_reference
-from verl_memopt.knobs.knob import LOWER, Advice, Condition, Factor, Idle, Knob, LadderRow, Refusal, Saving
+from verl_memopt.knobs.knob import LOWER, Advice, Condition, Factor, Idle, Knob, LadderRow, Refusal, Claim
 from verl_memopt.knobs.ranges import POSITIVE, PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -127,7 +127,7 @@ KNOB = Knob(
     ),
     refuses=tuple(_refusals()),
     advice=tuple(_advice()),
-    saves=(Saving("update_actor", "activations", activation_saving),),
+    claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(40, on=(f"{BUDGET_KEY}={{pair}}",), off=(f"{BUDGET_KEY}={{all}}",)),
     factors=(
         Factor(

@@ -14,12 +14,12 @@ from transformers import PretrainedConfig
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.rotation import Rotary
 from verl_memopt.models.architecture import window
 from verl_memopt.models.attention_dense import dense_attention
 from verl_memopt.models.attention_eager import eager_attention, windowed_attention
 from verl_memopt.models.attention_flash import flash_attention
 from verl_memopt.models.trees import Trees
+from verl_memopt.ops.rotation import Rotary
 
 REGISTERED = {"sdpa": "packed_sdpa", "eager": "packed_eager", "flash_attention_2": "packed_fa2", "varlen": "packed_varlen"}
 """Names of our own in a model's config: transformers has no mask function for them, and builds no [T, T] mask."""

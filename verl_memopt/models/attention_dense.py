@@ -16,8 +16,8 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.distributed.device import is_gpu
-from verl_memopt.memory.rotation import Rotary, turned, turned_back, turning, weight_sums
 from verl_memopt.models.trees import Trees
+from verl_memopt.ops.rotation import Rotary, turned, turned_back, turning, weight_sums
 
 _Views: TypeAlias = tuple[Tensor, ...]
 

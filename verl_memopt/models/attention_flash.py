@@ -13,9 +13,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl_memopt.memory.rotation import Rotary, turned, turned_back, turning, weight_sums
 from verl_memopt.models.attention_dense import merge
 from verl_memopt.models.trees import Trees
+from verl_memopt.ops.rotation import Rotary, turned, turned_back, turning, weight_sums
 
 
 def flash_attention(

@@ -19,9 +19,9 @@ from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, Pre
 
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.load_mode import mapped, mapping
-from verl_memopt.memory.lora import ADAPTERS
-from verl_memopt.memory.quantized_frozen import QuantizedLinear, quantized_layers
+from verl_memopt.memory.parameters.load_mode import mapped, mapping
+from verl_memopt.memory.parameters.lora import ADAPTERS
+from verl_memopt.memory.parameters.quantized_frozen import QuantizedLinear, quantized_layers
 from verl_memopt.models.architecture import impossible_size, refused, unsupported
 from verl_memopt.models.attention import AttentionChoice
 from verl_memopt.models.folder import files_of_index

@@ -14,17 +14,17 @@ from typing import Any, Literal
 import torch
 from torch import Tensor, nn
 
-from verl_memopt.memory.activation_checkpointing import checkpointed
-from verl_memopt.memory.carried_prompt import CarriedPrompt, Recorder, Tables
-from verl_memopt.memory.discarded_values import Gated, Normed, Rows, normed, product_tiles
-from verl_memopt.memory.prune_last_block import window_of
-from verl_memopt.memory.read_rows import read_rows
-from verl_memopt.memory.recompute_elementwise import KNOWN, recomputed_outputs
-from verl_memopt.memory.recomputed_mlp import recomputed_mlp
-from verl_memopt.memory.rotation import Rotary
-from verl_memopt.memory.tiled_mlp import tiled_mlp
+from verl_memopt.memory.activations.activation_checkpointing import checkpointed
+from verl_memopt.memory.activations.prune_last_block import window_of
+from verl_memopt.memory.activations.recompute_elementwise import KNOWN, recomputed_outputs
+from verl_memopt.memory.activations.recomputed_mlp import recomputed_mlp
+from verl_memopt.memory.activations.tiled_mlp import tiled_mlp
 from verl_memopt.models.attention import Attend, Over
 from verl_memopt.models.trees import Trees
+from verl_memopt.ops.carried_prompt import CarriedPrompt, Recorder, Tables
+from verl_memopt.ops.discarded_values import Gated, Normed, Rows, normed, product_tiles
+from verl_memopt.ops.read_rows import read_rows
+from verl_memopt.ops.rotation import Rotary
 
 PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
 """The submodules of a decoder of the family, in the order of its parameters."""

@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.shared_prompt import unread_if_many
+from verl_memopt.memory.batching.shared_prompt import unread_if_many
 from verl_memopt.models.trees import Tree, Trees
 
 

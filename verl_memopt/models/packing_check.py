@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 
-from verl_memopt.memory.resharding import reshard_units
+from verl_memopt.memory.parameters.resharding import reshard_units
 from verl_memopt.models.architecture import PACKED_LAYERS, layer_types, refused
 from verl_memopt.models.decoder import class_name
 from verl_memopt.models.pack import Pack, pack_groups, pack_rows

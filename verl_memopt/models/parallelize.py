@@ -14,15 +14,15 @@ from transformers import PreTrainedModel
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.distributed.sharding import shard_model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activation_checkpointing import checkpoint_blocks, chosen_blocks
-from verl_memopt.memory.lora import apply_lora
-from verl_memopt.memory.native_offload import native_offload
-from verl_memopt.memory.precision import mixed_precision
-from verl_memopt.memory.prune_last_block import can_prune
-from verl_memopt.memory.quantized_frozen import quantize_blocks
-from verl_memopt.memory.recompute_elementwise import can_recompute
-from verl_memopt.memory.sharding_units import sharding_units
-from verl_memopt.memory.tiled_mlp import check_mlps
+from verl_memopt.memory.activations.activation_checkpointing import checkpoint_blocks, chosen_blocks
+from verl_memopt.memory.activations.prune_last_block import can_prune
+from verl_memopt.memory.activations.recompute_elementwise import can_recompute
+from verl_memopt.memory.activations.tiled_mlp import check_mlps
+from verl_memopt.memory.parameters.lora import apply_lora
+from verl_memopt.memory.parameters.native_offload import native_offload
+from verl_memopt.memory.parameters.precision import mixed_precision
+from verl_memopt.memory.parameters.quantized_frozen import quantize_blocks
+from verl_memopt.memory.parameters.sharding_units import sharding_units
 from verl_memopt.models.decoder import BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
 from verl_memopt.models.policy_model import PolicyModel
 

@@ -11,16 +11,16 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.carried_prompt import CarriedPrompt, Recorder
-from verl_memopt.memory.chunked_logprob import TokenGradient, head_log_probs
-from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
-from verl_memopt.memory.native_offload import allocate_on_host
-from verl_memopt.memory.resharding import gathered_for_forward
+from verl_memopt.memory.logits.chunked_logprob import TokenGradient, head_log_probs
+from verl_memopt.memory.parameters.embedding_gradient import TrainedEmbedding, is_plain
+from verl_memopt.memory.parameters.native_offload import allocate_on_host
+from verl_memopt.memory.parameters.resharding import gathered_for_forward
 from verl_memopt.models.architecture import refused
 from verl_memopt.models.attention import KERNELS, REGISTERED
 from verl_memopt.models.decoder import BlockOptions, Decoder, of_llama_family
 from verl_memopt.models.pack import Pack
 from verl_memopt.models.transformers_decoder import logits_of_row, states_of_pack
+from verl_memopt.ops.carried_prompt import CarriedPrompt, Recorder
 
 
 class LogProbHead(nn.Module):

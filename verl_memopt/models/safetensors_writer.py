@@ -9,7 +9,7 @@ from types import TracebackType
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.memory.host.host_buffers import host_buffer
 
 HEADER_BYTES = 64 * 2**10
 """Room for the header, which comes first in the file and is known last; blanks may follow it."""

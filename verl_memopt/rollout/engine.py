@@ -10,7 +10,7 @@ import torch
 
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
-from verl_memopt.memory.weight_buckets import Weights
+from verl_memopt.memory.rollout.weight_buckets import Weights
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import never
 

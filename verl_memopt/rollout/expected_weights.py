@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from verl_memopt.errors import RolloutError
-from verl_memopt.memory.weight_buckets import Weights, WeightSlice, as_slice, num_rows
+from verl_memopt.memory.rollout.weight_buckets import Weights, WeightSlice, as_slice, num_rows
 
 
 @dataclass(frozen=True)

@@ -11,9 +11,9 @@ from torch import Tensor, nn
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache
 from verl_memopt.errors import ConfigError, Stopped
-from verl_memopt.memory.host_buffers import host_buffer
-from verl_memopt.memory.rollout_memory import KEEP_WEIGHTS, sleep_level
-from verl_memopt.memory.weight_buckets import Weights
+from verl_memopt.memory.host.host_buffers import host_buffer
+from verl_memopt.memory.rollout.rollout_memory import KEEP_WEIGHTS, sleep_level
+from verl_memopt.memory.rollout.weight_buckets import Weights
 from verl_memopt.models.build import rebuild_buffers
 from verl_memopt.models.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len

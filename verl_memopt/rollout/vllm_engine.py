@@ -23,10 +23,10 @@ from torch import nn
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info
 from verl_memopt.errors import ConfigError, RolloutError, Stopped
-from verl_memopt.memory.allocators import DeviceCap
-from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames, waking_told
-from verl_memopt.memory.rollout_memory import KEEP_WEIGHTS, sleep_level
-from verl_memopt.memory.weight_buckets import Weights, WeightSlice, joined
+from verl_memopt.memory.limits.allocators import DeviceCap
+from verl_memopt.memory.limits.out_of_memory import is_out_of_memory, release_frames, waking_told
+from verl_memopt.memory.rollout.rollout_memory import KEEP_WEIGHTS, sleep_level
+from verl_memopt.memory.rollout.weight_buckets import Weights, WeightSlice, joined
 from verl_memopt.observe.device_ledger import Asleep
 from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
 from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model

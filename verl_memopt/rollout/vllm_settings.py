@@ -9,7 +9,7 @@ import torch
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.allocators import engine_share
+from verl_memopt.memory.limits.allocators import engine_share
 from verl_memopt.models.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, max_model_len
 

@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_memopt.memory.weight_buckets import WeightSlice, joined
+from verl_memopt.memory.rollout.weight_buckets import WeightSlice, joined
 
 Loader = Callable[[Iterator[tuple[str, Tensor]]], Any]
 """Takes (name, whole tensor) pairs and copies them into the engine's parameters."""

@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.weight_buckets import joined, weight_slices
+from verl_memopt.memory.rollout.weight_buckets import joined, weight_slices
 
 
 def full_weights(

@@ -12,13 +12,13 @@ from pathlib import Path
 from types import MappingProxyType
 
 from verl_memopt.algorithms.kl import KlController
-from verl_memopt.knobs.conditions import needs_reference
 from verl_memopt.config.schema import Data, Model, RayKwargs, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
 from verl_memopt.errors import ConfigError
+from verl_memopt.knobs.conditions import needs_reference
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
 from verl_memopt.observe.timing import PhaseClock

@@ -9,10 +9,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.knobs.conditions import needs_reference, world_size
 from verl_memopt.config.schema import Model, RayKwargs, Rollout, Settings, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
+from verl_memopt.knobs.conditions import needs_reference, world_size
 from verl_memopt.models.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
 from verl_memopt.models.trial_build import check_architecture
 from verl_memopt.rollout.vllm_build import vllm_build

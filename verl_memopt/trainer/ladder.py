@@ -19,8 +19,8 @@ from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import empty_cache, local_device, resolve_device
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import ConfigError, DeviceMemoryError
-from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.knobs.shapes import Shapes
+from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, load_model_config
 from verl_memopt.models.folder import resolve_folder

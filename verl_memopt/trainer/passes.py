@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Ref, Rollout
-from verl_memopt.memory.shared_prompt import RowTokens, pack_groups_under
-from verl_memopt.memory.token_budget import balance, pack_fixed, split_to_count
+from verl_memopt.memory.batching.shared_prompt import RowTokens, pack_groups_under
+from verl_memopt.memory.batching.token_budget import balance, pack_fixed, split_to_count
 
 
 @dataclass(frozen=True)

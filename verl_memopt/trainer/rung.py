@@ -7,8 +7,8 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.knobs.knob import Saving
 from verl_memopt.knobs.index import knob_named
+from verl_memopt.knobs.knob import Claim
 from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.trainer.ladder_plan import BRANCHES, Work
 
@@ -86,7 +86,7 @@ def with_savings(rung: Rung, base: Rung, before: Shapes, after: Shapes) -> Rung:
         Saving(
             claim.phase,
             claim.kind,
-            formula_bytes=round(claim.saves(before, after)),
+            formula_bytes=round(claim.num_bytes(before, after)),
             measured_bytes=_measured(rung, base, claim),
         )
         for claim in knob_named(rung.knob).claims

@@ -11,7 +11,7 @@ from verl_memopt.algorithms.kl import kl_estimate
 from verl_memopt.algorithms.losses import TOKEN_LOCAL, LossAndMetrics, policy_loss
 from verl_memopt.algorithms.reductions import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor
-from verl_memopt.memory.chunked_logprob import TokenGradient
+from verl_memopt.memory.logits.chunked_logprob import TokenGradient
 from verl_memopt.workers.scorer import MicroBatch
 
 EVERYTHING = slice(None)

@@ -16,13 +16,13 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.memory.activation_offload import ActivationOffload
-from verl_memopt.memory.bucketed_adamw import BucketedAdamW
-from verl_memopt.memory.carried_prompt import CarriedPrompt
-from verl_memopt.memory.optimizer_in_backward import StepInBackward
-from verl_memopt.memory.resharding import synced
+from verl_memopt.memory.activations.activation_offload import ActivationOffload
+from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.optimizer.optimizer_in_backward import StepInBackward
+from verl_memopt.memory.parameters.resharding import synced
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.kinds import gradient_kinds, optimizer_scope
+from verl_memopt.ops.carried_prompt import CarriedPrompt
 from verl_memopt.workers.objective import Objective
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
 from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batches_of, score_batch

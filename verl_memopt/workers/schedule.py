@@ -15,7 +15,7 @@ from transformers import get_scheduler
 
 from verl_memopt.config.schema import Optim
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 
 KEY = "actor_rollout_ref.actor.optim"
 SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}

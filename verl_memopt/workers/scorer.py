@@ -12,10 +12,9 @@ from torch.distributed.device_mesh import DeviceMesh
 
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.memory.carried_prompt import CarriedPrompt
-from verl_memopt.memory.quantized_frozen import exact_weights
-from verl_memopt.memory.resharding import reshard_units
-from verl_memopt.memory.shared_prompt import chains
+from verl_memopt.memory.batching.shared_prompt import chains
+from verl_memopt.memory.parameters.quantized_frozen import exact_weights
+from verl_memopt.memory.parameters.resharding import reshard_units
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import (
     WeightFolder,
@@ -28,6 +27,7 @@ from verl_memopt.models.build import (
 from verl_memopt.models.pack import Pack, pack_branches, pack_groups, pack_prompt, pack_rows
 from verl_memopt.models.parallelize import block_options, parallelize
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
+from verl_memopt.ops.carried_prompt import CarriedPrompt
 
 
 @dataclass(frozen=True)

@@ -21,15 +21,14 @@ from verl_memopt.distributed.file_records import Records, record_folder
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import CheckpointError, Stopped
-from verl_memopt.memory.activation_offload import ActivationOffload
-from verl_memopt.memory.allocators import limit_bytes, memory_limits
-from verl_memopt.memory.fused import compiler_works, fused_statements
-from verl_memopt.memory.host_buffers import host_allocator
-from verl_memopt.memory.lora import adapters_off, initialize_adapters, load_adapter, merged_weights, save_adapter
-from verl_memopt.memory.out_of_memory import out_of_memory_told
-from verl_memopt.memory.param_offload import ParamHome
-from verl_memopt.memory.residency import POLICY, REFERENCE, Residency
-from verl_memopt.memory.weight_buckets import weight_slices
+from verl_memopt.memory.activations.activation_offload import ActivationOffload
+from verl_memopt.memory.host.host_buffers import host_allocator
+from verl_memopt.memory.limits.allocators import limit_bytes, memory_limits
+from verl_memopt.memory.limits.out_of_memory import out_of_memory_told
+from verl_memopt.memory.parameters.lora import adapters_off, initialize_adapters, load_adapter, merged_weights, save_adapter
+from verl_memopt.memory.parameters.param_offload import ParamHome
+from verl_memopt.memory.parameters.residency import POLICY, REFERENCE, Residency
+from verl_memopt.memory.rollout.weight_buckets import weight_slices
 from verl_memopt.models.attention import refuse_sliding_window
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.export import export_folder
@@ -37,6 +36,7 @@ from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
+from verl_memopt.ops.fused import compiler_works, fused_statements
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import StopFile, never

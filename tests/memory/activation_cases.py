@@ -1,0 +1,226 @@
+"""Policies whose activations are measured: a deep narrow model, micro-batches of equal rows, and what a step holds."""
+
+from contextlib import contextmanager, nullcontext
+
+import torch
+import torch.distributed as dist
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.tensors import whole_of
+from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import Actor, Model, Optim, TrainedFsdp
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.distributed.process_group import leave_process_group, training_mesh
+from verl_memopt.memory.activations.activation_offload import ActivationOffload
+from verl_memopt.memory.parameters.lora import initialize_adapters
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
+from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+from verl_memopt.observe.kinds import optimizer_scope
+from verl_memopt.workers.policy import MiniBatch, Policy
+from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batch
+
+CPU = torch.device("cpu")
+ACTOR = Actor(use_prefix_grouper=False, use_dynamic_bsz=True, clip_ratio_low=0.2, clip_ratio_high=0.2, optim=Optim(lr=1e-2))
+SHAPE = TinyShape(
+    vocab_size=1792, hidden_size=256, intermediate_size=512, num_layers=4, num_heads=2, num_kv_heads=1, tie_embeddings=False
+)
+"""Untied, so that blocks, embedding and head are units of their own; the head is as large as a block, so that the peak of a step
+is in the last block, as it is in models of ordinary shape."""
+H, KV, D = SHAPE.num_heads, SHAPE.num_kv_heads, SHAPE.head_dim
+WIDTH, MLP, LAYERS = SHAPE.hidden_size, SHAPE.intermediate_size, SHAPE.num_layers
+PROMPT, RESPONSE, ROWS = 1, 64, 4
+TOKENS, RESPONSES = ROWS * (PROMPT + RESPONSE - 1), ROWS * RESPONSE
+"""Of one micro-batch. A response's last token is not computed."""
+CHUNK = 2**14
+"""Bytes of a chunk of host memory, small enough not to blur what rests in it."""
+FP32 = 4
+
+
+def model_folder(parent, shape=SHAPE):
+    return make_tiny_model(parent / "deep", shape, seed=5)
+
+
+def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32", fill=True, **model):
+    """Gives a policy. offload: (min_bytes, in_flight) of activation offload, None for none; model: settings of the model."""
+    asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 8, "recompute_elementwise": False, **model}
+    settings = Model(path=str(folder), **asked)
+    fsdp = TrainedFsdp(dtype=dtype)
+    scorer = build_scorer(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute, trained=True)
+    if fill:
+        materialize(scorer, folder, CPU)
+        initialize_adapters(scorer, 1)
+    moved = None if offload is None else ActivationOffload(scorer, CPU, *offload, chunk_bytes=CHUNK)
+    return Policy(scorer, ACTOR, 10, world_size, CPU, moved)
+
+
+def quantised(folder, mesh, kind, **model):
+    """Gives a frozen model whose blocks hold quantised weights. model: settings of the model."""
+    asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 8, **model}
+    settings = Model(path=str(folder), **asked)
+    scorer = build_scorer(
+        settings, TrainedFsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.ref", False, False, quantization=kind
+    )
+    scorer.requires_grad_(False)
+    materialize(scorer, folder, CPU)
+    return scorer
+
+
+def mini_batch(rank=0, world_size=1, micro_batches=2, response=RESPONSE):
+    """Gives a rank's share: micro-batches of ROWS equal rows."""
+    rows = ROWS * micro_batches
+    generator = torch.Generator().manual_seed(7 + rank)
+
+    def ids(length):
+        return Ragged.from_rows([torch.randint(256, (length,), generator=generator) for _ in range(rows)], torch.int64)
+
+    tokens = rows * response
+    batch = RolloutBatch(
+        prompts=ids(PROMPT),
+        responses=ids(response),
+        group=torch.arange(rows) // 4,
+        old_log_probs=torch.randn(tokens, generator=generator) * 0.05 - 5.7,
+        advantages=torch.randn(tokens, generator=generator),
+        batch_size=[],
+    )
+    cut = [list(range(start, start + ROWS)) for start in range(0, rows, ROWS)]
+    return MiniBatch(batch, cut, GlobalCounts(float(tokens * world_size), float(rows * world_size)))
+
+
+def micros(mini):
+    return [micro_batch(mini.batch, rows) for rows in mini.micro_batches]
+
+
+def three_steps(policy, mini):
+    """Gives the log-probs before, the metrics and the gradients of each of three steps, and the weights after them."""
+    found = []
+    for _ in range(3):
+        log_probs = policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs
+        policy.accumulate(micros(mini), mini.counts, 0.9)
+        gradients = [whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
+        policy.optimizer.zero_grad()
+        found.append([log_probs, *gradients, *map(torch.tensor, policy.update([mini], 0.9).values())])
+    return [tensor for step in found for tensor in step] + [whole(parameter) for parameter in policy.model.parameters()]
+
+
+def first_gradients(policy, mini):
+    """Gives the whole gradients of a mini-batch, of what is trained."""
+    policy.accumulate(micros(mini), mini.counts, 0.9)
+    return [whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
+
+
+def largest_difference(found, expected):
+    """Gives the most by which a tensor differs from the expected, relative to its norm where it has one."""
+    pairs = zip(found, expected, strict=True)
+    return max(float((one - two).norm() / (two.norm() or 1.0)) for one, two in pairs)
+
+
+def two_rank_differences(rank, folder, variants):
+    """Gives, on one of two ranks, how far the gradients under each of the variants are from those under the first."""
+    mesh, mini = training_mesh("cpu", 2, -1), mini_batch(rank, 2)
+    found = [first_gradients(build(folder, mesh, 2, **variant), mini) for variant in variants]
+    return [largest_difference(one, found[0]) for one in found[1:]]
+
+
+def whole(tensor):
+    return whole_of(tensor).detach().clone()
+
+
+def without_traffic(policy):
+    """Leaves the metric that only an offload has out of what the policy reports."""
+    policy.offload.take_bytes_moved()
+    update = policy.update
+
+    def quiet(*args):
+        return {name: value for name, value in update(*args).items() if not name.startswith("memory/")}
+
+    policy.update = quiet
+    return policy
+
+
+def assert_same_numbers(found, expected):
+    """Asserts equality to the bit of everything :func:`three_steps` gives."""
+    assert len(found) == len(expected)
+    assert all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@contextmanager
+def fake_ranks(world_size):
+    """Gives the mesh of rank 0 in a fake process group, whose collectives cost what real ones do and move nothing."""
+    leave_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    try:
+        yield training_mesh("cpu", world_size, -1)
+    finally:
+        leave_process_group()
+
+
+@contextmanager
+def tracking(policy, *inputs):
+    with ByteTracker() as tracker, fsdp_kinds():
+        tracker.mark("params", [*policy.model.parameters(), *policy.model.buffers()])
+        tracker.mark("inputs", [value for one in inputs for value in vars(one).values() if isinstance(value, torch.Tensor)])
+        tracker.mark("inputs", [value for one in inputs for value in vars(one.pack).values() if isinstance(value, torch.Tensor)])
+        yield tracker
+
+
+def tracked_step(policy, micro, counts):
+    """Gives the tracker after two steps, with the peaks of the second step's micro-batches."""
+    with tracking(policy, *micro) as tracker:
+        for step in range(2):
+            tracker.enter(f"step {step}")
+            policy.accumulate(micro, counts, 0.9)
+            peaks = dict(tracker.peaks)
+            with optimizer_scope(policy.optimizer):
+                policy.optimizer.step()
+            policy.optimizer.zero_grad(set_to_none=True)
+        tracker.peaks = peaks
+    return tracker
+
+
+def peaks(policy, mini=None):
+    """Gives the (device, host) bytes at the peaks of the second step's forwards and backwards."""
+    mini = mini or mini_batch()
+    tracker = tracked_step(policy, micros(mini), mini.counts)
+    return tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
+
+
+def kept(policy):
+    """Gives the (device, host) bytes of activations between the forward and the backward of the second micro-batch."""
+    mini = mini_batch()
+    micro = micros(mini)
+    with tracking(policy, *micro) as tracker:
+        policy.backward(micro[0], mini.counts, 0.9)
+        before = activations(tracker)
+        with nullcontext() if policy.offload is None else policy.offload.forward():
+            loss, metrics = policy.loss(micro[1], mini.counts, 0.9)
+        found = activations(tracker) - before, tracker.total(HOST)
+        loss.backward()
+        del loss, metrics
+    return found
+
+
+def activations(tracker):
+    return tracker.kinds(DEVICE).get("activations", 0)
+
+
+def close(found, expected, share=0.05):
+    return abs(found - expected) <= share * abs(expected)
+
+
+def fake_peaks(folder, mesh, **options):
+    """Gives what :func:`peaks` gives, from fake tensors alone."""
+    mini = mini_batch()
+    real = micros(mini)
+    with FakeTensorMode(allow_non_fake_inputs=True) as fake:
+        micro = [_faked(fake, one) for one in real]
+        policy = build(folder, mesh, fill=False, **options)
+        tracker = tracked_step(policy, micro, mini.counts)
+    return tracker.peaks[DEVICE].bytes, tracker.peaks[HOST].bytes
+
+
+def _faked(fake, micro):
+    flat = (micro.old_log_probs, micro.ref_log_probs, micro.advantages)
+    return MicroBatch(micro.pack.map(fake.from_tensor), *(one if one is None else fake.from_tensor(one) for one in flat))

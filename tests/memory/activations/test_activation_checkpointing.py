@@ -1,0 +1,160 @@
+import pytest
+import torch
+
+from tests.memory import activation_cases as act
+from tests.memory.activation_cases import FP32, KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
+from tests.memory.activation_cases import D as HEAD_SIZE
+from tests.memory.activation_cases import H as HEADS
+from tests.ranks import run_ranks
+from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.knobs.index import knob_named
+from verl_memopt.memory.activations.activation_checkpointing import (
+    KEPT_BY_SELECTIVE,
+    Checkpointed,
+    checkpoint_blocks,
+    chosen_blocks,
+)
+from verl_memopt.models.trees import Trees
+from verl_memopt.observe.byte_tracker import ByteTracker
+
+EVERY_2 = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
+EVERY_3 = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 3}
+SELECTIVE = {"gradient_checkpointing_mode": "selective"}
+MODES = {"full": {}, "every_n": EVERY_2, "selective": SELECTIVE}
+
+INPUT = TOKENS * WIDTH * FP32
+QUERIES, KEYS = HEADS * HEAD_SIZE, KV * HEAD_SIZE
+
+
+def block_bytes(compute):
+    """Gives what one Qwen3 block keeps, from its code: each norm an fp32 input (that of the first is the block's own in fp32),
+    its normed value and its output; the value; attention's output; gate, activation, up and their product; and the norms' and
+    the attention's scalars."""
+    norms = (4 + 2 * compute) * (2 * WIDTH + QUERIES + KEYS)
+    rest = compute * (KEYS + QUERIES + 4 * MLP)
+    return TOKENS * (norms + rest + 4 * (2 + 2 * HEADS + KV))
+
+
+def selective_bytes(compute):
+    """Gives what stays beside the input: the outputs of seven products and of attention, whose normalizer is fp32."""
+    return TOKENS * ((2 * QUERIES + 2 * KEYS + 2 * WIDTH + 2 * MLP) * compute + 4 * HEADS)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return act.model_folder(tmp_path_factory.mktemp("checkpointing"))
+
+
+def test_no_mode_changes_a_bit_of_three_steps(untied_folder, one_rank):
+    mini = act.mini_batch(response=12)
+    expected = act.three_steps(act.build(untied_folder, one_rank), mini)
+    for mode in MODES.values():
+        act.assert_same_numbers(act.three_steps(act.build(untied_folder, one_rank, recompute=True, **mode), mini), expected)
+
+
+def two_rank_modes(rank, folder):
+    mesh, mini = training_mesh("cpu", 2, -1), act.mini_batch(rank, 2, response=12)
+    expected = act.three_steps(act.build(folder, mesh, 2), mini)
+    for mode in MODES.values():
+        act.assert_same_numbers(act.three_steps(act.build(folder, mesh, 2, recompute=True, **mode), mini), expected)
+    return True
+
+
+def test_no_mode_changes_a_bit_on_two_ranks(untied_folder):
+    assert run_ranks(two_rank_modes, 2, untied_folder) == [True, True]
+
+
+def test_packed_attention_without_fused_kernels_is_computed_again_as_well(untied_folder, one_rank):
+    mini = act.mini_batch(response=12)
+    eager = {"attn_implementation": "eager", **SELECTIVE}
+    plain, selective = (act.build(untied_folder, one_rank, recompute=on, **eager) for on in (False, True))
+    act.assert_same_numbers(act.three_steps(selective, mini), act.three_steps(plain, mini))
+
+
+def test_one_block_in_n_is_computed_again_and_never_the_last():
+    def recomputed(num_blocks, every):
+        blocks = [torch.nn.Identity() for _ in range(num_blocks)]
+        checkpoint_blocks(blocks, "every_n", every)
+        found = [number for number, block in enumerate(blocks) if isinstance(block, Checkpointed)]
+        assert found == sorted(chosen_blocks(num_blocks, "every_n", every))
+        return found
+
+    assert recomputed(6, 1) == [0, 1, 2, 3, 4]
+    assert recomputed(6, 2) == [0, 2, 4]
+    assert recomputed(6, 4) == [0, 4]
+    assert recomputed(6, 9) == [4]
+    assert recomputed(1, 1) == []
+
+
+@pytest.mark.parametrize(("dtype", "compute"), [("fp32", 4), ("bfloat16", 2)])
+def test_a_block_keeps_what_its_mode_says(folder, dtype, compute):
+    whole, own = block_bytes(compute), INPUT * compute // FP32
+    expected = {
+        "full": LAYERS * own,
+        "every_n": LAYERS // 2 * (own + whole),
+        "selective": LAYERS * (own + selective_bytes(compute)),
+    }
+    # The final norm keeps an fp32 input and its normed value, the head its hidden states; rotary tables are of two halves.
+    beside = TOKENS * (WIDTH * (4 + compute) + 2 * HEAD_SIZE * compute) + RESPONSES * WIDTH * compute
+    with act.fake_ranks(2) as mesh:
+        assert close(act.kept(act.build(folder, mesh, dtype=dtype))[0], LAYERS * whole + beside)
+        for mode, bytes_kept in expected.items():
+            found, _ = act.kept(act.build(folder, mesh, recompute=True, dtype=dtype, **MODES[mode]))
+            assert close(found, bytes_kept + beside), mode
+
+
+def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
+    more = block_bytes(4) - INPUT
+    savings = [
+        ({}, (LAYERS - 1) * more),
+        (EVERY_2, 2 * more),  # blocks 2 and 0 of four
+        (EVERY_3, more),  # block 2
+        (SELECTIVE, (LAYERS - 1) * (more - selective_bytes(4))),
+    ]
+    with act.fake_ranks(2) as mesh:
+        plain, _ = act.peaks(act.build(folder, mesh))
+        for mode, saved in savings:
+            peak, host = act.peaks(act.build(folder, mesh, recompute=True, **mode))
+            assert close(plain - peak, saved), mode
+            assert host == 0
+
+
+def kept_by_decoder(policy, sizes):
+    """Gives the bytes that the decoder keeps of trees of these sizes between forward and backward."""
+    trees, decoder = Trees.of(sizes), policy.model.decoder
+    ids = torch.zeros(1, sum(trees.segments), dtype=torch.int64)
+    with ByteTracker() as tracker:
+        tracker.mark("params", [*policy.model.parameters(), *policy.model.buffers(), ids])
+        before = tracker.total()
+        hidden = decoder.norm(decoder(ids, ids, trees))
+        found = tracker.total() - before
+        del hidden
+    return found
+
+
+def test_selective_keeps_of_a_shared_prompt_what_attention_over_it_gives_each_branch(folder, one_rank):
+    policy = act.build(folder, one_rank, recompute=True, **SELECTIVE)
+    alone, shared = (kept_by_decoder(policy, sizes) for sizes in (((90, ()),), ((30, (20, 20, 20)),)))
+    assert shared - alone == LAYERS * 60 * (QUERIES + HEADS) * FP32
+
+
+def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
+    options = {"recompute": True, **SELECTIVE}
+    with act.fake_ranks(4) as mesh:
+        assert act.fake_peaks(untied_folder, mesh, **options) == act.peaks(act.build(untied_folder, mesh, **options))
+
+
+def test_names_and_classes_of_blocks_stay(untied_folder, one_rank):
+    plain, recomputed = (act.build(untied_folder, one_rank, recompute=on).model for on in (False, True))
+    assert list(plain.state_dict()) == list(recomputed.state_dict())
+    assert [type(block).__mro__[1] for block in plain.blocks()] == [type(block).__mro__[1] for block in recomputed.blocks()]
+
+
+def test_every_operator_that_torch_has_is_spelled_as_torch_does():
+    for name in KEPT_BY_SELECTIVE - {"flash_attn::_flash_attn_varlen_forward"}:
+        namespace, operator = name.split("::")
+        assert hasattr(getattr(torch.ops, namespace), operator), name
+
+
+def test_the_index_names_the_three_keys():
+    assert len(knob_named("activation_checkpointing").keys) == 3

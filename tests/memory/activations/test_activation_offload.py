@@ -1,0 +1,445 @@
+import gc
+import weakref
+
+import pytest
+import torch
+from torch import nn
+
+from tests.memory import activation_cases as act
+from tests.memory.activation_cases import CPU, FP32, KV, LAYERS, MLP, RESPONSES, TOKENS, WIDTH, close
+from tests.memory.activation_cases import D as HEAD_SIZE
+from tests.memory.activation_cases import H as HEADS
+from tests.ranks import run_ranks
+from verl_memopt.config.schema import TiledMlp
+from verl_memopt.distributed.device import local_device, memory_allocated, synchronize
+from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.activations.activation_offload import ActivationOffload
+from verl_memopt.memory.host.host_buffers import host_allocator, host_limits
+from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
+
+INPUT = TOKENS * WIDTH * FP32
+TABLES = 2 * TOKENS * HEAD_SIZE * FP32
+LEAST = 4096
+"""Bytes: what has one number a token or a response stays on the device."""
+RECOMPUTED = {
+    "plain": {},
+    "full": {"recompute": True},
+    "selective": {"recompute": True, "gradient_checkpointing_mode": "selective"},
+    "every_n": {"recompute": True, "gradient_checkpointing_mode": "every_n"},
+    "tiled": {"recompute": True, "tiled_mlp": TiledMlp(True, 4)},
+    "lora": {"recompute": True, "lora_rank": 4},
+}
+
+
+class Chain(nn.Module):
+    """Layers whose backward needs their input, their output, and views of both."""
+
+    def __init__(self, depth=4, width=16):
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(depth))
+
+    def forward(self, x):
+        for layer in self.layers:
+            x = x + layer(x).exp().sigmoid()
+        return x
+
+
+def offload_of(model, in_flight=2, least=1, chunk=2**12):
+    return ActivationOffload(model, CPU, least, in_flight, chunk)
+
+
+def gradients(model, x, offload=None):
+    model.zero_grad()
+    if offload is None:
+        loss = model(x).square().sum()
+    else:
+        with offload.forward():
+            loss = model(x).square().sum()
+    loss.backward()
+    return [parameter.grad.clone() for parameter in model.parameters()]
+
+
+def equal(found, expected):
+    return all(torch.equal(one, other) for one, other in zip(found, expected, strict=True))
+
+
+@pytest.fixture
+def chain():
+    torch.manual_seed(0)
+    return Chain()
+
+
+@pytest.fixture
+def x():
+    return torch.randn(32, 16)
+
+
+# Numbers.
+
+
+def test_offload_changes_no_bit_of_three_steps_with_and_without_checkpointing(untied_folder, one_rank):
+    mini = act.mini_batch(response=12)
+    for options in RECOMPUTED.values():
+        expected = act.three_steps(act.build(untied_folder, one_rank, **options), mini)
+        policy = act.without_traffic(act.build(untied_folder, one_rank, offload=(1, 2), **options))
+        act.assert_same_numbers(act.three_steps(policy, mini), expected)
+        assert policy.offload.arena.held_bytes > 0
+        assert policy.offload.arena.used_bytes == 0
+
+
+def two_rank_steps(rank, folder):
+    mesh, mini = training_mesh("cpu", 2, -1), act.mini_batch(rank, 2, response=12)
+    for name in ("plain", "full"):
+        expected = act.three_steps(act.build(folder, mesh, 2, **RECOMPUTED[name]), mini)
+        policy = act.without_traffic(act.build(folder, mesh, 2, offload=(1, 2), **RECOMPUTED[name]))
+        act.assert_same_numbers(act.three_steps(policy, mini), expected)
+    return True
+
+
+def test_offload_changes_no_bit_on_two_ranks(untied_folder):
+    assert run_ranks(two_rank_steps, 2, untied_folder) == [True, True]
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 5, 1000])
+def test_no_limit_in_flight_changes_a_gradient(chain, x, in_flight):
+    assert equal(gradients(chain, x, offload_of(chain, in_flight)), gradients(chain, x))
+
+
+def test_tensors_that_start_together_and_differ_in_layout_stay_apart():
+    base = torch.arange(24.0).view(4, 6)
+    views = [base, base.t(), base[:2, :3], base[:, 0].expand(3, 4), base.view(6, 4), base.view(torch.int32), base[1:]]
+    saved = []
+
+    class Keeps(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x, *tensors):
+            ctx.save_for_backward(*tensors)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx, grad):
+            saved.extend(ctx.saved_tensors)
+            return grad, *(None for _ in views)
+
+    offload = offload_of(nn.Identity())
+    with offload.forward():
+        out = Keeps.apply(torch.ones(1, requires_grad=True), *views)
+    out.backward()
+    assert offload.bytes_moved == base.nbytes  # one copy out for all; it is still on the device for the way back
+    for found, expected in zip(saved, views, strict=True):
+        assert (found.stride(), found.storage_offset(), found.dtype) == (
+            expected.stride(),
+            expected.storage_offset(),
+            expected.dtype,
+        )
+        assert torch.equal(found, expected)
+
+
+def test_a_storage_written_to_once_it_has_left_is_kept_twice():
+    buffer, offload = torch.full((8,), 2.0), offload_of(nn.Identity(), in_flight=1)
+    one, two, others = (torch.ones(8, requires_grad=True) for _ in range(3))
+    with offload.forward():
+        loss = (one * buffer).sum()
+        loss = loss + others.exp().sum()  # its output takes the one place in flight
+        buffer.mul_(5)
+        loss = loss + (two * buffer).sum()
+    loss.backward()
+    assert (one.grad.unique().tolist(), two.grad.unique().tolist()) == ([2.0], [10.0])
+
+
+def test_a_storage_written_to_while_it_leaves_is_an_error_as_it_is_to_autograd():
+    buffer, offload, weight = torch.full((8,), 2.0), offload_of(nn.Identity()), torch.ones(8, requires_grad=True)
+    with offload.forward():
+        loss = (weight * buffer).sum()
+        buffer.mul_(5)
+    with pytest.raises(AssertionError, match="written to in place"):
+        loss.backward()
+
+
+class LateStream:
+    """A device's stream of copies at its slowest: a copy runs when it is waited for, after all that were queued before it."""
+
+    def __init__(self):
+        self.queue, self.done = [], 0
+
+    def copy(self, target, source):
+        self.queue.append([(weakref.ref(t.untyped_storage()), t.storage_offset(), t.numel()) for t in (target, source)])
+        return len(self.queue)
+
+    def wait(self, event):
+        while event is not None and self.done < event:
+            target, source = map(self.tensor, self.queue[self.done])
+            target.copy_(source)
+            self.done += 1
+
+    @staticmethod
+    def tensor(place):
+        storage, offset, size = place
+        assert storage() is not None, "memory that is still copied was let go"
+        return torch.empty(0, dtype=torch.uint8).set_(storage(), offset, (size,))
+
+
+@pytest.mark.parametrize("in_flight", [1, 2, 5, 1000])
+def test_copies_may_run_as_late_as_they_are_waited_for(chain, x, in_flight):
+    expected, offload = gradients(chain, x), offload_of(chain, in_flight)
+    offload.stream = LateStream()
+    for _ in range(2):
+        assert equal(gradients(chain, x, offload), expected)
+    with offload.forward():
+        abandoned = chain(x).sum()
+    del abandoned
+    assert equal(gradients(chain, x, offload), expected)
+    assert offload.stream.done == len(offload.stream.queue)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("in_flight", [1, 4])
+def test_on_a_gpu_copies_beside_the_computation_change_no_gradient_and_free_the_device(in_flight):
+    here = local_device("cuda", 0)
+    model, x = Chain(depth=16, width=2048).to(here), torch.randn(8192, 2048, device=here)
+    offload = ActivationOffload(model, here, 2**20, in_flight)
+    expected = gradients(model, x)
+    for _ in range(5):
+        assert equal(gradients(model, x, offload), expected)
+    before = memory_allocated(here)
+    with offload.forward():
+        loss = model(x).sum()
+    synchronize(here)
+    # Each of 16 layers keeps three tensors like x; one is still there.
+    assert memory_allocated(here) - before <= 2 * x.nbytes
+    assert all(part.is_pinned() for part in offload.arena.take(1).parts)
+    del loss
+
+
+# Traffic.
+
+
+def test_a_tensor_saved_twice_is_copied_once_each_way():
+    x, offload = torch.randn(64, requires_grad=True), offload_of(nn.Identity(), in_flight=1)
+    with offload.forward():
+        y = x.exp()  # keeps its output
+        loss = (y * y).sum() + y.square().sum()  # keep it four times more
+        other = torch.ones(64, requires_grad=True).exp().sum()
+    (loss + other).backward()
+    # y goes and comes back; the other exp's output is saved last and never leaves the device.
+    assert offload.take_bytes_moved() == 3 * 64 * FP32
+    assert offload.take_bytes_moved() == 0
+
+
+def test_weights_their_views_and_what_only_shares_their_storage_are_never_moved(x):
+    class Views(nn.Module):
+        def __init__(self):
+            super().__init__()
+            self.weight = nn.Parameter(torch.randn(16, 16))
+            self.table = nn.Buffer(torch.randn(32, 16))
+
+        def forward(self, x):
+            seen_by_autograd = x @ self.weight.t() @ self.weight[:8].t().contiguous().t().t()
+            return (seen_by_autograd @ self.weight.data.t()[:8] + x @ self.weight.detach()) * self.table
+
+    model = Views()
+    offload = offload_of(model)
+    moved = noting_moves(offload)
+    gradients(model, x.requires_grad_(), offload)
+    assert moved
+    assert not {storage(model.weight), storage(model.table)} & set(moved)
+
+
+@pytest.mark.parametrize("world_size", [1, 4])
+def test_gathered_weights_and_the_head_are_never_moved(untied_folder, world_size):
+    with act.fake_ranks(world_size) as mesh:
+        policy = act.build(untied_folder, mesh, world_size, offload=(1, 2))
+        mini, weights = act.mini_batch(response=12), set()
+        # The first pass makes the gathered weights' storages, which then last: no other storage takes their keys.
+        policy.accumulate(act.micros(mini), mini.counts, 0.9)
+        moved = noting_moves(policy.offload)
+        for module in policy.model.modules():
+            module.register_forward_pre_hook(lambda module, _: weights.update(map(storage, gathered(module))))
+        policy.accumulate(act.micros(mini), mini.counts, 0.9)
+        parameters = len(list(policy.model.parameters()))
+    assert len(weights) == parameters
+    assert moved
+    assert not weights & set(moved)
+
+
+def gathered(module):
+    return [parameter for parameter in module.parameters() if type(parameter) is nn.Parameter]
+
+
+def storage(tensor):
+    return tensor.untyped_storage()._cdata
+
+
+def noting_moves(offload):
+    """Gives the list that the storages moved from now on are noted in."""
+    send, moved = offload.send, []
+    offload.send = lambda tensor: moved.append(storage(tensor)) or send(tensor)
+    return moved
+
+
+def test_bytes_moved_are_reported_once_an_update(untied_folder, one_rank):
+    policy, mini = act.build(untied_folder, one_rank, offload=(LEAST, 2), recompute=True), act.mini_batch()
+    found = [policy.update([mini, mini], 0.9)["memory/activation_offload/bytes_moved"] for _ in range(2)]
+    # Of each of two mini-batches' two forwards: two blocks' inputs, the tables, the final norm's input and normed value go
+    # and come; the head's hidden states only go.
+    each = TOKENS * FP32 * (2 * (2 + 2) * 64 + 2 * 2 * 32) + RESPONSES * 64 * FP32
+    assert found == [4.0 * each] * 2
+
+
+# What is left behind.
+
+
+def test_a_forward_that_raises_leaves_no_buffer_no_hook_and_no_tensor(chain, x):
+    offload, held = offload_of(chain), host_allocator().held_bytes
+    hooks = [len(module._forward_pre_hooks) for module in chain.modules()]
+    kept = []
+
+    def failing():
+        with offload.forward():
+            kept.append(chain(x))  # its graph lives on
+            raise ZeroDivisionError
+
+    with pytest.raises(ZeroDivisionError):
+        failing()
+    assert (offload.arena.used_bytes, offload.arena.held_bytes) == (0, 0)
+    assert host_allocator().held_bytes == held
+    assert [len(module._forward_pre_hooks) for module in chain.modules()] == hooks
+    with pytest.raises(AssertionError, match="has failed"):
+        kept[0].sum().backward()
+    kept.clear()
+    assert equal(gradients(chain, x, offload), gradients(chain, x))
+
+
+def test_no_host_memory_is_an_error_that_names_the_limit_and_leaves_nothing(chain, x):
+    offload, held = offload_of(chain), host_allocator().held_bytes
+    with host_limits(held + 2**12, None), pytest.raises(ConfigError, match="host_limit_gb"):
+        gradients(chain, x, offload)
+    assert (offload.arena.used_bytes, host_allocator().held_bytes) == (0, held)
+
+
+def test_two_forwards_before_a_backward_work_in_either_order(chain, x):
+    expected = [torch.autograd.grad(chain(x + shift).square().sum(), list(chain.parameters())) for shift in range(2)]
+    for order in ((0, 1), (1, 0)):
+        offload, losses = offload_of(chain), []
+        for shift in range(2):
+            with offload.forward():
+                losses.append(chain(x + shift).square().sum())
+        for one in order:
+            assert equal(torch.autograd.grad(losses[one], list(chain.parameters())), expected[one])
+        del losses
+        assert offload.arena.used_bytes == 0
+
+
+def test_an_abandoned_forward_gives_its_buffers_back(chain, x):
+    offload = offload_of(chain)
+    with offload.forward():
+        loss = chain(x).square().sum()
+    assert offload.arena.used_bytes > 0
+    del loss
+    assert offload.arena.used_bytes == 0
+    held = offload.arena.held_bytes
+    gradients(chain, x, offload)
+    assert offload.arena.held_bytes == held
+
+
+def test_closing_gives_the_host_its_memory_back(chain, x):
+    offload, held = offload_of(chain), host_allocator().held_bytes
+    gradients(chain, x, offload)
+    assert host_allocator().held_bytes > held
+    offload.close()
+    assert host_allocator().held_bytes == held
+
+
+def test_a_backward_may_be_run_twice(chain, x):
+    offload = offload_of(chain)
+    with offload.forward():
+        loss = chain(x).square().sum()
+    once = torch.autograd.grad(loss, list(chain.parameters()), retain_graph=True)
+    assert equal(torch.autograd.grad(loss, list(chain.parameters())), once)
+
+
+def test_fifty_steps_hold_no_more_than_one(untied_folder, one_rank):
+    policy = act.build(untied_folder, one_rank, offload=(1, 2), recompute=True)
+    minis = [act.mini_batch(response=response, micro_batches=1) for response in (9, 12, 5)]
+    policy.update(minis, 0.9)
+    held, objects = policy.offload.arena.held_bytes, len(gc.get_objects())
+    for step in range(50):
+        policy.update([minis[step % 3]], 0.9)
+        assert (policy.offload.arena.held_bytes, policy.offload.arena.used_bytes) == (held, 0)
+    gc.collect()
+    assert len(gc.get_objects()) < objects + 500
+
+
+def test_an_output_that_stays_on_the_device_does_not_keep_its_own_node(chain, x):
+    offload = offload_of(chain, least=10**9)
+    with offload.forward():
+        saved_by_its_own_node = x.requires_grad_().exp()
+    died = weakref.ref(saved_by_its_own_node.untyped_storage())
+    gc.disable()
+    try:
+        del saved_by_its_own_node
+        assert died() is None
+    finally:
+        gc.enable()
+
+
+# Bytes.
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return act.model_folder(tmp_path_factory.mktemp("offload"))
+
+
+def test_with_checkpointing_one_blocks_input_is_kept_between_forward_and_backward(folder):
+    with act.fake_ranks(2) as mesh:
+        device, host = act.kept(act.build(folder, mesh, offload=(LEAST, 2), recompute=True))
+    # On the device: the hidden states of the responses, here as many as a block has inputs, and numbers per token.
+    assert RESPONSES == TOKENS
+    assert close(device, INPUT)
+    # On the host: every block's input, the tables, the final norm's input and normed value, the hidden states.
+    assert close(host, (LAYERS + 3) * INPUT + TABLES)
+
+
+@pytest.mark.parametrize("in_flight", [1, 2])
+def test_with_checkpointing_the_peak_falls_by_all_inputs_but_those_in_use(folder, in_flight):
+    with act.fake_ranks(2) as mesh:
+        without, _ = act.peaks(act.build(folder, mesh, recompute=True))
+        device, host = act.peaks(act.build(folder, mesh, offload=(LEAST, in_flight), recompute=True))
+    assert close(without - device, (LAYERS - 1 - in_flight) * INPUT)
+    assert close(host, (LAYERS + 3) * INPUT + TABLES)
+
+
+def test_without_checkpointing_the_peak_falls_by_what_blocks_keep(folder):
+    queries, keys, wide = HEADS * HEAD_SIZE, KV * HEAD_SIZE, TOKENS * MLP * FP32
+    block = TOKENS * FP32 * (6 * WIDTH + 4 * queries + 4 * keys + 4 * MLP + 2 + 2 * HEADS + KV)
+    with act.fake_ranks(2) as mesh:
+        without, _ = act.peaks(act.build(folder, mesh))
+        device, host = act.peaks(act.build(folder, mesh, offload=(LEAST, 2)))
+    assert close(without - device, LAYERS * block - (3 + 2) * wide)
+    assert close(host, LAYERS * block + 3 * INPUT + TABLES)
+
+
+def test_what_waits_for_a_copy_is_bounded_by_the_limit():
+    model, tokens, width, depth = Chain(depth=12, width=64), 64, 64, 12
+    x = torch.randn(tokens, width)
+    kept = {}
+    for in_flight in (1, 3):
+        with ByteTracker() as tracker:
+            tracker.mark("params", [*model.parameters(), x])
+            offload = offload_of(model, in_flight, least=1024)
+            tracker.enter("forward")
+            with offload.forward():
+                loss = model(x).sum()
+            kept[in_flight] = tracker.peaks[DEVICE].bytes
+            # Layers keep their input, exp and sigmoid their output; the input of the first is the caller's.
+            assert close(tracker.total(HOST), 3 * depth * x.nbytes)
+            del loss
+    assert kept[3] - kept[1] == 2 * x.nbytes
+
+
+def test_fake_tensors_give_the_bytes_of_real_ones_on_both_tiers(untied_folder):
+    options = {"offload": (LEAST, 2), "recompute": True}
+    with act.fake_ranks(4) as mesh:
+        assert act.fake_peaks(untied_folder, mesh, **options) == act.peaks(act.build(untied_folder, mesh, **options))

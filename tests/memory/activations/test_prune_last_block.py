@@ -1,0 +1,213 @@
+import logging
+
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+from benchmarks.update_pass.flops import count
+from tests.memory import activation_cases as act
+from tests.memory.batching.test_shared_prompt import counts_of, grouped
+from tests.ranks import run_ranks
+from tests.tensors import whole_of
+from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
+from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.knobs.index import knob_named
+from verl_memopt.knobs.shapes import Shapes
+from verl_memopt.memory.activations.prune_last_block import can_prune
+from verl_memopt.models.decoder import class_name
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.workers.scorer import micro_batch
+
+ON, OFF = {"prune_last_block": True}, {"prune_last_block": False}
+OWN, PLAIN = {"recompute_elementwise": True}, {"recompute_elementwise": False}
+TILED = {"tiled_mlp": TiledMlp(True, 4)}
+SELECTIVE = {"recompute": True, "gradient_checkpointing_mode": "selective"}
+EVERY_2 = {"recompute": True, "gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
+LORA = {"lora_rank": 4, "lora_alpha": 8.0}
+BOUND = 2e-6
+"""Of the difference of a gradient, relative to its norm, in fp32."""
+
+RAGGED = grouped(20, [5, 1, 9, 0, 3], groups=2)
+
+
+def gradients(policy, batch, shared):
+    """Gives the log-probs of a batch in one pack, and every whole gradient."""
+    rows = list(range(batch.num_rows))
+    scores = policy.score(batch, [rows], 0.9, True)
+    policy.accumulate([micro_batch(batch, rows, shared)], counts_of(batch), 0.9)
+    found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
+    policy.optimizer.zero_grad()
+    return [scores.log_probs, scores.entropy, *found]
+
+
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])
+@pytest.mark.parametrize(
+    "options",
+    [
+        *({}, {"recompute": True}, SELECTIVE, EVERY_2, {"offload": (1, 2)}, TILED, {**TILED, "recompute": True}, LORA),
+        {"attn_implementation": "eager"},
+    ],
+    ids=["alone", "full", "selective", "every_n", "offload", "tiled", "tiled and full", "lora", "eager"],
+)
+def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank, options, block, shared):
+    found = [gradients(act.build(untied_folder, one_rank, **options, **block, **own), RAGGED, shared) for own in (OFF, ON)]
+    assert act.largest_difference(*found) <= BOUND
+
+
+@settings(deadline=None, max_examples=20, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(st.data())
+def test_for_packs_of_any_groups_as_well(tiny_folder, one_rank, data):
+    answers = data.draw(st.lists(st.integers(0, 9), min_size=1, max_size=5).filter(any))
+    batch = grouped(data.draw(st.integers(1, 20)), answers, data.draw(st.integers(1, 3)), seed=len(answers))
+    shared = data.draw(st.booleans())
+    found = [gradients(act.build(tiny_folder, one_rank, **OWN, **own), batch, shared) for own in (OFF, ON)]
+    # Over a single key the gradient of queries is 0, and what is computed of it is rounding of numbers of the others' size.
+    rounding = 2**-22 * torch.stack([gradient.norm() for gradient in found[0][2:]]).norm()
+    for one, other in zip(*found, strict=True):
+        assert (one - other).norm() <= BOUND * other.norm() + rounding
+
+
+@pytest.mark.parametrize("model_type", ["llama", "qwen2", "qwen3"])
+@pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])
+def test_of_every_known_model(tmp_path, one_rank, model_type, block):
+    folder = make_tiny_model(tmp_path / model_type, TinyShape(model_type=model_type), seed=3)
+    found = [gradients(act.build(folder, one_rank, **block, **own), RAGGED, True) for own in (OFF, ON)]
+    assert act.largest_difference(*found) <= BOUND
+
+
+def two_ranks(rank, folder, options):
+    mesh, batch = training_mesh("cpu", 2, -1), grouped(20, [5, 1, 9], groups=1, seed=rank)
+    found = [gradients(act.build(folder, mesh, 2, **options, **own), batch, True) for own in (OFF, ON)]
+    return act.largest_difference(*found)
+
+
+@pytest.mark.parametrize("options", [OWN, {**OWN, "recompute": True}, PLAIN])
+def test_on_two_ranks(untied_folder, options):
+    assert max(run_ranks(two_ranks, 2, untied_folder, options)) <= BOUND
+
+
+def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one_rank):
+    squares = torch.zeros(2)
+    for seed in range(6):
+        batch, found = grouped(20, [5, 1, 9, 0, 3], groups=2, seed=seed), []
+        for dtype, own in (("fp32", OFF), ("bfloat16", OFF), ("bfloat16", ON)):
+            some = gradients(act.build(untied_folder, one_rank, dtype=dtype, **OWN, **own), batch, True)[2:]
+            found.append(torch.cat([gradient.flatten() for gradient in some]))
+        squares += torch.tensor([act.largest_difference([one], [found[0]]) ** 2 for one in found[1:]])
+    assert squares[1].sqrt() <= 1.01 * squares[0].sqrt()  # both are made of thousands of roundings, of different ones
+
+
+@pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])
+def test_a_quantised_reference_leaves_it_out_as_well(untied_folder, one_rank, block):
+    pack, found = micro_batch(RAGGED, list(range(RAGGED.num_rows)), True).pack, []
+    for own in (OFF, ON):
+        model = act.quantised(untied_folder, one_rank, "int8", **block, **own)
+        with torch.no_grad():
+            found.append(model(pack, 1.0, False)[0])
+    assert act.largest_difference([found[1]], [found[0]]) <= BOUND
+
+
+# Cost.
+
+SHAPE = TinyShape(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+def test_of_the_last_block_queries_attention_and_mlp_run_for_what_is_read(tmp_path, one_rank, recompute):
+    folder, counted = make_tiny_model(tmp_path / "model", SHAPE, seed=3), []
+    prompt, answers = 30, [11] * 4
+    batch = grouped(prompt, answers)
+    for own in (OFF, ON):
+        policy = act.build(folder, one_rank, recompute=recompute, **OWN, **own)
+        micro = [micro_batch(batch, list(range(4)), True)]
+        counted.append(count(lambda policy=policy, micro=micro: policy.accumulate(micro, counts_of(batch), 0.9)))
+    unread, query = prompt - 1, SHAPE.num_heads * SHAPE.head_dim
+    down = 2 * SHAPE.hidden_size * SHAPE.intermediate_size
+    products = 2 * 2 * SHAPE.hidden_size * query + 3 * down  # of a token: queries, attention's output, and the MLP
+    pairs = prompt * (prompt + 1) // 2 - prompt  # the last token sees all
+    forwards = 4 if recompute else 3
+    saved = unread * (forwards * products - (down if recompute else 0))
+    # Attention makes two products forward and five backward.
+    assert counted[0] - counted[1] == saved + (2 * (forwards - 2) + 5) * 2 * query * pairs
+
+
+def shapes(batch, shared, **model):
+    actor = replaced(ActorRolloutRef().actor, {"fsdp_config": replaced(ActorRolloutRef().actor.fsdp_config, {"dtype": "fp32"})})
+    given = replaced(ActorRolloutRef(), {"actor": actor, "model": replaced(ActorRolloutRef().model, model)})
+    computed = batch.row_tokens(shared)
+    rows = range(batch.num_rows)
+    return Shapes(
+        settings=given, layers=act.LAYERS, hidden=act.WIDTH, mlp=act.MLP, heads=act.H, kv_heads=act.KV, head_dim=act.D,
+        vocab=act.SHAPE.vocab_size, params=1, block_params=1, tied=False, tokens=computed.cost(rows),
+        responses=sum(batch.responses.sizes()), branch_tokens=sum(computed.answers) if shared else 0,
+        unread=computed.unread(rows),
+    )  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return act.model_folder(tmp_path_factory.mktemp("pruned"))
+
+
+@pytest.mark.parametrize("recompute", [False, True])
+@pytest.mark.parametrize(
+    ("prompt", "answers", "shared"), [(1024, [64] * 8, True), (512, [256] * 8, True), (1024, [64] * 4, False)]
+)
+def test_activations_fall_by_what_the_formula_says(folder, prompt, answers, shared, recompute):
+    batch, peaks, formula = grouped(prompt, answers), [], []
+    with act.fake_ranks(2) as mesh:
+        for own in (OFF, ON):
+            policy = act.build(folder, mesh, recompute=recompute, **OWN, **own)
+            tracker = act.tracked_step(policy, [micro_batch(batch, list(range(len(answers))), shared)], counts_of(batch))
+            peaks.append(tracker.peaks[act.DEVICE].kinds["activations"])
+            formula.append(shapes(batch, shared, enable_gradient_checkpointing=recompute, **OWN, **own).activation_bytes)
+    assert act.close(peaks[0] - peaks[1], formula[0] - formula[1])
+    assert peaks[1] < peaks[0]
+
+
+def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
+    with act.fake_ranks(4) as mesh:
+        assert act.fake_peaks(untied_folder, mesh, **OWN, **ON) == act.peaks(act.build(untied_folder, mesh, **OWN, **ON))
+
+
+# What it leaves alone.
+
+
+def test_a_few_unread_tokens_are_computed_with_the_others(untied_folder, one_rank):
+    batch = grouped(5, [30] * 2)
+    found = [gradients(act.build(untied_folder, one_rank, **OWN, **own), batch, True) for own in (OFF, ON)]
+    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+
+
+def test_names_and_state_of_blocks_stay(untied_folder, one_rank):
+    plain, pruned = (act.build(untied_folder, one_rank, **PLAIN, **own).model for own in (OFF, ON))
+    assert list(plain.state_dict()) == list(pruned.state_dict())
+    assert [class_name(block) for block in plain.blocks()] == [class_name(block) for block in pruned.blocks()]
+    assert [block.options.prune for block in pruned.blocks()] == [False] * (len(pruned.blocks()) - 1) + [True]
+    assert (plain.decoder.prunes, pruned.decoder.prunes) == (False, True)
+
+
+def test_an_unknown_block_is_left_alone_and_a_warning_says_so(caplog):
+    class Experts(nn.Module):
+        pass
+
+    with caplog.at_level(logging.WARNING):
+        assert not can_prune(Experts())
+    assert "prune_last_block=true: Experts is not one of LlamaDecoderLayer" in caplog.text
+
+
+def test_a_last_block_whose_attention_slides_computes_all_tokens(tmp_path, one_rank, caplog):
+    folder = make_tiny_model(tmp_path / "mistral", TinyShape(model_type="mistral"), seed=3)
+    with caplog.at_level(logging.WARNING):
+        model = act.build(folder, one_rank, **OWN, **ON).model
+    assert not model.decoder.prunes
+    assert "prune_last_block=true: attention of MistralDecoderLayer slides over a window of 4096 tokens" in caplog.text
+
+
+def test_the_index_has_it_on_by_default():
+    assert knob_named("prune_last_block").off == ("actor_rollout_ref.model.prune_last_block=false",)
+    assert ActorRolloutRef().model.prune_last_block

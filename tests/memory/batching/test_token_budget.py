@@ -1,0 +1,295 @@
+import itertools
+import math
+import random
+from fractions import Fraction
+from functools import partial
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from benchmarks.packing.contest import SHAPES, batches, measure
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.batching.token_budget import (
+    FINEST,
+    _best_fit_decreasing,
+    _best_single_or_pair,
+    _dearest_to_cheapest,
+    _swap_once,
+    _tight_fill,
+    balance,
+    lower_bound,
+    pack,
+    pack_fixed,
+    split_to_count,
+)
+
+row_lengths = st.lists(st.integers(1, 60), max_size=40)
+
+
+def naive_lower_bound(lengths, budget):
+    """The bound straight from its definition: exact fractions, one function and one threshold at a time."""
+    shares = [Fraction(length, budget) for length in lengths]
+
+    def rounded(share, k):
+        return share if ((k + 1) * share).denominator == 1 else Fraction(math.floor((k + 1) * share), k)
+
+    functions = [lambda share: share, *(partial(rounded, k=k) for k in range(1, FINEST + 1))]
+    sums = [
+        sum(0 if share < low else 1 if share > 1 - low else function(share) for share in shares)
+        for function in functions
+        for low in {Fraction(0), *(share for share in shares if share <= Fraction(1, 2))}
+    ]
+    return max(map(math.ceil, sums))
+
+
+def fewest_bins(lengths, budget):
+    """The optimum by trying every assignment of a few rows."""
+    for count in range(len(lengths) + 1):
+        for places in itertools.product(range(count), repeat=len(lengths)):
+            loads = [0] * count
+            for length, place in zip(lengths, places, strict=True):
+                loads[place] += length
+            if all(load <= budget for load in loads):
+                return count
+    return len(lengths)
+
+
+@given(row_lengths, st.integers(60, 200), st.integers(1, 8))
+def test_every_row_is_packed_once_and_no_bin_exceeds_the_cap(lengths, budget, at_least):
+    bins = pack(lengths, budget, num_bins_at_least=at_least)
+    assert sorted(row for rows in bins for row in rows) == list(range(len(lengths)))
+    assert all(sum(lengths[row] for row in rows) <= budget for rows in bins)
+    assert len(bins) >= at_least
+
+
+@settings(max_examples=30)
+@given(row_lengths, st.integers(60, 200))
+def test_the_lower_bound_is_that_of_its_definition(lengths, budget):
+    assert lower_bound(lengths, budget) == naive_lower_bound(lengths, budget)
+
+
+def test_rows_over_a_third_of_the_budget_are_counted_two_a_bin():
+    # Their sum alone would let 7 bins hold them, and so would Martello and Toth's bound.
+    assert lower_bound([35] * 20, 100) == 10
+    assert lower_bound([26] * 20, 100) == 7
+
+
+def test_the_lower_bound_counts_rows_in_a_bin_up_to_16():
+    # 16 rows of 101 tokens fit into 1,700, and 17 of 95; the sums alone would let two bins hold all of either.
+    assert lower_bound([101] * 33, 1700) == 3
+    assert lower_bound([95] * 35, 1700) == 2
+
+
+def test_rows_that_leave_no_room_for_others_count_whole_beside_those_that_are_counted():
+    assert lower_bound([75] * 4 + [30] * 4, 100) == 6
+    assert lower_bound([65] * 4 + [36] * 5, 100) == 7
+
+
+def test_rows_without_tokens_need_no_bin():
+    assert lower_bound([0, 0], 10) == 0
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 12), max_size=6), st.integers(12, 20))
+def test_no_packing_beats_the_lower_bound(lengths, budget):
+    assert lower_bound(lengths, budget) <= fewest_bins(lengths, budget)
+
+
+@given(row_lengths, st.integers(60, 200))
+def test_packing_needs_at_least_the_lower_bound_and_at_most_twice_a_perfect_fill(lengths, budget):
+    bins = pack(lengths, budget, num_bins_at_least=0)
+    assert lower_bound(lengths, budget) <= len(bins)
+    # No two bins fit into one, so all but one are more than half full: fewer than twice the bins a perfect fill needs.
+    assert len(bins) <= max(2 * math.ceil(sum(lengths) / budget), 1)
+
+
+@settings(max_examples=30)
+@given(st.lists(st.integers(1, 12), max_size=6), st.integers(12, 20))
+def test_packing_a_few_rows_needs_the_fewest_bins_possible(lengths, budget):
+    assert len(pack(lengths, budget, num_bins_at_least=0)) == fewest_bins(lengths, budget)
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_99_of_100_batches_need_at_most_one_bin_over_the_lower_bound(shape):
+    packed = [measure(*batch) for batch in batches(shape, 200)]
+    assert sum(result.over_cap for result in packed) == 0
+    assert sum(result.bins > result.bound + 1 for result in packed) <= 2
+
+
+def test_the_refinement_finds_a_perfect_packing_that_best_fit_decreasing_misses():
+    # Best-fit-decreasing makes 4+4, 3+3+3, 3: three bins where 4+3+3 twice fills two.
+    assert pack([4, 4, 3, 3, 3, 3], 10) == [[0, 2, 3], [1, 4, 5]]
+
+
+def test_ten_thousand_rows_pack_under_the_cap_within_one_percent_of_the_lower_bound():
+    draw = random.Random(0)
+    lengths = [draw.randint(1, 8192) for _ in range(10_000)]
+    bins = pack(lengths, 16_384)
+    assert max(sum(lengths[row] for row in rows) for rows in bins) <= 16_384
+    assert len(bins) <= lower_bound(lengths, 16_384) * 1.01
+
+
+def test_a_row_longer_than_the_cap_is_refused_with_the_key_the_row_its_length_and_the_smallest_budget():
+    with pytest.raises(ConfigError) as refusal:
+        pack([10, 700, 30], 512, names=["a", "train.jsonl:2", "c"], key="critic.ppo_max_token_len_per_gpu")
+    message = str(refusal.value)
+    assert message.startswith("critic.ppo_max_token_len_per_gpu=512: train.jsonl:2 has 700 tokens")
+    assert "at least 700" in message
+
+
+def test_a_row_exactly_as_long_as_the_cap_is_packed():
+    assert pack([512, 1, 511], 512) == [[0], [1, 2]]
+
+
+@pytest.mark.parametrize("budget", [1, 2, 512])
+@pytest.mark.parametrize("others", [[], [1], [1, 1, 1]])
+def test_a_row_one_token_over_the_cap_is_refused_wherever_it_stands(budget, others):
+    for place in range(len(others) + 1):
+        lengths = [*others[:place], budget + 1, *others[place:]]
+        with pytest.raises(ConfigError, match=f"row {place} has {budget + 1} tokens.*Raise it to at least {budget + 1},"):
+            pack(lengths, budget)
+        lengths[place] = budget
+        assert sorted(row for rows in pack(lengths, budget) for row in rows) == list(range(len(lengths)))
+
+
+@pytest.mark.parametrize("budget", [12, 60])
+def test_rows_that_fill_a_bin_to_the_last_token_share_it_and_one_token_more_needs_another(budget):
+    assert len(pack([budget - 5, 5], budget)) == 1
+    assert len(pack([budget - 4, 5], budget)) == 2
+    assert lower_bound([budget - 5, 5], budget) == 1
+    assert lower_bound([budget - 4, 5], budget) == 2
+
+
+@pytest.mark.parametrize("packing", [_best_fit_decreasing, partial(_tight_fill, candidates=4, spread=False)])
+def test_each_way_of_packing_alone_fills_a_bin_to_the_last_token_and_not_beyond(packing):
+    assert len(packing([55, 5], 60)) == len(packing([50, 6, 4], 60)) == 1
+    assert len(packing([56, 5], 60)) == len(packing([50, 6, 5], 60)) == 2
+
+
+def test_equal_batches_pack_equally():
+    lengths = [random.Random(3).randint(1, 99) for _ in range(200)]
+    assert pack(lengths, 250) == pack(list(lengths), 250)
+
+
+def test_no_rows_pack_into_no_bins_unless_some_are_asked_for():
+    assert pack([], 10, num_bins_at_least=0) == []
+    assert pack([], 10, num_bins_at_least=2) == [[], []]
+
+
+def test_fixed_packing_cuts_consecutive_rows_and_leaves_the_rest_in_the_last_bin():
+    assert pack_fixed(5, 2) == [[0, 1], [2, 3], [4]]
+    assert pack_fixed(0, 2) == []
+
+
+@given(row_lengths, st.integers(0, 30))
+def test_splitting_keeps_every_row_and_gives_exactly_the_count(lengths, more):
+    bins = pack(lengths, 120, num_bins_at_least=0)
+    split = split_to_count(bins, len(bins) + more, lengths)
+    assert len(split) == len(bins) + more
+    assert sorted(row for rows in split for row in rows) == list(range(len(lengths)))
+    assert sum(not rows for rows in split) == max(0, len(split) - len(lengths))
+
+
+def test_the_largest_bin_is_split_first_and_single_rows_stay_whole():
+    lengths = [50, 10, 10, 10, 9]
+    assert split_to_count([[0], [1, 2], [3, 4]], 4, lengths) == [[0], [1], [3, 4], [2]]
+    assert split_to_count([[0], [1, 2, 3]], 3) == [[0], [1, 3], [2]]
+    assert split_to_count([[0]], 3, lengths) == [[0], [], []]
+
+
+@given(st.integers(1, 6), st.integers(1, 3), st.integers(0, 8), st.randoms(use_true_random=False))
+def test_balanced_parts_hold_equal_numbers_of_whole_groups(num_parts, group, groups_per_part, draw):
+    costs = [draw.randint(1, 1000) for _ in range(num_parts * group * groups_per_part)]
+    parts = balance(costs, num_parts, group)
+    assert sorted(row for part in parts for row in part) == list(range(len(costs)))
+    assert {len(part) for part in parts} == {group * groups_per_part}
+    for part in parts:
+        assert part == [row for start in part[::group] for row in range(start, start + group)]
+        assert all(start % group == 0 for start in part[::group])
+
+
+def test_256_log_normal_rows_are_balanced_within_one_percent_over_8_ranks():
+    draw = random.Random(1)
+    costs = [draw.lognormvariate(6.5, 0.8) for _ in range(256)]
+    totals = [sum(costs[row] for row in part) for part in balance(costs, 8)]
+    assert max(totals) <= 1.01 * sum(totals) / 8
+
+
+def test_two_long_rows_go_to_different_ranks():
+    assert balance([100, 100, 1, 1], 2) == [[0, 2], [1, 3]]
+
+
+def test_a_bin_is_halved_by_the_tokens_of_its_rows_and_neither_half_is_empty():
+    # 9 | 8, then 2 beside 8 and 1 beside 9.
+    assert split_to_count([[0, 1, 2, 3]], 2, [9, 1, 8, 2]) == [[0, 1], [2, 3]]
+    assert split_to_count([[0, 1]], 2, [0, 0]) == [[0], [1]]
+
+
+def test_fixed_packing_takes_one_row_a_bin_and_refuses_none():
+    assert pack_fixed(2, 1) == [[0], [1]]
+    with pytest.raises(AssertionError):
+        pack_fixed(2, 0)
+
+
+def test_the_dearest_unit_goes_first_and_each_next_one_to_the_cheapest_part_with_a_place():
+    assert _dearest_to_cheapest([5, 9, 1, 4], 2) == [[1, 2], [0, 3]]
+
+
+@given(st.lists(st.tuples(st.integers(1, 40), st.integers(1, 40)), min_size=1, max_size=6))
+def test_a_swap_is_the_one_that_evens_out_two_parts_most(pairs):
+    first, second = zip(*pairs, strict=True)
+    weights, parts = [*first, *second], [list(range(len(first))), list(range(len(first), 2 * len(first)))]
+    before = sum(first) - sum(second)
+    best = min(abs(before - 2 * (one - other)) for one in first for other in second)
+    assert _swap_once(weights, parts) == (best < abs(before))
+    after = sum(weights[unit] for unit in parts[0]) - sum(weights[unit] for unit in parts[1])
+    assert abs(after) == min(best, abs(before))
+
+
+@given(st.lists(st.integers(1, 1000), min_size=12, max_size=12))
+def test_no_swap_between_the_dearest_and_the_cheapest_part_would_help_any_more(costs):
+    parts = sorted(balance(costs, 2), key=lambda part: sum(costs[row] for row in part))
+    gap = sum(costs[row] for row in parts[1]) - sum(costs[row] for row in parts[0])
+    assert all(abs(gap - 2 * (costs[one] - costs[other])) >= gap for one in parts[1] for other in parts[0])
+
+
+@pytest.mark.parametrize("spread", [False, True])
+@given(st.lists(st.integers(1, 30), min_size=1, max_size=8), st.integers(0, 40))
+def test_a_bin_is_filled_by_the_best_of_all_singles_and_pairs_where_there_are_candidates_enough(spread, left, more):
+    left, room = sorted(left), min(left) + more
+    choices = [(one,) for one in range(len(left))] + [(one, two) for one in range(len(left)) for two in range(one)]
+    found = _best_single_or_pair(left, room, 100, spread)
+    assert found in choices
+    assert sum(left[place] for place in found) == max(
+        total for total in (sum(left[place] for place in choice) for choice in choices) if total <= room
+    )
+
+
+def test_a_single_row_is_taken_before_a_pair_of_the_same_size():
+    assert _best_single_or_pair([2, 3, 5], 6, 100, False) == (2,)
+
+
+def test_two_candidates_are_the_largest_or_spread_over_all_rows():
+    left = [4, 20, 20, 21, 24, 24]
+    assert _best_single_or_pair(left, 25, 2, False) == (5,)
+    assert _best_single_or_pair(left, 25, 2, True) == (3, 0)
+    assert _tight_fill([50, *left], 75, 2, True)[0] == [0, 4, 1]
+    assert _tight_fill([50, *left], 75, 2, False)[0] == [0, 5]
+
+
+def test_the_bin_with_the_most_tokens_is_split_first_whatever_its_number_of_rows():
+    assert split_to_count([[0, 1, 2], [3, 4]], 3, [1, 1, 1, 50, 40]) == [[0, 1, 2], [3], [4]]
+    # The halves of 40 tokens are larger than the other bin of 10.
+    assert split_to_count([[0, 1, 2, 3], [4, 5]], 4, [10, 10, 10, 10, 5, 5]) == [[0], [4, 5], [1, 3], [2]]
+
+
+def test_bins_that_are_asked_for_are_split_off_by_tokens():
+    assert pack([9, 1, 8, 2], 20, num_bins_at_least=2) == [[0, 1], [2, 3]]
+
+
+def test_candidates_spread_over_all_rows_find_a_perfect_packing_that_the_largest_alone_miss():
+    draw = random.Random(166)
+    lengths = [draw.randint(1, 498) for _ in range(150)]
+    assert min(len(_tight_fill(lengths, 997, candidates, False)) for candidates in (4, 16, 32, 64, 128, 256)) == 39
+    assert len(pack(lengths, 997)) == lower_bound(lengths, 997) == 38

@@ -1,0 +1,205 @@
+import logging
+import mmap
+import subprocess
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.memory.page_locking import PAGE, install
+from verl_memopt.distributed.device import local_device, lock_pages, synchronize
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.host import host_buffers
+from verl_memopt.memory.host.host_arena import HostArena
+from verl_memopt.memory.host.host_buffers import GIB, HostAllocator, host_allocator, host_buffer, host_limits
+from verl_memopt.observe.byte_tracker import HOST, ByteTracker
+
+CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)
+V, H, MLP, LAYERS, KEYS = 151_936, 2048, 11_008, 36, 2 * 128
+PARAMS_3B = V * H + LAYERS * (2 * H * H + 2 * H * KEYS + H + 2 * KEYS + 3 * H * MLP + 2 * H) + H
+"""Of Qwen2.5-3B: a tied embedding; projections, biases of queries, keys and values, MLP and two norms of a block; a norm."""
+PACKAGE = Path(__file__).parents[3] / "verl_memopt"
+
+
+def test_a_buffer_counts_as_host_bytes_of_its_kind_until_it_is_gone():
+    with ByteTracker() as tracker:
+        buffer = host_buffer(1000, CPU, "activations")
+        assert tracker.kinds(HOST) == {"activations": 1000}
+        assert tracker.total() == 0
+        view = buffer[:10].view(torch.float16)
+        del buffer
+        assert tracker.total(HOST) == 1000
+        del view
+        assert tracker.total(HOST) == 0
+
+
+def test_a_buffer_born_before_a_tracker_is_of_the_host_tier_to_it():
+    buffer = host_buffer(1000, CPU, "params")
+    with ByteTracker() as tracker:
+        tracker.mark("optimizer", [buffer[:10]])
+        assert tracker.kinds(HOST) == {"optimizer": 1000}
+        assert tracker.total() == 0
+
+
+def test_the_allocator_counts_what_is_held_and_the_most_that_was():
+    allocator = HostAllocator()
+    one, two = allocator.empty(100, CPU, "params"), allocator.empty(50, CPU, "params")
+    assert allocator.held_bytes == 150
+    del one
+    assert (allocator.held_bytes, allocator.peak_bytes) == (50, 150)
+    del two
+    assert allocator.held_bytes == 0
+
+
+def test_the_limit_is_an_error_that_names_key_kind_and_bytes():
+    allocator = HostAllocator(limit_bytes=GIB)
+    kept = allocator.empty(GIB // 2, CPU, "params")
+    with pytest.raises(
+        ConfigError, match=r"memory\.host_limit_gb=1: optimizer needs 0\.75 GiB.*0\.5 GiB are taken.*at least 1\.25"
+    ):
+        allocator.empty(3 * GIB // 4, CPU, "optimizer")
+    assert allocator.held_bytes == kept.numel()
+
+
+def test_limits_hold_inside_their_scope_only():
+    with host_limits(10, None), pytest.raises(ConfigError):
+        host_buffer(11, CPU, "params")
+    assert host_allocator().limit_bytes is None
+    assert host_buffer(11, CPU, "params").numel() == 11
+
+
+def test_the_host_limit_is_reached_and_not_passed_by_a_byte():
+    allocator = HostAllocator(limit_bytes=1000)
+    kept = allocator.empty(600, CPU, "params")
+    last = allocator.empty(400, CPU, "optimizer")
+    assert allocator.held_bytes == 1000
+    del last
+    with pytest.raises(ConfigError, match=r"memory\.host_limit_gb"):
+        allocator.empty(401, CPU, "optimizer")
+    assert allocator.held_bytes == kept.numel()
+
+
+# Page-locked memory, with a stand-in for the driver.
+
+
+@pytest.fixture
+def driver(monkeypatch):
+    return install(monkeypatch)
+
+
+def test_what_is_locked_is_whole_pages_and_counted_as_such(driver):
+    allocator = HostAllocator()
+    buffers = [allocator.empty(size, GPU, "params") for size in (1, PAGE, PAGE + 1, 1_000_000)]
+    assert [buffer.numel() for buffer in buffers] == [1, PAGE, PAGE + 1, 1_000_000]
+    assert driver.locked_bytes == (1 + 1 + 2 + 245) * PAGE
+    assert allocator.held_bytes == allocator.pinned_bytes == driver.locked_bytes
+    assert driver.taken_by_torch == 0
+    assert all(driver.holds(buffer) for buffer in buffers)
+    for number, buffer in enumerate(buffers):
+        assert (buffer.fill_(number) == number).all()
+
+
+def test_the_moments_of_a_3b_model_are_locked_in_23_gib(driver, monkeypatch):
+    reserve_nothing, real = 0x4000, mmap.mmap  # as on a machine with more memory
+    monkeypatch.setattr(mmap, "mmap", lambda fd, size, flags: real(fd, size, flags=flags | reserve_nothing))
+    num_bytes = 8 * PARAMS_3B
+    allocator = HostAllocator(limit_bytes=23 * GIB + GIB // 4)
+    moments = allocator.empty(num_bytes, GPU, "optimizer")
+    assert num_bytes <= driver.locked_bytes + driver.taken_by_torch < num_bytes + PAGE
+    assert allocator.held_bytes == driver.locked_bytes + driver.taken_by_torch
+    del moments
+    assert (allocator.held_bytes, driver.locked_bytes) == (0, 0)
+
+
+def test_memory_is_unlocked_and_given_back_with_its_last_view(driver):
+    allocator = HostAllocator()
+    view = allocator.empty(10_000, GPU, "params")[5000:5010].view(torch.float16)
+    assert driver.locked_bytes == allocator.held_bytes == 3 * PAGE
+    del view
+    assert (driver.locked, allocator.held_bytes, allocator.pinned_bytes) == ({}, 0, 0)
+
+
+def test_the_pinned_limit_is_reached_and_not_passed_by_a_byte(driver):
+    allocator = HostAllocator(pinned_limit_bytes=3 * PAGE)
+    whole = allocator.empty(3 * PAGE, GPU, "params")
+    assert driver.holds(whole)
+    del whole
+    beyond = allocator.empty(3 * PAGE + 1, GPU, "params")
+    assert not driver.locked
+    assert (allocator.held_bytes, allocator.pinned_bytes) == (beyond.numel(), 0)
+    kept = allocator.empty(2 * PAGE, GPU, "params")
+    ordinary = allocator.empty(PAGE + 1, GPU, "params")
+    assert (driver.holds(kept), driver.holds(ordinary)) == (True, False)
+
+
+def test_the_host_limit_counts_the_pages_that_are_locked(driver):
+    allocator = HostAllocator(limit_bytes=2 * PAGE)
+    kept = allocator.empty(PAGE + 1, GPU, "params")
+    assert allocator.held_bytes == 2 * PAGE
+    del kept
+    allocator.limit_bytes -= 1
+    with pytest.raises(ConfigError, match=r"memory\.host_limit_gb"):
+        allocator.empty(PAGE + 1, GPU, "params")
+    assert not driver.locked
+
+
+def test_an_arena_of_locked_chunks_holds_what_its_chunks_hold(driver):
+    held = host_allocator().held_bytes
+    arena = HostArena(GPU, "activations", 4 * PAGE)
+    slot = arena.take(9 * PAGE)
+    assert driver.locked_bytes == arena.held_bytes == host_allocator().held_bytes - held == 12 * PAGE
+    assert all(driver.holds(part) for part in slot.parts)
+    arena.give_back(slot)
+    arena.shrink()
+    del slot
+    assert (driver.locked, host_allocator().held_bytes) == ({}, held)
+
+
+def test_where_the_driver_refuses_memory_is_ordinary_with_one_warning_and_no_error_later(driver, caplog):
+    host_buffers._warn_once.cache_clear()
+    driver.refuses = 801
+    allocator = HostAllocator()
+    with caplog.at_level(logging.WARNING):
+        buffers = [allocator.empty(size, GPU, "params") for size in (10, PAGE)]
+    assert (allocator.held_bytes, allocator.pinned_bytes) == (10 + PAGE, 0)
+    (record,) = caplog.records
+    assert "host memory cannot be page-locked (CUDA error: status 801)" in record.message
+    assert driver.stale == 0  # or the next kernel launch would raise it
+    del buffers
+
+
+def test_fake_buffers_count_as_if_they_were_locked(driver):
+    allocator = HostAllocator()
+    with FakeTensorMode():
+        buffer = allocator.empty(8 * GIB + 1, GPU, "params")
+    assert buffer.numel() == 8 * GIB + 1
+    assert allocator.held_bytes == allocator.pinned_bytes == 8 * GIB + PAGE
+    assert (driver.locked, driver.taken_by_torch) == ({}, 0)
+
+
+@pytest.mark.gpu
+def test_on_a_gpu_locked_memory_is_pinned_to_torch_and_none_of_it_is_torchs_own():
+    here, allocator = local_device("cuda", 0), HostAllocator()
+    # Not a power of two, and neighbours in memory.
+    buffers = [allocator.empty(size, here, "params") for size in (3 * PAGE + 1, 5, 100 * 2**20 + 3)]
+    assert all(buffer.is_pinned() for buffer in buffers)
+    assert allocator.held_bytes == allocator.pinned_bytes == 6 * PAGE + 100 * 2**20
+    values = torch.randint(256, (buffers[2].numel(),), dtype=torch.uint8, device=here)
+    buffers[2].copy_(values, non_blocking=True)
+    synchronize(here)
+    assert torch.equal(buffers[2], values.cpu())
+    assert torch.equal(buffers[2].to(here, non_blocking=True), values)
+    address = buffers[2].data_ptr()
+    assert lock_pages(here, address, PAGE) is not None  # locked already; the refusal is not raised by what follows
+    assert torch.zeros(2, device=here).sum() == 0
+    buffers.clear()
+    assert (allocator.held_bytes, allocator.pinned_bytes) == (0, 0)
+
+
+def test_no_other_file_takes_host_memory_for_what_is_moved():
+    found = subprocess.run(
+        ["grep", "-rlE", r"pin_memory=|pin_memory\(|save_on_cpu|tier=HOST", str(PACKAGE), "--include=*.py"],
+        capture_output=True, text=True, check=True,
+    )  # fmt: skip
+    assert {Path(path).name for path in found.stdout.split()} == {"host_buffers.py"}

@@ -1,0 +1,265 @@
+import dataclasses
+import pickle
+import weakref
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from tests.observe.simulated_device import MIB, SimulatedDevice
+from verl_memopt.config.keys import leaf_types
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, Rollout
+from verl_memopt.errors import ConfigError, DeviceMemoryError
+from verl_memopt.memory.host.host_buffers import GIB, host_buffer
+from verl_memopt.memory.limits.out_of_memory import (
+    ADVICE,
+    _asked,
+    _bytes_by_kind,
+    _error,
+    advice,
+    out_of_memory_told,
+    waking_told,
+)
+from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError, mark, scope
+from verl_memopt.observe.device_ledger import Asleep, ledger_of
+from verl_memopt.observe.phase import MemoryProbe
+
+CPU = torch.device("cpu")
+SETTINGS = ActorRolloutRef(actor=Actor(use_dynamic_bsz=True), rollout=Rollout(name="hf"))
+
+
+def told(body, limit=1000, phase="update_actor", settings=SETTINGS):
+    """Gives the message of the error that a body which allocates too much ends with."""
+    kept = torch.zeros(50)
+    probe = MemoryProbe(CPU, lambda: [("params", kept)], limit)
+    with (
+        pytest.raises(DeviceMemoryError) as caught,
+        out_of_memory_told(phase, CPU, list, settings, limit),
+        probe.phase(phase, track=True),
+    ):
+        body()
+    return str(caught.value)
+
+
+def test_the_op_that_passes_the_limit_is_the_one_that_fails():
+    kept = torch.zeros(50)
+    with ByteTracker(limit_bytes=400) as tracker:
+        tracker.mark("params", [kept])
+        within = torch.zeros(50)
+        assert tracker.total() == 400
+        with pytest.raises(DeviceLimitError) as caught, scope(kind="logits"):
+            torch.zeros(1)
+        assert caught.value.kinds == {"params": 200, "activations": 200, "logits": 4}
+        del within
+
+
+def test_host_bytes_do_not_count_towards_the_device_limit():
+    with ByteTracker(limit_bytes=400) as tracker:
+        host_buffer(1000, CPU, "params")
+        assert tracker.total() == 0
+
+
+def test_the_error_names_phase_limit_kinds_the_largest_and_the_way_out():
+    def body():
+        held = [torch.zeros(40)]
+        with scope(kind="logits"):
+            held.append(torch.zeros(200))
+
+    message = told(body)
+    assert message.startswith("update_actor: out of device memory at")
+    assert "logits 7.45e-07, params 1.86e-07, activations 1.49e-07 GiB" in message
+    assert "Most of it is logits: set actor_rollout_ref.model.logprob_chunk_tokens=256." in message
+
+
+GPU = torch.device("cuda", 0)
+VLLM_SAYS = "CUDA Error: out of memory at /workspace/csrc/cumem_allocator.cpp:128"
+
+
+@pytest.fixture
+def device(monkeypatch):
+    device = SimulatedDevice(total=32 * GIB)
+    device.installed(monkeypatch)
+    return device
+
+
+def fake(size):
+    with FakeTensorMode():
+        return torch.empty(size, dtype=torch.uint8, device="cuda")
+
+
+def told_on_gpu(error, resident, phase="update_actor", settings=SETTINGS, limit=None):
+    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_told(phase, GPU, lambda: resident, settings, limit):
+        raise error
+    return str(caught.value)
+
+
+def test_what_rests_on_the_host_is_not_in_the_report(device):
+    """A host buffer, a storage that gave its bytes back, and a storage that two kinds share."""
+    params, freed = fake(4 * GIB), fake(3 * GIB)
+    freed.untyped_storage().resize_(0)
+    resident = [("params", params), ("rollout weights", params.view(-1)), ("optimizer", torch.empty(5 * MIB)), ("grads", freed)]
+    held = device.empty(6 * GIB)
+    message = told_on_gpu(torch.OutOfMemoryError("CUDA out of memory. Tried"), resident)
+    assert "at 6 of 32 GiB (CUDA out of memory): params 4, activations 2 GiB. Most of it is params" in message
+    del held
+
+
+def test_a_declared_host_buffer_is_of_no_device(monkeypatch):
+    buffer, tensor = host_buffer(1000, CPU, "optimizer"), torch.zeros(100, dtype=torch.uint8)
+    assert _bytes_by_kind([("optimizer", buffer), ("optimizer", buffer[:10]), ("params", tensor)], CPU) == {"params": 100}
+
+
+def test_what_sleeps_is_not_in_the_report(device):
+    held = device.empty(9 * GIB)
+    with ledger_of(GPU).changing(lambda: Asleep(4 * GIB, 3 * GIB)):
+        pass
+    ledger_of(GPU).reset_peaks()
+    message = told_on_gpu(torch.OutOfMemoryError("CUDA out of memory. Tried"), [("params", fake(5 * GIB))], limit=10 * GIB)
+    assert "at 6 of 10 GiB (CUDA out of memory): params 5, activations 1 GiB." in message
+    del held
+
+
+@pytest.mark.parametrize(
+    "says", [VLLM_SAYS, "CUDA error: out of memory\nCUDA kernel errors", "CUBLAS_STATUS_ALLOC_FAILED when calling cublasCreate"]
+)
+def test_memory_that_runs_out_beside_the_allocator_is_told_as_well(device, says):
+    assert "out of device memory" in told_on_gpu(RuntimeError(says), [])
+
+
+@pytest.mark.parametrize("says", ["CUDA error: an illegal memory access was encountered", "shapes do not match"])
+def test_another_runtime_error_on_a_gpu_passes_unchanged(device, says):
+    with pytest.raises(RuntimeError, match=says), out_of_memory_told("gen", GPU, list, SETTINGS, None):
+        raise RuntimeError(says)
+
+
+@pytest.mark.parametrize(
+    ("rollout", "first"),
+    [
+        ({}, "To make room: lower actor_rollout_ref.rollout.gpu_memory_utilization (now 0.5)."),
+        ({"kv_cache_memory_gb": 8.0}, "To make room: lower actor_rollout_ref.rollout.kv_cache_memory_gb (now 8.0)."),
+    ],
+)
+def test_a_cache_that_cannot_wake_is_told_with_the_key_that_makes_it_smaller(device, rollout, first):
+    settings = dataclasses.replace(SETTINGS, rollout=Rollout(name="vllm", **rollout))
+    held = device.empty(20 * GIB)
+
+    def body():
+        with waking_told("kv", 16 * GIB, GPU):
+            raise RuntimeError(VLLM_SAYS)
+
+    resident = [("params", fake(7 * GIB)), ("optimizer", fake(9 * GIB))]
+    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_told("gen", GPU, lambda: resident, settings, None):
+        body()
+    message = str(caught.value)
+    assert message.startswith("gen: out of device memory at 36 of 32 GiB (waking kv, 16 GiB: CUDA Error: out of memory")
+    assert "kv 16, optimizer 9, params 7, activations 4 GiB." in message
+    assert first in message
+    assert "set actor_rollout_ref.actor.fsdp_config.optimizer_offload=true" in message
+    del held
+
+
+def test_an_error_of_another_kind_while_a_part_wakes_passes_unchanged(device):
+    with pytest.raises(RuntimeError, match="invalid argument"), waking_told("kv", GIB, GPU):
+        raise RuntimeError("CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:174")
+
+
+@pytest.mark.parametrize("where", [CPU, GPU], ids=str)
+def test_what_the_phase_held_is_let_go_of_while_its_error_lives(device, where):
+    """The memory is needed to wake an engine before it is shut down."""
+    alive = []
+
+    def body():
+        held = torch.zeros(100)
+        alive.append(weakref.ref(held))
+        raise DeviceLimitError(1, {}, "op", 1) if where == CPU else torch.OutOfMemoryError("CUDA out of memory.")
+
+    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_told("gen", where, list, SETTINGS, None):
+        body()
+    assert alive[0]() is None
+    assert caught.value is not None
+
+
+def test_running_out_in_backward_is_told_as_well():
+    def body():
+        weight = torch.zeros(30, requires_grad=True)
+        mark("params", [weight])
+        for _ in range(8):
+            (weight * 2).sum().backward(retain_graph=True)
+            kept.append(torch.zeros(30))
+
+    kept = []
+    assert "activations" in told(body)
+
+
+def test_other_errors_pass_unchanged():
+    with pytest.raises(ConfigError), out_of_memory_told("gen", CPU, list, SETTINGS, None):
+        raise ConfigError("x")
+    with pytest.raises(torch.OutOfMemoryError), out_of_memory_told("gen", CPU, list, SETTINGS, None):
+        raise torch.OutOfMemoryError("not the tracker's")
+
+
+def test_the_error_reaches_the_driver_and_ends_the_run_with_a_failure():
+    error = _error("gen", {"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros", SETTINGS)
+    assert str(pickle.loads(pickle.dumps(error))) == str(error)
+    assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB.")
+    assert error.exit_code != 0
+
+
+def test_the_error_carries_what_was_held_and_asked_for():
+    kept = torch.zeros(50)
+    probe = MemoryProbe(CPU, lambda: [("params", kept)], 400)
+    with (
+        pytest.raises(DeviceMemoryError) as caught,
+        out_of_memory_told("ref", CPU, list, SETTINGS, 400),
+        probe.phase("ref", True),
+    ):
+        torch.zeros(51)
+    error = caught.value
+    assert (error.phase, error.held_bytes, error.asked_bytes, error.limit_bytes) == ("ref", 200, 204, 400)
+
+
+@pytest.mark.parametrize(
+    ("size", "num_bytes"), [("512 bytes", 512), ("1.50 KiB", 1536), ("20.00 MiB", 20 * 2**20), ("2.25 GiB", 9 * GIB // 4)]
+)
+def test_what_torch_says_it_tried_to_allocate_is_read(size, num_bytes):
+    message = f"CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of 31.50 GiB of which 1.10 GiB is free."
+    assert _asked(message) == num_bytes
+    assert _asked("CUDA error: out of memory") is None
+
+
+@pytest.mark.parametrize("kind", ADVICE)
+def test_every_advice_is_a_setting(kind):
+    assert {key for key, _ in ADVICE[kind]} <= leaf_types().keys()
+
+
+@pytest.mark.parametrize(
+    ("phase", "dynamic", "key"),
+    [
+        ("update_actor", True, "actor.ppo_max_token_len_per_gpu (now 16384)"),
+        ("update_actor", False, "actor.ppo_micro_batch_size_per_gpu"),
+        ("old_log_prob", True, "rollout.log_prob_max_token_len_per_gpu"),
+        ("ref", True, "ref.log_prob_max_token_len_per_gpu"),
+        ("gen", True, "rollout.max_num_seqs (now 256)"),
+    ],
+)
+def test_activations_are_lowered_by_the_budget_of_their_phase(phase, dynamic, key):
+    settings = dataclasses.replace(
+        SETTINGS,
+        actor=Actor(use_dynamic_bsz=dynamic),
+        rollout=Rollout(name="hf", log_prob_use_dynamic_bsz=dynamic),
+        ref=dataclasses.replace(SETTINGS.ref, log_prob_use_dynamic_bsz=dynamic),
+    )
+    assert f"lower actor_rollout_ref.{key}" in advice(phase, ["activations"], settings)
+
+
+def test_only_the_update_keeps_activations_that_could_be_recomputed_or_moved():
+    assert advice("gen", ["activations"], SETTINGS) == ["lower actor_rollout_ref.rollout.max_num_seqs (now 256)"]
+    assert len(advice("update_actor", ["activations"], SETTINGS)) > 1
+
+
+def test_what_is_set_already_is_not_advised():
+    offloading = dataclasses.replace(SETTINGS, model=Model(path="", enable_gradient_checkpointing=True))
+    assert not any("enable_gradient_checkpointing" in way for way in advice("update_actor", ["activations"], offloading))
+    without = dataclasses.replace(SETTINGS, model=Model(path="", enable_gradient_checkpointing=False))
+    first = advice("update_actor", ["activations"], without)[0]
+    assert first == "set actor_rollout_ref.model.enable_gradient_checkpointing=true"

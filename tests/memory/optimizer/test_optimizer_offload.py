@@ -1,0 +1,132 @@
+import pytest
+import torch
+
+from tests.memory.optimizers import bucketed, counting, policy_with, same, weights_after
+from tests.memory.sharded import assert_equal_runs, fake_ranks, share, three_steps, wide_model
+from tests.tensors import local_of
+from tests.workers.test_policy import CPU, micro_batches
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.host.host_buffers import host_allocator, host_limits
+from verl_memopt.memory.optimizer.optimizer_offload import SLOTS, StateLanes
+from verl_memopt.observe.byte_tracker import ByteTracker
+from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+
+BUCKET = 1 / 16
+"""MiB; the model's embedding alone is one."""
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    return wide_model(tmp_path_factory.mktemp("offload"))
+
+
+@pytest.mark.parametrize("num_buckets", [1, 2, 3, 4, 7])
+def test_every_bucket_passes_once_and_is_written_back(num_buckets):
+    resting = {"a": torch.arange(70.0), "b": torch.arange(70.0) + 100}
+    ranges = [{name: slice(10 * bucket, 10 * bucket + 10) for name in resting} for bucket in range(num_buckets)]
+    for bucket in StateLanes(CPU).passing(resting, ranges):
+        assert bucket["a"].data_ptr() != resting["a"].data_ptr()
+        for tensor in bucket.values():
+            tensor.add_(1000)
+    done = 10 * num_buckets
+    for name, start in (("a", 0.0), ("b", 100.0)):
+        expected = torch.arange(70.0) + start + 1000 * (torch.arange(70) < done)
+        assert torch.equal(resting[name], expected)
+
+
+def test_three_buckets_are_on_the_device_at_once():
+    resting = {"a": torch.zeros(1000), "b": torch.zeros(1000, dtype=torch.uint8)}
+    ranges = [{"a": slice(at, at + 100), "b": slice(at, at + 100)} for at in range(0, 1000, 100)]
+    with ByteTracker() as tracker:
+        tracker.mark("optimizer", resting.values(), "host")
+        for bucket in StateLanes(CPU).passing(resting, ranges):
+            del bucket
+        assert tracker.peaks["device"].bytes == SLOTS * 100 * 5
+        assert tracker.total() == 0
+
+
+def test_no_bucket_is_nothing_to_do():
+    assert list(StateLanes(CPU).passing({"a": torch.zeros(3)}, [])) == []
+
+
+@pytest.mark.parametrize("bucket_megabytes", [64, 0.01, 0.002])
+def test_offloading_changes_no_weight(bucket_megabytes):
+    plain = weights_after(lambda params: torch.optim.AdamW(params, lr=1e-2, fused=True))
+    assert same(plain, weights_after(bucketed(offload=True, bucket_megabytes=bucket_megabytes)))
+
+
+@pytest.mark.parametrize("options", [{"state_dtype": "int8"}, {"state_dtype": "int4"}, {"state_dtype": "bfloat16"}])
+def test_offloading_changes_no_rounding(options):
+    # Buckets are smaller with offload, so they are made equal: rounding follows from where a bucket starts.
+    whole = weights_after(bucketed(bucket_megabytes=64, **options))
+    assert same(whole, weights_after(bucketed(bucket_megabytes=64, offload=True, **options)))
+
+
+def test_three_policy_steps_are_those_without_it(folder, one_rank):
+    mini = share()
+    plain = three_steps(policy_with(folder, one_rank), mini)
+    offloaded = three_steps(policy_with(folder, one_rank, fsdp={"optimizer_offload": True}, bucket_megabytes=BUCKET), mini)
+    assert_equal_runs(offloaded, plain)
+
+
+def step_bytes(folder, world_size=4, steps=2, fsdp=None, **optim):
+    """Gives, per step: device and host bytes before the optimizer step, its device peak, and the peak of the whole step."""
+    found = []
+    with fake_ranks(world_size) as mesh:
+        policy = policy_with(folder, mesh, world_size, fsdp={"optimizer_offload": True, **(fsdp or {})}, **optim)
+        mini = share()
+        with counting(policy.model, policy.optimizer) as tracker, fsdp_kinds():
+            for _ in range(steps):
+                tracker.enter("backward")
+                policy.accumulate(micro_batches(mini), mini.counts, 0.9)
+                whole = tracker.peaks["device"].bytes
+                before = (tracker.total(), tracker.total("host"))
+                tracker.enter("optimizer")
+                policy.optimizer.step()
+                found.append((*before, tracker.peaks["device"].bytes, max(whole, tracker.peaks["device"].bytes)))
+                assert tracker.peaks["host"].bytes == before[1]
+                policy.optimizer.zero_grad()
+    return found, sum(local_of(parameter).numel() for parameter in policy.model.parameters()), len(policy.optimizer.state)
+
+
+def test_the_step_holds_three_buckets_and_no_state_and_the_first_step_as_the_second(folder):
+    steps, elements, tensors = step_bytes(folder, bucket_megabytes=BUCKET)
+    for device, host, peak, _ in steps:
+        # Parameters, gradients and one step counter a tensor; buffers and the micro-batch's leftovers are below 1 %.
+        needed = 8 * elements + 4 * tensors
+        assert needed <= device <= needed * 1.01
+        assert 8 * elements <= host <= 8 * elements + 2 * 64
+        assert peak - device == 3 * BUCKET * 2**20
+    assert steps[0] == steps[1]
+
+
+def test_the_whole_update_saves_the_state_but_three_buckets(folder):
+    plain, elements, _ = step_bytes(folder, fsdp={"optimizer_offload": False})
+    offloaded, _, _ = step_bytes(folder, bucket_megabytes=BUCKET)
+    # torch's own AdamW has its state from the first step on; the second is compared, at the optimizer step.
+    assert plain[1][2] - offloaded[1][2] == pytest.approx(8 * elements - 3 * BUCKET * 2**20, rel=0.05)
+    assert plain[1][1] == 0
+
+
+def test_state_is_made_where_it_rests(folder):
+    with fake_ranks(4) as mesh, ByteTracker() as tracker:
+        held = host_allocator().held_bytes
+        policy = policy_with(folder, mesh, 4, fsdp={"optimizer_offload": True})
+        elements = sum(local_of(parameter).numel() for parameter in policy.model.parameters())
+        assert host_allocator().held_bytes - held == pytest.approx(8 * elements, abs=128)
+        assert tracker.kinds("host")["optimizer"] == host_allocator().held_bytes - held
+        assert tracker.kinds()["optimizer"] == 4 * len(policy.optimizer.state)
+        del policy
+
+
+def test_int8_state_on_the_host_is_a_quarter_and_the_step_stays_under_three_buckets(folder):
+    steps, elements, _ = step_bytes(folder, bucket_megabytes=BUCKET, state_dtype="int8")
+    for device, host, peak, _ in steps:
+        # Rows have 64 elements (a block each) or 256; norms keep fp32.
+        assert 2.03 * elements <= host <= 2.2 * elements
+        assert peak - device <= 3 * BUCKET * 2**20 * 1.02
+
+
+def test_the_host_limit_refuses_the_state_by_name(folder, one_rank):
+    with host_limits(1000, None), pytest.raises(ConfigError, match=r"memory\.host_limit_gb"):
+        policy_with(folder, one_rank, fsdp={"optimizer_offload": True})

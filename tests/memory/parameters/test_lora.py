@@ -1,0 +1,185 @@
+import json
+
+import pytest
+import torch
+from torch import nn
+from torch.distributed.fsdp import MixedPrecisionPolicy, OffloadPolicy
+from transformers import AutoModelForCausalLM
+
+from tests.models.test_build import built
+from tests.ranks import run_ranks
+from tests.tensors import whole_of
+from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.distributed.sharding import shard_model
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.parameters.lora import (
+    LoraLinear,
+    adapters,
+    adapters_off,
+    apply_lora,
+    initialize_adapters,
+    load_adapter,
+    merged_weights,
+    save_adapter,
+)
+from verl_memopt.models.build import fill_from_folder, named_weights, rebuild_buffers
+from verl_memopt.models.pack import pack_rows
+from verl_memopt.models.policy_model import allocate
+from verl_memopt.sync.full_weights import full_weights
+
+CPU = torch.device("cpu")
+LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
+
+
+def adapted(folder, mesh=None, rank=4, targets="all-linear", exclude=None, seed=3):
+    policy = built(folder)
+    apply_lora(policy.lm, rank, 8, targets, exclude)
+    if mesh is not None:
+        shard_model(policy, policy.blocks(), mesh, MixedPrecisionPolicy(), OffloadPolicy(), True, False)
+    allocate(policy, CPU)
+    rebuild_buffers(policy, CPU)
+    fill_from_folder(policy, folder)
+    initialize_adapters(policy, seed)
+    return policy
+
+
+def shake(policy, seed=1):
+    """Gives the adapters values, the same on any number of ranks."""
+    from verl_memopt.memory.parameters.lora import _copy_whole
+
+    for number, layer in enumerate(adapters(policy).values()):
+        generator = torch.Generator().manual_seed(seed + number)
+        _copy_whole(layer.lora_B, torch.randn(layer.lora_B.shape, generator=generator) * 0.1)
+
+
+def log_probs(policy):
+    pack = pack_rows(torch.tensor([5, 6, 7, 8]), [3, 1], torch.tensor([11, 12, 13]), [2, 1])
+    return policy(pack, 1.0, False)[0]
+
+
+def test_only_adapters_are_trained_and_all_of_them(tiny_folder):
+    policy = adapted(tiny_folder)
+    log_probs(policy).sum().backward()
+    trained = {name for name, parameter in policy.named_parameters() if parameter.grad is not None}
+    assert trained == {name for name, parameter in policy.named_parameters() if parameter.requires_grad}
+    assert {name.rsplit(".", 1)[-1] for name in trained} == {"lora_A", "lora_B"}
+    assert len(trained) == 2 * 2 * len(LINEARS)
+
+
+def test_the_model_starts_as_its_base_bit_for_bit(tiny_folder):
+    policy = adapted(tiny_folder)
+    with_adapters = log_probs(policy)
+    with adapters_off(policy):
+        assert torch.equal(log_probs(policy), with_adapters)
+
+
+def test_the_reference_is_the_policy_with_its_adapters_off(tiny_folder):
+    policy = adapted(tiny_folder)
+    base = log_probs(policy)
+    shake(policy)
+    moved = log_probs(policy)
+    assert (moved - base).abs().max() > 1e-3
+    with adapters_off(policy):
+        assert torch.equal(log_probs(policy), base)
+    assert torch.equal(log_probs(policy), moved)
+
+
+def test_merged_weights_in_transformers_give_the_adapted_log_probs(tiny_folder):
+    policy = adapted(tiny_folder)
+    shake(policy)
+    plain = AutoModelForCausalLM.from_pretrained(tiny_folder)
+    merged = dict(merged_weights(named_weights(policy), policy))
+    assert merged.keys() == dict(plain.named_parameters()).keys()
+    plain.load_state_dict(merged, strict=False)
+    plain.tie_weights()
+    logits = plain(torch.tensor([[5, 6, 7, 11, 12]])).logits[0].log_softmax(-1)
+    expected = torch.stack([logits[2, 11], logits[3, 12]])
+    torch.testing.assert_close(log_probs(policy)[:2], expected, rtol=0, atol=2e-6)
+
+
+@pytest.mark.parametrize(
+    ("targets", "exclude", "expected"),
+    [
+        (["q_proj", "v_proj"], None, {"q_proj", "v_proj"}),
+        ("all-linear", ["down_proj"], set(LINEARS) - {"down_proj"}),
+        (r".*\.mlp\..*", None, {"gate_proj", "up_proj", "down_proj"}),
+    ],
+)
+def test_layers_are_chosen_by_ending_or_expression(tiny_folder, targets, exclude, expected):
+    chosen = adapters(adapted(tiny_folder, targets=targets, exclude=exclude))
+    assert {name.rsplit(".", 1)[-1] for name in chosen} == expected
+
+
+def test_a_choice_of_nothing_is_refused_with_the_layers_there_are(tiny_folder):
+    with pytest.raises(ConfigError, match=r"target_modules=\['c_attn'\].*q_proj"):
+        adapted(tiny_folder, targets=["c_attn"])
+
+
+def test_gradients_and_state_of_the_base_are_never_made(tiny_folder):
+    """Bytes by hand: rank x (in + out) parameters a layer have gradients, nothing else has."""
+    policy = adapted(tiny_folder, rank=4)
+    log_probs(policy).sum().backward()
+    shapes = {layer.weight.shape for layer in adapters(policy).values()}
+    assert shapes >= {torch.Size([64, 64]), torch.Size([32, 64]), torch.Size([128, 64]), torch.Size([64, 128])}
+    # per block: q, o 64 x 64; k, v 32 x 64; gate, up 128 x 64; down 64 x 128
+    per_block = 4 * (2 * (64 + 64) + 2 * (32 + 64) + 3 * (128 + 64))
+    grads = sum(parameter.grad.numel() for parameter in policy.parameters() if parameter.grad is not None)
+    assert grads == 2 * per_block
+    optimizer = torch.optim.AdamW([parameter for parameter in policy.parameters() if parameter.requires_grad])
+    optimizer.step()
+    state = sum(value.numel() for each in optimizer.state.values() for key, value in each.items() if key != "step")
+    assert state == 2 * 2 * per_block
+
+
+def test_adapters_are_saved_alone_and_come_back(tiny_folder, tmp_path):
+    policy = adapted(tiny_folder)
+    shake(policy)
+    expected = log_probs(policy)
+    save_adapter(tmp_path, policy, str(tiny_folder), 4, 8, True)
+    config = json.loads((tmp_path / "adapter_config.json").read_text())
+    assert (config["r"], config["lora_alpha"], sorted(config["target_modules"])) == (4, 8, sorted(LINEARS))
+    other = adapted(tiny_folder, seed=9)
+    load_adapter(tmp_path, other)
+    assert torch.equal(log_probs(other), expected)
+    with pytest.raises(ConfigError, match=r"lora_adapter_path.*shape"):
+        load_adapter(tmp_path, adapted(tiny_folder, rank=2))
+    with pytest.raises(ConfigError, match="no adapter_model"):
+        load_adapter(tmp_path / "nowhere", other)
+
+
+def two_ranks(rank, folder):
+    policy = adapted(folder, training_mesh("cpu", 2, -1))
+    shake(policy)
+    loss = log_probs(policy).sum()
+    loss.backward()
+    grads = {
+        name: whole_of(parameter.grad).numpy() for name, parameter in policy.named_parameters() if parameter.grad is not None
+    }
+    with adapters_off(policy), torch.no_grad():
+        base = log_probs(policy).numpy()
+    stream = merged_weights(named_weights(policy), policy)
+    whole = {name: tensor.numpy().copy() for name, tensor in full_weights(stream, torch.float32, 1)}
+    return float(loss), base, grads, whole
+
+
+def test_two_ranks_give_the_numbers_of_one(tiny_folder):
+    policy = adapted(tiny_folder)
+    shake(policy)
+    loss = log_probs(policy).sum()
+    loss.backward()
+    with adapters_off(policy):
+        base = log_probs(policy).detach()
+    merged = dict(merged_weights(named_weights(policy), policy))
+    for found_loss, found_base, grads, whole in run_ranks(two_ranks, 2, tiny_folder):
+        assert found_loss == pytest.approx(loss.item(), rel=1e-6)
+        torch.testing.assert_close(torch.from_numpy(found_base), base, rtol=0, atol=1e-6)
+        for name, parameter in policy.named_parameters():
+            if parameter.requires_grad:
+                torch.testing.assert_close(torch.from_numpy(grads[name]), parameter.grad, rtol=1e-5, atol=1e-6)
+        assert all(torch.allclose(torch.from_numpy(whole[name]), tensor, atol=1e-7) for name, tensor in merged.items())
+
+
+def test_an_adapter_is_a_linear_layer_to_whoever_looks():
+    layer = LoraLinear(nn.Linear(3, 5), 2, 1.0)
+    assert isinstance(layer, nn.Linear)
+    assert {name for name, _ in layer.named_parameters()} == {"weight", "bias", "lora_A", "lora_B"}

@@ -1,0 +1,250 @@
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, local, policy_of, share, three_steps, wide_model
+from tests.ranks import run_ranks
+from tests.tensors import whole_of
+from verl_memopt.config.schema import TrainedFsdp
+from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.host.host_buffers import host_allocator, host_limits
+from verl_memopt.memory.parameters.param_offload import ParamHome
+from verl_memopt.memory.parameters.residency import POLICY, Residency
+from verl_memopt.models.build import named_weights
+from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
+from verl_memopt.sync.full_weights import full_weights
+
+
+def home_of(policy):
+    return ParamHome(POLICY, policy.model.parameters(), CPU)
+
+
+def resting_run(folder, mesh, rank=0, world_size=1):
+    policy = policy_of(folder, mesh, world_size=world_size)
+    residency = Residency(CPU)
+    residency.add(home_of(policy))
+
+    def around(phase):
+        residency.rest()
+        return residency.phase(phase)
+
+    return three_steps(policy, share(rank, world_size), around)
+
+
+def both_runs(rank, folder, world_size):
+    mesh = training_mesh("cpu", world_size, -1)
+    return resting_run(folder, mesh, rank, world_size), three_steps(
+        policy_of(folder, mesh, world_size=world_size), share(rank, world_size)
+    )
+
+
+def test_offloading_between_phases_changes_no_bit_of_three_steps(untied_folder, one_rank):
+    assert_equal_runs(*both_runs(0, untied_folder, 1))
+
+
+def test_offloading_changes_no_bit_at_two_ranks_and_saves_and_syncs_from_the_host(untied_folder, tmp_path):
+    for answer in run_ranks(two_ranks, 2, untied_folder, tmp_path):
+        assert answer == "equal"
+
+
+def two_ranks(rank, folder, aside):
+    assert_equal_runs(*both_runs(rank, folder, 2))
+    mesh = training_mesh("cpu", 2, -1)
+    policy, other = policy_of(folder, mesh, world_size=2), policy_of(folder, mesh, world_size=2)
+    policy.update([share(rank, 2)], 0.9)
+    expected = {name: whole_of(weight) for name, weight in policy.model.state_dict().items()}
+    home = home_of(policy)
+    home.to_host()
+    with home.readable():
+        save_training_state(aside / "saved", policy.model, policy.optimizer, policy.schedule, CPU, ["model", "optimizer"])
+        for name, whole in full_weights(named_weights(policy.model), torch.float32, 1):
+            assert torch.equal(whole, expected[f"lm.{name}"]), name
+    load_training_state(aside / "saved", other.model, other.optimizer, other.schedule, CPU, ["model", "optimizer"])
+    for name, weight in other.model.state_dict().items():
+        assert torch.equal(whole_of(weight), expected[name]), name
+    return "equal"
+
+
+def test_twenty_cycles_return_the_same_bits_through_one_host_buffer(untied_folder, one_rank):
+    policy = policy_of(untied_folder, one_rank)
+    before = {name: local(p).clone() for name, p in policy.model.named_parameters()}
+    home, held = home_of(policy), []
+    with ByteTracker() as tracker:
+        for _ in range(20):
+            home.to_host()
+            held.append((host_allocator().held_bytes, tracker.total(HOST)))
+            home.to_device()
+    assert len(set(held)) == 1
+    assert tracker.peaks[HOST].bytes == home.num_bytes
+    assert all(torch.equal(local(p), before[name]) for name, p in policy.model.named_parameters())
+
+
+def test_moving_twice_moves_once(untied_folder, one_rank):
+    home = home_of(policy_of(untied_folder, one_rank))
+    assert home.to_device() == 0
+    assert home.to_host() == home.num_bytes
+    assert home.to_host() == 0
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 4])
+@pytest.mark.parametrize(("dtype", "width"), [("fp32", 4), ("bfloat16", 2)])
+def test_a_shard_at_rest_costs_the_device_nothing_and_the_host_its_bytes(untied_folder, world_size, dtype, width):
+    with fake_ranks(world_size) as mesh:
+        policy = policy_of(untied_folder, mesh, {"model_dtype": dtype}, world_size)
+        shard = sum(parameter.numel() for parameter in policy.model.parameters()) * width // world_size
+        with ByteTracker() as tracker:
+            tracker.mark("params", policy.model.parameters())
+            home = home_of(policy)
+            assert tracker.kinds(DEVICE) == {"params": shard}
+            assert home.to_host() == shard
+            assert (tracker.kinds(DEVICE), tracker.kinds(HOST)) == ({}, {"params": shard})
+            tracker.enter("back")
+            home.to_device()
+            assert tracker.peaks[DEVICE].bytes == tracker.total(DEVICE) == shard
+            assert tracker.peaks[HOST].bytes == shard
+
+
+def test_a_state_dict_taken_earlier_keeps_no_device_byte_and_is_valid_again_afterwards(untied_folder, one_rank):
+    policy = policy_of(untied_folder, one_rank)
+    policy.score(share().batch, share().micro_batches, 0.9, False)
+    with ByteTracker() as tracker:
+        tracker.mark("params", policy.model.parameters())
+        taken = policy.model.state_dict()
+        before = {name: local(tensor).clone() for name, tensor in taken.items()}
+        copies = sum(tensor.nbytes for tensor in before.values())
+        home = home_of(policy)
+        home.to_host()
+        assert tracker.total(DEVICE) == copies
+        home.to_device()
+    assert all(torch.equal(local(tensor), before[name]) for name, tensor in taken.items())
+
+
+def test_a_checkpoint_is_written_from_the_host_and_the_device_holds_nothing_for_it(untied_folder, one_rank, tmp_path):
+    policy, other = policy_of(untied_folder, one_rank), policy_of(untied_folder, one_rank, {"seed": 1})
+    policy.update([share()], 0.9)
+    expected = {name: local(p).clone() for name, p in policy.model.named_parameters()}
+    home = home_of(policy)
+    home.to_host()
+    with ByteTracker() as tracker, home.readable():
+        save_training_state(tmp_path, policy.model, policy.optimizer, policy.schedule, CPU, ["model"])
+        assert tracker.peaks[DEVICE].kinds.get("params", 0) == 0
+    assert all(local(p).untyped_storage().nbytes() == 0 for p in policy.model.parameters())
+    load_training_state(tmp_path, other.model, other.optimizer, other.schedule, CPU, ["model"])
+    assert all(torch.equal(local(p), expected[name]) for name, p in other.model.named_parameters())
+
+
+def test_a_frozen_model_is_copied_to_the_host_once_unless_it_is_told_to_have_changed(untied_folder, one_rank):
+    policy = policy_of(untied_folder, one_rank)
+    policy.model.requires_grad_(False)
+    home = home_of(policy)
+    home.to_host()
+    home.to_device()
+    weight = local(next(policy.model.parameters()))
+    before = weight.clone()
+    weight.zero_()
+    home.to_host()
+    home.to_device()
+    assert torch.equal(weight, before), "it came back from the first copy"
+    weight.zero_()
+    home.changed()
+    home.to_host()
+    home.to_device()
+    assert not weight.any()
+
+
+def test_a_host_limit_that_is_too_low_leaves_the_parameters_where_they_are(untied_folder, one_rank):
+    policy = policy_of(untied_folder, one_rank)
+    before = {name: local(p).clone() for name, p in policy.model.named_parameters()}
+    home = home_of(policy)
+    with host_limits(home.num_bytes - 1 + host_allocator().held_bytes, None), pytest.raises(ConfigError, match="host_limit_gb"):
+        home.to_host()
+    assert home.on_device
+    assert all(torch.equal(local(p), before[name]) for name, p in policy.model.named_parameters())
+
+
+def test_a_return_that_fails_half_way_leaves_nothing_on_the_device():
+    parameters = [torch.nn.Parameter(torch.ones(4), requires_grad=False) for _ in range(3)]
+    home = ParamHome("broken", parameters, CPU, mapped=[torch.ones(4), torch.ones(9), torch.ones(4)])
+    home.to_host()
+    with pytest.raises(RuntimeError):
+        home.to_device()
+    assert not home.on_device
+    assert [parameter.untyped_storage().nbytes() for parameter in parameters] == [0, 0, 0]
+
+
+def test_a_cycle_runs_on_fake_tensors(untied_folder):
+    with fake_ranks(4) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ByteTracker() as tracker:
+        from verl_memopt.config.schema import Model
+        from verl_memopt.workers.scorer import build_scorer
+
+        settings = Model(path=str(untied_folder), attn_implementation="sdpa")
+        model = build_scorer(settings, TrainedFsdp(dtype="fp32"), untied_folder, mesh, CPU, "key", False, False)
+        home = ParamHome(POLICY, model.parameters(), CPU)
+        before = tracker.total(DEVICE)
+        assert home.to_host() > 0
+        assert tracker.total(DEVICE) == before - home.num_bytes
+        home.to_device()
+        assert tracker.total(DEVICE) == before
+
+
+def test_tied_weights_leave_once(tiny_folder, one_rank):
+    policy = policy_of(tiny_folder, one_rank)
+    assert home_of(policy).num_bytes == sum(p.numel() for p in policy.model.parameters()) * 4
+
+
+def test_a_shard_that_is_padded_returns_whole(tmp_path):
+    folder = wide_model(tmp_path, vocab_size=321)
+    with fake_ranks(4) as mesh:
+        policy = policy_of(folder, mesh, world_size=4)
+        before = {name: local(p).clone() for name, p in policy.model.named_parameters()}
+        home = home_of(policy)
+        home.to_host()
+        with home.readable():
+            assert all(torch.equal(local(p), before[name]) for name, p in policy.model.named_parameters())
+        home.to_device()
+        assert all(torch.equal(local(p), before[name]) for name, p in policy.model.named_parameters())
+
+
+def test_parameters_that_are_parts_of_one_storage_are_read_from_their_places_on_the_host():
+    storage = torch.arange(10.0)
+    parts = [torch.nn.Parameter(storage[4:8]), torch.nn.Parameter(storage[1:3])]
+    home = ParamHome("parts", [torch.nn.Parameter(torch.ones(3)), *parts], CPU)
+    assert home.num_bytes == 13 * 4
+    home.to_host()
+    with home.readable():
+        assert [part.tolist() for part in parts] == [[4.0, 5.0, 6.0, 7.0], [1.0, 2.0]]
+    home.to_device()
+    assert [part.tolist() for part in parts] == [[4.0, 5.0, 6.0, 7.0], [1.0, 2.0]]
+
+
+class Copies(TorchDispatchMode):
+    """Notes of each copy whether it makes the host wait."""
+
+    def __init__(self):
+        super().__init__()
+        self.wait = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func is torch.ops.aten.copy_.default:
+            self.wait.append(not (args[2] if len(args) > 2 else (kwargs or {}).get("non_blocking", False)))
+        return func(*args, **(kwargs or {}))
+
+
+def test_the_copies_of_a_move_do_not_wait_for_one_another():
+    home = ParamHome("two", [torch.nn.Parameter(torch.ones(3)), torch.nn.Parameter(torch.ones(2))], CPU)
+    with Copies() as copies:
+        home.to_host()
+        home.to_device()
+    assert copies.wait == [False] * 4
+
+
+def test_parameters_of_several_widths_start_at_multiples_of_their_width():
+    narrow = torch.nn.Parameter(torch.ones(1, dtype=torch.bfloat16))
+    wide = [torch.nn.Parameter(torch.full((3,), float(value))) for value in range(4)]
+    home = ParamHome("mixed", [narrow, *wide], CPU)
+    home.to_host()
+    with home.readable():
+        assert [parameter.tolist() for parameter in (narrow, *wide)] == [[1.0], *([float(value)] * 3 for value in range(4))]

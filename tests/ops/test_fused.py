@@ -1,0 +1,250 @@
+import functools
+import os
+import shutil
+import subprocess
+import sys
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import AutoModelForCausalLM, Qwen3Config
+
+from tests.memory import activation_cases as act
+from tests.memory.recomputed import EPS, drawn, relative
+from verl_memopt.distributed.device import local_device
+from verl_memopt.models.attention import REGISTERED
+from verl_memopt.models.decoder import BlockOptions
+from verl_memopt.models.pack import pack_rows
+from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.models.transformers_decoder import register_kernels
+from verl_memopt.observe.byte_tracker import ByteTracker
+from verl_memopt.ops import fused
+from verl_memopt.ops.discarded_values import Gated, Normed
+from verl_memopt.ops.fused import compiler_works, fused_statements, over_rows, tiles
+from verl_memopt.ops.rotation import turned, turned_back
+
+CPU = torch.device("cpu")
+HEADS, SIZE = 3, 16
+PRECISE, HALF = 1e-6, 2**-7
+"""Relative to a result's norm: fp32 in another order, and bfloat16 rounded at other places."""
+
+
+@pytest.fixture
+def compiles(monkeypatch):
+    """Compiles as far as the graph, which is then run statement by statement; gives the names of what was compiled."""
+    found, compile_ = [], torch.compile
+
+    def noted(function, **options):
+        found.append(function.__name__)
+        return compile_(function, **options, backend="aot_eager")
+
+    monkeypatch.setattr(torch, "compile", noted)
+    monkeypatch.setattr(fused, "_compiled", functools.cache(fused._compiled.__wrapped__))
+    yield found
+    torch._dynamo.reset()
+
+
+def every_statement(rows, dtype):
+    """Gives what each elementwise statement writes, over rows that are drawn alike each time."""
+    values = functools.partial(drawn, dtype=dtype)
+    x, weight, grad = (one.detach() for one in (values(rows, 24), values(24, seed=1), values(rows, 24, seed=2)))
+    into, sums = torch.empty_like(x), torch.zeros(24)
+    Normed(EPS).differentiate(grad, (x,), (weight,), (into,), (sums,))
+    gate, up, above = (values(rows, 40, seed=seed).detach() for seed in (3, 4, 5))
+    gated = Gated().make((gate, up), ())
+    in_place = gate.clone()
+    Gated().make((in_place, up), (), in_place)
+    Gated().differentiate(above, (gate, up), (), (gate, up), ())
+    query, turn, cos, sin = (
+        values(*shape, seed=6).detach() for shape in ((rows, HEADS, SIZE), (rows, HEADS, SIZE), (rows, SIZE), (rows, SIZE))
+    )
+    scale, of_scale = values(SIZE, seed=7).detach(), torch.zeros(SIZE)
+    turns = turned(query, scale, EPS, cos, sin), turned(query, None, EPS, cos, sin)
+    # The gradient takes the place of some heads of the query, by another view of them.
+    turned_back(turn[:, 1:], query[:, 1:], scale, EPS, cos, sin, query[:, 1:], of_scale)
+    made = Normed(EPS).make((x,), (weight,))
+    return [made, into, sums, gated, in_place, gate, up, *turns, query, of_scale]
+
+
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, PRECISE), (torch.bfloat16, HALF)])
+def test_compiled_statements_give_the_numbers_of_uncompiled_ones(compiles, dtype, bound):
+    expected = every_statement(50, dtype)
+    with fused_statements(True):
+        found = every_statement(50, dtype)
+        other = every_statement(37, dtype)
+    assert set(compiles) == {"_norm", "norm_gradient", "_gate", "_gate_gradient", "_turn", "_turn_back"}
+    for one, two in zip((*found, *other), (*expected, *every_statement(37, dtype)), strict=True):
+        assert relative(one.double(), two.double()) <= bound
+
+
+def test_an_update_with_compiled_statements_differs_by_rounding_only(compiles, untied_folder, one_rank):
+    options = {"recompute": True, "offload": (1, 2)}
+    mini = act.mini_batch(response=12)
+    expected = act.first_gradients(act.build(untied_folder, one_rank, recompute_elementwise=True, **options), mini)
+    assert not compiles
+    with fused_statements(True):
+        found = act.first_gradients(act.build(untied_folder, one_rank, recompute_elementwise=True, **options), mini)
+    assert "norm_gradient" in compiles
+    assert act.largest_difference(found, expected) <= 2e-6
+
+
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: what inductor makes on a CPU is not covered")
+def test_a_statement_compiled_by_inductor_gives_its_numbers():
+    x, weight = drawn(40, 8, dtype=torch.float32).detach(), drawn(8, seed=1, dtype=torch.float32).detach()
+    expected = Normed(EPS).make((x,), (weight,))
+    with fused_statements(compiler_works(CPU)):
+        assert fused._on
+        assert relative(Normed(EPS).make((x,), (weight,)), expected) <= PRECISE
+        assert fused._on
+
+
+class Launches(TorchDispatchMode):
+    """Counts the operators that are a kernel on a GPU, unless they are part of a statement that is one."""
+
+    FREE = (
+        "view", "t", "transpose", "slice", "select", "expand", "unsqueeze", "as_strided", "detach", "alias", "split", "unbind",
+        "split_with_sizes", "permute", "empty", "empty_like", "new_empty", "_unsafe_view", "promote_types",
+    )  # fmt: skip
+
+    def __init__(self):
+        super().__init__()
+        self.count = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.count += func.__name__.partition(".")[0] not in self.FREE
+        return func(*args, **(kwargs or {}))
+
+
+def launches_of_a_norm(tokens, width):
+    """Counts those of a norm and its gradient, on a device with a GPU's tiles."""
+    x, weight, sums = torch.empty(tokens, width, device="meta"), *torch.empty(2, width, device="meta")
+    with Launches() as launches:
+        Normed(EPS).make((x,), (weight,))
+        Normed(EPS).differentiate(x, (x,), (weight,), (torch.empty_like(x),), (sums,))
+    return launches.count
+
+
+def launches_of_an_update(layers):
+    """Counts those of forward and backward of Qwen3-0.6B with so many layers, over 16k tokens with checkpointing."""
+    register_kernels()
+    config = Qwen3Config(
+        vocab_size=256, hidden_size=1024, intermediate_size=3072, num_hidden_layers=layers, num_attention_heads=16,
+        num_key_value_heads=8, head_dim=128, attn_implementation=REGISTERED["varlen"],
+    )  # fmt: skip
+    with torch.device("meta"):
+        lm = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        options = BlockOptions(recompute=True, mlp_tiles=1, checkpoint="full")
+        policy = PolicyModel(lm, 512, False, 0, [options] * layers)
+    prompts, responses = [512] * 8, [1536] * 8
+    tokens = torch.zeros(sum(prompts) + sum(responses), dtype=torch.int64)
+    pack = pack_rows(tokens[: sum(prompts)], prompts, tokens[sum(prompts) :], responses).to(torch.device("meta"))
+    with Launches() as launches:
+        policy(pack, 1.0, False)[0].sum().backward()
+    return launches.count
+
+
+def test_uncompiled_statements_are_half_the_launches_that_smaller_tiles_were():
+    # Queries of Qwen3-0.6B: 16 heads of 128.
+    assert launches_of_a_norm(16_384, 2048) == 4 * launches_of_a_norm(4096, 2048)
+    # With tiles of 4 million elements a block was 1,129.
+    assert launches_of_an_update(3) - launches_of_an_update(2) <= 600
+
+
+def test_a_compiled_statement_is_one_call_over_all_rows(compiles):
+    calls = []
+
+    def statement(x, out):
+        calls.append(len(x))
+        out.copy_(x * 2)
+
+    x, out = torch.ones(1000, 300), torch.empty(1000, 300)
+    over_rows(statement, (x, out))
+    assert len(calls) == len(list(tiles(x))) > 1
+    calls.clear()
+    with fused_statements(True):
+        over_rows(statement, (x, out))
+    assert compiles == ["statement"]
+    assert len(calls) <= 1  # traced, whole
+    assert (out == 2).all()
+
+
+def test_statements_are_neither_compiled_nor_whole_while_bytes_are_counted(compiles):
+    x, weight = torch.ones(2000, 300), torch.ones(300)
+    peaks = []
+    for on in (False, True):
+        with fused_statements(on), ByteTracker() as tracker:
+            Normed(EPS).make((x,), (weight,))
+            peaks.append(tracker.peaks["device"].bytes)
+            assert compiler_works(CPU) is False  # and no word of it
+    assert peaks[0] == peaks[1]
+    assert not compiles
+
+
+def test_the_switch_holds_inside_its_body_only(compiles):
+    with fused_statements(True), fused_statements(False):
+        Normed(EPS).make((torch.ones(2, 4),), (torch.ones(4),))
+    Normed(EPS).make((torch.ones(2, 4),), (torch.ones(4),))
+    assert not compiles
+
+
+WITHOUT_COMPILER = """
+import logging, sys, torch
+logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
+from verl_memopt.ops.discarded_values import Normed
+from verl_memopt.ops.fused import compiler_works, fused_statements
+x, weight = torch.randn(40, 8), torch.randn(8)
+expected = Normed(1e-6).make((x,), (weight,))
+asked = sys.argv[1] == "first"
+on = compiler_works(torch.device("cpu")) if asked else True
+assert on is not asked
+with fused_statements(on):
+    for _ in range(3):
+        assert torch.equal(Normed(1e-6).make((x,), (weight,)), expected)
+assert not compiler_works(torch.device("cpu"))
+"""
+
+
+@pytest.mark.parametrize("asked", ["first", "never"])
+def test_without_a_compiler_the_run_goes_on_with_one_warning(tmp_path, asked):
+    (tmp_path / "bin").mkdir()
+    environment = {**os.environ, "PATH": str(tmp_path / "bin"), "CC": "no-compiler", "CXX": "no-compiler",
+                   "TORCHINDUCTOR_CACHE_DIR": str(tmp_path / "cache")}  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-c", WITHOUT_COMPILER, asked], env=environment, capture_output=True, text=True, check=False
+    )
+    assert done.returncode == 0, done.stderr
+    warnings = [line for line in done.stderr.splitlines() if line.startswith("verl_memopt")]
+    assert len(warnings) == 1, done.stderr
+    assert "actor_rollout_ref.actor.use_torch_compile=true: functions cannot be compiled here" in warnings[0]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, HALF)])
+def test_on_a_gpu_compiled_statements_give_the_numbers_of_uncompiled_ones_in_a_kernel_or_three(dtype, bound):
+    here = local_device("cuda", 0)
+    assert compiler_works(here)
+    x, weight = (drawn(*shape, dtype=dtype).detach().to(here) for shape in ((4096, 1024), (1024,)))
+
+    def run():
+        out, into, sums = Normed(EPS).make((x,), (weight,)), torch.empty_like(x), torch.zeros(1024, device=here)
+        Normed(EPS).differentiate(out, (x,), (weight,), (into,), (sums,))
+        return out, into, sums
+
+    expected = run()
+    with fused_statements(True):
+        run()
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profiler:
+            found = run()
+    for one, two in zip(found, expected, strict=True):
+        assert relative(one.double(), two.double()) <= bound
+    kernels = [event for event in profiler.events() if event.device_type == torch.autograd.DeviceType.CUDA]
+    assert len(kernels) <= 1 + 3 + 1  # and the zeros
+
+
+# Tiles.
+
+
+def test_tiles_cover_every_row_once():
+    tensor = torch.empty(1000, 300)
+    assert [row for rows in tiles(tensor) for row in range(1000)[rows]] == list(range(1000))
+    assert len(list(tiles(tensor))) > 1

@@ -1,0 +1,234 @@
+import inspect
+import shutil
+
+import pytest
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from verl_memopt.ops.logit_tiles import (
+    SCRATCH_COLUMNS,
+    Gradients,
+    Head,
+    LogitTiles,
+    _compiled,
+    both_gradients_,
+    log_prob_gradient_,
+    log_softmax_,
+    softmax_,
+    sum_of_exponentials,
+)
+
+ROWS, COLUMNS = 6, 50
+
+
+def logits(seed=0, spread=6.0):
+    generator = torch.Generator().manual_seed(seed)
+    return torch.randn(ROWS, COLUMNS, generator=generator) * spread, torch.randint(COLUMNS, (ROWS,), generator=generator)
+
+
+def scratch(columns):
+    return None if columns is None else torch.full((ROWS, columns), torch.nan)
+
+
+@pytest.mark.parametrize("columns", [None, 1, 7, 50, 64])
+def test_a_tile_gives_what_its_softmax_says(columns):
+    values, targets = logits()
+    exact = values.double().log_softmax(-1)
+    top, log_sum, picked, entropy = log_softmax_(values, targets, scratch(columns), True)
+    torch.testing.assert_close(values, exact.float(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(picked - top - log_sum, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy, -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
+
+
+def test_a_target_of_another_tile_adds_nothing():
+    values, _ = logits()
+    for targets in (torch.full((ROWS,), -3), torch.full((ROWS,), COLUMNS)):
+        picked = log_softmax_(values.clone(), targets, None, False)[2]
+        assert torch.equal(picked, torch.zeros(ROWS))
+        log_p = values.log_softmax(-1)
+        probabilities = log_p.exp()
+        log_prob_gradient_(log_p, targets, torch.full((ROWS,), -2.0))
+        assert torch.equal(log_p, 2 * probabilities)
+
+
+@pytest.mark.parametrize("columns", [None, 7])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_gradients_of_a_tile_are_those_of_autograd(columns, entropy):
+    values, targets = logits(1)
+    exact = values.double().requires_grad_()
+    log_p = exact.log_softmax(-1)
+    factors = torch.linspace(-1, 2, ROWS), torch.linspace(0.5, -1, ROWS) * entropy
+    entropies = -(log_p.exp() * log_p).sum(-1)
+    total = (log_p.gather(-1, targets[:, None])[:, 0] * factors[0]).sum() + (entropies * factors[1]).sum()
+    (expected,) = torch.autograd.grad(total, exact)
+    found = log_p.detach().float()
+    if entropy:
+        both_gradients_(found, targets, entropies.detach().float(), *factors, scratch(columns))
+    else:
+        log_prob_gradient_(found, targets, factors[0])
+    torch.testing.assert_close(found, expected.float(), rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("tile", [0, 1, 13, 25, 49, 50, 1000])
+def test_tiles_together_know_what_whole_rows_know(tile):
+    values, targets = logits(2)
+    weight, hidden = values.t().contiguous(), torch.eye(ROWS)
+    weight[7] = -1e4  # a token that is never chosen
+    head = Head(weight, None, 2.0, 0, tile, True, False)
+    found = LogitTiles(head, hidden).read(hidden, targets)
+    exact = (weight.t().double() / 2).log_softmax(-1)
+    torch.testing.assert_close(found.log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(found.entropy, -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("tokens", [0, 1, 7])
+@pytest.mark.parametrize(("chunk", "tile"), [(0, 0), (2, 3), (100, 100)])
+def test_chunks_and_tiles_cover_everything_once(tokens, chunk, tile):
+    head = Head(torch.zeros(11, 1), None, 1.0, chunk, tile, False, False)
+    rows = [row for part in head.chunks(tokens) for row in range(tokens)[part]]
+    columns = [column for part in head.tiles() for column in range(11)[part]]
+    assert (rows, columns) == (list(range(tokens)), list(range(11)))
+
+
+def test_a_confident_token_keeps_its_small_gradient_in_half_precision():
+    """1 - p is taken in fp32: p alone would be rounded to 1 in bfloat16."""
+    weight = torch.tensor([[8.0], [0.0]], dtype=torch.bfloat16)
+    hidden, targets = torch.ones(1, 1, dtype=torch.bfloat16), torch.zeros(1, dtype=torch.int64)
+    head = Head(weight, None, 1.0, 0, 0, False, False)
+    into = Gradients(torch.empty_like(hidden), torch.zeros_like(weight), None)
+    logits = LogitTiles(head, hidden)
+    found = logits.read(hidden, targets)
+    logits.differentiate(hidden, targets, found, torch.ones(1), None, into, True)
+    other = 1 / (1 + torch.tensor(8.0).exp())
+    torch.testing.assert_close(into.weight[:, 0].float(), torch.stack([other, -other]), rtol=2**-8, atol=0)
+    torch.testing.assert_close(into.hidden[0].float(), other[None] * 8, rtol=2**-7, atol=0)
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
+def test_compiled_functions_give_the_same_numbers():
+    values, targets = logits(3)
+    head = Head(values.t().contiguous(), torch.linspace(-1, 1, COLUMNS), 0.7, 0, 20, True, True)
+    hidden, factor = torch.eye(ROWS), torch.linspace(-1, 2, ROWS)
+    results = []
+    for compiled in (True, False):
+        same = Head(head.weight, head.bias, 0.7, 0, 20, True, compiled)
+        into = Gradients(torch.empty_like(hidden), torch.zeros_like(head.weight), torch.zeros_like(head.bias))
+        tiles = LogitTiles(same, hidden)
+        found = tiles.read(hidden, targets)
+        tiles.differentiate(hidden, targets, found, factor, factor.flip(0), into, True)
+        results.append([found.log_probs, found.entropy, into.hidden, into.weight, into.bias])
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
+class LargestNew(TorchDispatchMode):
+    """Remembers the elements of the largest tensor that an operator makes a storage of its own for."""
+
+    def __init__(self, known):
+        super().__init__()
+        self.elements, self._known = 0, known.untyped_storage()._cdata
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if torch.is_tensor(out) and out.untyped_storage()._cdata != self._known:
+            self.elements = max(self.elements, out.untyped_storage().nbytes() // out.itemsize)
+        return out
+
+
+@pytest.mark.parametrize("entropy", [False, True])
+def test_off_a_cpu_no_second_buffer_of_the_logits_is_made(entropy):
+    """The statements of a GPU, on a device without bytes."""
+    values, targets = torch.empty(ROWS, 16_384, device="meta"), torch.empty(ROWS, dtype=torch.int64, device="meta")
+    with LargestNew(values) as largest:
+        log_softmax_(values, targets, torch.empty(ROWS, SCRATCH_COLUMNS, device="meta"), entropy)
+    assert largest.elements <= ROWS * SCRATCH_COLUMNS
+
+
+@pytest.mark.parametrize("columns", [1, SCRATCH_COLUMNS, 2 * SCRATCH_COLUMNS + 3])
+def test_exponentials_are_summed_over_all_columns(columns):
+    values = torch.randn(ROWS, columns, generator=torch.Generator().manual_seed(columns))
+    torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_while_functions_are_compiled_exponentials_are_summed_over_all_columns_too(monkeypatch):
+    monkeypatch.setattr(torch.compiler, "is_compiling", lambda: True)
+    values = torch.randn(ROWS, COLUMNS, generator=torch.Generator().manual_seed(5))
+    torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
+
+
+def test_a_function_is_compiled_once():
+    compiled = _compiled(softmax_)
+    assert _compiled(softmax_) is compiled
+    assert compiled is not softmax_
+    assert inspect.unwrap(compiled) is inspect.unwrap(softmax_)
+
+
+@pytest.mark.filterwarnings("error")
+def test_scratch_has_the_columns_of_its_part():
+    """torch warns when it must resize an output."""
+    values, targets = logits()
+    entropy = log_softmax_(values, targets, scratch(7), True)[3]
+    both_gradients_(values, targets, entropy, torch.ones(ROWS), torch.ones(ROWS), scratch(7))
+
+
+@pytest.mark.parametrize("largest_first", [False, True])
+def test_tiles_of_very_different_size_lose_no_digit(largest_first):
+    values, targets = logits(4)
+    shift = torch.where((torch.arange(COLUMNS) < COLUMNS // 2) == torch.tensor(largest_first), 1e4, 0.0)
+    weight, hidden = (values + shift).t().contiguous(), torch.eye(ROWS)
+    targets = shift.argmax() + targets % (COLUMNS // 2)
+    found = LogitTiles(Head(weight, None, 1.0, 0, COLUMNS // 2, False, False), hidden).read(hidden, targets)
+    exact = weight.t().double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
+    torch.testing.assert_close(found.log_probs, exact.float(), rtol=1e-6, atol=2e-6)
+
+
+class OnGpu(torch.Tensor):
+    """Stands in for a tensor on a GPU: it says that it lies there, and its numbers lie here."""
+
+    @property
+    def device(self):
+        return torch.device("cuda")
+
+
+def test_the_statements_of_a_gpu_turn_logits_into_probabilities():
+    values, targets = logits(6)
+    exact = values.double()
+    top, log_sum, picked = softmax_(found := values.as_subclass(OnGpu), targets)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.softmax(-1).float(), rtol=2e-6, atol=1e-7)
+    log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
+    expected = exact.log_softmax(-1).gather(-1, targets[:, None])[:, 0].float()
+    torch.testing.assert_close(log_probs, expected, rtol=1e-6, atol=2e-6)
+
+
+@pytest.mark.parametrize("columns", [None, 7])
+def test_the_statements_of_a_gpu_turn_logits_into_log_probs(columns):
+    values, targets = logits(7)
+    exact = values.double().log_softmax(-1)
+    found = values.as_subclass(OnGpu)
+    top, log_sum, picked, entropy = log_softmax_(found, targets, scratch(columns), True)
+    torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.float(), rtol=1e-6, atol=2e-6)
+    log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
+    torch.testing.assert_close(log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
+    torch.testing.assert_close(entropy.as_subclass(torch.Tensor), -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
+
+
+def test_on_a_cpu_probabilities_are_those_of_torchs_own_kernel_bit_for_bit():
+    values = torch.randn(64, 1000, generator=torch.Generator().manual_seed(8))
+    found, log_p = values.clone(), values.clone()
+    softmax_(found, torch.zeros(64, dtype=torch.int64))
+    log_softmax_(log_p, torch.zeros(64, dtype=torch.int64), None, False)
+    assert torch.equal(found, values.softmax(-1))
+    assert torch.equal(log_p, values.log_softmax(-1))
+
+
+@pytest.mark.parametrize("into_hidden", [False, True])
+def test_with_one_tile_the_gradient_of_the_hidden_states_is_written_where_it_goes(into_hidden):
+    hidden, targets = torch.randn(ROWS, 64), torch.zeros(ROWS, dtype=torch.int64)
+    head = Head(torch.randn(3, 64), None, 1.0, 0, 0, False, False)
+    into = Gradients(torch.empty_like(hidden) if into_hidden else None, torch.zeros(3, 64), None)
+    tiles = LogitTiles(head, hidden)
+    found = tiles.read(hidden, targets)
+    with LargestNew(into.hidden if into_hidden else into.weight) as largest:
+        tiles.differentiate(hidden, targets, found, torch.ones(ROWS), None, into, True)
+    assert largest.elements < hidden.numel()

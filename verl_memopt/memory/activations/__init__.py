@@ -1,0 +1,1 @@
+"""Knobs over what a pass keeps for its backward."""

@@ -1,0 +1,108 @@
+"""Activation checkpointing: a decoder block keeps its input only and computes the rest again in backward.
+
+Saves: with A the bytes a block keeps for its backward and X = T x h x b those of its input: ``full`` saves (L - 1) x (A - X), the
+    block whose backward runs being whole again; ``every_n`` saves ((L - 2) // n + 1) x (A - X), one block in n being computed
+    again; ``selective`` keeps Y = T x ((2 x H x D + 2 x K x D + 2 x h + 2 x I) x b + 4 x H) beside the input and saves
+    (L - 1) x (A - X - Y). In Qwen3, with H heads and K key heads of size D and MLP width I, A = T x ((4 + 2 x b) x
+    (2 x h + H x D + K x D) + b x (K x D + H x D + 4 x I)); models without norms of queries and keys keep less. Where norms are
+    recomputed (``recompute_elementwise``, which has its A and the moments of the last block) a block that is computed again
+    never holds its gate and up whole: ``full`` then saves up to 2 x T x I x b in the last block too. Where answers share a
+    prompt, ``selective`` keeps H x D x b + 4 x H more for each of their tokens.
+Costs: one more forward of each block that is computed again: a third more compute for ``full``, 1 / n of that for ``every_n``;
+    ``selective`` computes norms, rotations and activations again, and no product.
+Pairs with: every knob; FSDP hooks lie outside the recomputation, so a block is gathered once for both. Activation offload then
+    moves block inputs alone; what ``selective`` keeps beside them stays on the device.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+KEY = "actor_rollout_ref.model"
+
+MODES = ("full", "every_n", "selective")
+
+KEPT_BY_SELECTIVE = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_flash_attention_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+    }
+)
+"""Operators whose outputs ``selective`` keeps: products with a weight, and attention that never holds its scores."""
+
+
+def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
+    """Return the places of the blocks that are checkpointed, among ``num_blocks``.
+
+    Args:
+        num_blocks: of the model.
+        mode: ``full``: every block keeps its input only. ``every_n``: one block in ``every`` does, counted back from the last
+            but one, and the others keep everything; the last would be whole again when the peak comes, and save nothing.
+            ``selective``: every block keeps its input and the outputs of products and attention.
+        every: of ``every_n``.
+    """
+    assert mode in MODES, mode
+    return range(num_blocks)[-2::-every] if mode == "every_n" else range(num_blocks)
+
+
+def checkpointed(function: Callable[..., Any], *args: Any, mode: str) -> Any:
+    """Return ``function(*args)``, which keeps for backward its tensor arguments and what the mode says (non-reentrant).
+
+    Tensors that are to be offloaded must be arguments of their own: checkpoint() saves only those for autograd.
+    """
+    contexts = create_selective_contexts if mode == "selective" else noop_context_fn
+    # No dropout exists in the passes, so the generator's state need not be kept.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+class Checkpointed(nn.Module):
+    """Mixed into the class of a block of another architecture, whose own forward it checkpoints; as FSDP2 mixes its own in."""
+
+    checkpoint_mode: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        # Tensors among the keywords (rotary tables) become arguments of their own.
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        own_forward = super().forward
+
+        def run(*tensors: Tensor) -> Any:
+            filled = list(rest)
+            for place, tensor in zip(places, tensors, strict=True):
+                filled[place] = tensor
+            positional, named = tree_unflatten(filled, spec)
+            return own_forward(*positional, **named)
+
+        return checkpointed(run, *(leaves[place] for place in places), mode=self.checkpoint_mode)
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
+    """Make blocks of any architecture recompute their forward in backward, under their own names and with their own state.
+
+    Each chosen block becomes of a class that mixes :class:`Checkpointed` into its own. To be called before the blocks are
+    sharded, so that their FSDP hooks stay outside the recomputed region.
+    """
+    for place in chosen_blocks(len(blocks), mode, every):
+        block, own = blocks[place], type(blocks[place])
+        block.__class__ = type(own.__name__, (Checkpointed, own), {"checkpoint_mode": mode})
+
+
+def create_selective_contexts() -> Any:
+    """Return the contexts of a forward that keeps the outputs of products and attention, and of the second one."""
+    return create_selective_checkpoint_contexts(_keeps)
+
+
+def _keeps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator.name() in KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE

@@ -1,0 +1,181 @@
+"""A norm and an MLP that keep their input alone, and are computed again in backward over tiles of rows.
+
+For a block that is computed again as a whole this costs nothing more: its second forward stops before the MLP, which is then made
+tile by tile, and gate and up of all rows never exist at once. Source of tiles: arXiv 2506.13996.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl_memopt.memory.parameters.lora import LoraLinear
+from verl_memopt.ops.discarded_values import Gated, Normed, WeightSum, keep, kept, product_tiles, zeros_to_sum
+
+GATED = Gated()
+
+
+def recomputed_mlp(x: Tensor, norm: Normed, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
+    """Gives down(silu(gate(y)) * up(y)) [T, h] of y, the norm of x [T, h] under ``weight`` [h].
+
+    layers: the linear layers gate, up and down, with adapters or without. tiles: how many at least; there are more where a tile
+    would have more rows than products need to be fast. Keeps x and the parameters where something needs a gradient.
+    """
+    if not torch.is_grad_enabled():
+        return _whole(x, norm, weight, layers, tiles)
+    tensors = [tensor for layer in layers for tensor in _tensors(layer)]
+    scales = [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
+    return _RecomputedMlp.apply(norm, tiles, scales, keep(x, weight, *tensors), x, weight, *tensors)
+
+
+def _tensors(layer: Any) -> tuple[Tensor | None, ...]:
+    """Gives weight, bias, and an adapter's A and B."""
+    adapted = isinstance(layer, LoraLinear) and layer.active
+    return layer.weight, layer.bias, layer.lora_A if adapted else None, layer.lora_B if adapted else None
+
+
+def _whole(x: Tensor, norm: Normed, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
+    """Gives the MLP's output without a graph; its layers may be of any kind."""
+    gate, up, down = layers
+    out = torch.empty_like(x)
+    for rows in product_tiles(x, tiles):
+        normal = norm.make((x[rows],), (weight,))
+        value = gate(normal)
+        out[rows] = down(GATED.make((value, up(normal)), (), value))
+    return out
+
+
+class _Linear:
+    """A linear layer [m, n] in an autograd function: its output over a tile, and sums over tiles of its parameters' gradients.
+
+    tensors: weight, bias, and an adapter's A and B, or None for what it has not; needed: which of them learn.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool] = (False,) * 4) -> None:
+        weight, self.bias, self.down, self.up = tensors
+        assert weight is not None
+        self.weight, self.scale = weight, scale
+        learning = [one if wanted else None for one, wanted in zip(tensors, needed, strict=True)]
+        self._of_bias = None if learning[1] is None else zeros_to_sum(learning[1])
+        self._of_weight, self._of_down, self._of_up = (
+            None if learning[place] is None else WeightSum(learning[place]) for place in (0, 2, 3)
+        )
+
+    def give(self, x: Tensor) -> Tensor:
+        """Gives the output [t, m] over x [t, n]."""
+        # Written into place: selective checkpointing keeps the outputs of products, and these are to be made again.
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        torch.mm(x, self.weight.t(), out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
+        if self.down is not None and self.up is not None:
+            torch.addmm(out, self._product(x, self.down.t()), self.up.t(), alpha=self.scale, out=out)
+        return out
+
+    def add(self, grad: Tensor, x: Tensor, alone: bool) -> None:
+        """Adds the gradients of a tile with the output's gradient [t, m] and the input [t, n]. alone: there is no other tile."""
+        if self._of_weight is not None:
+            self._of_weight.add(grad, x, alone)
+        if self._of_bias is not None:
+            self._of_bias.add_(grad.sum(0, dtype=self._of_bias.dtype))
+        if self.down is not None and self._of_down is not None:
+            self._of_down.add(self._product(grad, self.up).mul_(self.scale), x, alone)
+        if self.down is not None and self._of_up is not None:
+            self._of_up.add(grad, self._product(x, self.down.t()).mul_(self.scale), alone)
+
+    def through(self, grad: Tensor, out: Tensor, add: bool) -> None:
+        """Writes the input's gradient into ``out`` [t, n], or adds it there."""
+        if add:
+            torch.addmm(out, grad, self.weight, out=out)
+        else:
+            torch.mm(grad, self.weight, out=out)
+        if self.down is not None and self.up is not None:
+            torch.addmm(out, self._product(grad, self.up), self.down, alpha=self.scale, out=out)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Gives the gradients of weight, bias, A and B in their dtypes, or None for what does not learn."""
+        of_bias = None if self._of_bias is None else self._of_bias.to(self.weight.dtype)
+        of_weight, of_down, of_up = (
+            None if one is None else one.given() for one in (self._of_weight, self._of_down, self._of_up)
+        )
+        return of_weight, of_bias, of_down, of_up
+
+    @staticmethod
+    def _product(x: Tensor, y: Tensor) -> Tensor:
+        return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))
+
+
+class _RecomputedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        norm: Normed,
+        tiles: int,
+        scales: Sequence[float],
+        node: Any,
+        x: Tensor,
+        weight: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        ctx.norm, ctx.tiles, ctx.scales, ctx.kept = norm, tiles, scales, node
+        gate, up, down = (_Linear(four, scale) for four, scale in zip(_fours(tensors), scales, strict=True))
+        out = torch.empty_like(x)
+        for rows in product_tiles(x, tiles):
+            normal = norm.make((x[rows],), (weight,))
+            value = gate.give(normal)
+            out[rows] = down.give(GATED.make((value, up.give(normal)), (), value))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *tensors = kept(ctx)
+        needed = ctx.needs_input_grad[4:]
+        layers = [
+            _Linear(four, scale, learn)
+            for four, scale, learn in zip(_fours(tensors), ctx.scales, _fours(needed[2:]), strict=True)
+        ]
+        of_x = torch.empty_like(x) if any(needed[:2]) else None
+        of_norm = zeros_to_sum(weight) if needed[1] else None
+        cuts = product_tiles(x, ctx.tiles)
+        for rows in cuts:
+            into = None if of_x is None else of_x[rows]
+            _tile_backward(ctx.norm, grad[rows], x[rows], weight, layers, into, of_norm, alone=len(cuts) == 1)
+        gradients = (gradient for layer in layers for gradient in layer.gradients())
+        return *(None,) * 4, of_x, None if of_norm is None else of_norm.to(weight.dtype), *gradients
+
+
+def _tile_backward(
+    norm: Normed,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    layers: Sequence[_Linear],
+    into: Tensor | None,
+    of_norm: Tensor | None,
+    alone: bool,
+) -> None:
+    """Adds a tile's part of the gradients of the layers and the norm, and writes that of x into ``into``, where not None."""
+    gate, up, down = layers
+    normal = norm.make((x,), (weight,))
+    sources = gate.give(normal), up.give(normal)
+    value = GATED.make(sources, ())
+    down.add(grad, value, alone)
+    down.through(grad, value, add=False)
+    GATED.differentiate(value, sources, (), sources, ())
+    del value
+    for layer, above in zip((gate, up), sources, strict=True):
+        layer.add(above, normal, alone)
+    if into is None:
+        return
+    for layer, above in zip((gate, up), sources, strict=True):
+        layer.through(above, normal, add=layer is up)
+    norm.differentiate(normal, (x,), (weight,), (into,), (of_norm,))
+
+
+def _fours(some: Sequence[Any]) -> list[Sequence[Any]]:
+    return [some[place : place + 4] for place in range(0, len(some), 4)]

@@ -1,0 +1,162 @@
+"""Tiled MLP: each MLP runs over tiles of tokens, again in backward, so that its wide tensors exist for one tile at a time.
+
+Saves: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, their product and two gradients), less
+    2 x h x I x b + T x h x b x (1 + 1 / n), since tiles sum the gradients of three weights and of the input side by side; I is
+    the MLP width, n ``tiled_mlp.num_shards``; and no more than takes the peak down to the next one, when the backward of
+    attention comes to the norm of the queries: with H heads and K key heads of size D, in fp32, T x b x (4 x h + 8 x H x D +
+    6 x K x D + 2 x D) beside the inputs of other blocks, H x D x b for each token of an answer that shares its prompt, and
+    2 x R x h x b of the head's. Without activation checkpointing also the 4 x T x I x b that each of the other
+    L - 1 blocks keeps. In passes without gradients 3 x T x I x b x (1 - 1 / n), less T x h x b. Where norms are recomputed
+    (``recompute_elementwise``) gate and up alone are kept, so that it saves 2 x T x I x b of each of L - 1 blocks, and in the
+    last what lies between that knob's moments: tiles are of min(T / n, 2,048) tokens, and none is kept at the MLP's backward.
+Costs: one more forward of the MLP, with activation checkpointing a third of one: what is computed again there stops before the
+    MLP. n products in place of one, which smaller tiles slow down.
+Pairs with: long micro-batches; activation checkpointing, which makes it free, and with recomputed norms runs over tiles of 2,048
+    tokens anyway; LoRA; sharding, since a weight's gradient is summed over tiles before it is reduced.
+Exact: outputs and gradients of inputs are those of the whole; gradients of weights differ by the order of one sum over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.parameters.lora import LoraLinear
+from verl_memopt.ops.discarded_values import keep, kept
+
+KEY = "actor_rollout_ref.model.tiled_mlp"
+
+KNOWN = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
+"""Classes that compute down(act(gate(x)) * up(x))."""
+
+LAYERS = ("gate_proj", "up_proj", "down_proj")
+
+
+def check_mlps(blocks: Iterable[nn.Module], trained: bool) -> None:
+    """Refuse blocks of a Hugging Face model whose MLPs cannot run over tiles.
+
+    Args:
+        blocks: as transformers made them.
+        trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
+
+    Raises:
+        ConfigError: naming an MLP class, or a layer in it, whose mathematics this file does not know.
+    """
+    for block in blocks:
+        _check(block, getattr(block, "mlp", None), trained)
+
+
+def _check(block: nn.Module, mlp: Any, trained: bool) -> None:
+    if type(mlp).__name__ not in KNOWN:
+        found = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
+        raise ConfigError(
+            f"{KEY}.enabled=true: {type(block).__name__} {found}; tiles are known for {', '.join(KNOWN)}. "
+            f"Set {KEY}.enabled=false."
+        )
+    for name in LAYERS if trained else ():
+        layer = getattr(mlp, name)
+        if type(layer) not in (nn.Linear, LoraLinear):
+            raise ConfigError(
+                f"{KEY}.enabled=true: {name} of {type(mlp).__name__} is {type(layer).__name__}, no linear layer whose gradient "
+                f"tiles can sum. Set {KEY}.enabled=false."
+            )
+
+
+def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
+    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keeps x alone.
+
+    Args:
+        mlp: has ``gate_proj``, ``up_proj`` and ``down_proj``, ``act_fn`` and ``gated``.
+        x: [T, h].
+        num_shards: tiles of tokens.
+    """
+    if torch.is_grad_enabled():
+        names, weights = zip(*mlp.named_parameters(), strict=True)
+        # Inside a checkpointed block this is the last to save, so that the block's second forward stops here.
+        return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
+    out = torch.empty_like(x)
+    for rows in _tiles(x.shape[0], num_shards):
+        out[rows] = mlp.gated(x[rows])
+    return out
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mlp: nn.Module, num_shards: int, node: Any, names: tuple[str, ...], x: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.mlp, ctx.num_shards, ctx.kept, ctx.names = mlp, num_shards, node, names
+        held, out = dict(zip(names, weights, strict=True)), torch.empty_like(x)
+        for rows in _tiles(x.shape[0], num_shards):
+            out[rows] = _mlp(mlp, x[rows], held, {})
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = kept(ctx)
+        held = {name: weight.detach() for name, weight in zip(ctx.names, weights, strict=True)}
+        needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
+        sums = {name: torch.zeros_like(weight) for name, weight in held.items() if needed[name]}
+        x = x.detach()
+        grad_x = torch.empty_like(x)
+        for rows in _tiles(x.shape[0], ctx.num_shards):
+            with torch.enable_grad():
+                tile = x[rows].requires_grad_()
+                out = _mlp(ctx.mlp, tile, held, sums)
+            (grad_x[rows],) = torch.autograd.grad(out, tile, grad[rows])
+        return None, None, None, None, grad_x, *(sums.get(name) for name in ctx.names)
+
+
+def _tiles(tokens: int, num_shards: int) -> list[slice]:
+    size = max(-(-tokens // num_shards), 1)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _mlp(mlp: Any, x: Tensor, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
+    """Gives the MLP's output for a tile; its backward adds the weights' gradients to ``sums``."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        layer = getattr(mlp, name)
+        out = _linear(x, f"{name}.weight", f"{name}.bias", held, sums)
+        if not isinstance(layer, LoraLinear) or not layer.active:
+            return out
+        thin = _linear(x, f"{name}.lora_A", "", held, sums)
+        return out + layer.scale * _linear(thin, f"{name}.lora_B", "", held, sums)
+
+    return project("down_proj", mlp.act_fn(project("gate_proj", x)) * project("up_proj", x))
+
+
+def _linear(x: Tensor, weight: str, bias: str, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
+    return _SummingLinear.apply(x, held[weight], held.get(bias), sums.get(weight), sums.get(bias))
+
+
+class _SummingLinear(torch.autograd.Function):
+    """A linear layer whose backward adds the gradient of its weight to a tensor in place, with no temporary of its size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_sum: Tensor | None, bias_sum: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sums = weight_sum, bias_sum
+        # Written into place: selective checkpointing keeps the outputs of products, and these are to be computed again.
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        weight_sum, bias_sum = ctx.sums
+        if weight_sum is not None:
+            # In place, and by this name also counted by torch's FLOP counter.
+            torch.addmm(weight_sum, grad.t(), x, out=weight_sum)
+        if bias_sum is not None:
+            bias_sum.add_(grad.sum(0))
+        return grad @ weight, None, None, None, None

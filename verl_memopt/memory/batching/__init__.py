@@ -1,0 +1,1 @@
+"""Knobs over how rows are put together into micro-batches."""

@@ -1,0 +1,1 @@
+"""Host memory: page-locked buffers and their arena."""

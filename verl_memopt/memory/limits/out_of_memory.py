@@ -1,0 +1,214 @@
+"""The report when device memory runs out: which phase, what lies there, and what to set about it."""
+
+from __future__ import annotations
+
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager
+
+import torch
+
+from verl_memopt.config import schema
+from verl_memopt.config.keys import leaf_types, value_at
+from verl_memopt.config.problems import shown
+from verl_memopt.distributed.device import is_gpu, memory_info
+from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.memory.host.host_buffers import GIB
+from verl_memopt.observe.byte_tracker import DeviceLimitError, device_storages
+from verl_memopt.observe.device_ledger import ledger_of
+
+_AR = "actor_rollout_ref"
+_LOWER = "lower"
+"""Stands for the value of a number that is to be lowered."""
+
+SCORING = {"old_log_prob": "rollout", "ref": "ref"}
+"""Phase -> the section whose log_prob keys bound its micro-batches."""
+GENERATING = ("gen", "testing")
+"""Phases in which the engine works."""
+
+ADVICE: dict[str, tuple[tuple[str, object], ...]] = {
+    "activations": ((f"{_AR}.model.enable_gradient_checkpointing", True), (f"{_AR}.model.enable_activation_offload", True)),
+    "logits": ((f"{_AR}.model.logprob_chunk_tokens", 256),),
+    "params": ((f"{_AR}.actor.fsdp_config.param_offload", True), (f"{_AR}.ref.fsdp_config.param_offload", True)),
+    "gathered parameters": ((f"{_AR}.actor.fsdp_config.reshard_after_forward", True),),
+    "collective buffers": ((f"{_AR}.actor.fsdp_config.reshard_after_forward", True),),
+    "grads": ((f"{_AR}.actor.fsdp_config.model_dtype", "bfloat16"),),
+    "optimizer": ((f"{_AR}.actor.fsdp_config.optimizer_offload", True),),
+    "optimizer scratch": ((f"{_AR}.actor.optim.bucket_megabytes", _LOWER),),
+    "rollout weights": ((f"{_AR}.rollout.free_cache_engine", True),),
+    "kv": (
+        (f"{_AR}.rollout.gpu_memory_utilization", _LOWER),
+        (f"{_AR}.rollout.kv_cache_memory_gb", _LOWER),
+        (f"{_AR}.rollout.free_cache_engine", True),
+    ),
+    "sync bucket": ((f"{_AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes", _LOWER),),
+}
+"""Kind of bytes -> (key, value) pairs that make it smaller, what costs least first."""
+
+PER_TOKEN = ("activations", "logits")
+"""Kinds that grow with the tokens of a micro-batch."""
+
+
+OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+"""What libraries say that take memory from the driver themselves. vLLM's sleeping allocator: ``CUDA Error: out of memory``."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Says whether an error is about device memory, whoever asked for it."""
+    return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
+
+
+class PartDoesNotFitError(torch.OutOfMemoryError):
+    """A part of the engine could not wake. kind: what it holds; num_bytes: its size; held_bytes: live tensors before it."""
+
+    def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
+        super().__init__(f"waking {kind}, {_gib(num_bytes)} GiB: {cause}")
+        self.kind, self.num_bytes, self.held_bytes = kind, num_bytes, held_bytes
+
+
+@contextmanager
+def waking_told(kind: str, num_bytes: int, device: torch.device) -> Iterator[None]:
+    """Turns running out of device memory while ``num_bytes`` of ``kind`` wake into a PartDoesNotFitError."""
+    held = ledger_of(device).allocated() if is_gpu(device) else 0
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise PartDoesNotFitError(kind, num_bytes, held, str(error)) from error
+
+
+@contextmanager
+def out_of_memory_told(
+    phase: str,
+    device: torch.device,
+    resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    settings: schema.ActorRolloutRef,
+    limit: int | None,
+) -> Iterator[None]:
+    """Turns running out of device memory inside the body into a DeviceMemoryError that says what to do about it.
+
+    resident: gives (kind, tensor) of what was there before the body, asked only then; tensors that rest on the host may be
+    among them. limit: bytes the process may take, if set. The tensors of the body are let go of, its lines stay in the
+    traceback.
+    """
+    try:
+        yield
+    except DeviceLimitError as error:
+        asked = error.asked_bytes
+        told = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, asked, error.num_bytes - asked)
+        release_frames(error)
+        raise told from None
+    except RuntimeError as error:
+        if not is_gpu(device) or not is_out_of_memory(error):
+            raise
+        told = _allocator_error(phase, device, resident(), settings, limit, error)
+        release_frames(error)
+        raise told from error
+
+
+def _allocator_error(
+    phase: str,
+    device: torch.device,
+    resident: Iterable[tuple[str, torch.Tensor]],
+    settings: schema.ActorRolloutRef,
+    limit: int | None,
+    error: RuntimeError,
+) -> DeviceMemoryError:
+    kinds = _bytes_by_kind(resident, device)
+    cap = memory_info(device)[1] if limit is None else limit
+    if not isinstance(error, PartDoesNotFitError):
+        held = ledger_of(device).peak_allocated()
+        kinds["activations"] += max(held - sum(kinds.values()), 0)
+        return _error(phase, kinds, held, cap, str(error).split(". ")[0], settings, _asked(str(error)), held)
+    asked, before = error.num_bytes, error.held_bytes
+    kinds["activations"] += max(before - sum(kinds.values()), 0)
+    kinds[error.kind] += asked
+    return _error(phase, kinds, before + asked, cap, str(error), settings, asked, before, first=error.kind)
+
+
+def _asked(message: str) -> int | None:
+    """Return the bytes that torch's out-of-memory message says it tried to allocate, or None where it says nothing."""
+    found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    return None if found is None else round(float(found[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[found[2]])
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Empties the frames of an error and of those that led to it, whose tensors would be held as long as the error is."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> Counter[str]:
+    """Gives the bytes on the device by kind; each storage counts once, under the kind that names it first."""
+    kinds: Counter[str] = Counter()
+    seen: set[int] = set()
+    for kind, tensor in resident:
+        for storage in device_storages(tensor, device):
+            if storage._cdata not in seen:
+                seen.add(storage._cdata)
+                kinds[kind] += storage.nbytes()
+    return kinds
+
+
+def _error(
+    phase: str,
+    kinds: dict[str, int],
+    held: int,
+    limit: int | None,
+    what: str,
+    settings: schema.ActorRolloutRef,
+    asked: int | None = None,
+    held_before: int | None = None,
+    first: str | None = None,
+) -> DeviceMemoryError:
+    """Return the error. first: the kind to make smaller before any other; without it, the largest."""
+    largest = sorted(kinds, key=lambda kind: -kinds[kind])
+    terms = ", ".join(f"{kind} {_gib(kinds[kind])}" for kind in largest if kinds[kind])
+    ways = advice(phase, largest if first is None else [first, *largest], settings)
+    why = "" if not largest else f"Most of it is {largest[0]}: " if first is None else "To make room: "
+    out = f" {why}{ways[0]}." if largest and ways else ""
+    more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
+    of = "" if limit is None else f" of {_gib(limit)}"
+    text = f"{phase}: out of device memory at {_gib(held)}{of} GiB ({what}): {terms} GiB.{out}{more}"
+    return DeviceMemoryError(text, phase, asked, held_before, limit)
+
+
+def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef) -> list[str]:
+    """Gives what can be set to make room in a phase, for its kinds in their order; settings that hold already are left out."""
+    ways = []
+    for kind in kinds:
+        pairs = ADVICE.get(kind, ())
+        if kind in PER_TOKEN:
+            nothing_kept = kind == "activations" and phase != "update_actor"
+            pairs = (*(() if nothing_kept else pairs), (_budget(phase, settings), _LOWER))
+        ways += [way for key, value in pairs if key in leaf_types() and (way := _way(key, value, settings)) is not None]
+    return list(dict.fromkeys(ways))
+
+
+def _budget(phase: str, settings: schema.ActorRolloutRef) -> str:
+    """Gives the key that bounds how much of the batch a phase holds at once."""
+    if phase in GENERATING:
+        return f"{_AR}.rollout.max_num_seqs"
+    if phase not in SCORING:
+        by_tokens, prefix = settings.actor.use_dynamic_bsz, "actor.ppo"
+    else:
+        section = SCORING[phase]
+        by_tokens, prefix = bool(getattr(settings, section).log_prob_use_dynamic_bsz), f"{section}.log_prob"
+    return f"{_AR}.{prefix}_max_token_len_per_gpu" if by_tokens else f"{_AR}.{prefix}_micro_batch_size_per_gpu"
+
+
+def _way(key: str, value: object, settings: schema.ActorRolloutRef) -> str | None:
+    if key.endswith(".gpu_memory_utilization") and settings.rollout.kv_cache_memory_gb is not None:
+        return None  # The cache has the size that is set, whatever the share.
+    present = value_at(settings, key.removeprefix(f"{_AR}."))
+    if value == _LOWER:
+        return f"lower {key}" + ("" if present is None else f" (now {shown(present)})")
+    return None if present == value else f"set {key}={shown(value)}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3g}"

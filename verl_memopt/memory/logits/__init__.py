@@ -1,0 +1,1 @@
+"""Knobs over the logits of the LM head."""

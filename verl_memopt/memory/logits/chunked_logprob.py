@@ -1,0 +1,219 @@
+"""Log-probs and entropy from hidden states, chunk by chunk: the [tokens, vocabulary] logits never exist.
+
+Saves: with R response tokens of a micro-batch, V vocabulary entries, c = chunk, t = ``logprob_vocab_tile`` and b bytes of the
+    compute dtype, the logits of a pass are one buffer of min(R, c) * min(V, t) * (4 + n) bytes, n = 0 in fp32 and b below it;
+    where entropy is asked for, and on a GPU where t < V and functions are not compiled, also min(R, c) * min(V, t, 4,096) * 4.
+    c = 0 is R. t = 0 is V in an update whose loss is one of
+    tokens or strictly on-policy, and wherever c = 0; it is 16,384 in log-prob passes and in other updates. So from c = 0 to a
+    chunk the update falls by (R - c) * V * (4 + n), leaving 0.43 GiB at 512 x 151,936 in bfloat16, a log-prob pass by
+    (R * V - c * 16,384) * (4 + n), leaving 48 MiB. Gradients of the head's weight are added where they stay: V * h * b less
+    wherever there is one already (a second micro-batch before the reduction).
+Costs: nothing in an update whose loss is one of tokens or strictly on-policy: the gradient of a log-prob is known ahead of
+    backward, so a chunk's logits are computed once, three products with the head. In other updates they are computed again
+    in backward, which makes four; so does a tile that is set. A chunk's gradients are added up in the compute dtype.
+Pairs with: every pass and every other knob; a sharded head is gathered once per pass, not once per chunk.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_memopt.knobs.shapes import Shapes
+from verl_memopt.observe.byte_tracker import scope
+from verl_memopt.ops.in_place_gradient import room_for
+from verl_memopt.ops.logit_tiles import Gradients, Head, LogitTiles, Tokens
+
+FREE_TILE = 16_384
+"""Vocabulary entries per tile where it is left open and tiles cost no product."""
+
+TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Says ahead what backward will bring for a slice of tokens: from their log-probs and entropies (or None), without gradients,
+those of the log-probs and of the entropies, fp32 each."""
+
+
+def head_log_probs(
+    hidden: Tensor,
+    weight: Tensor,
+    bias: Tensor | None,
+    targets: Tensor,
+    temperature: float,
+    chunk_tokens: int,
+    with_entropy: bool,
+    compiled: bool = False,
+    vocab_tile: int = 0,
+    token_gradient: TokenGradient | None = None,
+    in_place: bool = False,
+) -> tuple[Tensor, Tensor | None]:
+    """Gives the log-prob of each target and, when asked, the entropy of its distribution.
+
+    hidden: [R, H] in the compute dtype. weight: [V, H]; bias: [V] or None. targets: int64 [R].
+    Logits are divided by ``temperature`` in fp32. ``chunk_tokens`` of 0 takes all tokens as one chunk; ``vocab_tile`` of 0 whole
+    rows, or FREE_TILE where chunks are asked for and logits are computed in forward and in backward, or in forward alone.
+    Returns fp32 [R] and fp32 [R] or None. Gradients flow to hidden, weight and bias from both outputs.
+    token_gradient: computes the gradients in the forward; a backward that brings others is an assertion error.
+    in_place: adds to ``.grad`` of weight and bias without passing through autograd (with ``token_gradient`` in the forward),
+    where they are leaves without hooks; for callers that call ``backward`` once per forward, not ``torch.autograd.grad``.
+    """
+    once = token_gradient is not None and torch.is_grad_enabled()
+    tile = FREE_TILE if vocab_tile == 0 and chunk_tokens > 0 and not once else vocab_tile
+    head = Head(weight, bias, temperature, chunk_tokens, tile, with_entropy, compiled)
+    if not torch.is_grad_enabled():
+        return _read(head, hidden, targets)
+    if token_gradient is None:
+        log_probs, entropy = _Recomputed.apply(hidden, weight, bias, targets, head, in_place)
+    else:
+        log_probs, entropy = _Ahead.apply(hidden, weight, bias, targets, head, in_place, token_gradient)
+    return log_probs, entropy if with_entropy else None
+
+
+def _read(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+    tokens = _room_for_tokens(head, hidden)
+    with scope(kind="logits"):
+        logits = LogitTiles(head, hidden)
+        for rows in head.chunks(hidden.shape[0]):
+            _keep(logits.read(hidden[rows], targets[rows]), tokens, rows)
+    return tokens.log_probs, tokens.entropy
+
+
+class _Recomputed(torch.autograd.Function):
+    """Keeps hidden states and normalisers, and computes logits again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        tokens = _room_for_tokens(head, hidden)
+        with scope(kind="logits"):
+            logits = LogitTiles(head, hidden)
+            for rows in head.chunks(hidden.shape[0]):
+                _keep(logits.read(hidden[rows], targets[rows]), tokens, rows)
+        entropy = _or_nothing(tokens.entropy, hidden)
+        # The weight is not among them: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
+        ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
+        ctx.head, ctx.in_place = head, in_place
+        return tokens.log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        hidden, targets, log_normalizer, entropy = ctx.saved_tensors
+        head, (grad_log_probs, grad_entropy) = ctx.head, grads
+        tokens = Tokens(log_normalizer, log_normalizer, entropy)
+        into, handed = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
+        with scope(kind="logits"):
+            logits = LogitTiles(head, hidden)
+            for rows in head.chunks(hidden.shape[0]):
+                above = grad_log_probs[rows], grad_entropy[rows] if head.with_entropy else None
+                logits.differentiate(hidden[rows], targets[rows], _cut(tokens, rows), *above, _at(into, rows), False)
+        return into.hidden, *handed, None, None, None
+
+
+class _Ahead(torch.autograd.Function):
+    """Computes gradients beside log-probs; backward checks that they are those it would have computed."""
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        in_place: bool,
+        token_gradient: TokenGradient,
+    ) -> tuple[Tensor, Tensor]:
+        tokens, told = _room_for_tokens(head, hidden), _room_for_tokens(head, hidden)
+        into, ctx.handed = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
+        with scope(kind="logits"):
+            logits = LogitTiles(head, hidden)
+            for rows in head.chunks(hidden.shape[0]):
+                found = logits.read(hidden[rows], targets[rows])
+                grad_log_probs, grad_entropy = _told(token_gradient, rows, found)
+                logits.differentiate(hidden[rows], targets[rows], found, grad_log_probs, grad_entropy, _at(into, rows), True)
+                _keep(found, tokens, rows)
+                _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), told, rows)
+        ctx.save_for_backward(told.log_probs, told.entropy, into.hidden)
+        return tokens.log_probs, _or_nothing(tokens.entropy, hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        told_log_probs, told_entropy, grad_hidden = ctx.saved_tensors
+        handed, ctx.handed = ctx.handed, None
+        assert handed is not None, "the gradients of this forward were handed out already"
+        _assert_as_told(told_log_probs, grads[0])
+        if told_entropy is not None:
+            _assert_as_told(told_entropy, grads[1])
+        return grad_hidden, *handed, None, None, None, None
+
+
+def _told(token_gradient: TokenGradient, rows: slice, found: Tokens) -> tuple[Tensor, Tensor | None]:
+    # What its own autograd saves stays here: it is small, and gone again before any hook could gain from it.
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+        return token_gradient(rows, found.log_probs, found.entropy)
+
+
+def _assert_as_told(told: Tensor, brought: Tensor) -> None:
+    """Breaks off where backward brings another gradient than was told; nothing here waits for the device.
+
+    What is not finite in either is let through: the gradient norm shows it, and the update is skipped.
+    """
+    if told.numel():
+        finite = torch.isfinite(told)
+        bound = torch.where(finite, told, 0.0).abs().amax() * 1e-5
+        same = ((told - brought).abs() <= bound) | ~(finite & torch.isfinite(brought))
+        torch._assert_async(same.all(), "the gradient of the log-probs is not the one that was told ahead")
+
+
+def _gradient_room(
+    head: Head, hidden: Tensor, needs: tuple[bool, ...], in_place: bool
+) -> tuple[Gradients, tuple[Tensor | None, Tensor | None]]:
+    """Gives where gradients go, and those for weight and bias that autograd is to be handed."""
+    needs_hidden, needs_weight, needs_bias = needs[:3]
+    weight, hand_weight = room_for(head.weight, needs_weight, in_place)
+    bias, hand_bias = room_for(head.bias, needs_bias, in_place)
+    return Gradients(torch.empty_like(hidden) if needs_hidden else None, weight, bias), (hand_weight, hand_bias)
+
+
+def _room_for_tokens(head: Head, hidden: Tensor) -> Tokens:
+    count = hidden.shape[0]
+
+    def room() -> Tensor:
+        return hidden.new_empty(count, dtype=torch.float32)
+
+    return Tokens(room(), room(), room() if head.with_entropy else None)
+
+
+def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
+    whole.log_probs[rows], whole.log_normalizer[rows] = part.log_probs, part.log_normalizer
+    if whole.entropy is not None:
+        assert part.entropy is not None
+        whole.entropy[rows] = part.entropy
+
+
+def _cut(tokens: Tokens, rows: slice) -> Tokens:
+    return Tokens(tokens.log_probs[rows], tokens.log_normalizer[rows], None if tokens.entropy is None else tokens.entropy[rows])
+
+
+def _at(into: Gradients, rows: slice) -> Gradients:
+    return Gradients(None if into.hidden is None else into.hidden[rows], into.weight, into.bias)
+
+
+def _or_nothing(values: Tensor | None, hidden: Tensor) -> Tensor:
+    return hidden.new_empty(0, dtype=torch.float32) if values is None else values
+
+
+def logit_bytes(shapes: Shapes, update: bool) -> int:
+    """Gives the formula of *Saves*: bytes of the logits of an update with old log-probs, or of a log-prob pass, no entropy."""
+    model, actor = shapes.settings.model, shapes.settings.actor
+    chunk = model.logprob_chunk_tokens
+    once = chunk == 0 or (update and actor.policy_loss.loss_mode == "vanilla")
+    tile = model.logprob_vocab_tile or (shapes.vocab if once else FREE_TILE)
+    narrow = 0 if shapes.compute_bytes == 4 else shapes.compute_bytes
+    return min(shapes.responses, chunk or shapes.responses) * min(shapes.vocab, tile) * (4 + narrow)
+
+
+def _saved(update: bool) -> Callable[[Shapes, Shapes], float]:
+    return lambda before, after: logit_bytes(before, update) - logit_bytes(after, update)

@@ -1,0 +1,1 @@
+"""Knobs over the optimizer's state and its step."""

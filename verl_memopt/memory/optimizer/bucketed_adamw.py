@@ -1,0 +1,267 @@
+"""AdamW that walks the elements of all shards in buckets, so that what its step holds does not grow with the largest tensor.
+
+Saves: the parameter-sized temporary (4 * N / W bytes) of torch's unfused step: with fp32 state on the device the step holds
+    nothing of its own, as torch's fused AdamW; in every other combination at most three buckets of ``optim.bucket_megabytes``.
+Costs: nothing with fp32 state on the device, where the numbers are those of torch's fused AdamW bit for bit.
+Pairs with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.stochastic_rounding`` and ``optim.in_backward``, each of which
+    it is made for; without any of them ``AdamW`` of ``torch.optim`` is torch's own, fused.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.optim import AdamW, Optimizer
+
+from verl_memopt.distributed.device import synchronize
+from verl_memopt.memory.host.host_buffers import host_buffer
+from verl_memopt.memory.optimizer.optimizer_layout import (
+    Member,
+    Section,
+    Slice,
+    aligned,
+    count,
+    cut_buckets,
+    entries,
+    local,
+    sections,
+    shard_place,
+    shown,
+)
+from verl_memopt.memory.optimizer.optimizer_offload import SLOTS, StateLanes
+from verl_memopt.memory.optimizer.optimizer_state_dtype import LEAST_BLOCK, MOST_BLOCK, Planes, Work
+from verl_memopt.memory.optimizer.stochastic_rounding import round_to_bfloat16_
+from verl_memopt.observe.byte_tracker import scope
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+KIND = "optimizer"
+KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows have no blocks of %d elements or more"
+
+
+class BucketedAdamW(Optimizer):
+    """AdamW whose state may rest on the host or in fewer bits, and whose bfloat16 weights may be rounded stochastically.
+
+    state: per parameter ``step`` (fp32) and the planes of its format, ``exp_avg`` and ``exp_avg_sq`` for fp32 and bf16. All of
+    it is made at construction, as views of one buffer, shaped and sharded as the parameter is, so that another number of
+    ranks can load it; quantised moments are saved as they are, codes and scales.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        state_dtype: str = "fp32",
+        offload: bool = False,
+        stochastic_rounding: bool = False,
+        bucket_megabytes: float = 64,
+        seed: int = 0,
+    ) -> None:
+        """params: fp32 or bfloat16, plain or sharded on their first dimension. seed: of the rounding."""
+        # Groups have the names of torch's AdamW, so that either can go on from the other's checkpoint.
+        theirs = AdamW([torch.zeros(1)], lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
+        super().__init__(params, theirs.defaults)
+        self._offload, self._stochastic, self._seed = offload, stochastic_rounding, seed
+        self._num_steps = 0
+        self._bucket_bytes = int(bucket_megabytes * MIB)
+        first = self.param_groups[0]["params"][0]
+        self._device = local(first).device
+        self._place = shard_place(first)
+        self._generator = torch.Generator(device=self._device)
+        self._lanes = StateLanes(self._device) if offload else None
+        self._sections = sections(self.param_groups, state_dtype)
+        self._section_of = {id(member.parameter): (section, member) for section in self._sections for member in section.members}
+        self._make_state()
+        self._tell_what_stays_fp32(state_dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Updates every parameter that has a gradient. What it holds on the device besides is at most three buckets."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for section in self._sections:
+            self._update(section, [member for member in section.members if member.parameter.grad is not None])
+        self._num_steps += 1
+        return loss
+
+    @torch.no_grad()
+    def step_parameter(self, parameter: nn.Parameter, stopped: Tensor | None = None) -> None:
+        """Updates one parameter ahead of :meth:`step`, which then must not find its gradient any more.
+
+        stopped: fp32 scalar on the device; where it is 1, parameter and state stay as they are.
+        """
+        section, member = self._section_of[id(parameter)]
+        self._update(section, [member], stopped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Gives the state as it rests; nothing is copied."""
+        synchronize(self._device)
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copies saved values into the state where it rests; parameters are matched by their order.
+
+        Errors: KeyError naming what is missing when the state was saved in another ``state_dtype``.
+        """
+        saved_groups = state_dict["param_groups"]
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        names = chain.from_iterable(saved["params"] for saved in saved_groups)
+        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        for name, parameter in zip(names, ours, strict=True):
+            for key, tensor in self.state[parameter].items() if name in state_dict["state"] else ():
+                source, target = local(state_dict["state"][name][key]), local(tensor)
+                if source.data_ptr() != target.data_ptr():
+                    target.copy_(source)
+        self._num_steps = int(max(state["step"] for state in self.state.values()))
+
+    def _make_state(self) -> None:
+        """Takes one buffer for the whole state, on the host or the device, and shows each parameter its part."""
+        sizes = [
+            [(plane, section.numel // plane.per_entry * plane.dtype.itemsize) for plane in section.format.planes]
+            for section in self._sections
+        ]
+        total = sum(aligned(size) for planes in sizes for _, size in planes)
+        with scope(kind=KIND):
+            buffer = (
+                host_buffer(total, self._device, KIND).zero_()
+                if self._offload
+                else torch.zeros(total, dtype=torch.uint8, device=self._device)
+            )
+            steps = torch.zeros(len(self._section_of), dtype=torch.float32, device=self._device)
+        offset = 0
+        for section, planes in zip(self._sections, sizes, strict=True):
+            for plane, size in planes:
+                section.planes[plane.name] = buffer[offset : offset + size].view(plane.dtype)
+                offset += aligned(size)
+        members = ((section, member) for section in self._sections for member in section.members)
+        for (section, member), step in zip(members, steps.unbind(), strict=True):
+            parts = {plane.name: shown(member, plane, section.planes[plane.name]) for plane in section.format.planes}
+            self.state[member.parameter] = {"step": step, **parts}
+
+    def _tell_what_stays_fp32(self, state_dtype: str) -> None:
+        whole = sum(section.numel for section in self._sections)
+        kept = sum(section.numel for section in self._sections if not section.format.decodes)
+        if state_dtype in MOST_BLOCK and kept:
+            level = logging.WARNING if 2 * kept > whole else logging.INFO
+            logger.log(level, KEPT, state_dtype, kept, whole, LEAST_BLOCK)
+
+    def _update(self, section: Section, members: Sequence[Member], stopped: Tensor | None = None) -> None:
+        if not members:
+            return
+        steps = [self.state[member.parameter]["step"] for member in members]
+        # Where the update may be stopped, the number to add is on the device.
+        torch._foreach_add_(steps, 1 if stopped is None else [1 - stopped] * len(steps))
+        buckets = cut_buckets(members, self._bucket_elements(section, stopped is not None), section.cut)
+        if not buckets:  # a rank may hold no row of any of them
+            return
+        work = self._work(section, max(count(bucket) for bucket in buckets))
+        for bucket, planes in zip(buckets, self._planes(section, buckets), strict=True):
+            self._update_bucket(section, bucket, planes, _cut(work, count(bucket)), stopped)
+
+    def _update_bucket(
+        self, section: Section, bucket: Sequence[Slice], planes: Planes, work: Work, stopped: Tensor | None
+    ) -> None:
+        group, sizes = section.group, [part.last - part.first for part in bucket]
+        generator = self._seeded(section, bucket[0])
+        exp_avg, exp_avg_sq = section.format.decode(planes, work)
+        resting = [local(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
+        weights = resting
+        grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
+        if section.dtype != torch.float32:
+            weights, grads = _widened(resting, work.scratch[0]), _widened(grads, work.scratch[1])
+        torch._fused_adamw_(
+            weights,
+            grads,
+            list(exp_avg.split(sizes)),
+            list(exp_avg_sq.split(sizes)),
+            [],
+            [self.state[part.member.parameter]["step"] for part in bucket],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            found_inf=stopped,
+        )
+        if section.dtype != torch.float32:
+            if self._stochastic:
+                round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
+            torch._foreach_copy_(resting, weights)
+        if stopped is None or section.format.repeats:
+            section.format.encode(planes, work, generator)
+            return
+        before = {name: plane.clone() for name, plane in planes.items()}
+        section.format.encode(planes, work, generator)
+        for name, plane in planes.items():
+            torch.where(stopped.bool(), before[name], plane, out=plane)
+
+    def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
+        """Gives the state of each bucket on the device, where it stays or passes by."""
+        parts = [entries(section, bucket) for bucket in buckets]
+        if self._lanes is None:
+            return ({name: plane[ranges[name]] for name, plane in section.planes.items()} for ranges in parts)
+        return self._lanes.passing(section.planes, parts)
+
+    def _scratch_count(self, section: Section) -> int:
+        return max(section.format.scratch, 0 if section.dtype == torch.float32 else 2)
+
+    def _bucket_elements(self, section: Section, may_stop: bool) -> int:
+        """Gives the elements of a bucket: so many that slots, decoded moments and scratch are three buckets together.
+
+        may_stop: the state as it was is scratch too, where encoding it again would change it.
+        """
+        itemsize = torch.float32.itemsize
+        room = itemsize * (2 * section.format.decodes + self._scratch_count(section))
+        resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.format.planes)
+        beside = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
+        elements = int(SLOTS * self._bucket_bytes / ((room + beside) or SLOTS * 2 * itemsize))
+        return max(elements // section.cut, 1) * section.cut
+
+    def _work(self, section: Section, elements: int) -> Work:
+        def room(needed: bool) -> Tensor:
+            return torch.empty(elements if needed else 0, dtype=torch.float32, device=self._device)
+
+        decodes = section.format.decodes
+        return Work(room(decodes), room(decodes), tuple(room(True) for _ in range(self._scratch_count(section))))
+
+    def _seeded(self, section: Section, first: Slice) -> torch.Generator:
+        """Gives the generator at a state that follows from the step and the place alone, so that a resumed run rounds alike.
+
+        Replicas of a shard round alike too, or they would drift apart.
+        """
+        start = first.member.start + first.first
+        words = (self._seed, self._num_steps, self._sections.index(section), start, *self._place)
+        digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+        return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _cut(work: Work, elements: int) -> Work:
+    return Work(work.exp_avg[:elements], work.exp_avg_sq[:elements], tuple(room[:elements] for room in work.scratch))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local(parameter.grad)
+
+
+def _widened(parts: Sequence[Tensor], room: Tensor) -> list[Tensor]:
+    wide = list(room.split([part.numel() for part in parts]))
+    torch._foreach_copy_(wide, list(parts))
+    return wide

@@ -1,0 +1,97 @@
+"""Each FSDP unit is updated inside backward, as soon as its gradient is reduced, and the gradient is freed at once.
+
+Saves: b_g * (N - N_u) / W bytes (b_g = 4 for fp32 gradients, N parameters, N_u those of the largest unit, W ranks in the shard
+    group): at no time is there more than one unit's gradient; of a matrix that head and embedding share there are two, which
+    meet in backward. Without it all of them lie there from the end of backward to the end of the optimizer step.
+Costs: clipping, which needs the norm of all gradients first (the norm is still reported), and accumulation: one micro-batch
+    per optimizer step. The update no longer waits for backward, nor runs as one launch. From the first gradient that is not
+    finite on, nothing more is updated in that step. Where parameters have moved before it, the run stops, because the step
+    cannot be taken back: without this knob it is skipped and the run goes on.
+Pairs with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_rounding``; a token budget that takes a whole
+    mini-batch at once (activation checkpointing and offload, chunked log-probs, tiled MLP).
+"""
+
+from __future__ import annotations
+
+import weakref
+
+import torch
+from torch import Tensor, nn
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.knobs.shapes import Shapes
+from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.optimizer.optimizer_layout import local
+from verl_memopt.observe.byte_tracker import scope
+
+KEY = "actor_rollout_ref.actor.optim.in_backward"
+
+
+class StepInBackward:
+    """Updates parameters as their gradients come. FSDP2 calls its hooks once a unit's gradients are reduced and sharded."""
+
+    def __init__(self, optimizer: BucketedAdamW) -> None:
+        self._optimizer = optimizer
+        self._norms: dict[int, Tensor] = {}
+        device = local(optimizer.param_groups[0]["params"][0]).device
+        # All three stay on the device: to read one of them in backward would make the host wait at each parameter.
+        self._sum = torch.zeros((), device=device)
+        self._stopped = torch.zeros((), device=device)
+        self._moved = torch.zeros((), device=device)
+        # A parameter keeps its hook where the collector of garbage does not look, so the hook must not keep the optimizer.
+        hook = _WeakHook(self)
+        for group in optimizer.param_groups:
+            for parameter in group["params"]:
+                parameter.register_post_accumulate_grad_hook(hook)
+
+    def check(self, num_micro_batches: int) -> None:
+        """Errors: ConfigError where the gradients of several micro-batches would have to be summed first."""
+        if num_micro_batches > 1:
+            raise ConfigError(
+                f"{KEY}=true: an optimizer step has {num_micro_batches} micro-batches, and a gradient is used as soon as it is "
+                "there. Raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu) until one "
+                f"holds a whole mini-batch, lower ppo_mini_batch_size, or set {KEY}=false."
+            )
+
+    def norm(self) -> Tensor:
+        """Gives the norm of the whole gradient since the last call: a sharded scalar where the parameters are sharded."""
+        norms = list(self._norms.values())
+        self._norms.clear()
+        self._sum.zero_()
+        return torch.linalg.vector_norm(torch.stack(norms))
+
+    def take_moved(self) -> Tensor:
+        """Gives 1 (fp32 scalar) if this rank has updated a parameter since the last call, else 0."""
+        moved = self._moved.clone()
+        self._moved.zero_()
+        return moved
+
+    @torch.no_grad()
+    def update(self, parameter: nn.Parameter) -> None:
+        """Updates a parameter from its gradient, which is freed; not so once a gradient of this backward was not finite."""
+        self.check(1 + (id(parameter) in self._norms))
+        assert parameter.grad is not None
+        with scope(kind="optimizer scratch"):
+            self._norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
+            # A sum stays infinite or NaN once a term is.
+            self._sum.add_(local(self._norms[id(parameter)]))
+            self._stopped.copy_(self._sum.isfinite().logical_not_())
+            self._moved.copy_(torch.maximum(self._moved, 1 - self._stopped))
+            self._optimizer.step_parameter(parameter, self._stopped)
+        parameter.grad = None
+
+
+class _WeakHook:
+    def __init__(self, owner: StepInBackward) -> None:
+        self._owner = weakref.ref(owner)
+
+    def __call__(self, parameter: nn.Parameter) -> None:
+        owner = self._owner()
+        assert owner is not None, "the optimizer lives as long as backward runs"
+        owner.update(parameter)
+
+
+def _saved(_: Shapes, after: Shapes) -> float:
+    """Gives the formula of *Saves* on one device, where a unit is one parameter and the matrix of the vocabulary the largest."""
+    largest = after.vocab * after.hidden * (2 if after.tied else 1)
+    return after.master_bytes * (after.params - largest)

@@ -1,0 +1,148 @@
+"""How AdamW's state is laid out: parameters updated alike lie in one flat range, walked in buckets that cut across them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+
+from verl_memopt.memory.optimizer.optimizer_state_dtype import MomentFormat, Plane, moment_format
+
+LEAST_CUT = 64
+"""Fewest elements between two cuts of a tensor, so that a kernel meets its tail only where the tensor ends."""
+ALIGNMENT = 64
+"""Bytes at whose multiples each part of the state buffer begins."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of a section. start: of its local elements among the section's, in the order of the walk."""
+
+    parameter: nn.Parameter
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements first to last (exclusive) of a member's local shard."""
+
+    member: Member
+    first: int
+    last: int
+
+
+@dataclass
+class Section:
+    """Parameters of one group that are updated alike: one dtype, one format of moments, one flat range of elements.
+
+    planes: the flat tensors in which their state rests.
+    """
+
+    group: dict[str, Any]
+    format: MomentFormat
+    dtype: torch.dtype
+    members: list[Member] = field(default_factory=list)
+    planes: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        return self.members[-1].start + self.members[-1].numel if self.members else 0
+
+    @property
+    def cut(self) -> int:
+        """A tensor is cut at multiples of so many elements: whole blocks, and whole vectors of a kernel."""
+        return -(-LEAST_CUT // self.format.block) * self.format.block
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Gives this rank's shard of a tensor, without a copy."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list[Slice]]:
+    """Gives buckets of at most ``elements`` elements that follow each other; each is one unbroken range of its section.
+
+    A bucket takes in as many members as fit. A member is cut at multiples of ``cut`` of its own elements.
+    """
+    buckets: list[list[Slice]] = []
+    room, following = 0, -1
+    for member in members:
+        first = 0
+        while first < member.numel:
+            left = member.numel - first
+            size = left if left <= room else room - room % cut
+            if size == 0 or member.start + first != following:
+                buckets.append([])
+                room = elements
+                size = left if left <= room else room - room % cut
+            buckets[-1].append(Slice(member, first, first + size))
+            first, room, following = first + size, room - size, member.start + first + size
+    return buckets
+
+
+def sections(groups: Sequence[dict[str, Any]], state_dtype: str) -> list[Section]:
+    """Gives the sections of an optimizer's groups, in the order in which their first parameters come."""
+    found: dict[tuple[int, torch.dtype, int], Section] = {}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            assert _sharded_on_rows(parameter), getattr(parameter, "placements", None)
+            rows = parameter.shape[0] if parameter.ndim else 1
+            kind = moment_format(state_dtype, parameter.numel() // max(rows, 1))
+            key = (number, parameter.dtype, kind.block)
+            section = found.setdefault(key, Section(group, kind, parameter.dtype))
+            section.members.append(Member(parameter, section.numel, local(parameter).numel()))
+    return list(found.values())
+
+
+def _sharded_on_rows(parameter: Tensor) -> bool:
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements)
+
+
+def shard_place(parameter: Tensor) -> tuple[int, ...]:
+    """Gives which shard of a parameter this rank holds; replicas of a shard are at the same place, a plain one at the first."""
+    if not isinstance(parameter, DTensor):
+        return (0,)
+    place = parameter.device_mesh.get_coordinate() or []
+    return tuple(at for at, placement in zip(place, parameter.placements, strict=True) if isinstance(placement, Shard))
+
+
+def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
+    """Gives a member's part of a plane in the parameter's shape, its rows shorter where an entry stands for several elements."""
+    parameter = member.parameter
+    part = flat[member.start // plane.per_entry : (member.start + member.numel) // plane.per_entry]
+    shape = _stored_shape(parameter.shape, plane.per_entry)
+    values = part.view(_stored_shape(local(parameter).shape, plane.per_entry))
+    if not isinstance(parameter, DTensor):
+        return values
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, plane.dtype))
+    # from_local would copy what rests on the host to the mesh's device.
+    return DTensor(values, spec, requires_grad=False)
+
+
+def _stored_shape(shape: torch.Size, per_entry: int) -> torch.Size:
+    return shape if per_entry == 1 else torch.Size((shape[0], shape[1:].numel() // per_entry))
+
+
+def entries(section: Section, bucket: Sequence[Slice]) -> dict[str, slice]:
+    """Gives the range of each of the section's planes that holds the state of a bucket."""
+    start = bucket[0].member.start + bucket[0].first
+    stop = start + count(bucket)
+    return {plane.name: slice(start // plane.per_entry, stop // plane.per_entry) for plane in section.format.planes}
+
+
+def count(bucket: Sequence[Slice]) -> int:
+    """Gives the elements of a bucket."""
+    return sum(part.last - part.first for part in bucket)
+
+
+def aligned(size: int) -> int:
+    """Gives the bytes that a part of the state buffer takes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

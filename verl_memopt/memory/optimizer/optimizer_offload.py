@@ -1,0 +1,76 @@
+"""Optimizer state rests in one host buffer and passes over the device bucket by bucket inside ``step()``.
+
+Saves: b_o * N / W bytes of device memory outside the step (b_o = 8 for fp32 moments, N parameters, W ranks in the shard group),
+    and in it all but three buckets: one that arrives, one that is updated, one that leaves. It is made where it rests, so the
+    first step costs what every other does.
+Costs: b_o * N / W bytes of host memory, and as many over the bus each way at every optimizer step, both ways at once.
+Pairs with: ``optim.state_dtype`` (fewer bytes to carry), ``optim.bucket_megabytes``, ``fsdp_config.param_offload``,
+    ``optim.in_backward``; large mini-batches, because it is paid once per optimizer step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for
+
+SLOTS = 3
+"""Buckets on the device at once: with two, what arrives would wait for what leaves."""
+
+Ranges = Mapping[str, slice]
+
+
+class StateLanes:
+    """Carries buckets of host tensors to the device and back, on two side streams where there is a GPU."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._arriving = copy_stream(device)
+        self._leaving = copy_stream(device)
+
+    def passing(self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges]) -> Iterator[dict[str, Tensor]]:
+        """Gives each bucket of ``resting`` (flat host tensors) as tensors on the device; what is left in them is written back.
+
+        A bucket names the range of each tensor. The next one arrives and the one before leaves while the caller computes.
+        After the last, what the current stream is given next comes after every write.
+        """
+        here = current_stream(self._device)
+        slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]
+        left = [mark_done(here)] * len(slots)
+        arrived = self._fetch(resting, buckets[0], slots[0], left[0]) if buckets else None
+        for number, ranges in enumerate(buckets):
+            place, following = number % SLOTS, (number + 1) % SLOTS
+            wait_for(here, arrived)
+            if number + 1 < len(buckets):
+                arrived = self._fetch(resting, buckets[number + 1], slots[following], left[following])
+            views = _filled(slots[place], ranges)
+            yield views
+            wait_for(self._leaving, mark_done(here))
+            with on_stream(self._leaving):
+                for name, view in views.items():
+                    resting[name][ranges[name]].copy_(view, non_blocking=True)
+            left[place] = mark_done(self._leaving)
+        for event in left:
+            wait_for(here, event)
+
+    def _slot(self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges]) -> dict[str, Tensor]:
+        longest = {name: max(_length(ranges[name]) for ranges in buckets) for name in resting}
+        return {name: torch.empty(longest[name], dtype=tensor.dtype, device=self._device) for name, tensor in resting.items()}
+
+    def _fetch(self, resting: Mapping[str, Tensor], ranges: Ranges, slot: Mapping[str, Tensor], free: Done) -> Done:
+        wait_for(self._arriving, free)
+        with on_stream(self._arriving):
+            for name, view in _filled(slot, ranges).items():
+                view.copy_(resting[name][ranges[name]], non_blocking=True)
+        return mark_done(self._arriving)
+
+
+def _filled(slot: Mapping[str, Tensor], ranges: Ranges) -> dict[str, Tensor]:
+    return {name: tensor[: _length(ranges[name])] for name, tensor in slot.items()}
+
+
+def _length(part: slice) -> int:
+    return int(part.stop - part.start)

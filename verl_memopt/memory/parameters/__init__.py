@@ -1,0 +1,1 @@
+"""Knobs over the parameters: their place, dtype, sharding and adapters."""

@@ -1,0 +1,212 @@
+"""LoRA: the base is frozen, each chosen linear layer learns a low-rank addition; the reference is the same model without it.
+
+Saves: with N parameters in the base and N_a in the adapters, gradients and optimizer state of N - N_a parameters: 12 bytes each
+with fp32 AdamW; and the whole second model where a KL asks for a reference (b_w x N / W). N_a is rank x (in + out) a layer.
+Costs: two thin products a layer, 2 x rank x (in + out) x tokens multiply-adds; one merged tensor at a time in a weight sync.
+Pairs with: bf16 masters for the frozen base, checkpointing, every packing knob; the engine gets merged weights, so rollout
+knobs are as without it. Source: LoRA, arXiv 2106.09685.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import re
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
+from torch.nn.functional import linear
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.knobs.shapes import Shapes
+
+KEY = "actor_rollout_ref.model"
+ADAPTERS = ("lora_A", "lora_B")
+"""Names of a layer's trainable parameters, as in the peft format."""
+
+
+class LoraLinear(nn.Linear):
+    """A frozen linear layer plus ``scale * x A^T B^T``. Made from a layer in place of it, under the same names.
+
+    lora_A: [rank, in]; lora_B: [out, rank]. ``active`` false leaves the base alone.
+    """
+
+    def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        nn.Module.__init__(self)
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.weight, self.bias = base.weight, base.bias
+        self.scale, self.active = scale, True
+        self.lora_A = nn.Parameter(self.weight.new_empty(rank, self.in_features))
+        self.lora_B = nn.Parameter(self.weight.new_empty(self.out_features, rank))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out = linear(x, self.weight, self.bias)
+        return out + self.scale * linear(linear(x, self.lora_A), self.lora_B) if self.active else out
+
+
+def apply_lora(
+    model: nn.Module, rank: int, alpha: float, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None
+) -> list[str]:
+    """Freezes ``model`` and gives each chosen linear layer an adapter; to be called before sharding. Gives their names.
+
+    target_modules: ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for the
+    whole name. exclude_modules: the same for layers to leave out.
+    Errors: ConfigError when nothing is chosen.
+    """
+    model.requires_grad_(False)
+    head = getattr(model, "get_output_embeddings", lambda: None)()
+    linears = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear) and module is not head}
+    chosen = [name for name in linears if _matches(name, target_modules) and not _matches(name, exclude_modules)]
+    if not chosen:
+        endings = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
+        raise ConfigError(f"{KEY}.target_modules={target_modules}: no linear layer is chosen. Its layers end in {endings}.")
+    for name in chosen:
+        parent, _, last = name.rpartition(".")
+        setattr(model.get_submodule(parent), last, LoraLinear(linears[name], rank, alpha / rank))
+    return chosen
+
+
+def _matches(name: str, wanted: str | Sequence[str] | None) -> bool:
+    if wanted is None:
+        return False
+    if isinstance(wanted, str):
+        return wanted == "all-linear" or re.fullmatch(wanted, name) is not None
+    return any(name == ending or name.endswith(f".{ending}") for ending in wanted)
+
+
+def adapters(model: nn.Module) -> dict[str, LoraLinear]:
+    """Gives the layers that have adapters, by their name in a Hugging Face checkpoint."""
+    return {name.removeprefix("lm."): module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
+
+
+def initialize_adapters(model: nn.Module, seed: int) -> None:
+    """Draws each A (Kaiming uniform) and zeroes each B, so that the model starts as its base.
+
+    A layer's draw depends on the seed and its name alone, not on the number of ranks.
+    """
+    for name, layer in adapters(model).items():
+        generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
+        bound = 1 / math.sqrt(layer.in_features)
+        whole = torch.empty(layer.lora_A.shape).uniform_(-bound, bound, generator=generator)
+        _copy_whole(layer.lora_A, whole)
+        _copy_whole(layer.lora_B, torch.zeros(layer.lora_B.shape))
+
+
+def _copy_whole(parameter: Tensor, whole: Tensor) -> None:
+    """Copies this rank's rows of a whole tensor into a parameter sharded on its first dimension, or all of it."""
+    if not isinstance(parameter, DTensor):
+        parameter.detach().copy_(whole)
+        return
+    local = parameter.to_local()
+    start = _first_row(parameter)
+    local.detach().copy_(whole[start : start + local.shape[0]])
+
+
+def _first_row(parameter: DTensor) -> int:
+    from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+
+    _, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return int(offset[0])
+
+
+@contextmanager
+def adapters_off(model: nn.Module) -> Iterator[None]:
+    """Makes the model its base inside the body: the reference, without a second copy."""
+    layers = list(adapters(model).values())
+    for layer in layers:
+        layer.active = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.active = True
+
+
+def merged_weights(weights: Iterator[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields each base tensor once, with its adapter added in fp32 where it has one; the adapters themselves are left out.
+
+    weights: (name, parameter), sharded or not; a merged tensor is sharded as its base is, and is made when it is asked for.
+    All ranks must consume in step: the small A of a layer is gathered.
+    """
+    layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
+    for name, weight in weights:
+        if name.rsplit(".", 1)[-1] in ADAPTERS:
+            continue
+        yield name, _merged(weight, layers[name]) if name in layers else weight
+
+
+def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
+    with torch.no_grad():
+        if not isinstance(weight, DTensor):
+            return (weight.float() + layer.scale * layer.lora_B.float() @ layer.lora_A.float()).to(weight.dtype)
+        assert isinstance(layer.lora_A, DTensor)
+        assert isinstance(layer.lora_B, DTensor)
+        down, up = layer.lora_A.full_tensor().float(), layer.lora_B.to_local().float()
+        local = (weight.to_local().float() + layer.scale * up @ down).to(weight.dtype)
+        return DTensor.from_local(
+            local, weight.device_mesh, weight.placements, run_check=False, shape=weight.shape, stride=weight.stride()
+        )
+
+
+def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: float, writes: bool) -> None:
+    """Writes the adapters alone, in the peft format: adapter_config.json and adapter_model.safetensors.
+
+    Every rank gathers in step; the rank that ``writes`` writes.
+    """
+    tensors = {}
+    for name, layer in adapters(model).items():
+        for part in ADAPTERS:
+            parameter = getattr(layer, part)
+            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+            if writes:
+                tensors[f"base_model.model.{name}.{part}.weight"] = whole.detach().to("cpu", copy=True).contiguous()
+    if not writes:
+        return
+    folder.mkdir(parents=True, exist_ok=True)
+    save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
+    names = sorted({name.rsplit(".", 1)[-1] for name in adapters(model)})
+    config = {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha,
+        "lora_dropout": 0.0, "target_modules": names, "bias": "none", "fan_in_fan_out": False,
+    }  # fmt: skip
+    (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
+
+
+def load_adapter(folder: Path, model: nn.Module) -> None:
+    """Fills the adapters from a folder in the peft format.
+
+    Errors: ConfigError listing what is missing, left over or of another shape.
+    """
+    key, path = f"{KEY}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
+    if not path.is_file():
+        raise ConfigError(f"{key}: it has no adapter_model.safetensors. Give a folder in the peft format.")
+    found = load_file(path)
+    wanted = {
+        f"base_model.model.{name}.{part}.weight": getattr(layer, part)
+        for name, layer in adapters(model).items()
+        for part in ADAPTERS
+    }
+    problems = [f"missing {name}" for name in wanted if name not in found]
+    problems += [f"unexpected {name}" for name in found if name not in wanted]
+    problems += [
+        f"{name} has shape {tuple(found[name].shape)}, the settings ask for {tuple(wanted[name].shape)}"
+        for name in wanted.keys() & found.keys()
+        if found[name].shape != wanted[name].shape
+    ]
+    if problems:
+        raise ConfigError(f"{key}: it does not fit lora_rank and target_modules: {'; '.join(problems[:6])}.")
+    for name, parameter in wanted.items():
+        _copy_whole(parameter, found[name])
+
+
+def _adapters(shapes: Shapes) -> int:
+    """Gives N_a with adapters on every linear layer of Qwen3's blocks."""
+    h, mlp, query, key = shapes.hidden, shapes.mlp, shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
+    sides = 2 * (h + query) + 2 * (h + key) + 3 * (h + mlp)
+    return shapes.layers * shapes.settings.model.lora_rank * sides

@@ -1,0 +1,193 @@
+"""Parameters rest on the host outside the phases that need them: one host buffer a model, used again at every move.
+
+Saves: b_w * N / W bytes of device memory in every phase that does not need the model (b_w = 4 for fp32 masters, 2 for
+    bfloat16; N parameters; W ranks in the shard group): rollout, the other model's log-probs, rewards, saving.
+Costs: b_w * N / W bytes of host memory, and as many over the bus each way at every change; what is frozen goes one way only.
+Pairs with: a sleeping engine (``rollout.free_cache_engine``), whose room the parameters leave; ``optimizer_offload``, for the
+    larger part of the training state; ``model.load_mode=mmap``, which gives a reference its file as the place to rest.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from torch.distributed.tensor import DTensor
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from verl_memopt.distributed.device import synchronize
+from verl_memopt.memory.host.host_buffers import host_buffer
+from verl_memopt.observe.byte_tracker import mark
+
+KIND = "params"
+
+
+@dataclass
+class _Place:
+    """A storage and its place on the host, both uint8. copied: the host has its values already."""
+
+    flat: Tensor
+    frozen: bool
+    slot: Tensor | None = None
+    copied: bool = False
+
+
+class ParamHome:
+    """The parameters of one model and their place on the host.
+
+    Moves are by storage: a storage that has left is resized to nothing, so whatever shares it (FSDP2's own views, a state
+    dict taken earlier) keeps no byte of it alive, and all of it is valid again when the storage is back.
+    """
+
+    def __init__(
+        self, name: str, parameters: Iterable[Tensor], device: torch.device, mapped: Sequence[Tensor] | None = None
+    ) -> None:
+        """parameters: all of the model's, on the device. Those without ``requires_grad`` are copied to the host once.
+
+        mapped: the values of each parameter in a mapped file, for a model that is frozen whole. They are never copied out,
+        and the parameters need not be filled.
+        """
+        self.name = name
+        self.on_device = True
+        self._device = device
+        self._parameters = list(parameters)
+        self._places = _places(self._parameters)
+        if mapped is not None:
+            for parameter, part in zip(self._parameters, mapped, strict=True):
+                place = self._places.get(_storage_key(parameter))
+                if place is not None:
+                    assert place.frozen, name
+                    place.slot, place.copied = _bytes_of(part), True
+
+    @property
+    def num_bytes(self) -> int:
+        """What leaves the device."""
+        return sum(place.flat.numel() for place in self._places.values())
+
+    def to_host(self) -> int:
+        """Lets the parameters rest on the host; gives the bytes the device got back.
+
+        Errors: ConfigError when the host limit leaves no room for them; they are then still on the device.
+        """
+        if not self.on_device:
+            return 0
+        self._take_slots()
+        for place in self._places.values():
+            if not place.copied:
+                assert place.slot is not None
+                place.slot.copy_(place.flat, non_blocking=True)
+        # From here on the host may read its copy, and the device may hand the memory out.
+        synchronize(self._device)
+        for place in self._places.values():
+            place.copied = place.frozen
+            place.flat.untyped_storage().resize_(0)
+        self.on_device = False
+        return self.num_bytes
+
+    def to_device(self) -> int:
+        """Brings the parameters to the device; gives the bytes that came. If it fails, none of them is there."""
+        if self.on_device:
+            return 0
+        try:
+            for place in self._places.values():
+                assert place.slot is not None
+                place.flat.untyped_storage().resize_(place.flat.numel())
+                place.flat[: place.slot.numel()].copy_(place.slot, non_blocking=True)
+        except BaseException:
+            for place in self._places.values():
+                place.flat.untyped_storage().resize_(0)
+            raise
+        self.on_device = True
+        return self.num_bytes
+
+    def changed(self) -> None:
+        """To be called when frozen parameters were given other values on the device: they are copied out once more."""
+        assert self.on_device, self.name
+        for place in self._places.values():
+            place.copied = False
+
+    @contextmanager
+    def readable(self) -> Iterator[None]:
+        """Lets the parameters be read from where they rest: inside the body their shards are views of the host's copy.
+
+        A collective on them runs on the host. Changes nothing while they are on the device.
+        """
+        if self.on_device:
+            yield
+            return
+        shards = [(parameter, _shard(parameter)) for parameter in self._parameters]
+        try:
+            for parameter, shard in shards:
+                _set_shard(parameter, self._view(shard))
+            yield
+        finally:
+            for parameter, shard in shards:
+                _set_shard(parameter, shard)
+
+    def _view(self, shard: Tensor) -> Tensor:
+        place = self._places.get(_storage_key(shard))
+        if place is None:
+            return shard
+        assert place.slot is not None
+        typed = place.slot.view(shard.dtype)
+        # Strides count from the start of the host's storage, which all places share.
+        return typed.as_strided(shard.shape, shard.stride(), typed.storage_offset() + shard.storage_offset())
+
+    def _take_slots(self) -> None:
+        places = [place for place in self._places.values() if place.slot is None]
+        if places:
+            sizes = [place.flat.numel() for place in places]
+            buffer = host_buffer(sum(sizes), self._device, KIND)
+            for place, slot in zip(places, buffer.split(sizes), strict=True):
+                place.slot = slot
+
+
+def _places(parameters: Iterable[Tensor]) -> dict[int, _Place]:
+    """Gives each storage once, whole; wide elements first, so that every one starts at a multiple of its width."""
+    found: dict[int, tuple[Tensor, bool]] = {}
+    for parameter in parameters:
+        for plain in _plain(parameter):
+            if plain.untyped_storage().nbytes():
+                found.setdefault(plain.untyped_storage()._cdata, (plain, not parameter.requires_grad))
+    mark(KIND, (plain for plain, _ in found.values()))
+    ordered = sorted(found.items(), key=lambda item: -item[1][0].itemsize)
+    return {key: _Place(_flat(plain), frozen) for key, (plain, frozen) in ordered}
+
+
+def _plain(tensor: Tensor) -> Iterator[Tensor]:
+    """Gives the tensors that hold a tensor's bytes: itself, or those inside a wrapper such as a DTensor."""
+    if not is_traceable_wrapper_subclass(tensor):
+        yield tensor.detach()
+        return
+    for name in tensor.__tensor_flatten__()[0]:
+        inner = getattr(tensor, name)
+        if isinstance(inner, Tensor):
+            yield from _plain(inner)
+
+
+def _flat(plain: Tensor) -> Tensor:
+    count = plain.untyped_storage().nbytes() // plain.itemsize
+    return torch.as_strided(plain, (count,), (1,), 0).view(torch.uint8)
+
+
+def _storage_key(tensor: Tensor) -> int:
+    return next(_plain(tensor)).untyped_storage()._cdata
+
+
+def _bytes_of(part: Tensor) -> Tensor:
+    assert part.is_contiguous(), part.shape
+    return part.reshape(-1).view(torch.uint8)
+
+
+def _shard(parameter: Tensor) -> Tensor:
+    return parameter._local_tensor if isinstance(parameter, DTensor) else parameter.data
+
+
+def _set_shard(parameter: Tensor, shard: Tensor) -> None:
+    if isinstance(parameter, DTensor):
+        parameter._local_tensor = shard
+    else:
+        parameter.data = shard

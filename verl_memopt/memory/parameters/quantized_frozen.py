@@ -1,0 +1,140 @@
+"""Frozen models in 8 or 4 bits: each linear layer of the blocks keeps codes and scales, and is a plain product for a moment.
+
+Saves: of the N_b parameters in the blocks' linear layers, b_w - 1.03 bytes each with int8 (groups of 128), b_w - 0.56 with
+nf4 (groups of 64), where b_w is the masters' width; codes are sharded over ranks as weights are.
+Costs: one layer's weight in the compute dtype while it is used; the log-probs are not exact: their error is measured
+when the model is loaded, and logged.
+Pairs with: a reference beside a policy on one device; param_offload moves the codes, at a quarter to a half of the bytes.
+Source of the nf4 levels: QLoRA, arXiv 2305.14314.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+
+KEY = "actor_rollout_ref.ref.quantization"
+
+NF4_LEVELS = (
+    -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.09105003, 0.0,
+    0.0795803, 0.1609302, 0.2461123, 0.3379152, 0.4407098, 0.5626170, 0.7229568, 1.0,
+)  # fmt: skip
+"""Quantiles of a normal distribution, scaled to [-1, 1]."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """How a group of weights is stored. bits: of a code; group: weights along the input that share an fp32 scale."""
+
+    bits: int
+    group: int
+
+
+FORMATS = {"int8": Format(8, 128), "nf4": Format(4, 64)}
+"""Values of ``ref.quantization`` beside none."""
+
+
+class QuantizedLinear(nn.Module):
+    """A frozen linear layer stored as bytes: ``qweight`` uint8 [out, code bytes + 4 x groups], a row's scales after its codes.
+
+    Scales lie among the bytes so that no mixed-precision policy rounds them, and so that rows can be sharded together.
+    ``exact`` gives the unquantised weight while an error is measured.
+    """
+
+    def __init__(self, base: nn.Linear, kind: str) -> None:
+        super().__init__()
+        self.kind, self.form = kind, FORMATS[kind]
+        self.in_features, self.out_features = base.in_features, base.out_features
+        self.groups = -(-self.in_features // self.form.group)
+        self.code_bytes = self.groups * self.form.group * self.form.bits // 8
+        shape = (self.out_features, self.code_bytes + 4 * self.groups)
+        self.qweight = nn.Parameter(torch.empty(shape, dtype=torch.uint8, device=base.weight.device), requires_grad=False)
+        self.bias = base.bias
+        self.exact: Callable[[], Tensor] | None = None
+
+    def forward(self, x: Tensor) -> Tensor:
+        weight = self.dequantize(self.qweight, x.dtype) if self.exact is None else self.exact().to(x.dtype)
+        return linear(x, weight, self.bias)
+
+    def quantize(self, weight: Tensor) -> Tensor:
+        """Gives the bytes of some rows: weight [rows, in], any float dtype, to uint8 [rows, code bytes + 4 x groups]."""
+        rows, padded = weight.shape[0], self.groups * self.form.group
+        grouped = weight.new_zeros(rows, padded, dtype=torch.float32)
+        grouped[:, : self.in_features] = weight
+        grouped = grouped.view(rows, self.groups, self.form.group)
+        scale = grouped.abs().amax(-1)
+        codes = _encode(grouped / scale.clamp(min=1e-30)[..., None], self.kind).view(rows, self.code_bytes)
+        return torch.cat([codes, scale.contiguous().view(torch.uint8).view(rows, 4 * self.groups)], dim=1)
+
+    def dequantize(self, qweight: Tensor, dtype: torch.dtype) -> Tensor:
+        """Gives [rows, in] in ``dtype`` from the bytes of some rows."""
+        rows = qweight.shape[0]
+        scale = qweight[:, self.code_bytes :].contiguous().view(torch.float32)
+        levels = _decode(qweight[:, : self.code_bytes], self.kind, dtype).view(rows, self.groups, self.form.group)
+        return (levels * scale[..., None].to(dtype)).view(rows, -1)[:, : self.in_features]
+
+
+def _encode(share: Tensor, kind: str) -> Tensor:
+    """Gives uint8 codes of values in [-1, 1]; two nf4 codes lie in a byte, the first in its low half."""
+    if kind == "int8":
+        return (share * 127).round_().to(torch.int8).view(torch.uint8)
+    levels = _levels(torch.float32, share.device)
+    middles = (levels[1:] + levels[:-1]) / 2
+    codes = torch.bucketize(share.contiguous(), middles).to(torch.uint8)
+    return codes[..., 0::2] | (codes[..., 1::2] << 4)
+
+
+def _levels(dtype: torch.dtype, device: torch.device) -> Tensor:
+    # Sent without waiting: every layer asks for it, in every micro-batch.
+    return torch.tensor(NF4_LEVELS, dtype=dtype).to(device, non_blocking=True)
+
+
+def _decode(codes: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
+    """Gives the levels of codes, in [-1, 1]."""
+    if kind == "int8":
+        return codes.contiguous().view(torch.int8).to(dtype) / 127
+    levels = _levels(dtype, codes.device)
+    halves = torch.stack([codes & 15, codes >> 4], dim=-1)
+    return levels[halves.view(codes.shape[0], -1).int()]
+
+
+def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
+    """Puts a :class:`QuantizedLinear` in place of every linear layer of the blocks; to be called before sharding.
+
+    The layers hold no values until their bytes are filled.
+    """
+    for block in blocks:
+        layers = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
+        for name, layer in layers:
+            parent, _, last = name.rpartition(".")
+            setattr(block.get_submodule(parent), last, QuantizedLinear(layer, kind))
+
+
+def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
+    """Gives the quantised layers by their name in a Hugging Face checkpoint."""
+    return {name.removeprefix("lm."): module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
+
+
+@contextmanager
+def exact_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[None]:
+    """Makes each layer compute with its unquantised weight, read when it is needed and dropped after.
+
+    read: gives a whole tensor by its name in the checkpoint.
+    """
+    layers = quantized_layers(model)
+    for name, layer in layers.items():
+        layer.exact = _reader(read, f"{name}.weight")
+    try:
+        yield
+    finally:
+        for layer in layers.values():
+            layer.exact = None
+
+
+def _reader(read: Callable[[str], Tensor], name: str) -> Callable[[], Tensor]:
+    return lambda: read(name)

@@ -1,0 +1,91 @@
+"""What FSDP2 keeps between a unit's forward and its backward, over how many ranks it shards, and when it reduces gradients.
+
+Saves: ``reshard_after_forward`` true frees b_c * (N - N_u) bytes of gathered parameters between forward and backward (b_c = 2
+    for bfloat16 compute; N_u parameters of the unit in use and, on several ranks, of the one gathered ahead), on one device
+    too, where the gathered copy is the cast one. The root's own, a tied head among them, stay: backward begins with them. A
+    number k keeps b_c * (N - N_u) / k of them. ``fsdp_size`` F in place of W
+    keeps (b_w + b_o + b_g) * N / F instead of N / W. ``gradient_sync=every`` frees b_r * N * (1 - 1/W) bytes against
+    ``last``, which holds whole gradients until the last micro-batch (b_r = 4 for fp32 reduction).
+Costs: true: one more gather of every block in each backward (between k ranks only for a number). ``every``: one reduction of
+    every unit a micro-batch in place of one an optimizer step.
+Pairs with: activation checkpointing, which gathers a block once for recomputation and backward; ``own_units``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from typing import TypeVar
+
+from torch import nn
+from torch.distributed.fsdp import FSDPModule
+
+Item = TypeVar("Item")
+
+
+def reshard_units(model: nn.Module) -> None:
+    """Frees what every unit holds gathered, to be called when a pass without backward ends.
+
+    With ``reshard_after_forward`` false or a number a unit waits for a backward to free it, and the module's parameters are
+    the gathered ones until then.
+    """
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            module.reshard()
+            _free_post_forward_shards(module)
+
+
+def _free_post_forward_shards(unit: FSDPModule) -> None:
+    """Frees the larger shards that a number as ``reshard_after_forward`` leaves: FSDP2 keeps them for a backward."""
+    group = unit._get_fsdp_state()._fsdp_param_group
+    for parameter in () if group is None else group.fsdp_params:
+        parameter._sharded_post_forward_param = None
+        parameter._sharded_post_forward_param_data = None
+
+
+def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
+    """To be called in the forward of a unit with a large weight: frees the buffer it was gathered through, where there is one.
+
+    FSDP2 keeps that until the next gather, beside the weight itself. again_in_backward: whether backward reads the weight.
+    """
+    if not isinstance(unit, FSDPModule):
+        return
+    unit.set_unshard_in_backward(again_in_backward)
+    context = unit._get_fsdp_state()._comm_ctx
+    if context.all_gather_state is not None:
+        for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            stream.wait_event(context.all_gather_state.event)
+        context.all_gather_state = None
+
+
+def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) -> Iterator[Item]:
+    """Yields the micro-batches of one optimizer step, having told FSDP2 whether to reduce in the backward of each.
+
+    gradient_sync: every, or last. All ranks have the same number of them. A model that is not sharded reduces nothing.
+    """
+    if not isinstance(model, FSDPModule):
+        yield from micro_batches
+        return
+    for item, is_last in _with_last(micro_batches):
+        reduce = is_last or gradient_sync == "every"
+        model.set_requires_gradient_sync(reduce)
+        model.set_is_last_backward(reduce)
+        yield item
+
+
+def _with_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
+    """Yields (item, whether it is the last), one item ahead and holding none that was given out."""
+    iterator = iter(items)
+    ahead = list(_next(iterator))
+    while ahead:
+        item, ahead = ahead.pop(), list(_next(iterator))
+        yield item, not ahead
+        del item
+
+
+def _next(iterator: Iterator[Item]) -> Iterator[Item]:
+    for item in iterator:
+        yield item
+        return
+
+
+_ROLES = tuple(f"actor_rollout_ref.{role}.fsdp_config" for role in ("actor", "ref"))

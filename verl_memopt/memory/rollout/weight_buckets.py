@@ -1,0 +1,203 @@
+"""Weights from a sharded policy to the engine, a bucket at a time: cast on the shard, gathered, written in place row by row.
+
+Saves: with W ranks in the shard group, what a sync holds beyond the two models falls from the largest gathered tensor in the
+    masters' dtype (b_w * V * h for an embedding, 3.48 GiB in fp32 for an 8B) to one bucket, B = megabytes * 2^20 bytes, or to
+    the whole model in the engine's dtype where that is smaller. A bucket is one buffer of B bytes, used again and again: W
+    parts of B / (W + 1) that the ranks fill, and one more that this rank sends. A tensor larger than the bucket is sent in
+    row ranges. On one rank nothing is held: the engine copies and casts straight from the shard.
+Costs: one collective a bucket, so (W + 1) * 2 * N / B of them; below 64 MiB the links are not full any more.
+Pairs with: parameter offload and a sleeping KV cache, which make the sync the moment with the least room.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from math import prod
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+from torch.distributed.tensor import DTensor, Shard
+
+from verl_memopt.observe.byte_tracker import scope
+
+MIB = 2**20
+KIND = "sync bucket"
+
+
+@dataclass(frozen=True)
+class WeightSlice:
+    """Rows ``start`` and on of the tensor ``name``, whose whole shape is ``shape``."""
+
+    name: str
+    shape: torch.Size
+    start: int
+    tensor: Tensor
+
+    @property
+    def stop(self) -> int:
+        """The row after the last."""
+        return self.start + num_rows(self.tensor.shape)
+
+    @property
+    def whole(self) -> bool:
+        """Whether it is the whole tensor."""
+        return self.tensor.shape == self.shape
+
+
+Weights = Iterable[tuple[str, Tensor] | WeightSlice]
+"""A stream of whole tensors, or of slices that together make them up, in any order of rows."""
+
+
+def num_rows(shape: torch.Size) -> int:
+    """Gives the length of the first dimension; a scalar counts as one row."""
+    return shape[0] if len(shape) else 1
+
+
+def as_slice(item: tuple[str, Tensor] | WeightSlice) -> WeightSlice:
+    """Gives an item of a stream as a slice."""
+    return item if isinstance(item, WeightSlice) else WeightSlice(item[0], item[1].shape, 0, item[1])
+
+
+@dataclass(frozen=True)
+class _Part:
+    """Some rows of every rank's shard of one tensor inside a bucket. shard_rows: of the largest shard; first: inside it."""
+
+    name: str
+    weight: DTensor
+    shard_rows: int
+    first: int
+    rows: int
+
+    @property
+    def row_elements(self) -> int:
+        return prod(self.weight.shape[1:])
+
+    @property
+    def elements(self) -> int:
+        return self.rows * self.row_elements
+
+
+def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int) -> Iterator[WeightSlice]:
+    """Yields every row of every tensor once on every rank, tensors in the order of ``weights``.
+
+    weights: named parameters, sharded on their first dimension (DTensor) or plain; all ranks consume in step. Gathered
+    slices are of ``dtype``, cast before they are sent; what needs no gather comes as it is, for the receiver's copy to cast.
+    A slice may share memory with the parameter or with the bucket: use it before asking for the next.
+    """
+    bucket: _Bucket | None = None
+    for name, weight in weights:
+        held = weight.detach()
+        if not isinstance(held, DTensor) or shard_group(held)[1] == 1:
+            if bucket is not None:
+                yield from bucket.flush()
+            plain = held.to_local() if isinstance(held, DTensor) else held
+            yield WeightSlice(name, plain.shape, 0, plain)
+            continue
+        if bucket is None:
+            bucket = _Bucket(*shard_group(held), dtype, bucket_megabytes * MIB // dtype.itemsize)
+        yield from bucket.add(name, held)
+    if bucket is not None:
+        yield from bucket.flush()
+
+
+class _Bucket:
+    """Parts that are gathered together. limit: elements of the buffer, what is sent and what is received."""
+
+    def __init__(self, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype, limit: int) -> None:
+        self._group = group
+        self._ranks = ranks
+        self._dtype = dtype
+        self._limit = limit // (ranks + 1)
+        self._parts: list[_Part] = []
+        self._held = 0
+        self._buffer: Tensor | None = None
+
+    def add(self, name: str, weight: DTensor) -> Iterator[WeightSlice]:
+        """Takes a tensor in, as many rows at a time as there is room for, and yields what had to be sent to make room."""
+        # FSDP cuts the first dimension into ceil(rows / ranks): every shard but the last ones is full.
+        shard_rows = -(-weight.shape[0] // self._ranks)
+        row, first = prod(weight.shape[1:]), 0
+        while first < shard_rows:
+            if self._parts and self._held + row > self._limit:
+                yield from self.flush(self._limit)
+            rows = min(shard_rows - first, max((self._limit - self._held) // max(row, 1), 1))
+            self._parts.append(_Part(name, weight, shard_rows, first, rows))
+            self._held += rows * row
+            first += rows
+
+    def flush(self, expected: int = 0) -> Iterator[WeightSlice]:
+        """Gathers what was taken in and yields it, the ranks' rows of one tensor after another.
+
+        expected: elements a later bucket may hold, for which the first one makes room.
+        """
+        if not self._parts:
+            return
+        parts, length = self._parts, self._held
+        self._parts, self._held = [], 0
+        received, sent = self._room(parts[0].weight.device, length, expected)
+        _fill(sent, parts)
+        dist.all_gather_into_tensor(received, sent, group=self._group)
+        start = 0
+        for part in parts:
+            yield from _slices(part, received.view(self._ranks, length)[:, start : start + part.elements])
+            start += part.elements
+
+    def _room(self, device: torch.device, length: int, expected: int) -> tuple[Tensor, Tensor]:
+        # One buffer for all buckets: a receiver that still holds the last slice would otherwise keep a second bucket alive.
+        if self._buffer is None or self._buffer.numel() < (self._ranks + 1) * length:
+            self._buffer = None
+            with scope(kind=KIND):
+                elements = (self._ranks + 1) * max(length, expected)
+                self._buffer = torch.empty(elements, dtype=self._dtype, device=device)
+        return self._buffer[: self._ranks * length], self._buffer[self._ranks * length : (self._ranks + 1) * length]
+
+
+def _fill(sent: Tensor, parts: Iterable[_Part]) -> None:
+    """Casts this rank's rows into the buffer it sends; where its shard is short the rest stays as it is, and is never read."""
+    start = 0
+    for part in parts:
+        own = part.weight.to_local()[part.first : part.first + part.rows]
+        sent[start : start + own.numel()].view(own.shape).copy_(own)
+        start += part.elements
+
+
+def _slices(part: _Part, gathered: Tensor) -> Iterator[WeightSlice]:
+    """Yields each rank's rows of a part. gathered: [ranks, elements]."""
+    shape = part.weight.shape
+    for rank, own in enumerate(gathered):
+        start = rank * part.shard_rows + part.first
+        stop = min(start + part.rows, (rank + 1) * part.shard_rows, shape[0])
+        if stop > start:
+            rows = own[: (stop - start) * part.row_elements]
+            yield WeightSlice(part.name, shape, start, rows.view(stop - start, *shape[1:]))
+
+
+def shard_group(weight: DTensor) -> tuple[dist.ProcessGroup | None, int]:
+    """Gives the process group over which a tensor is sharded, and its size."""
+    for dim, placement in enumerate(weight.placements):
+        if isinstance(placement, Shard):
+            return weight.device_mesh.get_group(dim), weight.device_mesh.size(dim)
+    return None, 1
+
+
+def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
+    """Yields (name, whole tensor of ``dtype``), holding one tensor at a time beyond what the stream holds."""
+    pending: dict[str, tuple[Tensor, int]] = {}
+    for item in slices:
+        part = as_slice(item)
+        if part.whole:
+            yield part.name, part.tensor.to(dtype)
+            continue
+        if part.name not in pending:
+            pending[part.name] = torch.empty(part.shape, dtype=dtype, device=part.tensor.device), part.shape[0]
+        whole, missing = pending.pop(part.name)
+        whole[part.start : part.stop].copy_(part.tensor)
+        missing -= part.stop - part.start
+        if missing:
+            pending[part.name] = whole, missing
+        else:
+            yield part.name, whole
+        del whole
+    assert not pending, f"rows never came of {', '.join(pending)}"

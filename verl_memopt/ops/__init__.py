@@ -1,0 +1,1 @@
+"""Operations with a backward of their own: what memory knobs compute with."""
