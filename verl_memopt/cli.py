@@ -89,16 +89,16 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
     """Run ``verl-memopt knobs``."""
     from rich.console import Console
 
+    from verl_memopt.ladder import command, report
+    from verl_memopt.ladder.plan import Work
     from verl_memopt.memory.knobs import as_json, index
     from verl_memopt.observe.log_setup import setup_logging
-    from verl_memopt.trainer import knob_report, ladder_command
-    from verl_memopt.trainer.ladder_plan import Work
 
     if not parsed.measure:
         if parsed.json is not None:
             sys.stdout.write(json.dumps(as_json(index()), indent=2) + "\n")
         else:
-            knob_report.print_index(index(), Console(highlight=False))
+            report.print_index(index(), Console(highlight=False))
         return 0
     if (parsed.model is None) == (parsed.shape is None):
         parser.error("--measure needs --model FOLDER or --shape NAME")
@@ -108,10 +108,10 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
     name = parsed.model or f"{parsed.shape}" + (f", {parsed.layers} layers" if parsed.layers else "")
     work = Work(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
     json_path = None if parsed.json is None else Path(parsed.json)
-    record = ladder_command.LadderRecord(name, work, json_path, parsed.text, parsed.png)
-    console = Console(highlight=False, width=max(ladder_command.WIDTH, Console().width))
+    record = command.LadderRecord(name, work, json_path, parsed.text, parsed.png)
+    console = Console(highlight=False, width=max(command.WIDTH, Console().width))
     with model_folder(parsed, parser) as folder:
-        return ladder_command.measure_ladder(folder, work, parsed.overrides, parsed.only, record, console)
+        return command.measure_ladder(folder, work, parsed.overrides, parsed.only, record, console)
 
 
 @contextmanager

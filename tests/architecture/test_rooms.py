@@ -10,7 +10,7 @@ import pytest
 PACKAGE = Path(__file__).parents[2] / "verl_memopt"
 ORDER = (
     "errors", "config", "distributed", "observe", "memory", "models", "data", "rollout", "rewards", "algorithms", "sync",
-    "workers", "trainer", "cli", "__main__",
+    "workers", "trainer", "ladder", "cli", "__main__",
 )  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 DOORS = {

@@ -1,7 +1,7 @@
 from itertools import pairwise
 
+from verl_memopt.ladder.plan import BRANCHES, CLIMB, Work, ladder_settings, steps
 from verl_memopt.memory.knobs import index, knob_named
-from verl_memopt.trainer.ladder_plan import BRANCHES, CLIMB, Work, ladder_settings, steps
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)
 

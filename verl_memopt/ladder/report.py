@@ -10,11 +10,11 @@ from rich import box
 from rich.console import Console, RenderableType
 from rich.table import Table
 
+from verl_memopt.ladder.plan import ALL_OFF
+from verl_memopt.ladder.row import OUT_OF_MEMORY, OutOfMemory, Rung, Saving, split
 from verl_memopt.memory.knobs import Entry, in_yaml
 from verl_memopt.observe.drawing import KIND_COLOURS, colours, figure, save, style
 from verl_memopt.observe.phase import MIB
-from verl_memopt.trainer.ladder_plan import ALL_OFF
-from verl_memopt.trainer.rung import OUT_OF_MEMORY, OutOfMemory, Rung, Saving, split
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -7,10 +7,10 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.ladder.plan import BRANCHES, Work
 from verl_memopt.memory.knob import Claim
 from verl_memopt.memory.knobs import knob_named
 from verl_memopt.memory.shapes import Shapes
-from verl_memopt.trainer.ladder_plan import BRANCHES, Work
 
 HOST = "host buffers"
 """Stands for the bytes in host buffers where a claim names a kind."""
