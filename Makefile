@@ -46,7 +46,7 @@ mutants: setup
 
 docs: setup
 	.venv/bin/python -m verl_memopt.config.document > docs/configuration.md
-	.venv/bin/python -m verl_memopt.memory.document > docs/memory.md
+	.venv/bin/python -m verl_memopt.knobs.document > docs/memory.md
 	@if [ -x .venv/bin/mkdocs ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict && echo "the site: build/docs/index.html"; \
 	else echo "For the site as well: .venv/bin/pip install -e '.[docs]', then make docs again"; fi
 

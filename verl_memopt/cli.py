@@ -81,25 +81,43 @@ def _knobs(arguments: Sequence[str]) -> int:
     parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure these rungs only")
     parser.add_argument("--text", type=Path, metavar="FILE", help="write the tables to FILE too, after each rung")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the ladder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every rung")
+    parser.add_argument(
+        "words", nargs="*", metavar="NAME | key=value", help="a knob to show in full; with --measure, settings of every row"
+    )
     return knobs_command(parser.parse_intermixed_args(arguments), parser)
 
 
 def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     """Run ``verl-memopt knobs``."""
+    if parsed.measure:
+        return _measure_knobs(parsed, parser)
     from rich.console import Console
 
-    from verl_memopt.memory.knobs import as_json, index
-    from verl_memopt.observe.log_setup import setup_logging
-    from verl_memopt.trainer import knob_report, ladder_command
-    from verl_memopt.trainer.ladder_plan import Work
+    from verl_memopt.knobs.console import print_knob, print_knobs
+    from verl_memopt.knobs.index import as_json, knobs
 
-    if not parsed.measure:
-        if parsed.json is not None:
-            sys.stdout.write(json.dumps(as_json(index()), indent=2) + "\n")
-        else:
-            knob_report.print_index(index(), Console(highlight=False))
-        return 0
+    named = {knob.name: knob for knob in knobs()}
+    unknown = [word for word in parsed.words if word not in named]
+    if unknown:
+        parser.error(f"{unknown[0]}: no such knob. Choose among {', '.join(named)}.")
+    console = Console(highlight=False)
+    if parsed.json is not None:
+        sys.stdout.write(json.dumps(as_json(), indent=2) + "\n")
+    elif parsed.words:
+        for word in parsed.words:
+            print_knob(named[word], console)
+    else:
+        print_knobs(console)
+    return 0
+
+
+def _measure_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
+    from rich.console import Console
+
+    from verl_memopt.ladder import command
+    from verl_memopt.ladder.plan import Work
+    from verl_memopt.observe.log_setup import setup_logging
+
     if (parsed.model is None) == (parsed.shape is None):
         parser.error("--measure needs --model FOLDER or --shape NAME")
     if parsed.json == "-":
@@ -108,10 +126,10 @@ def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -
     name = parsed.model or f"{parsed.shape}" + (f", {parsed.layers} layers" if parsed.layers else "")
     work = Work(parsed.rows, parsed.prompt, parsed.response, group=parsed.rows)
     json_path = None if parsed.json is None else Path(parsed.json)
-    record = ladder_command.LadderRecord(name, work, json_path, parsed.text, parsed.png)
-    console = Console(highlight=False, width=max(ladder_command.WIDTH, Console().width))
+    record = command.LadderRecord(name, work, json_path, parsed.text, parsed.png)
+    console = Console(highlight=False, width=max(command.WIDTH, Console().width))
     with model_folder(parsed, parser) as folder:
-        return ladder_command.measure_ladder(folder, work, parsed.overrides, parsed.only, record, console)
+        return command.measure_ladder(folder, work, parsed.words, parsed.only, record, console)
 
 
 @contextmanager

@@ -31,9 +31,9 @@ from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed import device as device_room
+from verl_memopt.ladder.measure import make_batch
+from verl_memopt.ladder.plan import Work
 from verl_memopt.models.tiny import SHAPES, make_tiny_model
-from verl_memopt.trainer.ladder import make_batch
-from verl_memopt.trainer.ladder_plan import Work
 from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.workers.local_group import start_local_group
 from verl_memopt.workers.policy import MiniBatch

@@ -33,11 +33,11 @@ from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import empty_cache, resolve_device
 from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.ladder.measure import make_batch
+from verl_memopt.ladder.plan import Work
 from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB, PhaseMemory
-from verl_memopt.trainer.ladder import make_batch
-from verl_memopt.trainer.ladder_plan import Work
 from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.workers.local_group import start_local_group
 from verl_memopt.workers.policy import MiniBatch

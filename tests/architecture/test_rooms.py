@@ -9,8 +9,8 @@ import pytest
 
 PACKAGE = Path(__file__).parents[2] / "verl_memopt"
 ORDER = (
-    "errors", "config", "distributed", "observe", "ops", "memory", "models", "data", "rollout", "rewards", "algorithms",
-    "sync", "workers", "trainer", "cli", "__main__",
+    "errors", "knobs", "config", "distributed", "observe", "ops", "memory", "models", "data", "rollout", "rewards", "algorithms",
+    "sync", "workers", "trainer", "ladder", "cli", "__main__",
 )  # fmt: skip
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if path != PACKAGE / "__init__.py")
 DOORS = {

@@ -11,7 +11,7 @@ import shutil
 import subprocess
 
 import pytest
-from verl_memopt.memory.knobs import index
+from verl_memopt.knobs.index import knobs
 
 from tests.docs.pages import DOCS, README, ROOT, blocks, commands, page_name
 from tests.end_to_end.runs import LOCAL, script_environment, succeeded, train
@@ -123,7 +123,7 @@ class Checkout:
             self.shell(program if "--check" in program else "bash -n setup_env.sh")
         elif program.startswith(".venv/bin/verl-memopt knobs --measure"):
             settings, _, only = command.partition(" --only ")
-            assert {entry.name for entry in index()} >= set(only.split()), command
+            assert {knob.name for knob in knobs()} >= set(only.split()), command
             self.shell(f"{settings} {QUICK_LADDER}")
         elif program.startswith(".venv/bin/verl-memopt train") and "--cfg job" not in program:
             self._resolve("toy", program.split(" --config-name toy ")[1].split())

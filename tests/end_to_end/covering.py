@@ -9,108 +9,21 @@ import random
 from itertools import combinations
 
 from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import for_roles, switch
 
 AR = "actor_rollout_ref"
 MODEL, ACTOR, REF, ROLLOUT = (f"{AR}.{section}" for section in ("model", "actor", "ref", "rollout"))
 FSDP, REF_FSDP, OPTIM = f"{ACTOR}.fsdp_config", f"{REF}.fsdp_config", f"{ACTOR}.optim"
-CHECKPOINTING = f"{MODEL}.enable_gradient_checkpointing"
 
+_OTHERS = (
+    *for_roles("forward_prefetch", off=False, on=True),
+    switch("engine dtype", f"{ROLLOUT}.dtype", lossy=True, fp32="fp32", bf16="bfloat16"),
+)
+"""Settings beside the knobs that change where something lies or how it is computed."""
 
-def _switch(key, **levels):
-    return {name: {key: value} for name, value in levels.items()}
-
-
-def _scoring(section):
-    """Gives how a pass that only scores cuts its rows: as the update does, or in its own way."""
-    by_tokens, tokens, rows = (f"{section}.log_prob_{key}" for key in _SCORING)
-    return {"follows": {}, "tokens": {by_tokens: True, tokens: 30}, "rows": {by_tokens: False, rows: 2}}
-
-
-_SCORING = ("use_dynamic_bsz", "max_token_len_per_gpu", "micro_batch_size_per_gpu")
-
-
-def _fsdp(key, roles=(FSDP, REF_FSDP), **levels):
-    """Gives one factor a role, so that policy and reference may differ."""
-    names = {FSDP: "actor", REF_FSDP: "ref"}
-    return {f"{names[role]} {key}": _switch(f"{role}.{key}", **levels) for role in roles}
-
-
-FACTORS = {
-    "chunk": {"whole": {f"{MODEL}.logprob_chunk_tokens": 0}, "5": {f"{MODEL}.logprob_chunk_tokens": 5}},
-    "vocabulary tile": _switch(f"{MODEL}.logprob_vocab_tile", auto=0, of_96=96),
-    "checkpointing": {
-        "off": {CHECKPOINTING: False},
-        "full": {CHECKPOINTING: True},
-        "every_n": {
-            CHECKPOINTING: True,
-            f"{MODEL}.gradient_checkpointing_mode": "every_n",
-            f"{MODEL}.gradient_checkpointing_every": 2,
-        },
-        "selective": {CHECKPOINTING: True, f"{MODEL}.gradient_checkpointing_mode": "selective"},
-    },
-    "activation offload": {
-        "off": {},
-        "on": {f"{MODEL}.enable_activation_offload": True, f"{MODEL}.activation_offload_min_bytes": 64},
-        "one in flight": {
-            f"{MODEL}.enable_activation_offload": True,
-            f"{MODEL}.activation_offload_min_bytes": 1024,
-            f"{MODEL}.activation_offload_in_flight": 1,
-        },
-    },
-    "recomputed values": _switch(f"{MODEL}.recompute_elementwise", off=False, on=True),
-    "last block": _switch(f"{MODEL}.prune_last_block", whole=False, pruned=True),
-    "tiled mlp": {"off": {}, "3": {f"{MODEL}.tiled_mlp.enabled": True, f"{MODEL}.tiled_mlp.num_shards": 3}},
-    "batching": {
-        "whole": {f"{ACTOR}.use_dynamic_bsz": True},
-        "tokens": {f"{ACTOR}.use_dynamic_bsz": True, f"{ACTOR}.ppo_max_token_len_per_gpu": 20},
-        "rows": {f"{ACTOR}.use_dynamic_bsz": False, f"{ACTOR}.ppo_micro_batch_size_per_gpu": 3},
-    },
-    "shared prompt": _switch(f"{ACTOR}.use_prefix_grouper", off=False, on=True),
-    "old batching": _scoring(ROLLOUT),
-    "ref batching": _scoring(REF),
-    **_fsdp("param_offload", off=False, on=True),
-    **_fsdp("offload_policy", off=False, on=True),
-    **_fsdp("optimizer_offload", (FSDP,), off=False, on=True),
-    **_fsdp("reshard_after_forward", false=False, true=True, two=2),
-    **_fsdp("own_units", off=False, on=True),
-    **_fsdp("fsdp_size", all=-1, one=1),
-    **_fsdp("gradient_sync", (FSDP,), last="last", every="every"),
-    **_fsdp("forward_prefetch", off=False, on=True),
-    **_fsdp("dtype", fp32="fp32", bf16="bfloat16"),
-    **_fsdp("mixed_precision.reduce_dtype", (FSDP,), fp32="fp32", bf16="bfloat16"),
-    **_fsdp("model_dtype", (REF_FSDP,), fp32="fp32", bf16="bfloat16"),
-    "masters": {
-        "fp32": {f"{FSDP}.model_dtype": "fp32"},
-        "bf16": {f"{FSDP}.model_dtype": "bfloat16"},
-        "rounded": {f"{FSDP}.model_dtype": "bfloat16", f"{OPTIM}.stochastic_rounding": True},
-    },
-    "state": _switch(f"{OPTIM}.state_dtype", follows=None, bf16="bfloat16", int8="int8", int4="int4"),
-    "in backward": _switch(f"{OPTIM}.in_backward", off=False, on=True),
-    "clip": _switch(f"{OPTIM}.clip_grad", one=1.0, none=None),
-    "optimizer": {"torch": {}, "torchao": {f"{OPTIM}.optimizer": "AdamW8bit", f"{OPTIM}.optimizer_impl": "torchao.optim"}},
-    "bucket": _switch(f"{OPTIM}.bucket_megabytes", large=64, small=0.01),
-    "lora": {
-        "off": {f"{MODEL}.lora_rank": 0},
-        "all": {f"{MODEL}.lora_rank": 4},
-        "some": {
-            f"{MODEL}.lora_rank": 2,
-            f"{MODEL}.lora_alpha": 8,
-            f"{MODEL}.target_modules": ["q_proj", "k_proj", "o_proj"],
-            f"{MODEL}.exclude_modules": ["k_proj"],
-        },
-    },
-    "quantization": _switch(f"{REF}.quantization", none="none", int8="int8", nf4="nf4"),
-    "load": _switch(f"{MODEL}.load_mode", stream="stream", mmap="mmap"),
-    "sync": _switch(f"{ROLLOUT}.checkpoint_engine.update_weights_bucket_megabytes", large=2048, one=1),
-    "engine": {
-        "awake": {f"{ROLLOUT}.free_cache_engine": False},
-        "level 1": {f"{ROLLOUT}.free_cache_engine": True, f"{ROLLOUT}.sleep_level": 1},
-        "level 2": {f"{ROLLOUT}.free_cache_engine": True, f"{ROLLOUT}.sleep_level": 2},
-    },
-    "engine rows": _switch(f"{ROLLOUT}.max_num_seqs", all=256, one=1),
-    "engine dtype": _switch(f"{ROLLOUT}.dtype", fp32="fp32", bf16="bfloat16"),
-    "limits": {"none": {}, "one": dict.fromkeys((f"memory.{part}_limit_gb" for part in ("device", "host", "pinned")), 1)},
-}
+_FACTORS = (*(factor for knob in knobs() for factor in knob.factors), *_OTHERS)
+FACTORS = {factor.name: dict(factor.levels) for factor in _FACTORS}
 """Factor -> level -> what it sets."""
 
 NEEDS = {
@@ -174,32 +87,14 @@ REFUSED_LATER = {
 REFERENCE = ("ref ", "quantization", "load")
 """How the factors begin that say something of the reference alone."""
 
-NO_FACTOR = {
-    **dict.fromkeys(
-        (
-            f"{ROLLOUT}.{key}"
-            for key in (
-                *("gpu_memory_utilization", "kv_cache_memory_gb", "kv_cache_dtype", "max_num_batched_tokens"),
-                *("enforce_eager", "enable_prefix_caching"),
-            )
-        ),
-        "of vLLM alone",
-    ),
-    f"{ROLLOUT}.max_model_len": "a check of lengths, where no cache is made ahead",
-    f"{OPTIM}.override_optimizer_config": "any arguments; every run here gives one",
-    f"{MODEL}.lora_adapter_path": "names a file to start from",
-    f"{REF_FSDP}.mixed_precision.reduce_dtype": "a reference has no gradients",
-}
+NO_FACTOR = {key: why for knob in knobs() for key, why in knob.no_factor.items()}
 """Keys of knobs that are no factor, and why."""
 
 FOUR_RANKS = {("actor reshard_after_forward", "two"), ("ref reshard_after_forward", "two")}
 """Options that no group of one or two ranks can have."""
 
 
-LOSSY = (
-    *("actor dtype", "actor mixed_precision.reduce_dtype", "masters", "state", "clip", "optimizer", "lora"),
-    *("ref dtype", "ref model_dtype", "quantization", "engine dtype"),
-)
+LOSSY = tuple(factor.name for factor in _FACTORS if factor.lossy)
 """Factors that change what is computed. All others change where it lies and in which order it is summed."""
 
 STREAMS = ("bucket", "in backward", "actor optimizer_offload", "actor fsdp_size")

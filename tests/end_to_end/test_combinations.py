@@ -4,7 +4,7 @@ import logging
 from dataclasses import dataclass, fields, replace
 
 import pytest
-from verl_memopt.memory.knobs import index
+from verl_memopt.knobs.index import knobs
 
 from tests.end_to_end.covering import (
     FACTORS,
@@ -230,7 +230,7 @@ def every_row(rows):
 
 def test_every_key_of_every_knob_is_turned_or_said_not_to_be():
     turned = {key for levels in FACTORS.values() for options in levels.values() for key in options}
-    keys = {key for entry in index() for key in entry.keys}
+    keys = {key for knob in knobs() for key in knob.keys}
     assert keys - turned == NO_FACTOR.keys()
 
 

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from tests.gpu import machine
-from tests.trainer.test_ladder import SHAPE, SMALL, SMALLER, WIDE_WORK
+from tests.ladder.test_measure import SHAPE, SMALL, SMALLER, WIDE_WORK
+from verl_memopt.ladder.measure import climb
+from verl_memopt.ladder.plan import BRANCHES, CLIMB, Work
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.ladder import climb
-from verl_memopt.trainer.ladder_plan import BRANCHES, CLIMB, Work
 
 WIDE = TinyShape(
     vocab_size=65_536, hidden_size=1024, intermediate_size=3072, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=64,

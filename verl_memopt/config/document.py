@@ -20,7 +20,8 @@ from verl_memopt.config.refusals import REFUSED
 
 _HEAD = """# Configuration
 
-Written by `python -m verl_memopt.config.document` from `verl_memopt/config/schema/` and `verl_memopt/knobs/`; edit those, not this page.
+Written by `python -m verl_memopt.config.document` from `verl_memopt/config/schema/` and `verl_memopt/knobs/`; edit those,
+not this page.
 
 Keys carry verl's names. A key is given on the command line (`key=value`) or in a YAML file; every other key has the default
 below. `<- key` means: follows that key unless given. `required` means: there is no default.

@@ -60,9 +60,7 @@ IDLE: dict[str, Idle] = {
     **dict.fromkeys(
         (
             f"{_AR}.rollout.{key}"
-            for key in (
-                *("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"),
-            )
+            for key in (*("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"),)
         ),
         (lambda s: s.actor_rollout_ref.rollout.name == "hf", "it belongs to actor_rollout_ref.rollout.name=vllm"),
     ),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_memopt.knobs.knob import Advice, Factor, Idle, Knob, LadderRow, Claim
+from verl_memopt.knobs.knob import Advice, Claim, Factor, Idle, Knob, LadderRow
 from verl_memopt.knobs.ranges import PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -40,6 +40,7 @@ class ActivationCheckpointing:
 KNOB = Knob(
     name="activation_checkpointing",
     place=50,
+    cost="one more forward",
     settings={"model": ActivationCheckpointing},
     idle=(
         Idle(

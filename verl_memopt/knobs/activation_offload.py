@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.knobs.knob import Advice, Factor, Idle, Knob, LadderRow, Claim
+from verl_memopt.knobs.knob import Advice, Claim, Factor, Idle, Knob, LadderRow
 from verl_memopt.knobs.ranges import NaturalInt, PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -43,6 +43,7 @@ def _is_off(settings: Any) -> bool:
 KNOB = Knob(
     name="activation_offload",
     place=60,
+    cost="host memory, copies",
     settings={"model": ActivationOffload},
     idle=(Idle(_LEAST, _is_off, _OFF), Idle(_IN_FLIGHT, _is_off, _OFF)),
     advice=(Advice("activations", _ON, True, phases=("update_actor",)),),

@@ -13,7 +13,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.knobs.knob import LOWER, Advice, Condition, Factor, Idle, Knob, LadderRow, Refusal, Claim, switch
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Condition, Factor, Idle, Knob, LadderRow, Refusal, switch
 from verl_memopt.knobs.ranges import PositiveFloat
 
 _OPTIM = "actor_rollout_ref.actor.optim"
@@ -111,6 +111,7 @@ def _compiled_while_counted(settings: Any) -> bool:
 KNOB = Knob(
     name="bucketed_adamw",
     place=90,
+    cost="nothing",
     settings={"optim": BucketedAdamW},
     idle=(
         Idle(

@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Advice, Factor, Knob, LadderRow, Claim, switch
+from verl_memopt.knobs.knob import Advice, Claim, Factor, Knob, LadderRow, switch
 from verl_memopt.knobs.ranges import NaturalInt
 from verl_memopt.knobs.shapes import Shapes
 
@@ -52,6 +52,7 @@ def _saved(update: bool) -> Callable[[Shapes, Shapes], float]:
 KNOB = Knob(
     name="chunked_logprob",
     place=10,
+    cost="nothing, mostly",
     settings={"model": ChunkedLogprob},
     advice=(Advice("logits", _CHUNK, ADVISED_CHUNK, lambda ours: not 0 < ours.model.logprob_chunk_tokens <= ADVISED_CHUNK),),
     claims=(Claim("update_actor", "logits", _saved(True)), Claim("old_log_prob", "logits", _saved(False))),

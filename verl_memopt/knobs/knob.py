@@ -120,6 +120,8 @@ class Knob:
     name: str
     place: int
     """Position in lists: first what costs least, within training, then the engine, then the host."""
+    cost: str
+    """What it costs, in at most five words."""
     settings: Mapping[str, type] = field(default_factory=dict)
     """Section -> frozen dataclass whose fields join it."""
     shared_keys: tuple[str, ...] = ()
@@ -140,6 +142,12 @@ class Knob:
     def keys(self) -> tuple[str, ...]:
         """Every key that turns it."""
         return (*self.defaults(), *self.shared_keys)
+
+    @property
+    def first_key(self) -> str:
+        """The key to set first: the one that the ladder sets, or what turns the knob and is no key."""
+        from_row = (override.partition("=")[0] for override in (self.row.on if self.row else ()))
+        return next(iter((*from_row, *self.keys, *self.besides)))
 
     def defaults(self) -> dict[str, Any]:
         """Return dotted key -> default of its own settings."""

@@ -35,6 +35,7 @@ class Limits:
 KNOB = Knob(
     name="limits",
     place=240,
+    cost="nothing",
     settings={"memory": Limits},
     besides=("ALLOCATOR=tcmalloc", "ALLOCATOR=jemalloc", "PYTORCH_ALLOC_CONF"),
     factors=(Factor("limits", {"none": {}, "one": dict.fromkeys(_KEYS, 1)}),),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any, Literal
 
 from verl_memopt.knobs.conditions import needs_reference
-from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Claim, switch
+from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
 
 _KEY, _RANK = "actor_rollout_ref.model.load_mode", "actor_rollout_ref.model.lora_rank"
 _OFFLOAD, _NATIVE = (f"actor_rollout_ref.ref.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
@@ -49,6 +49,7 @@ def _without_reference(settings: Any) -> bool:
 KNOB = Knob(
     name="load_mode",
     place=230,
+    cost="reads from disk",
     settings={"model": LoadMode},
     refuses=(
         Refusal(

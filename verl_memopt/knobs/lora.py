@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from verl_memopt.knobs.conditions import needs_reference
-from verl_memopt.knobs.knob import Factor, Knob, LadderRow, Refusal, Claim
+from verl_memopt.knobs.knob import Claim, Factor, Knob, LadderRow, Refusal
 from verl_memopt.knobs.ranges import NaturalInt, PositiveFloat
 from verl_memopt.knobs.shapes import Shapes
 
@@ -60,6 +60,7 @@ def adapter_params(shapes: Shapes) -> int:
 KNOB = Knob(
     name="lora",
     place=190,
+    cost="low-rank updates only",
     settings={"model": Lora},
     refuses=(
         Refusal(

@@ -13,7 +13,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_memopt.knobs.conditions import trained_roles
-from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Claim, for_roles
+from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, for_roles
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.offload_policy" for role in ("actor", "ref"))
 
@@ -50,6 +50,7 @@ def _refusals() -> Iterator[Refusal]:
 KNOB = Knob(
     name="native_offload",
     place=150,
+    cost="host memory, slow steps",
     settings={"fsdp": NativeOffload},
     refuses=tuple(_refusals()),
     claims=(

@@ -15,7 +15,7 @@ from typing import Any
 
 from verl_memopt.knobs.bucketed_adamw import only_with_adamw, steps_in_backward
 from verl_memopt.knobs.conditions import world_size
-from verl_memopt.knobs.knob import Knob, LadderRow, Refusal, Claim, switch
+from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
 from verl_memopt.knobs.shapes import Shapes
 
 _ACTOR = "actor_rollout_ref.actor"
@@ -60,6 +60,7 @@ def _take_all_rows(settings: Any) -> str:
 KNOB = Knob(
     name="optimizer_in_backward",
     place=130,
+    cost="no clipping, no accumulation",
     settings={"optim": OptimizerInBackward},
     shared_keys=(_CLIP,),
     refuses=(

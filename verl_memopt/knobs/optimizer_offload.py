@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_memopt.knobs.bucketed_adamw import offloads_state, only_with_adamw
-from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Claim, for_roles
+from verl_memopt.knobs.knob import Advice, Claim, Knob, LadderRow, for_roles
 
 _KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
 
@@ -29,6 +29,7 @@ class OptimizerOffload:
 KNOB = Knob(
     name="optimizer_offload",
     place=100,
+    cost="host memory, copies per step",
     settings={"trained_fsdp": OptimizerOffload},
     refuses=only_with_adamw(_KEY, offloads_state),
     advice=(Advice("optimizer", _KEY, True),),

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from verl_memopt.knobs.bucketed_adamw import converts_state, only_with_adamw
-from verl_memopt.knobs.knob import Knob, LadderRow, Claim, switch
+from verl_memopt.knobs.knob import Claim, Knob, LadderRow, switch
 from verl_memopt.knobs.shapes import Shapes
 
 _KEY = "actor_rollout_ref.actor.optim.state_dtype"
@@ -35,6 +35,7 @@ def _saved(before: Shapes, after: Shapes) -> float:
 KNOB = Knob(
     name="optimizer_state_dtype",
     place=110,
+    cost="inexact moments",
     settings={"optim": OptimizerStateDtype},
     refuses=only_with_adamw(_KEY, converts_state),
     claims=(Claim("update_actor", "host buffers", _saved),),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Claim, for_roles
+from verl_memopt.knobs.knob import Advice, Claim, Knob, LadderRow, for_roles
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
 WITHOUT_ACTOR = ("gen", "testing", "reward", "ref")
@@ -32,6 +32,7 @@ class ParamOffload:
 KNOB = Knob(
     name="param_offload",
     place=140,
+    cost="host memory, copies per phase",
     settings={"fsdp": ParamOffload},
     advice=(
         Advice("params", _KEYS[1], True, phases=WITHOUT_REFERENCE),

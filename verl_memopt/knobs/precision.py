@@ -14,7 +14,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Literal
 
-from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Claim, for_roles
+from verl_memopt.knobs.knob import Advice, Claim, Knob, LadderRow, for_roles
 from verl_memopt.knobs.shapes import Shapes
 
 Precision = Literal["fp32", "bfloat16"]
@@ -53,6 +53,7 @@ def _narrower(before: Shapes, after: Shapes) -> float:
 KNOB = Knob(
     name="precision",
     place=180,
+    cost="rounding",
     settings={"fsdp": PrecisionSettings},
     advice=(Advice("grads", _KEYS[0], "bfloat16"),),
     claims=(Claim("update_actor", "params", _narrower), Claim("update_actor", "grads", _narrower)),

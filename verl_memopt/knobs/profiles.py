@@ -12,4 +12,4 @@ from verl_memopt.knobs.knob import Knob
 
 PROFILES = ("constrained", "balanced", "large_multi_gpu")
 
-KNOB = Knob(name="profiles", place=250, besides=tuple(f"memory={name}" for name in PROFILES))
+KNOB = Knob(name="profiles", place=250, cost="what its keys cost", besides=tuple(f"memory={name}" for name in PROFILES))

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Knob, LadderRow, Claim, switch
+from verl_memopt.knobs.knob import Claim, Knob, LadderRow, switch
 from verl_memopt.knobs.shapes import activation_saving
 
 _KEY = "actor_rollout_ref.model.prune_last_block"
@@ -28,6 +28,7 @@ class PruneLastBlock:
 KNOB = Knob(
     name="prune_last_block",
     place=30,
+    cost="nothing",
     settings={"model": PruneLastBlock},
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(60, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_memopt.knobs.knob import Knob, LadderRow, Claim, switch
+from verl_memopt.knobs.knob import Claim, Knob, LadderRow, switch
 
 _KEY = "actor_rollout_ref.ref.quantization"
 
@@ -28,6 +28,7 @@ class QuantizedFrozen:
 KNOB = Knob(
     name="quantized_frozen",
     place=200,
+    cost="inexact reference",
     settings={"ref": QuantizedFrozen},
     claims=(Claim("update_actor", "params", lambda _, after: after.linear_params * (after.master_bytes - 1.03)),),
     row=LadderRow(220, on=(f"{_KEY}=int8",), off=(f"{_KEY}=none",), on_top_of="rollout_memory"),

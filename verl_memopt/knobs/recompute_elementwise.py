@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Knob, LadderRow, Claim, switch
+from verl_memopt.knobs.knob import Claim, Knob, LadderRow, switch
 from verl_memopt.knobs.shapes import activation_saving
 
 _KEY = "actor_rollout_ref.model.recompute_elementwise"
@@ -29,6 +29,7 @@ class RecomputeElementwise:
 KNOB = Knob(
     name="recompute_elementwise",
     place=20,
+    cost="elementwise work in backward",
     settings={"model": RecomputeElementwise},
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(50, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),

@@ -66,6 +66,7 @@ def _refusal(role: str) -> Refusal:
 KNOB = Knob(
     name="resharding",
     place=160,
+    cost="one more gather per block",
     settings={"fsdp": Resharding, "trained_fsdp": GradientSync},
     refuses=tuple(map(_refusal, _ROLES)),
     advice=tuple(Advice(kind, _RESHARD[0], True) for kind in ("gathered parameters", "collective buffers")),

@@ -15,7 +15,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any, Literal
 
-from verl_memopt.knobs.knob import LOWER, Advice, Factor, Idle, Knob, LadderRow, Refusal, Claim, switch
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal, switch
 from verl_memopt.knobs.ranges import POSITIVE, PositiveInt, PositiveShare, Range
 from verl_memopt.knobs.shapes import width
 
@@ -79,6 +79,7 @@ def _advice() -> Iterator[Advice]:
 KNOB = Knob(
     name="rollout_memory",
     place=220,
+    cost="a wake-up per step",
     settings={"rollout": RolloutMemory},
     idle=tuple(_idle()),
     refuses=(

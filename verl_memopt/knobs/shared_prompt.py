@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Knob, LadderRow, Claim, switch
+from verl_memopt.knobs.knob import Claim, Knob, LadderRow, switch
 from verl_memopt.knobs.shapes import activation_saving
 
 _KEY = "actor_rollout_ref.actor.use_prefix_grouper"
@@ -29,6 +29,7 @@ class SharedPrompt:
 KNOB = Knob(
     name="shared_prompt",
     place=70,
+    cost="nothing",
     settings={"actor": SharedPrompt},
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(20, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),

@@ -30,6 +30,7 @@ class StochasticRounding:
 KNOB = Knob(
     name="stochastic_rounding",
     place=120,
+    cost="weights rounded by chance",
     settings={"optim": StochasticRounding},
     refuses=(
         *only_with_adamw(_KEY, rounds_weights),

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_memopt.knobs.knob import Factor, Idle, Knob, LadderRow, Claim
+from verl_memopt.knobs.knob import Claim, Factor, Idle, Knob, LadderRow
 from verl_memopt.knobs.ranges import PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -40,6 +40,7 @@ class TiledMlpSettings:
 KNOB = Knob(
     name="tiled_mlp",
     place=40,
+    cost="MLP forward once more",
     settings={"model": TiledMlpSettings},
     idle=(
         Idle(

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated, Any
 
 from verl_memopt.knobs.conditions import LENGTHS, needs_reference
-from verl_memopt.knobs.knob import LOWER, Advice, Condition, Factor, Idle, Knob, LadderRow, Refusal, Claim
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Condition, Factor, Idle, Knob, LadderRow, Refusal
 from verl_memopt.knobs.ranges import POSITIVE, PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -120,6 +120,7 @@ _ACTOR_ROWS, _ACTOR_BY_TOKENS, BUDGET_KEY = _keys("actor")
 KNOB = Knob(
     name="token_budget",
     place=80,
+    cost="more, smaller micro-batches",
     settings={"actor": UpdateBudget, "log_prob_pass": LogProbBudget},
     idle=(
         Idle(_ACTOR_ROWS, lambda s: s.actor_rollout_ref.actor.use_dynamic_bsz, "actor.use_dynamic_bsz packs by tokens"),

@@ -36,6 +36,7 @@ class WeightBuckets:
 KNOB = Knob(
     name="weight_buckets",
     place=210,
+    cost="one collective per bucket",
     settings={"rollout": WeightBuckets},
     advice=(Advice("sync bucket", _KEY, LOWER),),
     row=LadderRow(150, on=(f"{_KEY}=64",), off=(f"{_KEY}=2048",)),

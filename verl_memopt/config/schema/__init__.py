@@ -30,7 +30,12 @@ from verl_memopt.knobs.ranges import PositiveInt
 from verl_memopt.knobs.tiled_mlp import TiledMlp
 from verl_memopt.knobs.weight_buckets import BucketEngine
 
-__all__ = ["REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "CustomClass", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout", "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy"]
+__all__ = [
+    "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "CustomClass",
+    "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "Fsdp", "KlControl", "Memory", "MixedPrecision",
+    "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout", "Settings", "TiledMlp",
+    "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
+]  # fmt: skip
 
 
 @dataclass(frozen=True)

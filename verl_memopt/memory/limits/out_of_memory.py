@@ -11,45 +11,15 @@ from contextlib import contextmanager
 import torch
 
 from verl_memopt.config import schema
-from verl_memopt.config.keys import leaf_types, value_at
+from verl_memopt.config.keys import value_at
 from verl_memopt.config.problems import shown
 from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import LOWER, Advice
 from verl_memopt.memory.host.host_buffers import GIB
 from verl_memopt.observe.byte_tracker import DeviceLimitError, device_storages
 from verl_memopt.observe.device_ledger import ledger_of
-
-_AR = "actor_rollout_ref"
-_LOWER = "lower"
-"""Stands for the value of a number that is to be lowered."""
-
-SCORING = {"old_log_prob": "rollout", "ref": "ref"}
-"""Phase -> the section whose log_prob keys bound its micro-batches."""
-GENERATING = ("gen", "testing")
-"""Phases in which the engine works."""
-
-ADVICE: dict[str, tuple[tuple[str, object], ...]] = {
-    "activations": ((f"{_AR}.model.enable_gradient_checkpointing", True), (f"{_AR}.model.enable_activation_offload", True)),
-    "logits": ((f"{_AR}.model.logprob_chunk_tokens", 256),),
-    "params": ((f"{_AR}.actor.fsdp_config.param_offload", True), (f"{_AR}.ref.fsdp_config.param_offload", True)),
-    "gathered parameters": ((f"{_AR}.actor.fsdp_config.reshard_after_forward", True),),
-    "collective buffers": ((f"{_AR}.actor.fsdp_config.reshard_after_forward", True),),
-    "grads": ((f"{_AR}.actor.fsdp_config.model_dtype", "bfloat16"),),
-    "optimizer": ((f"{_AR}.actor.fsdp_config.optimizer_offload", True),),
-    "optimizer scratch": ((f"{_AR}.actor.optim.bucket_megabytes", _LOWER),),
-    "rollout weights": ((f"{_AR}.rollout.free_cache_engine", True),),
-    "kv": (
-        (f"{_AR}.rollout.gpu_memory_utilization", _LOWER),
-        (f"{_AR}.rollout.kv_cache_memory_gb", _LOWER),
-        (f"{_AR}.rollout.free_cache_engine", True),
-    ),
-    "sync bucket": ((f"{_AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes", _LOWER),),
-}
-"""Kind of bytes -> (key, value) pairs that make it smaller, what costs least first."""
-
-PER_TOKEN = ("activations", "logits")
-"""Kinds that grow with the tokens of a micro-batch."""
-
 
 OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 """What libraries say that take memory from the driver themselves. vLLM's sleeping allocator: ``CUDA Error: out of memory``."""
@@ -178,36 +148,17 @@ def _error(
 
 
 def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef) -> list[str]:
-    """Gives what can be set to make room in a phase, for its kinds in their order; settings that hold already are left out."""
-    ways = []
-    for kind in kinds:
-        pairs = ADVICE.get(kind, ())
-        if kind in PER_TOKEN:
-            nothing_kept = kind == "activations" and phase != "update_actor"
-            pairs = (*(() if nothing_kept else pairs), (_budget(phase, settings), _LOWER))
-        ways += [way for key, value in pairs if key in leaf_types() and (way := _way(key, value, settings)) is not None]
-    return list(dict.fromkeys(ways))
+    """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out."""
+    advised = [advice for kind in kinds for knob in knobs() for advice in knob.advice if advice.kind == kind]
+    helpful = [advice for advice in advised if (not advice.phases or phase in advice.phases) and advice.when(settings)]
+    ways = [_way(advice, value_at(settings, advice.key.removeprefix("actor_rollout_ref."))) for advice in helpful]
+    return list(dict.fromkeys(way for way in ways if way is not None))
 
 
-def _budget(phase: str, settings: schema.ActorRolloutRef) -> str:
-    """Gives the key that bounds how much of the batch a phase holds at once."""
-    if phase in GENERATING:
-        return f"{_AR}.rollout.max_num_seqs"
-    if phase not in SCORING:
-        by_tokens, prefix = settings.actor.use_dynamic_bsz, "actor.ppo"
-    else:
-        section = SCORING[phase]
-        by_tokens, prefix = bool(getattr(settings, section).log_prob_use_dynamic_bsz), f"{section}.log_prob"
-    return f"{_AR}.{prefix}_max_token_len_per_gpu" if by_tokens else f"{_AR}.{prefix}_micro_batch_size_per_gpu"
-
-
-def _way(key: str, value: object, settings: schema.ActorRolloutRef) -> str | None:
-    if key.endswith(".gpu_memory_utilization") and settings.rollout.kv_cache_memory_gb is not None:
-        return None  # The cache has the size that is set, whatever the share.
-    present = value_at(settings, key.removeprefix(f"{_AR}."))
-    if value == _LOWER:
-        return f"lower {key}" + ("" if present is None else f" (now {shown(present)})")
-    return None if present == value else f"set {key}={shown(value)}"
+def _way(advice: Advice, present: object) -> str | None:
+    if advice.value == LOWER:
+        return f"lower {advice.key}" + ("" if present is None else f" (now {shown(present)})")
+    return None if present == advice.value else f"set {advice.key}={shown(advice.value)}"
 
 
 def _gib(num_bytes: int) -> str:

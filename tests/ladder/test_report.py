@@ -1,11 +1,11 @@
 from dataclasses import replace
 
 from rich.console import Console
-from verl_memopt.memory.knobs import index
 
-from verl_memopt.trainer import knob_report
-from verl_memopt.trainer.knob_report import draw_ladder, failures_table, ladder_table, ladder_tables, print_index, savings_table
-from verl_memopt.trainer.rung import OutOfMemory, Rung, Saving
+from verl_memopt.knobs.index import index
+from verl_memopt.ladder import report
+from verl_memopt.ladder.report import draw_ladder, failures_table, ladder_table, ladder_tables, print_index, savings_table
+from verl_memopt.ladder.row import OutOfMemory, Rung, Saving
 
 RAN_OUT = OutOfMemory("update_actor", asked_bytes=3 * 2**20, held_bytes=7 * 2**20, limit_bytes=8 * 2**20)
 FAILED = Rung("all off", (), {"old_log_prob": 2**20}, out_of_memory=RAN_OUT)
@@ -81,7 +81,7 @@ def test_the_chart_is_a_picture(tmp_path):
 def drawn(rungs, tmp_path, monkeypatch):
     """Gives the axes of a chart."""
     figures = []
-    monkeypatch.setattr(knob_report, "save", lambda drawing, path: figures.append(drawing) or path)
+    monkeypatch.setattr(report, "save", lambda drawing, path: figures.append(drawing) or path)
     draw_ladder(rungs, tmp_path / "ladder.png", "Ladder")
     return figures[0].axes[0]
 

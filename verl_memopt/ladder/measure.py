@@ -20,15 +20,15 @@ from verl_memopt.distributed.device import empty_cache, local_device, resolve_de
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.knobs.shapes import Shapes
+from verl_memopt.ladder.plan import Step, Work, ladder_settings, steps
+from verl_memopt.ladder.row import HOST, OutOfMemory, Rung, with_savings
 from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, load_model_config
 from verl_memopt.models.folder import resolve_folder
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.phase import PhaseMemory
-from verl_memopt.trainer.ladder_plan import Step, Work, ladder_settings, steps
 from verl_memopt.trainer.passes import budgets, cut_ranks
-from verl_memopt.trainer.rung import HOST, OutOfMemory, Rung, with_savings
 from verl_memopt.workers.local_group import start_local_group
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker, WorkerPlan

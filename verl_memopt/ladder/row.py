@@ -10,7 +10,7 @@ from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.knobs.index import knob_named
 from verl_memopt.knobs.knob import Claim
 from verl_memopt.knobs.shapes import Shapes
-from verl_memopt.trainer.ladder_plan import BRANCHES, Work
+from verl_memopt.ladder.plan import BRANCHES, Work
 
 HOST = "host buffers"
 """Stands for the bytes in host buffers where a claim names a kind."""

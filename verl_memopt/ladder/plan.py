@@ -9,40 +9,17 @@ import yaml
 
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.index import knob_named
+from verl_memopt.knobs.index import knobs
 
 ALL_OFF = "all off"
 
-CLIMB = (
-    "chunked_logprob",
-    "shared_prompt",
-    "bucketed_adamw",
-    "token_budget",
-    "recompute_elementwise",
-    "prune_last_block",
-    "tiled_mlp",
-    "activation_checkpointing",
-    "activation_offload",
-    "rollout_memory",
-    "optimizer_offload",
-    "param_offload",
-    "resharding",
-    "sharding_units",
-    "weight_buckets",
-    "precision",
-    "stochastic_rounding",
-    "optimizer_state_dtype",
-)
-"""The rungs in order: what changes no number first, precision last."""
+ROWS = sorted((knob.row.place, knob.name, knob.row) for knob in knobs() if knob.row is not None)
 
-BRANCHES = {
-    "optimizer_in_backward": "bucketed_adamw",
-    "native_offload": "rollout_memory",
-    "lora": "rollout_memory",
-    "quantized_frozen": "rollout_memory",
-    "load_mode": "param_offload",
-}
-"""Knobs that another knob of the climb excludes, and the rung that each is set on in place of what follows there."""
+CLIMB = tuple(name for _, name, row in ROWS if not row.on_top_of)
+"""The knobs in the order in which the ladder switches them on."""
+
+BRANCHES = {name: row.on_top_of for _, name, row in ROWS if row.on_top_of}
+"""Knobs that another knob of the ladder excludes, and the knob on whose row each is measured in place of what follows there."""
 
 
 @dataclass(frozen=True)
@@ -91,15 +68,15 @@ class Step:
 
 def steps(work: Work) -> list[Step]:
     """Gives the rungs: first every knob off, then one more on at each until all are on, then the branches."""
-    knobs = {name: knob_named(name) for name in (*CLIMB, *BRANCHES)}
-    state = {key: text for knob in knobs.values() for key, text in _pairs(knob.off, work)}
+    rows = {name: row for _, name, row in ROWS}
+    state = {key: text for row in rows.values() for key, text in _pairs(row.off, work)}
     found = {ALL_OFF: Step(ALL_OFF, _overrides(state))}
     states, below = {ALL_OFF: state}, ALL_OFF
     for name in CLIMB:
-        state = states[name] = state | dict(_pairs(knobs[name].on, work))
+        state = states[name] = state | dict(_pairs(rows[name].on, work))
         found[name], below = Step(name, _overrides(state), below), name
     for name, base in BRANCHES.items():
-        found[name] = Step(name, _overrides(states[base] | dict(_pairs(knobs[name].on, work))), base)
+        found[name] = Step(name, _overrides(states[base] | dict(_pairs(rows[name].on, work))), base)
     return list(found.values())
 
 

@@ -8,10 +8,10 @@ import torch
 import torch.distributed as dist
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.ladder.measure import chosen_steps, climb, make_batch, measure
+from verl_memopt.ladder.plan import BRANCHES, CLIMB, Work
 from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.trainer.ladder import chosen_steps, climb, make_batch, measure
-from verl_memopt.trainer.ladder_plan import BRANCHES, CLIMB, Work
 from verl_memopt.workers.worker import Worker
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)

@@ -7,14 +7,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from rich import box
-from rich.console import Console, RenderableType
+from rich.console import RenderableType
 from rich.table import Table
 
-from verl_memopt.memory.knobs import Entry, in_yaml
+from verl_memopt.ladder.plan import ALL_OFF
+from verl_memopt.ladder.row import OUT_OF_MEMORY, OutOfMemory, Rung, Saving, split
 from verl_memopt.observe.drawing import KIND_COLOURS, colours, figure, save, style
 from verl_memopt.observe.phase import MIB
-from verl_memopt.trainer.ladder_plan import ALL_OFF
-from verl_memopt.trainer.rung import OUT_OF_MEMORY, OutOfMemory, Rung, Saving, split
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -24,23 +23,6 @@ KINDS = ("params", "grads", "optimizer", "activations", "logits")
 
 FAILED = "#b02a30"
 """Colour of the words in the place of a bar."""
-
-
-def print_index(entries: Sequence[Entry], console: Console) -> None:
-    """Prints every knob with its keys, defaults, and what it saves, costs, pairs with and refuses."""
-    for entry in entries:
-        table = Table.grid(padding=(0, 2, 0, 0))
-        table.add_column(no_wrap=True)
-        table.add_column()
-        rows = [("  keys", f"{key} = {in_yaml(entry.defaults[key])}") for key in entry.keys]
-        rows += [("  besides", name) for name in entry.besides]
-        rows = [(head if place == 0 or head != rows[place - 1][0] else "", text) for place, (head, text) in enumerate(rows)]
-        rows += [("  saves", entry.saves), ("  costs", entry.costs), ("  pairs with", entry.pairs)]
-        rows += [("  refuses", f"{refusal.setting}: {refusal.reason}") for refusal in entry.refuses]
-        for head, text in rows:
-            table.add_row(head, _escaped(text).replace("``", ""))
-        console.print(f"[bold]{entry.name}[/bold]", _escaped(entry.title), highlight=False)
-        console.print(table, "", highlight=False)
 
 
 def ladder_tables(rungs: Sequence[Rung]) -> list[RenderableType]:

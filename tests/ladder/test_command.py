@@ -11,10 +11,10 @@ import pytest
 from rich.console import Console
 
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.trainer import ladder_command
-from verl_memopt.trainer.ladder_command import LadderProgress, LadderRecord, measure_ladder
-from verl_memopt.trainer.ladder_plan import Work
-from verl_memopt.trainer.rung import OutOfMemory, Rung
+from verl_memopt.ladder import command
+from verl_memopt.ladder.command import LadderProgress, LadderRecord, measure_ladder
+from verl_memopt.ladder.plan import Work
+from verl_memopt.ladder.row import OutOfMemory, Rung
 
 WORK = Work(rows=2, prompt=16, response=8, group=2)
 ONLY = ("chunked_logprob",)
@@ -89,7 +89,7 @@ def test_where_no_rung_fits_every_row_says_so_and_the_command_ends_with_an_error
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_an_interrupt_keeps_and_prints_what_was_measured(tiny_folder, tmp_path, monkeypatch, number, code):
     """The signal comes while the second rung is measured."""
-    climb = ladder_command.climb
+    climb = command.climb
 
     def interrupted(model, work, extra, only, before):
         def begin(knob):
@@ -99,7 +99,7 @@ def test_an_interrupt_keeps_and_prints_what_was_measured(tiny_folder, tmp_path, 
 
         return climb(model, work, extra, only, begin)
 
-    monkeypatch.setattr(ladder_command, "climb", interrupted)
+    monkeypatch.setattr(command, "climb", interrupted)
     console = screen()
     assert measure_ladder(tiny_folder, WORK, (), ONLY, record_in(tmp_path), console) == code
     assert [rung["knob"] for rung in json.loads((tmp_path / "ladder.json").read_text())["rungs"]] == ["all off"]
@@ -120,13 +120,13 @@ def test_a_signal_whose_exception_python_dropped_stops_before_the_next_rung(tiny
 
 
 def test_an_error_of_a_later_rung_leaves_the_earlier_ones_written(tiny_folder, tmp_path, monkeypatch):
-    climb = ladder_command.climb
+    climb = command.climb
 
     def failing(*given):
         yield next(climb(*given))
         raise OSError("the disk of the model is gone")
 
-    monkeypatch.setattr(ladder_command, "climb", failing)
+    monkeypatch.setattr(command, "climb", failing)
     console = screen()
     with pytest.raises(OSError, match="is gone"):
         measure_ladder(tiny_folder, WORK, (), ONLY, record_in(tmp_path), console)

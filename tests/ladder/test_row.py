@@ -4,8 +4,8 @@ from dataclasses import replace
 import pytest
 
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.trainer.ladder_plan import Work
-from verl_memopt.trainer.rung import OutOfMemory, Rung, as_json, split, with_savings
+from verl_memopt.ladder.plan import Work
+from verl_memopt.ladder.row import OutOfMemory, Rung, as_json, split, with_savings
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)
 RAN_OUT = OutOfMemory("update_actor", asked_bytes=5, held_bytes=8, limit_bytes=10)
@@ -43,8 +43,8 @@ def test_a_saving_is_not_measured_where_either_side_ran_out(failed, shapes_pair)
 @pytest.fixture
 def shapes_pair(tiny_folder):
     """The symbols of the formulas without and with chunked log-probs."""
-    from verl_memopt.trainer.ladder import shapes
-    from verl_memopt.trainer.ladder_plan import steps
+    from verl_memopt.ladder.measure import shapes
+    from verl_memopt.ladder.plan import steps
 
     first, second = steps(WORK)[:2]
     return shapes(tiny_folder, WORK, first.overrides), shapes(tiny_folder, WORK, second.overrides)

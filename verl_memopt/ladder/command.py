@@ -14,12 +14,12 @@ from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 
 from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.ladder.measure import chosen_steps, climb
+from verl_memopt.ladder.plan import Work
+from verl_memopt.ladder.report import draw_ladder, ladder_tables, outcome
+from verl_memopt.ladder.row import Rung, as_json, split
 from verl_memopt.observe.files import replace_text
 from verl_memopt.trainer.interrupts import Interrupts
-from verl_memopt.trainer.knob_report import draw_ladder, ladder_tables, outcome
-from verl_memopt.trainer.ladder import chosen_steps, climb
-from verl_memopt.trainer.ladder_plan import Work
-from verl_memopt.trainer.rung import Rung, as_json, split
 
 logger = logging.getLogger(__name__)
 
