@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.config.allowed import CHOICES, RANGES, WHY_NOT, check_values
+from verl_memopt.config.allowed import WHY_NOT, check_values, choices, ranges
 from verl_memopt.config.keys import leaf_keys, leaf_types, replaced
 from verl_memopt.config.schema import Settings
 
@@ -14,12 +14,12 @@ def complaints(**values):
 
 
 def test_choices_and_ranges_are_of_keys_that_exist_and_never_of_the_same():
-    assert not CHOICES.keys() & RANGES.keys()
-    assert CHOICES.keys() | RANGES.keys() <= set(leaf_keys())
+    assert not choices().keys() & ranges().keys()
+    assert choices().keys() | ranges().keys() <= set(leaf_keys())
 
 
 def test_a_reason_is_of_a_word_that_is_no_choice():
-    assert all(word not in CHOICES[key] for key, word in WHY_NOT)
+    assert all(word not in choices()[key] for key, word in WHY_NOT)
 
 
 def test_a_word_of_another_project_is_refused_with_its_reason():
@@ -105,7 +105,7 @@ EDGES = {
 
 
 def test_every_range_has_its_edges_here():
-    assert EDGES.keys() == RANGES.keys()
+    assert EDGES.keys() == ranges().keys()
 
 
 @pytest.mark.parametrize("key", EDGES)

@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from verl_memopt.config.allowed import CHOICES
+from verl_memopt.config.allowed import choices
 from verl_memopt.config.objective import log_objective, objective
 
 
@@ -26,7 +26,7 @@ def test_estimator_loss_and_both_kls_are_named(settled):
     )
 
 
-@pytest.mark.parametrize("loss", CHOICES[LOSS])
+@pytest.mark.parametrize("loss", choices()[LOSS])
 def test_every_loss_has_its_words(settled, loss):
     assert objective(*sections(settled({LOSS: loss}))).endswith("), no KL")
 

@@ -4,7 +4,6 @@ import logging
 from dataclasses import dataclass, fields, replace
 
 import pytest
-from verl_memopt.knobs.index import knobs
 
 from tests.end_to_end.covering import (
     FACTORS,
@@ -27,6 +26,7 @@ from tests.end_to_end.knob_runs import make_model, run_row, run_rows
 from tests.ranks import run_ranks
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import ConfigError
+from verl_memopt.knobs.index import knobs
 
 pytestmark = pytest.mark.timeout(600)
 

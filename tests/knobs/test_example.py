@@ -18,7 +18,9 @@ def test_the_example_names_knobs_alone():
 
 def test_the_largest_saving_is_taken_and_none_where_nothing_was_saved():
     def row(knob, *amounts):
-        savings = [{"phase": "update_actor", "kind": str(place), "measured_bytes": amount} for place, amount in enumerate(amounts)]
+        savings = [
+            {"phase": "update_actor", "kind": str(place), "measured_bytes": amount} for place, amount in enumerate(amounts)
+        ]
         return {"knob": knob, "savings": savings}
 
     ladder = {

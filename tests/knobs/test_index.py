@@ -63,7 +63,18 @@ def test_fields_of_a_section_stand_in_the_order_of_the_knobs():
 
 def test_the_index_is_json():
     first = json.loads(json.dumps(as_json()))[0]
-    assert first.keys() == {"name", "does", "use_it_when", "saves", "costs", "works_with", "keys", "defaults", "besides", "refuses"}
+    assert first.keys() == {
+        "name",
+        "does",
+        "use_it_when",
+        "saves",
+        "costs",
+        "works_with",
+        "keys",
+        "defaults",
+        "besides",
+        "refuses",
+    }
 
 
 def test_every_profile_that_can_be_chosen_is_in_the_index():

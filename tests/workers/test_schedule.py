@@ -5,7 +5,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl_memopt.config.allowed import CHOICES
+from verl_memopt.config.allowed import choices
 from verl_memopt.config.schema import Optim
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
@@ -99,7 +99,7 @@ def test_other_schedules_follow_the_warm_up(settings, expected):
     assert factors(2, 6, **settings) == pytest.approx(expected, abs=1e-12)
 
 
-@pytest.mark.parametrize("name", CHOICES[f"{KEY}.lr_scheduler_type"])
+@pytest.mark.parametrize("name", choices()[f"{KEY}.lr_scheduler_type"])
 def test_a_schedule_of_any_name_stays_where_it_ends(name):
     more = {"num_cycles": 1.0} if name == "cosine_with_restarts" else {}
     more |= {"lr_scheduler_kwargs": {"num_decay_steps": 2}} if name == "warmup_stable_decay" else {}

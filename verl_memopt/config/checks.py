@@ -228,7 +228,7 @@ def _knobs(settings: Settings) -> Iterator[Problem]:
     """Yield what the knobs refuse."""
     for refusal in (refusal for knob in knobs() for refusal in knob.refuses):
         if refusal.when(settings):
-            refused = problem(_values(settings, *refusal.keys), refusal.because, refusal.way_out_for(settings))
+            refused = problem(_values(settings, *refusal.keys), refusal.reason_for(settings), refusal.way_out_for(settings))
             yield Problem((*refusal.keys, *refusal.about), refused.text)
 
 

@@ -50,9 +50,9 @@ def page() -> str:
 
 
 @cache
-def meanings(section: type) -> dict[str, tuple[str, str]]:
-    """Return field -> (type as written, docstring under the field) of one section class, read from the sources of its bases."""
-    rows: dict[str, tuple[str, str]] = {}
+def meanings(section: type) -> dict[str, str]:
+    """Return field -> docstring under the field of one section class, read from the sources of its bases."""
+    rows: dict[str, str] = {}
     for base in reversed(section.__mro__):
         if base.__name__ not in ("object", "KnobSettings"):
             rows |= _fields(inspect.getmodule(base)).get(base.__name__, {})
@@ -60,14 +60,14 @@ def meanings(section: type) -> dict[str, tuple[str, str]]:
 
 
 @cache
-def _fields(module: Any) -> dict[str, dict[str, tuple[str, str]]]:
-    found: dict[str, dict[str, tuple[str, str]]] = {}
+def _fields(module: Any) -> dict[str, dict[str, str]]:
+    fields: dict[str, dict[str, str]] = {}
     for node in ast.parse(inspect.getsource(module)).body:
         if isinstance(node, ast.ClassDef):
             for field, below in zip(node.body, [*node.body[1:], None], strict=True):
                 if isinstance(field, ast.AnnAssign) and isinstance(field.target, ast.Name):
-                    found.setdefault(node.name, {})[field.target.id] = ast.unparse(field.annotation), _docstring(below)
-    return found
+                    fields.setdefault(node.name, {})[field.target.id] = _docstring(below)
+    return fields
 
 
 def _docstring(node: ast.stmt | None) -> str:
@@ -87,7 +87,7 @@ def _key_tables() -> Iterator[str]:
 
 
 def _row(section: str, kind: type, name: str) -> tuple[str, str, str, str]:
-    return f"`{name}`", _type(field_types(kind)[name]), _default(f"{section}.{name}"), meanings(kind)[name][1]
+    return f"`{name}`", _type(field_types(kind)[name]), _default(f"{section}.{name}"), meanings(kind)[name]
 
 
 def _type(kind: Any) -> str:

@@ -7,12 +7,14 @@ from typing import Any
 
 import yaml
 
+from verl_memopt.config.keys import field_types
 from verl_memopt.config.schema import Settings
 
 
 def to_plain(settings: Any) -> dict[str, Any]:
     """Return a section as nested dicts and lists that YAML and JSON can hold; does not count as reading its keys."""
-    return {name: _plain(value) for name, value in vars(settings).items()}
+    values = vars(settings)
+    return {name: _plain(values[name]) for name in field_types(type(settings))}
 
 
 def _plain(value: Any) -> Any:

@@ -13,7 +13,7 @@ from verl_memopt.config.keys import leaf_keys
 
 __all__ = ["leaf_keys", "record_reads"]
 
-_SILENT_CALLERS = ("dataclasses", schema.__name__)
+_SILENT_CALLERS = ("dataclasses", schema.__name__, "verl_memopt.knobs.")
 """Modules whose reads are no use of a value: ``dataclasses.replace``, and the generated ``==`` and ``repr``."""
 
 

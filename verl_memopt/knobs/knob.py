@@ -54,8 +54,14 @@ class Refusal:
     """Why it is refused, as a sentence without a full stop."""
     way_out: str | Callable[[Any], str]
     """What to set in its place: a sentence, or a function of the settings that returns one."""
+    because_here: Callable[[Any], str] | None = None
+    """Return the reason with the numbers of the settings, for the error; None = ``because`` serves both."""
     about: tuple[str, ...] = ()
     """Further keys that the refusal depends on. A key that is wrong by itself silences it."""
+
+    def reason_for(self, settings: Any) -> str:
+        """Return why these settings are refused."""
+        return self.because if self.because_here is None else self.because_here(settings)
 
     def way_out_for(self, settings: Any) -> str:
         """Return the way out for these settings."""

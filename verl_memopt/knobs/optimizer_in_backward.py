@@ -50,11 +50,12 @@ def _accumulates(settings: Any) -> bool:
     return steps_in_backward(settings) and not actor.use_dynamic_bsz and 0 < rows < _sequences(settings)
 
 
+def _too_many(settings: Any) -> str:
+    return f"a device has {_sequences(settings)} sequences per optimizer step, so gradients would have to accumulate"
+
+
 def _take_all_rows(settings: Any) -> str:
-    return (
-        f"A device has {_sequences(settings)} sequences per optimizer step: set {_ROWS}={_sequences(settings)}, lower "
-        f"ppo_mini_batch_size, or set {_KEY}=false."
-    )
+    return f"Set {_ROWS}={_sequences(settings)}, lower ppo_mini_batch_size, or set {_KEY}=false."
 
 
 KNOB = Knob(
@@ -72,7 +73,11 @@ KNOB = Knob(
             f"Set {_CLIP}=null, or {_KEY}=false.",
         ),
         Refusal(
-            (_KEY, _ROWS, _MINI), _accumulates, "gradients of several micro-batches would have to accumulate", _take_all_rows
+            (_KEY, _ROWS, _MINI),
+            _accumulates,
+            "gradients of several micro-batches would have to accumulate",
+            _take_all_rows,
+            _too_many,
         ),
     ),
     claims=(Claim("update_actor", "grads", _saved),),

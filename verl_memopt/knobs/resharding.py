@@ -56,11 +56,14 @@ def _refusal(role: str) -> Refusal:
 
     def way_out(settings: Any) -> str:
         ranks = _group(settings, role)
-        return f"A group has {ranks} ranks: set true, false, or a divisor of {ranks} between 1 and {ranks}."
+        return f"Set true, false, or a divisor of {ranks} between 1 and {ranks}."
+
+    def because(settings: Any) -> str:
+        return f"does not divide the {_group(settings, role)} ranks of a shard group into smaller ones"
 
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
     keys = (f"{prefix}.reshard_after_forward", f"{prefix}.fsdp_size")
-    return Refusal(keys, does_not_divide, "does not divide the ranks of a shard group into smaller groups", way_out)
+    return Refusal(keys, does_not_divide, "does not divide the ranks of a shard group into smaller ones", way_out, because)
 
 
 KNOB = Knob(

@@ -88,6 +88,10 @@ def _is_too_small(role: str) -> Condition:
     return condition
 
 
+def _longest_sample(settings: Any) -> str:
+    return f"a sample may have {_longest(settings)} tokens (data.max_prompt_length + data.max_response_length)"
+
+
 def _raise_it(settings: Any) -> str:
     return f"Raise it to at least {_longest(settings)}, or lower one of the two lengths."
 
@@ -97,7 +101,7 @@ def _refusals() -> Iterator[Refusal]:
         rows, by_tokens, tokens = _keys(role)
         yield Refusal((rows, by_tokens), _has_no_size(role), "a micro-batch has no size", f"Set {rows}, or {by_tokens}=true.")
         longest = "a sample may have more tokens (data.max_prompt_length + data.max_response_length)"
-        yield Refusal((tokens,), _is_too_small(role), longest, _raise_it, about=(by_tokens, *LENGTHS))
+        yield Refusal((tokens,), _is_too_small(role), longest, _raise_it, _longest_sample, about=(by_tokens, *LENGTHS))
 
 
 def _advice() -> Iterator[Advice]:

@@ -1,0 +1,141 @@
+"""A knob in one new file is found by everything that lists knobs."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import verl_memopt
+
+ROOT = Path(__file__).parents[2]
+KEY = "actor_rollout_ref.model.toy_tiles"
+TOY = '''"""Cut something into tiles.
+
+Use it when: a test asks for it.
+Saves: one byte a tile.
+Costs: nothing at all.
+Works with: every knob but a chunk of 7.
+"""
+
+from dataclasses import dataclass
+
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Idle, Knob, LadderRow, Refusal, switch
+from verl_memopt.knobs.ranges import PositiveInt
+
+KEY, CHUNK = "actor_rollout_ref.model.toy_tiles", "actor_rollout_ref.model.logprob_chunk_tokens"
+
+
+@dataclass(frozen=True)
+class Toy:
+    """Settings of the toy."""
+
+    toy_tiles: PositiveInt = 4
+    """Tiles of the toy. Raise it for the toy's sake."""
+
+
+KNOB = Knob(
+    name="toy",
+    place=15,
+    cost="a toy's worth",
+    settings={"model": Toy},
+    idle=(Idle(KEY, lambda s: s.actor_rollout_ref.model.toy_tiles == 5, "five is right out"),),
+    refuses=(
+        Refusal((KEY, CHUNK), lambda s: s.actor_rollout_ref.model.logprob_chunk_tokens == 7, "seven does not tile", "Set 8."),
+    ),
+    advice=(Advice("toys", KEY, LOWER),),
+    claims=(Claim("update_actor", "toys", lambda before, after: 1),),
+    row=LadderRow(15, on=(f"{KEY}=8",), off=(f"{KEY}=1",)),
+    factors=(switch("toy", KEY, off=1, on=3),),
+)
+'''
+ASK = """
+import io, json, logging, sys
+from rich.console import Console
+from verl_memopt.config.document import page as configuration
+from verl_memopt.config.loader import load_settings
+from verl_memopt.errors import ConfigError
+from verl_memopt.knobs.console import print_knobs
+from verl_memopt.knobs.document import page
+from verl_memopt.ladder.plan import CLIMB
+from verl_memopt.memory.limits.out_of_memory import advice
+from tests.end_to_end.covering import FACTORS, covering_rows
+
+LEAST = ["data.train_files=none", "data.val_files=null", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.name=hf"]
+LEAST += ["actor_rollout_ref.actor.use_dynamic_bsz=true", "actor_rollout_ref.rollout.n=2"]
+KEY, CHUNK = "actor_rollout_ref.model.toy_tiles", "actor_rollout_ref.model.logprob_chunk_tokens"
+
+def refusal(*overrides):
+    try:
+        load_settings("rloo_trainer", [*LEAST, *overrides])
+    except ConfigError as error:
+        return str(error)
+
+logged = io.StringIO()
+logging.basicConfig(stream=logged)
+settings = load_settings("rloo_trainer", [*LEAST, KEY + "=5"])
+table = io.StringIO()
+print_knobs(Console(file=table, width=200))
+print(json.dumps({
+    "value": settings.actor_rollout_ref.model.toy_tiles,
+    "warning": logged.getvalue(),
+    "out of range": refusal(KEY + "=0"),
+    "refused": refusal(CHUNK + "=7"),
+    "table": table.getvalue(),
+    "page": page(),
+    "configuration": configuration(),
+    "ladder": CLIMB[:2],
+    "advice": advice("update_actor", ["toys"], settings.actor_rollout_ref),
+    "factor": FACTORS["toy"],
+    "tried": sorted({row["toy"] for rows in covering_rows() for row in rows}),
+}))
+"""
+
+
+@pytest.fixture(scope="module")
+def told(tmp_path_factory):
+    """Returns what the project says with one more file among its knobs."""
+    folder = tmp_path_factory.mktemp("toy_knob")
+    shutil.copytree(Path(verl_memopt.__file__).parent, folder / "verl_memopt", ignore=shutil.ignore_patterns("__pycache__"))
+    (folder / "verl_memopt/knobs/toy.py").write_text(TOY)
+    environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
+    ended = subprocess.run([sys.executable, "-c", ASK], cwd=folder, env=environment, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    return json.loads(ended.stdout.splitlines()[-1])
+
+
+def test_its_setting_is_read_from_the_command_line(told):
+    assert told["value"] == 5
+
+
+def test_a_value_out_of_its_range_is_an_error(told):
+    assert told["out of range"].startswith(f"{KEY}=0: must be above 0.")
+
+
+def test_what_it_refuses_is_an_error_with_its_reason_and_way_out(told):
+    chunk = "actor_rollout_ref.model.logprob_chunk_tokens"
+    assert told["refused"] == f"{KEY}=4, {chunk}=7: seven does not tile. Set 8."
+
+
+def test_a_key_without_effect_is_a_warning(told):
+    assert f"{KEY}=5 has no effect here: five is right out." in told["warning"]
+
+
+def test_the_out_of_memory_report_advises_it(told):
+    assert told["advice"] == [f"lower {KEY} (now 5)"]
+
+
+def test_the_command_line_and_the_pages_list_it(told):
+    (line,) = [line for line in told["table"].splitlines() if line.strip().startswith("toy ")]
+    assert line.split()[1:3] == ["model.toy_tiles", "4"]
+    assert "## toy\n\nCut something into tiles.\n" in told["page"]
+    assert "| `toy_tiles` | int | `4` | Tiles of the toy. Raise it for the toy's sake. |" in told["configuration"]
+
+
+def test_the_ladder_measures_it_and_runs_combine_it_with_the_others(told):
+    assert told["ladder"] == ["chunked_logprob", "toy"]
+    assert told["factor"] == {"off": {KEY: 1}, "on": {KEY: 3}}
+    assert told["tried"] == ["off", "on"]
