@@ -2,9 +2,8 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from verl_memopt.knobs.index import index
 from verl_memopt.ladder import report
-from verl_memopt.ladder.report import draw_ladder, failures_table, ladder_table, ladder_tables, print_index, savings_table
+from verl_memopt.ladder.report import draw_ladder, failures_table, ladder_table, ladder_tables, savings_table
 from verl_memopt.ladder.row import OutOfMemory, Rung, Saving
 
 RAN_OUT = OutOfMemory("update_actor", asked_bytes=3 * 2**20, held_bytes=7 * 2**20, limit_bytes=8 * 2**20)
@@ -62,15 +61,6 @@ def test_a_saving_that_cannot_be_measured_has_no_number_and_says_why():
     saving = Saving("update_actor", "logits", formula_bytes=4 * 2**20, measured_bytes=None)
     text = printed(savings_table([FAILED, replace(rung("chunked_logprob", 2**20), savings=(saving,), base="all off")]))
     assert " ".join(cells(text, "chunked_logprob")[5:]) == "4.0 - - not measurable: all off ran out of memory"
-
-
-def test_the_index_names_every_knob_and_key():
-    console = Console(width=400, record=True, file=open("/dev/null", "w"))  # noqa: SIM115
-    print_index(index(), console)
-    text = console.export_text()
-    for entry in index():
-        assert entry.name in text
-        assert all(key in text for key in entry.keys)
 
 
 def test_the_chart_is_a_picture(tmp_path):

@@ -14,7 +14,7 @@ from verl_memopt.config.schema import Settings
 def to_plain(settings: Any) -> dict[str, Any]:
     """Return a section as nested dicts and lists that YAML and JSON can hold; does not count as reading its keys."""
     values = vars(settings)
-    return {name: _plain(values[name]) for name in field_types(type(settings))}
+    return {name: _plain(values[name]) for name in field_types(settings.__class__)}
 
 
 def _plain(value: Any) -> Any:

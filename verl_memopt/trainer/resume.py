@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import logging
 import secrets
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> C
 
 
 def find_checkpoint(
-    trainer: Trainer, load_contents: list[str] | None, store: CheckpointStore, unreadable: Mapping[int, str]
+    trainer: Trainer, load_contents: Sequence[str] | None, store: CheckpointStore, unreadable: Mapping[int, str]
 ) -> Checkpoint | None:
     """Return the checkpoint that ``trainer.resume_mode`` asks for, None for a fresh start.
 

@@ -7,12 +7,10 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.observe.simulated_device import MIB, SimulatedDevice
-from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, Rollout
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.host.host_buffers import GIB, host_buffer
 from verl_memopt.memory.limits.out_of_memory import (
-    ADVICE,
     _asked,
     _bytes_by_kind,
     _error,
@@ -227,9 +225,29 @@ def test_what_torch_says_it_tried_to_allocate_is_read(size, num_bytes):
     assert _asked("CUDA error: out of memory") is None
 
 
-@pytest.mark.parametrize("kind", ADVICE)
-def test_every_advice_is_a_setting(kind):
-    assert {key for key, _ in ADVICE[kind]} <= leaf_types().keys()
+KINDS = (
+    *("activations", "logits", "params", "gathered parameters", "collective buffers", "grads", "optimizer", "optimizer scratch"),
+    *("rollout weights", "kv", "sync bucket"),
+)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_kind_of_bytes_has_advice(kind):
+    assert advice("update_actor", [kind], SETTINGS)
+
+
+@pytest.mark.parametrize(
+    ("phase", "roles"),
+    [("update_actor", ["ref"]), ("old_log_prob", ["ref"]), ("ref", ["actor"]), ("gen", ["ref", "actor"])],
+)
+def test_only_a_model_that_the_phase_does_not_use_is_advised_to_leave_the_device(phase, roles):
+    ways = [f"set actor_rollout_ref.{role}.fsdp_config.param_offload=true" for role in roles]
+    assert advice(phase, ["params"], SETTINGS) == ways
+
+
+def test_a_chunk_that_is_small_already_is_not_advised_to_grow():
+    small = dataclasses.replace(SETTINGS, model=Model(path="", logprob_chunk_tokens=128))
+    assert not any("logprob_chunk_tokens" in way for way in advice("update_actor", ["logits"], small))
 
 
 @pytest.mark.parametrize(

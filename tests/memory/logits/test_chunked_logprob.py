@@ -9,8 +9,9 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.memory.recomputed import relative
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
+from verl_memopt.knobs.chunked_logprob import FREE_TILE, KNOB, _saved, logit_bytes
 from verl_memopt.knobs.shapes import Shapes
-from verl_memopt.memory.logits.chunked_logprob import FREE_TILE, KNOB, _assert_as_told, _saved, head_log_probs, logit_bytes
+from verl_memopt.memory.logits.chunked_logprob import _assert_as_told, head_log_probs
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 VOCAB, WIDTH = 37, 5
@@ -269,7 +270,7 @@ def test_a_chunk_is_claimed_to_save_the_logits_of_the_tokens_beside_it():
     before, after = (shapes(Cut(chunk, ahead=True), 4 * CHUNK, torch.float32) for chunk in (0, CHUNK))
     # An update keeps whole rows, a log-prob pass takes FREE_TILE of their columns.
     in_update, in_pass = 3 * CHUNK * LARGE * 4, (4 * CHUNK * LARGE - CHUNK * FREE_TILE) * 4
-    saved = {claim.phase: claim.saves(before, after) for claim in KNOB.claims}
+    saved = {claim.phase: claim.num_bytes(before, after) for claim in KNOB.claims}
     assert saved == {"update_actor": in_update, "old_log_prob": in_pass}
     assert (_saved(True)(before, after), _saved(False)(before, after)) == (in_update, in_pass)
     twice = shapes(Cut(2 * CHUNK, ahead=True), 4 * CHUNK, torch.float32)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from verl_memopt.config.schema.training import Fsdp, Optim, TrainedFsdp
 from verl_memopt.knobs.index import knob_settings
@@ -34,8 +34,11 @@ class CheckpointContents:
     """Parts to load on resume; follows ``save_contents``."""
 
 
+_ActorKnobs: Any = knob_settings("actor")
+
+
 @dataclass(frozen=True)
-class Actor(knob_settings("actor")):
+class Actor(_ActorKnobs):
     """The update."""
 
     strategy: Literal["fsdp2"] = "fsdp2"
@@ -94,8 +97,11 @@ class RefModel:
     """Another reference model with the same tokenizer; follows ``actor_rollout_ref.model.path``."""
 
 
+_RefKnobs: Any = knob_settings("ref", "log_prob_pass")
+
+
 @dataclass(frozen=True)
-class Ref(knob_settings("ref", "log_prob_pass")):
+class Ref(_RefKnobs):
     """The reference; built only when a KL is asked for."""
 
     model: RefModel = field(default_factory=RefModel)

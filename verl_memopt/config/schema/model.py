@@ -8,9 +8,11 @@ from typing import Any, Literal
 from verl_memopt.config.schema.data import REQUIRED
 from verl_memopt.knobs.index import knob_settings
 
+_ModelKnobs: Any = knob_settings("model")
+
 
 @dataclass(frozen=True)
-class Model(knob_settings("model")):
+class Model(_ModelKnobs):
     """The policy's model, with the settings of the knobs that act in it."""
 
     path: str = REQUIRED

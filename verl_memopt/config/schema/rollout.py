@@ -45,8 +45,11 @@ class EngineKwargs:
     """Passed to vLLM last; a name that a rollout key already sets is an error."""
 
 
+_RolloutKnobs: Any = knob_settings("rollout", "log_prob_pass")
+
+
 @dataclass(frozen=True)
-class Rollout(knob_settings("rollout", "log_prob_pass")):
+class Rollout(_RolloutKnobs):
     """Generation."""
 
     name: Literal["vllm", "hf"] = REQUIRED

@@ -155,8 +155,11 @@ class Trainer:
     kill 30 seconds after SIGTERM unless told otherwise."""
 
 
+_MemoryKnobs: Any = knob_settings("memory")
+
+
 @dataclass(frozen=True)
-class Memory(knob_settings("memory")):
+class Memory(_MemoryKnobs):
     """Limits of each worker process."""
 
 

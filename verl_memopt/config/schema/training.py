@@ -24,8 +24,11 @@ Schedule = Literal[
 DECAYS = Range("must each be at least 0 and below 1", lambda pair: all(0 <= decay < 1 for decay in pair))
 
 
+_OptimKnobs: Any = knob_settings("optim")
+
+
 @dataclass(frozen=True)
-class Optim(knob_settings("optim")):
+class Optim(_OptimKnobs):
     """Optimizer and schedule."""
 
     lr: NaturalFloat = 1e-6
@@ -61,8 +64,11 @@ class WrapPolicy:
     """Block classes that become shards; null = the model's own decoder blocks."""
 
 
+_FsdpKnobs: Any = knob_settings("fsdp")
+
+
 @dataclass(frozen=True)
-class Fsdp(knob_settings("fsdp")):
+class Fsdp(_FsdpKnobs):
     """Sharding and precision of a model."""
 
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
@@ -75,6 +81,9 @@ class Fsdp(knob_settings("fsdp")):
     """Deterministic kernels on every worker."""
 
 
+_TrainedFsdpKnobs: Any = knob_settings("trained_fsdp")
+
+
 @dataclass(frozen=True)
-class TrainedFsdp(knob_settings("trained_fsdp"), Fsdp):
+class TrainedFsdp(_TrainedFsdpKnobs, Fsdp):
     """Sharding and precision of a model that is trained."""

@@ -1,6 +1,6 @@
 """Activation checkpointing: a decoder block keeps its input only and computes the rest again in backward.
 
-Saves: with A the bytes a block keeps for its backward and X = T x h x b those of its input: ``full`` saves (L - 1) x (A - X), the
+Bytes saved: with A the bytes a block keeps for its backward and X = T x h x b those of its input: ``full`` saves (L - 1) x (A - X), the
     block whose backward runs being whole again; ``every_n`` saves ((L - 2) // n + 1) x (A - X), one block in n being computed
     again; ``selective`` keeps Y = T x ((2 x H x D + 2 x K x D + 2 x h + 2 x I) x b + 4 x H) beside the input and saves
     (L - 1) x (A - X - Y). In Qwen3, with H heads and K key heads of size D and MLP width I, A = T x ((4 + 2 x b) x
@@ -8,10 +8,6 @@ Saves: with A the bytes a block keeps for its backward and X = T x h x b those o
     recomputed (``recompute_elementwise``, which has its A and the moments of the last block) a block that is computed again
     never holds its gate and up whole: ``full`` then saves up to 2 x T x I x b in the last block too. Where answers share a
     prompt, ``selective`` keeps H x D x b + 4 x H more for each of their tokens.
-Costs: one more forward of each block that is computed again: a third more compute for ``full``, 1 / n of that for ``every_n``;
-    ``selective`` computes norms, rotations and activations again, and no product.
-Pairs with: every knob; FSDP hooks lie outside the recomputation, so a block is gathered once for both. Activation offload then
-    moves block inputs alone; what ``selective`` keeps beside them stays on the device.
 """
 
 from __future__ import annotations
@@ -22,8 +18,6 @@ from typing import Any
 from torch import Tensor, nn
 from torch.utils._pytree import tree_flatten, tree_unflatten
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
-
-KEY = "actor_rollout_ref.model"
 
 MODES = ("full", "every_n", "selective")
 

@@ -1,15 +1,11 @@
 """Activation offload: what a forward saves for its backward rests in host buffers in between.
 
-Saves: with activation checkpointing (L - 1 - k) x T x h x b of device memory at the start of backward, k being
+Bytes saved: with activation checkpointing (L - 1 - k) x T x h x b of device memory at the start of backward, k being
     ``activation_offload_in_flight``, and one T x h x b less where the last block is pruned to so little that the peak is in the
     one before; between forward and backward all block inputs, the rotary tables and what the final norm keeps. Without
     checkpointing L x A, A being what one block keeps, less the (3 + k) x T x I x b that the MLP's backward reads and fetches
     ahead. Where an optimizer step has one micro-batch of fewer than b_g x N_l / (b x h x W) tokens, N_l being the parameters of
     a block, the peak is at the end of backward and nothing is saved with checkpointing.
-Costs: the same bytes of host memory, in chunks of 64 MiB, and a copy of each either way on a stream of its own, hidden while
-    h / N_l < (copied bytes/s) / (FLOP/s). Without checkpointing copies do not hide.
-Pairs with: activation checkpointing, so that block inputs alone are moved; more than one micro-batch to an optimizer step;
-    ``memory.host_limit_gb``, which bounds what it may take.
 """
 
 from __future__ import annotations
@@ -28,8 +24,6 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 
 from verl_memopt.distributed.device import CopyStream
 from verl_memopt.memory.host.host_arena import CHUNK_BYTES, HostArena, Slot
-
-KEY = "actor_rollout_ref.model"
 
 
 class ActivationOffload:

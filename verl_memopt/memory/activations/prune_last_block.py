@@ -1,13 +1,11 @@
 """The last block computes what is read of it: the tokens from whose state something is predicted, and keys and values of all.
 
-Saves: with U of a micro-batch's T computed tokens unread (those of prompts but for the last; none where U < T / 8), queries,
+Bytes saved: with U of a micro-batch's T computed tokens unread (those of prompts but for the last; none where U < T / 8), queries,
     attention, its output product and the MLP of U tokens in the last block, forward and backward, which is U / (T x L) of what
     blocks compute but for keys and values. With recomputed norms that block keeps U x b x (h + 2 x H x D + 2 x I) less. That
     is what the peak falls by without activation checkpointing, or less where its backward holds least; with it the peak falls to
     that of the block before, with the input of one block less beside it: by T x h x b.
-Costs: where prompts are not shared, two calls of attention in that block in place of one.
-Pairs with: every knob. A last block whose attention slides over a window computes all tokens, as does one of an unknown class;
-    both with a warning.
+
 Exact: what it leaves out is read by nothing, in no pass; gradients differ by the order of sums.
 """
 

@@ -1,6 +1,6 @@
 """Recomputed norms, rotations and activations: a block keeps what they read, and not what they give.
 
-Saves: with T tokens computed in the largest micro-batch, L blocks of width h, H heads and K key heads of size D, MLP width I, b
+Bytes saved: with T tokens computed in the largest micro-batch, L blocks of width h, H heads and K key heads of size D, MLP width I, b
     bytes of the compute dtype and X = T x h x b, a block of Qwen3 keeps A' = T x b x (2 x h + 2 x H x D + 2 x K x D + 2 x I) in
     place of A = T x ((4 + 2 x b) x (2 x h + H x D + K x D) + b x (H x D + K x D + 4 x I)), less than half of it in bfloat16:
     (L - 1) x (A - A') without activation checkpointing. In the last block, whose backward sets the peak, A + 2 x T x I x b + 2 x
@@ -11,11 +11,7 @@ Saves: with T tokens computed in the largest micro-batch, L blocks of width h, H
     and answers. A block that activation checkpointing computes again keeps none of its gate and up: at the MLP's it holds
     A' - 2 x T x I x b + 2 x X + (t x (h + 3 x I) + 3 x h x I) x b. Elementwise tiles add 1.5 MiB (112 on
     a GPU where they are not compiled).
-Costs: norms, rotations and the MLP's activation once more in backward: elementwise statements, and no product. On a GPU
-    ``actor.use_torch_compile`` makes each chain of them one to three kernels.
-Pairs with: every knob. Activation checkpointing computes the MLP again over tiles, at no product more; a tiled MLP makes these
-    tiles smaller, and keeps its input alone without checkpointing as well. LoRA's products with A read the same recomputed value
-    as the layer's own.
+
 Exact but for the order of sums: a norm's gradient is computed in fp32 throughout, rotations round once, and a weight's gradient
     is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half precision rounds it once more. Source: arXiv
     2205.05198.

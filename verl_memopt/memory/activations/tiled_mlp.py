@@ -1,6 +1,6 @@
 """Tiled MLP: each MLP runs over tiles of tokens, again in backward, so that its wide tensors exist for one tile at a time.
 
-Saves: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, their product and two gradients), less
+Bytes saved: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, their product and two gradients), less
     2 x h x I x b + T x h x b x (1 + 1 / n), since tiles sum the gradients of three weights and of the input side by side; I is
     the MLP width, n ``tiled_mlp.num_shards``; and no more than takes the peak down to the next one, when the backward of
     attention comes to the norm of the queries: with H heads and K key heads of size D, in fp32, T x b x (4 x h + 8 x H x D +
@@ -9,10 +9,7 @@ Saves: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, 
     L - 1 blocks keeps. In passes without gradients 3 x T x I x b x (1 - 1 / n), less T x h x b. Where norms are recomputed
     (``recompute_elementwise``) gate and up alone are kept, so that it saves 2 x T x I x b of each of L - 1 blocks, and in the
     last what lies between that knob's moments: tiles are of min(T / n, 2,048) tokens, and none is kept at the MLP's backward.
-Costs: one more forward of the MLP, with activation checkpointing a third of one: what is computed again there stops before the
-    MLP. n products in place of one, which smaller tiles slow down.
-Pairs with: long micro-batches; activation checkpointing, which makes it free, and with recomputed norms runs over tiles of 2,048
-    tokens anyway; LoRA; sharding, since a weight's gradient is summed over tiles before it is reduced.
+
 Exact: outputs and gradients of inputs are those of the whole; gradients of weights differ by the order of one sum over tokens.
 """
 

@@ -1,15 +1,10 @@
 """The prompt of a group is computed once for all its answers, in every pass.
 
-Saves: of the tokens of a group of k answers to a prompt of P tokens, (k - 1) x P of the k x P + sum(R_i - 1) that a pass
+Bytes saved: of the tokens of a group of k answers to a prompt of P tokens, (k - 1) x P of the k x P + sum(R_i - 1) that a pass
     computes, and what each of them holds where the group is one micro-batch: (k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes
     of activations, A / T being what a block keeps of one token and the rest what the backward of an MLP holds. Under a token
     budget the peak stays, and there are fewer micro-batches.
-Costs: nothing in the result: log-probs and gradients are those of the repeated prompt, in another order of sums. Where a budget
-    splits a group, each part computes the prompt again; but on one device a prompt no shorter than the answers of each part is
-    computed once, at 4 x L x P x K x D x b bytes of keys, values and their gradients (twice the latter in half precision), for
-    K key heads of size D.
-Pairs with: every knob, and a token budget of at least prompt + all answers, which keeps groups whole. It pays as
-    (k x (P + R)) / (P + k x R): much where prompts are long beside answers, nothing where they are short.
+
 Exact for causal attention over the whole sequence; a model whose window slides is refused.
 """
 
@@ -19,8 +14,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 from verl_memopt.memory.batching.token_budget import BUDGET_KEY, pack
-
-KEY = "actor_rollout_ref.actor.use_prefix_grouper"
 
 UNREAD_SHARE = 1 / 8
 """Of a pack's tokens, from which on leaving them out of the last block costs fewer bytes than the copies of the others."""

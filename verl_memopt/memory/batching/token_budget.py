@@ -1,11 +1,9 @@
 """Micro-batches packed by tokens under a hard cap.
 
-Saves: (T - t) x (L x A / T + 2 x (I + h) x b) bytes of activations, T being the tokens computed at once without a cap and t
+Bytes saved: (T - t) x (L x A / T + 2 x (I + h) x b) bytes of activations, T being the tokens computed at once without a cap and t
     those of the fullest micro-batch under it, A / T what a block keeps of one token, and the rest what the backward of an MLP
     holds: no micro-batch ever has more tokens than the cap, whatever the lengths of its rows. Fewer micro-batches than fixed
     row counts, and no padding (fixed micro-batches padded to the longest row compute 4.9 to 9.2 times as many tokens).
-Costs: nothing in the result (losses are normalised by global counts); a few milliseconds of packing per batch.
-Pairs with: chunked log-probs and activation checkpointing, which lower the bytes a token needs and so allow a higher cap.
 """
 
 from __future__ import annotations

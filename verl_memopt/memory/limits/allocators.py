@@ -1,16 +1,10 @@
 """Limits of a process's device and host memory, and the allocators behind them.
 
-Saves: nothing by itself. ``memory.device_limit_gb`` makes any card as small as the one that is meant: on a GPU the caching
+Bytes saved: nothing by itself. ``memory.device_limit_gb`` makes any card as small as the one that is meant: on a GPU the caching
     allocator refuses what goes beyond (``set_per_process_memory_fraction``) and the engine's share is taken from the limit;
     on a CPU the byte tracker refuses it in the phases whose bytes are counted (``trainer.track_memory_every_steps``). What
     sleeps is not inside the limit, nor is the CUDA context. ``memory.host_limit_gb`` bounds all host buffers of a worker, and
     ``memory.pinned_limit_gb`` the page-locked ones.
-Costs: nothing within the limits; past the pinned limit, copies that wait.
-Pairs with: every offload, whose bytes rest in host buffers; and with the variables that choose allocators.
-    ``PYTORCH_ALLOC_CONF=expandable_segments:True`` (``PYTORCH_CUDA_ALLOC_CONF`` before torch 2.9) keeps reserved memory
-    near what is allocated when micro-batches differ in length; a sleeping vLLM engine manages memory of its own and is
-    built outside it. ``ALLOCATOR=tcmalloc`` or ``jemalloc`` in the scripts of examples/memory_optimization preloads a host
-    allocator that gives freed pages back sooner than glibc's. Workers inherit both.
 """
 
 from __future__ import annotations
@@ -24,8 +18,6 @@ from verl_memopt.config import schema
 from verl_memopt.distributed.device import cap_device_memory, device_memory_cap, empty_cache, is_gpu
 from verl_memopt.memory.host.host_buffers import GIB, host_limits
 from verl_memopt.observe.device_ledger import AsleepReader, ledger_of
-
-KEY = "memory.device_limit_gb"
 
 
 def limit_bytes(gigabytes: float | None) -> int | None:

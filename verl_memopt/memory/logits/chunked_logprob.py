@@ -1,6 +1,6 @@
 """Log-probs and entropy from hidden states, chunk by chunk: the [tokens, vocabulary] logits never exist.
 
-Saves: with R response tokens of a micro-batch, V vocabulary entries, c = chunk, t = ``logprob_vocab_tile`` and b bytes of the
+Bytes saved: with R response tokens of a micro-batch, V vocabulary entries, c = chunk, t = ``logprob_vocab_tile`` and b bytes of the
     compute dtype, the logits of a pass are one buffer of min(R, c) * min(V, t) * (4 + n) bytes, n = 0 in fp32 and b below it;
     where entropy is asked for, and on a GPU where t < V and functions are not compiled, also min(R, c) * min(V, t, 4,096) * 4.
     c = 0 is R. t = 0 is V in an update whose loss is one of
@@ -8,10 +8,6 @@ Saves: with R response tokens of a micro-batch, V vocabulary entries, c = chunk,
     chunk the update falls by (R - c) * V * (4 + n), leaving 0.43 GiB at 512 x 151,936 in bfloat16, a log-prob pass by
     (R * V - c * 16,384) * (4 + n), leaving 48 MiB. Gradients of the head's weight are added where they stay: V * h * b less
     wherever there is one already (a second micro-batch before the reduction).
-Costs: nothing in an update whose loss is one of tokens or strictly on-policy: the gradient of a log-prob is known ahead of
-    backward, so a chunk's logits are computed once, three products with the head. In other updates they are computed again
-    in backward, which makes four; so does a tile that is set. A chunk's gradients are added up in the compute dtype.
-Pairs with: every pass and every other knob; a sharded head is gathered once per pass, not once per chunk.
 """
 
 from __future__ import annotations
@@ -22,13 +18,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_memopt.knobs.shapes import Shapes
+from verl_memopt.knobs.chunked_logprob import FREE_TILE
 from verl_memopt.observe.byte_tracker import scope
 from verl_memopt.ops.in_place_gradient import room_for
 from verl_memopt.ops.logit_tiles import Gradients, Head, LogitTiles, Tokens
-
-FREE_TILE = 16_384
-"""Vocabulary entries per tile where it is left open and tiles cost no product."""
 
 TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
 """Says ahead what backward will bring for a slice of tokens: from their log-probs and entropies (or None), without gradients,
@@ -203,17 +196,3 @@ def _at(into: Gradients, rows: slice) -> Gradients:
 
 def _or_nothing(values: Tensor | None, hidden: Tensor) -> Tensor:
     return hidden.new_empty(0, dtype=torch.float32) if values is None else values
-
-
-def logit_bytes(shapes: Shapes, update: bool) -> int:
-    """Gives the formula of *Saves*: bytes of the logits of an update with old log-probs, or of a log-prob pass, no entropy."""
-    model, actor = shapes.settings.model, shapes.settings.actor
-    chunk = model.logprob_chunk_tokens
-    once = chunk == 0 or (update and actor.policy_loss.loss_mode == "vanilla")
-    tile = model.logprob_vocab_tile or (shapes.vocab if once else FREE_TILE)
-    narrow = 0 if shapes.compute_bytes == 4 else shapes.compute_bytes
-    return min(shapes.responses, chunk or shapes.responses) * min(shapes.vocab, tile) * (4 + narrow)
-
-
-def _saved(update: bool) -> Callable[[Shapes, Shapes], float]:
-    return lambda before, after: logit_bytes(before, update) - logit_bytes(after, update)

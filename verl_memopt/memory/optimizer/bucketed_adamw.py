@@ -1,10 +1,7 @@
 """AdamW that walks the elements of all shards in buckets, so that what its step holds does not grow with the largest tensor.
 
-Saves: the parameter-sized temporary (4 * N / W bytes) of torch's unfused step: with fp32 state on the device the step holds
+Bytes saved: the parameter-sized temporary (4 * N / W bytes) of torch's unfused step: with fp32 state on the device the step holds
     nothing of its own, as torch's fused AdamW; in every other combination at most three buckets of ``optim.bucket_megabytes``.
-Costs: nothing with fp32 state on the device, where the numbers are those of torch's fused AdamW bit for bit.
-Pairs with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.stochastic_rounding`` and ``optim.in_backward``, each of which
-    it is made for; without any of them ``AdamW`` of ``torch.optim`` is torch's own, fused.
 """
 
 from __future__ import annotations

@@ -1,14 +1,8 @@
 """Each FSDP unit is updated inside backward, as soon as its gradient is reduced, and the gradient is freed at once.
 
-Saves: b_g * (N - N_u) / W bytes (b_g = 4 for fp32 gradients, N parameters, N_u those of the largest unit, W ranks in the shard
+Bytes saved: b_g * (N - N_u) / W bytes (b_g = 4 for fp32 gradients, N parameters, N_u those of the largest unit, W ranks in the shard
     group): at no time is there more than one unit's gradient; of a matrix that head and embedding share there are two, which
     meet in backward. Without it all of them lie there from the end of backward to the end of the optimizer step.
-Costs: clipping, which needs the norm of all gradients first (the norm is still reported), and accumulation: one micro-batch
-    per optimizer step. The update no longer waits for backward, nor runs as one launch. From the first gradient that is not
-    finite on, nothing more is updated in that step. Where parameters have moved before it, the run stops, because the step
-    cannot be taken back: without this knob it is skipped and the run goes on.
-Pairs with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_rounding``; a token budget that takes a whole
-    mini-batch at once (activation checkpointing and offload, chunked log-probs, tiled MLP).
 """
 
 from __future__ import annotations
@@ -19,7 +13,6 @@ import torch
 from torch import Tensor, nn
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.optimizer.optimizer_layout import local
 from verl_memopt.observe.byte_tracker import scope
@@ -89,9 +82,3 @@ class _WeakHook:
         owner = self._owner()
         assert owner is not None, "the optimizer lives as long as backward runs"
         owner.update(parameter)
-
-
-def _saved(_: Shapes, after: Shapes) -> float:
-    """Gives the formula of *Saves* on one device, where a unit is one parameter and the matrix of the vocabulary the largest."""
-    largest = after.vocab * after.hidden * (2 if after.tied else 1)
-    return after.master_bytes * (after.params - largest)

@@ -1,11 +1,8 @@
 """Optimizer state rests in one host buffer and passes over the device bucket by bucket inside ``step()``.
 
-Saves: b_o * N / W bytes of device memory outside the step (b_o = 8 for fp32 moments, N parameters, W ranks in the shard group),
+Bytes saved: b_o * N / W bytes of device memory outside the step (b_o = 8 for fp32 moments, N parameters, W ranks in the shard group),
     and in it all but three buckets: one that arrives, one that is updated, one that leaves. It is made where it rests, so the
     first step costs what every other does.
-Costs: b_o * N / W bytes of host memory, and as many over the bus each way at every optimizer step, both ways at once.
-Pairs with: ``optim.state_dtype`` (fewer bytes to carry), ``optim.bucket_megabytes``, ``fsdp_config.param_offload``,
-    ``optim.in_backward``; large mini-batches, because it is paid once per optimizer step.
 """
 
 from __future__ import annotations

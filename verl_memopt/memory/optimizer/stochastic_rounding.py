@@ -1,12 +1,7 @@
 """Stochastic rounding to bfloat16, so that weights which rest in bfloat16 move by less than their spacing, on average.
 
-Saves: 2 + 2 bytes a parameter against fp32 masters (weights 4 -> 2, gradients 4 -> 2); with bf16 moments the training state is
+Bytes saved: 2 + 2 bytes a parameter against fp32 masters (weights 4 -> 2, gradients 4 -> 2); with bf16 moments the training state is
     8 bytes a parameter in place of 16.
-Costs: exactness. A weight is off by up to one bfloat16 spacing (2^-7 of it, 2^-8 near the top of a binade), with mean 0: at a
-    learning rate of 1e-6 rounding to nearest would never move a weight above 1e-3 at all. In the step, a bucket of weights
-    and gradients in fp32.
-Pairs with: ``fsdp_config.model_dtype=bfloat16``, without which it has nothing to round; ``optim.state_dtype``;
-    ``fsdp_config.optimizer_offload``.
 
 The expected value of the rounded number is the number itself (Gupta et al., arXiv 1502.02551): the bits that are cut off are
 the chance, in units of 2^-16, to go up.

@@ -1,11 +1,9 @@
 """How weights come from their files: streamed shard by shard, or left in the mapped file until the device asks for them.
 
-Saves: either way no rank holds more of a model than its shard, on the device, and on the host nothing of its own: a file is
+Bytes saved: either way no rank holds more of a model than its shard, on the device, and on the host nothing of its own: a file is
     mapped, and each tensor's part of it is copied straight to where it belongs. ``mmap`` also saves the b_w * N / W bytes
     of host buffer in which a reference with ``param_offload`` rests: the file is its place, and the system may drop its
     pages when memory is short. A rank's slice of a mapped tensor keeps the address range of all of it, and no memory.
-Costs: ``mmap``: pages that were dropped are read from disk again, and copies to the device cannot come from page-locked memory.
-Pairs with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_config.model_dtype`` that is the file's.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """LoRA: the base is frozen, each chosen linear layer learns a low-rank addition; the reference is the same model without it.
 
-Saves: with N parameters in the base and N_a in the adapters, gradients and optimizer state of N - N_a parameters: 12 bytes each
+Bytes saved: with N parameters in the base and N_a in the adapters, gradients and optimizer state of N - N_a parameters: 12 bytes each
+
 with fp32 AdamW; and the whole second model where a KL asks for a reference (b_w x N / W). N_a is rank x (in + out) a layer.
-Costs: two thin products a layer, 2 x rank x (in + out) x tokens multiply-adds; one merged tensor at a time in a weight sync.
-Pairs with: bf16 masters for the frozen base, checkpointing, every packing knob; the engine gets merged weights, so rollout
+
 knobs are as without it. Source: LoRA, arXiv 2106.09685.
 """
 
@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 from torch.nn.functional import linear
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.shapes import Shapes
 
 KEY = "actor_rollout_ref.model"
 ADAPTERS = ("lora_A", "lora_B")
@@ -203,10 +202,3 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
         raise ConfigError(f"{key}: it does not fit lora_rank and target_modules: {'; '.join(problems[:6])}.")
     for name, parameter in wanted.items():
         _copy_whole(parameter, found[name])
-
-
-def _adapters(shapes: Shapes) -> int:
-    """Gives N_a with adapters on every linear layer of Qwen3's blocks."""
-    h, mlp, query, key = shapes.hidden, shapes.mlp, shapes.heads * shapes.head_dim, shapes.kv_heads * shapes.head_dim
-    sides = 2 * (h + query) + 2 * (h + key) + 3 * (h + mlp)
-    return shapes.layers * shapes.settings.model.lora_rank * sides

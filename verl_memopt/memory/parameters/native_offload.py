@@ -1,11 +1,6 @@
 """FSDP2's own CPU offload: shards, gradients and optimizer state live on the host, and the optimizer steps there.
 
-Saves: all of (b_w + b_o + b_g) * N / W bytes of the device, 16 * N / W with fp32 AdamW: what is left is what is gathered.
-Costs: as many bytes of host memory; b_w * N / W over the bus at every gather of the model (two a micro-batch with checkpointing
-    or resharding) and b_r * N / W back in every backward; an optimizer step at the host's speed, 28 * N / W bytes through its
-    memory. ``param_offload`` with ``optimizer_offload`` moves less and is faster; this is for what fits in no other way.
-Pairs with: few, large micro-batches; ``gradient_sync=last`` where whole gradients fit. Checkpoints are written, and weights are
-    gathered for the engine, from the host.
+Bytes saved: all of (b_w + b_o + b_g) * N / W bytes of the device, 16 * N / W with fp32 AdamW: what is left is what is gathered.
 """
 
 from __future__ import annotations
@@ -87,6 +82,3 @@ def _count_gradients(model: nn.Module, trained: list[FSDPParam], shards_are_lock
 
 def _shard(parameter: Tensor) -> Tensor:
     return parameter._local_tensor if isinstance(parameter, DTensor) else parameter
-
-
-_WHY = "parameters and optimizer state never leave the host then; set one of the two to false"

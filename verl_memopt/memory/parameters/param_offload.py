@@ -1,10 +1,7 @@
 """Parameters rest on the host outside the phases that need them: one host buffer a model, used again at every move.
 
-Saves: b_w * N / W bytes of device memory in every phase that does not need the model (b_w = 4 for fp32 masters, 2 for
+Bytes saved: b_w * N / W bytes of device memory in every phase that does not need the model (b_w = 4 for fp32 masters, 2 for
     bfloat16; N parameters; W ranks in the shard group): rollout, the other model's log-probs, rewards, saving.
-Costs: b_w * N / W bytes of host memory, and as many over the bus each way at every change; what is frozen goes one way only.
-Pairs with: a sleeping engine (``rollout.free_cache_engine``), whose room the parameters leave; ``optimizer_offload``, for the
-    larger part of the training state; ``model.load_mode=mmap``, which gives a reference its file as the place to rest.
 """
 
 from __future__ import annotations

@@ -1,10 +1,11 @@
 """Frozen models in 8 or 4 bits: each linear layer of the blocks keeps codes and scales, and is a plain product for a moment.
 
-Saves: of the N_b parameters in the blocks' linear layers, b_w - 1.03 bytes each with int8 (groups of 128), b_w - 0.56 with
+Bytes saved: of the N_b parameters in the blocks' linear layers, b_w - 1.03 bytes each with int8 (groups of 128), b_w - 0.56 with
+
 nf4 (groups of 64), where b_w is the masters' width; codes are sharded over ranks as weights are.
-Costs: one layer's weight in the compute dtype while it is used; the log-probs are not exact: their error is measured
+
 when the model is loaded, and logged.
-Pairs with: a reference beside a policy on one device; param_offload moves the codes, at a quarter to a half of the bytes.
+
 Source of the nf4 levels: QLoRA, arXiv 2305.14314.
 """
 
@@ -17,8 +18,6 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 from torch.nn.functional import linear
-
-KEY = "actor_rollout_ref.ref.quantization"
 
 NF4_LEVELS = (
     -1.0, -0.6961928, -0.5250731, -0.3949175, -0.2844414, -0.1847734, -0.09105003, 0.0,

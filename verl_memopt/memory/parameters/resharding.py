@@ -1,14 +1,11 @@
 """What FSDP2 keeps between a unit's forward and its backward, over how many ranks it shards, and when it reduces gradients.
 
-Saves: ``reshard_after_forward`` true frees b_c * (N - N_u) bytes of gathered parameters between forward and backward (b_c = 2
+Bytes saved: ``reshard_after_forward`` true frees b_c * (N - N_u) bytes of gathered parameters between forward and backward (b_c = 2
     for bfloat16 compute; N_u parameters of the unit in use and, on several ranks, of the one gathered ahead), on one device
     too, where the gathered copy is the cast one. The root's own, a tied head among them, stay: backward begins with them. A
     number k keeps b_c * (N - N_u) / k of them. ``fsdp_size`` F in place of W
     keeps (b_w + b_o + b_g) * N / F instead of N / W. ``gradient_sync=every`` frees b_r * N * (1 - 1/W) bytes against
     ``last``, which holds whole gradients until the last micro-batch (b_r = 4 for fp32 reduction).
-Costs: true: one more gather of every block in each backward (between k ranks only for a number). ``every``: one reduction of
-    every unit a micro-batch in place of one an optimizer step.
-Pairs with: activation checkpointing, which gathers a block once for recomputation and backward; ``own_units``.
 """
 
 from __future__ import annotations
@@ -86,6 +83,3 @@ def _next(iterator: Iterator[Item]) -> Iterator[Item]:
     for item in iterator:
         yield item
         return
-
-
-_ROLES = tuple(f"actor_rollout_ref.{role}.fsdp_config" for role in ("actor", "ref"))

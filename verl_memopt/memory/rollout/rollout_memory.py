@@ -1,6 +1,6 @@
 """What the rollout engine holds: its weights, its KV cache and the scratch of a step, and when it gives them back.
 
-Saves: by key. Let k = 2 * L * max(kv_heads / TP, 1) * head_dim * b_kv be the bytes of one token in the KV cache
+Bytes saved: by key. Let k = 2 * L * max(kv_heads / TP, 1) * head_dim * b_kv be the bytes of one token in the KV cache
     (:func:`kv_bytes_per_token`), N parameters, b_r bytes per element of ``rollout.dtype``, V the vocabulary.
     ``gpu_memory_utilization`` u: the engine takes u * device bytes; what N * b_r / TP and a step's scratch leave is KV cache.
     ``kv_cache_memory_gb``: exactly that many GiB of KV cache, so that many * 2^30 / k tokens.
@@ -11,13 +11,6 @@ Saves: by key. Let k = 2 * L * max(kv_heads / TP, 1) * head_dim * b_kv be the by
     ``max_num_batched_tokens`` t: activations of a prefill, about t * (2 * h + 3 * I / TP) * b_r bytes.
     ``enforce_eager``: no CUDA graphs, 0.5 to 2 GiB that sleeping does not free (reported).
     ``free_cache_engine``: N * b_r / TP and the whole cache, while the trainer computes.
-Costs: fewer sequences at once means more waves of decoding. fp8 KV changes the engine's log-probs; the importance ratio of
-    the old-log-prob pass and ``rollout/logprob_diff_mean`` see by how much. Sleeping costs a wake-up a step. ``sleep_level`` 1
-    keeps the weights in host memory meanwhile (N * b_r / TP bytes, by vLLM itself for vLLM, in host buffers for hf); the
-    default 2 keeps nothing, since a sync rewrites every weight anyway. ``enable_prefix_caching`` costs no memory: cached
-    blocks are the cache's own, and are given up first.
-Pairs with: the sync bucket, since the sync is the one moment at which trainer and engine weights are both there; weights
-    wake for it, the KV cache only after it. ``memory.device_limit_gb``, of which the engine then takes its share.
 """
 
 from __future__ import annotations

@@ -1,12 +1,10 @@
 """Weights from a sharded policy to the engine, a bucket at a time: cast on the shard, gathered, written in place row by row.
 
-Saves: with W ranks in the shard group, what a sync holds beyond the two models falls from the largest gathered tensor in the
+Bytes saved: with W ranks in the shard group, what a sync holds beyond the two models falls from the largest gathered tensor in the
     masters' dtype (b_w * V * h for an embedding, 3.48 GiB in fp32 for an 8B) to one bucket, B = megabytes * 2^20 bytes, or to
     the whole model in the engine's dtype where that is smaller. A bucket is one buffer of B bytes, used again and again: W
     parts of B / (W + 1) that the ranks fill, and one more that this rank sends. A tensor larger than the bucket is sent in
     row ranges. On one rank nothing is held: the engine copies and casts straight from the shard.
-Costs: one collective a bucket, so (W + 1) * 2 * N / B of them; below 64 MiB the links are not full any more.
-Pairs with: parameter offload and a sleeping KV cache, which make the sync the moment with the least room.
 """
 
 from __future__ import annotations
