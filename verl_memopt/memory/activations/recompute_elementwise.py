@@ -33,7 +33,7 @@ from torch.nn.functional import linear
 
 from verl_memopt.memory.knob import Claim, Knob
 from verl_memopt.memory.parameters.lora import LoraLinear
-from verl_memopt.ops.discarded_values import Maker, Rows, products
+from verl_memopt.ops.recomputation import Recomputable, Rows, recomputed_products
 
 KEY = "actor_rollout_ref.model.recompute_elementwise"
 
@@ -69,7 +69,7 @@ def _unlike(block: Any, trained: bool) -> str | None:
 
 
 def recomputed_outputs(
-    maker: Maker,
+    recomputable: Recomputable,
     sources: tuple[Tensor, ...],
     parameters: tuple[Tensor, ...],
     layers: Sequence[Any],
@@ -79,22 +79,22 @@ def recomputed_outputs(
     """Return the output [T, m] of each linear layer over one value, which backward makes again.
 
     Args:
-        maker: makes the value [T, n] from the sources [T, n] and the parameters [n].
+        recomputable: makes the value [T, n] from the sources [T, n] and the parameters [n].
         sources: what is kept in place of the value.
-        parameters: of the maker.
+        parameters: of the recomputable.
         layers: linear, with adapters or without; of any kind where no gradients are computed.
         rows: those that ``row_layers`` run over, which then return [R, m]; None for all.
         row_layers: some of the layers.
     """
     of_rows = [any(layer is one for one in row_layers) for layer in layers]
     if not torch.is_grad_enabled():
-        value = maker.make(sources, parameters, sources[0] if maker.overwrites else None)
+        value = recomputable.compute(sources, parameters, sources[0] if recomputable.overwrites else None)
         part = value if rows is None else value[rows.index]
         return [layer(part if some else value) for layer, some in zip(layers, of_rows, strict=True)]
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
     weights = [layer.weight for layer in layers] + [layer.lora_A for layer in adapted]
     marked = of_rows + [any(layer is one for one in row_layers) for layer in adapted]
-    outs = list(products(maker, sources, parameters, weights, rows, marked))
+    outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, marked))
     thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=True))
     return [_finished(layer, out, thin.get(id(layer))) for layer, out in zip(layers, outs, strict=False)]
 

@@ -14,12 +14,12 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.parameters.lora import LoraLinear
-from verl_memopt.ops.discarded_values import Gated, Normed, WeightSum, keep, kept, product_tiles, zeros_to_sum
+from verl_memopt.ops.recomputation import RMSNorm, SwiGLU, WeightSum, keep, kept, product_tiles, zeros_to_sum
 
-GATED = Gated()
+SWIGLU = SwiGLU()
 
 
-def recomputed_mlp(x: Tensor, norm: Normed, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
+def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
     """Gives down(silu(gate(y)) * up(y)) [T, h] of y, the norm of x [T, h] under ``weight`` [h].
 
     layers: the linear layers gate, up and down, with adapters or without. tiles: how many at least; there are more where a tile
@@ -38,14 +38,14 @@ def _tensors(layer: Any) -> tuple[Tensor | None, ...]:
     return layer.weight, layer.bias, layer.lora_A if adapted else None, layer.lora_B if adapted else None
 
 
-def _whole(x: Tensor, norm: Normed, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
+def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
     """Gives the MLP's output without a graph; its layers may be of any kind."""
     gate, up, down = layers
     out = torch.empty_like(x)
     for rows in product_tiles(x, tiles):
-        normal = norm.make((x[rows],), (weight,))
+        normal = norm.compute((x[rows],), (weight,))
         value = gate(normal)
-        out[rows] = down(GATED.make((value, up(normal)), (), value))
+        out[rows] = down(SWIGLU.compute((value, up(normal)), (), value))
     return out
 
 
@@ -100,7 +100,7 @@ class _Linear:
         """Gives the gradients of weight, bias, A and B in their dtypes, or None for what does not learn."""
         of_bias = None if self._of_bias is None else self._of_bias.to(self.weight.dtype)
         of_weight, of_down, of_up = (
-            None if one is None else one.given() for one in (self._of_weight, self._of_down, self._of_up)
+            None if one is None else one.gradient() for one in (self._of_weight, self._of_down, self._of_up)
         )
         return of_weight, of_bias, of_down, of_up
 
@@ -113,7 +113,7 @@ class _RecomputedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        norm: Normed,
+        norm: RMSNorm,
         tiles: int,
         scales: Sequence[float],
         node: Any,
@@ -125,9 +125,9 @@ class _RecomputedMlp(torch.autograd.Function):
         gate, up, down = (_Linear(four, scale) for four, scale in zip(_fours(tensors), scales, strict=True))
         out = torch.empty_like(x)
         for rows in product_tiles(x, tiles):
-            normal = norm.make((x[rows],), (weight,))
+            normal = norm.compute((x[rows],), (weight,))
             value = gate.give(normal)
-            out[rows] = down.give(GATED.make((value, up.give(normal)), (), value))
+            out[rows] = down.give(SWIGLU.compute((value, up.give(normal)), (), value))
         return out
 
     @staticmethod
@@ -150,7 +150,7 @@ class _RecomputedMlp(torch.autograd.Function):
 
 
 def _tile_backward(
-    norm: Normed,
+    norm: RMSNorm,
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -161,12 +161,12 @@ def _tile_backward(
 ) -> None:
     """Adds a tile's part of the gradients of the layers and the norm, and writes that of x into ``into``, where not None."""
     gate, up, down = layers
-    normal = norm.make((x,), (weight,))
+    normal = norm.compute((x,), (weight,))
     sources = gate.give(normal), up.give(normal)
-    value = GATED.make(sources, ())
+    value = SWIGLU.compute(sources, ())
     down.add(grad, value, alone)
     down.through(grad, value, add=False)
-    GATED.differentiate(value, sources, (), sources, ())
+    SWIGLU.differentiate(value, sources, (), sources, ())
     del value
     for layer, above in zip((gate, up), sources, strict=True):
         layer.add(above, normal, alone)

@@ -28,7 +28,7 @@ from torch.autograd.function import once_differentiable
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.knob import Claim, Knob
 from verl_memopt.memory.parameters.lora import LoraLinear
-from verl_memopt.ops.discarded_values import keep, kept
+from verl_memopt.ops.recomputation import keep, kept
 
 KEY = "actor_rollout_ref.model.tiled_mlp"
 

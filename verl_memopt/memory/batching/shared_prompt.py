@@ -23,13 +23,13 @@ from verl_memopt.memory.knob import Claim, Knob, Refusal
 
 KEY = "actor_rollout_ref.actor.use_prefix_grouper"
 
-UNREAD_SHARE = 1 / 8
-"""Of a pack's tokens, from which on leaving them out of the last block costs fewer bytes than the copies of the others."""
+SKIPPED_SHARE = 1 / 8
+"""Least share of a pack's tokens that is worth skipping. Below it, copies of the other tokens cost more bytes than it saves."""
 
 
-def unread_if_many(unread: int, tokens: int) -> int:
-    """Gives how many tokens of a pack the last block may leave out: the unread ones, or none."""
-    return unread if unread and unread >= tokens * UNREAD_SHARE else 0
+def skipped_if_many(skipped: int, tokens: int) -> int:
+    """Return ``skipped`` where skipping so many of a pack's tokens in the last block pays, else 0."""
+    return skipped if skipped and skipped >= tokens * SKIPPED_SHARE else 0
 
 
 @dataclass(frozen=True)
@@ -62,10 +62,10 @@ class RowTokens:
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
         return sum(prompts.values()) + sum(self.answers[row] for row in rows)
 
-    def unread(self, rows: Iterable[int]) -> int:
-        """Gives the computed tokens of some rows that predict nothing, prompts but for the last; 0 where they are few."""
+    def skipped(self, rows: Iterable[int]) -> int:
+        """Return how many computed tokens of some rows the last block skips: all of a prompt but its last; 0 if few."""
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
-        return unread_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
+        return skipped_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
 
     def each(self) -> list[int]:
         """Gives the tokens of each row computed by itself."""
@@ -86,18 +86,18 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
     Errors: ConfigError naming ``key`` and the row that alone exceeds the cap.
     """
     units: list[list[int]] = []
-    carried: list[list[int]] = []
+    chained: list[list[int]] = []
     for family in tokens.families():
         parts = _parts(tokens, family, budget, names, key)
-        # Parts that one prompt can be carried to stay neighbours, and alone.
-        (carried if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)
+        # Parts that reuse one prefix KV stay neighbours, and share no micro-batch with others.
+        (chained if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)
     costs = [tokens.cost(unit) for unit in units]
-    bins = pack(costs, budget, 0 if carried else 1, names=[names[unit[0]] for unit in units], key=key)
-    return [sorted(row for unit in chosen for row in units[unit]) for chosen in bins] + carried
+    bins = pack(costs, budget, 0 if chained else 1, names=[names[unit[0]] for unit in units], key=key)
+    return [sorted(row for unit in chosen for row in units[unit]) for chosen in bins] + chained
 
 
 def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[list[Sequence[int]]]:
-    """Gives micro-batches (rows) one after another, those together whose prompt is to be computed once and carried.
+    """Gives micro-batches (rows) one after another, those together that reuse the prefix KV of one prompt.
 
     They are neighbours of one group and no longer than its prompt, each of which would compute more prompt than answers.
     """

@@ -67,7 +67,7 @@ def head_log_probs(
     if token_gradient is None:
         log_probs, entropy = _Recomputed.apply(hidden, weight, bias, targets, head, in_place)
     else:
-        log_probs, entropy = _Ahead.apply(hidden, weight, bias, targets, head, in_place, token_gradient)
+        log_probs, entropy = _PrecomputedGradient.apply(hidden, weight, bias, targets, head, in_place, token_gradient)
     return log_probs, entropy if with_entropy else None
 
 
@@ -112,7 +112,7 @@ class _Recomputed(torch.autograd.Function):
         return into.hidden, *handed, None, None, None
 
 
-class _Ahead(torch.autograd.Function):
+class _PrecomputedGradient(torch.autograd.Function):
     """Computes gradients beside log-probs; backward checks that they are those it would have computed."""
 
     @staticmethod
@@ -126,46 +126,46 @@ class _Ahead(torch.autograd.Function):
         in_place: bool,
         token_gradient: TokenGradient,
     ) -> tuple[Tensor, Tensor]:
-        tokens, told = _room_for_tokens(head, hidden), _room_for_tokens(head, hidden)
+        tokens, precomputed = _room_for_tokens(head, hidden), _room_for_tokens(head, hidden)
         into, ctx.handed = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
-                found = logits.read(hidden[rows], targets[rows])
-                grad_log_probs, grad_entropy = _told(token_gradient, rows, found)
-                logits.differentiate(hidden[rows], targets[rows], found, grad_log_probs, grad_entropy, _at(into, rows), True)
-                _keep(found, tokens, rows)
-                _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), told, rows)
-        ctx.save_for_backward(told.log_probs, told.entropy, into.hidden)
+                statistics = logits.read(hidden[rows], targets[rows])
+                grad_log_probs, grad_entropy = _gradient_of(token_gradient, rows, statistics)
+                logits.differentiate(hidden[rows], targets[rows], statistics, grad_log_probs, grad_entropy, _at(into, rows), True)
+                _keep(statistics, tokens, rows)
+                _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), precomputed, rows)
+        ctx.save_for_backward(precomputed.log_probs, precomputed.entropy, into.hidden)
         return tokens.log_probs, _or_nothing(tokens.entropy, hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        told_log_probs, told_entropy, grad_hidden = ctx.saved_tensors
+        of_log_probs, of_entropy, grad_hidden = ctx.saved_tensors
         handed, ctx.handed = ctx.handed, None
         assert handed is not None, "the gradients of this forward were handed out already"
-        _assert_as_told(told_log_probs, grads[0])
-        if told_entropy is not None:
-            _assert_as_told(told_entropy, grads[1])
+        _assert_as_precomputed(of_log_probs, grads[0])
+        if of_entropy is not None:
+            _assert_as_precomputed(of_entropy, grads[1])
         return grad_hidden, *handed, None, None, None, None
 
 
-def _told(token_gradient: TokenGradient, rows: slice, found: Tokens) -> tuple[Tensor, Tensor | None]:
+def _gradient_of(token_gradient: TokenGradient, rows: slice, statistics: Tokens) -> tuple[Tensor, Tensor | None]:
     # What its own autograd saves stays here: it is small, and gone again before any hook could gain from it.
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-        return token_gradient(rows, found.log_probs, found.entropy)
+        return token_gradient(rows, statistics.log_probs, statistics.entropy)
 
 
-def _assert_as_told(told: Tensor, brought: Tensor) -> None:
+def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
     """Breaks off where backward brings another gradient than was told; nothing here waits for the device.
 
     What is not finite in either is let through: the gradient norm shows it, and the update is skipped.
     """
-    if told.numel():
-        finite = torch.isfinite(told)
-        bound = torch.where(finite, told, 0.0).abs().amax() * 1e-5
-        same = ((told - brought).abs() <= bound) | ~(finite & torch.isfinite(brought))
-        torch._assert_async(same.all(), "the gradient of the log-probs is not the one that was told ahead")
+    if precomputed.numel():
+        finite = torch.isfinite(precomputed)
+        bound = torch.where(finite, precomputed, 0.0).abs().amax() * 1e-5
+        same = ((precomputed - actual).abs() <= bound) | ~(finite & torch.isfinite(actual))
+        torch._assert_async(same.all(), "the gradient of the log-probs is not the precomputed one")
 
 
 def _gradient_room(
