@@ -140,7 +140,7 @@ def test_the_queries_of_the_last_block_are_what_predicts(rows):
         query_index = pack.last_block.layout.query_index
         assert query_index.tolist() == sorted(set(pack.predicts.tolist()))
         assert torch.equal(query_index[pack.last_block.predicts], pack.predicts)
-        layout = zip(pack.layout.groups, pack.last_block.layout.sizes, pack.last_block.layout.skipped, strict=True)
+        layout = zip(pack.layout.groups, pack.last_block.layout.groups, pack.last_block.layout.skipped, strict=True)
         assert all(whole == (skipped + prefix, suffixes) for whole, (prefix, suffixes), skipped in layout)
 
 

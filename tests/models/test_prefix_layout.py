@@ -77,6 +77,6 @@ def test_tensors_of_all_tokens_and_of_queries():
 
 def test_moving_groups_moves_their_tensors_and_keeps_their_sizes():
     moved = PrefixLayout.of(SIZES).map(lambda tensor: tensor.to("meta"))
-    assert moved.sizes == SIZES
+    assert moved.groups == SIZES
     assert all(value.is_meta for value in vars(moved).values() if isinstance(value, torch.Tensor))
     assert moved.prefix_index_q.shape == (9,)

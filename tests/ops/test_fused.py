@@ -72,7 +72,7 @@ def test_compiled_statements_give_the_numbers_of_uncompiled_ones(compiles, dtype
     with fused_statements(True):
         found = every_statement(50, dtype)
         other = every_statement(37, dtype)
-    assert set(compiles) == {"_norm", "norm_gradient", "_gate", "_gate_gradient", "_turn", "_turn_back"}
+    assert set(compiles) == {"_norm", "norm_gradient", "_gate", "_gate_gradient", "_forward_statement", "_backward_statement"}
     for one, two in zip((*found, *other), (*expected, *every_statement(37, dtype)), strict=True):
         assert relative(one.double(), two.double()) <= bound
 

@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 
 def can_prune(block: nn.Module) -> bool:
-    """Return whether a Hugging Face model's last block can leave out what nothing reads; warn where it cannot."""
+    """Return whether a Hugging Face model's last block can skip the outputs that nothing uses; warn where it cannot."""
     reason = _unlike(block)
     if reason is not None:
         logger.warning("%s=true: %s; the last block computes all tokens", KEY, reason)
@@ -43,7 +43,7 @@ def _unlike(block: Any) -> str | None:
 
 
 def window_of(attention: Any) -> int | None:
-    """Return how many positions back a token of a known block sees, itself included; None for all."""
+    """Return how many positions back a token sees in a known block's attention, itself included; None for all."""
     if hasattr(attention, "sliding_window"):
         return attention.sliding_window
     return getattr(attention.config, "sliding_window", None) if type(attention).__name__.startswith("Mistral") else None

@@ -44,7 +44,7 @@ logger = logging.getLogger(__name__)
 
 
 def can_recompute(blocks: Iterable[nn.Module], trained: bool) -> bool:
-    """Return whether all blocks of a Hugging Face model can compute their cheap values again; warn where one cannot.
+    """Return whether all blocks of a Hugging Face model can recompute their cheap values; warn where one cannot.
 
     Args:
         blocks: as transformers made them.
@@ -76,14 +76,14 @@ def recomputed_outputs(
     rows: Rows | None = None,
     row_layers: Sequence[Any] = (),
 ) -> list[Tensor]:
-    """Return the output [T, m] of each linear layer over one value, which backward makes again.
+    """Return the output [T, m] of each linear layer over one value, which backward computes again.
 
     Args:
-        recomputable: makes the value [T, n] from the sources [T, n] and the parameters [n].
-        sources: what is kept in place of the value.
+        recomputable: computes the value [T, n] from the sources [T, n] and the parameters [n].
+        sources: kept in place of the value.
         parameters: of the recomputable.
         layers: linear, with adapters or without; of any kind where no gradients are computed.
-        rows: those that ``row_layers`` run over, which then return [R, m]; None for all.
+        rows: the rows of ``row_layers``, which then return [R, m]; None for all.
         row_layers: some of the layers.
     """
     of_rows = [any(layer is one for one in row_layers) for layer in layers]

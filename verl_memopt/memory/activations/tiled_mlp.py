@@ -69,7 +69,7 @@ def _check(block: nn.Module, mlp: Any, trained: bool) -> None:
 
 
 def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
-    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keeps x alone.
+    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x.
 
     Args:
         mlp: has ``gate_proj``, ``up_proj`` and ``down_proj``, ``act_fn`` and ``gated``.
@@ -78,7 +78,7 @@ def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
     """
     if torch.is_grad_enabled():
         names, weights = zip(*mlp.named_parameters(), strict=True)
-        # Inside a checkpointed block this is the last to save, so that the block's second forward stops here.
+        # In a checkpointed block nothing is saved after this, so the block's second forward stops here.
         return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
     out = torch.empty_like(x)
     for rows in _tiles(x.shape[0], num_shards):
@@ -120,7 +120,7 @@ def _tiles(tokens: int, num_shards: int) -> list[slice]:
 
 
 def _mlp(mlp: Any, x: Tensor, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
-    """Gives the MLP's output for a tile; its backward adds the weights' gradients to ``sums``."""
+    """Return the MLP's output for a tile; its backward adds the weights' gradients to ``sums``."""
 
     def project(name: str, x: Tensor) -> Tensor:
         layer = getattr(mlp, name)
@@ -138,7 +138,7 @@ def _linear(x: Tensor, weight: str, bias: str, held: dict[str, Tensor], sums: di
 
 
 class _SummingLinear(torch.autograd.Function):
-    """A linear layer whose backward adds the gradient of its weight to a tensor in place, with no temporary of its size."""
+    """A linear layer whose backward adds its weight's gradient to a tensor in place, without a temporary of its size."""
 
     @staticmethod
     def forward(
@@ -146,7 +146,7 @@ class _SummingLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sums = weight_sum, bias_sum
-        # Written into place: selective checkpointing keeps the outputs of products, and these are to be computed again.
+        # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
         out = x.new_empty(x.shape[0], weight.shape[0])
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
@@ -156,7 +156,7 @@ class _SummingLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         weight_sum, bias_sum = ctx.sums
         if weight_sum is not None:
-            # In place, and by this name also counted by torch's FLOP counter.
+            # In place; torch's FLOP counter counts this form.
             torch.addmm(weight_sum, grad.t(), x, out=weight_sum)
         if bias_sum is not None:
             bias_sum.add_(grad.sum(0))

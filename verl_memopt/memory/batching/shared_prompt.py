@@ -36,8 +36,10 @@ def skipped_if_many(skipped: int, tokens: int) -> int:
 class RowTokens:
     """The tokens that rows make a pass compute, one entry a row.
 
-    prompts: of the prompt. answers: of the response but for its last token, which predicts nothing. Both are 0 for a row with
-    an empty response, which is not computed. groups: rows with the same number share their prompt.
+    Attributes:
+        prompts: tokens of the prompt. This and ``answers`` are 0 for a row with an empty response, which is not computed.
+        answers: tokens of the response without its last, which predicts nothing.
+        groups: rows with the same number share their prompt.
     """
 
     prompts: tuple[int, ...]
@@ -46,19 +48,20 @@ class RowTokens:
 
     @classmethod
     def alone(cls, tokens: Sequence[int]) -> RowTokens:
-        """Gives rows that share nothing."""
+        """Return rows that share nothing."""
         return cls(tuple(tokens), (0,) * len(tokens), tuple(range(len(tokens))))
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self.prompts)
 
     def select(self, rows: Sequence[int]) -> RowTokens:
-        """Gives the chosen rows, in the order chosen."""
+        """Return the chosen rows, in the order of the choice."""
         parts = (self.prompts, self.answers, self.groups)
         return RowTokens(*(tuple(part[row] for row in rows) for part in parts))
 
     def cost(self, rows: Sequence[int]) -> int:
-        """Gives the tokens computed for some rows together: each group's prompt once, and every answer."""
+        """Return the tokens computed for some rows together: each group's prompt once, and every answer."""
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
         return sum(prompts.values()) + sum(self.answers[row] for row in rows)
 
@@ -68,11 +71,11 @@ class RowTokens:
         return skipped_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
 
     def each(self) -> list[int]:
-        """Gives the tokens of each row computed by itself."""
+        """Return the tokens of each row computed by itself."""
         return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
 
     def families(self) -> list[list[int]]:
-        """Gives the rows of each group, groups in the order of their first row."""
+        """Return the rows of each group. Groups are in the order of their first row."""
         found: dict[int, list[int]] = {}
         for row, group in enumerate(self.groups):
             found.setdefault(group, []).append(row)
@@ -80,10 +83,18 @@ class RowTokens:
 
 
 def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
-    """Gives micro-batches as lists of rows, none of which computes more than ``budget`` tokens.
+    """Return micro-batches, as lists of rows, that compute at most ``budget`` tokens each.
 
-    A group stays whole where it fits; one that does not is cut into as few parts as its answers allow, each with the prompt.
-    Errors: ConfigError naming ``key`` and the row that alone exceeds the cap.
+    A group stays whole where it fits. Otherwise it is cut into as few parts as its answers allow, each with the prompt.
+
+    Args:
+        tokens: of the rows.
+        budget: tokens of a micro-batch.
+        names: of the rows, for errors.
+        key: the setting, to name in errors.
+
+    Raises:
+        ConfigError: naming ``key`` and a row that alone exceeds the budget.
     """
     units: list[list[int]] = []
     chained: list[list[int]] = []
@@ -97,9 +108,14 @@ def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key:
 
 
 def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[list[Sequence[int]]]:
-    """Gives micro-batches (rows) one after another, those together that reuse the prefix KV of one prompt.
+    """Return micro-batches in order, with those together that reuse one prefix KV.
 
-    They are neighbours of one group and no longer than its prompt, each of which would compute more prompt than answers.
+    A chain consists of neighbours of one group whose answers are no longer than the prompt, so that each would compute more
+    prompt than answers.
+
+    Args:
+        micro_batches: rows of each.
+        tokens: of the rows.
     """
 
     def prompt_of(rows: Sequence[int]) -> int | None:

@@ -1,4 +1,4 @@
-"""The report when device memory runs out: which phase, what lies there, and what to set about it."""
+"""The report when device memory runs out: the phase, what is on the device, and which settings to change."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from verl_memopt.observe.device_ledger import ledger_of
 
 _AR = "actor_rollout_ref"
 _LOWER = "lower"
-"""Stands for the value of a number that is to be lowered."""
+"""Stands for the value of a number that should be lowered."""
 
 SCORING = {"old_log_prob": "rollout", "ref": "ref"}
 """Phase -> the section whose log_prob keys bound its micro-batches."""
@@ -52,25 +52,32 @@ PER_TOKEN = ("activations", "logits")
 
 
 OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
-"""What libraries say that take memory from the driver themselves. vLLM's sleeping allocator: ``CUDA Error: out of memory``."""
+"""Messages of libraries that allocate from the driver. vLLM's sleeping allocator says ``CUDA Error: out of memory``."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Says whether an error is about device memory, whoever asked for it."""
+    """Return whether an error is about device memory, whoever asked for it."""
     return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
 
 
 class PartDoesNotFitError(torch.OutOfMemoryError):
-    """A part of the engine could not wake. kind: what it holds; num_bytes: its size; held_bytes: live tensors before it."""
+    """A part of the engine could not wake.
+
+    Attributes:
+        kind: what the part holds.
+        num_bytes: its size.
+        held_bytes: bytes of live tensors before it.
+    """
 
     def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
+        """Build the message from the part and the cause."""
         super().__init__(f"waking {kind}, {_gib(num_bytes)} GiB: {cause}")
         self.kind, self.num_bytes, self.held_bytes = kind, num_bytes, held_bytes
 
 
 @contextmanager
 def waking_told(kind: str, num_bytes: int, device: torch.device) -> Iterator[None]:
-    """Turns running out of device memory while ``num_bytes`` of ``kind`` wake into a PartDoesNotFitError."""
+    """Turn an out-of-memory error while ``num_bytes`` of ``kind`` wake into a PartDoesNotFitError."""
     held = ledger_of(device).allocated() if is_gpu(device) else 0
     try:
         yield
@@ -88,11 +95,17 @@ def out_of_memory_told(
     settings: schema.ActorRolloutRef,
     limit: int | None,
 ) -> Iterator[None]:
-    """Turns running out of device memory inside the body into a DeviceMemoryError that says what to do about it.
+    """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
 
-    resident: gives (kind, tensor) of what was there before the body, asked only then; tensors that rest on the host may be
-    among them. limit: bytes the process may take, if set. The tensors of the body are let go of, its lines stay in the
-    traceback.
+    The tensors of the body are freed. Its lines stay in the traceback.
+
+    Args:
+        phase: of the step.
+        device: of the process.
+        resident: returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
+            include tensors that rest on the host.
+        settings: that advice is based on.
+        limit: bytes that the process may take; None for no limit.
     """
     try:
         yield
@@ -136,14 +149,14 @@ def _asked(message: str) -> int | None:
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Empties the frames of an error and of those that led to it, whose tensors would be held as long as the error is."""
+    """Clear the frames of an error and of its causes; they would keep their tensors as long as the error exists."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> Counter[str]:
-    """Gives the bytes on the device by kind; each storage counts once, under the kind that names it first."""
+    """Return the bytes on the device by kind. Each storage counts once, under the first kind that names it."""
     kinds: Counter[str] = Counter()
     seen: set[int] = set()
     for kind, tensor in resident:
@@ -178,7 +191,13 @@ def _error(
 
 
 def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef) -> list[str]:
-    """Gives what can be set to make room in a phase, for its kinds in their order; settings that hold already are left out."""
+    """Return what can be set to make room in a phase.
+
+    Args:
+        phase: of the step.
+        kinds: of bytes, in the order of the advice.
+        settings: those that hold already are left out of the advice.
+    """
     ways = []
     for kind in kinds:
         pairs = ADVICE.get(kind, ())
@@ -190,7 +209,7 @@ def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef) -
 
 
 def _budget(phase: str, settings: schema.ActorRolloutRef) -> str:
-    """Gives the key that bounds how much of the batch a phase holds at once."""
+    """Return the key that limits how much of the batch a phase holds at once."""
     if phase in GENERATING:
         return f"{_AR}.rollout.max_num_seqs"
     if phase not in SCORING:

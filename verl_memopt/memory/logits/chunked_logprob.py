@@ -29,10 +29,10 @@ from verl_memopt.ops.in_place_gradient import room_for
 from verl_memopt.ops.logit_tiles import Gradients, Head, LogitTiles, Tokens
 
 FREE_TILE = 16_384
-"""Vocabulary entries per tile where it is left open and tiles cost no product."""
+"""Vocabulary entries per tile where the setting is open and tiles cost no product."""
 
 TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""Says ahead what backward will bring for a slice of tokens: from their log-probs and entropies (or None), without gradients,
+"""Returns the gradients of a slice of tokens before backward: from their log-probs and entropies (or None), without gradients,
 those of the log-probs and of the entropies, fp32 each."""
 
 
@@ -49,21 +49,33 @@ def head_log_probs(
     token_gradient: TokenGradient | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gives the log-prob of each target and, when asked, the entropy of its distribution.
+    """Return the log-prob of each target and, when asked, the entropy of its distribution.
 
-    hidden: [R, H] in the compute dtype. weight: [V, H]; bias: [V] or None. targets: int64 [R].
-    Logits are divided by ``temperature`` in fp32. ``chunk_tokens`` of 0 takes all tokens as one chunk; ``vocab_tile`` of 0 whole
-    rows, or FREE_TILE where chunks are asked for and logits are computed in forward and in backward, or in forward alone.
-    Returns fp32 [R] and fp32 [R] or None. Gradients flow to hidden, weight and bias from both outputs.
-    token_gradient: computes the gradients in the forward; a backward that brings others is an assertion error.
-    in_place: adds to ``.grad`` of weight and bias without passing through autograd (with ``token_gradient`` in the forward),
-    where they are leaves without hooks; for callers that call ``backward`` once per forward, not ``torch.autograd.grad``.
+    Gradients flow to hidden, weight and bias from both outputs.
+
+    Args:
+        hidden: [R, H] in the compute dtype.
+        weight: [V, H].
+        bias: [V], or None.
+        targets: int64 [R].
+        temperature: divides the logits in fp32.
+        chunk_tokens: tokens per chunk; 0 for all.
+        with_entropy: entropies are asked for.
+        compiled: compile the functions of a chunk.
+        vocab_tile: vocabulary entries per tile. 0 takes whole rows; but it takes ``FREE_TILE`` where chunks are asked for and the
+            logits are computed both in forward and in backward, or in forward only.
+        token_gradient: gives the gradients in the forward. It is an assertion error if backward brings others.
+        in_place: add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), where they are
+            leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
+
+    Returns:
+        Log-probs fp32 [R]; entropies fp32 [R], or None.
     """
     once = token_gradient is not None and torch.is_grad_enabled()
     tile = FREE_TILE if vocab_tile == 0 and chunk_tokens > 0 and not once else vocab_tile
     head = Head(weight, bias, temperature, chunk_tokens, tile, with_entropy, compiled)
     if not torch.is_grad_enabled():
-        return _read(head, hidden, targets)
+        return _without_gradients(head, hidden, targets)
     if token_gradient is None:
         log_probs, entropy = _Recomputed.apply(hidden, weight, bias, targets, head, in_place)
     else:
@@ -71,7 +83,7 @@ def head_log_probs(
     return log_probs, entropy if with_entropy else None
 
 
-def _read(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+def _without_gradients(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
     tokens = _room_for_tokens(head, hidden)
     with scope(kind="logits"):
         logits = LogitTiles(head, hidden)
@@ -93,7 +105,7 @@ class _Recomputed(torch.autograd.Function):
             for rows in head.chunks(hidden.shape[0]):
                 _keep(logits.read(hidden[rows], targets[rows]), tokens, rows)
         entropy = _or_nothing(tokens.entropy, hidden)
-        # The weight is not among them: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
+        # Without the weight: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
         ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
         ctx.head, ctx.in_place = head, in_place
         return tokens.log_probs, entropy
@@ -113,7 +125,7 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """Computes gradients beside log-probs; backward checks that they are those it would have computed."""
+    """Computes the gradients in the forward. Backward checks that it would have computed the same."""
 
     @staticmethod
     def forward(
@@ -151,15 +163,15 @@ class _PrecomputedGradient(torch.autograd.Function):
 
 
 def _gradient_of(token_gradient: TokenGradient, rows: slice, statistics: Tokens) -> tuple[Tensor, Tensor | None]:
-    # What its own autograd saves stays here: it is small, and gone again before any hook could gain from it.
+    # Tensors that autograd saves here are not offloaded: they are small, and freed at once.
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
         return token_gradient(rows, statistics.log_probs, statistics.entropy)
 
 
 def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
-    """Breaks off where backward brings another gradient than was told; nothing here waits for the device.
+    """Raise where backward brings another gradient than the precomputed one. Nothing here waits for the device.
 
-    What is not finite in either is let through: the gradient norm shows it, and the update is skipped.
+    Values that are not finite in either are let through: the gradient norm shows them, and the update is skipped.
     """
     if precomputed.numel():
         finite = torch.isfinite(precomputed)
@@ -171,7 +183,7 @@ def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
 def _gradient_room(
     head: Head, hidden: Tensor, needs: tuple[bool, ...], in_place: bool
 ) -> tuple[Gradients, tuple[Tensor | None, Tensor | None]]:
-    """Gives where gradients go, and those for weight and bias that autograd is to be handed."""
+    """Return where gradients go, and the gradients of weight and bias to return to autograd."""
     needs_hidden, needs_weight, needs_bias = needs[:3]
     weight, hand_weight = room_for(head.weight, needs_weight, in_place)
     bias, hand_bias = room_for(head.bias, needs_bias, in_place)
@@ -207,7 +219,7 @@ def _or_nothing(values: Tensor | None, hidden: Tensor) -> Tensor:
 
 
 def logit_bytes(shapes: Shapes, update: bool) -> int:
-    """Gives the formula of *Saves*: bytes of the logits of an update with old log-probs, or of a log-prob pass, no entropy."""
+    """Return the bytes of the logits of an update with old log-probs, or of a log-prob pass, without entropies."""
     model, actor = shapes.settings.model, shapes.settings.actor
     chunk = model.logprob_chunk_tokens
     once = chunk == 0 or (update and actor.policy_loss.loss_mode == "vanilla")

@@ -20,13 +20,21 @@ from torch import Tensor
 from verl_memopt.memory.knob import Knob, Refusal
 
 CUT = 16
-"""Bits of an fp32 that a bfloat16 does not have."""
+"""Bits of an fp32 that a bfloat16 lacks."""
 
 
 def round_to_bfloat16_(values: Tensor, noise: Tensor, generator: torch.Generator) -> Tensor:
-    """Makes each fp32 of ``values`` one of its two bfloat16 neighbours, in place; numbers that are bfloat16 stay as they are.
+    """Replace each fp32 of ``values`` by one of its two bfloat16 neighbours, in place.
 
-    noise: fp32, as many elements, overwritten. Infinities stay; a NaN stays one.
+    Numbers that are bfloat16 stay unchanged, as do infinities. A NaN stays a NaN.
+
+    Args:
+        values: fp32.
+        noise: fp32, as many elements; overwritten.
+        generator: of the noise.
+
+    Returns:
+        ``values``.
     """
     assert values.dtype == noise.dtype == torch.float32, (values.dtype, noise.dtype)
     bits, chance = values.view(torch.int32), noise.view(torch.int32)

@@ -23,13 +23,13 @@ KIND = "mapped file"
 
 @contextmanager
 def mapping() -> Iterator[None]:
-    """Labels tensors made inside as parts of a mapped file: of the host, of a kind of their own, no memory of the process."""
+    """Label tensors created inside as parts of a mapped file, which are of the host and no memory of the process."""
     with scope(KIND, HOST):
         yield
 
 
 def mapped(part: Tensor) -> Tensor:
-    """Labels one that stays; gives it back."""
+    """Label a tensor that stays as a part of a mapped file, and return it."""
     declare_host(part.untyped_storage())
     mark(KIND, [part], HOST)
     return part

@@ -21,7 +21,7 @@ from verl_memopt.memory.knob import Claim, Knob
 
 
 def mixed_precision(masters: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
-    """Gives FSDP2's policy for the three dtypes; equal ones are left out, so that nothing is cast needlessly."""
+    """Return FSDP2's policy for the three dtypes. Equal ones are left out, so that nothing is cast needlessly."""
     return MixedPrecisionPolicy(
         param_dtype=None if compute == masters else compute,
         reduce_dtype=None if reduce == compute else reduce,

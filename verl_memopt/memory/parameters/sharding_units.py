@@ -22,7 +22,7 @@ from verl_memopt.memory.knob import Knob
 def sharding_units(
     embedding: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, tied: bool, own_units: bool
 ) -> list[nn.Module]:
-    """Gives the modules to shard before the root, in the order of the forward."""
+    """Return the modules to shard before the root, in the order of the forward."""
     return [embedding, *blocks, head] if own_units and not tied else list(blocks)
 
 

@@ -34,16 +34,16 @@ KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
 def kv_bytes_per_token(
     num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, tensor_parallel_size: int = 1
 ) -> int:
-    """Gives the bytes that one token takes in the KV cache of one rank: a key and a value of each KV head in each layer.
+    """Return the bytes of one token in the KV cache of one rank: a key and a value of each KV head in each layer.
 
-    Heads are divided over tensor-parallel ranks; with fewer heads than ranks each rank holds one whole head.
+    Heads are divided over tensor-parallel ranks. With fewer heads than ranks, each rank holds one whole head.
     """
     heads = max(num_kv_heads // tensor_parallel_size, 1)
     return 2 * num_layers * heads * head_dim * element_bytes
 
 
 def sleep_level(rollout: Rollout) -> int:
-    """Gives the level at which the engine sleeps: what is set, else 2, since the next sync brings every weight."""
+    """Return the level at which the engine sleeps: the setting, else 2, since the next sync brings every weight."""
     return DROP_WEIGHTS if rollout.sleep_level is None else rollout.sleep_level
 
 
