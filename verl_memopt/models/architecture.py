@@ -123,8 +123,8 @@ def check_lengths(config: PretrainedConfig, longest: int) -> None:
     Raises:
         ConfigError: naming the kind of rotary embedding and the length it was trained for.
     """
-    given: Any = getattr(config, "rope_parameters", None) or {}
-    for rope in [given, *(part for part in given.values() if isinstance(part, dict))]:
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
         kind = rope.get("rope_type")
         trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         limit: int = trained or getattr(config, "max_position_embeddings", None) or longest

@@ -67,7 +67,7 @@ def _gpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf")).contiguous()
-    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # its tokens' stride is not read but taken to be heads x D
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes a stride of heads x D between tokens
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # state of a generator, for dropout
     mask, needed = None, [True, True, True, False]
     dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(

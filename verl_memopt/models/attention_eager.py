@@ -61,13 +61,13 @@ def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> 
         device: Where the mask is needed.
     """
     prefix, suffixes = group
-    sizes, starts = [prefix, *suffixes], [0] + [prefix] * len(suffixes)
+    sizes, first_places = [prefix, *suffixes], [0] + [prefix] * len(suffixes)
     # Built on the host by numpy and sent without waiting: this runs between the micro-batches of a step.
     segment, place = (
         torch.from_numpy(values).to(device, non_blocking=True)
         for values in (
             np.repeat(np.arange(len(sizes)), sizes),
-            np.concatenate([start + np.arange(size) for start, size in zip(starts, sizes, strict=True)]),
+            np.concatenate([start + np.arange(size) for start, size in zip(first_places, sizes, strict=True)]),
         )
     )
     distance = place[:, None] - place

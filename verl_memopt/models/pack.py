@@ -186,11 +186,11 @@ def _last_block(groups: Sequence[PrefixGroup], skipped: Sequence[int], predicts:
 
 def _members(groups: Sequence[int], response_sizes: np.ndarray) -> list[list[int]]:
     """Return the rows of each group that have a response. Groups are in the order of their first such row."""
-    found: dict[int, list[int]] = {}
+    members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         if response_sizes[row] > 0:
-            found.setdefault(int(group), []).append(row)
-    return list(found.values())
+            members.setdefault(int(group), []).append(row)
+    return list(members.values())
 
 
 def _prefix_group(prefix: int, suffixes: list[int]) -> PrefixGroup:

@@ -101,24 +101,24 @@ def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype,
         return
     config = policy.lm.config
     try:
-        found = row_differences(policy, device, shared)
+        differences = row_differences(policy, device, shared)
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise refused(config, source, f"cannot compute packed rows ({type(error).__name__}: {reason})") from error
-    if not found.mixing <= MIXING_BOUND:
+    if not differences.mixing <= MIXING_BOUND:
         raise refused(
             config,
             source,
             f"mix the tokens of different rows in {_mixing_layers(policy)}: other rows in a pack change a row's log-probs by "
-            f"{found.mixing:.2g} nats on average",
+            f"{differences.mixing:.2g} nats on average",
         )
     bound = PACKING_BOUND.get(dtype, PACKING_BOUND_HALF)
-    if not found.packing <= bound:
+    if not differences.packing <= bound:
         raise refused(
             config,
             source,
-            f"give a row in a pack log-probs that are {found.packing:.2g} nats on average from those of the row alone; rounding "
-            f"in {str(dtype).removeprefix('torch.')} explains {bound}. They compute {_mixing_layers(policy)}",
+            f"give a row in a pack log-probs that are {differences.packing:.2g} nats on average from those of the row alone; "
+            f"rounding in {str(dtype).removeprefix('torch.')} explains {bound}. They compute {_mixing_layers(policy)}",
         )
 
 

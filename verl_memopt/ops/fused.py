@@ -127,7 +127,8 @@ def _observed() -> bool:
 
 def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the tensors with one object for all that share memory; the compiler would copy what may overlap."""
-    found: dict[tuple[Any, ...], Tensor] = {}
+    by_memory: dict[tuple[Any, ...], Tensor] = {}
     return [
-        None if one is None else found.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride()), one) for one in tensors
+        None if one is None else by_memory.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride()), one)
+        for one in tensors
     ]

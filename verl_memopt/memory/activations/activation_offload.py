@@ -238,21 +238,21 @@ class _Forward:
         # The version distinguishes a storage that was written to since it was saved.
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
-        owner, found = self._known.get(key, (None, None))
-        stored = found() if owner is not None and found is not None and owner() is storage else None
+        owner, reference = self._known.get(key, (None, None))
+        stored = reference() if owner is not None and reference is not None and owner() is storage else None
         if stored is None:
             stored = self._offload.send(tensor)
             self._known[key] = (weakref.ref(storage), weakref.ref(stored))
         return stored
 
     def _prefetch(self, place: int) -> None:
-        ahead = 0
-        while place > 0 and ahead < self._offload._in_flight:
+        num_fetched = 0
+        while place > 0 and num_fetched < self._offload._in_flight:
             place -= 1
             stored = self._order[place]()
             if stored is not None and not stored.used:
                 stored.fetch()
-                ahead += 1
+                num_fetched += 1
 
 
 def _units(model: nn.Module) -> list[nn.Module]:

@@ -54,9 +54,9 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool) -> None:
 
 def _check(block: nn.Module, mlp: Any, trained: bool) -> None:
     if type(mlp).__name__ not in KNOWN:
-        found = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
+        actual = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
         raise ConfigError(
-            f"{KEY}.enabled=true: {type(block).__name__} {found}; tiles are known for {', '.join(KNOWN)}. "
+            f"{KEY}.enabled=true: {type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}. "
             f"Set {KEY}.enabled=false."
         )
     for name in LAYERS if trained else ():

@@ -76,10 +76,10 @@ class RowTokens:
 
     def families(self) -> list[list[int]]:
         """Return the rows of each group. Groups are in the order of their first row."""
-        found: dict[int, list[int]] = {}
+        members: dict[int, list[int]] = {}
         for row, group in enumerate(self.groups):
-            found.setdefault(group, []).append(row)
-        return list(found.values())
+            members.setdefault(group, []).append(row)
+        return list(members.values())
 
 
 def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
@@ -123,16 +123,16 @@ def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[li
         answers = sum(tokens.answers[row] for row in rows)
         return groups.pop() if len(groups) == 1 and 0 < answers <= max(tokens.prompts[row] for row in rows) else None
 
-    found: list[list[Sequence[int]]] = []
+    chained: list[list[Sequence[int]]] = []
     before: int | None = None
     for rows in micro_batches:
         group = prompt_of(rows)
-        if found and group is not None and group == before:
-            found[-1].append(rows)
+        if chained and group is not None and group == before:
+            chained[-1].append(rows)
         else:
-            found.append([rows])
+            chained.append([rows])
         before = group
-    return found
+    return chained
 
 
 def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[str], key: str) -> list[list[int]]:

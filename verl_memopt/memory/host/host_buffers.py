@@ -65,24 +65,24 @@ class HostAllocator:
         Raises:
             ConfigError: naming the limit and what is held already.
         """
-        taken = num_bytes
+        counted_bytes = num_bytes
         pages = -(-num_bytes // PAGE) * PAGE
         pinned = is_gpu(device) and num_bytes > 0 and self.may_pin(pages)
         if pinned:
-            taken = pages
-        self.check_room(taken, kind)
+            counted_bytes = pages
+        self.check_room(counted_bytes, kind)
         # Fake tensors have no memory to lock, but their bytes are counted as if they had.
         fake = isinstance(torch.empty(0), FakeTensor)
         memory = _lock(pages, device) if pinned and not fake else None
         if pinned and not fake and memory is None:
-            taken, pinned = num_bytes, False
+            counted_bytes, pinned = num_bytes, False
         with scope(kind=kind, tier=HOST):
             buffer = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory.view(num_bytes)
         storage = buffer.untyped_storage()
         declare_host(storage)
-        self._count(taken, pinned)
+        self._count(counted_bytes, pinned)
         # At exit the system takes all memory back, and the driver may be gone already.
-        weakref.finalize(storage, self._give_back, taken, pinned, memory).atexit = False
+        weakref.finalize(storage, self._give_back, counted_bytes, pinned, memory).atexit = False
         return buffer
 
     def may_pin(self, num_bytes: int) -> bool:

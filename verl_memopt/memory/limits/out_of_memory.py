@@ -111,15 +111,15 @@ def out_of_memory_told(
         yield
     except DeviceLimitError as error:
         asked = error.asked_bytes
-        told = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, asked, error.num_bytes - asked)
+        report = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, asked, error.num_bytes - asked)
         release_frames(error)
-        raise told from None
+        raise report from None
     except RuntimeError as error:
         if not is_gpu(device) or not is_out_of_memory(error):
             raise
-        told = _allocator_error(phase, device, resident(), settings, limit, error)
+        report = _allocator_error(phase, device, resident(), settings, limit, error)
         release_frames(error)
-        raise told from error
+        raise report from error
 
 
 def _allocator_error(
@@ -144,8 +144,8 @@ def _allocator_error(
 
 def _asked(message: str) -> int | None:
     """Return the bytes that torch's out-of-memory message says it tried to allocate, or None where it says nothing."""
-    found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
-    return None if found is None else round(float(found[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[found[2]])
+    match = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    return None if match is None else round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[match[2]])
 
 
 def release_frames(error: BaseException | None) -> None:

@@ -103,16 +103,16 @@ def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list
 
 def sections(groups: Sequence[dict[str, Any]], state_dtype: str) -> list[Section]:
     """Return the sections of an optimizer's groups, in the order of their first parameters."""
-    found: dict[tuple[int, torch.dtype, int], Section] = {}
+    by_key: dict[tuple[int, torch.dtype, int], Section] = {}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             assert _sharded_on_rows(parameter), getattr(parameter, "placements", None)
             rows = parameter.shape[0] if parameter.ndim else 1
             kind = moment_format(state_dtype, parameter.numel() // max(rows, 1))
             key = (number, parameter.dtype, kind.block)
-            section = found.setdefault(key, Section(group, kind, parameter.dtype))
+            section = by_key.setdefault(key, Section(group, kind, parameter.dtype))
             section.members.append(Member(parameter, section.numel, local(parameter).numel()))
-    return list(found.values())
+    return list(by_key.values())
 
 
 def _sharded_on_rows(parameter: Tensor) -> bool:

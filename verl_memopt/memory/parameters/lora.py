@@ -219,23 +219,23 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
     key, path = f"{KEY}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():
         raise ConfigError(f"{key}: it has no adapter_model.safetensors. Give a folder in the peft format.")
-    found = load_file(path)
+    tensors = load_file(path)
     wanted = {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)
         for name, layer in adapters(model).items()
         for part in ADAPTERS
     }
-    problems = [f"missing {name}" for name in wanted if name not in found]
-    problems += [f"unexpected {name}" for name in found if name not in wanted]
+    problems = [f"missing {name}" for name in wanted if name not in tensors]
+    problems += [f"unexpected {name}" for name in tensors if name not in wanted]
     problems += [
-        f"{name} has shape {tuple(found[name].shape)}, the settings ask for {tuple(wanted[name].shape)}"
-        for name in wanted.keys() & found.keys()
-        if found[name].shape != wanted[name].shape
+        f"{name} has shape {tuple(tensors[name].shape)}, the settings ask for {tuple(wanted[name].shape)}"
+        for name in wanted.keys() & tensors.keys()
+        if tensors[name].shape != wanted[name].shape
     ]
     if problems:
         raise ConfigError(f"{key}: it does not fit lora_rank and target_modules: {'; '.join(problems[:6])}.")
     for name, parameter in wanted.items():
-        _copy_whole(parameter, found[name])
+        _copy_whole(parameter, tensors[name])
 
 
 def _adapters(shapes: Shapes) -> int:

@@ -160,13 +160,13 @@ class ParamHome:
 
 def _places(parameters: Iterable[Tensor]) -> dict[int, _Place]:
     """Return each storage once, whole; wide elements first, so that each starts at a multiple of its width."""
-    found: dict[int, tuple[Tensor, bool]] = {}
+    storages: dict[int, tuple[Tensor, bool]] = {}
     for parameter in parameters:
         for plain in _plain(parameter):
             if plain.untyped_storage().nbytes():
-                found.setdefault(plain.untyped_storage()._cdata, (plain, not parameter.requires_grad))
-    mark(KIND, (plain for plain, _ in found.values()))
-    ordered = sorted(found.items(), key=lambda item: -item[1][0].itemsize)
+                storages.setdefault(plain.untyped_storage()._cdata, (plain, not parameter.requires_grad))
+    mark(KIND, (plain for plain, _ in storages.values()))
+    ordered = sorted(storages.items(), key=lambda item: -item[1][0].itemsize)
     return {key: _Place(_flat(plain), frozen) for key, (plain, frozen) in ordered}
 
 
