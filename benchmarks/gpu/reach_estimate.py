@@ -1,6 +1,6 @@
 """The peak of an update as computed from the knobs' formulas, without running it: an estimate, and labelled as one.
 
-``verl_memopt.memory.shapes`` has what blocks hold. What else lies on the device at the candidates for the peak is added here.
+``verl_memopt.knobs.shapes`` has what blocks hold. What else lies on the device at the candidates for the peak is added here.
 """
 
 from __future__ import annotations

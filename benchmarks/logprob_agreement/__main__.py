@@ -23,7 +23,7 @@ from verl_memopt.models.pack import pack_rows
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.engine import EnginePlace, build_engine
 from verl_memopt.rollout.sampling import SamplingSettings
-from verl_memopt.workers.scorer import build_scorer, materialize, score_pack
+from verl_memopt.workers.scorer import build_policy, materialize, pack_log_probs
 
 CPU = torch.device("cpu")
 
@@ -118,14 +118,14 @@ def measure(folder: Path, case: dict[str, Any]) -> dict[str, float]:
     answers = engine.generate(prompts.tolist(), list(range(case["rows"])), sampling)
     engine.shutdown()
     join_process_group(CPU, 0, 1, "", 0, 60)
-    policy = build_scorer(
+    policy = build_policy(
         Model(path=str(at)), Fsdp(dtype=case["trainer"]), at, training_mesh("cpu", 1, -1), CPU, "trainer", False, False
     )
     materialize(policy, at, CPU)
     differences, entropies = [], []
     for prompt, response, engine_log_probs in zip(prompts, answers.response_ids, answers.log_probs or [], strict=True):
         pack = pack_rows(prompt, [len(prompt)], torch.tensor(response), [len(response)])
-        log_probs, entropy = score_pack(policy, pack, 1.0, True)
+        log_probs, entropy = pack_log_probs(policy, pack, 1.0, True)
         assert entropy is not None
         differences.append((log_probs - torch.tensor(engine_log_probs)).abs())
         entropies.append(entropy)

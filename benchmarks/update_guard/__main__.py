@@ -30,7 +30,7 @@ from verl_memopt.distributed.device import local_device, synchronize
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.policy import SKIPPED, MiniBatch, Policy, on_host
-from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize
+from verl_memopt.workers.scorer import MicroBatch, build_policy, materialize
 
 HEAD_DIM = 64
 KEY = "actor_rollout_ref.actor"
@@ -52,10 +52,10 @@ def policy_of(kind: type[Policy], folder: Path, device: torch.device) -> Policy:
     """Gives a policy of a kind, on its own copy of the model."""
     fsdp = TrainedFsdp(dtype="bfloat16" if device.type != "cpu" else "fp32")
     mesh = training_mesh(device.type, 1, -1)
-    scorer = build_scorer(Model(path=str(folder)), fsdp, folder, mesh, device, KEY, False, recompute=False, trained=True)
-    materialize(scorer, folder, device)
+    policy_model = build_policy(Model(path=str(folder)), fsdp, folder, mesh, device, KEY, False, recompute=False, trained=True)
+    materialize(policy_model, folder, device)
     actor = Actor(fsdp_config=fsdp, clip_ratio_low=0.2, clip_ratio_high=0.2, use_prefix_grouper=False)
-    return kind(scorer, actor, 1000, 1, device)
+    return kind(policy_model, actor, 1000, 1, device)
 
 
 def mini_batch(rows: int, tokens: int, vocabulary: int, micro_batches: int) -> MiniBatch:

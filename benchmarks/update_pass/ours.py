@@ -17,7 +17,7 @@ from verl_memopt.distributed.process_group import join_process_group, training_m
 from verl_memopt.models.build import named_weights
 from verl_memopt.trainer.passes import Budget
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batches_of
+from verl_memopt.workers.scorer import MicroBatch, build_policy, materialize, micro_batches_of
 
 KEY = "actor_rollout_ref.actor"
 
@@ -40,12 +40,12 @@ def cut(job: Job, shared: bool) -> list[MicroBatch]:
     else:
         budget = Budget(True, job.work.token_budget, None, f"{KEY}.ppo_max_token_len_per_gpu", shared)
         rows = budget.micro_batches(batch.row_tokens(shared), [str(row) for row in range(batch.num_rows)])
-    return list(micro_batches_of(batch, rows, shared, carries=True))
+    return list(micro_batches_of(batch, rows, shared, with_prefix_kv=True))
 
 
 def _side(job: Job, micro_batches: Sequence[MicroBatch]) -> Side:
-    policy = build_policy(job)
-    assert policy.model.carries
+    policy = sharded_policy(job)
+    assert policy.model.supports_prefix_kv
     tokens = sum(len(answer) for answer in job.batch.answers)
     counts = GlobalCounts(tokens=float(tokens), sequences=float(len(job.batch.answers)))
 
@@ -55,7 +55,7 @@ def _side(job: Job, micro_batches: Sequence[MicroBatch]) -> Side:
     return Side(policy.model, update, lambda: {name: _whole(parameter.grad) for name, parameter in named_weights(policy.model)})
 
 
-def build_policy(job: Job) -> Policy:
+def sharded_policy(job: Job) -> Policy:
     """Gives the policy as a worker builds it, on one rank; compile is off, as for all."""
     join_process_group(job.device, 0, 1, "", 0, 600)
     mesh = training_mesh(job.device.type, 1, -1)
@@ -65,9 +65,9 @@ def build_policy(job: Job) -> Policy:
         use_dynamic_bsz=True, use_torch_compile=False, loss_agg_mode="seq-mean-token-sum", clip_ratio_low=CLIP,
         clip_ratio_high=CLIP, fsdp_config=fsdp,
     )  # fmt: skip
-    scorer = build_scorer(model, fsdp, job.folder, mesh, job.device, KEY, False, job.checkpointing, trained=True)
-    materialize(scorer, job.folder, job.device)
-    return Policy(scorer, actor, optimizer_steps=1, world_size=1, device=job.device)
+    policy = build_policy(model, fsdp, job.folder, mesh, job.device, KEY, False, job.checkpointing, trained=True)
+    materialize(policy, job.folder, job.device)
+    return Policy(policy, actor, optimizer_steps=1, world_size=1, device=job.device)
 
 
 def to_batch(job: Job) -> RolloutBatch:

@@ -4,13 +4,13 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl_memopt.config.schema import Fsdp, Model
-from verl_memopt.workers.scorer import build_scorer, materialize
+from verl_memopt.workers.scorer import build_policy, materialize
 
 CPU = torch.device("cpu")
 
 
 def sharded(folder, mesh, **fsdp):
-    policy = build_scorer(Model(path=str(folder)), Fsdp(**fsdp), folder, mesh, CPU, "actor_rollout_ref.actor", False, False)
+    policy = build_policy(Model(path=str(folder)), Fsdp(**fsdp), folder, mesh, CPU, "actor_rollout_ref.actor", False, False)
     materialize(policy, folder, CPU)
     return policy
 

@@ -9,8 +9,8 @@ import torch
 from tests.gpu import machine
 from tests.models.attention_cases import norm_error, random_inputs, rotary_of, with_gradients
 from verl_memopt.distributed.device import supports_flash
-from verl_memopt.models.attention import KERNELS, REGISTERED, Over
-from verl_memopt.models.trees import Trees
+from verl_memopt.models.attention import KERNELS, REGISTERED, AttentionArgs
+from verl_memopt.models.prefix_layout import PrefixLayout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
@@ -23,17 +23,17 @@ what three products of TF32, of which the memory-efficient kernel makes one of f
 PATHS = ("sdpa", "eager", "varlen", "flash_attention_2")
 
 
-def trees_of(sizes, unread=None, times=1):
-    """Gives trees of sizes that suit the machine."""
-    grown = tuple((trunk * times, tuple(length * times for length in branches)) for trunk, branches in sizes)
-    return Trees.of(grown, None if unread is None else tuple(count * times for count in unread))
+def layout_of(sizes, skipped=None, times=1):
+    """Gives layout of sizes that suit the machine."""
+    grown = tuple((prefix * times, tuple(length * times for length in suffixes)) for prefix, suffixes in sizes)
+    return PrefixLayout.of(grown, None if skipped is None else tuple(count * times for count in skipped))
 
 
 ROWS = ((37, ()), (5, ()), (5, ()), (1, ()))
-FORKED = ((37, (20, 20, 3)), (64, ()), (5, (13, 1)))
+SHARED = ((37, (20, 20, 3)), (64, ()), (5, (13, 1)))
 
 CASES = {
-    # name: (trees, heads, key heads, size of heads, window)
+    # name: (layout, heads, key heads, size of heads, window)
     "rows": (ROWS, None, 4, 4, 64, None),
     "groups of heads": (ROWS, None, 6, 2, 64, None),
     "one key head": (ROWS, None, 4, 1, 128, None),
@@ -41,17 +41,17 @@ CASES = {
     "a size of no multiple": (ROWS, None, 2, 2, 66, None),
     "a window": (ROWS, None, 4, 2, 64, 7),
     "a wide window": (ROWS, None, 4, 2, 64, 1000),
-    "a shared prompt": (FORKED, None, 4, 4, 64, None),
-    "a shared prompt, groups of heads": (FORKED, None, 6, 3, 64, None),
-    "a shared prompt, an odd size": (FORKED, None, 4, 2, 20, None),
-    "a prompt that is read at its end": (((1, (20, 20, 3)), (64, ()), (1, (13, 1))), (36, 0, 4), 4, 2, 64, None),
-    "a carried prompt": (((0, (20, 20, 3)),), (37,), 4, 2, 64, None),
+    "a shared prompt": (SHARED, None, 4, 4, 64, None),
+    "a shared prompt, groups of heads": (SHARED, None, 6, 3, 64, None),
+    "a shared prompt, an odd size": (SHARED, None, 4, 2, 20, None),
+    "a skipped prefix": (((1, (20, 20, 3)), (64, ()), (1, (13, 1))), (36, 0, 4), 4, 2, 64, None),
+    "a prefix kv": (((0, (20, 20, 3)),), (37,), 4, 2, 64, None),
 }
 QUICK = {
     ("a shared prompt, groups of heads", "bf16"),
     ("an odd size", "fp32"),
     ("a window", "fp32"),
-    ("a carried prompt", "fp16"),
+    ("a prefix kv", "fp16"),
 }
 
 
@@ -68,11 +68,11 @@ def applies(path, dtype):
     return not (path in ("varlen", "flash_attention_2") and dtype == "fp32")
 
 
-def attend(path, trees, window):
+def attend(path, layout, window):
     kernel = KERNELS[REGISTERED[path]]
 
     def run(query, key, value, rotary=None):
-        return kernel(query, key, value, Over(trees, 0.125, window, rotary))
+        return kernel(query, key, value, AttentionArgs(layout, 0.125, window, rotary))
 
     return run
 
@@ -101,14 +101,14 @@ def cases():
 
 @pytest.mark.parametrize(("path", "dtype", "name"), cases())
 def test_attention_is_as_near_to_fp32_on_a_cpu_as_written_out_in_its_dtype(device, path, dtype, name):
-    dtype, (sizes, unread, heads, kv_heads, head_size, window) = DTYPES[dtype], CASES[name]
+    dtype, (sizes, skipped, heads, kv_heads, head_size, window) = DTYPES[dtype], CASES[name]
     needs(path, dtype, device)
-    trees = trees_of(sizes, unread, machine.size(9, 1))
-    rounded = random_inputs(trees, heads, kv_heads, size=head_size, dtype=dtype)
-    truth = with_gradients(attend("eager", trees, window), [tensor.float() for tensor in rounded])
-    there, inputs = trees.map(lambda tensor: tensor.to(device)), [tensor.to(device) for tensor in rounded]
+    layout = layout_of(sizes, skipped, machine.size(9, 1))
+    rounded = random_inputs(layout, heads, kv_heads, size=head_size, dtype=dtype)
+    truth = with_gradients(attend("eager", layout, window), [tensor.float() for tensor in rounded])
+    there, inputs = layout.map(lambda tensor: tensor.to(device)), [tensor.to(device) for tensor in rounded]
     # Written out itself is held to what it is on a CPU.
-    beside = (trees, rounded) if path == "eager" else (there, inputs)
+    beside = (layout, rounded) if path == "eager" else (there, inputs)
     naive = on_device(attend("eager", beside[0], window), beside[1])
     with machine.gpu_kernels():
         found = on_device(attend(path, there, window), inputs)
@@ -126,28 +126,28 @@ def on_device(run, inputs):
 
 @pytest.mark.parametrize("head_size", [64, 20])
 @pytest.mark.parametrize(("path", "dtype"), [(path, dtype) for path in PATHS for dtype in DTYPES if applies(path, dtype)])
-def test_queries_and_keys_turned_inside_attention_are_as_near_as_turned_before(device, path, dtype, head_size):
+def test_queries_and_keys_rotated_inside_attention_are_as_near_as_rotated_before(device, path, dtype, head_size):
     dtype = DTYPES[dtype]
     needs(path, dtype, device)
-    trees = trees_of(FORKED, None, machine.size(9, 1))
-    rounded = random_inputs(trees, 4, 2, size=head_size, dtype=dtype)
-    tables = rotary_of(sum(trees.tokens), head_size)
-    truth = turned("eager", trees, [tensor.float() for tensor in rounded], tables, torch.float32, "cpu")
-    there, inputs = trees.map(lambda tensor: tensor.to(device)), [tensor.to(device) for tensor in rounded]
-    naive = turned("eager", there, inputs, tables, dtype, device)
+    layout = layout_of(SHARED, None, machine.size(9, 1))
+    rounded = random_inputs(layout, 4, 2, size=head_size, dtype=dtype)
+    tables = rotary_of(sum(layout.tokens), head_size)
+    truth = apply_rotary("eager", layout, [tensor.float() for tensor in rounded], tables, torch.float32, "cpu")
+    there, inputs = layout.map(lambda tensor: tensor.to(device)), [tensor.to(device) for tensor in rounded]
+    naive = apply_rotary("eager", there, inputs, tables, dtype, device)
     with machine.gpu_kernels():
-        found = turned(path, there, inputs, tables, dtype, device)
+        found = apply_rotary(path, there, inputs, tables, dtype, device)
     no_worse(found, naive, truth, dtype)
 
 
-def turned(path, trees, inputs, tables, dtype, device):
+def apply_rotary(path, layout, inputs, tables, dtype, device):
     rotary = type(tables)(
         tables.cos.to(device, dtype),
         tables.sin.to(device, dtype),
         tuple(norm.detach().to(device, dtype).requires_grad_() for norm in tables.norms),
         tables.eps,
     )
-    run = attend(path, trees, None)
+    run = attend(path, layout, None)
     return with_turned_gradients_on(device, lambda *heads: run(*heads, rotary=rotary), inputs, rotary)
 
 

@@ -26,7 +26,7 @@ OFFLOADS = {
     "parameters": {"actor param_offload": "on", "ref param_offload": "on"},
     "parameters by FSDP": {"actor offload_policy": "on", "ref offload_policy": "on"},
     "engine": {"engine": "level 1", "sync": "one"},
-    "carried prompts": {"recomputed values": "on", "shared prompt": "on", "batching": "tokens", "activation offload": "on"},
+    "prefix kv": {"recomputed values": "on", "shared prompt": "on", "batching": "tokens", "activation offload": "on"},
     "all": {
         "activation offload": "one in flight", "checkpointing": "full", "recomputed values": "on", "last block": "pruned",
         "actor optimizer_offload": "on", "bucket": "small", "actor param_offload": "on", "ref param_offload": "on",

@@ -20,7 +20,7 @@ from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import build_scorer, materialize, micro_batches_of
+from verl_memopt.workers.scorer import build_policy, materialize, micro_batches_of
 
 FACTOR = 2.0
 """How much farther from fp32 on a CPU our model may be than transformers' own with whole logits, on one device in one dtype."""
@@ -39,10 +39,10 @@ def folder(tmp_path_factory):
 def policy_on(device, folder, mesh, dtype="fp32", attention="auto", compiled=False, recompute=False, offload=None, **model):
     """Gives a policy on a device. offload: (min_bytes, in_flight) of activation offload; model: settings of the model."""
     settings = Model(path=str(folder), **{"attn_implementation": attention, "logprob_chunk_tokens": 8, **model})
-    scorer = build_scorer(settings, Fsdp(dtype=dtype), folder, mesh, device, "actor_rollout_ref.actor", compiled, recompute)
-    materialize(scorer, folder, device)
-    moved = None if offload is None else ActivationOffload(scorer, device, *offload)
-    return Policy(scorer, ACTOR, 10, 1, device, moved)
+    policy_model = build_policy(settings, Fsdp(dtype=dtype), folder, mesh, device, "actor_rollout_ref.actor", compiled, recompute)
+    materialize(policy_model, folder, device)
+    moved = None if offload is None else ActivationOffload(policy_model, device, *offload)
+    return Policy(policy_model, ACTOR, 10, 1, device, moved)
 
 
 def step_of(policy, mini):
@@ -113,9 +113,9 @@ def test_loss_and_gradients_are_as_near_to_fp32_on_a_cpu_as_those_of_whole_logit
 @pytest.mark.parametrize("dtype", ["fp32", "bfloat16"])
 def test_log_probs_of_a_gpu_are_those_of_a_cpu(device, one_rank, folder, dtype):
     whole = batch()
-    scores = policy_on(device, folder, one_rank, dtype).score(whole, [range(8), range(8, 16)], 0.9, True)
+    scores = policy_on(device, folder, one_rank, dtype).compute_log_probs(whole, [range(8), range(8, 16)], 0.9, True)
     with machine.on_cpu() as mesh:
-        expected = policy_on(torch.device("cpu"), folder, mesh).score(whole, [range(8), range(8, 16)], 0.9, True)
+        expected = policy_on(torch.device("cpu"), folder, mesh).compute_log_probs(whole, [range(8), range(8, 16)], 0.9, True)
     assert scores.log_probs.device.type == "cpu"
     bound = {"fp32": 2e-5, "bfloat16": 2e-2}[dtype]
     assert (scores.log_probs - expected.log_probs).abs().max() <= bound
@@ -151,9 +151,9 @@ def test_the_host_waits_for_nothing_between_micro_batches(device, one_rank, fold
 
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("options", [{}, {"offload": (64, 2)}, {"dtype": "bfloat16"}], ids=["plain", "offloaded", "bfloat16"])
-def test_the_host_waits_for_nothing_where_a_prompt_is_carried(device, one_rank, folder, options):
+def test_the_host_waits_for_nothing_where_a_prompt_is_kept(device, one_rank, folder, options):
     policy, whole = policy_on(device, folder, one_rank, **options), grouped(40, [9, 5, 1, 12, 3, 7])
-    policy.model.carries = policy.shared = True
+    policy.model.supports_prefix_kv = policy.shared = True
     parts = [[0, 1], [2, 3], [4, 5]]
     policy.accumulate(micro_batches_of(whole, parts, True, True), counts_of(whole), 0.9)
     micros, counts = list(micro_batches_of(whole, parts, True, True)), counts_of(whole)
@@ -172,13 +172,13 @@ def test_a_wait_is_found(device):
 
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("slow", ["copies", "both"])
-def test_a_carried_prompt_gives_the_gradients_of_one_computed_again(device, one_rank, folder, slow):
+def test_a_prefix_kv_gives_the_gradients_of_one_computed_again(device, one_rank, folder, slow):
     whole, parts, found = grouped(40, [9, 5, 1, 12, 3, 7]), [[0, 1], [2, 3], [4, 5]], []
-    for carries in (False, True):
-        policy = policy_on(device, folder, one_rank, offload=(64, 1) if carries else None)
-        policy.model.carries, policy.shared = carries, True
+    for reuse in (False, True):
+        policy = policy_on(device, folder, one_rank, offload=(64, 1) if reuse else None)
+        policy.model.supports_prefix_kv, policy.shared = reuse, True
         with machine.Slowed(slow):
-            policy.accumulate(micro_batches_of(whole, parts, True, carries), counts_of(whole), 0.9)
+            policy.accumulate(micro_batches_of(whole, parts, True, reuse), counts_of(whole), 0.9)
         found.append({name: whole_of(parameter.grad).cpu() for name, parameter in named_weights(policy.model)})
     assert largest(found[1], found[0]) <= machine.size(1.6e-5, 2e-6)
 

@@ -20,7 +20,7 @@ from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 from verl_memopt.observe.fsdp_kinds import fsdp_kinds
 from verl_memopt.observe.kinds import optimizer_scope
 from verl_memopt.workers.policy import MiniBatch, Policy
-from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batch
+from verl_memopt.workers.scorer import MicroBatch, build_policy, materialize, micro_batch
 
 CPU = torch.device("cpu")
 ACTOR = Actor(use_prefix_grouper=False, use_dynamic_bsz=True, clip_ratio_low=0.2, clip_ratio_high=0.2, optim=Optim(lr=1e-2))
@@ -48,24 +48,24 @@ def build(folder, mesh, world_size=1, offload=None, recompute=False, dtype="fp32
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 8, "recompute_elementwise": False, **model}
     settings = Model(path=str(folder), **asked)
     fsdp = TrainedFsdp(dtype=dtype)
-    scorer = build_scorer(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute, trained=True)
+    policy_model = build_policy(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute, trained=True)
     if fill:
-        materialize(scorer, folder, CPU)
-        initialize_adapters(scorer, 1)
-    moved = None if offload is None else ActivationOffload(scorer, CPU, *offload, chunk_bytes=CHUNK)
-    return Policy(scorer, ACTOR, 10, world_size, CPU, moved)
+        materialize(policy_model, folder, CPU)
+        initialize_adapters(policy_model, 1)
+    moved = None if offload is None else ActivationOffload(policy_model, CPU, *offload, chunk_bytes=CHUNK)
+    return Policy(policy_model, ACTOR, 10, world_size, CPU, moved)
 
 
 def quantised(folder, mesh, kind, **model):
     """Gives a frozen model whose blocks hold quantised weights. model: settings of the model."""
     asked = {"attn_implementation": "sdpa", "logprob_chunk_tokens": 8, **model}
     settings = Model(path=str(folder), **asked)
-    scorer = build_scorer(
+    policy_model = build_policy(
         settings, TrainedFsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.ref", False, False, quantization=kind
     )
-    scorer.requires_grad_(False)
-    materialize(scorer, folder, CPU)
-    return scorer
+    policy_model.requires_grad_(False)
+    materialize(policy_model, folder, CPU)
+    return policy_model
 
 
 def mini_batch(rank=0, world_size=1, micro_batches=2, response=RESPONSE):
@@ -97,7 +97,7 @@ def three_steps(policy, mini):
     """Gives the log-probs before, the metrics and the gradients of each of three steps, and the weights after them."""
     found = []
     for _ in range(3):
-        log_probs = policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs
+        log_probs = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
         policy.accumulate(micros(mini), mini.counts, 0.9)
         gradients = [whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
         policy.optimizer.zero_grad()

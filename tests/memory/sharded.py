@@ -15,7 +15,7 @@ from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.fsdp_kinds import fsdp_kinds
 from verl_memopt.observe.kinds import optimizer_scope
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import build_scorer, materialize
+from verl_memopt.workers.scorer import build_policy, materialize
 
 WHOLE, SMALL = 10_000, 60
 WIDE = TinyShape(vocab_size=4096, hidden_size=64, intermediate_size=256, num_layers=4, tie_embeddings=False)
@@ -31,7 +31,7 @@ def policy_of(folder, mesh, fsdp=None, world_size=1, recompute=False, prune=True
     """Gives a policy whose sharding and precision are ``fsdp``; fp32 compute unless it says otherwise."""
     fsdp = replaced(TrainedFsdp(dtype="fp32"), fsdp or {})
     settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, prune_last_block=prune)
-    model = build_scorer(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
+    model = build_policy(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
     materialize(model, folder, CPU, fsdp.offload_policy)
     return Policy(model, replaced(ACTOR, {"fsdp_config": fsdp, "entropy_coeff": 0.0}), 10, world_size, CPU)
 
@@ -51,7 +51,7 @@ def three_steps(policy, mini, around=None):
     found = []
     for _ in range(3):
         with around("old_log_prob") if around else contextless():
-            log_probs = policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs
+            log_probs = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
         with around("update_actor") if around else contextless():
             metrics = policy.update([mini], 0.9)
         found.append((log_probs, metrics))

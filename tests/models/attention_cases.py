@@ -1,4 +1,4 @@
-"""Trees and tensors on which kernels of attention are compared, and GPU kernels' contracts fulfilled on a CPU."""
+"""Layouts and tensors on which kernels of attention are compared, and GPU kernels' contracts fulfilled on a CPU."""
 
 import dataclasses
 from contextlib import contextmanager
@@ -6,39 +6,41 @@ from contextlib import contextmanager
 import torch
 from hypothesis import strategies as st
 
-from verl_memopt.models.trees import Trees
-from verl_memopt.ops.rotation import Rotary
+from verl_memopt.models.prefix_layout import PrefixLayout
+from verl_memopt.ops.rotary import Rotary
 
-BRANCHES = st.one_of(st.lists(st.integers(1, 6), max_size=5), st.integers(2, 6).map(lambda count: [4] * count))
-SIZES = st.lists(st.tuples(st.integers(1, 9), BRANCHES.map(tuple)), min_size=1, max_size=4).map(tuple)
-"""Sizes of trees: trunks alone, and trunks with branches of different and of equal lengths."""
-UNREAD = st.one_of(st.just((0,) * 4), st.tuples(*[st.integers(0, 8)] * 4))
-
-
-def _trees(sizes, unread):
-    """A trunk that is not read at all lies elsewhere: every other one that could."""
-    unread = unread[: len(sizes)]
-    trees = zip(sizes, unread, strict=True)
-    return Trees.of(tuple((trunk % 2 if branches and more else trunk, branches) for (trunk, branches), more in trees), unread)
+SUFFIXES = st.one_of(st.lists(st.integers(1, 6), max_size=5), st.integers(2, 6).map(lambda count: [4] * count))
+SIZES = st.lists(st.tuples(st.integers(1, 9), SUFFIXES.map(tuple)), min_size=1, max_size=4).map(tuple)
+"""Sizes of groups: prefixes alone, and prefixes with suffixes of different and of equal lengths."""
+SKIPPED = st.one_of(st.just((0,) * 4), st.tuples(*[st.integers(0, 8)] * 4))
 
 
-TREES = st.builds(_trees, SIZES, UNREAD)
-"""Trees of these sizes, of which all tokens are read, or not the first ones of some."""
+def _layout(sizes, skipped):
+    """Gives a layout; every other prefix that could be computed elsewhere is."""
+    skipped = skipped[: len(sizes)]
+    groups = zip(sizes, skipped, strict=True)
+    return PrefixLayout.of(
+        tuple((prefix % 2 if suffixes and more else prefix, suffixes) for (prefix, suffixes), more in groups), skipped
+    )
+
+
+LAYOUTS = st.builds(_layout, SIZES, SKIPPED)
+"""Layouts of these sizes, with and without skipped tokens."""
 HEADS = st.sampled_from([(1, 1), (4, 4), (4, 2), (4, 1), (6, 3)])
 """Query heads and key heads."""
 
 
-def random_inputs(trees, heads, kv_heads, size=8, dtype=torch.float32, seed=0):
+def random_inputs(layout, heads, kv_heads, size=8, dtype=torch.float32, seed=0):
     """Gives query [1, heads, T, size], key and value [1, kv heads, T, size], tokens lying apart as models have them."""
-    generator, keys = torch.Generator().manual_seed(seed), sum(trees.tokens)
-    counts = (sum(trees.segments), heads), (keys, kv_heads), (keys, kv_heads)
+    generator, keys = torch.Generator().manual_seed(seed), sum(layout.tokens)
+    counts = (sum(layout.segments), heads), (keys, kv_heads), (keys, kv_heads)
     shapes = [(1, tokens, count, size) for tokens, count in counts]
     return [torch.randn(shape, generator=generator).to(dtype).transpose(1, 2) for shape in shapes]
 
 
-def flat_inputs(trees, heads, kv_heads, **options):
+def flat_inputs(layout, heads, kv_heads, **options):
     """Gives query [T, heads, size], key and value [T, kv heads, size]."""
-    return [tensor[0].transpose(0, 1) for tensor in random_inputs(trees, heads, kv_heads, **options)]
+    return [tensor[0].transpose(0, 1) for tensor in random_inputs(layout, heads, kv_heads, **options)]
 
 
 def with_gradients(attend, inputs):
@@ -57,13 +59,13 @@ def rotary_of(tokens, size=8, normed=True, dtype=torch.float32):
     return Rotary(angles.cos().to(dtype), angles.sin().to(dtype), norms, 1e-6)
 
 
-def turned_before(rotary, trees, query, key):
-    """Gives query and key turned by the rotary, before any attention is called."""
-    cos, sin = trees.at_queries(rotary.cos, rotary.sin)
+def rotated_before(rotary, layout, query, key):
+    """Gives query and key rotated before any attention is called."""
+    cos, sin = layout.at_queries(rotary.cos, rotary.sin)
     return dataclasses.replace(rotary, cos=cos, sin=sin).query(query), rotary.key(key)
 
 
-def with_turned_gradients(attend, inputs, rotary):
+def with_rotary_gradients(attend, inputs, rotary):
     """Gives the output and the gradients of query, key, value and of the norms' weights; attend: (q, k, v) -> output."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = attend(*(leaf * 1 for leaf in leaves))  # of no leaf, as in a model: attention may write over them
@@ -80,7 +82,7 @@ def norm_error(found, expected):
 def agree(found, expected, tolerance):
     """Says whether outputs agree, and gradients as one vector.
 
-    Over few keys a softmax leaves of one gradient the small difference of large terms, whose rounding is of their size.
+    AttentionArgs few keys a softmax leaves of one gradient the small difference of large terms, whose rounding is of their size.
     """
     apart = [norm_error(found[0], expected[0])]
     if len(found) > 1:
@@ -111,14 +113,27 @@ def _hidden(queries, keys, causal, left=-1):
 
 
 def flash_forward(
-    q, k, v, q_starts, k_starts, max_q, max_k, dropout, causal, debug, *, scale, window_size_left, window_size_right
+    q,
+    k,
+    v,
+    cu_seqlens_q,
+    cu_seqlens_k,
+    max_seqlen_q,
+    max_seqlen_k,
+    dropout,
+    causal,
+    debug,
+    *,
+    scale,
+    window_size_left,
+    window_size_right,
 ):
     assert not dropout
     assert not debug
-    assert (max_q, max_k) == tuple(int(starts.diff().max()) for starts in (q_starts, k_starts))
+    assert (max_seqlen_q, max_seqlen_k) == tuple(int(cu_seqlens.diff().max()) for cu_seqlens in (cu_seqlens_q, cu_seqlens_k))
     assert window_size_right == (0 if causal else -1)
     outs, lses = [], []
-    for q_, k_, v_ in _segments(q, k, v, q_starts, k_starts):
+    for q_, k_, v_ in _segments(q, k, v, cu_seqlens_q, cu_seqlens_k):
         out, lse = attention_of_one(q_, k_, v_, _hidden(q_.shape[1], k_.shape[1], causal, window_size_left), scale)
         outs.append(out.transpose(0, 1))
         lses.append(lse)
@@ -127,14 +142,14 @@ def flash_forward(
 
 
 def flash_backward(
-    grad, q, k, v, out, lse, q_starts, k_starts, max_q, max_k, dropout, causal, state, unused, *, scale, window_size_left,
-    window_size_right,
+    grad, q, k, v, out, lse, cu_seqlens_q, cu_seqlens_k, max_seqlen_q, max_seqlen_k, dropout, causal, state, unused,
+    *, scale, window_size_left, window_size_right,
 ):  # fmt: skip
     assert lse.is_contiguous()
     dq, dk, dv = (torch.zeros_like(x) for x in (q, k, v))
     assert grad.is_contiguous()
-    kv_heads, queries, keys = k.shape[1], q_starts.tolist(), k_starts.tolist()
-    for place, (q_, k_, v_) in enumerate(_segments(q, k, v, q_starts, k_starts)):
+    kv_heads, queries, keys = k.shape[1], cu_seqlens_q.tolist(), cu_seqlens_k.tolist()
+    for place, (q_, k_, v_) in enumerate(_segments(q, k, v, cu_seqlens_q, cu_seqlens_k)):
         here, there = slice(*queries[place : place + 2]), slice(*keys[place : place + 2])
         hidden = _hidden(q_.shape[1], k_.shape[1], causal, window_size_left)
         given = grad[here].transpose(0, 1), q_, k_, v_, out[here].transpose(0, 1), lse[:, here]
@@ -145,9 +160,9 @@ def flash_backward(
     return dq, dk, dv
 
 
-def _segments(q, k, v, q_starts, k_starts):
+def _segments(q, k, v, cu_seqlens_q, cu_seqlens_k):
     repeats = q.shape[1] // k.shape[1]
-    sizes = q_starts.diff().tolist(), k_starts.diff().tolist()
+    sizes = cu_seqlens_q.diff().tolist(), cu_seqlens_k.diff().tolist()
     for q_, k_, v_ in zip(q.split(sizes[0]), k.split(sizes[1]), v.split(sizes[1]), strict=True):
         yield q_.transpose(0, 1), *(x.transpose(0, 1).repeat_interleave(repeats, 0) for x in (k_, v_))
 

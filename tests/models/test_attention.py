@@ -12,10 +12,10 @@ from tests.models.test_build import built, filled
 from tests.models.test_pack import packed
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activations.activation_offload import ActivationOffload
-from verl_memopt.models.attention import KERNELS, REGISTERED, Over, choose_attention, refuse_sliding_window
+from verl_memopt.models.attention import KERNELS, REGISTERED, AttentionArgs, choose_attention, refuse_sliding_window
 from verl_memopt.models.decoder import BlockOptions
+from verl_memopt.models.prefix_layout import PrefixLayout
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.models.trees import Trees
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 CPU = torch.device("cpu")
@@ -58,15 +58,15 @@ def scored(model, pack):
     return [log_probs.detach(), *(zero if each.grad is None else each.grad.clone() for each in model.parameters())]
 
 
-def attend(name, query, key, value, trees, window=None):
-    return KERNELS[REGISTERED[name]](query, key, value, Over(trees, 0.3, window, None))
+def attend(name, query, key, value, layout, window=None):
+    return KERNELS[REGISTERED[name]](query, key, value, AttentionArgs(layout, 0.3, window, None))
 
 
 @given(SIZES, HEADS)
 def test_the_fused_kernel_and_written_out_attention_agree_in_output_and_gradients(sizes, heads):
-    trees = Trees.of(sizes)
-    inputs = random_inputs(trees, *heads)
-    found, expected = (with_gradients(lambda *x, name=name: attend(name, *x, trees), inputs) for name in ("sdpa", "eager"))
+    layout = PrefixLayout.of(sizes)
+    inputs = random_inputs(layout, *heads)
+    found, expected = (with_gradients(lambda *x, name=name: attend(name, *x, layout), inputs) for name in ("sdpa", "eager"))
     assert agree(found, expected, 5e-7)
 
 
@@ -129,9 +129,9 @@ def peak(model, pack):
         parameter.grad = torch.zeros_like(parameter)
     with ByteTracker() as tracker:
         tracker.mark("kept", [each for one in model.parameters() for each in (one, one.grad)])
-        tracker.mark("kept", [value for part in (pack, pack.trees) for value in vars(part).values() if torch.is_tensor(value)])
+        tracker.mark("kept", [value for part in (pack, pack.layout) for value in vars(part).values() if torch.is_tensor(value)])
         before = tracker.total()
-        hidden = model.decoder.norm(model.decoder(pack.input_ids, pack.position_ids, pack.trees))
+        hidden = model.decoder.norm(model.decoder(pack.input_ids, pack.position_ids, pack.layout))
         hidden.backward(hidden.detach())
     return tracker.peaks[DEVICE].bytes - before
 
@@ -155,16 +155,18 @@ def test_fake_tensors_give_a_shared_pack_the_bytes_of_real_ones(models, folders)
 
 @pytest.mark.parametrize("window", [None, 3, 50])
 def test_kernels_agree_on_rows_with_and_without_a_window(window):
-    trees = Trees.of(((5, ()), (1, ()), (7, ())))
-    inputs = random_inputs(trees, 4, 2)
-    torch.testing.assert_close(attend("sdpa", *inputs, trees, window), attend("eager", *inputs, trees, window), rtol=0, atol=2e-6)
+    layout = PrefixLayout.of(((5, ()), (1, ()), (7, ())))
+    inputs = random_inputs(layout, 4, 2)
+    torch.testing.assert_close(
+        attend("sdpa", *inputs, layout, window), attend("eager", *inputs, layout, window), rtol=0, atol=2e-6
+    )
 
 
 @pytest.mark.parametrize("name", ["sdpa", "varlen", "flash_attention_2"])
 def test_a_shared_prompt_under_a_sliding_window_is_refused_with_the_way_out(name):
-    trees = Trees.of(((3, (3, 2)),))  # each segment is within the window, a branch's tokens behind the prompt are not
+    layout = PrefixLayout.of(((3, (3, 2)),))  # each segment is within the window, a suffix's tokens behind the prompt are not
     with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=3.*use_prefix_grouper=false"):
-        attend(name, *random_inputs(trees, 2, 1), trees, window=3)
+        attend(name, *random_inputs(layout, 2, 1), layout, window=3)
 
 
 @pytest.mark.parametrize(
@@ -192,10 +194,10 @@ def test_a_model_without_sliding_layers_may_share_prompts(config):
 
 
 def test_values_may_have_heads_of_another_size():
-    trees = Trees.of(((4, (3, 2)), (5, ())))
-    query, key, value = random_inputs(trees, 4, 2)
+    layout = PrefixLayout.of(((4, (3, 2)), (5, ())))
+    query, key, value = random_inputs(layout, 4, 2)
     for narrow in ((query, key, value[..., :5]), (query[..., :5], key[..., :5], value)):
-        torch.testing.assert_close(attend("sdpa", *narrow, trees), attend("eager", *narrow, trees), rtol=0, atol=2e-6)
+        torch.testing.assert_close(attend("sdpa", *narrow, layout), attend("eager", *narrow, layout), rtol=0, atol=2e-6)
 
 
 def test_auto_is_sdpa_on_a_cpu_and_says_why():

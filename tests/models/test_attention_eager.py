@@ -3,14 +3,14 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.attention_cases import random_inputs
-from verl_memopt.models.attention_eager import eager_attention, tree_mask, windowed_attention
-from verl_memopt.models.trees import Trees
+from verl_memopt.models.attention_eager import eager_attention, group_mask, windowed_attention
+from verl_memopt.models.prefix_layout import PrefixLayout
 
 CPU = torch.device("cpu")
 
 
-def test_a_branch_sees_the_trunk_and_itself():
-    assert tree_mask((2, (2, 1)), None, CPU).int().tolist() == [
+def test_a_suffix_sees_the_prefix_and_itself():
+    assert group_mask((2, (2, 1)), None, CPU).int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [1, 1, 1, 0, 0],
@@ -20,11 +20,11 @@ def test_a_branch_sees_the_trunk_and_itself():
 
 
 def test_a_window_shows_the_last_positions():
-    assert tree_mask((4, ()), 2, CPU).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
+    assert group_mask((4, ()), 2, CPU).int().tolist() == [[1, 0, 0, 0], [1, 1, 0, 0], [0, 1, 1, 0], [0, 0, 1, 1]]
 
 
-def test_a_windows_positions_go_on_from_trunk_to_branch():
-    assert tree_mask((2, (2, 1)), 2, CPU).int().tolist() == [
+def test_a_windows_positions_go_on_from_prefix_to_suffix():
+    assert group_mask((2, (2, 1)), 2, CPU).int().tolist() == [
         [1, 0, 0, 0, 0],
         [1, 1, 0, 0, 0],
         [0, 1, 1, 0, 0],
@@ -45,36 +45,36 @@ def softmax_over_what_is_seen(query, key, value, seen, scale):
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
 def test_written_out_attention_is_a_softmax_over_what_a_token_sees(heads):
-    trees = Trees.of(((2, (2, 1)), (3, ())))
-    inputs = random_inputs(trees, *heads)
+    layout = PrefixLayout.of(((2, (2, 1)), (3, ())))
+    inputs = random_inputs(layout, *heads)
     seen = [[0], [0, 1], [0, 1, 2], [0, 1, 2, 3], [0, 1, 4], [5], [5, 6], [5, 6, 7]]
-    found = eager_attention(*inputs, trees, 0.3, None)
+    found = eager_attention(*inputs, layout, 0.3, None)
     torch.testing.assert_close(found, softmax_over_what_is_seen(*inputs, seen, 0.3), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("heads", [(2, 2), (4, 2)])
-def test_tokens_that_are_not_read_are_seen(heads):
-    trees = Trees.of(((1, (2, 1)), (2, ())), unread=(2, 1))
-    inputs = random_inputs(trees, *heads)
-    # Places of keys: a trunk of three, branches 3, 4 and 5, and a tree of three.
+def test_skipped_tokens_are_seen(heads):
+    layout = PrefixLayout.of(((1, (2, 1)), (2, ())), skipped=(2, 1))
+    inputs = random_inputs(layout, *heads)
+    # Places of keys: a prefix of three, suffixes 3, 4 and 5, and a group of three.
     seen = [[0, 1, 2], [0, 1, 2, 3], [0, 1, 2, 3, 4], [0, 1, 2, 5], [6, 7], [6, 7, 8]]
-    found = eager_attention(*inputs, trees, 0.3, None)
+    found = eager_attention(*inputs, layout, 0.3, None)
     torch.testing.assert_close(found, softmax_over_what_is_seen(*inputs, seen, 0.3), rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("attention", [eager_attention, windowed_attention])
 def test_a_window_holds_in_every_sequence(attention):
-    trees = Trees.of(((4, ()), (1, ()), (2, ())))
-    inputs = random_inputs(trees, 4, 2)
+    layout = PrefixLayout.of(((4, ()), (1, ()), (2, ())))
+    inputs = random_inputs(layout, 4, 2)
     seen = [[0], [0, 1], [1, 2], [2, 3], [4], [5], [5, 6]]
-    found = attention(*inputs, trees, 0.3, 2)
+    found = attention(*inputs, layout, 0.3, 2)
     torch.testing.assert_close(found, softmax_over_what_is_seen(*inputs, seen, 0.3), rtol=0, atol=1e-6)
 
 
 def test_sequences_under_a_window_share_nothing():
-    trees = Trees.of(((4, (1, 2)),))
+    layout = PrefixLayout.of(((4, (1, 2)),))
     with pytest.raises(AssertionError):
-        windowed_attention(*random_inputs(trees, 1, 1), trees, 0.3, 2)
+        windowed_attention(*random_inputs(layout, 1, 1), layout, 0.3, 2)
 
 
 class RefusesWaiting(TorchDispatchMode):
@@ -89,4 +89,4 @@ class RefusesWaiting(TorchDispatchMode):
 
 def test_a_mask_reaches_its_device_without_a_wait_of_the_host():
     with RefusesWaiting():
-        assert tree_mask((2, (2, 1)), 2, torch.device("meta")).device.type == "meta"
+        assert group_mask((2, (2, 1)), 2, torch.device("meta")).device.type == "meta"

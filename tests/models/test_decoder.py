@@ -152,7 +152,7 @@ PATH = [
         PACKAGE / "memory" / "activations" / f"{name}.py"
         for name in ("recompute_elementwise", "prune_last_block", "tiled_mlp", "recomputed_mlp")
     ),
-    *(PACKAGE / "ops" / f"{name}.py" for name in ("carried_prompt", "read_rows", "discarded_values", "rotation")),
+    *(PACKAGE / "ops" / f"{name}.py" for name in ("prefix_kv", "recomputation", "rotary", "select_rows")),
     PACKAGE / "workers" / "scorer.py",
 ]  # fmt: skip
 

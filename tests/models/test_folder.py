@@ -18,7 +18,7 @@ from verl_memopt.models.folder import check_vocabulary, end_tokens, files_of_ind
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.trial_build import check_architecture
-from verl_memopt.workers.scorer import build_scorer, materialize
+from verl_memopt.workers.scorer import build_policy, materialize
 
 KEY = "actor_rollout_ref.model.path"
 
@@ -157,7 +157,7 @@ def test_without_trust_no_code_is_fetched_and_with_it_all_of_it_is(repository):
 def trained(folder, mesh):
     settings, cpu = Model(path="someone/own", trust_remote_code=True), torch.device("cpu")
     check_architecture(settings, folder, 64, True)
-    policy = build_scorer(settings, Fsdp(dtype="fp32"), folder, mesh, cpu, "actor_rollout_ref.actor", False, False)
+    policy = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, cpu, "actor_rollout_ref.actor", False, False)
     materialize(policy, folder, cpu)
     check_packing(policy, cpu, torch.float32, True, str(folder))
     return policy
@@ -210,4 +210,4 @@ def test_knobs_that_know_blocks_by_class_leave_a_models_own_code_alone_or_are_re
     assert {type(block).__name__ for block in policy.blocks()} == {"Qwen3DecoderLayer"}
     settings = Model(path="someone/own", trust_remote_code=True, tiled_mlp=TiledMlp(enabled=True))
     with pytest.raises(ConfigError, match=r"tiled_mlp\.enabled=true: OwnForCausalLM runs code of its own"):
-        build_scorer(settings, Fsdp(), folder, one_rank, torch.device("cpu"), "actor_rollout_ref.actor", False, False)
+        build_policy(settings, Fsdp(), folder, one_rank, torch.device("cpu"), "actor_rollout_ref.actor", False, False)

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_memopt.models.pack import pack_branches, pack_groups, pack_prompt, pack_rows
+from verl_memopt.models.pack import pack_groups, pack_prompt, pack_rows, pack_suffixes
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=9)
 """Rows as (group, tokens of the response)."""
@@ -24,7 +24,7 @@ def test_a_pack_holds_prompts_and_responses_without_their_last_tokens():
     pack = packed([[1, 2], [3]], [[7], [8, 9]])
     assert pack.input_ids.tolist() == [[1, 2, 3, 8]]
     assert pack.position_ids.tolist() == [[0, 1, 0, 1]]
-    assert pack.trees.sizes == ((2, ()), (2, ()))
+    assert pack.layout.groups == ((2, ()), (2, ()))
     assert pack.predicts.tolist() == [1, 2, 3]
     assert pack.targets.tolist() == [7, 8, 9]
     assert pack.row.tolist() == [0, 1, 1]
@@ -42,7 +42,7 @@ def test_a_group_holds_its_prompt_once_and_its_responses_behind_it():
     pack = packed([[1, 2], [1, 2], [1, 2]], [[7, 8, 9], [4, 5], [6]], [0, 0, 0])
     assert pack.input_ids.tolist() == [[1, 2, 7, 8, 4]]
     assert pack.position_ids.tolist() == [[0, 1, 2, 3, 2]]
-    assert pack.trees.sizes == ((2, (2, 1)),)
+    assert pack.layout.groups == ((2, (2, 1)),)
     # The prompt's last token predicts every response's first.
     assert pack.predicts.tolist() == [1, 2, 3, 1, 4, 1]
     assert pack.targets.tolist() == [7, 8, 9, 4, 5, 6]
@@ -53,7 +53,7 @@ def test_a_group_holds_its_prompt_once_and_its_responses_behind_it():
 def test_rows_of_a_group_need_not_be_neighbours():
     pack = packed([[1], [2, 3], [1], [2, 3]], [[4, 5], [6, 7], [8, 9], [10, 11]], [5, 2, 5, 2])
     assert pack.input_ids.tolist() == [[1, 4, 8, 2, 3, 6, 10]]
-    assert pack.trees.sizes == ((1, (1, 1)), (2, (1, 1)))
+    assert pack.layout.groups == ((1, (1, 1)), (2, (1, 1)))
     assert pack.predicts.tolist() == [0, 1, 4, 5, 0, 2, 4, 6]
     assert pack.targets.tolist() == [4, 5, 6, 7, 8, 9, 10, 11]
     assert pack.row.tolist() == [0, 0, 1, 1, 2, 2, 3, 3]
@@ -62,14 +62,14 @@ def test_rows_of_a_group_need_not_be_neighbours():
 def test_a_group_with_one_response_is_a_plain_row():
     pack = packed([[1, 2], [1, 2]], [[], [7, 8, 9]], [0, 0])
     assert pack.input_ids.tolist() == [[1, 2, 7, 8]]
-    assert pack.trees.sizes == ((4, ()),)
+    assert pack.layout.groups == ((4, ()),)
     assert pack.predicts.tolist() == [1, 2, 3]
 
 
-def test_a_group_of_one_token_responses_has_no_branch():
+def test_a_group_of_one_token_responses_has_no_suffix():
     pack = packed([[1, 2], [1, 2]], [[7], [8]], [0, 0])
     assert pack.input_ids.tolist() == [[1, 2]]
-    assert pack.trees.sizes == ((2, ()),)
+    assert pack.layout.groups == ((2, ()),)
     assert pack.predicts.tolist() == [1, 1]
 
 
@@ -84,7 +84,7 @@ def test_prompts_of_different_lengths_are_not_shared():
         packed([[1, 2], [1]], [[7], [8]], [0, 0])
 
 
-def test_an_empty_micro_batch_is_one_token_that_scores_nothing():
+def test_an_empty_micro_batch_is_one_token_that_predicts_nothing():
     for groups in (None, []):
         pack = packed([], [], groups)
         assert pack.input_ids.shape == (1, 1)
@@ -92,13 +92,13 @@ def test_an_empty_micro_batch_is_one_token_that_scores_nothing():
 
 
 def contexts(pack):
-    """Gives, for each response token, the tokens seen by the one that predicts it, read off the trees; and its row."""
+    """Gives, for each response token, the tokens seen by the one that predicts it, as the layout says; and its row."""
     ids, seen, at = pack.input_ids[0].tolist(), [], 0
-    for trunk, branches in pack.trees.sizes:
-        shared = ids[at : at + trunk]
-        seen += [shared[: place + 1] for place in range(trunk)]
-        at += trunk
-        for length in branches:
+    for prefix, suffixes in pack.layout.groups:
+        shared = ids[at : at + prefix]
+        seen += [shared[: place + 1] for place in range(prefix)]
+        at += prefix
+        for length in suffixes:
             seen += [shared + ids[at : at + place + 1] for place in range(length)]
             at += length
     assert len(seen) == len(ids)
@@ -128,33 +128,33 @@ def test_sharing_a_prompt_changes_nothing_that_is_asked_and_costs_each_token_onc
 
 
 @given(ROWS)
-def test_what_is_read_is_what_predicts(rows):
+def test_the_queries_of_the_last_block_are_what_predicts(rows):
     groups = [group for group, _ in rows]
     prompts = [list(range(7 * (group + 1))) for group in groups]
     for shared in (None, groups):
         pack = packed(prompts, [[1] * length for _, length in rows], shared)
-        if pack.read is None:
-            unread = pack.input_ids.numel() - len(set(pack.predicts.tolist()))
-            assert unread < pack.input_ids.numel() / 8 or pack.num_rows == 0 or not pack.predicts.numel()
+        if pack.last_block is None:
+            skipped = pack.input_ids.numel() - len(set(pack.predicts.tolist()))
+            assert skipped < pack.input_ids.numel() / 8 or pack.num_rows == 0 or not pack.predicts.numel()
             continue
-        read = pack.read.trees.read
-        assert read.tolist() == sorted(set(pack.predicts.tolist()))
-        assert torch.equal(read[pack.read.predicts], pack.predicts)
-        trees = zip(pack.trees.sizes, pack.read.trees.sizes, pack.read.trees.unread, strict=True)
-        assert all(whole == (unread + trunk, branches) for whole, (trunk, branches), unread in trees)
+        query_index = pack.last_block.layout.query_index
+        assert query_index.tolist() == sorted(set(pack.predicts.tolist()))
+        assert torch.equal(query_index[pack.last_block.predicts], pack.predicts)
+        layout = zip(pack.layout.groups, pack.last_block.layout.groups, pack.last_block.layout.skipped, strict=True)
+        assert all(whole == (skipped + prefix, suffixes) for whole, (prefix, suffixes), skipped in layout)
 
 
-def test_few_unread_tokens_are_read():
-    assert packed([[1, 1]], [[2] * 8]).read is None  # one of nine
-    assert packed([[1, 1, 1]], [[2] * 8]).read is not None  # two of ten
-    assert packed([[1]], [[2]]).read is None
+def test_a_few_tokens_are_not_skipped():
+    assert packed([[1, 1]], [[2] * 8]).last_block is None  # one of nine
+    assert packed([[1, 1, 1]], [[2] * 8]).last_block is not None  # two of ten
+    assert packed([[1]], [[2]]).last_block is None
 
 
 def test_answers_to_a_prompt_that_lies_elsewhere():
-    pack = pack_branches(10, torch.tensor([1, 2, 3, 4, 5, 6]), [3, 0, 1, 2])
+    pack = pack_suffixes(10, torch.tensor([1, 2, 3, 4, 5, 6]), [3, 0, 1, 2])
     assert pack.input_ids.tolist() == [[1, 2, 5]]
     assert pack.position_ids.tolist() == [[10, 11, 10]]
-    assert (pack.trees.sizes, pack.trees.unread) == (((0, (2, 1)),), (10,))
+    assert (pack.layout.groups, pack.layout.skipped) == (((0, (2, 1)),), (10,))
     assert pack.predicts.tolist() == [0, 1, 2, 0, 0, 3]  # 0 is the prompt's end
     assert pack.targets.tolist() == [1, 2, 3, 4, 5, 6]
     assert pack.row.tolist() == [0, 0, 0, 2, 3, 3]
@@ -173,7 +173,7 @@ def test_packing_depends_on_no_token_value():
 
 def test_every_tensor_of_a_pack_is_moved():
     pack = packed([[1, 1], [1, 1]], [[2, 3], [4, 5]], [0, 0]).to(torch.device("meta"))
-    parts = (pack, pack.trees, pack.read, pack.read.trees)
+    parts = (pack, pack.layout, pack.last_block, pack.last_block.layout)
     tensors = [value for part in parts for value in vars(part).values() if isinstance(value, torch.Tensor)]
     assert len(tensors) == 11 + 1 + 6
     assert all(tensor.is_meta for tensor in tensors)
@@ -183,14 +183,14 @@ def test_a_prompt_alone_asks_for_nothing_and_the_state_of_its_last_token_is_read
     pack = pack_prompt(torch.tensor([5, 6, 7]))
     assert pack.input_ids.tolist() == [[5, 6, 7]]
     assert pack.position_ids.tolist() == [[0, 1, 2]]
-    assert pack.trees.sizes == ((3, ()),)
+    assert pack.layout.groups == ((3, ()),)
     assert pack.predicts.tolist() == [2]
     for asked in (pack.targets, pack.row, pack.row_lengths):
         assert (asked.tolist(), asked.dtype) == ([], torch.int64)
 
 
 def test_no_answers_to_a_prompt_that_lies_elsewhere_are_an_empty_pack():
-    pack = pack_branches(10, flat([]), [])
+    pack = pack_suffixes(10, flat([]), [])
     assert (pack.input_ids.shape, pack.predicts.numel(), pack.num_rows) == ((1, 0), 0, 0)
 
 
@@ -211,6 +211,6 @@ def test_the_copies_of_a_pack_do_not_wait():
     pack = packed([[1]], [[2]])
     with Copies() as copies:
         moved = pack.to(torch.device("meta"))
-    assert moved.read is None
+    assert moved.last_block is None
     assert len(copies.wait) >= 6
     assert not any(copies.wait)

@@ -15,7 +15,7 @@ from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, fill_from_folder, rebuild_buffers
 from verl_memopt.models.packing_check import MIXING_BOUND, check_packing, row_differences
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
-from verl_memopt.workers.scorer import build_scorer, materialize
+from verl_memopt.workers.scorer import build_policy, materialize
 
 CPU = torch.device("cpu")
 
@@ -35,7 +35,7 @@ def unchecked(at, model_type, deviation=0.06, **more):
 
 def built(folder, mesh, dtype="fp32", trained=True, quantization="none", **settings):
     model, fsdp = Model(path=str(folder), **settings.pop("model", {})), Fsdp(dtype=dtype, **settings)
-    policy = build_scorer(model, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, True, trained, quantization)
+    policy = build_policy(model, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, True, trained, quantization)
     if not trained:
         policy.requires_grad_(False)
     materialize(policy, folder, CPU, fsdp.offload_policy)

@@ -15,7 +15,7 @@ from verl_memopt.models.attention import KERNELS
 from verl_memopt.models.decoder import Decoder
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.models.transformers_decoder import logits_of_row, own_attention, register_kernels, states_of_pack
-from verl_memopt.workers.scorer import build_scorer, materialize
+from verl_memopt.workers.scorer import build_policy, materialize
 
 CPU = torch.device("cpu")
 BOUND = 2e-6
@@ -34,7 +34,7 @@ def folder(tmp_path_factory):
 
 def built(folder, mesh, recompute=False, **model):
     settings = Model(path=str(folder), attn_implementation="sdpa", **model)
-    policy = build_scorer(
+    policy = build_policy(
         settings, Fsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute, trained=True
     )
     materialize(policy, folder, CPU)
@@ -44,7 +44,7 @@ def built(folder, mesh, recompute=False, **model):
 def test_packed_rows_of_another_architecture_give_the_log_probs_of_transformers(folder, one_rank):
     policy = built(folder, one_rank)
     assert not isinstance(policy.decoder, Decoder)
-    assert not policy.carries
+    assert not policy.supports_prefix_kv
     theirs = AutoModelForCausalLM.from_pretrained(folder, attn_implementation="eager")
     expected = []
     with torch.no_grad():

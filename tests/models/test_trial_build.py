@@ -12,7 +12,7 @@ from verl_memopt.models.build import named_weights
 from verl_memopt.models.pack import pack_groups, pack_rows
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.trial_build import check_architecture
-from verl_memopt.workers.scorer import build_scorer, materialize
+from verl_memopt.workers.scorer import build_policy, materialize
 
 CPU = torch.device("cpu")
 PROMPTS, ANSWERS, GROUPS = (17, 17, 5), (9, 6, 21), (0, 0, 1)
@@ -67,7 +67,7 @@ def trained(folder, mesh, shared):
     """Gives log-probs [R] of the answers packed as in training, and the model, after both checks."""
     settings = Model(path=str(folder))
     check_architecture(settings, folder, 64, shared)
-    model = build_scorer(settings, Fsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.actor", False, True, True)
+    model = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.actor", False, True, True)
     materialize(model, folder, CPU)
     check_packing(model, CPU, torch.float32, shared, str(folder))
     prompts, answers = rows()

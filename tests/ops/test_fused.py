@@ -19,9 +19,9 @@ from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.models.transformers_decoder import register_kernels
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.ops import fused
-from verl_memopt.ops.discarded_values import Gated, Normed
 from verl_memopt.ops.fused import compiler_works, fused_statements, over_rows, tiles
-from verl_memopt.ops.rotation import turned, turned_back
+from verl_memopt.ops.recomputation import RMSNorm, SwiGLU
+from verl_memopt.ops.rotary import apply_rotary, rotary_backward
 
 CPU = torch.device("cpu")
 HEADS, SIZE = 3, 16
@@ -49,20 +49,20 @@ def every_statement(rows, dtype):
     values = functools.partial(drawn, dtype=dtype)
     x, weight, grad = (one.detach() for one in (values(rows, 24), values(24, seed=1), values(rows, 24, seed=2)))
     into, sums = torch.empty_like(x), torch.zeros(24)
-    Normed(EPS).differentiate(grad, (x,), (weight,), (into,), (sums,))
+    RMSNorm(EPS).differentiate(grad, (x,), (weight,), (into,), (sums,))
     gate, up, above = (values(rows, 40, seed=seed).detach() for seed in (3, 4, 5))
-    gated = Gated().make((gate, up), ())
+    gated = SwiGLU().compute((gate, up), ())
     in_place = gate.clone()
-    Gated().make((in_place, up), (), in_place)
-    Gated().differentiate(above, (gate, up), (), (gate, up), ())
+    SwiGLU().compute((in_place, up), (), in_place)
+    SwiGLU().differentiate(above, (gate, up), (), (gate, up), ())
     query, turn, cos, sin = (
         values(*shape, seed=6).detach() for shape in ((rows, HEADS, SIZE), (rows, HEADS, SIZE), (rows, SIZE), (rows, SIZE))
     )
     scale, of_scale = values(SIZE, seed=7).detach(), torch.zeros(SIZE)
-    turns = turned(query, scale, EPS, cos, sin), turned(query, None, EPS, cos, sin)
+    turns = apply_rotary(query, scale, EPS, cos, sin), apply_rotary(query, None, EPS, cos, sin)
     # The gradient takes the place of some heads of the query, by another view of them.
-    turned_back(turn[:, 1:], query[:, 1:], scale, EPS, cos, sin, query[:, 1:], of_scale)
-    made = Normed(EPS).make((x,), (weight,))
+    rotary_backward(turn[:, 1:], query[:, 1:], scale, EPS, cos, sin, query[:, 1:], of_scale)
+    made = RMSNorm(EPS).compute((x,), (weight,))
     return [made, into, sums, gated, in_place, gate, up, *turns, query, of_scale]
 
 
@@ -72,7 +72,7 @@ def test_compiled_statements_give_the_numbers_of_uncompiled_ones(compiles, dtype
     with fused_statements(True):
         found = every_statement(50, dtype)
         other = every_statement(37, dtype)
-    assert set(compiles) == {"_norm", "norm_gradient", "_gate", "_gate_gradient", "_turn", "_turn_back"}
+    assert set(compiles) == {"_norm", "norm_gradient", "_gate", "_gate_gradient", "_forward_statement", "_backward_statement"}
     for one, two in zip((*found, *other), (*expected, *every_statement(37, dtype)), strict=True):
         assert relative(one.double(), two.double()) <= bound
 
@@ -91,10 +91,10 @@ def test_an_update_with_compiled_statements_differs_by_rounding_only(compiles, u
 @pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: what inductor makes on a CPU is not covered")
 def test_a_statement_compiled_by_inductor_gives_its_numbers():
     x, weight = drawn(40, 8, dtype=torch.float32).detach(), drawn(8, seed=1, dtype=torch.float32).detach()
-    expected = Normed(EPS).make((x,), (weight,))
+    expected = RMSNorm(EPS).compute((x,), (weight,))
     with fused_statements(compiler_works(CPU)):
         assert fused._on
-        assert relative(Normed(EPS).make((x,), (weight,)), expected) <= PRECISE
+        assert relative(RMSNorm(EPS).compute((x,), (weight,)), expected) <= PRECISE
         assert fused._on
 
 
@@ -119,8 +119,8 @@ def launches_of_a_norm(tokens, width):
     """Counts those of a norm and its gradient, on a device with a GPU's tiles."""
     x, weight, sums = torch.empty(tokens, width, device="meta"), *torch.empty(2, width, device="meta")
     with Launches() as launches:
-        Normed(EPS).make((x,), (weight,))
-        Normed(EPS).differentiate(x, (x,), (weight,), (torch.empty_like(x),), (sums,))
+        RMSNorm(EPS).compute((x,), (weight,))
+        RMSNorm(EPS).differentiate(x, (x,), (weight,), (torch.empty_like(x),), (sums,))
     return launches.count
 
 
@@ -173,7 +173,7 @@ def test_statements_are_neither_compiled_nor_whole_while_bytes_are_counted(compi
     peaks = []
     for on in (False, True):
         with fused_statements(on), ByteTracker() as tracker:
-            Normed(EPS).make((x,), (weight,))
+            RMSNorm(EPS).compute((x,), (weight,))
             peaks.append(tracker.peaks["device"].bytes)
             assert compiler_works(CPU) is False  # and no word of it
     assert peaks[0] == peaks[1]
@@ -182,24 +182,24 @@ def test_statements_are_neither_compiled_nor_whole_while_bytes_are_counted(compi
 
 def test_the_switch_holds_inside_its_body_only(compiles):
     with fused_statements(True), fused_statements(False):
-        Normed(EPS).make((torch.ones(2, 4),), (torch.ones(4),))
-    Normed(EPS).make((torch.ones(2, 4),), (torch.ones(4),))
+        RMSNorm(EPS).compute((torch.ones(2, 4),), (torch.ones(4),))
+    RMSNorm(EPS).compute((torch.ones(2, 4),), (torch.ones(4),))
     assert not compiles
 
 
 WITHOUT_COMPILER = """
 import logging, sys, torch
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-from verl_memopt.ops.discarded_values import Normed
+from verl_memopt.ops.recomputation import RMSNorm
 from verl_memopt.ops.fused import compiler_works, fused_statements
 x, weight = torch.randn(40, 8), torch.randn(8)
-expected = Normed(1e-6).make((x,), (weight,))
+expected = RMSNorm(1e-6).compute((x,), (weight,))
 asked = sys.argv[1] == "first"
 on = compiler_works(torch.device("cpu")) if asked else True
 assert on is not asked
 with fused_statements(on):
     for _ in range(3):
-        assert torch.equal(Normed(1e-6).make((x,), (weight,)), expected)
+        assert torch.equal(RMSNorm(1e-6).compute((x,), (weight,)), expected)
 assert not compiler_works(torch.device("cpu"))
 """
 
@@ -226,8 +226,8 @@ def test_on_a_gpu_compiled_statements_give_the_numbers_of_uncompiled_ones_in_a_k
     x, weight = (drawn(*shape, dtype=dtype).detach().to(here) for shape in ((4096, 1024), (1024,)))
 
     def run():
-        out, into, sums = Normed(EPS).make((x,), (weight,)), torch.empty_like(x), torch.zeros(1024, device=here)
-        Normed(EPS).differentiate(out, (x,), (weight,), (into,), (sums,))
+        out, into, sums = RMSNorm(EPS).compute((x,), (weight,)), torch.empty_like(x), torch.zeros(1024, device=here)
+        RMSNorm(EPS).differentiate(out, (x,), (weight,), (into,), (sums,))
         return out, into, sums
 
     expected = run()

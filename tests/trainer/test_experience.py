@@ -13,7 +13,7 @@ from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.experience import LogProbPass, compute_advantages, score_answers, to_batch
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget
-from verl_memopt.workers.scorer import Scores
+from verl_memopt.workers.scorer import LogProbs
 
 
 def test_answers_are_scored_with_their_own_ground_truth():
@@ -54,7 +54,7 @@ class Reader(Member):
         assert sorted(row for rows in micro_batches for row in rows) == list(range(batch.num_rows))
         assert all(sum(batch.row_tokens(shared=False).each()[row] for row in rows) <= 8 for rows in micro_batches)
         values = batch.responses.flat.float()
-        return Scores(values, -values if with_entropy else None)
+        return LogProbs(values, -values if with_entropy else None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])

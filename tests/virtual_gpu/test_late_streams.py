@@ -15,7 +15,7 @@ SMALL = {"bucket": "small", "actor optimizer_offload": "on"}
 ROWS = {
     "activations": {"activation offload": "on"},
     "activations of checkpoints": {"activation offload": "one in flight", "checkpointing": "full", "recomputed values": "on"},
-    "a carried prompt": {"activation offload": "on", "recomputed values": "on", "shared prompt": "on", "batching": "tokens"},
+    "a prefix kv": {"activation offload": "on", "recomputed values": "on", "shared prompt": "on", "batching": "tokens"},
     "moments": SMALL,
     "moments in int8": SMALL | {"state": "int8"},
     "moments in backward": SMALL | {"in backward": "on", "clip": "none"},

@@ -24,7 +24,7 @@ from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
 from verl_memopt.workers.policy import MiniBatch, Policy
-from verl_memopt.workers.scorer import MicroBatch, build_scorer, materialize, micro_batch, score_pack
+from verl_memopt.workers.scorer import MicroBatch, build_policy, materialize, micro_batch, pack_log_probs
 
 CPU = torch.device("cpu")
 ACTOR = Actor(
@@ -65,7 +65,7 @@ def batch(rows=16, seed=0):
 
 def policy_for(folder, mesh, world_size, attention="sdpa", recompute=False, dtype="fp32", actor=ACTOR, fill=True, prune=True):
     settings = Model(path=str(folder), attn_implementation=attention, logprob_chunk_tokens=8, prune_last_block=prune)
-    model = build_scorer(settings, Fsdp(dtype=dtype), folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
+    model = build_policy(settings, Fsdp(dtype=dtype), folder, mesh, CPU, "actor_rollout_ref.actor", False, recompute)
     if fill:
         materialize(model, folder, CPU)
     return Policy(model, actor, 10, world_size, CPU)
@@ -177,7 +177,7 @@ def test_loss_and_gradients_equal_those_of_whole_logits(untied_folder, one_rank)
 def test_an_on_policy_batch_needs_no_old_log_probs(tiny_folder, one_rank):
     whole = batch()
     policy = policy_for(tiny_folder, one_rank, 1, actor=dataclasses.replace(ACTOR, use_kl_loss=False))
-    whole.old_log_probs = policy.score(whole, [range(whole.num_rows)], 0.9, False).log_probs
+    whole.old_log_probs = policy.compute_log_probs(whole, [range(whole.num_rows)], 0.9, False).log_probs
     with_old = accumulated(policy, shares(whole, 1, WHOLE)[0])
     gradients = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters()]
     policy.optimizer.zero_grad()
@@ -191,7 +191,9 @@ def test_an_on_policy_batch_needs_no_old_log_probs(tiny_folder, one_rank):
 def test_a_step_without_old_log_probs_gives_those_it_found_and_the_metrics_of_a_step_with_them(tiny_folder, one_rank):
     actor = dataclasses.replace(ACTOR, use_kl_loss=False)
     whole = batch()
-    whole.old_log_probs = policy_for(tiny_folder, one_rank, 1, actor=actor).score(whole, [range(16)], 0.9, False).log_probs
+    whole.old_log_probs = (
+        policy_for(tiny_folder, one_rank, 1, actor=actor).compute_log_probs(whole, [range(16)], 0.9, False).log_probs
+    )
     with_old = policy_for(tiny_folder, one_rank, 1, actor=actor).update([shares(whole, 1, SMALL)[0]], 0.9)
     expected, whole.old_log_probs = whole.old_log_probs, None
     found = policy_for(tiny_folder, one_rank, 1, actor=actor).update_on_policy(shares(whole, 1, SMALL)[0], 0.9)
@@ -284,7 +286,7 @@ def test_every_pass_runs_on_fake_tensors_under_a_fake_process_group(untied_folde
             assert all(isinstance(local_of(p), FakeTensor) for p in policy.model.parameters())
             for _ in range(2):
                 metrics = policy.step(micro, mini.counts, 0.9)
-            log_probs, entropy = score_pack(policy.model, micro[0].pack, 0.9, True)
+            log_probs, entropy = pack_log_probs(policy.model, micro[0].pack, 0.9, True)
             synced = [tensor for _, tensor in full_weights(named_weights(policy.model), torch.bfloat16, 1)]
         assert {type(tensor) for tensor in (log_probs, entropy, metrics["actor/grad_norm"], *synced)} == {FakeTensor}
     finally:
@@ -328,10 +330,10 @@ def policy_with_knobs(folder, mesh, world_size=1, fsdp=None, lora_rank=0, **opti
     fsdp = TrainedFsdp(**{"dtype": "fp32", **(fsdp or {})})
     actor = dataclasses.replace(ACTOR, entropy_coeff=0.0, fsdp_config=fsdp, optim=dataclasses.replace(ACTOR.optim, **optim))
     model = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8, lora_rank=lora_rank, lora_alpha=8)
-    scorer = build_scorer(model, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, False, trained=True)
-    materialize(scorer, folder, CPU, fsdp.offload_policy)
-    initialize_adapters(scorer, 5)
-    return Policy(scorer, actor, 10, world_size, CPU)
+    policy_model = build_policy(model, fsdp, folder, mesh, CPU, "actor_rollout_ref.actor", False, False, trained=True)
+    materialize(policy_model, folder, CPU, fsdp.offload_policy)
+    initialize_adapters(policy_model, 5)
+    return Policy(policy_model, actor, 10, world_size, CPU)
 
 
 def in_bytes(policy):

@@ -14,15 +14,15 @@ from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.scorer import build_scorer, materialize, micro_batch, quantization_error, score_batch
+from verl_memopt.workers.scorer import build_policy, compute_log_probs, materialize, micro_batch, quantization_error
 
 HEAT = 0.7
 
 
 def built(folder, mesh, dtype="fp32"):
-    scorer = build_scorer(Model(path=str(folder)), Fsdp(dtype=dtype), folder, mesh, CPU, "key", False, False)
-    materialize(scorer, folder, CPU)
-    return scorer
+    policy_model = build_policy(Model(path=str(folder)), Fsdp(dtype=dtype), folder, mesh, CPU, "key", False, False)
+    materialize(policy_model, folder, CPU)
+    return policy_model
 
 
 @pytest.fixture
@@ -53,7 +53,7 @@ def test_the_model_holds_the_folders_weights(model, tiny_folder):
 
 def test_scores_are_those_of_whole_logits(model, tiny_folder):
     whole = batch(rows=6)
-    found = score_batch(model, whole, [[0, 3], [5, 1], [2, 4]], HEAT, True, CPU)
+    found = compute_log_probs(model, whole, [[0, 3], [5, 1], [2, 4]], HEAT, True, CPU)
     log_probs, entropy = naive(tiny_folder, whole)
     torch.testing.assert_close(found.log_probs, log_probs, rtol=0, atol=2e-6)
     torch.testing.assert_close(found.entropy, entropy, rtol=0, atol=4e-6)
@@ -62,7 +62,7 @@ def test_scores_are_those_of_whole_logits(model, tiny_folder):
 
 def test_how_rows_are_cut_does_not_show(model):
     whole = batch(rows=6)
-    one, many = (score_batch(model, whole, rows, HEAT, False, CPU) for rows in ([range(6)], [[4], [], [2, 0], [1, 5], [3]]))
+    one, many = (compute_log_probs(model, whole, rows, HEAT, False, CPU) for rows in ([range(6)], [[4], [], [2, 0], [1, 5], [3]]))
     torch.testing.assert_close(one.log_probs, many.log_probs, rtol=0, atol=2e-6)
     assert one.entropy is None
 
@@ -72,13 +72,13 @@ def test_rows_without_a_response_have_nothing_to_score(model):
     empty = RolloutBatch(
         prompts=Ragged.from_rows([[5, 6], [7]], torch.int64), responses=none, group=torch.zeros(2), batch_size=[]
     )
-    found = score_batch(model, empty, [[0], [1]], HEAT, True, CPU)
+    found = compute_log_probs(model, empty, [[0], [1]], HEAT, True, CPU)
     assert found.log_probs.shape == found.entropy.shape == (0,)
 
 
 def test_scoring_frees_what_it_gathered(tiny_folder, one_rank):
     model = built(tiny_folder, one_rank, "bfloat16")
-    score_batch(model, batch(rows=2), [[0, 1]], HEAT, False, CPU)
+    compute_log_probs(model, batch(rows=2), [[0, 1]], HEAT, False, CPU)
     assert all(isinstance(parameter, torch.distributed.tensor.DTensor) for parameter in model.parameters())
 
 
@@ -103,7 +103,7 @@ def test_a_micro_batch_moves_with_what_it_has():
 
 def quantised(folder, mesh, kind, dtype="fp32"):
     settings, fsdp = Model(path=str(folder)), Fsdp(dtype=dtype)
-    policy = build_scorer(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.ref", False, False, quantization=kind)
+    policy = build_policy(settings, fsdp, folder, mesh, CPU, "actor_rollout_ref.ref", False, False, quantization=kind)
     policy.requires_grad_(False)
     materialize(policy, folder, CPU)
     return policy
@@ -141,7 +141,7 @@ def test_a_quantised_reference_is_the_same_on_two_ranks(untied_folder, one_rank)
 def test_a_unit_inside_a_block_is_refused_where_a_block_reads_its_weights_itself(tiny_folder, one_rank):
     def build(**model):
         fsdp = Fsdp(wrap_policy=WrapPolicy(["Qwen3MLP"]))
-        return build_scorer(Model(path=str(tiny_folder), **model), fsdp, tiny_folder, one_rank, CPU, "critic", False, False)
+        return build_policy(Model(path=str(tiny_folder), **model), fsdp, tiny_folder, one_rank, CPU, "critic", False, False)
 
     expected = r"critic.fsdp_config.wrap_policy.*\['Qwen3MLP'\]: Qwen3MLP lies inside .*DecoderLayer.*set both to false"
     for one in ("recompute_elementwise", "prune_last_block"):

@@ -194,7 +194,7 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
         tokens=computed.cost(rows),
         responses=len(rows) * work.response,
         branch_tokens=sum(computed.answers[row] for row in rows) if update.shared and len(rows) > 1 else 0,
-        unread=computed.unread(rows),
+        unread=computed.skipped(rows),
     )
 
 

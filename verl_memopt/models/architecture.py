@@ -1,4 +1,4 @@
-"""Which architectures can be trained: what a config tells, and what the model without weights tells."""
+"""Which architectures can be trained, as far as the config and the model without weights say."""
 
 from __future__ import annotations
 
@@ -33,11 +33,11 @@ LARGEST_SIZES = {
     **dict.fromkeys(("num_attention_heads", "num_key_value_heads", "head_dim"), 2**16),
     "num_hidden_layers": 10_000,
 }
-"""Config fields that count something, and the most that is believed. Beyond it a model would not even be built."""
+"""Config fields that are sizes, and the largest plausible value. A model beyond it could not even be built."""
 
 
 def impossible_size(config: PretrainedConfig) -> tuple[str, str] | None:
-    """Return the first field of a config whose number no model can have, and what is wrong with it; None if there is none."""
+    """Return the first field of a config with an impossible size, and what is wrong with it; None if all are possible."""
     for name, most in LARGEST_SIZES.items():
         value = getattr(config, name, None)
         whole = isinstance(value, int) and not isinstance(value, bool)
@@ -64,7 +64,7 @@ def refused(config: PretrainedConfig, source: str, reason: str) -> ConfigError:
 
 
 def unsupported(config: PretrainedConfig) -> str | None:
-    """Return why packed rows or the chunked head would give wrong log-probs, as far as the config tells; None if they would not.
+    """Return why packed rows or the chunked head would give wrong log-probs, as far as the config says; None if they would not.
 
     The sentence continues "models of type X ...".
     """
@@ -98,7 +98,7 @@ def _number(config: PretrainedConfig, name: str) -> int:
 
 
 def layer_types(config: PretrainedConfig) -> list[str]:
-    """Return the kind of each layer as the config tells it, or nothing where it does not."""
+    """Return the kind of each layer from the config; an empty list where the config does not say."""
     for name in ("layer_types", "layers_block_type"):
         kinds = getattr(config, name, None)
         if kinds:
@@ -123,8 +123,8 @@ def check_lengths(config: PretrainedConfig, longest: int) -> None:
     Raises:
         ConfigError: naming the kind of rotary embedding and the length it was trained for.
     """
-    given: Any = getattr(config, "rope_parameters", None) or {}
-    for rope in [given, *(part for part in given.values() if isinstance(part, dict))]:
+    parameters: Any = getattr(config, "rope_parameters", None) or {}
+    for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:
         kind = rope.get("rope_type")
         trained = rope.get("original_max_position_embeddings") or getattr(config, "original_max_position_embeddings", None)
         limit: int = trained or getattr(config, "max_position_embeddings", None) or longest

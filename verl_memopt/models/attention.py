@@ -1,4 +1,4 @@
-"""Attention over packs: trees of tokens lie one after another in one row, and none sees another."""
+"""Attention over packed sequences: the choice of a kernel, and the kernels under one signature."""
 
 from __future__ import annotations
 
@@ -18,19 +18,19 @@ from verl_memopt.models.architecture import window
 from verl_memopt.models.attention_dense import dense_attention
 from verl_memopt.models.attention_eager import eager_attention, windowed_attention
 from verl_memopt.models.attention_flash import flash_attention
-from verl_memopt.models.trees import Trees
-from verl_memopt.ops.rotation import Rotary
+from verl_memopt.models.prefix_layout import PrefixLayout
+from verl_memopt.ops.rotary import Rotary
 
 REGISTERED = {"sdpa": "packed_sdpa", "eager": "packed_eager", "flash_attention_2": "packed_fa2", "varlen": "packed_varlen"}
-"""Names of our own in a model's config: transformers has no mask function for them, and builds no [T, T] mask."""
+"""Names of our own in a model's config. Transformers has no mask function for them, so it builds no [T, T] mask."""
 
 HEAD_MULTIPLE = 8
-"""Sizes of heads that the kernels of GPUs take."""
+"""GPU kernels take head sizes that are multiples of this."""
 
 
 @dataclass(frozen=True)
 class AttentionChoice:
-    """The kernel a model uses: its short name, the name registered with transformers, and why it was chosen."""
+    """The kernel that a model uses: its short name, its name in transformers, and why it was chosen."""
 
     name: str
     registered: str
@@ -38,10 +38,18 @@ class AttentionChoice:
 
 
 def choose_attention(asked: str, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
-    """Gives the kernel for ``model.attn_implementation``.
+    """Choose the kernel for ``model.attn_implementation``.
 
-    ``auto`` takes flash-attn where it is installed and supports device and dtype, else torch's own flash kernels under the same
-    conditions, else SDPA's other kernels. Errors: ConfigError for an unknown name or an impossible one.
+    ``auto`` takes flash-attn where it is installed and supports device and dtype. Without flash-attn it takes torch's own flash
+    kernels under the same conditions, and else SDPA's other kernels.
+
+    Args:
+        asked: The setting.
+        device: Where the model computes.
+        dtype: In which it computes.
+
+    Raises:
+        ConfigError: For an unknown name, or for a kernel that cannot run here.
     """
     key = f"actor_rollout_ref.model.attn_implementation={asked}"
     if asked not in ("auto", "flash_attention_2", "sdpa", "eager"):
@@ -65,80 +73,86 @@ def choose_attention(asked: str, device: torch.device, dtype: torch.dtype) -> At
 
 
 @dataclass(frozen=True)
-class Over:
-    """What attention is over. window: how many positions back a token sees, itself included. rotary: turns queries and keys."""
+class AttentionArgs:
+    """What a kernel gets beside query, key and value.
 
-    trees: Trees
+    Attributes:
+        layout: Which tokens share a prefix.
+        scale: Factor of the products of queries and keys.
+        window: How many positions back a token sees, itself included; None for all.
+        rotary: Rotates queries and keys; None where they are rotated already.
+    """
+
+    layout: PrefixLayout
     scale: float
     window: int | None
     rotary: Rotary | None
 
 
-Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, Over], Tensor]
-"""A kernel: (query [1, heads, T, D], key and value [1, kv heads, T, D], what it is over) -> [1, T, heads, D]; T of what is read
-for queries and outputs."""
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionArgs], Tensor]
+"""A kernel: (query [1, heads, Q, D], key and value [1, kv heads, T, D], arguments) -> [1, Q, heads, D]."""
 
 
-def _eager(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
-    query, key = _turned(query, key, over.rotary, over.trees)
-    return eager_attention(query, key, value, over.trees, over.scale, over.window).transpose(1, 2)
+def _eager(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    query, key = _apply_rotary(query, key, args.rotary, args.layout)
+    return eager_attention(query, key, value, args.layout, args.scale, args.window).transpose(1, 2)
 
 
-def _sdpa(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
-    _refuse_branches(over)
-    if over.window is not None and max(over.trees.segments) > over.window:
-        query, key = _turned(query, key, over.rotary, over.trees)
-        return windowed_attention(query, key, value, over.trees, over.scale, over.window).transpose(1, 2)
-    return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, over.trees, over.scale, rotary), query, key, value, over)
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    _refuse_shared_prefix(args)
+    if args.window is not None and max(args.layout.segments) > args.window:
+        query, key = _apply_rotary(query, key, args.rotary, args.layout)
+        return windowed_attention(query, key, value, args.layout, args.scale, args.window).transpose(1, 2)
+    return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, args.layout, args.scale, rotary), query, key, value, args)
 
 
-def _varlen(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
-    _refuse_branches(over)
-    given = over.trees, over.scale, over.window
-    return _one_size(lambda q, k, v, rotary: flash_attention(q, k, v, *given, rotary), query, key, value, over)
+def _varlen(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    _refuse_shared_prefix(args)
+    options = args.layout, args.scale, args.window
+    return _one_size(lambda q, k, v, rotary: flash_attention(q, k, v, *options, rotary), query, key, value, args)
 
 
-def _flash(query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
-    if over.trees.forks:  # the package gives its log-sum-exps no gradient, nor takes merged ones in backward
-        return _varlen(query, key, value, over)
+def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    if args.layout.prefix_spans:  # the package's backward cannot take merged log-sum-exps
+        return _varlen(query, key, value, args)
     from flash_attn import flash_attn_varlen_func
 
-    query, key = _turned(query, key, over.rotary, over.trees)
-    starts, longest = over.trees.starts, max(over.trees.segments)
+    query, key = _apply_rotary(query, key, args.rotary, args.layout)
+    cu_seqlens, longest = args.layout.cu_seqlens, max(args.layout.segments)
     return flash_attn_varlen_func(
         _flat(query),
         _flat(key),
         _flat(value),
-        starts,
-        starts,
+        cu_seqlens,
+        cu_seqlens,
         longest,
         longest,
-        softmax_scale=over.scale,
+        softmax_scale=args.scale,
         causal=True,
-        window_size=(-1, -1) if over.window is None else (over.window - 1, 0),
+        window_size=(-1, -1) if args.window is None else (args.window - 1, 0),
     )[None]
 
 
-def _turned(query: Tensor, key: Tensor, rotary: Rotary | None, trees: Trees) -> tuple[Tensor, Tensor]:
-    """Gives query and key turned, for an attention that cannot turn them itself; it keeps them both ways."""
+def _apply_rotary(query: Tensor, key: Tensor, rotary: Rotary | None, layout: PrefixLayout) -> tuple[Tensor, Tensor]:
+    """Return query and key rotated, for a kernel that cannot rotate them itself. Both versions are then kept for backward."""
     if rotary is None:
         return query, key
-    cos, sin = trees.at_queries(rotary.cos, rotary.sin)
-    of_queries = replace(rotary, cos=cos, sin=sin)
-    turned = of_queries.query(_flat(query)), rotary.key(_flat(key))
-    return turned[0].transpose(0, 1)[None], turned[1].transpose(0, 1)[None]
+    cos, sin = layout.at_queries(rotary.cos, rotary.sin)
+    at_queries = replace(rotary, cos=cos, sin=sin)
+    rotated = at_queries.query(_flat(query)), rotary.key(_flat(key))
+    return rotated[0].transpose(0, 1)[None], rotated[1].transpose(0, 1)[None]
 
 
-def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, over: Over) -> Tensor:
-    """Gives [1, T, heads, D of the values] from a kernel over tokens whose heads have one size, on a GPU a multiple of eight.
+def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    """Return attention [1, Q, heads, D of the values] from a kernel whose heads all have one size, on a GPU a multiple of eight.
 
-    Zeros beside queries and keys add nothing to a score; what they give beside values is cut off.
+    Queries and keys are padded with zeros, which add nothing to a score. The padding of values is cut off the output.
     """
     size = max(query.shape[-1], value.shape[-1])
     size += -size % HEAD_MULTIPLE if is_gpu(query.device) else 0
-    rotary = over.rotary
+    rotary = args.rotary
     if size != query.shape[-1]:
-        (query, key), rotary = _turned(query, key, rotary, over.trees), None
+        (query, key), rotary = _apply_rotary(query, key, rotary, args.layout), None
     q, k, v = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in map(_flat, (query, key, value)))
     return attend(q, k, v, rotary)[None, ..., : value.shape[-1]]
 
@@ -147,13 +161,17 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor[0].transpose(0, 1)  # [T, heads, D]
 
 
-def _refuse_branches(over: Over) -> None:
-    if over.trees.forks and over.window is not None:
-        raise ConfigError(_no_sharing(over.window))
+def _refuse_shared_prefix(args: AttentionArgs) -> None:
+    if args.layout.prefix_spans and args.window is not None:
+        raise ConfigError(_no_sharing(args.window))
 
 
 def refuse_sliding_window(config: PretrainedConfig) -> None:
-    """Errors: ConfigError for a model with layers whose sliding window would cut a prompt that answers share."""
+    """Refuse to share prompts in a model whose sliding window would cut them.
+
+    Raises:
+        ConfigError: Where a layer of the model has a sliding window.
+    """
     size = window(config)
     if size is not None:
         raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
@@ -168,4 +186,4 @@ KERNELS: dict[str, Attend] = {
     REGISTERED[name]: attend
     for name, attend in {"sdpa": _sdpa, "eager": _eager, "varlen": _varlen, "flash_attention_2": _flash}.items()
 }
-"""Kernels by the name that a model's config has for its attention."""
+"""Kernels by the name of the attention in a model's config."""

@@ -1,4 +1,4 @@
-"""Attention written out with explicit masks, in plain autograd: the reference of every kernel; and sliding windows."""
+"""Attention written out with explicit masks, in plain autograd: the reference for every kernel; and sliding windows."""
 
 from __future__ import annotations
 
@@ -7,50 +7,67 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from verl_memopt.models.trees import Tree, Trees
+from verl_memopt.models.prefix_layout import PrefixGroup, PrefixLayout
 
 
-def eager_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, window: int | None) -> Tensor:
-    """Gives attention [1, heads, T, D]; holds a score of each pair of tokens of one tree at a time.
+def eager_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int | None) -> Tensor:
+    """Return attention [1, heads, Q, D]. It holds the scores of all pairs of tokens of one group at a time.
 
-    query: [1, heads, T, D], or of the tokens that are read alone; key, value: [1, kv heads, T, D]. window: how many positions
-    back a token sees, itself included.
+    Args:
+        query: [1, heads, Q, D], of the queries of the layout.
+        key: [1, kv heads, T, D], of all tokens.
+        value: As ``key``.
+        layout: Which tokens share a prefix.
+        scale: Factor of the products of queries and keys.
+        window: How many positions back a token sees, itself included; None for all.
     """
     repeats = query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
-    queries = [trunk + sum(branches) for trunk, branches in trees.sizes]
-    outputs, tensors = [], (query.split(queries, 2), *(x.split(trees.tokens, 2) for x in (key, value)))
-    for (trunk, branches), unread, q, k, v in zip(trees.sizes, trees.unread, *tensors, strict=True):
-        hidden = ~tree_mask((unread + trunk, branches), window, query.device)[unread:]
+    queries = [prefix + sum(suffixes) for prefix, suffixes in layout.groups]
+    outputs, tensors = [], (query.split(queries, 2), *(x.split(layout.tokens, 2) for x in (key, value)))
+    for (prefix, suffixes), skipped, q, k, v in zip(layout.groups, layout.skipped, *tensors, strict=True):
+        hidden = ~group_mask((skipped + prefix, suffixes), window, query.device)[skipped:]
         scores = (q @ k.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
         outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v)
     return torch.cat(outputs, dim=2)
 
 
-def windowed_attention(query: Tensor, key: Tensor, value: Tensor, trees: Trees, scale: float, window: int) -> Tensor:
-    """Gives attention [1, heads, T, D] over trees without branches, by torch's SDPA, one after another."""
-    assert not trees.forks, trees.sizes
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int) -> Tensor:
+    """Return sliding-window attention [1, heads, T, D] by torch's SDPA, one sequence after another.
+
+    Args:
+        query: [1, heads, T, D].
+        key: [1, kv heads, T, D].
+        value: As ``key``.
+        layout: Sequences that share no prefix.
+        scale: Factor of the products of queries and keys.
+        window: How many positions back a token sees, itself included.
+    """
+    assert not layout.prefix_spans, layout.groups
     grouped, outputs = query.shape[1] != key.shape[1], []
-    for q, k, v in zip(*(x.split(trees.segments, 2) for x in (query, key, value)), strict=True):
+    for q, k, v in zip(*(x.split(layout.segments, 2) for x in (query, key, value)), strict=True):
         whole = q.shape[2] <= window
-        mask = None if whole else tree_mask((q.shape[2], ()), window, query.device)
+        mask = None if whole else group_mask((q.shape[2], ()), window, query.device)
         outputs.append(scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=grouped))
     return torch.cat(outputs, dim=2)
 
 
-def tree_mask(tree: Tree, window: int | None, device: torch.device) -> Tensor:
-    """Gives bool [tokens, tokens] of one tree: which token (row) sees which (column).
+def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> Tensor:
+    """Return bool [tokens, tokens] of one group: which token (row) sees which (column).
 
-    With a window a token at position p sees positions p - window + 1 to p.
+    Args:
+        group: Lengths of the prefix and of each suffix.
+        window: A token at position p sees positions p - window + 1 to p; None for all positions up to p.
+        device: Where the mask is needed.
     """
-    trunk, branches = tree
-    sizes, starts = [trunk, *branches], [0] + [trunk] * len(branches)
-    # Made on the host by numpy and sent without waiting: this runs between the micro-batches of a step.
+    prefix, suffixes = group
+    sizes, first_places = [prefix, *suffixes], [0] + [prefix] * len(suffixes)
+    # Built on the host by numpy and sent without waiting: this runs between the micro-batches of a step.
     segment, place = (
         torch.from_numpy(values).to(device, non_blocking=True)
         for values in (
             np.repeat(np.arange(len(sizes)), sizes),
-            np.concatenate([start + np.arange(size) for start, size in zip(starts, sizes, strict=True)]),
+            np.concatenate([start + np.arange(size) for start, size in zip(first_places, sizes, strict=True)]),
         )
     )
     distance = place[:, None] - place

@@ -29,10 +29,15 @@ from verl_memopt.models.transformers_decoder import register_kernels
 
 
 def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
-    """Gives the model's config with ``override_config`` merged in.
+    """Return the model's config with ``override_config`` merged in.
 
-    Errors: ConfigError for a library that cannot be imported, an unreadable config, an override it does not know or take, or
-    an architecture whose log-probs would be wrong.
+    Args:
+        model: settings of the model.
+        folder: of the model.
+
+    Raises:
+        ConfigError: for a library that cannot be imported, a config that cannot be read, an override that the config does not
+            have or take, or an architecture whose log-probs would be wrong.
     """
     key = "actor_rollout_ref.model"
     if model.external_lib is not None:
@@ -58,12 +63,12 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
         except (TypeError, ValueError, StrictDataclassError) as error:
             reason = " ".join(str(error).split())
             raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
-    found = impossible_size(config)
-    if found is not None:
-        name, what = found
-        given = f"override_config.{name}" if name in model.override_config else f"path={source}: {name}"
+    impossible = impossible_size(config)
+    if impossible is not None:
+        name, what = impossible
+        setting = f"override_config.{name}" if name in model.override_config else f"path={source}: {name}"
         raise ConfigError(
-            f"{key}.{given}={getattr(config, name)!r}: {what}. Mend the number in config.json or in override_config."
+            f"{key}.{setting}={getattr(config, name)!r}: {what}. Mend the number in config.json or in override_config."
         )
     unfit = unsupported(config)
     if unfit is not None:
@@ -74,10 +79,18 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
 def empty_model(
     config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, trust_remote_code: bool
 ) -> PreTrainedModel:
-    """Gives the model without storage (meta), or with fake storage inside a fake mode; buffers that are computed are real.
+    """Return the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
 
-    dtype: of the parameters at rest (the masters). The model is in evaluation mode: log-probs are the engine's, which drops
-    nothing out. Errors: ConfigError when transformers cannot build it with attention over packs.
+    The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout.
+
+    Args:
+        config: of the model.
+        attention: the kernel.
+        dtype: of the parameters at rest (the masters).
+        trust_remote_code: run code from the model's folder.
+
+    Raises:
+        ConfigError: where transformers cannot build the model with attention over packs.
     """
     register_kernels()
     source = str(config.name_or_path)
@@ -101,9 +114,14 @@ def empty_model(
 
 
 def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
-    """Fills the buffers that no checkpoint holds (rotary frequencies) by building their module again, off meta.
+    """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU.
 
-    Errors: ConfigError naming a module whose buffers cannot be computed from its config alone.
+    Args:
+        model: its parameters have storage.
+        device: where the buffers go.
+
+    Raises:
+        ConfigError: naming a module whose buffers cannot be computed from its config alone.
     """
     for name, module in model.named_modules():
         missing = [key for key in module._non_persistent_buffers_set if getattr(module, key) is not None]
@@ -122,10 +140,14 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
 
 
 class WeightFolder:
-    """The safetensors files of a model folder, read slice by slice; nothing is held beyond the slice asked for."""
+    """The safetensors files of a model folder, read slice by slice. Only the requested slice is held in memory."""
 
     def __init__(self, folder: Path) -> None:
-        """Errors: ConfigError when the folder holds no safetensors, or its index names a file that is not there or not in it."""
+        """Open the files of a folder.
+
+        Raises:
+            ConfigError: where the folder holds no safetensors, or its index names a file that is missing or outside of it.
+        """
         self.folder = folder
         index = folder / "model.safetensors.index.json"
         files = files_of_index(index) if index.is_file() else {"model.safetensors"}
@@ -146,25 +168,36 @@ class WeightFolder:
             raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
 
     def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
         return tuple(self._files[self.names[name]].get_slice(name).get_shape())
 
     def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
-        """Gives a region of one tensor, in the file's dtype, on the host: a view of the mapped file."""
+        """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
+
+        Args:
+            name: of the tensor.
+            region: a slice for each dimension; empty for the whole tensor.
+        """
         with mapping():
             part = self._files[self.names[name]].get_slice(name)
             return part[region] if region else self._files[self.names[name]].get_tensor(name)
 
 
 def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
-    """Gives every parameter once, under the name it has in a Hugging Face checkpoint."""
+    """Yield every parameter once, with its name in a Hugging Face checkpoint."""
     for name, parameter in model.named_parameters():
         yield name.removeprefix("lm."), parameter
 
 
 def fill_from_folder(model: nn.Module, folder: Path) -> None:
-    """Copies each parameter's own shard from safetensors into the (sharded) model, one tensor at a time.
+    """Copy each parameter's own shard from safetensors into a model, one tensor at a time.
 
-    Errors: ConfigError listing every tensor that is missing, left over, or of another shape.
+    Args:
+        model: sharded or not, with storage.
+        folder: with safetensors files.
+
+    Raises:
+        ConfigError: listing every tensor that is missing, left over, or of another shape.
     """
     weights = WeightFolder(folder)
     parameters = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
@@ -183,7 +216,7 @@ def fill_from_folder(model: nn.Module, folder: Path) -> None:
 
 
 def _stored(name: str) -> str:
-    """Gives the name under which a checkpoint holds what a quantised layer keeps as bytes."""
+    """Return the name in a checkpoint of the weight that a quantised layer keeps as bytes."""
     return name.removesuffix("qweight") + "weight"
 
 
@@ -229,13 +262,18 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
 
 
 def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
-    """Gives the shard of each parameter as a view of the mapped file, none of it read yet.
+    """Return each parameter's shard as a view of the mapped file. None of it is read yet.
 
-    Errors: ConfigError as :func:`fill_from_folder`, and for a file of another dtype than the model's.
+    Args:
+        model: sharded or not.
+        folder: with safetensors files.
+
+    Raises:
+        ConfigError: as in :func:`fill_from_folder`, and where a file has another dtype than the model.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
     _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder)
-    found = []
+    shards = []
     for name, parameter in parameters.items():
         part = mapped(weights.read(name, local_region(parameter)))
         if part.dtype != parameter.dtype:
@@ -243,12 +281,12 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
                 f"actor_rollout_ref.model.load_mode=mmap: {name} is {part.dtype} in {folder}, and the reference rests as "
                 f"{parameter.dtype}. Set actor_rollout_ref.ref.fsdp_config.model_dtype to the file's, or load_mode=stream."
             )
-        found.append(part)
-    return found
+        shards.append(part)
+    return shards
 
 
 def local_region(parameter: Tensor) -> tuple[slice, ...]:
-    """Gives the part of the whole tensor that this rank holds."""
+    """Return the region of the whole tensor that this rank holds, a slice for each dimension."""
     if not isinstance(parameter, DTensor):
         return tuple(slice(0, size) for size in parameter.shape)
     shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)

@@ -1,4 +1,4 @@
-"""Writes a model folder in Hugging Face format, streamed tensor by tensor."""
+"""Write a model folder in Hugging Face format, tensor by tensor."""
 
 from __future__ import annotations
 
@@ -28,9 +28,14 @@ TOKENIZER_FILES = (
 def export_folder(
     folder: Path, config: PretrainedConfig, tokenizer_folder: Path, weights: Iterator[tuple[str, Tensor]] | None, writes: bool
 ) -> None:
-    """Writes config, generation config, tokenizer and, when given, weights.
+    """Write config, generation config, tokenizer and, where given, weights.
 
-    weights: (name, whole tensor), consumed by every rank in step; only the rank that ``writes`` keeps anything.
+    Args:
+        folder: to be written.
+        config: of the model.
+        tokenizer_folder: whose tokenizer files are copied.
+        weights: (name, whole tensor) pairs, consumed by every rank in step; None for no weights.
+        writes: whether this rank writes anything.
     """
     if writes:
         folder.mkdir(parents=True, exist_ok=True)
@@ -57,7 +62,7 @@ def _copy_tokenizer(source: Path, folder: Path) -> None:
 
 
 def _copy_code(source: Path, folder: Path) -> None:
-    """Copies the Python files of a model that brings its own, so that the written folder loads as the first one did."""
+    """Copy the Python files of a model with code of its own, so that the written folder loads as its source does."""
     for file in source.glob("*.py"):
         shutil.copyfile(file, folder / file.name)
 

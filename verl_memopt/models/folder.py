@@ -1,4 +1,4 @@
-"""Where a model lies: a local folder, or a hub id that is fetched into the hub's cache."""
+"""Where a model is: a local folder, or a hub id that is downloaded into the hub's cache."""
 
 from __future__ import annotations
 
@@ -14,20 +14,25 @@ TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "spiece.mo
 HUB_ID = re.compile(r"^[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*$")
 
 FETCHED = ("*.json", "*.safetensors", "*.model", "*.tiktoken", "*.txt", "*.jinja")
-"""What a model folder is read from: configs, weights, the tokenizer's files (merges.txt is one), the chat template."""
+"""Files of a model folder that are used: configs, weights, the tokenizer's files (merges.txt is one), the chat template."""
 
 CODE = "*.py"
 """Fetched only where the user trusts it."""
 
 NOT_FETCHED = ("consolidated*", "original/*", "*/*.safetensors")
-"""Copies of the weights in other formats, which some repositories hold beside those that are read."""
+"""Copies of the weights in other formats, which some repositories hold too."""
 
 
 def resolve_folder(path: str, key: str, trust_remote_code: bool = False) -> Path:
-    """Gives the folder of a model in Hugging Face format; a hub id is downloaded once, or read from the local cache.
+    """Return the folder of a model in Hugging Face format. A hub id is downloaded once, or read from the local cache.
 
-    key: the setting to name in errors. trust_remote_code: fetch the repository's Python files as well. Errors: ConfigError when
-    there is no such folder, no config.json in it, or the hub cannot give it.
+    Args:
+        path: a folder or a hub id.
+        key: the setting, to name in errors.
+        trust_remote_code: download the repository's Python files as well.
+
+    Raises:
+        ConfigError: where there is no such folder, it has no config.json, or the hub cannot provide it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -54,17 +59,21 @@ def _from_hub(name: str, key: str, trust_remote_code: bool) -> Path:
 
 
 def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) -> Any:
-    """Gives the tokenizer of a folder, with ``model.custom_chat_template`` in place of its own when given.
+    """Return the tokenizer of a folder, with ``model.custom_chat_template`` as its template if that is set.
 
-    trust_remote_code: let it run code from its folder, as ``model.trust_remote_code`` does too.
+    Args:
+        folder: with the tokenizer's files.
+        model: settings of the model.
+        trust_remote_code: let it run code from its folder, as ``model.trust_remote_code`` does too.
 
-    Errors: ConfigError when it cannot be read, or has no token that ends a response.
+    Raises:
+        ConfigError: where it cannot be read, or has no token that ends a response.
     """
     from transformers import AutoTokenizer
 
     key = f"actor_rollout_ref.model.{'path' if model.tokenizer_path is None else 'tokenizer_path'}={folder}"
     trusted = trust_remote_code or model.trust_remote_code
-    # transformers makes an empty tokenizer of a folder that has none, so the files are looked for first.
+    # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
     if not any((folder / name).is_file() for name in TOKENIZER_FILES) and not (trusted and _has_tokenizer_code(folder)):
         raise ConfigError(
             f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). Add its files or set model.tokenizer_path."
@@ -128,15 +137,20 @@ def files_of_index(index: Path) -> set[str]:
 
 
 def _has_tokenizer_code(folder: Path) -> bool:
-    """Whether the folder's own code makes its tokenizer, from files of any name."""
+    """Return whether the folder's own code builds its tokenizer, from files of any name."""
     path = folder / "tokenizer_config.json"
     return path.is_file() and '"auto_map"' in path.read_text(errors="replace")
 
 
 def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
-    """Gives the ids that end a response: those of generation_config.json, and the tokenizer's own.
+    """Return the ids that end a response: those of generation_config.json, and the tokenizer's own.
 
-    Errors: ConfigError when that file cannot be read.
+    Args:
+        folder: of the model.
+        tokenizer: of the run.
+
+    Raises:
+        ConfigError: where generation_config.json cannot be read.
     """
     path = folder / "generation_config.json"
     try:

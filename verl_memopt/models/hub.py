@@ -1,4 +1,4 @@
-"""Whether the hub can give something, asked before a run counts on it: the local cache first, then the hub itself."""
+"""Ask whether the hub can provide something before a run counts on it: first the local cache, then the hub."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from threading import Thread
 from verl_memopt.models.folder import files_of_index
 
 MODEL_FILES = ("config.json", "*.safetensors")
-"""What a model's folder has at least."""
+"""Files that every model folder has."""
 
 ANSWER_SECONDS = 5.0
 """How long the hub may take to answer."""
@@ -37,8 +37,7 @@ def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
 def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS, endpoint: str | None = None) -> str | None:
     """Return why the hub cannot give a repository, or None when it answers that it has it.
 
-    The question is asked on a thread that is given up after ``seconds``: a name lookup or a silent proxy has no limit of
-    its own.
+    A thread asks, and is abandoned after ``seconds``, because a name lookup or a silent proxy has no time limit of its own.
 
     Args:
         repo_id: ``owner/name``.

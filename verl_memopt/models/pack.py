@@ -1,4 +1,4 @@
-"""One micro-batch as the model sees it: sequences one after another in one row, and what is asked of them."""
+"""One micro-batch as the model sees it: packed sequences in one row, and which log-probs are asked for."""
 
 from __future__ import annotations
 
@@ -9,18 +9,20 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.batching.shared_prompt import unread_if_many
-from verl_memopt.models.trees import Tree, Trees
+from verl_memopt.memory.batching.shared_prompt import skipped_if_many
+from verl_memopt.models.prefix_layout import PrefixGroup, PrefixLayout
 
 
 @dataclass(frozen=True)
-class Read:
-    """What is read of the last block's output: the T' tokens from the last one of each prompt on.
+class LastBlockQueries:
+    """The Q tokens whose output of the last block is used: those from the last token of each prompt on.
 
-    trees: of these tokens, which see all. predicts: int64 [R], the places among them of the pack's ``predicts``.
+    Attributes:
+        layout: These tokens as queries; all tokens of the pack are keys.
+        predicts: int64 [R], the pack's ``predicts`` as places among these Q tokens.
     """
 
-    trees: Trees
+    layout: PrefixLayout
     predicts: Tensor
 
 
@@ -28,40 +30,51 @@ class Read:
 class Pack:
     """The packed tokens of some rows.
 
-    input_ids, position_ids: int64 [1, T]. trees: which of the T tokens see which.
-    predicts: int64 [R], where in T the hidden state lies that predicts each response token. targets: int64 [R].
-    row: int64 [R], the row of each response token; row_lengths: int64 [rows], response tokens of each row.
-    read: the tokens whose last hidden state predicts something, where they are few enough for it to matter.
+    Attributes:
+        input_ids: int64 [1, T].
+        position_ids: int64 [1, T].
+        layout: Which of the T tokens share a prefix.
+        predicts: int64 [R], the token whose last hidden state predicts each response token.
+        targets: int64 [R], the response tokens.
+        row: int64 [R], the row of each response token.
+        row_lengths: int64 [rows], response tokens of each row.
+        last_block: The queries of a pruned last block; None where too few tokens can be skipped to matter.
     """
 
     input_ids: Tensor
     position_ids: Tensor
-    trees: Trees
+    layout: PrefixLayout
     predicts: Tensor
     targets: Tensor
     row: Tensor
     row_lengths: Tensor
-    read: Read | None = None
+    last_block: LastBlockQueries | None = None
 
     @property
     def num_rows(self) -> int:
+        """Number of rows, those without a response included."""
         return int(self.row_lengths.shape[0])
 
     def to(self, device: torch.device) -> Pack:
-        """Gives the pack on a device; the copies do not wait."""
+        """Return the pack on a device. The copies do not block the host."""
         return self.map(lambda tensor: tensor.to(device, non_blocking=True))
 
     def map(self, change: Callable[[Tensor], Tensor]) -> Pack:
-        """Gives the same pack with each tensor changed."""
+        """Return the same pack with ``change`` applied to each tensor."""
         changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
-        read = None if self.read is None else Read(self.read.trees.map(change), change(self.read.predicts))
-        return replace(self, trees=self.trees.map(change), read=read, **changed)
+        last = self.last_block
+        last = None if last is None else LastBlockQueries(last.layout.map(change), change(last.predicts))
+        return replace(self, layout=self.layout.map(change), last_block=last, **changed)
 
 
 def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:
-    """Gives the pack of rows whose tokens lie one row after another in ``prompts`` and ``responses``, each with its own prompt.
+    """Pack rows, each with its own prompt.
 
-    Otherwise as :func:`pack_groups`.
+    Args:
+        prompts: int64, the prompts of all rows, one after another.
+        prompt_sizes: Tokens of each prompt.
+        responses: int64, the responses of all rows, one after another.
+        response_sizes: Tokens of each response.
     """
     return pack_groups(prompts, prompt_sizes, responses, response_sizes, range(len(response_sizes)))
 
@@ -73,69 +86,80 @@ def pack_groups(
     response_sizes: Sequence[int],
     groups: Sequence[int],
 ) -> Pack:
-    """Gives the pack of rows in which the rows of one group share their prompt.
+    """Pack rows so that the rows of one group share their prompt.
 
-    prompts, responses: int64, flat, one row after another; every row brings its prompt, and the first of a group lends its
-    own. groups: a number for each row; rows with the same number need not be neighbours. What is asked of the model keeps the
-    order of rows. A response's last token predicts nothing and is left out; so is a row with an empty response, and the prompt
-    of a group without any other. With nothing to compute, one token stands in, so that ranks in step run the same collectives.
-    No shape depends on the tokens' values, so fake tensors pass through.
+    ``predicts``, ``targets`` and ``row`` keep the order of the rows. Three things are left out: the last token of a response,
+    which predicts nothing; a row with an empty response; the prompt of a group whose responses are all empty. Where nothing is
+    left, the pack has one placeholder token, so that ranks in step still run the same collectives. No shape depends on the values
+    of tokens, so fake tensors work.
+
+    Args:
+        prompts: int64, the prompts of all rows, one after another. The first row of a group provides the prompt that is packed.
+        prompt_sizes: Tokens of each prompt.
+        responses: int64, the responses of all rows, one after another.
+        response_sizes: Tokens of each response.
+        groups: The group of each row. Rows of one group need not be neighbours.
     """
     p, r = np.asarray(prompt_sizes, dtype=np.int64), np.asarray(response_sizes, dtype=np.int64)
     assert len(p) == len(r) == len(groups), (len(p), len(r), len(groups))
     members = _members(groups, r)
     if not members:
         return _nothing(responses, len(r))
-    # A tree's pieces: one prompt from the one tensor, then from the other, which lies behind it, each response but for its last.
+    # A group consists of pieces: one of ``prompts``, then one of ``responses`` for each row. Both tensors are read as one.
     prompt_start, response_start = np.cumsum(p) - p, len(prompts) + np.cumsum(r) - r
     pieces: list[tuple[int, int, int]] = []  # (first place in both tensors, tokens, position of the first)
-    trees: list[Tree] = []
-    read_trees: list[Tree] = []
-    unread: list[int] = []
-    prompt_end, branch_start = np.zeros_like(p), np.zeros_like(p)
+    prefix_groups: list[PrefixGroup] = []
+    last_block_groups: list[PrefixGroup] = []
+    skipped: list[int] = []
+    prompt_end, suffix_start = np.zeros_like(p), np.zeros_like(p)
     token = 0
     for rows in members:
-        trunk = int(p[rows[0]])
-        assert all(p[row] == trunk for row in rows), f"rows {rows} share a prompt, and their prompts have {p[rows]} tokens"
-        answers = [int(r[row]) - 1 for row in rows]
-        trees.append(_tree(trunk, answers))
-        read_trees.append(_tree(1, answers))
-        unread.append(trunk - 1)
-        pieces.append((prompt_start[rows[0]], trunk, 0))
-        token += trunk
+        prefix = int(p[rows[0]])
+        assert all(p[row] == prefix for row in rows), f"rows {rows} share a prompt, and their prompts have {p[rows]} tokens"
+        suffixes = [int(r[row]) - 1 for row in rows]
+        prefix_groups.append(_prefix_group(prefix, suffixes))
+        last_block_groups.append(_prefix_group(1, suffixes))
+        skipped.append(prefix - 1)
+        pieces.append((prompt_start[rows[0]], prefix, 0))
+        token += prefix
         prompt_end[rows] = token
         for row in rows:
-            pieces.append((response_start[row], r[row] - 1, trunk))
-            branch_start[row] = token
+            pieces.append((response_start[row], r[row] - 1, prefix))
+            suffix_start[row] = token
             token += int(r[row]) - 1
     first, sizes, positions = np.array(pieces, dtype=np.int64).T
     present = r > 0
-    predictors = np.stack([prompt_end[present] - 1, branch_start[present]], axis=1).reshape(-1)
+    predictors = np.stack([prompt_end[present] - 1, suffix_start[present]], axis=1).reshape(-1)
     predicted = np.stack([np.ones_like(r[present]), r[present] - 1], axis=1).reshape(-1)
     predicts = ranges(predictors, predicted)
     return Pack(
         input_ids=torch.cat([prompts, responses])[_host(ranges(first, sizes))][None],
         position_ids=_host(ranges(positions, sizes))[None],
-        trees=Trees.of(tuple(trees)),
+        layout=PrefixLayout.of(tuple(prefix_groups)),
         predicts=_host(predicts),
         targets=responses,
         row=_host(np.repeat(np.arange(len(r)), r)),
         row_lengths=_host(r),
-        read=_read(read_trees, unread, predicts) if unread_if_many(sum(unread), token) else None,
+        last_block=_last_block(last_block_groups, skipped, predicts) if skipped_if_many(sum(skipped), token) else None,
     )
 
 
 def pack_prompt(prompt: Tensor) -> Pack:
-    """Gives the pack of a prompt alone, int64 [P], of which the last token's state is read and nothing is asked."""
+    """Pack a prompt alone, int64 [P], to compute its prefix KV and the state of its last token. It has no targets."""
     none = prompt.new_zeros(0)
     pack = pack_rows(prompt, [len(prompt)], prompt[:1], [1])
     return replace(pack, targets=none, row=none, row_lengths=none)
 
 
-def pack_branches(prompt_size: int, responses: Tensor, response_sizes: Sequence[int]) -> Pack:
-    """Gives the pack of answers to a prompt that is computed elsewhere.
+def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[int]) -> Pack:
+    """Pack the answers to a prompt whose keys and values are computed elsewhere.
 
-    Otherwise as :func:`pack_groups`, but that ``predicts`` counts the state of the prompt's last token as the first.
+    ``predicts`` counts the state of the prompt's last token as the first; the rest is as in :func:`pack_groups`.
+
+    Args:
+        prompt_size: Tokens of the prompt.
+        responses: int64, the responses of all rows, one after another.
+        response_sizes: Tokens of each response.
     """
     r = np.asarray(response_sizes, dtype=np.int64)
     own = np.maximum(r - 1, 0)
@@ -146,7 +170,7 @@ def pack_branches(prompt_size: int, responses: Tensor, response_sizes: Sequence[
     return Pack(
         input_ids=responses[_host(ranges(np.cumsum(r) - r, own))][None],
         position_ids=_host(ranges(np.full_like(own, prompt_size), own))[None],
-        trees=Trees.of(((0, tuple(own[own > 0].tolist())),), (prompt_size,)),
+        layout=PrefixLayout.of(((0, tuple(own[own > 0].tolist())),), (prompt_size,)),
         predicts=_host(ranges(predictors, predicted)),
         targets=responses,
         row=_host(np.repeat(np.arange(len(r)), r)),
@@ -154,32 +178,32 @@ def pack_branches(prompt_size: int, responses: Tensor, response_sizes: Sequence[
     )
 
 
-def _read(sizes: Sequence[Tree], unread: Sequence[int], predicts: np.ndarray) -> Read:
-    before, read = np.asarray(unread), np.array([trunk + sum(branches) for trunk, branches in sizes])
-    places = ranges(np.cumsum(before + read) - read, read)
-    return Read(Trees.of(tuple(sizes), tuple(unread)), _host(np.searchsorted(places, predicts)))
+def _last_block(groups: Sequence[PrefixGroup], skipped: Sequence[int], predicts: np.ndarray) -> LastBlockQueries:
+    before, queries = np.asarray(skipped), np.array([prefix + sum(suffixes) for prefix, suffixes in groups])
+    places = ranges(np.cumsum(before + queries) - queries, queries)
+    return LastBlockQueries(PrefixLayout.of(tuple(groups), tuple(skipped)), _host(np.searchsorted(places, predicts)))
 
 
 def _members(groups: Sequence[int], response_sizes: np.ndarray) -> list[list[int]]:
-    """Gives the rows of each group that have a response, groups in the order of their first such row."""
-    found: dict[int, list[int]] = {}
+    """Return the rows of each group that have a response. Groups are in the order of their first such row."""
+    members: dict[int, list[int]] = {}
     for row, group in enumerate(groups):
         if response_sizes[row] > 0:
-            found.setdefault(int(group), []).append(row)
-    return list(found.values())
+            members.setdefault(int(group), []).append(row)
+    return list(members.values())
 
 
-def _tree(trunk: int, branches: list[int]) -> Tree:
-    if len(branches) == 1:  # nobody to share with: one segment costs one call of a kernel, not three
-        return trunk + branches[0], ()
-    return trunk, tuple(length for length in branches if length > 0)
+def _prefix_group(prefix: int, suffixes: list[int]) -> PrefixGroup:
+    if len(suffixes) == 1:  # nothing is shared: one segment costs one kernel call, not three
+        return prefix + suffixes[0], ()
+    return prefix, tuple(length for length in suffixes if length > 0)
 
 
 def _nothing(responses: Tensor, num_rows: int) -> Pack:
     none = _host(np.zeros(0, dtype=np.int64))
     token = _host(np.zeros((1, 1), dtype=np.int64))
     row_lengths = _host(np.zeros(num_rows, dtype=np.int64))
-    return Pack(token, token, Trees.of(((1, ()),)), none, responses, none, row_lengths)
+    return Pack(token, token, PrefixLayout.of(((1, ()),)), none, responses, none, row_lengths)
 
 
 def _host(values: np.ndarray) -> Tensor:
@@ -187,6 +211,6 @@ def _host(values: np.ndarray) -> Tensor:
 
 
 def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
-    """Gives int64 [sum of sizes]: for each pair the integers from its start on, as many as its size, one pair after another."""
+    """Return the integers from each start on, as many as its size, one range after another: int64 [sum of sizes]."""
     before = np.cumsum(sizes) - sizes
     return np.repeat(starts - before, sizes) + np.arange(sizes.sum())

@@ -1,7 +1,7 @@
-"""Compares random rows packed together with the same rows computed otherwise, when a model has its weights.
+"""Compare random rows packed together with the same rows computed otherwise, once a model has its weights.
 
-A layer that carries state from token to token (linear attention, convolutions, state spaces) runs over a pack as over one
-sequence, and gives each row log-probs that depend on the rows before it. Nothing fails then, and training goes wrong.
+A layer that carries state from token to token (linear attention, convolutions, state spaces) treats a pack as one sequence, so
+the log-probs of a row depend on the rows before it. Nothing fails, and training goes wrong.
 """
 
 from __future__ import annotations
@@ -24,13 +24,13 @@ ANSWERS = (8, 10, 12, 9)
 """Group, prompt tokens and answer tokens of each row."""
 
 WATCHED = 2
-"""The row that is compared: behind a row of another group and one of its own, and before one of another."""
+"""The row that is compared. It lies behind a row of another group and one of its own, and before one of another."""
 
 MIXING_BOUND = 1e-5
-"""Largest mean difference in nats of one row's log-probs between two packs that differ in the other rows' tokens alone.
+"""Largest mean difference in nats of one row's log-probs between two packs that differ only in the tokens of other rows.
 
-Both packs have the same shapes, so that even rounding is the same: the difference is exactly 0 for every tested type, in fp32 and
-in bfloat16.
+Both packs have the same shapes, so rounding is the same too: the difference is exactly 0 for every tested type, in fp32 and in
+bfloat16.
 """
 
 PACKING_BOUND = {torch.float32: 1e-4}
@@ -46,8 +46,10 @@ Trained and deep models round worse; a wrong position or a missing mask costs th
 class RowDifferences:
     """Mean differences of one row's log-probs in nats.
 
-    mixing: other rows change beside it. packing: it is computed alone, in eager attention and from whole logits; by our decoder
-    in the Llama family, by transformers' own forward in any other.
+    Attributes:
+        mixing: between packs with other rows beside it.
+        packing: between a pack and the row alone, with eager attention and whole logits. Our decoder computes the row alone in
+            the Llama family, and transformers' own forward in any other.
     """
 
     mixing: float
@@ -55,7 +57,7 @@ class RowDifferences:
 
 
 def row_differences(policy: PolicyModel, device: torch.device, shared: bool) -> RowDifferences:
-    """Return how far packing changes one row, found by three forwards of fewer than a hundred random tokens.
+    """Return how far packing changes one row, by three forwards of fewer than a hundred random tokens.
 
     Args:
         policy: sharded and filled; all ranks call in step.
@@ -68,14 +70,14 @@ def row_differences(policy: PolicyModel, device: torch.device, shared: bool) -> 
     kept = {row for row in range(len(GROUPS)) if GROUPS[row] == GROUPS[WATCHED]}
     changed_prompts = [prompts[row] if row in kept else others[0][row] for row in range(len(GROUPS))]
     changed_answers = [answers[row] if row == WATCHED else others[1][row] for row in range(len(GROUPS))]
-    # Kernels that are compiled are compiled for the sizes of training, not for these.
+    # Uncompiled: kernels are to be compiled for the sizes of training, not for these.
     head = policy.lm.get_output_embeddings()
     compiled, head.compiled = head.compiled, False
     try:
-        packed = _watched(_score(policy, _pack(prompts, answers, shared).to(device)))
-        beside_others = _watched(_score(policy, _pack(changed_prompts, changed_answers, shared).to(device)))
+        packed = _watched(_log_probs_of(policy, _pack(prompts, answers, shared).to(device)))
+        beside_others = _watched(_log_probs_of(policy, _pack(changed_prompts, changed_answers, shared).to(device)))
         alone = pack_rows(prompts[WATCHED], PROMPTS[WATCHED : WATCHED + 1], answers[WATCHED], ANSWERS[WATCHED : WATCHED + 1])
-        by_itself = _score(policy, alone.to(device), unpacked=True)
+        by_itself = _log_probs_of(policy, alone.to(device), unpacked=True)
     finally:
         head.compiled = compiled
         reshard_units(policy)
@@ -99,24 +101,24 @@ def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype,
         return
     config = policy.lm.config
     try:
-        found = row_differences(policy, device, shared)
+        differences = row_differences(policy, device, shared)
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise refused(config, source, f"cannot compute packed rows ({type(error).__name__}: {reason})") from error
-    if not found.mixing <= MIXING_BOUND:
+    if not differences.mixing <= MIXING_BOUND:
         raise refused(
             config,
             source,
             f"mix the tokens of different rows in {_mixing_layers(policy)}: other rows in a pack change a row's log-probs by "
-            f"{found.mixing:.2g} nats on average",
+            f"{differences.mixing:.2g} nats on average",
         )
     bound = PACKING_BOUND.get(dtype, PACKING_BOUND_HALF)
-    if not found.packing <= bound:
+    if not differences.packing <= bound:
         raise refused(
             config,
             source,
-            f"give a row in a pack log-probs that are {found.packing:.2g} nats on average from those of the row alone; rounding "
-            f"in {str(dtype).removeprefix('torch.')} explains {bound}. They compute {_mixing_layers(policy)}",
+            f"give a row in a pack log-probs that are {differences.packing:.2g} nats on average from those of the row alone; "
+            f"rounding in {str(dtype).removeprefix('torch.')} explains {bound}. They compute {_mixing_layers(policy)}",
         )
 
 
@@ -140,7 +142,7 @@ def _watched(log_probs: Tensor) -> Tensor:
     return log_probs.split(ANSWERS)[WATCHED]
 
 
-def _score(policy: PolicyModel, pack: Pack, unpacked: bool = False) -> Tensor:
+def _log_probs_of(policy: PolicyModel, pack: Pack, unpacked: bool = False) -> Tensor:
     with torch.no_grad():
         log_probs, _ = policy(pack, 1.0, False, unpacked=unpacked)
     return log_probs

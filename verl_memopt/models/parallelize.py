@@ -1,4 +1,4 @@
-"""What a model's blocks are built with, and what wraps the model afterwards, in the order in which it is applied."""
+"""The options of a model's blocks, and what wraps the model afterwards, in the order of application."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def parallelize(
     trained: bool,
     quantization: str,
 ) -> None:
-    """Apply to a model without weights what wraps it: LoRA, quantisation, checkpointing, FSDP2 and the offload of its parameters.
+    """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
     Args:
         policy: the model; its blocks already have their options.
@@ -64,7 +64,7 @@ def parallelize(
         quantize_blocks(policy.blocks(), quantization)
     units = wrapped_modules(policy, policy.blocks(), fsdp)
     _refuse_units_inside_blocks(policy, fsdp, key)
-    if checkpoints:  # before sharding, so that FSDP's hooks stay outside of what is computed again
+    if checkpoints:  # before sharding, so that FSDP's hooks stay outside of the recomputed part
         others = [unit for unit in units if not isinstance(unit, DecoderBlock)]  # a block of ours does it itself
         checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
     embedding, head = policy.lm.get_input_embeddings(), policy.lm.get_output_embeddings()
@@ -80,9 +80,9 @@ def parallelize(
 
 
 def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bool, trained: bool) -> list[BlockOptions] | None:
-    """Return what each block of a model is to do to hold less memory; None for an architecture that computes its blocks itself.
+    """Return the options of each block; None for an architecture that computes its blocks itself.
 
-    What such an architecture cannot do is refused, or told in the log where the run is right without it.
+    A knob that such an architecture lacks is refused, or logged where the run is still correct without it.
 
     Args:
         lm: as transformers made it.
@@ -143,7 +143,7 @@ def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) ->
 
 
 def _tell_own_code(lm: PreTrainedModel, model: Model) -> None:
-    """Tell which knobs leave a model alone whose code is not transformers': they know blocks by class, and it may differ."""
+    """Refuse or log the knobs that do not act on a model with code of its own: they know blocks by their class."""
     if model.tiled_mlp.enabled:
         raise ConfigError(
             f"{SECTION}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "

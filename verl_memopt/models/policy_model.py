@@ -1,4 +1,4 @@
-"""The model of every pass: packed tokens in, log-probs (and entropy) of the response tokens out; no logits in between."""
+"""The model of every pass: packed tokens in, log-probs (and entropies) of the response tokens out, without whole logits."""
 
 from __future__ import annotations
 
@@ -20,16 +20,24 @@ from verl_memopt.models.attention import KERNELS, REGISTERED
 from verl_memopt.models.decoder import BlockOptions, Decoder, of_llama_family
 from verl_memopt.models.pack import Pack
 from verl_memopt.models.transformers_decoder import logits_of_row, states_of_pack
-from verl_memopt.ops.carried_prompt import CarriedPrompt, Recorder
+from verl_memopt.ops.prefix_kv import Prefix, PrefixKV, PrefixRecorder
 
 
 class LogProbHead(nn.Module):
-    """The LM head, whose forward gives log-probs instead of logits.
+    """The LM head. Its forward returns log-probs instead of logits.
 
-    The product runs inside this module's forward, so that a head sharded as a unit of its own is gathered for it.
+    The product runs inside this module's forward, so FSDP2 gathers a head that is a sharding unit of its own.
     """
 
     def __init__(self, linear: nn.Linear, chunk_tokens: int, compiled: bool, vocab_tile: int) -> None:
+        """Take over the weight and bias of a linear head.
+
+        Args:
+            linear: the head.
+            chunk_tokens: response tokens per chunk, 0 = all.
+            compiled: compile the functions of a chunk.
+            vocab_tile: vocabulary entries per tile of a chunk, 0 = where they are free.
+        """
         super().__init__()
         self.weight = linear.weight
         self.bias = linear.bias
@@ -45,7 +53,15 @@ class LogProbHead(nn.Module):
         with_entropy: bool = False,
         token_gradient: TokenGradient | None = None,
     ) -> Any:
-        """Gives log-probs and entropies fp32 [R] of hidden [R, h]; without targets the logits [..., V], as transformers asks."""
+        """Return log-probs and entropies, fp32 [R] each, the latter or None.
+
+        Args:
+            hidden: [R, h].
+            targets: int64 [R]; None returns the logits [..., V], for transformers.
+            temperature: of the log-probs.
+            with_entropy: entropies are asked for.
+            token_gradient: gives the gradients of log-probs and entropies before backward.
+        """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
         gathered_for_forward(self, again_in_backward=token_gradient is None)
@@ -65,9 +81,9 @@ class LogProbHead(nn.Module):
 
 
 class PolicyModel(nn.Module):
-    """A Hugging Face causal LM whose forward scores the response tokens of a pack.
+    """A Hugging Face causal LM whose forward returns the log-probs of a pack's response tokens.
 
-    A decoder of the Llama family is computed by :class:`Decoder`, which takes over its submodules; any other by transformers.
+    :class:`Decoder` computes a decoder of the Llama family and takes over its submodules. Transformers computes any other.
     """
 
     def __init__(
@@ -77,7 +93,7 @@ class PolicyModel(nn.Module):
         compiled: bool,
         vocab_tile: int = 0,
         blocks: Sequence[BlockOptions] | None = None,
-        carries: bool = False,
+        supports_prefix_kv: bool = False,
     ) -> None:
         """Take over a model.
 
@@ -86,8 +102,8 @@ class PolicyModel(nn.Module):
             chunk_tokens: response tokens per chunk of the head, 0 = all.
             compiled: compile the per-chunk functions.
             vocab_tile: vocabulary entries per tile of a chunk, 0 = where they are free.
-            blocks: what each block does to hold less memory, in the Llama family alone; None for nothing.
-            carries: answers may read a prefix whose keys and values another forward has computed.
+            blocks: what each block does to hold less memory, only in the Llama family; None for nothing.
+            supports_prefix_kv: answers may use the prefix KV of an earlier forward.
 
         Raises:
             ConfigError: for a model without a list of decoder blocks, or whose head is no plain linear layer.
@@ -110,7 +126,7 @@ class PolicyModel(nn.Module):
         else:
             assert blocks is None, f"{type(lm).__name__} computes its blocks itself"
         self.lm = lm
-        self.carries = carries
+        self.supports_prefix_kv = supports_prefix_kv
 
     @property
     def tied(self) -> bool:
@@ -132,46 +148,46 @@ class PolicyModel(nn.Module):
         temperature: float,
         with_entropy: bool,
         token_gradient: TokenGradient | None = None,
-        prefix_kv: CarriedPrompt | Recorder | None = None,
+        prefix_kv: Prefix | None = None,
         unpacked: bool = False,
     ) -> Any:
         """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked.
 
         Args:
-            pack: the tokens of a micro-batch, and what is asked of them.
+            pack: the tokens of a micro-batch, and its targets.
             temperature: of the log-probs.
             with_entropy: entropies are asked for.
-            token_gradient: what backward will bring for each log-prob, so that the head need not wait for it.
-            prefix_kv: the prefix of ``pack_branches``, or what records that of ``pack_prompt``: then its last token's state
-                [1, h] and ``outputs`` are returned.
-            unpacked: for a pack of one row, in eager attention, logits and all; for comparisons.
+            token_gradient: gives the gradient of each log-prob before backward, so the head computes its own in forward.
+            prefix_kv: the prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns the
+                state of the last token [1, h] and ``PrefixRecorder.outputs`` instead.
+            unpacked: compute a pack of one row with eager attention and whole logits, for comparisons.
         """
         if unpacked:
             return self._unpacked(pack, temperature)
-        if isinstance(prefix_kv, Recorder):
+        if isinstance(prefix_kv, PrefixRecorder):
             return self._recorded(pack, prefix_kv)
         states = self._predicting_states(pack, prefix_kv)
         return self.lm.get_output_embeddings()(states, pack.targets, temperature, with_entropy, token_gradient)
 
-    def _predicting_states(self, pack: Pack, prefix: CarriedPrompt | None) -> Tensor:
+    def _predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
         """Return the normed states [R, h] that predict the pack's targets."""
         decoder = self.decoder
         if not isinstance(decoder, Decoder):
             return states_of_pack(decoder, pack).index_select(0, pack.predicts)
-        needed = pack.read if decoder.prunes else None
-        hidden = decoder(pack.input_ids, pack.position_ids, pack.trees, None if needed is None else needed.trees, prefix)
+        needed = pack.last_block if decoder.prunes else None
+        hidden = decoder(pack.input_ids, pack.position_ids, pack.layout, None if needed is None else needed.layout, prefix)
         if prefix is not None:
-            hidden = prefix.before_states(hidden)
+            hidden = prefix.prepend_state(hidden)
         return decoder.normed_rows(hidden, pack.predicts if needed is None else needed.predicts)
 
-    def _recorded(self, prompt: Pack, recorder: Recorder) -> tuple[Tensor, ...]:
-        """Return the state [1, h] of a prompt's last token, then what was recorded of its blocks.
+    def _recorded(self, prompt: Pack, recorder: PrefixRecorder) -> tuple[Tensor, ...]:
+        """Return the state [1, h] of a prompt's last token, then the outputs of the recorder.
 
-        Flat, so that FSDP2 sees the tensors from which backward will start.
+        The result is a flat tuple, so FSDP2 sees the tensors from which backward will start.
         """
         decoder = self.decoder
-        needed = prompt.read.trees if decoder.prunes and prompt.read is not None else None
-        hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.trees, needed, recorder)
+        needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
+        hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.layout, needed, recorder)
         return hidden[-1:].clone(), *recorder.outputs()
 
     def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
@@ -180,22 +196,25 @@ class PolicyModel(nn.Module):
         decoder = self.decoder
         if isinstance(decoder, Decoder):
             positions = torch.arange(row.input_ids.shape[1], device=row.input_ids.device)[None]
-            hidden = decoder(row.input_ids, positions, row.trees, attend=KERNELS[REGISTERED["eager"]])
+            hidden = decoder(row.input_ids, positions, row.layout, attend=KERNELS[REGISTERED["eager"]])
             logits = self.lm.get_output_embeddings()(decoder.normed_rows(hidden, row.predicts))
         else:
             logits = logits_of_row(self.lm, row)[row.predicts]
         return (logits.float() / temperature).log_softmax(-1).gather(-1, row.targets[:, None])[:, 0], None
 
-    def carry(self, prompt: Pack) -> CarriedPrompt:
-        """Computes a prompt whose answers are in micro-batches to come."""
-        state, *outputs = self(prompt, 1.0, False, None, Recorder())
-        return CarriedPrompt(state, outputs)
+    def compute_prefix(self, prompt: Pack) -> PrefixKV:
+        """Compute the prefix KV of a prompt, for the answers in later micro-batches."""
+        state, *outputs = self(prompt, 1.0, False, None, PrefixRecorder())
+        return PrefixKV(state, outputs)
 
 
 def allocate(policy: PolicyModel, device: torch.device, on_host: bool = False) -> None:
-    """Gives a model without storage its storage on the device, or its shards on the host; uninitialised.
+    """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
 
-    One tied tensor stays one.
+    Args:
+        policy: a model without storage.
+        device: where it computes.
+        on_host: put the shards on the host.
     """
     tied = policy.tied
     if on_host:
@@ -216,7 +235,15 @@ DTYPES = {
 
 
 def dtype_of(name: str, key: str) -> torch.dtype:
-    """Gives the torch dtype of a setting's spelling. Errors: ConfigError naming the key."""
+    """Return the torch dtype for a setting's spelling.
+
+    Args:
+        name: the spelling.
+        key: the setting, to name in errors.
+
+    Raises:
+        ConfigError: for an unknown dtype.
+    """
     if name not in DTYPES:
         raise ConfigError(f"{key}={name}: unknown dtype. Use one of {', '.join(DTYPES)}.")
     return DTYPES[name]

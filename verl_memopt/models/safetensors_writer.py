@@ -1,4 +1,4 @@
-"""Writes a safetensors file tensor by tensor: the host holds one chunk of one tensor, whatever the size of the model."""
+"""Write a safetensors file tensor by tensor. The host holds one chunk of one tensor, whatever the size of the model."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from torch import Tensor
 from verl_memopt.memory.host.host_buffers import host_buffer
 
 HEADER_BYTES = 64 * 2**10
-"""Room for the header, which comes first in the file and is known last; blanks may follow it."""
+"""Room for the header. It comes first in the file but is known last; blanks fill the rest."""
 
 CHUNK_BYTES = 16 * 2**20
-"""Most bytes of a tensor that lie on the host at once."""
+"""Most bytes of a tensor on the host at once."""
 
 DTYPES = {torch.float32: "F32", torch.float16: "F16", torch.bfloat16: "BF16", torch.float64: "F64"}
 
@@ -24,7 +24,7 @@ class SafetensorsWriter:
     """One open file. Tensors are added in order; :meth:`close` writes the header that names them."""
 
     def __init__(self, path: Path) -> None:
-        """Errors: OSError when the disk refuses, here and in every other method."""
+        """Open a file. This and every other method raise OSError where the disk refuses."""
         self.path = path
         self.num_bytes = 0
         self._header: dict[str, object] = {"__metadata__": {"format": "pt"}}
@@ -39,11 +39,11 @@ class SafetensorsWriter:
         return [name for name in self._header if name != "__metadata__"]
 
     def has_room(self, name: str, tensor: Tensor) -> bool:
-        """Says whether the header can name one tensor more."""
+        """Return whether the header has room for the name of one more tensor."""
         return self._header_bytes + len(json.dumps(self._entry(name, tensor))) < HEADER_BYTES - 2**10
 
     def add(self, name: str, tensor: Tensor) -> None:
-        """Writes a whole tensor, from any device."""
+        """Write a whole tensor, from any device."""
         assert self.has_room(name, tensor), (self.path, name)
         entry = self._entry(name, tensor)
         self._write(tensor)
@@ -52,7 +52,7 @@ class SafetensorsWriter:
         self.num_bytes += tensor.nbytes
 
     def close(self) -> None:
-        """Writes the header and closes the file."""
+        """Write the header and close the file."""
         text = json.dumps(self._header).encode().ljust(HEADER_BYTES)
         assert len(text) == HEADER_BYTES, len(text)
         self._file.seek(0)
@@ -60,10 +60,12 @@ class SafetensorsWriter:
         self._file.close()
 
     def __enter__(self) -> SafetensorsWriter:
+        """Return the writer."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
-        # A file that is torn stays without a header, so that nobody takes it for a whole one.
+        """Close the file, with its header if the body succeeded."""
+        # An incomplete file gets no header, so that nothing takes it for a complete one.
         self.close() if kind is None else self._file.close()
 
     def _entry(self, name: str, tensor: Tensor) -> dict[str, object]:

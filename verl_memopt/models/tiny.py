@@ -1,7 +1,7 @@
-"""A tiny language model in Hugging Face format, made locally in well under a second.
+"""A tiny language model in Hugging Face format, built locally in well under a second.
 
-It has the architecture of the real one (Qwen3 by default), a byte-level tokenizer and random weights, so a whole run can be
-tried on a laptop. The default shape is the smallest that vLLM's CPU attention accepts (``head_dim`` of 32).
+It has the architecture of a real one (Qwen3 by default), a byte-level tokenizer and random weights, so a whole run can be tried
+on a laptop. The default shape is the smallest that vLLM's CPU attention accepts (``head_dim`` of 32).
 """
 
 from __future__ import annotations
@@ -18,6 +18,8 @@ from verl_memopt.models.tokenizer import build_tokenizer
 
 @dataclass(frozen=True)
 class TinyShape:
+    """The architecture and sizes of a tiny model."""
+
     model_type: str = "qwen3"
     """Architecture by its transformers name: qwen3, qwen2, llama, mistral."""
     vocab_size: int = 320
@@ -58,10 +60,18 @@ SHAPES = {
 
 
 def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed: int = 0) -> Path:
-    """The folder, written with config.json, model.safetensors (fp32), generation config and tokenizer.
+    """Write a tiny model with random weights (fp32), its configs and its tokenizer into a folder.
 
-    The same shape and seed give the same bytes. Built aside and renamed, so a folder that exists is whole; an older one at
-    that place is replaced.
+    The same shape and seed give the same bytes. The folder is written under another name and renamed, so a folder that exists is
+    complete. An older folder is replaced.
+
+    Args:
+        folder: to be written.
+        shape: None for the default.
+        seed: of the weights.
+
+    Returns:
+        The folder.
     """
     shape = TinyShape() if shape is None else shape
     folder = Path(folder)

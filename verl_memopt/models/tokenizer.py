@@ -29,10 +29,16 @@ what is the result, think and then answer, the user asks and the assistant answe
 
 
 def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
-    """A fast tokenizer of at most ``vocab_size`` tokens: 3 specials, 256 bytes, merges of short English words.
+    """Build a fast tokenizer of at most ``vocab_size`` tokens: 3 specials, 256 bytes, merges of short English words.
 
-    Every text round-trips, each digit is a token of its own, eos is the turn end and pad the end of text. The merges are
-    exhausted at a few hundred tokens, so a larger ``vocab_size`` gives a tokenizer smaller than asked for.
+    Every text round-trips. Each digit is a token of its own, eos is the end of a turn and pad the end of text. The merges are
+    used up at a few hundred tokens, so the tokenizer may have fewer than ``vocab_size``.
+
+    Args:
+        vocab_size: at least ``SMALLEST_VOCABULARY``.
+
+    Raises:
+        ValueError: for a smaller ``vocab_size``.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -1,8 +1,7 @@
 """Decoders of other architectures: transformers' own modules, with attention over packs registered with transformers.
 
-The trees of a pack reach attention among the keyword arguments that transformers' decoders hand down. The names are registered
-without a mask function, so that no [T, T] mask is ever built and the passes give the same bytes under fake tensors as with real
-ones.
+The layout of a pack reaches attention through the keyword arguments of transformers' decoders. The kernels are registered without
+a mask function, so no [T, T] mask is built, and fake tensors take the same bytes as real ones.
 """
 
 from __future__ import annotations
@@ -14,14 +13,14 @@ from typing import Any
 from torch import Tensor, nn
 from transformers import AttentionInterface, PretrainedConfig
 
-from verl_memopt.models.attention import KERNELS, Attend, Over
+from verl_memopt.models.attention import KERNELS, Attend, AttentionArgs
 from verl_memopt.models.pack import Pack
-from verl_memopt.models.trees import Trees
+from verl_memopt.models.prefix_layout import PrefixLayout
 
 
 def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
     """Return the normed states [T, h] of a pack's tokens."""
-    output: Any = decoder(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, pack_trees=pack.trees)
+    output: Any = decoder(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, prefix_layout=pack.layout)
     return output.last_hidden_state[0]
 
 
@@ -33,7 +32,7 @@ def logits_of_row(lm: nn.Module, pack: Pack) -> Tensor:
 
 @contextmanager
 def own_attention(lm: nn.Module) -> Iterator[None]:
-    """Let a model compute with transformers' eager attention inside the body."""
+    """Let a model use transformers' eager attention inside the body."""
     configs = {
         id(config): config for module in lm.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)
     }
@@ -48,7 +47,7 @@ def own_attention(lm: nn.Module) -> Iterator[None]:
 
 
 def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
-    """Return a kernel as transformers calls it."""
+    """Return a kernel in the form that transformers calls."""
 
     def packed(
         module: Any,
@@ -58,17 +57,17 @@ def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
         attention_mask: Tensor | None,
         scaling: float | None = None,
         sliding_window: int | None = None,
-        pack_trees: Trees | None = None,
+        prefix_layout: PrefixLayout | None = None,
         **_: Any,
     ) -> tuple[Tensor, None]:
-        assert pack_trees is not None, "attention over a pack needs the pack's trees"
+        assert prefix_layout is not None, "attention over a pack needs the pack's layout"
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-        return attend(query, key, value, Over(pack_trees, scale, sliding_window, None)), None
+        return attend(query, key, value, AttentionArgs(prefix_layout, scale, sliding_window, None)), None
 
     return packed
 
 
 def register_kernels() -> None:
-    """Make transformers know the kernels by the names of our own; to be called before a model is built with one."""
+    """Register the kernels with transformers under their own names. Call this before building a model with one."""
     for name, attend in KERNELS.items():
         AttentionInterface.register(name, _registered(attend))

@@ -1,4 +1,4 @@
-"""Builds a model without its weights on the driver, so that one that cannot be trained is refused before any worker starts."""
+"""Build a model without its weights on the driver, so that an unsupported one is refused before any worker starts."""
 
 from __future__ import annotations
 
@@ -14,13 +14,15 @@ from verl_memopt.models.build import WeightFolder, check_tied_head, empty_model,
 from verl_memopt.models.policy_model import PolicyModel
 
 ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed")
-"""Transformers asks more of a model with this name of attention than with the others."""
+"""Nothing is computed. Transformers checks more of a model for this kernel than for the others."""
 
 
 class Checked(NamedTuple):
-    """What the files of a model tell.
+    """What the files of a model say.
 
-    weights: name -> shape of each weight, without adapters. embedding_rows: of the token embedding.
+    Attributes:
+        weights: name -> shape of each weight, without adapters.
+        embedding_rows: rows of the token embedding.
     """
 
     weights: dict[str, tuple[int, ...]]
@@ -28,7 +30,7 @@ class Checked(NamedTuple):
 
 
 def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -> Checked:
-    """Refuse a model that could not be trained, as far as its files tell without loading, and return what they tell.
+    """Refuse a model that cannot be trained, as far as its files say without loading the weights, and return what they say.
 
     Args:
         model: the settings of the policy's model; a reference is read with the same.

@@ -1,7 +1,7 @@
-"""Elementwise statements as one kernel each: compiled where that is on, over tiles of rows where it is not.
+"""Elementwise statements as one kernel each: compiled if compiling is on, else over tiles of rows.
 
-A chain of elementwise statements is a kernel launch for each statement and tile. Small models wait for launches. Compiled, the
-chain is one or two kernels over all rows and makes no temporary of the rows' size, so tiles are not needed.
+Uncompiled, each statement of a chain is a kernel launch for each tile, and small models wait for launches. Compiled, the chain is
+one or two kernels over all rows. It makes no temporary tensor of the rows' size, so it needs no tiles.
 """
 
 from __future__ import annotations
@@ -21,8 +21,8 @@ KEY = "actor_rollout_ref.actor.use_torch_compile"
 
 TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
 NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
-"""Elements of a tile of rows that elementwise statements run over: what stays in a core's cache, or keeps a GPU busy for longer
-than the launch of a kernel takes. Narrow ones are of statements that make nothing in fp32."""
+"""Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
+than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
 
 logger = logging.getLogger(__name__)
 
@@ -37,7 +37,7 @@ _warned = False
 
 @contextmanager
 def fused_statements(on: bool) -> Iterator[None]:
-    """Sets inside the body whether this process compiles elementwise statements. Ask :func:`compiler_works` first."""
+    """Set inside the body whether this process compiles elementwise statements. Ask :func:`compiler_works` first."""
     global _on
     before, _on = _on, on
     try:
@@ -47,10 +47,14 @@ def fused_statements(on: bool) -> Iterator[None]:
 
 
 def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], *others: Any, narrow: bool = False) -> None:
-    """Runs ``statement(*tensors, *others)``, which writes into some of its tensors, over all rows of ``tensors``.
+    """Run ``statement(*tensors, *others)`` over all rows of ``tensors``. The statement writes into some of its tensors.
 
-    tensors: of as many rows each, or None; the first is a tensor and says how rows are cut. Two of them that share memory must be
-    the same rows of the same tensor. narrow: the statement makes nothing in fp32, so that its tiles may be larger.
+    Args:
+        statement: Takes tensors of some rows, then ``others``.
+        tensors: Of as many rows each, or None. The first is a tensor, whose size decides the tiles. Two tensors that share memory
+            must be the same rows of the same tensor.
+        others: Further arguments, the same for every tile.
+        narrow: The statement creates nothing in fp32, so its tiles may be larger.
     """
     first = tensors[0]
     assert first is not None
@@ -62,16 +66,16 @@ def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], 
 
 
 def tiles(tensor: Tensor, narrow: bool = False) -> Iterator[slice]:
-    """Gives slices of a tensor's rows, each of few enough elements for elementwise statements to be fast."""
+    """Return slices of a tensor's rows, each small enough for elementwise statements to be fast."""
     elements = NARROW_TILE_ELEMENTS if narrow else TILE_ELEMENTS
     size = max(elements.get(tensor.device.type, elements["cuda"]) // max(tensor[:1].numel(), 1), 1)
     return (slice(start, start + size) for start in range(0, tensor.shape[0], size))
 
 
 def compiler_works(device: torch.device) -> bool:
-    """Says whether functions can be compiled for a device, by compiling one; warns once a process where they cannot.
+    """Return whether functions can be compiled for a device, by compiling one. Warn once a process where they cannot.
 
-    Under a dispatch mode nothing can.
+    Nothing can be compiled under a dispatch mode.
     """
     return not _observed() and _compiles(device)
 
@@ -81,7 +85,7 @@ def _compiles(device: torch.device) -> bool:
     values = torch.ones(4, 8, device=device)
     try:
         torch.compile(_probe, dynamic=True)(values)
-    # What a missing compiler, header, package or driver raises, when it compiles or when it first runs.
+    # Errors of a missing compiler, header, package or driver, while compiling or at the first run.
     except (RuntimeError, OSError, ImportError, SubprocessError) as error:
         _warn_once(error)
         return False
@@ -117,13 +121,14 @@ def _warn_once(error: Exception) -> None:
 
 
 def _observed() -> bool:
-    """Says whether a dispatch mode is active, such as the byte tracker: a compiled function would run whole and uncompiled."""
+    """Return whether a dispatch mode is active, such as the byte tracker. A compiled function would run uncompiled under it."""
     return torch._C._len_torch_dispatch_stack() > 0
 
 
 def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
-    """Gives the tensors with one object for those that are the same memory: the compiler would copy what may overlap."""
-    found: dict[tuple[Any, ...], Tensor] = {}
+    """Return the tensors with one object for all that share memory; the compiler would copy what may overlap."""
+    by_memory: dict[tuple[Any, ...], Tensor] = {}
     return [
-        None if one is None else found.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride()), one) for one in tensors
+        None if one is None else by_memory.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride()), one)
+        for one in tensors
     ]

@@ -1,4 +1,4 @@
-"""Where the gradient of a large weight is added up: in ``.grad`` itself where that is safe."""
+"""Where the gradient of a large weight is summed: in ``.grad`` itself where that is safe."""
 
 from __future__ import annotations
 
@@ -9,9 +9,16 @@ from verl_memopt.observe.byte_tracker import scope
 
 
 def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Tensor | None, Tensor | None]:
-    """Gives the tensor to add a parameter's gradient to, and what autograd is to be handed: None where that is ``.grad``.
+    """Return the tensor to add a parameter's gradient to, and the gradient to return to autograd.
 
-    The first is None too where no gradient is needed. A gradient that is new is zeros.
+    Args:
+        parameter: A weight, or None for one that a layer does not have.
+        needed: Whether it needs a gradient.
+        in_place: Whether its ``.grad`` may be used.
+
+    Returns:
+        The tensor to add to, zeros if it is new, or None where no gradient is needed; then the same tensor for autograd, or None
+        where it is ``.grad`` itself.
     """
     if parameter is None or not needed:
         return None, None
@@ -25,9 +32,9 @@ def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Te
 
 
 def adds_in_place(parameter: Tensor) -> bool:
-    """Says whether a gradient may be added to ``.grad`` behind autograd's back: a leaf that nothing watches.
+    """Return whether a gradient may be added to ``.grad`` without autograd: the parameter is a leaf without hooks.
 
-    The gathered parameter of an FSDP2 unit is one: FSDP2 reads its ``.grad`` when the unit's backward is over.
+    The gathered parameter of an FSDP2 unit qualifies, because FSDP2 reads its ``.grad`` after the backward of the unit.
     """
     watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return parameter.is_leaf and parameter.requires_grad and not watched and type(parameter) in (Tensor, torch.nn.Parameter)

@@ -1,7 +1,7 @@
-"""The logits of one chunk of tokens, tile by tile of the vocabulary: what they say of a token, and the gradients through them.
+"""The logits of a chunk of tokens, one tile of the vocabulary after another: log-probs, entropies and gradients.
 
-One fp32 buffer of [chunk, tile] holds logits, log-probs, probabilities and the gradient in turn; no other tensor of that size
-exists in fp32, and in half precision there is one more of it.
+One fp32 buffer [chunk, tile] holds logits, log-probs, probabilities and the gradient in turn. No other fp32 tensor of that size
+exists; in half precision there is one more in the compute dtype.
 """
 
 from __future__ import annotations
@@ -14,15 +14,21 @@ import torch
 from torch import Tensor
 
 SCRATCH_COLUMNS = 4096
-"""Columns of what lies beside the logits where the functions are not compiled: entropy's scratch, and a GPU's exponentials."""
+"""Columns of the scratch beside the logits where functions are not compiled: for entropy, and for exponentials on a GPU."""
 
 
 @dataclass(frozen=True)
 class Head:
-    """The LM head and how it is cut.
+    """The LM head and how it is cut. Logits are divided by ``temperature`` in fp32.
 
-    weight: [V, H]; bias: [V] or None. Logits are divided by ``temperature`` in fp32. chunk_tokens, vocab_tile: tokens and
-    vocabulary entries of the logits that exist at once, 0 = all. compiled: compile what runs between the products.
+    Attributes:
+        weight: [V, H].
+        bias: [V], or None.
+        temperature: Of the log-probs.
+        chunk_tokens: Tokens whose logits exist at once; 0 for all.
+        vocab_tile: Vocabulary entries whose logits exist at once; 0 for all.
+        with_entropy: Entropies are asked for.
+        compiled: Compile what runs between the products.
     """
 
     weight: Tensor
@@ -35,28 +41,37 @@ class Head:
 
     @property
     def vocabulary(self) -> int:
+        """Number of vocabulary entries."""
         return int(self.weight.shape[0])
 
     @property
     def tile(self) -> int:
+        """Vocabulary entries of a tile."""
         return min(self.vocab_tile, self.vocabulary) or self.vocabulary
 
     @property
     def whole_rows(self) -> bool:
+        """Whether a tile is the whole vocabulary."""
         return self.tile == self.vocabulary
 
     def chunks(self, tokens: int) -> list[slice]:
-        """Gives the slices of tokens, in order."""
+        """Return the slices of tokens, in order."""
         return list(_slices(tokens, self.chunk_tokens or max(tokens, 1)))
 
     def tiles(self) -> list[slice]:
-        """Gives the slices of the vocabulary, in order."""
+        """Return the slices of the vocabulary, in order."""
         return list(_slices(self.vocabulary, self.tile))
 
 
 @dataclass(frozen=True)
 class Tokens:
-    """What is known of some tokens, fp32 each: log-prob of the target, log of the normaliser, entropy where asked for."""
+    """Statistics of some tokens, fp32 [c] each.
+
+    Attributes:
+        log_probs: Of the targets.
+        log_normalizer: Log of the sum of exponentials of the logits.
+        entropy: Of the distribution, where it is asked for.
+    """
 
     log_probs: Tensor
     log_normalizer: Tensor
@@ -65,7 +80,13 @@ class Tokens:
 
 @dataclass(frozen=True)
 class Gradients:
-    """Where gradients go; None where none is wanted. weight, bias: added to. hidden: written."""
+    """Where gradients go; None where one is not needed.
+
+    Attributes:
+        hidden: Written.
+        weight: Added to.
+        bias: Added to.
+    """
 
     hidden: Tensor | None
     weight: Tensor | None
@@ -73,9 +94,15 @@ class Gradients:
 
 
 class LogitTiles:
-    """The buffers for chunks of one head and one hidden dtype, to be kept for a pass and no longer."""
+    """The buffers for chunks of one head and one hidden dtype, to be kept for one pass."""
 
     def __init__(self, head: Head, hidden: Tensor) -> None:
+        """Allocate the buffers.
+
+        Args:
+            head: The LM head.
+            hidden: [R, H], all hidden states of the pass.
+        """
         self.head = head
         size = min(head.chunk_tokens or hidden.shape[0], hidden.shape[0]) * head.tile
         self._wide = hidden.new_empty(size, dtype=torch.float32)
@@ -87,10 +114,13 @@ class LogitTiles:
         self._run: Callable[..., Callable[..., Any]] = _compiled if head.compiled else _plain
 
     def read(self, hidden: Tensor, targets: Tensor) -> Tokens:
-        """Gives what the logits of a chunk say of its targets; with whole rows what was made of them stays for
-        :meth:`differentiate`: log-probs where there is entropy, else probabilities, whose exponentials are taken once.
+        """Return the statistics of a chunk of tokens.
 
-        hidden: [c, H]; targets: int64 [c].
+        With whole rows the buffer then holds log-probs where entropy is asked for, else probabilities, for :meth:`differentiate`.
+
+        Args:
+            hidden: [c, H].
+            targets: int64 [c].
         """
         parts = [self._read_tile(hidden, targets, columns) for columns in self.head.tiles()]
         top, log_sum, picked, entropy = parts[0]
@@ -108,9 +138,16 @@ class LogitTiles:
         into: Gradients,
         just_read: bool,
     ) -> None:
-        """Adds the gradients of a chunk, given those of its log-probs and entropies (fp32 [c]).
+        """Add the gradients of a chunk.
 
-        just_read: :meth:`read` of the same chunk was the last call, so that whole rows need not be computed again.
+        Args:
+            hidden: [c, H].
+            targets: int64 [c].
+            tokens: Statistics of the chunk.
+            grad_log_probs: fp32 [c].
+            grad_entropy: fp32 [c], or None.
+            into: Where the gradients go.
+            just_read: The last call was :meth:`read` of this chunk, so whole rows need not be computed again.
         """
         tiles = self.head.tiles()
         # Several tiles are added up in fp32 whatever the compute dtype.
@@ -139,7 +176,7 @@ class LogitTiles:
         return self._run(log_softmax_)(logits, local, scratch, self.head.with_entropy)
 
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
-        """Gives fp32 [c, tile] logits over temperature, in the buffer."""
+        """Return fp32 [c, tile] logits over temperature, in the buffer."""
         head, inverse = self.head, 1.0 / self.head.temperature
         weight, bias = head.weight[columns].t(), None if head.bias is None else head.bias[columns]
         wide, narrow = self._shaped(self._wide, hidden, columns), self._shaped(self._narrow, hidden, columns)
@@ -167,7 +204,7 @@ class LogitTiles:
         grad_entropy: Tensor | None,
         just_read: bool,
     ) -> Tensor:
-        """Gives the gradient of the undivided logits, [c, tile] in the compute dtype."""
+        """Return the gradient of the undivided logits, [c, tile] in the compute dtype."""
         still = just_read and self.head.whole_rows
         log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
         assert log_p is not None
@@ -195,9 +232,10 @@ class LogitTiles:
 
 
 def softmax_(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Turns logits [c, v] into probabilities, in place.
+    """Turn logits [c, v] into probabilities, in place.
 
-    Gives (largest logit, log of the sum of exponentials relative to it, target's logit), each [c].
+    Returns:
+        The largest logit, the log of the sum of exponentials relative to it, and the target's logit, [c] each.
     """
     top, picked = logits.amax(-1), logits.gather(-1, targets[:, None]).squeeze(-1)
     if logits.device.type == "cpu":
@@ -213,10 +251,17 @@ def softmax_(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
 def log_softmax_(
     logits: Tensor, targets: Tensor, scratch: Tensor | None, with_entropy: bool
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """Turns logits [c, v] into log-probs within these columns, in place.
+    """Turn logits [c, v] into log-probs within these columns, in place.
 
-    Gives (largest logit, log of the sum of exponentials relative to it, target's logit or 0, entropy or None), each [c].
-    ``targets`` may lie outside of 0 .. v. scratch: [c, any number of columns], or None to let it be allocated.
+    Args:
+        logits: [c, v].
+        targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
+        scratch: [c, any number of columns]; None to allocate it.
+        with_entropy: The entropy is asked for.
+
+    Returns:
+        The largest logit, the log of the sum of exponentials relative to it, the target's logit or 0, and the entropy or None,
+        [c] each.
     """
     top = logits.amax(-1)
     picked = logits.gather(-1, _clamped(targets, logits)).squeeze(-1)
@@ -238,7 +283,10 @@ def log_softmax_(
 
 
 def sum_of_exponentials(logits: Tensor) -> Tensor:
-    """Gives [c] from [c, v], which stays as it is. Uncompiled, the exponentials of a few columns exist at a time."""
+    """Return the sum of exponentials [c] of logits [c, v], which stay unchanged.
+
+    Uncompiled, the exponentials of a few columns exist at a time.
+    """
     if torch.compiler.is_compiling():
         return logits.exp().sum(-1)
     total = torch.zeros_like(logits[:, 0])
@@ -248,25 +296,30 @@ def sum_of_exponentials(logits: Tensor) -> Tensor:
 
 
 def log_prob_gradient_(log_p: Tensor, targets: Tensor, grad: Tensor) -> None:
-    """Turns log-probs [c, v] into the gradient of the logits, in place: grad x (onehot - p), with fp32 [c] of the log-probs.
+    """Turn log-probs [c, v] into the gradient of the logits, in place: ``grad * (onehot - p)``.
 
-    Multiplied before the product with the head and not after, it rounds there as plain autograd does: on a long vocabulary the
-    product of a row is a few 1e-6 from the exact one, as many small terms are added to the target's large one.
+    The multiplication comes before the product with the head, so the product rounds as in plain autograd. On a long vocabulary
+    the product of a row is a few 1e-6 from the exact one, because many small terms are added to the target's large one.
+
+    Args:
+        log_p: fp32 [c, v].
+        targets: int64 [c], as columns.
+        grad: fp32 [c], the gradient of the log-probs.
     """
     probability_gradient_(log_p.exp_(), targets, grad)
 
 
 def probability_gradient_(p: Tensor, targets: Tensor, grad: Tensor) -> None:
-    """Turns probabilities [c, v] into what :func:`log_prob_gradient_` gives, in place."""
+    """Turn probabilities [c, v] into the gradient of :func:`log_prob_gradient_`, in place."""
     p.mul_(-grad[:, None]).scatter_add_(-1, _clamped(targets, p), (grad * _inside(targets, p))[:, None])
 
 
 def both_gradients_(
     log_p: Tensor, targets: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, scratch: Tensor | None
 ) -> None:
-    """Turns log-probs [c, v] into the gradient of the logits, in place.
+    """Turn log-probs [c, v] into the gradient of the logits from that of log-probs and entropies, in place.
 
-    d log p(y) / d z = onehot(y) - p;  d entropy / d z = -p (log p + entropy).
+    ``d log p(y) / d z = onehot(y) - p`` and ``d entropy / d z = -p (log p + entropy)``.
     """
     constant = grad_log_probs + grad_entropy * entropy
     for part, room in _parts(log_p, scratch):
@@ -277,7 +330,7 @@ def both_gradients_(
 
 
 def _merged(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Gives for two sets of columns together what :func:`log_softmax_` gives for each."""
+    """Return for two sets of columns together what :func:`log_softmax_` returns for each."""
     top = torch.maximum(one[0], other[0])
     first, second = one[0] - top + one[1], other[0] - top + other[1]
     log_sum = torch.logaddexp(first, second)
@@ -296,7 +349,7 @@ def _clamped(targets: Tensor, logits: Tensor) -> Tensor:
 
 
 def _parts(wide: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:
-    """Yields groups of columns with as much of the scratch as each needs."""
+    """Yield groups of columns, each with as much of the scratch as it needs."""
     if scratch is None:
         yield wide, None
         return

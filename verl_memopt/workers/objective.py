@@ -53,16 +53,16 @@ class Objective:
         on_policy = self.micro.old_log_probs is None
         if not on_policy and self.actor.policy_loss.loss_mode not in TOKEN_LOCAL:
             return None
-        ahead = self._on_policy_gradient() if on_policy else None
+        precomputed = self._on_policy_gradient() if on_policy else None
 
         def gradient(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
                 log_probs = log_probs.detach().requires_grad_()
                 entropy = None if entropy is None else entropy.detach().requires_grad_()
-                if ahead is None:
+                if precomputed is None:
                     loss, _ = self._policy(log_probs, self._old(log_probs, rows), rows)
                 else:
-                    loss = (log_probs * ahead[rows]).sum()
+                    loss = (log_probs * precomputed[rows]).sum()
                 for weight, _, value in self._penalties(log_probs, entropy, rows):
                     loss = loss + weight * value
                 loss = loss * scale

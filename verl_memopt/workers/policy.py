@@ -1,4 +1,4 @@
-"""The policy: a sharded model with an optimizer; scores batches and takes update steps."""
+"""The policy: a sharded model with an optimizer, which computes log-probs and takes update steps."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ from verl_memopt.memory.optimizer.optimizer_in_backward import StepInBackward
 from verl_memopt.memory.parameters.resharding import synced
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.kinds import gradient_kinds, optimizer_scope
-from verl_memopt.ops.carried_prompt import CarriedPrompt
+from verl_memopt.ops.prefix_kv import PrefixKV
 from verl_memopt.workers.objective import Objective
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
-from verl_memopt.workers.scorer import MicroBatch, Scores, micro_batches_of, score_batch
+from verl_memopt.workers.scorer import LogProbs, MicroBatch, compute_log_probs, micro_batches_of
 
 SKIPPED = "actor/skipped_updates"
 PARTIAL = "actor/partial_updates"
@@ -84,11 +84,11 @@ class Policy:
             self.in_backward = StepInBackward(self.optimizer)
         self.schedule = build_schedule(self.optimizer, actor.optim, optimizer_steps)
 
-    def score(
+    def compute_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
-    ) -> Scores:
+    ) -> LogProbs:
         """Gives the log-probs of a batch under the present weights."""
-        return score_batch(self.model, batch, micro_batches, temperature, with_entropy, self.device, self.shared)
+        return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.device, self.shared)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
         """Takes one optimizer step per mini-batch and gives the mean of their metrics.
@@ -99,8 +99,9 @@ class Policy:
         """
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
+        options = self.shared, self.model.supports_prefix_kv
         steps = [
-            self.step(micro_batches_of(mini.batch, mini.micro_batches, self.shared, self.model.carries), mini.counts, temperature)
+            self.step(micro_batches_of(mini.batch, mini.micro_batches, *options), mini.counts, temperature)
             for mini in mini_batches
         ]
         metrics = _over_steps(steps)
@@ -157,47 +158,47 @@ class Policy:
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Adds the gradient of a mini-batch, micro-batch by micro-batch, and gives the summed metrics."""
         total: dict[str, Tensor] = {}
-        carried: CarriedPrompt | None = None
+        prefix_kv: PrefixKV | None = None
         with gradient_kinds(parameter for block in self.model.blocks() for parameter in block.parameters()):
             for micro in synced(micro_batches, self.model, self.actor.fsdp_config.gradient_sync):
                 micro = micro.to(self.device)
-                if micro.prompt is not None and carried is None:
+                if micro.prompt is not None and prefix_kv is None:
                     with self._offloaded():
-                        carried = self.model.carry(micro.prompt)
-                for name, value in self.backward(micro, counts, temperature, carried).items():
+                        prefix_kv = self.model.compute_prefix(micro.prompt)
+                for name, value in self.backward(micro, counts, temperature, prefix_kv).items():
                     total[name] = total[name] + value if name in total else value
-                if micro.ends and carried is not None:
-                    carried.backward()
-                    carried = None
+                if micro.ends and prefix_kv is not None:
+                    prefix_kv.backward()
+                    prefix_kv = None
         return total
 
     def _offloaded(self) -> AbstractContextManager[None]:
         return nullcontext() if self.offload is None else self.offload.forward()
 
     def backward(
-        self, micro: MicroBatch, counts: GlobalCounts, temperature: float, carried: CarriedPrompt | None = None
+        self, micro: MicroBatch, counts: GlobalCounts, temperature: float, prefix_kv: PrefixKV | None = None
     ) -> dict[str, Tensor]:
         """Adds the gradient of one micro-batch and gives its metrics; none of its tensors outlives the call.
 
-        carried: the prompt of its answers, whose own backward is to come.
+        prefix_kv: the keys and values of the prompt of its answers, whose own backward is to come.
         """
         with self._offloaded():
-            loss, metrics = self.loss(micro, counts, temperature, carried)
+            loss, metrics = self.loss(micro, counts, temperature, prefix_kv)
         # FSDP averages gradients over ranks; the loss is this rank's share of a global mean, so it is scaled back up.
         # The head has computed its gradients with the same factor.
         (loss * self.world_size).backward()
         return metrics
 
     def loss(
-        self, micro: MicroBatch, counts: GlobalCounts, temperature: float, carried: CarriedPrompt | None = None
+        self, micro: MicroBatch, counts: GlobalCounts, temperature: float, prefix_kv: PrefixKV | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
         """Gives this micro-batch's share of the loss and of its metrics.
 
         The backward to follow is that of ``world_size`` times the loss, once.
         """
         objective = Objective(micro, counts, self.actor)
-        ahead = objective.token_gradient(self.world_size)
-        log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, ahead, carried)
+        token_gradient = objective.token_gradient(self.world_size)
+        log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, token_gradient, prefix_kv)
         if self._found is not None:
             self._found.append(log_probs.detach())
         return objective.loss(log_probs, entropy)

@@ -24,21 +24,21 @@ from verl_memopt.models.build import (
     mapped_weights,
     rebuild_buffers,
 )
-from verl_memopt.models.pack import Pack, pack_branches, pack_groups, pack_prompt, pack_rows
+from verl_memopt.models.pack import Pack, pack_groups, pack_prompt, pack_rows, pack_suffixes
 from verl_memopt.models.parallelize import block_options, parallelize
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
-from verl_memopt.ops.carried_prompt import CarriedPrompt
+from verl_memopt.ops.prefix_kv import PrefixKV
 
 
 @dataclass(frozen=True)
-class Scores:
+class LogProbs:
     """What a log-prob pass gives. log_probs: fp32 [R] on the host, in batch order; entropy: the same, when asked for."""
 
     log_probs: Tensor
     entropy: Tensor | None
 
 
-def build_scorer(
+def build_policy(
     model: Model,
     fsdp: Fsdp,
     folder: Path,
@@ -61,9 +61,9 @@ def build_scorer(
     attention = choose_attention(model.attn_implementation, device, compute)
     lm = empty_model(load_model_config(model, folder), attention, masters, model.trust_remote_code)
     blocks = block_options(lm, model, fsdp, recompute, trained)
-    # A prefix is carried on one rank alone: several must all run the same forwards, and their groups are cut differently.
-    carries = blocks is not None and blocks[0].recompute and mesh.size() == 1
-    policy = PolicyModel(lm, model.logprob_chunk_tokens, compile_head, model.logprob_vocab_tile, blocks, carries)
+    # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
+    supports_prefix_kv = blocks is not None and blocks[0].recompute and mesh.size() == 1
+    policy = PolicyModel(lm, model.logprob_chunk_tokens, compile_head, model.logprob_vocab_tile, blocks, supports_prefix_kv)
     parallelize(policy, model, fsdp, mesh, (masters, compute, reduce), key, recompute, trained, quantization)
     return policy
 
@@ -92,9 +92,9 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
     tokens = torch.randint(vocabulary, (4 * 65,), generator=generator)
     pack = pack_rows(tokens[:4], [1] * 4, tokens[4:], [64] * 4).to(device)
     weights = WeightFolder(folder)
-    quantized, _ = score_pack(policy, pack, temperature, False)
+    quantized, _ = pack_log_probs(policy, pack, temperature, False)
     with exact_weights(policy, lambda name: weights.read(name, ()).to(device)):
-        exact, _ = score_pack(policy, pack, temperature, False)
+        exact, _ = pack_log_probs(policy, pack, temperature, False)
     reshard_units(policy)
     difference = (quantized - exact).abs()
     return float(difference.mean()), float(difference.max())
@@ -138,30 +138,39 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int], shared: bool = False) 
     return MicroBatch(pack, chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages)
 
 
-def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], shared: bool, carries: bool) -> Iterator[MicroBatch]:
-    """Yields the micro-batches of the chosen rows. carries: one prompt is computed for neighbours that :func:`chains` tells."""
+def micro_batches_of(
+    batch: RolloutBatch, rows: Sequence[Sequence[int]], shared: bool, with_prefix_kv: bool
+) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of the chosen rows.
+
+    Args:
+        batch: The rows.
+        rows: Rows of each micro-batch.
+        shared: Rows of one group share their prompt.
+        with_prefix_kv: Neighbours that :func:`chains` puts together share one computation of their prompt.
+    """
     tokens = batch.row_tokens(shared)
-    for chain in chains(rows, tokens) if shared and carries else [[some] for some in rows]:
+    for chain in chains(rows, tokens) if shared and with_prefix_kv else [[some] for some in rows]:
         if len(chain) == 1:
             yield micro_batch(batch, chain[0], shared)
             continue
         prompt = pack_prompt(batch.select(chain[0][:1]).prompts.flat)
         for some in chain:
             chosen = batch.select(some)
-            pack = pack_branches(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
+            pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
             flat = chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages
             yield MicroBatch(pack, *flat, prompt, some is chain[-1])
 
 
-def score_pack(
-    policy: PolicyModel, pack: Pack, temperature: float, with_entropy: bool, carried: CarriedPrompt | None = None
+def pack_log_probs(
+    policy: PolicyModel, pack: Pack, temperature: float, with_entropy: bool, prefix_kv: PrefixKV | None = None
 ) -> tuple[Tensor, Tensor | None]:
     """Gives log-probs fp32 [R] of a pack's targets and, when asked, entropies, without gradients."""
     with torch.no_grad():
-        return policy(pack, temperature, with_entropy, None, carried)
+        return policy(pack, temperature, with_entropy, None, prefix_kv)
 
 
-def score_batch(
+def compute_log_probs(
     policy: PolicyModel,
     batch: RolloutBatch,
     micro_batches: Sequence[Sequence[int]],
@@ -169,23 +178,23 @@ def score_batch(
     with_entropy: bool,
     device: torch.device,
     shared: bool = False,
-) -> Scores:
+) -> LogProbs:
     """Gives the log-probs of every response token, without gradients.
 
     micro_batches: rows of each forward; together they hold every row once, and all ranks have the same number of them.
     shared: rows of one group share their prompt.
     """
-    micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, shared, policy.carries)]
-    scored, carried = [], None
+    micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, shared, policy.supports_prefix_kv)]
+    scored, prefix_kv = [], None
     for rows, micro in zip(micro_batches, micros, strict=True):
-        if micro.prompt is not None and carried is None:
+        if micro.prompt is not None and prefix_kv is None:
             with torch.no_grad():
-                carried = policy.carry(micro.prompt)
-        scored.append((rows, *score_pack(policy, micro.pack, temperature, with_entropy, carried)))
-        carried = None if micro.ends else carried
+                prefix_kv = policy.compute_prefix(micro.prompt)
+        scored.append((rows, *pack_log_probs(policy, micro.pack, temperature, with_entropy, prefix_kv)))
+        prefix_kv = None if micro.ends else prefix_kv
     reshard_units(policy)
     sizes = batch.responses.sizes()
     log_probs = scatter_tokens([(rows, log_prob) for rows, log_prob, _ in scored], sizes)
     if not with_entropy:
-        return Scores(log_probs, None)
-    return Scores(log_probs, scatter_tokens([(rows, entropy) for rows, _, entropy in scored if entropy is not None], sizes))
+        return LogProbs(log_probs, None)
+    return LogProbs(log_probs, scatter_tokens([(rows, entropy) for rows, _, entropy in scored if entropy is not None], sizes))

@@ -43,7 +43,14 @@ from verl_memopt.rollout.stop_file import StopFile, never
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.policy import MiniBatch, Policy, Updated
-from verl_memopt.workers.scorer import Scores, build_scorer, materialize, materialize_mapped, quantization_error, score_batch
+from verl_memopt.workers.scorer import (
+    LogProbs,
+    build_policy,
+    compute_log_probs,
+    materialize,
+    materialize_mapped,
+    quantization_error,
+)
 
 logger = logging.getLogger(__name__)
 
@@ -163,19 +170,19 @@ class Worker:
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
         self.engine.load_weights(weight_slices(self._policy_weights(), dtype, bucket))
 
-    def old_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], with_entropy: bool) -> Scores:
+    def old_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], with_entropy: bool) -> LogProbs:
         """Scores a batch under the policy."""
         assert self.policy is not None
-        return self.policy.score(batch, micro_batches, self._temperature, with_entropy)
+        return self.policy.compute_log_probs(batch, micro_batches, self._temperature, with_entropy)
 
-    def ref_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Scores:
+    def ref_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> LogProbs:
         """Scores a batch under the reference: a model of its own, or with LoRA the policy without its adapters."""
         if self.reference is None:
             assert self.policy is not None
             with adapters_off(self.policy.model):
-                return self.policy.score(batch, micro_batches, self._temperature, False)
+                return self.policy.compute_log_probs(batch, micro_batches, self._temperature, False)
         shared = self.settings.actor.use_prefix_grouper
-        return score_batch(self.reference, batch, micro_batches, self._temperature, False, self.device, shared)
+        return compute_log_probs(self.reference, batch, micro_batches, self._temperature, False, self.device, shared)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Takes one optimizer step per mini-batch."""
@@ -344,7 +351,7 @@ class Worker:
         key = f"actor_rollout_ref.{role}"
         trained = role == "actor"
         quantization = "none" if trained else self.settings.ref.quantization
-        return build_scorer(
+        return build_policy(
             self.settings.model, fsdp, Path(str(folder)), mesh, self.device, key, compiles, recompute, trained, quantization
         )
 

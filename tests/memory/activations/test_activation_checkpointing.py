@@ -14,7 +14,7 @@ from verl_memopt.memory.activations.activation_checkpointing import (
     checkpoint_blocks,
     chosen_blocks,
 )
-from verl_memopt.models.trees import Trees
+from verl_memopt.models.prefix_layout import PrefixLayout
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 EVERY_2 = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}
@@ -120,19 +120,19 @@ def test_the_peak_of_a_step_falls_by_what_the_formula_says(folder):
 
 
 def kept_by_decoder(policy, sizes):
-    """Gives the bytes that the decoder keeps of trees of these sizes between forward and backward."""
-    trees, decoder = Trees.of(sizes), policy.model.decoder
-    ids = torch.zeros(1, sum(trees.segments), dtype=torch.int64)
+    """Gives the bytes that the decoder keeps of layout of these sizes between forward and backward."""
+    layout, decoder = PrefixLayout.of(sizes), policy.model.decoder
+    ids = torch.zeros(1, sum(layout.segments), dtype=torch.int64)
     with ByteTracker() as tracker:
         tracker.mark("params", [*policy.model.parameters(), *policy.model.buffers(), ids])
         before = tracker.total()
-        hidden = decoder.norm(decoder(ids, ids, trees))
+        hidden = decoder.norm(decoder(ids, ids, layout))
         found = tracker.total() - before
         del hidden
     return found
 
 
-def test_selective_keeps_of_a_shared_prompt_what_attention_over_it_gives_each_branch(folder, one_rank):
+def test_selective_keeps_of_a_shared_prompt_what_attention_over_it_gives_each_suffix(folder, one_rank):
     policy = act.build(folder, one_rank, recompute=True, **SELECTIVE)
     alone, shared = (kept_by_decoder(policy, sizes) for sizes in (((90, ()),), ((30, (20, 20, 20)),)))
     assert shared - alone == LAYERS * 60 * (QUERIES + HEADS) * FP32

@@ -36,7 +36,7 @@ RAGGED = grouped(20, [5, 1, 9, 0, 3], groups=2)
 def gradients(policy, batch, shared):
     """Gives the log-probs of a batch in one pack, and every whole gradient."""
     rows = list(range(batch.num_rows))
-    scores = policy.score(batch, [rows], 0.9, True)
+    scores = policy.compute_log_probs(batch, [rows], 0.9, True)
     policy.accumulate([micro_batch(batch, rows, shared)], counts_of(batch), 0.9)
     found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
     policy.optimizer.zero_grad()
@@ -125,12 +125,12 @@ def test_of_the_last_block_queries_attention_and_mlp_run_for_what_is_read(tmp_pa
         policy = act.build(folder, one_rank, recompute=recompute, **OWN, **own)
         micro = [micro_batch(batch, list(range(4)), True)]
         counted.append(count(lambda policy=policy, micro=micro: policy.accumulate(micro, counts_of(batch), 0.9)))
-    unread, query = prompt - 1, SHAPE.num_heads * SHAPE.head_dim
+    skipped, query = prompt - 1, SHAPE.num_heads * SHAPE.head_dim
     down = 2 * SHAPE.hidden_size * SHAPE.intermediate_size
     products = 2 * 2 * SHAPE.hidden_size * query + 3 * down  # of a token: queries, attention's output, and the MLP
     pairs = prompt * (prompt + 1) // 2 - prompt  # the last token sees all
     forwards = 4 if recompute else 3
-    saved = unread * (forwards * products - (down if recompute else 0))
+    saved = skipped * (forwards * products - (down if recompute else 0))
     # Attention makes two products forward and five backward.
     assert counted[0] - counted[1] == saved + (2 * (forwards - 2) + 5) * 2 * query * pairs
 
@@ -144,7 +144,7 @@ def shapes(batch, shared, **model):
         settings=given, layers=act.LAYERS, hidden=act.WIDTH, mlp=act.MLP, heads=act.H, kv_heads=act.KV, head_dim=act.D,
         vocab=act.SHAPE.vocab_size, params=1, block_params=1, tied=False, tokens=computed.cost(rows),
         responses=sum(batch.responses.sizes()), branch_tokens=sum(computed.answers) if shared else 0,
-        unread=computed.unread(rows),
+        unread=computed.skipped(rows),
     )  # fmt: skip
 
 
@@ -177,7 +177,7 @@ def test_fake_tensors_give_the_bytes_of_real_ones(untied_folder):
 # What it leaves alone.
 
 
-def test_a_few_unread_tokens_are_computed_with_the_others(untied_folder, one_rank):
+def test_a_few_skipped_tokens_are_computed_with_the_others(untied_folder, one_rank):
     batch = grouped(5, [30] * 2)
     found = [gradients(act.build(untied_folder, one_rank, **OWN, **own), batch, True) for own in (OFF, ON)]
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))

@@ -68,7 +68,7 @@ def test_the_gradients_of_two_ranks_differ_by_rounding_only(untied_folder):
 def test_every_known_model_gives_what_its_own_forward_gives(tmp_path, one_rank, model_type):
     folder, mini = make_tiny_model(tmp_path / model_type, TinyShape(model_type=model_type), seed=3), act.mini_batch(response=12)
     policies = [act.build(folder, one_rank, **own) for own in (OFF, ON)]
-    scores = [policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in policies]
+    scores = [policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in policies]
     assert act.largest_difference([scores[1]], [scores[0]]) <= BOUND
     assert act.largest_difference(*(act.first_gradients(policy, mini) for policy in policies)) <= BOUND
     assert class_name(policies[1].model.blocks()[0]) in KNOWN
@@ -144,7 +144,7 @@ def block_bytes(compute, mlp=2 * MLP):
 
 @pytest.mark.parametrize(("dtype", "compute"), [("fp32", 4), ("bfloat16", 2)])
 def test_a_block_keeps_what_the_formula_says(folder, dtype, compute):
-    # The final norm keeps the rows that are read, and the head has them normed; rotary tables are of two halves.
+    # The final norm keeps the rows that predict, and the head has them normed; rotary tables are of two halves.
     beside = TOKENS * 2 * HEAD_SIZE * compute + 2 * RESPONSES * WIDTH * compute
     with act.fake_ranks(2) as mesh:
         found, _ = act.kept(act.build(folder, mesh, dtype=dtype, **ON))
@@ -162,7 +162,7 @@ KEPT = ALL * (2 * WIDTH + 2 * QUERIES + 2 * KEYS) * 4
 """By a block, but for gate and up."""
 EACH = HEADS // KV * HEAD_SIZE
 AT_ATTENTION = KEPT + ALL * (QUERIES + 2 * HEAD_SIZE + 2 * EACH + 3 * HEAD_SIZE + 3 * EACH + HEAD_SIZE) * 4
-"""At the backward of attention: the output's gradient and rotary tables; queries and a key turned, gradients of these and of a
+"""At the backward of attention: the output's gradient and rotary tables; queries and a key rotated, gradients of these and of a
 value, and those of a call, one of them summed over heads."""
 
 

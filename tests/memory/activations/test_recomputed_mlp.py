@@ -12,7 +12,7 @@ from verl_memopt.memory.activations.recomputed_mlp import recomputed_mlp
 from verl_memopt.memory.parameters.lora import LoraLinear
 from verl_memopt.memory.parameters.quantized_frozen import quantize_blocks
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.ops.discarded_values import PRODUCT_ROWS, Normed
+from verl_memopt.ops.recomputation import PRODUCT_ROWS, RMSNorm
 
 WIDTH, WIDE = 6, 10
 ROWS = PRODUCT_ROWS["cpu"]
@@ -34,7 +34,7 @@ class Block(nn.Module):
             layer.weight.requires_grad_(False)
 
     def forward(self, x, tiles=1):
-        return recomputed_mlp(x, Normed(EPS), self.weight, list(self.layers), tiles)
+        return recomputed_mlp(x, RMSNorm(EPS), self.weight, list(self.layers), tiles)
 
     def plain(self, x):
         gate, up, down = self.layers

@@ -44,7 +44,7 @@ def test_a_group_over_the_budget_is_cut_and_each_part_pays_the_prompt():
     assert sorted(bins) == [[0, 2], [1], [3, 4]]
 
 
-def test_parts_of_a_group_that_one_prompt_is_carried_to_stay_neighbours():
+def test_parts_of_a_group_that_one_prompt_is_kept_to_stay_neighbours():
     tokens = RowTokens(prompts=(10,) * 6, answers=(4, 4, 4, 5, 5, 3), groups=(0, 0, 0, 1, 1, 2))
     assert pack_groups_under(tokens, 18, "abcdef") == [[5], [0, 1], [2], [3], [4]]
 
@@ -138,8 +138,8 @@ def test_loss_and_gradients_are_those_of_the_repeated_prompt(untied_folder, one_
 def test_scores_of_split_groups_are_those_of_whole_ones(tiny_folder, one_rank):
     batch = grouped(12, [4, 1, 0, 7], groups=2)
     shared = policy_for(tiny_folder, one_rank, 1, actor=dataclasses.replace(ACTOR, use_prefix_grouper=True))
-    whole = shared.score(batch, [list(range(8))], 0.9, True)
-    split = shared.score(batch, [[0, 5], [1, 4, 6], [2, 3, 7]], 0.9, True)
+    whole = shared.compute_log_probs(batch, [list(range(8))], 0.9, True)
+    split = shared.compute_log_probs(batch, [[0, 5], [1, 4, 6], [2, 3, 7]], 0.9, True)
     torch.testing.assert_close(whole.log_probs, split.log_probs, rtol=0, atol=3e-6)
     torch.testing.assert_close(whole.entropy, split.entropy, rtol=0, atol=3e-6)
 

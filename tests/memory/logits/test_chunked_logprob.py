@@ -11,7 +11,7 @@ from tests.memory.recomputed import relative
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
 from verl_memopt.knobs.chunked_logprob import FREE_TILE, KNOB, _saved, logit_bytes
 from verl_memopt.knobs.shapes import Shapes
-from verl_memopt.memory.logits.chunked_logprob import _assert_as_told, head_log_probs
+from verl_memopt.memory.logits.chunked_logprob import _assert_as_precomputed, head_log_probs
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 VOCAB, WIDTH = 37, 5
@@ -48,13 +48,13 @@ class Cut:
 
     chunk: int = 0
     tile: int = 0
-    ahead: bool = False
+    precomputed: bool = False
     in_place: bool = False
 
     def run(self, hidden, weight, bias, targets, temperature, factors):
         """Gives log-probs and, where there are two factors, entropies, whose gradients will be the factors."""
 
-        def told(rows, log_probs, entropy):
+        def gradient_of(rows, log_probs, entropy):
             assert not log_probs.requires_grad
             assert (entropy is None) == (len(factors) == 1)
             return factors[0][rows], None if entropy is None else factors[1][rows]
@@ -68,7 +68,7 @@ class Cut:
             self.chunk,
             len(factors) == 2,
             vocab_tile=self.tile,
-            token_gradient=told if self.ahead else None,
+            token_gradient=gradient_of if self.precomputed else None,
             in_place=self.in_place,
         )
         return [value for value in found if value is not None]
@@ -77,7 +77,9 @@ class Cut:
 CUTS = st.builds(
     Cut, st.sampled_from([0, 1, 2, 4, 100]), st.sampled_from([0, 1, 5, 16, 36, 37, 100]), st.booleans(), st.booleans()
 )
-ALL_KINDS = [Cut(16, tile, ahead, in_place) for tile in (0, 12) for ahead in (False, True) for in_place in (False, True)]
+ALL_KINDS = [
+    Cut(16, tile, precomputed, in_place) for tile in (0, 12) for precomputed in (False, True) for in_place in (False, True)
+]
 
 
 @settings(deadline=None, max_examples=120)
@@ -99,8 +101,8 @@ def test_values_and_gradients_equal_those_of_whole_logits(tokens, cut, temperatu
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-@pytest.mark.parametrize("ahead", [False, True])
-def test_on_a_long_vocabulary_gradients_round_as_those_of_whole_logits_do_or_less(temperature, ahead):
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_on_a_long_vocabulary_gradients_round_as_those_of_whole_logits_do_or_less(temperature, precomputed):
     # 150,000 small terms are added to the target's large one, which is a few 1e-6 from the exact sum. Over whole rows, as in an
     # update whose loss is one of tokens, it is the same sum; over tiles of the vocabulary it is more exact.
     generator = torch.Generator().manual_seed(3)
@@ -112,10 +114,12 @@ def test_on_a_long_vocabulary_gradients_round_as_those_of_whole_logits_do_or_les
         return torch.autograd.grad(run(leaf, weight.to(dtype), None, targets, temperature)[0], leaf, factors[0].to(dtype))[0]
 
     exact, expected = (gradient(dtype, naive) for dtype in (torch.float64, torch.float32))
-    cut = Cut(chunk=16, ahead=ahead)
+    cut = Cut(chunk=16, precomputed=precomputed)
     found = gradient(torch.float32, lambda *given: cut.run(*given, factors))
     assert relative(expected.double(), exact) > 2e-6
-    assert relative(found, expected) <= 2e-6 if ahead else relative(found.double(), exact) < relative(expected.double(), exact)
+    assert (
+        relative(found, expected) <= 2e-6 if precomputed else relative(found.double(), exact) < relative(expected.double(), exact)
+    )
 
 
 @pytest.mark.parametrize("cut", ALL_KINDS)
@@ -166,14 +170,14 @@ def test_a_second_backward_adds_to_the_first(cut):
 
 
 @pytest.mark.parametrize("which", [0, 1])
-def test_a_gradient_that_was_not_told_is_refused(which):
+def test_a_gradient_other_than_the_precomputed_one_is_refused(which):
     hidden, weight, bias, targets = inputs(8, torch.float32)
     factors = [torch.linspace(-1, 2, 8), torch.linspace(0.5, -1, 8)]
-    found = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, factors)
-    brought = [factor.clone() for factor in factors]
-    brought[which][3] *= 1.001
-    with pytest.raises(RuntimeError, match=r"^the gradient of the log-probs is not the one that was told ahead"):
-        backward(found, brought, [])
+    found = Cut(4, precomputed=True).run(hidden, weight, bias, targets, 1.0, factors)
+    actual = [factor.clone() for factor in factors]
+    actual[which][3] *= 1.001
+    with pytest.raises(RuntimeError, match=r"^the gradient of the log-probs is not the precomputed one"):
+        backward(found, actual, [])
 
 
 def test_a_hook_on_the_weight_sees_its_gradient():
@@ -194,12 +198,12 @@ def products(cut, tokens, with_grad=True):
     return counter.get_total_flops() / (2 * tokens * VOCAB * WIDTH)
 
 
-def test_gradients_told_ahead_spare_a_product():
+def test_precomputed_gradients_spare_a_product():
     assert products(Cut(4), 8, False) == 1
     assert products(Cut(4, 10), 8, False) == 1
     assert products(Cut(4), 8) == 4
-    assert products(Cut(4, ahead=True), 8) == 3
-    assert products(Cut(4, 10, ahead=True), 8) == 4
+    assert products(Cut(4, precomputed=True), 8) == 3
+    assert products(Cut(4, 10, precomputed=True), 8) == 4
 
 
 LARGE, CHUNK, NARROW = 40_960, 8, 4
@@ -222,11 +226,13 @@ def measured(cut, tokens, dtype=torch.float32, entropy=False, with_grad=True):
 @pytest.mark.parametrize("with_grad", [False, True])
 @pytest.mark.parametrize("entropy", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("cut", [Cut(), Cut(CHUNK), Cut(CHUNK, ahead=True), Cut(CHUNK, LARGE // 4), Cut(0, LARGE // 4, True)])
+@pytest.mark.parametrize(
+    "cut", [Cut(), Cut(CHUNK), Cut(CHUNK, precomputed=True), Cut(CHUNK, LARGE // 4), Cut(0, LARGE // 4, True)]
+)
 def test_logits_take_the_bytes_the_docstring_says(cut, dtype, entropy, with_grad):
     tokens = 4 * CHUNK
     found, _ = measured(cut, tokens, dtype, entropy, with_grad)
-    once = cut.ahead and with_grad
+    once = cut.precomputed and with_grad
     rows, columns = min(tokens, cut.chunk or tokens), cut.tile or (FREE_TILE if cut.chunk and not once else LARGE)
     narrow = 0 if dtype == torch.float32 else dtype.itemsize
     expected = rows * columns * (4 + narrow) + entropy * rows * 4096 * 4
@@ -235,67 +241,67 @@ def test_logits_take_the_bytes_the_docstring_says(cut, dtype, entropy, with_grad
 
 
 def shapes(cut, tokens, dtype):
-    """Gives the symbols of the formula; an update that is not told its gradients is one of sequence ratios."""
+    """Gives the symbols of the formula; an update without precomputed gradients is one of sequence ratios."""
     model = Model(path="", logprob_chunk_tokens=cut.chunk, logprob_vocab_tile=cut.tile)
     fsdp = TrainedFsdp(dtype="fp32" if dtype == torch.float32 else "bfloat16")
-    mode = PolicyLoss(loss_mode="vanilla" if cut.ahead else "sequence")
+    mode = PolicyLoss(loss_mode="vanilla" if cut.precomputed else "sequence")
     roles = ActorRolloutRef(model=model, actor=Actor(fsdp_config=fsdp, policy_loss=mode))
     unread = dict.fromkeys(("layers", "hidden", "mlp", "heads", "kv_heads", "head_dim", "params", "block_params"), 0)
     return Shapes(settings=roles, vocab=LARGE, tied=False, tokens=tokens, responses=tokens, **unread)
 
 
 @pytest.mark.parametrize("entropy", [False, True])
-@pytest.mark.parametrize("cut", [Cut(CHUNK, 0, ahead, True) for ahead in (False, True)])
+@pytest.mark.parametrize("cut", [Cut(CHUNK, 0, precomputed, True) for precomputed in (False, True)])
 def test_memory_does_not_grow_with_tokens_times_vocabulary(cut, entropy):
     few, many = (measured(cut, tokens, entropy=entropy)[1] for tokens in (64, 512))
     per_token = NARROW * 4 * 2 + 8 + 4 * 12  # hidden and its gradient, target, a dozen fp32 scalars
     assert many - few <= (512 - 64) * per_token
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_adding_in_place_spares_a_gradient(ahead):
-    apart, in_place = (measured(replace(Cut(CHUNK, 0, ahead), in_place=flag), 64)[1] for flag in (False, True))
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_adding_in_place_spares_a_gradient(precomputed):
+    apart, in_place = (measured(replace(Cut(CHUNK, 0, precomputed), in_place=flag), 64)[1] for flag in (False, True))
     assert apart - in_place == LARGE * NARROW * 4
 
 
-def test_a_gradient_that_is_not_finite_is_let_through_and_any_other_that_was_not_told_breaks_off():
-    told = torch.tensor([math.nan, math.inf, 1.0, 2.0])
-    for brought in (told, torch.tensor([0.0, math.nan, 1.0, 2.0]), torch.tensor([math.nan, math.nan, math.nan, 2.0])):
-        _assert_as_told(told, brought)
-    with pytest.raises(RuntimeError, match="not the one that was told ahead"):
-        _assert_as_told(told, torch.tensor([math.nan, math.inf, 1.0, 2.1]))
+def test_a_gradient_that_is_not_finite_is_let_through_and_any_other_that_was_not_precomputed_breaks_off():
+    precomputed = torch.tensor([math.nan, math.inf, 1.0, 2.0])
+    for actual in (precomputed, torch.tensor([0.0, math.nan, 1.0, 2.0]), torch.tensor([math.nan, math.nan, math.nan, 2.0])):
+        _assert_as_precomputed(precomputed, actual)
+    with pytest.raises(RuntimeError, match="is not the precomputed one"):
+        _assert_as_precomputed(precomputed, torch.tensor([math.nan, math.inf, 1.0, 2.1]))
 
 
 def test_a_chunk_is_claimed_to_save_the_logits_of_the_tokens_beside_it():
-    before, after = (shapes(Cut(chunk, ahead=True), 4 * CHUNK, torch.float32) for chunk in (0, CHUNK))
+    before, after = (shapes(Cut(chunk, precomputed=True), 4 * CHUNK, torch.float32) for chunk in (0, CHUNK))
     # An update keeps whole rows, a log-prob pass takes FREE_TILE of their columns.
     in_update, in_pass = 3 * CHUNK * LARGE * 4, (4 * CHUNK * LARGE - CHUNK * FREE_TILE) * 4
     saved = {claim.phase: claim.num_bytes(before, after) for claim in KNOB.claims}
     assert saved == {"update_actor": in_update, "old_log_prob": in_pass}
     assert (_saved(True)(before, after), _saved(False)(before, after)) == (in_update, in_pass)
-    twice = shapes(Cut(2 * CHUNK, ahead=True), 4 * CHUNK, torch.float32)
+    twice = shapes(Cut(2 * CHUNK, precomputed=True), 4 * CHUNK, torch.float32)
     assert (_saved(True)(twice, after), _saved(False)(twice, after)) == (CHUNK * LARGE * 4, CHUNK * FREE_TILE * 4)
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_the_logits_of_a_forward_that_waits_for_its_backward_are_counted_as_logits(ahead):
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_the_logits_of_a_forward_that_waits_for_its_backward_are_counted_as_logits(precomputed):
     weight = torch.randn(LARGE, NARROW).requires_grad_()
     hidden, targets = torch.randn(2 * CHUNK, NARROW).requires_grad_(), torch.zeros(2 * CHUNK, dtype=torch.int64)
     with ByteTracker() as tracker:
-        Cut(CHUNK, ahead=ahead).run(hidden, weight, None, targets, 1.0, [torch.ones(2 * CHUNK)])
-        assert tracker.peaks["device"].kinds["logits"] >= CHUNK * (LARGE if ahead else FREE_TILE) * 4
+        Cut(CHUNK, precomputed=precomputed).run(hidden, weight, None, targets, 1.0, [torch.ones(2 * CHUNK)])
+        assert tracker.peaks["device"].kinds["logits"] >= CHUNK * (LARGE if precomputed else FREE_TILE) * 4
 
 
-def test_a_gradient_of_zeros_can_be_told():
+def test_a_gradient_of_zeros_can_be_precomputed():
     hidden, weight, bias, targets = inputs(8, torch.float32)
     factors = [torch.zeros(8)]
-    found = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, factors)
+    found = Cut(4, precomputed=True).run(hidden, weight, bias, targets, 1.0, factors)
     assert [gradient.count_nonzero().item() for gradient in backward(found, factors, [hidden, weight, bias])] == [0, 0, 0]
 
 
-def test_gradients_that_were_computed_ahead_are_handed_out_once():
+def test_precomputed_gradients_are_handed_out_once():
     hidden, weight, bias, targets = inputs(8, torch.float32)
-    (found,) = Cut(4, ahead=True).run(hidden, weight, bias, targets, 1.0, [torch.ones(8)])
+    (found,) = Cut(4, precomputed=True).run(hidden, weight, bias, targets, 1.0, [torch.ones(8)])
     found.sum().backward(retain_graph=True)
     with pytest.raises(AssertionError, match=r"^the gradients of this forward were handed out already"):
         found.sum().backward()
@@ -307,8 +313,8 @@ def test_a_frozen_hidden_state_gets_no_gradient_and_costs_no_product(cut):
     frozen, factors = hidden.detach(), [torch.linspace(-1, 2, 40)]
     with FlopCounterMode(display=False) as counter:
         found = backward(cut.run(frozen, weight, bias, targets, 1.0, factors), factors, [weight, bias])
-    whole_rows_ahead = cut.ahead and not cut.tile
-    assert counter.get_total_flops() == (2 if whole_rows_ahead else 3) * 2 * 40 * VOCAB * WIDTH
+    whole_rows_once = cut.precomputed and not cut.tile
+    assert counter.get_total_flops() == (2 if whole_rows_once else 3) * 2 * 40 * VOCAB * WIDTH
     for one, other in zip(found, backward(naive(frozen, weight, bias, targets, 1.0)[:1], factors, [weight, bias]), strict=True):
         torch.testing.assert_close(one, other, rtol=5e-6, atol=5e-6)
     assert frozen.grad is None
@@ -331,13 +337,13 @@ def test_a_chunk_of_one_token_takes_one_tile():
     assert FREE_TILE * 4 <= measured(Cut(1), 4)[0] <= FREE_TILE * 4 * 1.01
 
 
-@pytest.mark.parametrize("ahead", [False, True])
-def test_a_bias_is_added_to_in_place_too(ahead):
+@pytest.mark.parametrize("precomputed", [False, True])
+def test_a_bias_is_added_to_in_place_too(precomputed):
     hidden, weight, bias, targets = inputs(8, torch.float32)
     handed = []
     for in_place in (False, True):
         bias.grad, weight.grad = torch.zeros_like(bias), torch.zeros_like(weight)
-        found = Cut(4, 0, ahead, in_place).run(hidden, weight, bias, targets, 1.0, [torch.ones(8)])
+        found = Cut(4, 0, precomputed, in_place).run(hidden, weight, bias, targets, 1.0, [torch.ones(8)])
         found[0].grad_fn.register_hook(lambda given, _: handed.append([gradient is not None for gradient in given[1:3]]))
         found[0].sum().backward()
     assert handed == [[True, True], [False, False]]

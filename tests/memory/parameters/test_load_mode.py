@@ -12,7 +12,7 @@ from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.memory.parameters.param_offload import ParamHome
 from verl_memopt.memory.parameters.residency import REFERENCE
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
-from verl_memopt.workers.scorer import build_scorer, materialize, materialize_mapped, score_batch
+from verl_memopt.workers.scorer import build_policy, compute_log_probs, materialize, materialize_mapped
 
 CPU = torch.device("cpu")
 MAPPED = {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload": True, f"{AR}.actor.use_kl_loss": True}
@@ -20,7 +20,7 @@ MAPPED = {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload"
 
 def empty(folder, mesh, **fsdp):
     settings = Model(path=str(folder), attn_implementation="sdpa", logprob_chunk_tokens=8)
-    model = build_scorer(settings, Fsdp(dtype="fp32", **fsdp), folder, mesh, CPU, "actor_rollout_ref.ref", False, False)
+    model = build_policy(settings, Fsdp(dtype="fp32", **fsdp), folder, mesh, CPU, "actor_rollout_ref.ref", False, False)
     return model.requires_grad_(False)
 
 
@@ -65,11 +65,11 @@ def test_a_mapped_model_gives_the_log_probs_of_a_streamed_one(tiny_folder, one_r
     model, plain = empty(tiny_folder, one_rank), empty(tiny_folder, one_rank)
     home = ParamHome(REFERENCE, model.parameters(), CPU, materialize_mapped(model, tiny_folder, CPU))
     materialize(plain, tiny_folder, CPU)
-    expected = score_batch(plain, whole, [range(16)], 0.9, False, CPU).log_probs
+    expected = compute_log_probs(plain, whole, [range(16)], 0.9, False, CPU).log_probs
     for _ in range(2):
         home.to_host()
         home.to_device()
-        assert torch.equal(score_batch(model, whole, [range(16)], 0.9, False, CPU).log_probs, expected)
+        assert torch.equal(compute_log_probs(model, whole, [range(16)], 0.9, False, CPU).log_probs, expected)
 
 
 def test_the_file_is_not_written_to(tiny_folder, one_rank):

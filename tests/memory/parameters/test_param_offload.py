@@ -109,7 +109,7 @@ def test_a_shard_at_rest_costs_the_device_nothing_and_the_host_its_bytes(untied_
 
 def test_a_state_dict_taken_earlier_keeps_no_device_byte_and_is_valid_again_afterwards(untied_folder, one_rank):
     policy = policy_of(untied_folder, one_rank)
-    policy.score(share().batch, share().micro_batches, 0.9, False)
+    policy.compute_log_probs(share().batch, share().micro_batches, 0.9, False)
     with ByteTracker() as tracker:
         tracker.mark("params", policy.model.parameters())
         taken = policy.model.state_dict()
@@ -178,10 +178,10 @@ def test_a_return_that_fails_half_way_leaves_nothing_on_the_device():
 def test_a_cycle_runs_on_fake_tensors(untied_folder):
     with fake_ranks(4) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ByteTracker() as tracker:
         from verl_memopt.config.schema import Model
-        from verl_memopt.workers.scorer import build_scorer
+        from verl_memopt.workers.scorer import build_policy
 
         settings = Model(path=str(untied_folder), attn_implementation="sdpa")
-        model = build_scorer(settings, TrainedFsdp(dtype="fp32"), untied_folder, mesh, CPU, "key", False, False)
+        model = build_policy(settings, TrainedFsdp(dtype="fp32"), untied_folder, mesh, CPU, "key", False, False)
         home = ParamHome(POLICY, model.parameters(), CPU)
         before = tracker.total(DEVICE)
         assert home.to_host() > 0

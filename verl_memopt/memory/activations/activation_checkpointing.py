@@ -1,13 +1,13 @@
 """Activation checkpointing: a decoder block keeps its input only and computes the rest again in backward.
 
-Bytes saved: with A the bytes a block keeps for its backward and X = T x h x b those of its input: ``full`` saves (L - 1) x (A - X), the
-    block whose backward runs being whole again; ``every_n`` saves ((L - 2) // n + 1) x (A - X), one block in n being computed
-    again; ``selective`` keeps Y = T x ((2 x H x D + 2 x K x D + 2 x h + 2 x I) x b + 4 x H) beside the input and saves
-    (L - 1) x (A - X - Y). In Qwen3, with H heads and K key heads of size D and MLP width I, A = T x ((4 + 2 x b) x
-    (2 x h + H x D + K x D) + b x (K x D + H x D + 4 x I)); models without norms of queries and keys keep less. Where norms are
-    recomputed (``recompute_elementwise``, which has its A and the moments of the last block) a block that is computed again
-    never holds its gate and up whole: ``full`` then saves up to 2 x T x I x b in the last block too. Where answers share a
-    prompt, ``selective`` keeps H x D x b + 4 x H more for each of their tokens.
+Bytes saved: with A the bytes a block keeps for its backward and X = T x h x b those of its input: ``full`` saves (L - 1) x (A -
+X), the block whose backward runs being whole again; ``every_n`` saves ((L - 2) // n + 1) x (A - X), one block in n being computed
+again; ``selective`` keeps Y = T x ((2 x H x D + 2 x K x D + 2 x h + 2 x I) x b + 4 x H) beside the input and saves (L - 1) x (A -
+X - Y). In Qwen3, with H heads and K key heads of size D and MLP width I, A = T x ((4 + 2 x b) x (2 x h + H x D + K x D) + b x (K
+x D + H x D + 4 x I)); models without norms of queries and keys keep less. Where norms are recomputed (``recompute_elementwise``,
+which has its A and the moments of the last block) a block that is computed again never holds its gate and up whole: ``full`` then
+saves up to 2 x T x I x b in the last block too. Where answers share a prompt, ``selective`` keeps H x D x b + 4 x H more for each
+of their tokens.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
     Args:
         num_blocks: of the model.
         mode: ``full``: every block keeps its input only. ``every_n``: one block in ``every`` does, counted back from the last
-            but one, and the others keep everything; the last would be whole again when the peak comes, and save nothing.
+            but one, and the others keep everything. The last block would be recomputed at the peak, and save nothing.
             ``selective``: every block keeps its input and the outputs of products and attention.
         every: of ``every_n``.
     """
@@ -51,21 +51,22 @@ def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
 
 
 def checkpointed(function: Callable[..., Any], *args: Any, mode: str) -> Any:
-    """Return ``function(*args)``, which keeps for backward its tensor arguments and what the mode says (non-reentrant).
+    """Return ``function(*args)``; keep for backward its tensor arguments and what the mode says (non-reentrant).
 
-    Tensors that are to be offloaded must be arguments of their own: checkpoint() saves only those for autograd.
+    Tensors to be offloaded must be arguments of their own, because checkpoint() saves only those for autograd.
     """
     contexts = create_selective_contexts if mode == "selective" else noop_context_fn
-    # No dropout exists in the passes, so the generator's state need not be kept.
+    # There is no dropout, so the generator's state need not be kept.
     return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
 
 
 class Checkpointed(nn.Module):
-    """Mixed into the class of a block of another architecture, whose own forward it checkpoints; as FSDP2 mixes its own in."""
+    """Mixed into the class of a block of another architecture to checkpoint its forward, as FSDP2 mixes in a class of its own."""
 
     checkpoint_mode: str
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the block's own forward, checkpointed."""
         # Tensors among the keywords (rotary tables) become arguments of their own.
         leaves, spec = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
@@ -85,8 +86,13 @@ class Checkpointed(nn.Module):
 def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
     """Make blocks of any architecture recompute their forward in backward, under their own names and with their own state.
 
-    Each chosen block becomes of a class that mixes :class:`Checkpointed` into its own. To be called before the blocks are
-    sharded, so that their FSDP hooks stay outside the recomputed region.
+    Each chosen block gets a class that mixes :class:`Checkpointed` into its own. Call this before sharding, so that FSDP hooks
+    stay outside the recomputed region.
+
+    Args:
+        blocks: of the model.
+        mode: as in :func:`chosen_blocks`.
+        every: as in :func:`chosen_blocks`.
     """
     for place in chosen_blocks(len(blocks), mode, every):
         block, own = blocks[place], type(blocks[place])

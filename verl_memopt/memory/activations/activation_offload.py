@@ -1,11 +1,11 @@
 """Activation offload: what a forward saves for its backward rests in host buffers in between.
 
 Bytes saved: with activation checkpointing (L - 1 - k) x T x h x b of device memory at the start of backward, k being
-    ``activation_offload_in_flight``, and one T x h x b less where the last block is pruned to so little that the peak is in the
-    one before; between forward and backward all block inputs, the rotary tables and what the final norm keeps. Without
-    checkpointing L x A, A being what one block keeps, less the (3 + k) x T x I x b that the MLP's backward reads and fetches
-    ahead. Where an optimizer step has one micro-batch of fewer than b_g x N_l / (b x h x W) tokens, N_l being the parameters of
-    a block, the peak is at the end of backward and nothing is saved with checkpointing.
+``activation_offload_in_flight``, and one T x h x b less where the last block is pruned to so little that the peak is in the one
+before; between forward and backward all block inputs, the rotary tables and what the final norm keeps. Without checkpointing L x
+A, A being what one block keeps, less the (3 + k) x T x I x b that the MLP's backward reads and fetches ahead. Where an optimizer
+step has one micro-batch of fewer than b_g x N_l / (b x h x W) tokens, N_l being the parameters of a block, the peak is at the end
+of backward and nothing is saved with checkpointing.
 """
 
 from __future__ import annotations
@@ -27,15 +27,23 @@ from verl_memopt.memory.host.host_arena import CHUNK_BYTES, HostArena, Slot
 
 
 class ActivationOffload:
-    """Moves what forwards of one model save to the host, and back before their backward needs it.
+    """Moves what the forwards of one model save to the host, and back before their backward needs it.
 
-    A storage is moved whole and once, however many tensors on it are saved and whatever their layout. Weights stay.
+    A storage is moved whole and once, however many saved tensors lie on it. Weights are not moved.
     """
 
     def __init__(
         self, model: nn.Module, device: torch.device, min_bytes: int, in_flight: int, chunk_bytes: int = CHUNK_BYTES
     ) -> None:
-        """min_bytes: smaller storages stay on the device. in_flight: storages on their way at once, in either direction."""
+        """Prepare the arena and the copy stream.
+
+        Args:
+            model: whose activations are moved.
+            device: of its activations.
+            min_bytes: smaller storages stay on the device.
+            in_flight: storages copied at once, in either direction.
+            chunk_bytes: of the host arena.
+        """
         self.arena = HostArena(device, "activations", chunk_bytes)
         self.stream = CopyStream(device)
         self.bytes_moved = 0
@@ -45,10 +53,10 @@ class ActivationOffload:
 
     @contextmanager
     def forward(self) -> Iterator[None]:
-        """Offloads what the body saves for backward. Its backward may come at any later time, or never.
+        """Offload what the body saves for backward. Its backward may come at any later time, or never.
 
-        After it only the storage saved last is still on the device: backward needs it first. If the body raises, nothing
-        of it is kept.
+        After the body only the storage saved last is still on the device, because backward needs it first. If the body raises,
+        nothing of it is kept.
         """
         record = _Forward(self)
         with ExitStack() as hooks:
@@ -64,22 +72,22 @@ class ActivationOffload:
         self._let_go(but_for=1)
 
     def take_bytes_moved(self) -> int:
-        """Gives the bytes moved, both ways, since the last call."""
+        """Return the bytes moved, both ways, since the last call."""
         moved, self.bytes_moved = self.bytes_moved, 0
         return moved
 
     def close(self) -> None:
-        """Lets go of the host memory that no forward waiting for its backward uses."""
+        """Free the host memory that no forward waiting for its backward uses."""
         self.arena.shrink()
 
     def stays(self, tensor: Tensor) -> bool:
-        """Says whether a tensor is too small to be moved, or of a kind that cannot be."""
+        """Return whether a tensor is too small to be moved, or of a kind that cannot be moved."""
         if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or tensor.device.type != self._device.type:
             return True
         return tensor.untyped_storage().nbytes() < max(self._min_bytes, 1)
 
     def send(self, tensor: Tensor) -> _Stored:
-        """Starts the copy of a tensor's storage to the host."""
+        """Start the copy of a tensor's storage to the host."""
         self._let_go(but_for=self._in_flight - 1)
         stored = _Stored(self, _whole_storage(tensor))
         self._leaving.append(weakref.ref(stored))
@@ -93,7 +101,12 @@ class ActivationOffload:
 
 
 class _Stored:
-    """One storage at rest. on_device: its bytes (uint8) while they are there too; used: backward has asked for it."""
+    """One storage at rest on the host.
+
+    Attributes:
+        on_device: its bytes (uint8) while they are on the device too.
+        used: backward has asked for it.
+    """
 
     def __init__(self, offload: ActivationOffload, source: Tensor) -> None:
         self.offload = offload
@@ -106,7 +119,7 @@ class _Stored:
         self._done = self._copy(list(zip(self.slot.parts, self._cut(source), strict=True)))
 
     def fetch(self) -> None:
-        """Starts the copy back, unless the bytes are on the device."""
+        """Start the copy back, unless the bytes are on the device."""
         assert self.slot is not None, "the forward that saved this tensor has failed; it has no backward"
         if self.on_device is None:
             self.on_device = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.offload._device)
@@ -114,7 +127,7 @@ class _Stored:
             self._version = self.on_device._version
 
     def ready(self) -> Tensor:
-        """Gives the bytes on the device, for work that is queued from here on."""
+        """Return the bytes on the device, for work that is queued from here on."""
         self.fetch()
         assert self.on_device is not None
         self._check_unwritten(self.on_device)
@@ -123,14 +136,14 @@ class _Stored:
         return self.on_device
 
     def leave_device(self) -> None:
-        """Lets the device have the memory back as soon as the copy is done."""
+        """Free the device memory as soon as the copy is done."""
         if self.on_device is not None:
             self._check_unwritten(self.on_device)
             self._wait()
             self.on_device = None
 
     def release(self) -> None:
-        """Gives up both copies."""
+        """Free both copies."""
         if self.slot is not None:
             self._wait()
             self.on_device = None
@@ -140,7 +153,7 @@ class _Stored:
     __del__ = release
 
     def _check_unwritten(self, held: Tensor) -> None:
-        # The copy may run as late as this: autograd, too, refuses a saved tensor that was written to.
+        # The copy may run as late as this. Autograd refuses saved tensors that were written to, too.
         assert held._version == self._version, "a tensor saved for backward was written to in place"
 
     def _cut(self, flat: Tensor) -> tuple[Tensor, ...]:
@@ -169,7 +182,7 @@ class _Saved:
 
 
 class _Forward:
-    """What one forward has saved, in order; backward asks for it in the reverse order."""
+    """What one forward has saved, in order. Backward asks for it in the reverse order."""
 
     def __init__(self, offload: ActivationOffload) -> None:
         self._offload = offload
@@ -178,14 +191,14 @@ class _Forward:
         self._order: list[weakref.ref[_Stored]] = []
 
     def note_weights(self, module: nn.Module, _: Any) -> None:
-        """Remembers where a unit's weights lie, gathered as they are now: also what is no view of them in autograd's eyes."""
+        """Remember the storages of a unit's gathered weights, so that views that autograd does not know as weights stay too."""
         for weight in (*module.parameters(), *module.buffers()):
             if not is_traceable_wrapper_subclass(weight):
                 storage = weight.untyped_storage()
                 self._weights[storage._cdata] = weakref.ref(storage)
 
     def pack(self, tensor: Tensor) -> Tensor | _Saved:
-        # Detached: an output that its own node keeps would otherwise keep the node.
+        # Detached, because an output that its own node keeps would otherwise keep the node.
         if self._offload.stays(tensor) or self._is_weight(tensor):
             return tensor.detach()
         stored = self._stored(tensor)
@@ -202,7 +215,7 @@ class _Forward:
         return typed.as_strided(saved.shape, saved.stride, saved.offset)
 
     def abandon(self) -> None:
-        """Releases what is left of the forward."""
+        """Release what is left of the forward."""
         for reference in self._order:
             stored = reference()
             if stored is not None:
@@ -215,32 +228,32 @@ class _Forward:
         return isinstance(base, nn.Parameter) or (known is not None and known() is storage)
 
     def _stored(self, tensor: Tensor) -> _Stored:
-        # The version tells a storage that was written to in between from one that was not.
+        # The version distinguishes a storage that was written to since it was saved.
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
-        owner, found = self._known.get(key, (None, None))
-        stored = found() if owner is not None and found is not None and owner() is storage else None
+        owner, reference = self._known.get(key, (None, None))
+        stored = reference() if owner is not None and reference is not None and owner() is storage else None
         if stored is None:
             stored = self._offload.send(tensor)
             self._known[key] = (weakref.ref(storage), weakref.ref(stored))
         return stored
 
     def _prefetch(self, place: int) -> None:
-        ahead = 0
-        while place > 0 and ahead < self._offload._in_flight:
+        num_fetched = 0
+        while place > 0 and num_fetched < self._offload._in_flight:
             place -= 1
             stored = self._order[place]()
             if stored is not None and not stored.used:
                 stored.fetch()
-                ahead += 1
+                num_fetched += 1
 
 
 def _units(model: nn.Module) -> list[nn.Module]:
-    """Gives the modules whose forward gathers weights, or the whole model where none does."""
+    """Return the modules whose forward gathers weights, or the whole model where none does."""
     return [module for module in model.modules() if isinstance(module, FSDPModule)] or [model]
 
 
 def _whole_storage(tensor: Tensor) -> Tensor:
-    """Gives the storage under a tensor as uint8."""
+    """Return the storage of a tensor as uint8."""
     count = tensor.untyped_storage().nbytes() // tensor.itemsize
     return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)

@@ -1,16 +1,15 @@
 """Recomputed norms, rotations and activations: a block keeps what they read, and not what they give.
 
-Bytes saved: with T tokens computed in the largest micro-batch, L blocks of width h, H heads and K key heads of size D, MLP width I, b
-    bytes of the compute dtype and X = T x h x b, a block of Qwen3 keeps A' = T x b x (2 x h + 2 x H x D + 2 x K x D + 2 x I) in
-    place of A = T x ((4 + 2 x b) x (2 x h + H x D + K x D) + b x (H x D + K x D + 4 x I)), less than half of it in bfloat16:
-    (L - 1) x (A - A') without activation checkpointing. In the last block, whose backward sets the peak, A + 2 x T x I x b + 2 x
-    X falls to the largest of four: A' + 3 x R x h x b at the final norm's, which is of the R positions that predict; at the
-    MLP's, over n tiles of t <= 2,048 tokens (8,192 on a GPU), A' + X + (t + h) x I x b where gradients take the place of gate and
-    up, and A' + 2 x X + (t + 2 x I) x h x b at its norm; at attention's, key head by key head, with G = H / K,
-    T x b x (2 x h + 3 x H x D + 2 x K x D + (2 x G + 5) x D) and (3 x G + 1) x D x b for each token of the larger part of prompts
-    and answers. A block that activation checkpointing computes again keeps none of its gate and up: at the MLP's it holds
-    A' - 2 x T x I x b + 2 x X + (t x (h + 3 x I) + 3 x h x I) x b. Elementwise tiles add 1.5 MiB (112 on
-    a GPU where they are not compiled).
+Bytes saved: with T tokens computed in the largest micro-batch, L blocks of width h, H heads and K key heads of size D, MLP width
+I, b bytes of the compute dtype and X = T x h x b, a block of Qwen3 keeps A' = T x b x (2 x h + 2 x H x D + 2 x K x D + 2 x I) in
+place of A = T x ((4 + 2 x b) x (2 x h + H x D + K x D) + b x (H x D + K x D + 4 x I)), less than half of it in bfloat16: (L - 1)
+x (A - A') without activation checkpointing. In the last block, whose backward sets the peak, A + 2 x T x I x b + 2 x X falls to
+the largest of four: A' + 3 x R x h x b at the final norm's, which is of the R positions that predict; at the MLP's, over n tiles
+of t <= 2,048 tokens (8,192 on a GPU), A' + X + (t + h) x I x b where gradients take the place of gate and up, and A' + 2 x X + (t
++ 2 x I) x h x b at its norm; at attention's, key head by key head, with G = H / K, T x b x (2 x h + 3 x H x D + 2 x K x D + (2 x
+G + 5) x D) and (3 x G + 1) x D x b for each token of the larger part of prompts and answers. A block that activation
+checkpointing computes again keeps none of its gate and up: at the MLP's it holds A' - 2 x T x I x b + 2 x X + (t x (h + 3 x I) +
+3 x h x I) x b. Elementwise tiles add 1.5 MiB (112 on a GPU where they are not compiled).
 
 Exact but for the order of sums: a norm's gradient is computed in fp32 throughout, rotations round once, and a weight's gradient
     is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half precision rounds it once more. Source: arXiv
@@ -28,7 +27,7 @@ from torch import Tensor, nn
 from torch.nn.functional import linear
 
 from verl_memopt.memory.parameters.lora import LoraLinear
-from verl_memopt.ops.discarded_values import Maker, Rows, products
+from verl_memopt.ops.recomputation import Recomputable, Rows, recomputed_products
 
 KEY = "actor_rollout_ref.model.recompute_elementwise"
 
@@ -39,7 +38,7 @@ logger = logging.getLogger(__name__)
 
 
 def can_recompute(blocks: Iterable[nn.Module], trained: bool) -> bool:
-    """Return whether all blocks of a Hugging Face model can compute their cheap values again; warn where one cannot.
+    """Return whether all blocks of a Hugging Face model can recompute their cheap values; warn where one cannot.
 
     Args:
         blocks: as transformers made them.
@@ -64,32 +63,32 @@ def _unlike(block: Any, trained: bool) -> str | None:
 
 
 def recomputed_outputs(
-    maker: Maker,
+    recomputable: Recomputable,
     sources: tuple[Tensor, ...],
     parameters: tuple[Tensor, ...],
     layers: Sequence[Any],
     rows: Rows | None = None,
     row_layers: Sequence[Any] = (),
 ) -> list[Tensor]:
-    """Return the output [T, m] of each linear layer over one value, which backward makes again.
+    """Return the output [T, m] of each linear layer over one value, which backward computes again.
 
     Args:
-        maker: makes the value [T, n] from the sources [T, n] and the parameters [n].
-        sources: what is kept in place of the value.
-        parameters: of the maker.
+        recomputable: computes the value [T, n] from the sources [T, n] and the parameters [n].
+        sources: kept in place of the value.
+        parameters: of the recomputable.
         layers: linear, with adapters or without; of any kind where no gradients are computed.
-        rows: those that ``row_layers`` run over, which then return [R, m]; None for all.
+        rows: the rows of ``row_layers``, which then return [R, m]; None for all.
         row_layers: some of the layers.
     """
     of_rows = [any(layer is one for one in row_layers) for layer in layers]
     if not torch.is_grad_enabled():
-        value = maker.make(sources, parameters, sources[0] if maker.overwrites else None)
+        value = recomputable.compute(sources, parameters, sources[0] if recomputable.overwrites else None)
         part = value if rows is None else value[rows.index]
         return [layer(part if some else value) for layer, some in zip(layers, of_rows, strict=True)]
     adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
     weights = [layer.weight for layer in layers] + [layer.lora_A for layer in adapted]
     marked = of_rows + [any(layer is one for one in row_layers) for layer in adapted]
-    outs = list(products(maker, sources, parameters, weights, rows, marked))
+    outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, marked))
     thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=True))
     return [_finished(layer, out, thin.get(id(layer))) for layer, out in zip(layers, outs, strict=False)]
 

@@ -1,7 +1,7 @@
-"""A norm and an MLP that keep their input alone, and are computed again in backward over tiles of rows.
+"""A norm and an MLP that keep only their input, and are recomputed in backward over tiles of rows.
 
-For a block that is computed again as a whole this costs nothing more: its second forward stops before the MLP, which is then made
-tile by tile, and gate and up of all rows never exist at once. Source of tiles: arXiv 2506.13996.
+In a block that is recomputed as a whole this costs no extra product: its second forward stops before the MLP, which is then
+recomputed tile by tile, so gate and up of all rows never exist at once. Source of the tiles: arXiv 2506.13996.
 """
 
 from __future__ import annotations
@@ -14,16 +14,22 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.memory.parameters.lora import LoraLinear
-from verl_memopt.ops.discarded_values import Gated, Normed, WeightSum, keep, kept, product_tiles, zeros_to_sum
+from verl_memopt.ops.recomputation import RMSNorm, SwiGLU, WeightSum, keep, kept, product_tiles, zeros_to_sum
 
-GATED = Gated()
+SWIGLU = SwiGLU()
 
 
-def recomputed_mlp(x: Tensor, norm: Normed, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
-    """Gives down(silu(gate(y)) * up(y)) [T, h] of y, the norm of x [T, h] under ``weight`` [h].
+def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
+    """Return down(silu(gate(y)) * up(y)) [T, h], where y is the norm of x.
 
-    layers: the linear layers gate, up and down, with adapters or without. tiles: how many at least; there are more where a tile
-    would have more rows than products need to be fast. Keeps x and the parameters where something needs a gradient.
+    Keeps x and the parameters for backward where something needs a gradient.
+
+    Args:
+        x: [T, h].
+        norm: of the MLP's input.
+        weight: [h], of the norm.
+        layers: the linear layers gate, up and down, with adapters or without.
+        tiles: least number of tiles. There are more where a tile would have more rows than fast products need.
     """
     if not torch.is_grad_enabled():
         return _whole(x, norm, weight, layers, tiles)
@@ -33,26 +39,29 @@ def recomputed_mlp(x: Tensor, norm: Normed, weight: Tensor, layers: Sequence[Any
 
 
 def _tensors(layer: Any) -> tuple[Tensor | None, ...]:
-    """Gives weight, bias, and an adapter's A and B."""
+    """Return weight, bias, and an adapter's A and B."""
     adapted = isinstance(layer, LoraLinear) and layer.active
     return layer.weight, layer.bias, layer.lora_A if adapted else None, layer.lora_B if adapted else None
 
 
-def _whole(x: Tensor, norm: Normed, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
-    """Gives the MLP's output without a graph; its layers may be of any kind."""
+def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
+    """Return the MLP's output without a graph. Its layers may be of any kind."""
     gate, up, down = layers
     out = torch.empty_like(x)
     for rows in product_tiles(x, tiles):
-        normal = norm.make((x[rows],), (weight,))
+        normal = norm.compute((x[rows],), (weight,))
         value = gate(normal)
-        out[rows] = down(GATED.make((value, up(normal)), (), value))
+        out[rows] = down(SWIGLU.compute((value, up(normal)), (), value))
     return out
 
 
 class _Linear:
-    """A linear layer [m, n] in an autograd function: its output over a tile, and sums over tiles of its parameters' gradients.
+    """A linear layer [m, n] in an autograd function: its output over a tile, and its gradients summed over tiles.
 
-    tensors: weight, bias, and an adapter's A and B, or None for what it has not; needed: which of them learn.
+    Args:
+        tensors: weight, bias, and an adapter's A and B; None for what the layer lacks.
+        scale: of the adapter.
+        needed: which of the tensors need a gradient.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool] = (False,) * 4) -> None:
@@ -65,9 +74,9 @@ class _Linear:
             None if learning[place] is None else WeightSum(learning[place]) for place in (0, 2, 3)
         )
 
-    def give(self, x: Tensor) -> Tensor:
-        """Gives the output [t, m] over x [t, n]."""
-        # Written into place: selective checkpointing keeps the outputs of products, and these are to be made again.
+    def output(self, x: Tensor) -> Tensor:
+        """Return the output [t, m] over x [t, n]."""
+        # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
         out = x.new_empty(x.shape[0], self.weight.shape[0])
         torch.mm(x, self.weight.t(), out=out)
         if self.bias is not None:
@@ -77,7 +86,13 @@ class _Linear:
         return out
 
     def add(self, grad: Tensor, x: Tensor, alone: bool) -> None:
-        """Adds the gradients of a tile with the output's gradient [t, m] and the input [t, n]. alone: there is no other tile."""
+        """Add the gradients of a tile.
+
+        Args:
+            grad: [t, m], of the output.
+            x: [t, n], the input.
+            alone: there is no other tile.
+        """
         if self._of_weight is not None:
             self._of_weight.add(grad, x, alone)
         if self._of_bias is not None:
@@ -88,7 +103,7 @@ class _Linear:
             self._of_up.add(grad, self._product(x, self.down.t()).mul_(self.scale), alone)
 
     def through(self, grad: Tensor, out: Tensor, add: bool) -> None:
-        """Writes the input's gradient into ``out`` [t, n], or adds it there."""
+        """Write the input's gradient into ``out`` [t, n], or add it there."""
         if add:
             torch.addmm(out, grad, self.weight, out=out)
         else:
@@ -97,10 +112,10 @@ class _Linear:
             torch.addmm(out, self._product(grad, self.up), self.down, alpha=self.scale, out=out)
 
     def gradients(self) -> tuple[Tensor | None, ...]:
-        """Gives the gradients of weight, bias, A and B in their dtypes, or None for what does not learn."""
+        """Return the gradients of weight, bias, A and B in their dtypes; None for what needs none."""
         of_bias = None if self._of_bias is None else self._of_bias.to(self.weight.dtype)
         of_weight, of_down, of_up = (
-            None if one is None else one.given() for one in (self._of_weight, self._of_down, self._of_up)
+            None if one is None else one.gradient() for one in (self._of_weight, self._of_down, self._of_up)
         )
         return of_weight, of_bias, of_down, of_up
 
@@ -113,7 +128,7 @@ class _RecomputedMlp(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
-        norm: Normed,
+        norm: RMSNorm,
         tiles: int,
         scales: Sequence[float],
         node: Any,
@@ -125,9 +140,9 @@ class _RecomputedMlp(torch.autograd.Function):
         gate, up, down = (_Linear(four, scale) for four, scale in zip(_fours(tensors), scales, strict=True))
         out = torch.empty_like(x)
         for rows in product_tiles(x, tiles):
-            normal = norm.make((x[rows],), (weight,))
-            value = gate.give(normal)
-            out[rows] = down.give(GATED.make((value, up.give(normal)), (), value))
+            normal = norm.compute((x[rows],), (weight,))
+            value = gate.output(normal)
+            out[rows] = down.output(SWIGLU.compute((value, up.output(normal)), (), value))
         return out
 
     @staticmethod
@@ -150,7 +165,7 @@ class _RecomputedMlp(torch.autograd.Function):
 
 
 def _tile_backward(
-    norm: Normed,
+    norm: RMSNorm,
     grad: Tensor,
     x: Tensor,
     weight: Tensor,
@@ -159,14 +174,14 @@ def _tile_backward(
     of_norm: Tensor | None,
     alone: bool,
 ) -> None:
-    """Adds a tile's part of the gradients of the layers and the norm, and writes that of x into ``into``, where not None."""
+    """Add a tile's part of the gradients of the layers and the norm, and write that of x into ``into`` if it is not None."""
     gate, up, down = layers
-    normal = norm.make((x,), (weight,))
-    sources = gate.give(normal), up.give(normal)
-    value = GATED.make(sources, ())
+    normal = norm.compute((x,), (weight,))
+    sources = gate.output(normal), up.output(normal)
+    value = SWIGLU.compute(sources, ())
     down.add(grad, value, alone)
     down.through(grad, value, add=False)
-    GATED.differentiate(value, sources, (), sources, ())
+    SWIGLU.differentiate(value, sources, (), sources, ())
     del value
     for layer, above in zip((gate, up), sources, strict=True):
         layer.add(above, normal, alone)

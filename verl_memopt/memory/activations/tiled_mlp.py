@@ -1,14 +1,14 @@
 """Tiled MLP: each MLP runs over tiles of tokens, again in backward, so that its wide tensors exist for one tile at a time.
 
-Bytes saved: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, their product and two gradients), less
-    2 x h x I x b + T x h x b x (1 + 1 / n), since tiles sum the gradients of three weights and of the input side by side; I is
-    the MLP width, n ``tiled_mlp.num_shards``; and no more than takes the peak down to the next one, when the backward of
-    attention comes to the norm of the queries: with H heads and K key heads of size D, in fp32, T x b x (4 x h + 8 x H x D +
-    6 x K x D + 2 x D) beside the inputs of other blocks, H x D x b for each token of an answer that shares its prompt, and
-    2 x R x h x b of the head's. Without activation checkpointing also the 4 x T x I x b that each of the other
-    L - 1 blocks keeps. In passes without gradients 3 x T x I x b x (1 - 1 / n), less T x h x b. Where norms are recomputed
-    (``recompute_elementwise``) gate and up alone are kept, so that it saves 2 x T x I x b of each of L - 1 blocks, and in the
-    last what lies between that knob's moments: tiles are of min(T / n, 2,048) tokens, and none is kept at the MLP's backward.
+Bytes saved: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, their product and two gradients), less 2 x h
+x I x b + T x h x b x (1 + 1 / n), since tiles sum the gradients of three weights and of the input side by side; I is the MLP
+width, n ``tiled_mlp.num_shards``; and no more than takes the peak down to the next one, when the backward of attention comes to
+the norm of the queries: with H heads and K key heads of size D, in fp32, T x b x (4 x h + 8 x H x D + 6 x K x D + 2 x D) beside
+the inputs of other blocks, H x D x b for each token of an answer that shares its prompt, and 2 x R x h x b of the head's. Without
+activation checkpointing also the 4 x T x I x b that each of the other L - 1 blocks keeps. In passes without gradients 3 x T x I x
+b x (1 - 1 / n), less T x h x b. Where norms are recomputed (``recompute_elementwise``) gate and up alone are kept, so that it
+saves 2 x T x I x b of each of L - 1 blocks, and in the last what lies between that knob's moments: tiles are of min(T / n, 2,048)
+tokens, and none is kept at the MLP's backward.
 
 Exact: outputs and gradients of inputs are those of the whole; gradients of weights differ by the order of one sum over tokens.
 """
@@ -24,7 +24,7 @@ from torch.autograd.function import once_differentiable
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.parameters.lora import LoraLinear
-from verl_memopt.ops.discarded_values import keep, kept
+from verl_memopt.ops.recomputation import keep, kept
 
 KEY = "actor_rollout_ref.model.tiled_mlp"
 
@@ -50,9 +50,9 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool) -> None:
 
 def _check(block: nn.Module, mlp: Any, trained: bool) -> None:
     if type(mlp).__name__ not in KNOWN:
-        found = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
+        actual = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
         raise ConfigError(
-            f"{KEY}.enabled=true: {type(block).__name__} {found}; tiles are known for {', '.join(KNOWN)}. "
+            f"{KEY}.enabled=true: {type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}. "
             f"Set {KEY}.enabled=false."
         )
     for name in LAYERS if trained else ():
@@ -65,7 +65,7 @@ def _check(block: nn.Module, mlp: Any, trained: bool) -> None:
 
 
 def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
-    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keeps x alone.
+    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x.
 
     Args:
         mlp: has ``gate_proj``, ``up_proj`` and ``down_proj``, ``act_fn`` and ``gated``.
@@ -74,7 +74,7 @@ def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
     """
     if torch.is_grad_enabled():
         names, weights = zip(*mlp.named_parameters(), strict=True)
-        # Inside a checkpointed block this is the last to save, so that the block's second forward stops here.
+        # In a checkpointed block nothing is saved after this, so the block's second forward stops here.
         return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
     out = torch.empty_like(x)
     for rows in _tiles(x.shape[0], num_shards):
@@ -116,7 +116,7 @@ def _tiles(tokens: int, num_shards: int) -> list[slice]:
 
 
 def _mlp(mlp: Any, x: Tensor, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
-    """Gives the MLP's output for a tile; its backward adds the weights' gradients to ``sums``."""
+    """Return the MLP's output for a tile; its backward adds the weights' gradients to ``sums``."""
 
     def project(name: str, x: Tensor) -> Tensor:
         layer = getattr(mlp, name)
@@ -134,7 +134,7 @@ def _linear(x: Tensor, weight: str, bias: str, held: dict[str, Tensor], sums: di
 
 
 class _SummingLinear(torch.autograd.Function):
-    """A linear layer whose backward adds the gradient of its weight to a tensor in place, with no temporary of its size."""
+    """A linear layer whose backward adds its weight's gradient to a tensor in place, without a temporary of its size."""
 
     @staticmethod
     def forward(
@@ -142,7 +142,7 @@ class _SummingLinear(torch.autograd.Function):
     ) -> Tensor:
         ctx.save_for_backward(x, weight)
         ctx.sums = weight_sum, bias_sum
-        # Written into place: selective checkpointing keeps the outputs of products, and these are to be computed again.
+        # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
         out = x.new_empty(x.shape[0], weight.shape[0])
         return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
 
@@ -152,7 +152,7 @@ class _SummingLinear(torch.autograd.Function):
         x, weight = ctx.saved_tensors
         weight_sum, bias_sum = ctx.sums
         if weight_sum is not None:
-            # In place, and by this name also counted by torch's FLOP counter.
+            # In place; torch's FLOP counter counts this form.
             torch.addmm(weight_sum, grad.t(), x, out=weight_sum)
         if bias_sum is not None:
             bias_sum.add_(grad.sum(0))

@@ -1,9 +1,9 @@
 """The prompt of a group is computed once for all its answers, in every pass.
 
 Bytes saved: of the tokens of a group of k answers to a prompt of P tokens, (k - 1) x P of the k x P + sum(R_i - 1) that a pass
-    computes, and what each of them holds where the group is one micro-batch: (k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes
-    of activations, A / T being what a block keeps of one token and the rest what the backward of an MLP holds. Under a token
-    budget the peak stays, and there are fewer micro-batches.
+computes, and what each of them holds where the group is one micro-batch: (k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes of
+activations, A / T being what a block keeps of one token and the rest what the backward of an MLP holds. Under a token budget the
+peak stays, and there are fewer micro-batches.
 
 Exact for causal attention over the whole sequence; a model whose window slides is refused.
 """
@@ -15,21 +15,23 @@ from dataclasses import dataclass
 
 from verl_memopt.memory.batching.token_budget import BUDGET_KEY, pack
 
-UNREAD_SHARE = 1 / 8
-"""Of a pack's tokens, from which on leaving them out of the last block costs fewer bytes than the copies of the others."""
+SKIPPED_SHARE = 1 / 8
+"""Least share of a pack's tokens that is worth skipping. Below it, copies of the other tokens cost more bytes than it saves."""
 
 
-def unread_if_many(unread: int, tokens: int) -> int:
-    """Gives how many tokens of a pack the last block may leave out: the unread ones, or none."""
-    return unread if unread and unread >= tokens * UNREAD_SHARE else 0
+def skipped_if_many(skipped: int, tokens: int) -> int:
+    """Return ``skipped`` where skipping so many of a pack's tokens in the last block pays, else 0."""
+    return skipped if skipped and skipped >= tokens * SKIPPED_SHARE else 0
 
 
 @dataclass(frozen=True)
 class RowTokens:
     """The tokens that rows make a pass compute, one entry a row.
 
-    prompts: of the prompt. answers: of the response but for its last token, which predicts nothing. Both are 0 for a row with
-    an empty response, which is not computed. groups: rows with the same number share their prompt.
+    Attributes:
+        prompts: tokens of the prompt. This and ``answers`` are 0 for a row with an empty response, which is not computed.
+        answers: tokens of the response without its last, which predicts nothing.
+        groups: rows with the same number share their prompt.
     """
 
     prompts: tuple[int, ...]
@@ -38,60 +40,74 @@ class RowTokens:
 
     @classmethod
     def alone(cls, tokens: Sequence[int]) -> RowTokens:
-        """Gives rows that share nothing."""
+        """Return rows that share nothing."""
         return cls(tuple(tokens), (0,) * len(tokens), tuple(range(len(tokens))))
 
     def __len__(self) -> int:
+        """Return the number of rows."""
         return len(self.prompts)
 
     def select(self, rows: Sequence[int]) -> RowTokens:
-        """Gives the chosen rows, in the order chosen."""
+        """Return the chosen rows, in the order of the choice."""
         parts = (self.prompts, self.answers, self.groups)
         return RowTokens(*(tuple(part[row] for row in rows) for part in parts))
 
     def cost(self, rows: Sequence[int]) -> int:
-        """Gives the tokens computed for some rows together: each group's prompt once, and every answer."""
+        """Return the tokens computed for some rows together: each group's prompt once, and every answer."""
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
         return sum(prompts.values()) + sum(self.answers[row] for row in rows)
 
-    def unread(self, rows: Iterable[int]) -> int:
-        """Gives the computed tokens of some rows that predict nothing, prompts but for the last; 0 where they are few."""
+    def skipped(self, rows: Iterable[int]) -> int:
+        """Return how many computed tokens of some rows the last block skips: all of a prompt but its last; 0 if few."""
         prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
-        return unread_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
+        return skipped_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
 
     def each(self) -> list[int]:
-        """Gives the tokens of each row computed by itself."""
+        """Return the tokens of each row computed by itself."""
         return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
 
     def families(self) -> list[list[int]]:
-        """Gives the rows of each group, groups in the order of their first row."""
-        found: dict[int, list[int]] = {}
+        """Return the rows of each group. Groups are in the order of their first row."""
+        members: dict[int, list[int]] = {}
         for row, group in enumerate(self.groups):
-            found.setdefault(group, []).append(row)
-        return list(found.values())
+            members.setdefault(group, []).append(row)
+        return list(members.values())
 
 
 def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
-    """Gives micro-batches as lists of rows, none of which computes more than ``budget`` tokens.
+    """Return micro-batches, as lists of rows, that compute at most ``budget`` tokens each.
 
-    A group stays whole where it fits; one that does not is cut into as few parts as its answers allow, each with the prompt.
-    Errors: ConfigError naming ``key`` and the row that alone exceeds the cap.
+    A group stays whole where it fits. Otherwise it is cut into as few parts as its answers allow, each with the prompt.
+
+    Args:
+        tokens: of the rows.
+        budget: tokens of a micro-batch.
+        names: of the rows, for errors.
+        key: the setting, to name in errors.
+
+    Raises:
+        ConfigError: naming ``key`` and a row that alone exceeds the budget.
     """
     units: list[list[int]] = []
-    carried: list[list[int]] = []
+    chained: list[list[int]] = []
     for family in tokens.families():
         parts = _parts(tokens, family, budget, names, key)
-        # Parts that one prompt can be carried to stay neighbours, and alone.
-        (carried if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)
+        # Parts that reuse one prefix KV stay neighbours, and share no micro-batch with others.
+        (chained if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)
     costs = [tokens.cost(unit) for unit in units]
-    bins = pack(costs, budget, 0 if carried else 1, names=[names[unit[0]] for unit in units], key=key)
-    return [sorted(row for unit in chosen for row in units[unit]) for chosen in bins] + carried
+    bins = pack(costs, budget, 0 if chained else 1, names=[names[unit[0]] for unit in units], key=key)
+    return [sorted(row for unit in chosen for row in units[unit]) for chosen in bins] + chained
 
 
 def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[list[Sequence[int]]]:
-    """Gives micro-batches (rows) one after another, those together whose prompt is to be computed once and carried.
+    """Return micro-batches in order, with those together that reuse one prefix KV.
 
-    They are neighbours of one group and no longer than its prompt, each of which would compute more prompt than answers.
+    A chain consists of neighbours of one group whose answers are no longer than the prompt, so that each would compute more
+    prompt than answers.
+
+    Args:
+        micro_batches: rows of each.
+        tokens: of the rows.
     """
 
     def prompt_of(rows: Sequence[int]) -> int | None:
@@ -99,16 +115,16 @@ def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[li
         answers = sum(tokens.answers[row] for row in rows)
         return groups.pop() if len(groups) == 1 and 0 < answers <= max(tokens.prompts[row] for row in rows) else None
 
-    found: list[list[Sequence[int]]] = []
+    chained: list[list[Sequence[int]]] = []
     before: int | None = None
     for rows in micro_batches:
         group = prompt_of(rows)
-        if found and group is not None and group == before:
-            found[-1].append(rows)
+        if chained and group is not None and group == before:
+            chained[-1].append(rows)
         else:
-            found.append([rows])
+            chained.append([rows])
         before = group
-    return found
+    return chained
 
 
 def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[str], key: str) -> list[list[int]]:

@@ -1,9 +1,9 @@
 """Micro-batches packed by tokens under a hard cap.
 
 Bytes saved: (T - t) x (L x A / T + 2 x (I + h) x b) bytes of activations, T being the tokens computed at once without a cap and t
-    those of the fullest micro-batch under it, A / T what a block keeps of one token, and the rest what the backward of an MLP
-    holds: no micro-batch ever has more tokens than the cap, whatever the lengths of its rows. Fewer micro-batches than fixed
-    row counts, and no padding (fixed micro-batches padded to the longest row compute 4.9 to 9.2 times as many tokens).
+those of the fullest micro-batch under it, A / T what a block keeps of one token, and the rest what the backward of an MLP holds:
+no micro-batch ever has more tokens than the cap, whatever the lengths of its rows. Fewer micro-batches than fixed row counts, and
+no padding (fixed micro-batches padded to the longest row compute 4.9 to 9.2 times as many tokens).
 """
 
 from __future__ import annotations
@@ -22,13 +22,13 @@ REFINEMENT_WORK = 200_000
 """Most candidates looked at per call, over all refinements: 10,000 rows take 20 to 40 ms on one core."""
 
 SCAN_WORK = 16
-"""What placing one row costs before any candidate is looked at, in the same unit."""
+"""Cost of placing one row before any candidate is tried, in the same unit."""
 
 FINEST = 16
-"""Largest k of the rounded weights in :func:`lower_bound`: about the rows in a bin up to which counting them tells something."""
+"""Largest k of the rounded weights in :func:`lower_bound`. With more rows in a bin than that, counting them helps little."""
 
 MOST_SWAPS = 100
-"""Bound on the swaps :func:`balance` makes; a handful is usual."""
+"""Most swaps of :func:`balance`; a handful is usual."""
 
 REFINEMENTS = ((32, False), (64, True), (128, False), (256, True), (4, False), (16, False))
 """(candidates per bin, spread over all rows or the largest that fit), tried in turn until one reaches the lower bound."""
@@ -41,13 +41,20 @@ def pack(
     names: Sequence[str] | None = None,
     key: str = BUDGET_KEY,
 ) -> list[list[int]]:
-    """Gives micro-batches as lists of row indices, none with more than ``budget`` tokens.
+    """Return micro-batches, as lists of row indices, of at most ``budget`` tokens each.
 
-    Best-fit-decreasing; where that needs more bins than :func:`lower_bound`, each bin is also filled as tightly as
-    singles and pairs allow, and the fewest bins win. Rows ascend inside a bin. Deterministic: equal lengths give equal
-    bins. With fewer rows than ``num_bins_at_least`` the last bins are empty.
+    The algorithm is best-fit-decreasing. Where it needs more bins than :func:`lower_bound`, each bin is also filled as tightly as
+    singles and pairs allow, and the fewest bins win. Rows ascend inside a bin. Equal lengths give equal bins.
 
-    Errors: ConfigError naming ``key``, the row (``names[row]`` or its index), its length and the smallest budget that works.
+    Args:
+        lengths: tokens of each row.
+        budget: tokens of a bin.
+        num_bins_at_least: with fewer rows than this the last bins are empty.
+        names: of the rows, for errors; None for their indices.
+        key: the setting, to name in errors.
+
+    Raises:
+        ConfigError: naming ``key``, a row that exceeds the budget, its length and the smallest budget that works.
     """
     lengths = [int(length) for length in lengths]
     _check_cap(lengths, budget, names, key)
@@ -64,17 +71,21 @@ def pack(
 
 
 def pack_fixed(num_rows: int, rows_per_bin: int) -> list[list[int]]:
-    """Gives micro-batches of ``rows_per_bin`` consecutive rows (``ppo_micro_batch_size_per_gpu``); the last may be shorter."""
+    """Return micro-batches of ``rows_per_bin`` consecutive rows (``ppo_micro_batch_size_per_gpu``); the last may be shorter."""
     assert rows_per_bin > 0, rows_per_bin
     rows = range(num_rows)
     return [list(rows[start : start + rows_per_bin]) for start in rows[::rows_per_bin]]
 
 
 def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[int] | None = None) -> list[list[int]]:
-    """Gives exactly ``count`` bins by splitting the largest, so that every rank runs as many micro-batches as the busiest.
+    """Return exactly ``count`` bins by splitting the largest, so that every rank runs as many micro-batches as the busiest.
 
-    Size is the sum of ``lengths`` of a bin's rows, or its number of rows. A bin of one row cannot be split: with fewer
-    rows than ``count`` the last bins are empty lists.
+    A bin of one row cannot be split: with fewer rows than ``count`` the last bins are empty lists.
+
+    Args:
+        bins: rows of each.
+        count: at least the number of bins.
+        lengths: of the rows. The size of a bin is their sum, or its number of rows if None.
     """
     assert count >= len(bins), (count, len(bins))
     result = [list(rows) for rows in bins]
@@ -92,13 +103,13 @@ def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[
 
 
 def lower_bound(lengths: Sequence[int], budget: int) -> int:
-    """Gives a number of bins that no packing can beat: Fekete and Schepers' bound from dual feasible functions.
+    """Return a number of bins that no packing can beat: Fekete and Schepers' bound from dual feasible functions.
 
-    Each function maps lengths, as shares of the budget, to weights that no bin can hold more than 1 of; their sum is a
-    bound. For each threshold a (0 and every length up to half the budget) rows below a weigh nothing and rows above
-    ``budget - a`` weigh 1. The others weigh their share, which gives Martello and Toth's L2, or their share x rounded down
-    to k-ths as floor((k + 1) x) / k (x itself where (k + 1) x is whole), which sees that rows over a third of the budget
-    stand at most two in a bin. Source: S. Fekete, J. Schepers, Mathematical Programming 91 (2001).
+    Each function maps lengths, as shares of the budget, to weights whose sum in a bin is at most 1. So the sum of all weights is
+    a bound. For each threshold a (0 and every length up to half the budget), rows below a weigh nothing and rows above
+    ``budget - a`` weigh 1. The others weigh their share, which gives Martello and Toth's L2. Or they weigh their share x rounded
+    down to k-ths as floor((k + 1) x) / k (x itself where (k + 1) x is whole), which knows that a bin has room for at most two
+    rows over a third of the budget. Source: S. Fekete, J. Schepers, Mathematical Programming 91 (2001).
     """
     rows = np.sort(np.asarray(lengths, dtype=np.int64))
     if not rows.size:
@@ -118,12 +129,16 @@ def lower_bound(lengths: Sequence[int], budget: int) -> int:
 
 
 def balance(costs: Sequence[float], num_parts: int, group: int = 1) -> list[list[int]]:
-    """Gives each rank the same number of rows and nearly the same total cost, as ``num_parts`` ascending lists of row indices.
+    """Return for each rank the same number of rows with nearly the same total cost, as ascending lists of row indices.
 
-    ``group`` consecutive rows (the samples of one prompt) stay together. The dearest group goes to the cheapest part that
-    still has a place; then groups are swapped between the dearest and the cheapest part while that helps. (Karmarkar-Karp
-    under equal counts leaves 9 % more on the dearest of 8 parts of log-normal rows, this under 0.1 %.)
-    The number of rows must be a multiple of ``num_parts * group``.
+    The most expensive group goes to the cheapest part that still has room. Then groups are swapped between the most expensive and
+    the cheapest part while that helps. (Karmarkar-Karp under equal counts leaves 9 % more on the most expensive of 8 parts of
+    log-normal rows; this leaves under 0.1 %.)
+
+    Args:
+        costs: of the rows. Their number must be a multiple of ``num_parts * group``.
+        num_parts: number of ranks.
+        group: so many consecutive rows (the samples of one prompt) stay together.
     """
     assert len(costs) % (num_parts * group) == 0, (len(costs), num_parts, group)
     weights = [float(sum(costs[start : start + group])) for start in range(0, len(costs), group)]
@@ -146,7 +161,7 @@ def _dearest_to_cheapest(weights: list[float], num_parts: int) -> list[list[int]
 
 
 def _swap_once(weights: list[float], parts: list[list[int]]) -> bool:
-    """Swaps the pair of units that most nearly evens out the dearest and the cheapest part; False when none helps."""
+    """Swap the pair of units that best evens out the most expensive and the cheapest part; return False when none helps."""
     totals = [sum(weights[unit] for unit in units) for units in parts]
     dear, cheap = parts[totals.index(max(totals))], parts[totals.index(min(totals))]
     gap = max(totals) - min(totals)
@@ -181,7 +196,7 @@ def _longest_first(lengths: list[int]) -> list[int]:
 
 
 def _best_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
-    """Puts each row, longest first, into the fullest bin with room for it."""
+    """Put each row, longest first, into the fullest bin with room for it."""
     bins: list[list[int]] = []
     # Bins in order of room, each as one number: room * number of rows + bin.
     stride, rooms = max(len(lengths), 1), list[int]()
@@ -199,7 +214,7 @@ def _best_fit_decreasing(lengths: list[int], budget: int) -> list[list[int]]:
 
 
 def _tight_fill(lengths: list[int], budget: int, candidates: int, spread: bool) -> list[list[int]]:
-    """Fills one bin at a time: the longest row left, then again and again the single row or pair that leaves least room."""
+    """Fill one bin at a time: the longest row left, then repeatedly the single row or pair that leaves the least room."""
     rows = _longest_first(lengths)[::-1]
     left = [lengths[row] for row in rows]
     bins = []
@@ -214,7 +229,7 @@ def _tight_fill(lengths: list[int], budget: int, candidates: int, spread: bool) 
 
 
 def _best_single_or_pair(left: list[int], room: int, candidates: int, spread: bool) -> tuple[int, ...]:
-    """Gives positions, descending, in the ascending list ``left`` whose sum comes closest to ``room``."""
+    """Return positions, descending, in the ascending list ``left`` whose sum comes closest to ``room``."""
     largest = bisect_right(left, room) - 1
     choice: tuple[int, ...] = (largest,)
     best = left[largest]
@@ -237,7 +252,7 @@ def _size(rows: list[int], lengths: Sequence[int] | None) -> float:
 
 
 def _halve(rows: list[int], lengths: Sequence[int] | None) -> tuple[list[int], list[int]]:
-    """Cuts a bin of at least two rows in two non-empty halves of nearly equal size, the heavier first."""
+    """Cut a bin of at least two rows into two non-empty halves of nearly equal size, the heavier first."""
     halves: tuple[list[int], list[int]] = ([], [])
     sizes = [0, 0]
     for row in sorted(rows, key=lambda row: (-_size([row], lengths), row)):

@@ -1,7 +1,7 @@
-"""Host memory that is used again: slots of any size in chunks that are kept.
+"""Reusable host memory: slots of any size in chunks that are kept.
 
-Slots lie one after another over the chunks and may cross from one to the next, so no size leaves a gap at a chunk's end and
-the bytes held are those in use at the busiest moment, rounded up to a chunk.
+Slots lie one after another over the chunks and may cross from one chunk to the next, so no size leaves a gap at a chunk's end.
+The bytes held are those in use at the busiest moment, rounded up to a chunk.
 """
 
 from __future__ import annotations
@@ -15,15 +15,15 @@ from torch import Tensor
 from verl_memopt.memory.host.host_buffers import host_buffer
 
 CHUNK_BYTES = 2**26
-"""Whole pages, and few enough chunks that locking one is rare."""
+"""A multiple of the page size, large enough that locking a chunk is rare."""
 
 ALIGNMENT = 512
-"""Bytes; every slot starts at a multiple, so that any dtype can view it."""
+"""Every slot starts at a multiple of this many bytes, so that any dtype can view it."""
 
 
 @dataclass(order=True)
 class Slot:
-    """A stretch of the arena. parts: uint8 views of the chunks it lies in, in order."""
+    """A stretch of the arena, with uint8 views (``parts``) of the chunks it lies in, in order."""
 
     start: int
     stop: int
@@ -31,10 +31,16 @@ class Slot:
 
 
 class HostArena:
-    """Gives slots and takes them back; chunks come from the process's host allocator and stay until :meth:`shrink`."""
+    """Hands out slots and takes them back. Chunks come from the process's host allocator and stay until :meth:`shrink`."""
 
     def __init__(self, device: torch.device, kind: str, chunk_bytes: int = CHUNK_BYTES) -> None:
-        """device: whose bytes rest here. kind: what they are, for the byte tracker. chunk_bytes: a multiple of 512."""
+        """Start without chunks.
+
+        Args:
+            device: whose bytes rest here.
+            kind: of these bytes, for the byte tracker.
+            chunk_bytes: a multiple of 512.
+        """
         assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
         self._device, self._kind, self._chunk_bytes = device, kind, chunk_bytes
         self._chunks: list[Tensor] = []
@@ -51,7 +57,11 @@ class HostArena:
         return sum(slot.stop - slot.start for slot in self._live)
 
     def take(self, num_bytes: int) -> Slot:
-        """Gives the first free stretch of ``num_bytes``. Errors: ConfigError when the host limit allows no further chunk."""
+        """Return the first free stretch of ``num_bytes``.
+
+        Raises:
+            ConfigError: where the host limit allows no further chunk.
+        """
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         start = self._first_fit(size)
         while self.held_bytes < start + size:
@@ -61,11 +71,11 @@ class HostArena:
         return slot
 
     def give_back(self, slot: Slot) -> None:
-        """Makes a slot's bytes free for others."""
+        """Free the bytes of a slot for others."""
         self._live.remove(slot)
 
     def shrink(self) -> None:
-        """Lets go of the chunks behind the last slot that is taken."""
+        """Free the chunks behind the last slot in use."""
         end = self._live[-1].stop if self._live else 0
         del self._chunks[-(-end // self._chunk_bytes) :]
 

@@ -1,8 +1,8 @@
-"""The one place that takes host memory for what is moved off the device.
+"""The one place that allocates host memory for what is moved off the device.
 
-Whatever rests on the host lies in a buffer of this file, so its bytes are counted as host bytes on any machine: on a CPU
-both tiers are the same memory, and only where a buffer was born tells them apart. Code that moves tensors takes a buffer,
-copies into it and lets go of the device tensor; ``.to("cpu")`` would give the same storage back on a CPU and move nothing.
+All offloaded data rests in buffers of this file, so its bytes are counted as host bytes on any machine. On a CPU both tiers are
+the same memory, and only the place of allocation tells them apart. Code that moves tensors takes a buffer, copies into it and
+drops the device tensor; ``.to("cpu")`` would return the same storage on a CPU and move nothing.
 
 Page-locked buffers are mappings of whole pages, locked in place. torch's own page-locked memory (``pin_memory``) is rounded up
 to a power of two and never returned to the system; see ``docs/decisions/page_locked_memory.md``.
@@ -31,19 +31,21 @@ logger = logging.getLogger(__name__)
 LIMIT_KEY = "memory.host_limit_gb"
 GIB = 2**30
 PAGE = mmap.PAGESIZE
-"""Bytes; page-locked memory is whole pages."""
+"""Bytes of a page; page-locked memory is whole pages."""
 NO_COPY_IN_CHILDREN = getattr(mmap, "MADV_DONTFORK", None)
-"""Keeps the pages from a forked child, where a write would move the parent's to another address of the machine."""
+"""Keeps the pages from a forked child. A write there would move the parent's pages to another physical address."""
 
 
 class HostAllocator:
-    """Gives host buffers and keeps count of them. One a process: :func:`host_allocator`.
-
-    limit_bytes: most bytes held at once, None for no limit. pinned_limit_bytes: most of them page-locked; a buffer beyond
-    it is ordinary memory, whose copies wait.
-    """
+    """Allocates host buffers and counts them. There is one a process: :func:`host_allocator`."""
 
     def __init__(self, limit_bytes: int | None = None, pinned_limit_bytes: int | None = None) -> None:
+        """Start with nothing allocated.
+
+        Args:
+            limit_bytes: most bytes held at once; None for no limit.
+            pinned_limit_bytes: most page-locked bytes among them. A buffer beyond it is ordinary memory, whose copies block.
+        """
         self.limit_bytes = limit_bytes
         self.pinned_limit_bytes = pinned_limit_bytes
         self.held_bytes = 0
@@ -51,38 +53,48 @@ class HostAllocator:
         self.peak_bytes = 0
 
     def empty(self, num_bytes: int, device: torch.device, kind: str) -> Tensor:
-        """Gives uint8 [num_bytes] on the host, uninitialised; page-locked where ``device`` is a GPU and the limit allows.
+        """Return uint8 [num_bytes] on the host, uninitialised; page-locked where ``device`` is a GPU and the limit allows.
 
-        kind: what it will hold, for the byte tracker. Its bytes (whole pages where they are locked) count until the last tensor
-        on it is gone, and are then the system's again.
-        Raises: ConfigError naming the limit and what is held already.
+        Its bytes (whole pages if locked) count until the last tensor on it is gone. Then the system gets them back.
+
+        Args:
+            num_bytes: size of the buffer.
+            device: whose data it will hold.
+            kind: of the data, for the byte tracker.
+
+        Raises:
+            ConfigError: naming the limit and what is held already.
         """
-        taken = num_bytes
+        counted_bytes = num_bytes
         pages = -(-num_bytes // PAGE) * PAGE
         pinned = is_gpu(device) and num_bytes > 0 and self.may_pin(pages)
         if pinned:
-            taken = pages
-        self.check_room(taken, kind)
-        # Fake tensors have no memory to lock; their bytes are counted as if they had.
+            counted_bytes = pages
+        self.check_room(counted_bytes, kind)
+        # Fake tensors have no memory to lock, but their bytes are counted as if they had.
         fake = isinstance(torch.empty(0), FakeTensor)
         memory = _lock(pages, device) if pinned and not fake else None
         if pinned and not fake and memory is None:
-            taken, pinned = num_bytes, False
+            counted_bytes, pinned = num_bytes, False
         with scope(kind=kind, tier=HOST):
             buffer = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory.view(num_bytes)
         storage = buffer.untyped_storage()
         declare_host(storage)
-        self._count(taken, pinned)
-        # At the end of the program the system takes all of it, and the driver may be gone already.
-        weakref.finalize(storage, self._give_back, taken, pinned, memory).atexit = False
+        self._count(counted_bytes, pinned)
+        # At exit the system takes all memory back, and the driver may be gone already.
+        weakref.finalize(storage, self._give_back, counted_bytes, pinned, memory).atexit = False
         return buffer
 
     def may_pin(self, num_bytes: int) -> bool:
-        """Says whether so many bytes more may be page-locked."""
+        """Return whether so many more bytes may be page-locked."""
         return self.pinned_limit_bytes is None or self.pinned_bytes + num_bytes <= self.pinned_limit_bytes
 
     def check_room(self, num_bytes: int, kind: str) -> None:
-        """Raises: ConfigError where the limit does not allow so many bytes more."""
+        """Check that the limit allows so many more bytes.
+
+        Raises:
+            ConfigError: where it does not.
+        """
         if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
             raise ConfigError(
                 f"{LIMIT_KEY}={self.limit_bytes / GIB:.4g}: {kind} needs {num_bytes / GIB:.4g} GiB on the host, where "
@@ -91,16 +103,22 @@ class HostAllocator:
             )
 
     def count_elsewhere(self, num_bytes: int, pinned: bool, kind: str) -> Callable[[], None]:
-        """Counts host memory that others take, until the function it gives is called.
+        """Count host memory that others allocate, until the returned function is called.
 
-        Raises: ConfigError where the limit does not allow it.
+        Args:
+            num_bytes: of that memory.
+            pinned: it is page-locked.
+            kind: of its data, for errors.
+
+        Raises:
+            ConfigError: where the limit does not allow it.
         """
         self.check_room(num_bytes, kind)
         self._count(num_bytes, pinned)
         return partial(self._count, -num_bytes, pinned)
 
     def reset_peak(self) -> None:
-        """Makes what is held now the new peak."""
+        """Set the peak to what is held now."""
         self.peak_bytes = self.held_bytes
 
     def _give_back(self, num_bytes: int, pinned: bool, memory: _Locked | None) -> None:
@@ -116,14 +134,14 @@ class HostAllocator:
 
 @dataclass(frozen=True)
 class _Locked:
-    """Page-locked memory of its own mapping, which the system takes back when nothing holds it any more."""
+    """Page-locked memory in a mapping of its own, which the system takes back when nothing refers to it."""
 
     pages: mmap.mmap
     address: int
     device: torch.device
 
     def view(self, num_bytes: int) -> Tensor:
-        """Gives the first bytes as a tensor; a dispatch mode sees the view and not ``frombuffer``."""
+        """Return the first bytes as a tensor. A dispatch mode sees the view and not ``frombuffer``."""
         return torch.frombuffer(self.pages, dtype=torch.uint8, count=num_bytes).view(-1)
 
     def unlock(self) -> None:
@@ -131,7 +149,7 @@ class _Locked:
 
 
 def _lock(num_bytes: int, device: torch.device) -> _Locked | None:
-    """Maps and locks whole pages; gives None, with one warning a process, where the driver refuses."""
+    """Map and lock whole pages; return None, with one warning a process, where the driver refuses."""
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if NO_COPY_IN_CHILDREN is not None:
         pages.madvise(NO_COPY_IN_CHILDREN)
@@ -155,13 +173,13 @@ _allocator = HostAllocator()
 
 
 def host_allocator() -> HostAllocator:
-    """Gives this process's allocator."""
+    """Return this process's allocator."""
     return _allocator
 
 
 @contextmanager
 def host_limits(limit_bytes: int | None, pinned_limit_bytes: int | None) -> Iterator[HostAllocator]:
-    """Sets this process's limits inside the body."""
+    """Set this process's limits inside the body."""
     before = (_allocator.limit_bytes, _allocator.pinned_limit_bytes)
     _allocator.limit_bytes, _allocator.pinned_limit_bytes = limit_bytes, pinned_limit_bytes
     try:
@@ -171,5 +189,5 @@ def host_limits(limit_bytes: int | None, pinned_limit_bytes: int | None) -> Iter
 
 
 def host_buffer(num_bytes: int, device: torch.device, kind: str) -> Tensor:
-    """Gives uint8 [num_bytes] from this process's allocator, to hold ``kind`` of ``device`` while it rests on the host."""
+    """Return uint8 [num_bytes] from this process's allocator, to hold ``kind`` of ``device`` on the host."""
     return _allocator.empty(num_bytes, device, kind)

@@ -1,4 +1,4 @@
-"""The report when device memory runs out: which phase, what lies there, and what to set about it."""
+"""The report when device memory runs out: the phase, what is on the device, and which settings to change."""
 
 from __future__ import annotations
 
@@ -22,25 +22,32 @@ from verl_memopt.observe.byte_tracker import DeviceLimitError, device_storages
 from verl_memopt.observe.device_ledger import ledger_of
 
 OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
-"""What libraries say that take memory from the driver themselves. vLLM's sleeping allocator: ``CUDA Error: out of memory``."""
+"""Messages of libraries that allocate from the driver. vLLM's sleeping allocator says ``CUDA Error: out of memory``."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Says whether an error is about device memory, whoever asked for it."""
+    """Return whether an error is about device memory, whoever asked for it."""
     return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
 
 
 class PartDoesNotFitError(torch.OutOfMemoryError):
-    """A part of the engine could not wake. kind: what it holds; num_bytes: its size; held_bytes: live tensors before it."""
+    """A part of the engine could not wake.
+
+    Attributes:
+        kind: what the part holds.
+        num_bytes: its size.
+        held_bytes: bytes of live tensors before it.
+    """
 
     def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
+        """Build the message from the part and the cause."""
         super().__init__(f"waking {kind}, {_gib(num_bytes)} GiB: {cause}")
         self.kind, self.num_bytes, self.held_bytes = kind, num_bytes, held_bytes
 
 
 @contextmanager
 def waking_told(kind: str, num_bytes: int, device: torch.device) -> Iterator[None]:
-    """Turns running out of device memory while ``num_bytes`` of ``kind`` wake into a PartDoesNotFitError."""
+    """Turn an out-of-memory error while ``num_bytes`` of ``kind`` wake into a PartDoesNotFitError."""
     held = ledger_of(device).allocated() if is_gpu(device) else 0
     try:
         yield
@@ -58,25 +65,31 @@ def out_of_memory_told(
     settings: schema.ActorRolloutRef,
     limit: int | None,
 ) -> Iterator[None]:
-    """Turns running out of device memory inside the body into a DeviceMemoryError that says what to do about it.
+    """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
 
-    resident: gives (kind, tensor) of what was there before the body, asked only then; tensors that rest on the host may be
-    among them. limit: bytes the process may take, if set. The tensors of the body are let go of, its lines stay in the
-    traceback.
+    The tensors of the body are freed. Its lines stay in the traceback.
+
+    Args:
+        phase: of the step.
+        device: of the process.
+        resident: returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
+            include tensors that rest on the host.
+        settings: that advice is based on.
+        limit: bytes that the process may take; None for no limit.
     """
     try:
         yield
     except DeviceLimitError as error:
         asked = error.asked_bytes
-        told = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, asked, error.num_bytes - asked)
+        report = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, asked, error.num_bytes - asked)
         release_frames(error)
-        raise told from None
+        raise report from None
     except RuntimeError as error:
         if not is_gpu(device) or not is_out_of_memory(error):
             raise
-        told = _allocator_error(phase, device, resident(), settings, limit, error)
+        report = _allocator_error(phase, device, resident(), settings, limit, error)
         release_frames(error)
-        raise told from error
+        raise report from error
 
 
 def _allocator_error(
@@ -101,19 +114,19 @@ def _allocator_error(
 
 def _asked(message: str) -> int | None:
     """Return the bytes that torch's out-of-memory message says it tried to allocate, or None where it says nothing."""
-    found = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
-    return None if found is None else round(float(found[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[found[2]])
+    match = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    return None if match is None else round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[match[2]])
 
 
 def release_frames(error: BaseException | None) -> None:
-    """Empties the frames of an error and of those that led to it, whose tensors would be held as long as the error is."""
+    """Clear the frames of an error and of its causes; they would keep their tensors as long as the error exists."""
     while error is not None:
         traceback.clear_frames(error.__traceback__)
         error = error.__cause__ or error.__context__
 
 
 def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> Counter[str]:
-    """Gives the bytes on the device by kind; each storage counts once, under the kind that names it first."""
+    """Return the bytes on the device by kind. Each storage counts once, under the first kind that names it."""
     kinds: Counter[str] = Counter()
     seen: set[int] = set()
     for kind, tensor in resident:

@@ -1,13 +1,12 @@
 """Log-probs and entropy from hidden states, chunk by chunk: the [tokens, vocabulary] logits never exist.
 
-Bytes saved: with R response tokens of a micro-batch, V vocabulary entries, c = chunk, t = ``logprob_vocab_tile`` and b bytes of the
-    compute dtype, the logits of a pass are one buffer of min(R, c) * min(V, t) * (4 + n) bytes, n = 0 in fp32 and b below it;
-    where entropy is asked for, and on a GPU where t < V and functions are not compiled, also min(R, c) * min(V, t, 4,096) * 4.
-    c = 0 is R. t = 0 is V in an update whose loss is one of
-    tokens or strictly on-policy, and wherever c = 0; it is 16,384 in log-prob passes and in other updates. So from c = 0 to a
-    chunk the update falls by (R - c) * V * (4 + n), leaving 0.43 GiB at 512 x 151,936 in bfloat16, a log-prob pass by
-    (R * V - c * 16,384) * (4 + n), leaving 48 MiB. Gradients of the head's weight are added where they stay: V * h * b less
-    wherever there is one already (a second micro-batch before the reduction).
+Bytes saved: with R response tokens of a micro-batch, V vocabulary entries, c = chunk, t = ``logprob_vocab_tile`` and b bytes of
+the compute dtype, the logits of a pass are one buffer of min(R, c) * min(V, t) * (4 + n) bytes, n = 0 in fp32 and b below it;
+where entropy is asked for, and on a GPU where t < V and functions are not compiled, also min(R, c) * min(V, t, 4,096) * 4. c = 0
+is R. t = 0 is V in an update whose loss is one of tokens or strictly on-policy, and wherever c = 0; it is 16,384 in log-prob
+passes and in other updates. So from c = 0 to a chunk the update falls by (R - c) * V * (4 + n), leaving 0.43 GiB at 512 x 151,936
+in bfloat16, a log-prob pass by (R * V - c * 16,384) * (4 + n), leaving 48 MiB. Gradients of the head's weight are added where
+they stay: V * h * b less wherever there is one already (a second micro-batch before the reduction).
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from verl_memopt.ops.in_place_gradient import room_for
 from verl_memopt.ops.logit_tiles import Gradients, Head, LogitTiles, Tokens
 
 TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
-"""Says ahead what backward will bring for a slice of tokens: from their log-probs and entropies (or None), without gradients,
+"""Returns the gradients of a slice of tokens before backward: from their log-probs and entropies (or None), without gradients,
 those of the log-probs and of the entropies, fp32 each."""
 
 
@@ -41,29 +40,41 @@ def head_log_probs(
     token_gradient: TokenGradient | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Gives the log-prob of each target and, when asked, the entropy of its distribution.
+    """Return the log-prob of each target and, when asked, the entropy of its distribution.
 
-    hidden: [R, H] in the compute dtype. weight: [V, H]; bias: [V] or None. targets: int64 [R].
-    Logits are divided by ``temperature`` in fp32. ``chunk_tokens`` of 0 takes all tokens as one chunk; ``vocab_tile`` of 0 whole
-    rows, or FREE_TILE where chunks are asked for and logits are computed in forward and in backward, or in forward alone.
-    Returns fp32 [R] and fp32 [R] or None. Gradients flow to hidden, weight and bias from both outputs.
-    token_gradient: computes the gradients in the forward; a backward that brings others is an assertion error.
-    in_place: adds to ``.grad`` of weight and bias without passing through autograd (with ``token_gradient`` in the forward),
-    where they are leaves without hooks; for callers that call ``backward`` once per forward, not ``torch.autograd.grad``.
+    Gradients flow to hidden, weight and bias from both outputs.
+
+    Args:
+        hidden: [R, H] in the compute dtype.
+        weight: [V, H].
+        bias: [V], or None.
+        targets: int64 [R].
+        temperature: divides the logits in fp32.
+        chunk_tokens: tokens per chunk; 0 for all.
+        with_entropy: entropies are asked for.
+        compiled: compile the functions of a chunk.
+        vocab_tile: vocabulary entries per tile. 0 takes whole rows; but it takes ``FREE_TILE`` where chunks are asked for and the
+            logits are computed both in forward and in backward, or in forward only.
+        token_gradient: gives the gradients in the forward. It is an assertion error if backward brings others.
+        in_place: add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), where they are
+            leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
+
+    Returns:
+        Log-probs fp32 [R]; entropies fp32 [R], or None.
     """
     once = token_gradient is not None and torch.is_grad_enabled()
     tile = FREE_TILE if vocab_tile == 0 and chunk_tokens > 0 and not once else vocab_tile
     head = Head(weight, bias, temperature, chunk_tokens, tile, with_entropy, compiled)
     if not torch.is_grad_enabled():
-        return _read(head, hidden, targets)
+        return _without_gradients(head, hidden, targets)
     if token_gradient is None:
         log_probs, entropy = _Recomputed.apply(hidden, weight, bias, targets, head, in_place)
     else:
-        log_probs, entropy = _Ahead.apply(hidden, weight, bias, targets, head, in_place, token_gradient)
+        log_probs, entropy = _PrecomputedGradient.apply(hidden, weight, bias, targets, head, in_place, token_gradient)
     return log_probs, entropy if with_entropy else None
 
 
-def _read(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+def _without_gradients(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
     tokens = _room_for_tokens(head, hidden)
     with scope(kind="logits"):
         logits = LogitTiles(head, hidden)
@@ -85,7 +96,7 @@ class _Recomputed(torch.autograd.Function):
             for rows in head.chunks(hidden.shape[0]):
                 _keep(logits.read(hidden[rows], targets[rows]), tokens, rows)
         entropy = _or_nothing(tokens.entropy, hidden)
-        # The weight is not among them: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
+        # Without the weight: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
         ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
         ctx.head, ctx.in_place = head, in_place
         return tokens.log_probs, entropy
@@ -104,8 +115,8 @@ class _Recomputed(torch.autograd.Function):
         return into.hidden, *handed, None, None, None
 
 
-class _Ahead(torch.autograd.Function):
-    """Computes gradients beside log-probs; backward checks that they are those it would have computed."""
+class _PrecomputedGradient(torch.autograd.Function):
+    """Computes the gradients in the forward. Backward checks that it would have computed the same."""
 
     @staticmethod
     def forward(
@@ -118,52 +129,52 @@ class _Ahead(torch.autograd.Function):
         in_place: bool,
         token_gradient: TokenGradient,
     ) -> tuple[Tensor, Tensor]:
-        tokens, told = _room_for_tokens(head, hidden), _room_for_tokens(head, hidden)
+        tokens, precomputed = _room_for_tokens(head, hidden), _room_for_tokens(head, hidden)
         into, ctx.handed = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
-                found = logits.read(hidden[rows], targets[rows])
-                grad_log_probs, grad_entropy = _told(token_gradient, rows, found)
-                logits.differentiate(hidden[rows], targets[rows], found, grad_log_probs, grad_entropy, _at(into, rows), True)
-                _keep(found, tokens, rows)
-                _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), told, rows)
-        ctx.save_for_backward(told.log_probs, told.entropy, into.hidden)
+                statistics = logits.read(hidden[rows], targets[rows])
+                grad_log_probs, grad_entropy = _gradient_of(token_gradient, rows, statistics)
+                logits.differentiate(hidden[rows], targets[rows], statistics, grad_log_probs, grad_entropy, _at(into, rows), True)
+                _keep(statistics, tokens, rows)
+                _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), precomputed, rows)
+        ctx.save_for_backward(precomputed.log_probs, precomputed.entropy, into.hidden)
         return tokens.log_probs, _or_nothing(tokens.entropy, hidden)
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
-        told_log_probs, told_entropy, grad_hidden = ctx.saved_tensors
+        of_log_probs, of_entropy, grad_hidden = ctx.saved_tensors
         handed, ctx.handed = ctx.handed, None
         assert handed is not None, "the gradients of this forward were handed out already"
-        _assert_as_told(told_log_probs, grads[0])
-        if told_entropy is not None:
-            _assert_as_told(told_entropy, grads[1])
+        _assert_as_precomputed(of_log_probs, grads[0])
+        if of_entropy is not None:
+            _assert_as_precomputed(of_entropy, grads[1])
         return grad_hidden, *handed, None, None, None, None
 
 
-def _told(token_gradient: TokenGradient, rows: slice, found: Tokens) -> tuple[Tensor, Tensor | None]:
-    # What its own autograd saves stays here: it is small, and gone again before any hook could gain from it.
+def _gradient_of(token_gradient: TokenGradient, rows: slice, statistics: Tokens) -> tuple[Tensor, Tensor | None]:
+    # Tensors that autograd saves here are not offloaded: they are small, and freed at once.
     with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
-        return token_gradient(rows, found.log_probs, found.entropy)
+        return token_gradient(rows, statistics.log_probs, statistics.entropy)
 
 
-def _assert_as_told(told: Tensor, brought: Tensor) -> None:
-    """Breaks off where backward brings another gradient than was told; nothing here waits for the device.
+def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
+    """Raise where backward brings another gradient than the precomputed one. Nothing here waits for the device.
 
-    What is not finite in either is let through: the gradient norm shows it, and the update is skipped.
+    Values that are not finite in either are let through: the gradient norm shows them, and the update is skipped.
     """
-    if told.numel():
-        finite = torch.isfinite(told)
-        bound = torch.where(finite, told, 0.0).abs().amax() * 1e-5
-        same = ((told - brought).abs() <= bound) | ~(finite & torch.isfinite(brought))
-        torch._assert_async(same.all(), "the gradient of the log-probs is not the one that was told ahead")
+    if precomputed.numel():
+        finite = torch.isfinite(precomputed)
+        bound = torch.where(finite, precomputed, 0.0).abs().amax() * 1e-5
+        same = ((precomputed - actual).abs() <= bound) | ~(finite & torch.isfinite(actual))
+        torch._assert_async(same.all(), "the gradient of the log-probs is not the precomputed one")
 
 
 def _gradient_room(
     head: Head, hidden: Tensor, needs: tuple[bool, ...], in_place: bool
 ) -> tuple[Gradients, tuple[Tensor | None, Tensor | None]]:
-    """Gives where gradients go, and those for weight and bias that autograd is to be handed."""
+    """Return where gradients go, and the gradients of weight and bias to return to autograd."""
     needs_hidden, needs_weight, needs_bias = needs[:3]
     weight, hand_weight = room_for(head.weight, needs_weight, in_place)
     bias, hand_bias = room_for(head.bias, needs_bias, in_place)

@@ -1,7 +1,7 @@
 """AdamW that walks the elements of all shards in buckets, so that what its step holds does not grow with the largest tensor.
 
 Bytes saved: the parameter-sized temporary (4 * N / W bytes) of torch's unfused step: with fp32 state on the device the step holds
-    nothing of its own, as torch's fused AdamW; in every other combination at most three buckets of ``optim.bucket_megabytes``.
+nothing of its own, as torch's fused AdamW; in every other combination at most three buckets of ``optim.bucket_megabytes``.
 """
 
 from __future__ import annotations
@@ -46,9 +46,9 @@ KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows
 class BucketedAdamW(Optimizer):
     """AdamW whose state may rest on the host or in fewer bits, and whose bfloat16 weights may be rounded stochastically.
 
-    state: per parameter ``step`` (fp32) and the planes of its format, ``exp_avg`` and ``exp_avg_sq`` for fp32 and bf16. All of
-    it is made at construction, as views of one buffer, shaped and sharded as the parameter is, so that another number of
-    ranks can load it; quantised moments are saved as they are, codes and scales.
+    The state of a parameter is ``step`` (fp32) and the planes of its format: ``exp_avg`` and ``exp_avg_sq`` for fp32 and bf16. It
+    is allocated at construction, as views of one buffer, and shaped and sharded as the parameter is, so that another number of
+    ranks can load it. Quantised moments are saved as they are, codes and scales.
     """
 
     def __init__(
@@ -65,8 +65,21 @@ class BucketedAdamW(Optimizer):
         bucket_megabytes: float = 64,
         seed: int = 0,
     ) -> None:
-        """params: fp32 or bfloat16, plain or sharded on their first dimension. seed: of the rounding."""
-        # Groups have the names of torch's AdamW, so that either can go on from the other's checkpoint.
+        """Allocate the state.
+
+        Args:
+            params: fp32 or bfloat16, plain or sharded on their first dimension.
+            lr: as in torch's AdamW.
+            betas: as in torch's AdamW.
+            eps: as in torch's AdamW.
+            weight_decay: as in torch's AdamW.
+            state_dtype: of the moments.
+            offload: the state rests on the host.
+            stochastic_rounding: of bfloat16 weights.
+            bucket_megabytes: size of a bucket in MiB.
+            seed: of the rounding.
+        """
+        # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
         theirs = AdamW([torch.zeros(1)], lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
         super().__init__(params, theirs.defaults)
         self._offload, self._stochastic, self._seed = offload, stochastic_rounding, seed
@@ -84,7 +97,7 @@ class BucketedAdamW(Optimizer):
 
     @torch.no_grad()
     def step(self, closure: Callable[[], Any] | None = None) -> Any:
-        """Updates every parameter that has a gradient. What it holds on the device besides is at most three buckets."""
+        """Update every parameter that has a gradient. This allocates at most three buckets on the device."""
         loss = None
         if closure is not None:
             with torch.enable_grad():
@@ -96,23 +109,29 @@ class BucketedAdamW(Optimizer):
 
     @torch.no_grad()
     def step_parameter(self, parameter: nn.Parameter, stopped: Tensor | None = None) -> None:
-        """Updates one parameter ahead of :meth:`step`, which then must not find its gradient any more.
+        """Update one parameter before :meth:`step`, which must then not find its gradient any more.
 
-        stopped: fp32 scalar on the device; where it is 1, parameter and state stay as they are.
+        Args:
+            parameter: with a gradient.
+            stopped: fp32 scalar on the device. Where it is 1, parameter and state stay as they are.
         """
         section, member = self._section_of[id(parameter)]
         self._update(section, [member], stopped)
 
     def state_dict(self) -> dict[str, Any]:
-        """Gives the state as it rests; nothing is copied."""
+        """Return the state where it rests, without a copy."""
         synchronize(self._device)
         return super().state_dict()
 
     @torch.no_grad()
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Copies saved values into the state where it rests; parameters are matched by their order.
+        """Copy saved values into the state where it rests. Parameters are matched by their order.
 
-        Errors: KeyError naming what is missing when the state was saved in another ``state_dtype``.
+        Args:
+            state_dict: as :meth:`state_dict` or torch's AdamW returned it.
+
+        Raises:
+            KeyError: naming what is missing, where the state was saved in another ``state_dtype``.
         """
         saved_groups = state_dict["param_groups"]
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
@@ -127,7 +146,7 @@ class BucketedAdamW(Optimizer):
         self._num_steps = int(max(state["step"] for state in self.state.values()))
 
     def _make_state(self) -> None:
-        """Takes one buffer for the whole state, on the host or the device, and shows each parameter its part."""
+        """Allocate one buffer for the whole state, on the host or the device, and give each parameter views of its part."""
         sizes = [
             [(plane, section.numel // plane.per_entry * plane.dtype.itemsize) for plane in section.format.planes]
             for section in self._sections
@@ -161,7 +180,7 @@ class BucketedAdamW(Optimizer):
         if not members:
             return
         steps = [self.state[member.parameter]["step"] for member in members]
-        # Where the update may be stopped, the number to add is on the device.
+        # Where the update may be stopped, the increment is on the device.
         torch._foreach_add_(steps, 1 if stopped is None else [1 - stopped] * len(steps))
         buckets = cut_buckets(members, self._bucket_elements(section, stopped is not None), section.cut)
         if not buckets:  # a rank may hold no row of any of them
@@ -210,7 +229,7 @@ class BucketedAdamW(Optimizer):
             torch.where(stopped.bool(), before[name], plane, out=plane)
 
     def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
-        """Gives the state of each bucket on the device, where it stays or passes by."""
+        """Return the state of each bucket on the device: where it rests, or as it passes by."""
         parts = [entries(section, bucket) for bucket in buckets]
         if self._lanes is None:
             return ({name: plane[ranges[name]] for name, plane in section.planes.items()} for ranges in parts)
@@ -220,9 +239,11 @@ class BucketedAdamW(Optimizer):
         return max(section.format.scratch, 0 if section.dtype == torch.float32 else 2)
 
     def _bucket_elements(self, section: Section, may_stop: bool) -> int:
-        """Gives the elements of a bucket: so many that slots, decoded moments and scratch are three buckets together.
+        """Return the elements of a bucket, so that slots, decoded moments and scratch together are three buckets.
 
-        may_stop: the state as it was is scratch too, where encoding it again would change it.
+        Args:
+            section: of the bucket.
+            may_stop: the previous state is scratch too, where encoding it again would change it.
         """
         itemsize = torch.float32.itemsize
         room = itemsize * (2 * section.format.decodes + self._scratch_count(section))
@@ -239,9 +260,9 @@ class BucketedAdamW(Optimizer):
         return Work(room(decodes), room(decodes), tuple(room(True) for _ in range(self._scratch_count(section))))
 
     def _seeded(self, section: Section, first: Slice) -> torch.Generator:
-        """Gives the generator at a state that follows from the step and the place alone, so that a resumed run rounds alike.
+        """Return the generator in a state that depends on the step and the place only, so that a resumed run rounds alike.
 
-        Replicas of a shard round alike too, or they would drift apart.
+        Replicas of a shard also round alike; otherwise they would drift apart.
         """
         start = first.member.start + first.first
         words = (self._seed, self._num_steps, self._sections.index(section), start, *self._place)

@@ -1,8 +1,8 @@
 """Each FSDP unit is updated inside backward, as soon as its gradient is reduced, and the gradient is freed at once.
 
-Bytes saved: b_g * (N - N_u) / W bytes (b_g = 4 for fp32 gradients, N parameters, N_u those of the largest unit, W ranks in the shard
-    group): at no time is there more than one unit's gradient; of a matrix that head and embedding share there are two, which
-    meet in backward. Without it all of them lie there from the end of backward to the end of the optimizer step.
+Bytes saved: b_g * (N - N_u) / W bytes (b_g = 4 for fp32 gradients, N parameters, N_u those of the largest unit, W ranks in the
+shard group): at no time is there more than one unit's gradient; of a matrix that head and embedding share there are two, which
+meet in backward. Without it all of them lie there from the end of backward to the end of the optimizer step.
 """
 
 from __future__ import annotations
@@ -21,24 +21,29 @@ KEY = "actor_rollout_ref.actor.optim.in_backward"
 
 
 class StepInBackward:
-    """Updates parameters as their gradients come. FSDP2 calls its hooks once a unit's gradients are reduced and sharded."""
+    """Updates each parameter as its gradient comes. FSDP2 calls the hooks once a unit's gradients are reduced and sharded."""
 
     def __init__(self, optimizer: BucketedAdamW) -> None:
+        """Register the hooks of all parameters of an optimizer."""
         self._optimizer = optimizer
         self._norms: dict[int, Tensor] = {}
         device = local(optimizer.param_groups[0]["params"][0]).device
-        # All three stay on the device: to read one of them in backward would make the host wait at each parameter.
+        # All three stay on the device: reading one in backward would make the host wait at each parameter.
         self._sum = torch.zeros((), device=device)
         self._stopped = torch.zeros((), device=device)
         self._moved = torch.zeros((), device=device)
-        # A parameter keeps its hook where the collector of garbage does not look, so the hook must not keep the optimizer.
+        # The garbage collector does not see the hook of a parameter, so the hook must not refer to the optimizer.
         hook = _WeakHook(self)
         for group in optimizer.param_groups:
             for parameter in group["params"]:
                 parameter.register_post_accumulate_grad_hook(hook)
 
     def check(self, num_micro_batches: int) -> None:
-        """Errors: ConfigError where the gradients of several micro-batches would have to be summed first."""
+        """Check that gradients need not be summed over micro-batches.
+
+        Raises:
+            ConfigError: where an optimizer step has several micro-batches.
+        """
         if num_micro_batches > 1:
             raise ConfigError(
                 f"{KEY}=true: an optimizer step has {num_micro_batches} micro-batches, and a gradient is used as soon as it is "
@@ -47,21 +52,21 @@ class StepInBackward:
             )
 
     def norm(self) -> Tensor:
-        """Gives the norm of the whole gradient since the last call: a sharded scalar where the parameters are sharded."""
+        """Return the norm of the whole gradient since the last call; a sharded scalar where parameters are sharded."""
         norms = list(self._norms.values())
         self._norms.clear()
         self._sum.zero_()
         return torch.linalg.vector_norm(torch.stack(norms))
 
     def take_moved(self) -> Tensor:
-        """Gives 1 (fp32 scalar) if this rank has updated a parameter since the last call, else 0."""
+        """Return 1 (fp32 scalar) if this rank has updated a parameter since the last call, else 0."""
         moved = self._moved.clone()
         self._moved.zero_()
         return moved
 
     @torch.no_grad()
     def update(self, parameter: nn.Parameter) -> None:
-        """Updates a parameter from its gradient, which is freed; not so once a gradient of this backward was not finite."""
+        """Update a parameter from its gradient and free the gradient. Nothing moves after a gradient that was not finite."""
         self.check(1 + (id(parameter) in self._norms))
         assert parameter.grad is not None
         with scope(kind="optimizer scratch"):

@@ -14,14 +14,20 @@ from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
 from verl_memopt.memory.optimizer.optimizer_state_dtype import MomentFormat, Plane, moment_format
 
 LEAST_CUT = 64
-"""Fewest elements between two cuts of a tensor, so that a kernel meets its tail only where the tensor ends."""
+"""Fewest elements between two cuts of a tensor, so that a kernel has a partial vector only at the end of the tensor."""
 ALIGNMENT = 64
-"""Bytes at whose multiples each part of the state buffer begins."""
+"""Each part of the state buffer begins at a multiple of this many bytes."""
 
 
 @dataclass(frozen=True)
 class Member:
-    """One parameter of a section. start: of its local elements among the section's, in the order of the walk."""
+    """One parameter of a section.
+
+    Attributes:
+        parameter: sharded or not.
+        start: of its local elements among those of the section.
+        numel: number of its local elements.
+    """
 
     parameter: nn.Parameter
     start: int
@@ -30,7 +36,7 @@ class Member:
 
 @dataclass(frozen=True)
 class Slice:
-    """Elements first to last (exclusive) of a member's local shard."""
+    """Elements ``first`` to ``last`` (exclusive) of a member's local shard."""
 
     member: Member
     first: int
@@ -39,9 +45,14 @@ class Slice:
 
 @dataclass
 class Section:
-    """Parameters of one group that are updated alike: one dtype, one format of moments, one flat range of elements.
+    """Parameters of one group with one dtype and one format of moments: one flat range of elements.
 
-    planes: the flat tensors in which their state rests.
+    Attributes:
+        group: of the optimizer.
+        format: of the moments.
+        dtype: of the parameters.
+        members: the parameters, in order.
+        planes: the flat tensors of their state.
     """
 
     group: dict[str, Any]
@@ -52,23 +63,27 @@ class Section:
 
     @property
     def numel(self) -> int:
+        """Number of local elements of all members."""
         return self.members[-1].start + self.members[-1].numel if self.members else 0
 
     @property
     def cut(self) -> int:
-        """A tensor is cut at multiples of so many elements: whole blocks, and whole vectors of a kernel."""
+        """Elements at whose multiples a tensor is cut: whole blocks, and whole vectors of a kernel."""
         return -(-LEAST_CUT // self.format.block) * self.format.block
 
 
 def local(tensor: Tensor) -> Tensor:
-    """Gives this rank's shard of a tensor, without a copy."""
+    """Return this rank's shard of a tensor, without a copy."""
     return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
 
 
 def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list[Slice]]:
-    """Gives buckets of at most ``elements`` elements that follow each other; each is one unbroken range of its section.
+    """Return consecutive buckets of at most ``elements`` elements. Each is one unbroken range of its section.
 
-    A bucket takes in as many members as fit. A member is cut at multiples of ``cut`` of its own elements.
+    Args:
+        members: of the section. A bucket takes as many of them as fit.
+        elements: of a bucket.
+        cut: members are cut at multiples of so many of their elements.
     """
     buckets: list[list[Slice]] = []
     room, following = 0, -1
@@ -87,17 +102,17 @@ def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list
 
 
 def sections(groups: Sequence[dict[str, Any]], state_dtype: str) -> list[Section]:
-    """Gives the sections of an optimizer's groups, in the order in which their first parameters come."""
-    found: dict[tuple[int, torch.dtype, int], Section] = {}
+    """Return the sections of an optimizer's groups, in the order of their first parameters."""
+    by_key: dict[tuple[int, torch.dtype, int], Section] = {}
     for number, group in enumerate(groups):
         for parameter in group["params"]:
             assert _sharded_on_rows(parameter), getattr(parameter, "placements", None)
             rows = parameter.shape[0] if parameter.ndim else 1
             kind = moment_format(state_dtype, parameter.numel() // max(rows, 1))
             key = (number, parameter.dtype, kind.block)
-            section = found.setdefault(key, Section(group, kind, parameter.dtype))
+            section = by_key.setdefault(key, Section(group, kind, parameter.dtype))
             section.members.append(Member(parameter, section.numel, local(parameter).numel()))
-    return list(found.values())
+    return list(by_key.values())
 
 
 def _sharded_on_rows(parameter: Tensor) -> bool:
@@ -106,7 +121,7 @@ def _sharded_on_rows(parameter: Tensor) -> bool:
 
 
 def shard_place(parameter: Tensor) -> tuple[int, ...]:
-    """Gives which shard of a parameter this rank holds; replicas of a shard are at the same place, a plain one at the first."""
+    """Return which shard of a parameter this rank holds. Replicas of a shard have the same place; a plain parameter the first."""
     if not isinstance(parameter, DTensor):
         return (0,)
     place = parameter.device_mesh.get_coordinate() or []
@@ -114,7 +129,7 @@ def shard_place(parameter: Tensor) -> tuple[int, ...]:
 
 
 def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
-    """Gives a member's part of a plane in the parameter's shape, its rows shorter where an entry stands for several elements."""
+    """Return a member's part of a plane in the parameter's shape. Rows are shorter where an entry covers several elements."""
     parameter = member.parameter
     part = flat[member.start // plane.per_entry : (member.start + member.numel) // plane.per_entry]
     shape = _stored_shape(parameter.shape, plane.per_entry)
@@ -123,7 +138,7 @@ def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
         return values
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, plane.dtype))
-    # from_local would copy what rests on the host to the mesh's device.
+    # from_local would copy host tensors to the mesh's device.
     return DTensor(values, spec, requires_grad=False)
 
 
@@ -132,17 +147,17 @@ def _stored_shape(shape: torch.Size, per_entry: int) -> torch.Size:
 
 
 def entries(section: Section, bucket: Sequence[Slice]) -> dict[str, slice]:
-    """Gives the range of each of the section's planes that holds the state of a bucket."""
+    """Return the range of each of the section's planes that holds the state of a bucket."""
     start = bucket[0].member.start + bucket[0].first
     stop = start + count(bucket)
     return {plane.name: slice(start // plane.per_entry, stop // plane.per_entry) for plane in section.format.planes}
 
 
 def count(bucket: Sequence[Slice]) -> int:
-    """Gives the elements of a bucket."""
+    """Return the number of elements of a bucket."""
     return sum(part.last - part.first for part in bucket)
 
 
 def aligned(size: int) -> int:
-    """Gives the bytes that a part of the state buffer takes."""
+    """Return the bytes that a part of the state buffer takes."""
     return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,8 +1,8 @@
 """Optimizer state rests in one host buffer and passes over the device bucket by bucket inside ``step()``.
 
-Bytes saved: b_o * N / W bytes of device memory outside the step (b_o = 8 for fp32 moments, N parameters, W ranks in the shard group),
-    and in it all but three buckets: one that arrives, one that is updated, one that leaves. It is made where it rests, so the
-    first step costs what every other does.
+Bytes saved: b_o * N / W bytes of device memory outside the step (b_o = 8 for fp32 moments, N parameters, W ranks in the shard
+group), and in it all but three buckets: one that arrives, one that is updated, one that leaves. It is made where it rests, so the
+first step costs what every other does.
 """
 
 from __future__ import annotations
@@ -15,24 +15,29 @@ from torch import Tensor
 from verl_memopt.distributed.device import Done, copy_stream, current_stream, mark_done, on_stream, wait_for
 
 SLOTS = 3
-"""Buckets on the device at once: with two, what arrives would wait for what leaves."""
+"""Buckets on the device at once. With two, an arriving bucket would wait for the leaving one."""
 
 Ranges = Mapping[str, slice]
 
 
 class StateLanes:
-    """Carries buckets of host tensors to the device and back, on two side streams where there is a GPU."""
+    """Moves buckets of host tensors to the device and back, on two side streams on a GPU."""
 
     def __init__(self, device: torch.device) -> None:
+        """Create the side streams of a device."""
         self._device = device
         self._arriving = copy_stream(device)
         self._leaving = copy_stream(device)
 
     def passing(self, resting: Mapping[str, Tensor], buckets: Sequence[Ranges]) -> Iterator[dict[str, Tensor]]:
-        """Gives each bucket of ``resting`` (flat host tensors) as tensors on the device; what is left in them is written back.
+        """Yield each bucket of ``resting`` as tensors on the device, and write their values back afterwards.
 
-        A bucket names the range of each tensor. The next one arrives and the one before leaves while the caller computes.
-        After the last, what the current stream is given next comes after every write.
+        The next bucket arrives and the previous one leaves while the caller computes. After the last bucket the current stream
+        waits for every write.
+
+        Args:
+            resting: flat host tensors by name.
+            buckets: the range of each tensor, for each bucket.
         """
         here = current_stream(self._device)
         slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]

@@ -1,8 +1,8 @@
 """The two moments of AdamW in fewer bits than fp32; each bucket is decoded to fp32, updated, and encoded again.
 
-Bytes saved: of the 8 bytes a parameter that two fp32 moments take: bfloat16 4; int8 8 - 2 x (1 + 4 / 256) = 5.97; int4
-    8 - 2 x (1/2 + 4 / 128) = 6.94. Blocks are as long as the largest even divisor of a row, up to 256 (int8) or 128 (int4)
-    elements; parameters whose rows have no such block of at least 32 (norms, biases) keep fp32 moments.
+Bytes saved: of the 8 bytes a parameter that two fp32 moments take: bfloat16 4; int8 8 - 2 x (1 + 4 / 256) = 5.97; int4 8 - 2 x
+(1/2 + 4 / 128) = 6.94. Blocks are as long as the largest even divisor of a row, up to 256 (int8) or 128 (int4) elements;
+parameters whose rows have no such block of at least 32 (norms, biases) keep fp32 moments.
 
 A code c stands for scale x sign(c) x (c / levels)^2 with one fp32 scale a block, the largest magnitude in it: squaring spends
 codes on small values. All encodings round stochastically, because a moment is a running mean: at beta2 = 0.999 one step
@@ -30,14 +30,14 @@ LEVELS = {("int8", "exp_avg"): 127, ("int8", "exp_avg_sq"): 255, ("int4", "exp_a
 ZERO_NIBBLE = 8
 """Added to a signed 4-bit code to store it in half a byte."""
 TINY = 1.2e-38
-"""Stands for the scale of a block of zeros: the smallest normal fp32."""
+"""Replaces the scale of a block of zeros: the smallest normal fp32."""
 
 Planes = Mapping[str, Tensor]
 
 
 @dataclass(frozen=True)
 class Plane:
-    """One stored tensor of a moment. per_entry: elements of the parameter that one entry stands for."""
+    """One stored tensor of a moment. Each entry stands for ``per_entry`` elements of the parameter."""
 
     name: str
     dtype: torch.dtype
@@ -46,7 +46,7 @@ class Plane:
 
 @dataclass(frozen=True)
 class Work:
-    """fp32 room for one bucket: the two moments decoded, and scratch. What a format does not need is empty."""
+    """fp32 room for one bucket: the two decoded moments, and scratch. What a format does not need is empty."""
 
     exp_avg: Tensor
     exp_avg_sq: Tensor
@@ -55,10 +55,15 @@ class Work:
 
 @dataclass(frozen=True)
 class MomentFormat:
-    """How the moments of some parameters rest.
+    """How the moments of some parameters are stored.
 
-    block: a bucket is cut at multiples of it. decodes: the moments need room in fp32. scratch: fp32 tensors that encoding needs.
-    decode gives the two moments in fp32; encode writes them back, with a generator to round by.
+    Attributes:
+        planes: the stored tensors.
+        block: a bucket is cut at multiples of so many elements.
+        decodes: the moments need room in fp32.
+        scratch: number of fp32 tensors that encoding needs.
+        decode: returns the two moments in fp32.
+        encode: writes the moments back, with a generator for rounding.
     """
 
     planes: tuple[Plane, ...]
@@ -70,16 +75,16 @@ class MomentFormat:
 
     @property
     def repeats(self) -> bool:
-        """Says whether encoding what was decoded gives the same bytes again. Codes of blocks are drawn anew each time."""
+        """Whether encoding decoded moments gives the same bytes again. Codes of blocks are drawn anew each time."""
         return self.block == 1
 
     def bytes_of(self, elements: int) -> int:
-        """Gives the bytes of both moments of so many elements."""
+        """Return the bytes of both moments of so many elements."""
         return sum(elements // plane.per_entry * plane.dtype.itemsize for plane in self.planes)
 
 
 def moment_format(state_dtype: str, row: int) -> MomentFormat:
-    """Gives the format for parameters whose rows (all dimensions but the first) have ``row`` elements."""
+    """Return the format for parameters whose rows (all dimensions but the first) have ``row`` elements."""
     if state_dtype == "bfloat16":
         planes = tuple(Plane(name, torch.bfloat16, 1) for name in MOMENTS)
         return MomentFormat(planes, 1, True, 1, _decode_bf16, _encode_bf16)
@@ -94,7 +99,7 @@ def moment_format(state_dtype: str, row: int) -> MomentFormat:
 
 
 def block_size(row: int, most: int) -> int | None:
-    """Gives the largest even divisor of ``row`` that is at most ``most``, or None where it would be below ``LEAST_BLOCK``."""
+    """Return the largest even divisor of ``row`` up to ``most``; None where it would be below ``LEAST_BLOCK``."""
     return next((size for size in range(most - most % 2, LEAST_BLOCK - 1, -2) if row % size == 0), None)
 
 
@@ -103,7 +108,7 @@ def _as_they_are(planes: Planes, work: Work) -> tuple[Tensor, Tensor]:
 
 
 def _leave(planes: Planes, work: Work, generator: torch.Generator) -> None:
-    """What was updated in place is where it rests."""
+    """Do nothing: the moments were updated where they rest."""
 
 
 def _decode_bf16(planes: Planes, work: Work) -> tuple[Tensor, Tensor]:
@@ -159,10 +164,10 @@ def _encode_blocks(state_dtype: str, block: int, planes: Planes, work: Work, gen
 def _codes(
     values: Tensor, scales: Tensor, levels: int, block: int, scratch: tuple[Tensor, ...], generator: torch.Generator
 ) -> tuple[Tensor, Tensor]:
-    """Gives whole codes (fp32) whose squares are the magnitudes in expectation, and the scratch that is free again.
+    """Return whole codes (fp32) whose squares are the magnitudes in expectation, and scratch that is free again.
 
-    With w = magnitude x levels^2 / scale and k the whole part of its root, w lies (w - k^2) / (2 k + 1) of the way to the
-    next code's value, and that is the chance to take the next code.
+    With w = magnitude * levels^2 / scale, and k the integer part of the root of w, the chance of the next code is
+    (w - k^2) / (2 k + 1), which is the position of w between the values of the two codes.
     """
     way, root = scratch
     torch.div(values.view(-1, block), scales.clamp_min(TINY)[:, None], out=way.view(-1, block))

@@ -1,7 +1,7 @@
 """Stochastic rounding to bfloat16, so that weights which rest in bfloat16 move by less than their spacing, on average.
 
-Bytes saved: 2 + 2 bytes a parameter against fp32 masters (weights 4 -> 2, gradients 4 -> 2); with bf16 moments the training state is
-    8 bytes a parameter in place of 16.
+Bytes saved: 2 + 2 bytes a parameter against fp32 masters (weights 4 -> 2, gradients 4 -> 2); with bf16 moments the training state
+is 8 bytes a parameter in place of 16.
 
 The expected value of the rounded number is the number itself (Gupta et al., arXiv 1502.02551): the bits that are cut off are
 the chance, in units of 2^-16, to go up.
@@ -13,13 +13,21 @@ import torch
 from torch import Tensor
 
 CUT = 16
-"""Bits of an fp32 that a bfloat16 does not have."""
+"""Bits of an fp32 that a bfloat16 lacks."""
 
 
 def round_to_bfloat16_(values: Tensor, noise: Tensor, generator: torch.Generator) -> Tensor:
-    """Makes each fp32 of ``values`` one of its two bfloat16 neighbours, in place; numbers that are bfloat16 stay as they are.
+    """Replace each fp32 of ``values`` by one of its two bfloat16 neighbours, in place.
 
-    noise: fp32, as many elements, overwritten. Infinities stay; a NaN stays one.
+    Numbers that are bfloat16 stay unchanged, as do infinities. A NaN stays a NaN.
+
+    Args:
+        values: fp32.
+        noise: fp32, as many elements; overwritten.
+        generator: of the noise.
+
+    Returns:
+        ``values``.
     """
     assert values.dtype == noise.dtype == torch.float32, (values.dtype, noise.dtype)
     bits, chance = values.view(torch.int32), noise.view(torch.int32)

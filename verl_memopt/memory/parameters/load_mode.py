@@ -1,9 +1,9 @@
 """How weights come from their files: streamed shard by shard, or left in the mapped file until the device asks for them.
 
 Bytes saved: either way no rank holds more of a model than its shard, on the device, and on the host nothing of its own: a file is
-    mapped, and each tensor's part of it is copied straight to where it belongs. ``mmap`` also saves the b_w * N / W bytes
-    of host buffer in which a reference with ``param_offload`` rests: the file is its place, and the system may drop its
-    pages when memory is short. A rank's slice of a mapped tensor keeps the address range of all of it, and no memory.
+mapped, and each tensor's part of it is copied straight to where it belongs. ``mmap`` also saves the b_w * N / W bytes of host
+buffer in which a reference with ``param_offload`` rests: the file is its place, and the system may drop its pages when memory is
+short. A rank's slice of a mapped tensor keeps the address range of all of it, and no memory.
 """
 
 from __future__ import annotations
@@ -20,13 +20,13 @@ KIND = "mapped file"
 
 @contextmanager
 def mapping() -> Iterator[None]:
-    """Labels tensors made inside as parts of a mapped file: of the host, of a kind of their own, no memory of the process."""
+    """Label tensors created inside as parts of a mapped file, which are of the host and no memory of the process."""
     with scope(KIND, HOST):
         yield
 
 
 def mapped(part: Tensor) -> Tensor:
-    """Labels one that stays; gives it back."""
+    """Label a tensor that stays as a part of a mapped file, and return it."""
     declare_host(part.untyped_storage())
     mark(KIND, [part], HOST)
     return part

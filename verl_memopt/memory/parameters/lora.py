@@ -1,9 +1,7 @@
 """LoRA: the base is frozen, each chosen linear layer learns a low-rank addition; the reference is the same model without it.
 
-Bytes saved: with N parameters in the base and N_a in the adapters, gradients and optimizer state of N - N_a parameters: 12 bytes each
-
-with fp32 AdamW; and the whole second model where a KL asks for a reference (b_w x N / W). N_a is rank x (in + out) a layer.
-
+Bytes saved: with N parameters in the base and N_a in the adapters, gradients and optimizer state of N - N_a parameters: 12 bytes
+each with fp32 AdamW; and the whole second model where a KL asks for a reference (b_w x N / W). N_a is rank x (in + out) a layer.
 knobs are as without it. Source: LoRA, arXiv 2106.09685.
 """
 
@@ -31,12 +29,16 @@ ADAPTERS = ("lora_A", "lora_B")
 
 
 class LoraLinear(nn.Linear):
-    """A frozen linear layer plus ``scale * x A^T B^T``. Made from a layer in place of it, under the same names.
+    """A frozen linear layer plus ``scale * x A^T B^T``. It replaces a plain layer, under the same names.
 
-    lora_A: [rank, in]; lora_B: [out, rank]. ``active`` false leaves the base alone.
+    Attributes:
+        lora_A: [rank, in].
+        lora_B: [out, rank].
+        active: whether the adapter is on.
     """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
+        """Take over the weight and bias of a layer; the adapter is uninitialised."""
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
@@ -45,6 +47,7 @@ class LoraLinear(nn.Linear):
         self.lora_B = nn.Parameter(self.weight.new_empty(self.out_features, rank))
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output [..., out] of x [..., in]."""
         out = linear(x, self.weight, self.bias)
         return out + self.scale * linear(linear(x, self.lora_A), self.lora_B) if self.active else out
 
@@ -52,11 +55,21 @@ class LoraLinear(nn.Linear):
 def apply_lora(
     model: nn.Module, rank: int, alpha: float, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None
 ) -> list[str]:
-    """Freezes ``model`` and gives each chosen linear layer an adapter; to be called before sharding. Gives their names.
+    """Freeze a model and give each chosen linear layer an adapter. Call this before sharding.
 
-    target_modules: ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for the
-    whole name. exclude_modules: the same for layers to leave out.
-    Errors: ConfigError when nothing is chosen.
+    Args:
+        model: without shards.
+        rank: of the adapters.
+        alpha: the adapters are scaled by ``alpha / rank``.
+        target_modules: ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for the
+            whole name.
+        exclude_modules: the same for layers to leave out.
+
+    Returns:
+        The names of the chosen layers.
+
+    Raises:
+        ConfigError: where no layer is chosen.
     """
     model.requires_grad_(False)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -80,14 +93,14 @@ def _matches(name: str, wanted: str | Sequence[str] | None) -> bool:
 
 
 def adapters(model: nn.Module) -> dict[str, LoraLinear]:
-    """Gives the layers that have adapters, by their name in a Hugging Face checkpoint."""
+    """Return the layers that have adapters, by their name in a Hugging Face checkpoint."""
     return {name.removeprefix("lm."): module for name, module in model.named_modules() if isinstance(module, LoraLinear)}
 
 
 def initialize_adapters(model: nn.Module, seed: int) -> None:
-    """Draws each A (Kaiming uniform) and zeroes each B, so that the model starts as its base.
+    """Draw each A (Kaiming uniform) and zero each B, so that the model starts as its base.
 
-    A layer's draw depends on the seed and its name alone, not on the number of ranks.
+    The values of a layer depend on the seed and its name only, not on the number of ranks.
     """
     for name, layer in adapters(model).items():
         generator = torch.Generator().manual_seed((seed << 32) ^ zlib.crc32(name.encode()))
@@ -98,7 +111,7 @@ def initialize_adapters(model: nn.Module, seed: int) -> None:
 
 
 def _copy_whole(parameter: Tensor, whole: Tensor) -> None:
-    """Copies this rank's rows of a whole tensor into a parameter sharded on its first dimension, or all of it."""
+    """Copy this rank's rows of a whole tensor into a parameter sharded on its first dimension, or all of it."""
     if not isinstance(parameter, DTensor):
         parameter.detach().copy_(whole)
         return
@@ -116,7 +129,7 @@ def _first_row(parameter: DTensor) -> int:
 
 @contextmanager
 def adapters_off(model: nn.Module) -> Iterator[None]:
-    """Makes the model its base inside the body: the reference, without a second copy."""
+    """Switch the adapters off inside the body, so that the model is its base: the reference, without a second copy."""
     layers = list(adapters(model).values())
     for layer in layers:
         layer.active = False
@@ -128,10 +141,14 @@ def adapters_off(model: nn.Module) -> Iterator[None]:
 
 
 def merged_weights(weights: Iterator[tuple[str, Tensor]], model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields each base tensor once, with its adapter added in fp32 where it has one; the adapters themselves are left out.
+    """Yield each base tensor once, with its adapter added in fp32 where it has one. Adapters are left out.
 
-    weights: (name, parameter), sharded or not; a merged tensor is sharded as its base is, and is made when it is asked for.
-    All ranks must consume in step: the small A of a layer is gathered.
+    A merged tensor is sharded as its base is, and computed when it is asked for. All ranks must consume in step, because the
+    small A of a layer is gathered.
+
+    Args:
+        weights: (name, parameter) pairs, sharded or not.
+        model: with the adapters.
     """
     layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
     for name, weight in weights:
@@ -154,9 +171,17 @@ def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
 
 
 def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: float, writes: bool) -> None:
-    """Writes the adapters alone, in the peft format: adapter_config.json and adapter_model.safetensors.
+    """Write the adapters in the peft format: adapter_config.json and adapter_model.safetensors.
 
     Every rank gathers in step; the rank that ``writes`` writes.
+
+    Args:
+        folder: to be written.
+        model: with the adapters.
+        base: name of the base model.
+        rank: of the adapters.
+        alpha: of the adapters.
+        writes: whether this rank writes.
     """
     tensors = {}
     for name, layer in adapters(model).items():
@@ -178,27 +203,32 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
 
 
 def load_adapter(folder: Path, model: nn.Module) -> None:
-    """Fills the adapters from a folder in the peft format.
+    """Fill the adapters from a folder in the peft format.
 
-    Errors: ConfigError listing what is missing, left over or of another shape.
+    Args:
+        folder: with adapter_model.safetensors.
+        model: with adapters.
+
+    Raises:
+        ConfigError: listing what is missing, left over or of another shape.
     """
     key, path = f"{KEY}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():
         raise ConfigError(f"{key}: it has no adapter_model.safetensors. Give a folder in the peft format.")
-    found = load_file(path)
+    tensors = load_file(path)
     wanted = {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)
         for name, layer in adapters(model).items()
         for part in ADAPTERS
     }
-    problems = [f"missing {name}" for name in wanted if name not in found]
-    problems += [f"unexpected {name}" for name in found if name not in wanted]
+    problems = [f"missing {name}" for name in wanted if name not in tensors]
+    problems += [f"unexpected {name}" for name in tensors if name not in wanted]
     problems += [
-        f"{name} has shape {tuple(found[name].shape)}, the settings ask for {tuple(wanted[name].shape)}"
-        for name in wanted.keys() & found.keys()
-        if found[name].shape != wanted[name].shape
+        f"{name} has shape {tuple(tensors[name].shape)}, the settings ask for {tuple(wanted[name].shape)}"
+        for name in wanted.keys() & tensors.keys()
+        if tensors[name].shape != wanted[name].shape
     ]
     if problems:
         raise ConfigError(f"{key}: it does not fit lora_rank and target_modules: {'; '.join(problems[:6])}.")
     for name, parameter in wanted.items():
-        _copy_whole(parameter, found[name])
+        _copy_whole(parameter, tensors[name])

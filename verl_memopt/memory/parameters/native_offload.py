@@ -21,17 +21,21 @@ KIND = "params"
 
 
 def native_offload(wanted: bool) -> OffloadPolicy:
-    """Gives FSDP2's policy: shards on the host or, unless ``wanted``, on the device."""
-    # FSDP2 would page-lock copies of its own; allocate_on_host says what is locked.
+    """Return FSDP2's policy: shards on the host or, unless ``wanted``, on the device."""
+    # FSDP2 would page-lock copies of its own; allocate_on_host decides what is locked.
     return CPUOffloadPolicy(False) if wanted else OffloadPolicy()
 
 
 def allocate_on_host(model: nn.Module, device: torch.device) -> None:
-    """Gives a sharded model without storage one host buffer for its shards; buffers of the model go to the device.
+    """Allocate one host buffer for the shards of a model without storage, uninitialised. The model's buffers go to the device.
 
-    device: where it computes. Values are uninitialised. The buffer holds each shard in the even size that FSDP2 gathers, so that
-    FSDP2 copies none out of it. On a GPU the gradients' host memory is counted too, and where the limits allow it is
-    page-locked, so that neither gathers nor gradients wait for their copies.
+    The buffer holds each shard in the padded size that FSDP2 gathers, so FSDP2 copies none out of it. On a GPU the host memory of
+    the gradients is counted too. Where the limits allow it is page-locked, so that neither gathers nor gradients wait for their
+    copies.
+
+    Args:
+        model: sharded, without storage.
+        device: where it computes.
     """
     sharded = {id(param.sharded_param): param for param in _fsdp_params(model)}
     sizes = {id(parameter): _padded_numel(parameter, sharded) * parameter.itemsize for parameter in model.parameters()}
@@ -42,7 +46,7 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
     for key, param in sharded.items():
         typed = slots[key].view(param.sharded_param.dtype)
         typed[_shard(param.sharded_param).numel() :].zero_()
-        # What FSDP2 gathers from. It pads a shard that does not lie in the memory this names.
+        # FSDP2 gathers from this tensor. It would copy and pad a shard that lies elsewhere.
         param._sharded_param_data = typed
 
     def place(tensor: Tensor) -> Tensor:
@@ -70,9 +74,9 @@ def _padded_numel(parameter: Tensor, sharded: dict[int, FSDPParam]) -> int:
 
 
 def _count_gradients(model: nn.Module, trained: list[FSDPParam], shards_are_locked: bool) -> None:
-    """Counts the host memory of gradients as long as the model lives, and lets FSDP2 lock it where there is room for that."""
+    """Count the host memory of gradients as long as the model lives, and let FSDP2 lock it where there is room for that."""
     sizes = [param.sharded_size.numel() * param.sharded_param.itemsize for param in trained]
-    # torch's allocator gives page-locked gradients, and rounds each up to a power of two.
+    # torch's allocator of page-locked memory rounds each gradient up to a power of two.
     rounded = sum(1 << (size - 1).bit_length() for size in sizes if size)
     locks = shards_are_locked and host_allocator().may_pin(rounded)
     weakref.finalize(model, host_allocator().count_elsewhere(rounded if locks else sum(sizes), locks, "grads"))

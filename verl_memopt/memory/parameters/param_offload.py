@@ -1,7 +1,7 @@
 """Parameters rest on the host outside the phases that need them: one host buffer a model, used again at every move.
 
 Bytes saved: b_w * N / W bytes of device memory in every phase that does not need the model (b_w = 4 for fp32 masters, 2 for
-    bfloat16; N parameters; W ranks in the shard group): rollout, the other model's log-probs, rewards, saving.
+bfloat16; N parameters; W ranks in the shard group): rollout, the other model's log-probs, rewards, saving.
 """
 
 from __future__ import annotations
@@ -24,7 +24,14 @@ KIND = "params"
 
 @dataclass
 class _Place:
-    """A storage and its place on the host, both uint8. copied: the host has its values already."""
+    """A storage and its place on the host, both uint8.
+
+    Attributes:
+        flat: the storage.
+        frozen: its parameter is not trained.
+        slot: its place on the host; None before the first move.
+        copied: the host has its values already.
+    """
 
     flat: Tensor
     frozen: bool
@@ -35,17 +42,21 @@ class _Place:
 class ParamHome:
     """The parameters of one model and their place on the host.
 
-    Moves are by storage: a storage that has left is resized to nothing, so whatever shares it (FSDP2's own views, a state
-    dict taken earlier) keeps no byte of it alive, and all of it is valid again when the storage is back.
+    Whole storages are moved. A storage that has left is resized to nothing, so tensors that share it (FSDP2's own views, an
+    earlier state dict) keep no byte of it alive, and all of them are valid again when the storage is back.
     """
 
     def __init__(
         self, name: str, parameters: Iterable[Tensor], device: torch.device, mapped: Sequence[Tensor] | None = None
     ) -> None:
-        """parameters: all of the model's, on the device. Those without ``requires_grad`` are copied to the host once.
+        """Take note of the storages of a model's parameters.
 
-        mapped: the values of each parameter in a mapped file, for a model that is frozen whole. They are never copied out,
-        and the parameters need not be filled.
+        Args:
+            name: of the model.
+            parameters: all of the model's, on the device. Those without ``requires_grad`` are copied to the host once.
+            device: of the parameters.
+            mapped: the values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied to
+                the host, and the parameters need not be filled.
         """
         self.name = name
         self.on_device = True
@@ -61,13 +72,14 @@ class ParamHome:
 
     @property
     def num_bytes(self) -> int:
-        """What leaves the device."""
+        """Bytes that leave the device."""
         return sum(place.flat.numel() for place in self._places.values())
 
     def to_host(self) -> int:
-        """Lets the parameters rest on the host; gives the bytes the device got back.
+        """Move the parameters to the host, and return the bytes freed on the device.
 
-        Errors: ConfigError when the host limit leaves no room for them; they are then still on the device.
+        Raises:
+            ConfigError: where the host limit leaves no room for them. They are still on the device then.
         """
         if not self.on_device:
             return 0
@@ -76,7 +88,7 @@ class ParamHome:
             if not place.copied:
                 assert place.slot is not None
                 place.slot.copy_(place.flat, non_blocking=True)
-        # From here on the host may read its copy, and the device may hand the memory out.
+        # From here on the host may read its copy, and the device may reuse the memory.
         synchronize(self._device)
         for place in self._places.values():
             place.copied = place.frozen
@@ -85,7 +97,7 @@ class ParamHome:
         return self.num_bytes
 
     def to_device(self) -> int:
-        """Brings the parameters to the device; gives the bytes that came. If it fails, none of them is there."""
+        """Move the parameters to the device, and return the bytes moved. If this fails, none of them is there."""
         if self.on_device:
             return 0
         try:
@@ -101,16 +113,16 @@ class ParamHome:
         return self.num_bytes
 
     def changed(self) -> None:
-        """To be called when frozen parameters were given other values on the device: they are copied out once more."""
+        """Note that frozen parameters got other values on the device, so that they are copied to the host once more."""
         assert self.on_device, self.name
         for place in self._places.values():
             place.copied = False
 
     @contextmanager
     def readable(self) -> Iterator[None]:
-        """Lets the parameters be read from where they rest: inside the body their shards are views of the host's copy.
+        """Let the parameters be read where they rest: inside the body their shards are views of the host's copy.
 
-        A collective on them runs on the host. Changes nothing while they are on the device.
+        A collective on them runs on the host. Nothing changes while they are on the device.
         """
         if self.on_device:
             yield
@@ -130,7 +142,7 @@ class ParamHome:
             return shard
         assert place.slot is not None
         typed = place.slot.view(shard.dtype)
-        # Strides count from the start of the host's storage, which all places share.
+        # Offsets count from the start of the host's storage, which all places share.
         return typed.as_strided(shard.shape, shard.stride(), typed.storage_offset() + shard.storage_offset())
 
     def _take_slots(self) -> None:
@@ -143,19 +155,19 @@ class ParamHome:
 
 
 def _places(parameters: Iterable[Tensor]) -> dict[int, _Place]:
-    """Gives each storage once, whole; wide elements first, so that every one starts at a multiple of its width."""
-    found: dict[int, tuple[Tensor, bool]] = {}
+    """Return each storage once, whole; wide elements first, so that each starts at a multiple of its width."""
+    storages: dict[int, tuple[Tensor, bool]] = {}
     for parameter in parameters:
         for plain in _plain(parameter):
             if plain.untyped_storage().nbytes():
-                found.setdefault(plain.untyped_storage()._cdata, (plain, not parameter.requires_grad))
-    mark(KIND, (plain for plain, _ in found.values()))
-    ordered = sorted(found.items(), key=lambda item: -item[1][0].itemsize)
+                storages.setdefault(plain.untyped_storage()._cdata, (plain, not parameter.requires_grad))
+    mark(KIND, (plain for plain, _ in storages.values()))
+    ordered = sorted(storages.items(), key=lambda item: -item[1][0].itemsize)
     return {key: _Place(_flat(plain), frozen) for key, (plain, frozen) in ordered}
 
 
 def _plain(tensor: Tensor) -> Iterator[Tensor]:
-    """Gives the tensors that hold a tensor's bytes: itself, or those inside a wrapper such as a DTensor."""
+    """Yield the tensors that hold a tensor's bytes: itself, or those inside a wrapper such as a DTensor."""
     if not is_traceable_wrapper_subclass(tensor):
         yield tensor.detach()
         return

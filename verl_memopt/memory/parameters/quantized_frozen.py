@@ -28,7 +28,12 @@ NF4_LEVELS = (
 
 @dataclass(frozen=True)
 class Format:
-    """How a group of weights is stored. bits: of a code; group: weights along the input that share an fp32 scale."""
+    """How a group of weights is stored.
+
+    Attributes:
+        bits: of a code.
+        group: weights along the input that share an fp32 scale.
+    """
 
     bits: int
     group: int
@@ -41,11 +46,12 @@ FORMATS = {"int8": Format(8, 128), "nf4": Format(4, 64)}
 class QuantizedLinear(nn.Module):
     """A frozen linear layer stored as bytes: ``qweight`` uint8 [out, code bytes + 4 x groups], a row's scales after its codes.
 
-    Scales lie among the bytes so that no mixed-precision policy rounds them, and so that rows can be sharded together.
-    ``exact`` gives the unquantised weight while an error is measured.
+    The scales lie among the bytes so that no mixed-precision policy rounds them, and so that rows can be sharded together.
+    ``exact`` returns the unquantised weight while an error is measured.
     """
 
     def __init__(self, base: nn.Linear, kind: str) -> None:
+        """Take over the shape and bias of a layer. The bytes are uninitialised."""
         super().__init__()
         self.kind, self.form = kind, FORMATS[kind]
         self.in_features, self.out_features = base.in_features, base.out_features
@@ -57,11 +63,16 @@ class QuantizedLinear(nn.Module):
         self.exact: Callable[[], Tensor] | None = None
 
     def forward(self, x: Tensor) -> Tensor:
+        """Return the output [..., out] of x [..., in]."""
         weight = self.dequantize(self.qweight, x.dtype) if self.exact is None else self.exact().to(x.dtype)
         return linear(x, weight, self.bias)
 
     def quantize(self, weight: Tensor) -> Tensor:
-        """Gives the bytes of some rows: weight [rows, in], any float dtype, to uint8 [rows, code bytes + 4 x groups]."""
+        """Return the bytes of some rows, uint8 [rows, code bytes + 4 x groups].
+
+        Args:
+            weight: [rows, in], any float dtype.
+        """
         rows, padded = weight.shape[0], self.groups * self.form.group
         grouped = weight.new_zeros(rows, padded, dtype=torch.float32)
         grouped[:, : self.in_features] = weight
@@ -71,7 +82,7 @@ class QuantizedLinear(nn.Module):
         return torch.cat([codes, scale.contiguous().view(torch.uint8).view(rows, 4 * self.groups)], dim=1)
 
     def dequantize(self, qweight: Tensor, dtype: torch.dtype) -> Tensor:
-        """Gives [rows, in] in ``dtype`` from the bytes of some rows."""
+        """Return [rows, in] in ``dtype`` from the bytes of some rows."""
         rows = qweight.shape[0]
         scale = qweight[:, self.code_bytes :].contiguous().view(torch.float32)
         levels = _decode(qweight[:, : self.code_bytes], self.kind, dtype).view(rows, self.groups, self.form.group)
@@ -79,7 +90,7 @@ class QuantizedLinear(nn.Module):
 
 
 def _encode(share: Tensor, kind: str) -> Tensor:
-    """Gives uint8 codes of values in [-1, 1]; two nf4 codes lie in a byte, the first in its low half."""
+    """Return uint8 codes of values in [-1, 1]. Two nf4 codes share a byte, the first in its low half."""
     if kind == "int8":
         return (share * 127).round_().to(torch.int8).view(torch.uint8)
     levels = _levels(torch.float32, share.device)
@@ -89,12 +100,12 @@ def _encode(share: Tensor, kind: str) -> Tensor:
 
 
 def _levels(dtype: torch.dtype, device: torch.device) -> Tensor:
-    # Sent without waiting: every layer asks for it, in every micro-batch.
+    # Sent without waiting: every layer needs it, in every micro-batch.
     return torch.tensor(NF4_LEVELS, dtype=dtype).to(device, non_blocking=True)
 
 
 def _decode(codes: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
-    """Gives the levels of codes, in [-1, 1]."""
+    """Return the levels of codes, in [-1, 1]."""
     if kind == "int8":
         return codes.contiguous().view(torch.int8).to(dtype) / 127
     levels = _levels(dtype, codes.device)
@@ -103,9 +114,13 @@ def _decode(codes: Tensor, kind: str, dtype: torch.dtype) -> Tensor:
 
 
 def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
-    """Puts a :class:`QuantizedLinear` in place of every linear layer of the blocks; to be called before sharding.
+    """Replace every linear layer of the blocks by a :class:`QuantizedLinear`. Call this before sharding.
 
-    The layers hold no values until their bytes are filled.
+    The new layers hold no values until their bytes are filled.
+
+    Args:
+        blocks: of the model.
+        kind: a key of ``FORMATS``.
     """
     for block in blocks:
         layers = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
@@ -115,15 +130,17 @@ def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
 
 
 def quantized_layers(model: nn.Module) -> dict[str, QuantizedLinear]:
-    """Gives the quantised layers by their name in a Hugging Face checkpoint."""
+    """Return the quantised layers by their name in a Hugging Face checkpoint."""
     return {name.removeprefix("lm."): module for name, module in model.named_modules() if isinstance(module, QuantizedLinear)}
 
 
 @contextmanager
 def exact_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[None]:
-    """Makes each layer compute with its unquantised weight, read when it is needed and dropped after.
+    """Make each layer compute with its unquantised weight inside the body. A weight is read when needed and dropped afterwards.
 
-    read: gives a whole tensor by its name in the checkpoint.
+    Args:
+        model: with quantised layers.
+        read: returns a whole tensor by its name in the checkpoint.
     """
     layers = quantized_layers(model)
     for name, layer in layers.items():

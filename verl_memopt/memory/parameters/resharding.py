@@ -1,11 +1,11 @@
 """What FSDP2 keeps between a unit's forward and its backward, over how many ranks it shards, and when it reduces gradients.
 
-Bytes saved: ``reshard_after_forward`` true frees b_c * (N - N_u) bytes of gathered parameters between forward and backward (b_c = 2
-    for bfloat16 compute; N_u parameters of the unit in use and, on several ranks, of the one gathered ahead), on one device
-    too, where the gathered copy is the cast one. The root's own, a tied head among them, stay: backward begins with them. A
-    number k keeps b_c * (N - N_u) / k of them. ``fsdp_size`` F in place of W
-    keeps (b_w + b_o + b_g) * N / F instead of N / W. ``gradient_sync=every`` frees b_r * N * (1 - 1/W) bytes against
-    ``last``, which holds whole gradients until the last micro-batch (b_r = 4 for fp32 reduction).
+Bytes saved: ``reshard_after_forward`` true frees b_c * (N - N_u) bytes of gathered parameters between forward and backward (b_c =
+2 for bfloat16 compute; N_u parameters of the unit in use and, on several ranks, of the one gathered ahead), on one device too,
+where the gathered copy is the cast one. The root's own, a tied head among them, stay: backward begins with them. A number k keeps
+b_c * (N - N_u) / k of them. ``fsdp_size`` F in place of W keeps (b_w + b_o + b_g) * N / F instead of N / W.
+``gradient_sync=every`` frees b_r * N * (1 - 1/W) bytes against ``last``, which holds whole gradients until the last micro-batch
+(b_r = 4 for fp32 reduction).
 """
 
 from __future__ import annotations
@@ -20,10 +20,10 @@ Item = TypeVar("Item")
 
 
 def reshard_units(model: nn.Module) -> None:
-    """Frees what every unit holds gathered, to be called when a pass without backward ends.
+    """Free the gathered parameters of every unit, at the end of a pass without backward.
 
-    With ``reshard_after_forward`` false or a number a unit waits for a backward to free it, and the module's parameters are
-    the gathered ones until then.
+    With ``reshard_after_forward`` false or a number, a unit waits for a backward to free them, and until then the module's
+    parameters are the gathered ones.
     """
     for module in model.modules():
         if isinstance(module, FSDPModule):
@@ -32,7 +32,7 @@ def reshard_units(model: nn.Module) -> None:
 
 
 def _free_post_forward_shards(unit: FSDPModule) -> None:
-    """Frees the larger shards that a number as ``reshard_after_forward`` leaves: FSDP2 keeps them for a backward."""
+    """Free the larger shards that a number as ``reshard_after_forward`` leaves; FSDP2 keeps them for a backward."""
     group = unit._get_fsdp_state()._fsdp_param_group
     for parameter in () if group is None else group.fsdp_params:
         parameter._sharded_post_forward_param = None
@@ -40,9 +40,13 @@ def _free_post_forward_shards(unit: FSDPModule) -> None:
 
 
 def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
-    """To be called in the forward of a unit with a large weight: frees the buffer it was gathered through, where there is one.
+    """Free the buffer through which a unit with a large weight was gathered. Call this in the unit's forward.
 
-    FSDP2 keeps that until the next gather, beside the weight itself. again_in_backward: whether backward reads the weight.
+    FSDP2 would keep the buffer until the next gather, beside the weight itself.
+
+    Args:
+        unit: a module; nothing is done where it is no FSDP2 unit.
+        again_in_backward: whether backward reads the weight.
     """
     if not isinstance(unit, FSDPModule):
         return
@@ -55,9 +59,14 @@ def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
 
 
 def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) -> Iterator[Item]:
-    """Yields the micro-batches of one optimizer step, having told FSDP2 whether to reduce in the backward of each.
+    """Yield the micro-batches of one optimizer step, after telling FSDP2 whether to reduce in the backward of each.
 
-    gradient_sync: every, or last. All ranks have the same number of them. A model that is not sharded reduces nothing.
+    A model that is not sharded reduces nothing.
+
+    Args:
+        micro_batches: as many on all ranks.
+        model: sharded or not.
+        gradient_sync: every, or last.
     """
     if not isinstance(model, FSDPModule):
         yield from micro_batches
@@ -70,12 +79,12 @@ def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) 
 
 
 def _with_last(items: Iterable[Item]) -> Iterator[tuple[Item, bool]]:
-    """Yields (item, whether it is the last), one item ahead and holding none that was given out."""
+    """Yield (item, whether it is the last), one item ahead, without keeping items that were yielded."""
     iterator = iter(items)
-    ahead = list(_next(iterator))
-    while ahead:
-        item, ahead = ahead.pop(), list(_next(iterator))
-        yield item, not ahead
+    following = list(_next(iterator))
+    while following:
+        item, following = following.pop(), list(_next(iterator))
+        yield item, not following
         del item
 
 

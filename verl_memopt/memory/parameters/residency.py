@@ -30,45 +30,50 @@ NEEDS: dict[str, frozenset[str]] = {
 }
 """Phase -> the parts that must be on the device in it. Every other part that may rest on the host does.
 
-The engine's weights and its KV cache are not here: the engine sleeps and wakes through methods of its own. Nor is optimizer
-state, which is needed inside an optimizer step only, never for a whole phase. A checkpoint is written from where parts rest.
+The engine's weights and its KV cache are not here: the engine sleeps and wakes through methods of its own. Optimizer state is not
+here either: it is needed inside an optimizer step only, never for a whole phase. A checkpoint is written from where parts rest.
 """
 
 
 class Part(Protocol):
-    """Something that may rest on the host. Both moves do nothing where it is there already, and give the bytes moved."""
+    """Something that may rest on the host. A move does nothing where the part is there already."""
 
     name: str
     on_device: bool
 
-    def to_host(self) -> int: ...
+    def to_host(self) -> int:
+        """Move the part to the host, and return the bytes moved."""
+        ...
 
-    def to_device(self) -> int: ...
+    def to_device(self) -> int:
+        """Move the part to the device, and return the bytes moved."""
+        ...
 
 
 class Residency:
     """Moves the parts of one worker between the phases of a step.
 
-    A part that the next phase needs as well stays; one that it does not need leaves before those that it needs come, so
-    the two are never on the device together. A move that fails leaves every part wholly here or wholly there.
+    A part that the next phase also needs stays. Parts that it does not need leave before those that it needs come, so the two are
+    never on the device together. A move that fails leaves every part wholly in one place.
     """
 
     def __init__(self, device: torch.device) -> None:
+        """Start without parts."""
         self._device = device
         self._parts: list[tuple[Part, frozenset[str]]] = []
         self._told: set[str] = set()
 
     def add(self, part: Part, also: Iterable[str] = ()) -> None:
-        """Takes a part in. It is needed where the table says its name, or one of the names in ``also``."""
+        """Add a part. It is needed where the table says its name, or one of the names in ``also``."""
         self._parts.append((part, frozenset({part.name, *also})))
 
     def rest(self) -> int:
-        """Moves every part to the host; gives the bytes moved."""
+        """Move every part to the host, and return the bytes moved."""
         return self._leave(frozenset())
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Has exactly the parts that the phase needs on the device; those it shares with the next phase stay after it.
+        """Put exactly the parts that the phase needs on the device. Those that the next phase needs too stay afterwards.
 
         The bytes moved are logged the first time a phase moves any.
         """
@@ -83,6 +88,6 @@ class Residency:
     def _leave(self, needed: frozenset[str]) -> int:
         left = sum(part.to_host() for part, names in self._parts if not names & needed)
         if left:
-            # What the parts leave must be free to the engine too, which takes memory past this process's allocator.
+            # The freed memory must be available to the engine too, which allocates without this process's allocator.
             empty_cache(self._device)
         return left

@@ -1,10 +1,10 @@
 """Weights from a sharded policy to the engine, a bucket at a time: cast on the shard, gathered, written in place row by row.
 
-Bytes saved: with W ranks in the shard group, what a sync holds beyond the two models falls from the largest gathered tensor in the
-    masters' dtype (b_w * V * h for an embedding, 3.48 GiB in fp32 for an 8B) to one bucket, B = megabytes * 2^20 bytes, or to
-    the whole model in the engine's dtype where that is smaller. A bucket is one buffer of B bytes, used again and again: W
-    parts of B / (W + 1) that the ranks fill, and one more that this rank sends. A tensor larger than the bucket is sent in
-    row ranges. On one rank nothing is held: the engine copies and casts straight from the shard.
+Bytes saved: with W ranks in the shard group, what a sync holds beyond the two models falls from the largest gathered tensor in
+the masters' dtype (b_w * V * h for an embedding, 3.48 GiB in fp32 for an 8B) to one bucket, B = megabytes * 2^20 bytes, or to the
+whole model in the engine's dtype where that is smaller. A bucket is one buffer of B bytes, used again and again: W parts of B /
+(W + 1) that the ranks fill, and one more that this rank sends. A tensor larger than the bucket is sent in row ranges. On one rank
+nothing is held: the engine copies and casts straight from the shard.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ KIND = "sync bucket"
 
 @dataclass(frozen=True)
 class WeightSlice:
-    """Rows ``start`` and on of the tensor ``name``, whose whole shape is ``shape``."""
+    """Rows of the tensor ``name``, from ``start`` on. ``shape`` is that of the whole tensor."""
 
     name: str
     shape: torch.Size
@@ -49,18 +49,26 @@ Weights = Iterable[tuple[str, Tensor] | WeightSlice]
 
 
 def num_rows(shape: torch.Size) -> int:
-    """Gives the length of the first dimension; a scalar counts as one row."""
+    """Return the length of the first dimension; 1 for a scalar."""
     return shape[0] if len(shape) else 1
 
 
 def as_slice(item: tuple[str, Tensor] | WeightSlice) -> WeightSlice:
-    """Gives an item of a stream as a slice."""
+    """Return an item of a stream as a slice."""
     return item if isinstance(item, WeightSlice) else WeightSlice(item[0], item[1].shape, 0, item[1])
 
 
 @dataclass(frozen=True)
 class _Part:
-    """Some rows of every rank's shard of one tensor inside a bucket. shard_rows: of the largest shard; first: inside it."""
+    """Some rows of every rank's shard of one tensor in a bucket.
+
+    Attributes:
+        name: of the tensor.
+        weight: the tensor.
+        shard_rows: rows of the largest shard.
+        first: first of these rows in a shard.
+        rows: number of these rows.
+    """
 
     name: str
     weight: DTensor
@@ -78,11 +86,14 @@ class _Part:
 
 
 def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int) -> Iterator[WeightSlice]:
-    """Yields every row of every tensor once on every rank, tensors in the order of ``weights``.
+    """Yield every row of every tensor once on every rank, with the tensors in the order of ``weights``.
 
-    weights: named parameters, sharded on their first dimension (DTensor) or plain; all ranks consume in step. Gathered
-    slices are of ``dtype``, cast before they are sent; what needs no gather comes as it is, for the receiver's copy to cast.
-    A slice may share memory with the parameter or with the bucket: use it before asking for the next.
+    A slice may share memory with the parameter or with the bucket, so use it before asking for the next.
+
+    Args:
+        weights: named parameters, sharded on their first dimension (DTensor) or plain. All ranks consume in step.
+        dtype: of gathered slices, which are cast before they are sent. Others keep their dtype, and the receiver casts them.
+        bucket_megabytes: size of the buffer in MiB.
     """
     bucket: _Bucket | None = None
     for name, weight in weights:
@@ -101,7 +112,14 @@ def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, buc
 
 
 class _Bucket:
-    """Parts that are gathered together. limit: elements of the buffer, what is sent and what is received."""
+    """Parts that are gathered together.
+
+    Args:
+        group: of the ranks.
+        ranks: their number.
+        dtype: of the buffer.
+        limit: elements of the buffer, sent and received ones together.
+    """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype, limit: int) -> None:
         self._group = group
@@ -113,7 +131,7 @@ class _Bucket:
         self._buffer: Tensor | None = None
 
     def add(self, name: str, weight: DTensor) -> Iterator[WeightSlice]:
-        """Takes a tensor in, as many rows at a time as there is room for, and yields what had to be sent to make room."""
+        """Add a tensor, as many rows at a time as there is room for, and yield what had to be sent to make room."""
         # FSDP cuts the first dimension into ceil(rows / ranks): every shard but the last ones is full.
         shard_rows = -(-weight.shape[0] // self._ranks)
         row, first = prod(weight.shape[1:]), 0
@@ -126,9 +144,10 @@ class _Bucket:
             first += rows
 
     def flush(self, expected: int = 0) -> Iterator[WeightSlice]:
-        """Gathers what was taken in and yields it, the ranks' rows of one tensor after another.
+        """Gather what was added and yield it, the ranks' rows of one tensor after another.
 
-        expected: elements a later bucket may hold, for which the first one makes room.
+        Args:
+            expected: elements a later bucket may hold, for which the first one makes room.
         """
         if not self._parts:
             return
@@ -143,7 +162,7 @@ class _Bucket:
             start += part.elements
 
     def _room(self, device: torch.device, length: int, expected: int) -> tuple[Tensor, Tensor]:
-        # One buffer for all buckets: a receiver that still holds the last slice would otherwise keep a second bucket alive.
+        # One buffer for all buckets; otherwise a receiver that still holds the last slice would keep a second bucket alive.
         if self._buffer is None or self._buffer.numel() < (self._ranks + 1) * length:
             self._buffer = None
             with scope(kind=KIND):
@@ -153,7 +172,7 @@ class _Bucket:
 
 
 def _fill(sent: Tensor, parts: Iterable[_Part]) -> None:
-    """Casts this rank's rows into the buffer it sends; where its shard is short the rest stays as it is, and is never read."""
+    """Cast this rank's rows into the buffer that is sent. Where its shard is short, the rest is left as it is and never read."""
     start = 0
     for part in parts:
         own = part.weight.to_local()[part.first : part.first + part.rows]
@@ -162,7 +181,7 @@ def _fill(sent: Tensor, parts: Iterable[_Part]) -> None:
 
 
 def _slices(part: _Part, gathered: Tensor) -> Iterator[WeightSlice]:
-    """Yields each rank's rows of a part. gathered: [ranks, elements]."""
+    """Yield each rank's rows of a part from what was gathered, [ranks, elements]."""
     shape = part.weight.shape
     for rank, own in enumerate(gathered):
         start = rank * part.shard_rows + part.first
@@ -173,7 +192,7 @@ def _slices(part: _Part, gathered: Tensor) -> Iterator[WeightSlice]:
 
 
 def shard_group(weight: DTensor) -> tuple[dist.ProcessGroup | None, int]:
-    """Gives the process group over which a tensor is sharded, and its size."""
+    """Return the process group over which a tensor is sharded, and its size."""
     for dim, placement in enumerate(weight.placements):
         if isinstance(placement, Shard):
             return weight.device_mesh.get_group(dim), weight.device_mesh.size(dim)
@@ -181,7 +200,7 @@ def shard_group(weight: DTensor) -> tuple[dist.ProcessGroup | None, int]:
 
 
 def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole tensor of ``dtype``), holding one tensor at a time beyond what the stream holds."""
+    """Yield (name, whole tensor of ``dtype``), holding one tensor at a time beyond what the stream holds."""
     pending: dict[str, tuple[Tensor, int]] = {}
     for item in slices:
         part = as_slice(item)

@@ -3,7 +3,7 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
-from verl_memopt.ops.rotation import Rotary, rotated, turned, turned_back, turning, weight_sums
+from verl_memopt.ops.rotary import Rotary, apply_rotary, rotary_arguments, rotary_backward, rotary_embedding, weight_sums
 
 
 def tables(tokens, size, seed=2):
@@ -22,7 +22,7 @@ def test_rotations_are_those_of_transformers(with_norm):
     cos, sin = angles.cos(), angles.sin()
     given = (x if weight is None else plain_norm(x, weight)).transpose(0, 1)[None]
     expected = apply_rotary_pos_emb(given, given, cos[None], sin[None])[0][0].transpose(0, 1)
-    out, tensors = rotated(x, weight, EPS, cos, sin), [x] if weight is None else [x, weight]
+    out, tensors = rotary_embedding(x, weight, EPS, cos, sin), [x] if weight is None else [x, weight]
     assert relative(out, expected) <= ROUNDING
     for one, other in zip(gradients([out], tensors), gradients([expected], tensors), strict=True):
         assert relative(one, other) <= ROUNDING
@@ -30,36 +30,38 @@ def test_rotations_are_those_of_transformers(with_norm):
 
 def test_a_rotation_whose_halves_have_angles_of_their_own_has_its_transpose_for_a_gradient():
     cos, sin = drawn(4, 6, seed=1).detach(), drawn(4, 6, seed=2).detach()
-    assert torch.autograd.gradcheck(lambda x, weight: rotated(x, weight, EPS, cos, sin), (drawn(4, 2, 6), drawn(6, seed=3)))
-    assert torch.autograd.gradcheck(lambda x: rotated(x, None, EPS, cos, sin), (drawn(4, 2, 6),))
+    assert torch.autograd.gradcheck(
+        lambda x, weight: rotary_embedding(x, weight, EPS, cos, sin), (drawn(4, 2, 6), drawn(6, seed=3))
+    )
+    assert torch.autograd.gradcheck(lambda x: rotary_embedding(x, None, EPS, cos, sin), (drawn(4, 2, 6),))
 
 
-def test_a_rotary_turns_queries_and_keys_each_by_its_norm():
+def test_a_rotary_rotates_queries_and_keys_each_by_its_norm():
     cos, sin = tables(5, 4)
     query, key, first, second = drawn(5, 2, 4), drawn(5, 1, 4, seed=1), drawn(4, seed=3), drawn(4, seed=4)
     rotary = Rotary(cos, sin, (first, second), EPS)
-    assert torch.equal(rotary.query(query), rotated(query, first, EPS, cos, sin))
-    assert torch.equal(rotary.key(key), rotated(key, second, EPS, cos, sin))
+    assert torch.equal(rotary.query(query), rotary_embedding(query, first, EPS, cos, sin))
+    assert torch.equal(rotary.key(key), rotary_embedding(key, second, EPS, cos, sin))
 
 
 @pytest.mark.parametrize("with_norm", [False, True])
-def test_gradients_may_take_the_place_of_what_was_turned(with_norm):
+def test_gradients_may_take_the_place_of_what_was_rotated(with_norm):
     cos, sin = tables(9, 8)
     whole, weight = drawn(9, 6, 8).detach(), drawn(8, seed=1).detach() if with_norm else None
     x = whole[:, 2:4]  # heads of some, as attention takes them
     above = drawn(9, 2, 8, seed=5).detach()
     leaf = x.clone().requires_grad_()
-    expected = torch.autograd.grad(rotated(leaf, weight, EPS, cos, sin), leaf, above)[0]
-    assert torch.equal(turned(x, weight, EPS, cos, sin), rotated(x, weight, EPS, cos, sin))
-    turned_back(above, x, weight, EPS, cos, sin, x, None)
+    expected = torch.autograd.grad(rotary_embedding(leaf, weight, EPS, cos, sin), leaf, above)[0]
+    assert torch.equal(apply_rotary(x, weight, EPS, cos, sin), rotary_embedding(x, weight, EPS, cos, sin))
+    rotary_backward(above, x, weight, EPS, cos, sin, x, None)
     assert torch.equal(x, expected)
 
 
-def test_without_tables_nothing_is_turned():
+def test_without_tables_nothing_is_rotated():
     x, above, into = drawn(3, 1, 4).detach(), drawn(3, 1, 4, seed=1).detach(), torch.empty(3, 1, 4, dtype=DOUBLE)
-    *given, eps = turning(None)
-    assert turned(x, None, eps, *given[:2]) is x
-    turned_back(above, x, None, eps, *given[:2], into, None)
+    *given, eps = rotary_arguments(None)
+    assert apply_rotary(x, None, eps, *given[:2]) is x
+    rotary_backward(above, x, None, eps, *given[:2], into, None)
     assert torch.equal(into, above)
 
 
@@ -75,5 +77,5 @@ def test_sums_are_of_weights_that_learn_and_never_of_half_precision():
 
 def test_a_rotation_without_a_norm_keeps_tables_alone():
     x, table = drawn(10, 2, 4), torch.ones(10, 4, dtype=DOUBLE)
-    found, _ = saved_by(lambda: rotated(x, None, 0.0, table, table))
+    found, _ = saved_by(lambda: rotary_embedding(x, None, 0.0, table, table))
     assert [one.data_ptr() for one in found] == [table.data_ptr()] * 2

@@ -13,7 +13,7 @@ from tests.workers.test_policy import NothingWaits
 from verl_memopt.memory.batching.shared_prompt import chains
 from verl_memopt.models.pack import pack_prompt
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.ops.carried_prompt import CarriedPrompt, Recorder
+from verl_memopt.ops.prefix_kv import PrefixKV, PrefixRecorder
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.scorer import micro_batches_of
 
@@ -24,11 +24,11 @@ BOUND = 2e-6
 BATCH, PARTS = grouped(40, [9, 5, 1, 12, 3, 7]), [[0, 1], [2, 3], [4, 5]]
 
 
-def results(policy, batch, parts, carries):
-    """Gives log-probs, entropies and every whole gradient, of parts that carry the prompt or compute it again."""
-    policy.model.carries, policy.shared = carries, True
-    scores = policy.score(batch, parts, 0.9, True)
-    metrics = policy.accumulate(micro_batches_of(batch, parts, True, carries), counts_of(batch), 0.9)
+def results(policy, batch, parts, reuse):
+    """Gives log-probs, entropies and every whole gradient, of parts that reuse the prefix KV or compute the prompt again."""
+    policy.model.supports_prefix_kv, policy.shared = reuse, True
+    scores = policy.compute_log_probs(batch, parts, 0.9, True)
+    metrics = policy.accumulate(micro_batches_of(batch, parts, True, reuse), counts_of(batch), 0.9)
     found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
     policy.optimizer.zero_grad()
     return [scores.log_probs, scores.entropy, metrics["actor/loss"], *found]
@@ -50,7 +50,7 @@ def results(policy, batch, parts, carries):
     ids=["alone", "full", "selective", "every_n", "offload", "full and offload", "lora", "eager", "whole last block"],
 )
 def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank, options):
-    found = [results(act.build(untied_folder, one_rank, **OWN, **options), BATCH, PARTS, carries) for carries in (False, True)]
+    found = [results(act.build(untied_folder, one_rank, **OWN, **options), BATCH, PARTS, reuse) for reuse in (False, True)]
     assert act.largest_difference(*found) <= BOUND
 
 
@@ -66,8 +66,8 @@ def test_under_fsdp_in_half_precision_gradients_are_as_near_to_the_truth_as_naiv
         batch = grouped(40, [9, 5, 1, 12, 3, 7], seed=seed)
         truth = naive(act.build(untied_folder, one_rank, **plain), batch)
         rounded = naive(act.build(untied_folder, one_rank, dtype="bfloat16", **plain), batch)
-        carried = flat(results(act.build(untied_folder, one_rank, dtype="bfloat16", **OWN), batch, PARTS, True)[3:])
-        ratios.append(act.largest_difference([carried], [truth]) / act.largest_difference([rounded], [truth]))
+        prefix_kv = flat(results(act.build(untied_folder, one_rank, dtype="bfloat16", **OWN), batch, PARTS, True)[3:])
+        ratios.append(act.largest_difference([prefix_kv], [truth]) / act.largest_difference([rounded], [truth]))
     # Each is made of thousands of roundings, of different ones; where one falls on the other side of a clip it is far off.
     assert statistics.median(ratios) <= 1.01
 
@@ -84,17 +84,17 @@ def test_of_any_answers_in_any_parts(tiny_folder, one_rank, data):
     size, rows = data.draw(st.integers(1, 3)), list(range(len(answers)))
     parts = [[row + group * len(rows) for row in rows[at : at + size]] for group in range(2) for at in range(0, len(rows), size)]
     policy = act.build(tiny_folder, one_rank, **OWN)
-    carried, again = (results(policy, batch, parts, carries) for carries in (True, False))
+    prefix_kv, again = (results(policy, batch, parts, reuse) for reuse in (True, False))
     rounding = 2**-22 * flat(again[3:]).norm()
-    for one, other in zip(carried, again, strict=True):
+    for one, other in zip(prefix_kv, again, strict=True):
         assert (one - other).norm() <= BOUND * max(other.norm(), 1.0 if other.ndim == 0 else 0.0) + rounding
 
 
 def test_two_optimizer_steps_are_those_that_compute_the_prompt_again(untied_folder, one_rank):
     found = []
-    for carries in (False, True):
+    for reuse in (False, True):
         policy = act.build(untied_folder, one_rank, **OWN)
-        policy.model.carries, policy.shared = carries, True
+        policy.model.supports_prefix_kv, policy.shared = reuse, True
         metrics = [policy.update([MiniBatch(BATCH, PARTS, counts_of(BATCH))], 0.9) for _ in range(2)]
         found.append([*map(torch.tensor, (value for step in metrics for value in step.values()))])
     assert act.largest_difference(*found) <= 1e-4  # Adam makes steps of the learning rate out of the smallest gradients
@@ -114,28 +114,28 @@ def test_the_prompt_is_computed_once(tmp_path, one_rank):
     shape = TinyShape(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
     policy, counted = act.build(make_tiny_model(tmp_path / "model", shape, seed=3), one_rank, **OWN), {}
     policy.shared = True
-    for name, carries, parts in (("whole", False, [[*range(6)]]), ("cut", False, PARTS), ("carried", True, PARTS)):
-        micros = list(micro_batches_of(BATCH, parts, True, carries))
+    for name, reuse, parts in (("whole", False, [[*range(6)]]), ("cut", False, PARTS), ("prefix_kv", True, PARTS)):
+        micros = list(micro_batches_of(BATCH, parts, True, reuse))
         counted[name] = count(lambda micros=micros: policy.accumulate(micros, counts_of(BATCH), 0.9))
-    assert counted["carried"] == counted["whole"] < counted["cut"]
+    assert counted["prefix_kv"] == counted["whole"] < counted["cut"]
 
 
 def test_beside_the_prompts_own_bytes_lie_keys_and_values(tmp_path, one_rank):
     shape = TinyShape(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
     folder, batch = make_tiny_model(tmp_path / "model", shape, seed=3), grouped(1024, [65] * 8)
     parts, peaks = [[0, 1, 2, 3], [4, 5, 6, 7]], {}
-    for carries in (False, True):
+    for reuse in (False, True):
         policy = act.build(folder, one_rank, **OWN)
-        micros = list(micro_batches_of(batch, parts, True, carries))
-        assert (micros[0].prompt is not None) is carries
-        peaks[carries] = act.tracked_step(policy, micros, counts_of(batch)).peaks[act.DEVICE].kinds["activations"]
-    # Of 1,024 tokens, two of 32 channels in three blocks: read beside the answers', and a gradient each.
+        micros = list(micro_batches_of(batch, parts, True, reuse))
+        assert (micros[0].prompt is not None) is reuse
+        peaks[reuse] = act.tracked_step(policy, micros, counts_of(batch)).peaks[act.DEVICE].kinds["activations"]
+    # Of 1,024 tokens, two of 32 channels in three blocks: beside the answers', and a gradient each.
     beside = 3 * 1024 * 2 * 32 * 4
     assert peaks[True] <= peaks[False] + 2 * beside
 
 
 def test_what_is_computed_again_is_not_recorded_again():
-    recorder, tables = Recorder(), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
+    recorder, tables = PrefixRecorder(), (torch.zeros(1, 2, 4), torch.zeros(1, 2, 4))
     first, again = torch.ones(2, 3), torch.ones(2, 3)
     assert recorder.extend(0, first, first, tables)[0] is first
     assert recorder.extend(0, again, again, tables)[0] is again
@@ -146,23 +146,23 @@ def test_gradients_of_answers_add_up_and_start_the_prompts_backward():
     source = torch.ones(2, 3, requires_grad=True)
     key, value, state = source * 2, source * 3, source[-1:] * 5
     tables = torch.zeros(1, 2, 4), torch.zeros(1, 2, 4)
-    carried = CarriedPrompt(state, (*tables, key, value))
+    prefix_kv = PrefixKV(state, (*tables, key, value))
     for _ in range(2):
         own = torch.zeros(1, 3, requires_grad=True)
-        keys, values, (cos, _) = carried.extend(0, own, own, (torch.zeros(1, 1, 4),) * 2)
+        keys, values, (cos, _) = prefix_kv.extend(0, own, own, (torch.zeros(1, 1, 4),) * 2)
         assert keys.shape == values.shape == (3, 3)
         assert cos.shape == (1, 3, 4)
-        (keys.sum() + values.sum() + carried.before_states(own)[0].sum()).backward()
+        (keys.sum() + values.sum() + prefix_kv.prepend_state(own)[0].sum()).backward()
     assert source.grad is None
-    carried.backward()
+    prefix_kv.backward()
     assert source.grad.tolist() == [[10.0] * 3, [20.0] * 3]
 
 
-def test_a_prompt_alone_asks_nothing_and_is_read_at_its_end():
+def test_a_prompt_alone_asks_nothing_and_skips_all_but_its_last_token():
     pack = pack_prompt(torch.arange(10))
     assert pack.input_ids.tolist() == [list(range(10))]
     assert pack.targets.numel() == pack.row_lengths.numel() == 0
-    assert pack.read.trees.unread == (9,)
+    assert pack.last_block.layout.skipped == (9,)
 
 
 def test_neighbours_of_one_group_no_longer_than_the_prompt_are_a_chain():
