@@ -68,7 +68,7 @@ def _knobs(arguments: Sequence[str]) -> int:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print the index as JSON; with --measure write the ladder to FILE, after each rung",
+        help="print the index as JSON; with --measure write the ladder to FILE, after each row",
     )
     parser.add_argument("--measure", action="store_true", help="run one update of --model from all knobs off to all on")
     parser.add_argument("--model", help="model folder to measure")
@@ -78,10 +78,10 @@ def _knobs(arguments: Sequence[str]) -> int:
     parser.add_argument("--rows", type=int, default=8, help="rollouts in the update (default: 8)")
     parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt (default: 1024)")
     parser.add_argument("--response", type=int, default=256, help="tokens of each response (default: 256)")
-    parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure these rungs only")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="write the tables to FILE too, after each rung")
+    parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure the rows of these knobs only")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="write the tables to FILE too, after each row")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the ladder")
-    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every rung")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="settings of every row")
     return knobs_command(parser.parse_intermixed_args(arguments), parser)
 
 
