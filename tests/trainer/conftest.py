@@ -11,12 +11,13 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.build import build_run, build_stepper, start_rewards, start_workers
+from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.experience import to_batch
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.loop import Trainer
 from verl_memopt.trainer.reporter import Reporter
+from verl_memopt.trainer.start import start_rewards, start_workers
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.worker import Reply
 
@@ -98,17 +99,17 @@ def base_workers(base_context):
 
 @pytest.fixture
 def alike(settled, base_context, base_workers):
-    """Gives a stepper on the module's worker with some of the driver's settings changed."""
-    open_steppers = []
+    """Return a function that builds a learner on the module's worker, with some of the driver's settings changed."""
+    learners = []
 
     def build(more=None, workers=base_workers):
-        stepper = build_stepper(dataclasses.replace(base_context, settings=settled(more)), workers, None)
-        open_steppers.append(stepper)
-        return stepper
+        learner = build_learner(dataclasses.replace(base_context, settings=settled(more)), workers, None)
+        learners.append(learner)
+        return learner
 
     yield build
-    for stepper in open_steppers:
-        stepper.close()
+    for learner in learners:
+        learner.close()
 
 
 def batch_of(lengths, samples=2):
@@ -120,6 +121,12 @@ def batch_of(lengths, samples=2):
     return batch
 
 
+def rewards_of(context):
+    """Start the reward processes of a run."""
+    settings = context.settings
+    return start_rewards(settings.custom_reward_function, settings.reward_model.num_workers, context.environment.run_dir)
+
+
 @contextmanager
 def ready(settings):
     """A trainer whose workers are ready, as a run has it."""
@@ -128,7 +135,7 @@ def ready(settings):
         context = build_run(settings)
         with (
             context.lock,
-            start_rewards(context) as runner,
+            rewards_of(context) as runner,
             Reporter(context, clock) as reporter,
             start_workers(context, clock) as workers,
         ):
@@ -136,7 +143,7 @@ def ready(settings):
             try:
                 yield trainer
             finally:
-                trainer.stepper.close()
+                trainer.learner.close()
 
 
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")

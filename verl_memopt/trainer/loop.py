@@ -12,7 +12,7 @@ from verl_memopt.observe.health import Health
 from verl_memopt.observe.validation import headline_score
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.stop_file import StopFile
-from verl_memopt.trainer.build import RunContext, build_stepper, build_validator
+from verl_memopt.trainer.build import RunContext, build_learner, build_validator
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.resume import plain_shapes
@@ -47,9 +47,9 @@ class Trainer:
         self.runner = runner
         self.reporter = reporter
         self.interrupts = interrupts
-        self.stepper = build_stepper(context, workers, runner)
-        self.validator = build_validator(context, self.stepper.generator, runner)
-        self.stepper.before_update = self.begin_update
+        self.learner = build_learner(context, workers, runner)
+        self.validator = build_validator(context, self.learner.generator, runner)
+        self.learner.before_update = self.begin_update
         runner.stopped = self.gives_up
         self.stop_file = StopFile(context.stop_file)
         lr = context.settings.actor_rollout_ref.actor.optim.lr
@@ -71,7 +71,7 @@ class Trainer:
             self._run()
         finally:
             self.stop_file.remove()
-            self.stepper.close()
+            self.learner.close()
 
     def _run(self) -> None:
         self.resume()
@@ -89,7 +89,7 @@ class Trainer:
             try:
                 self.one_step(self.step + 1)
             except Stopped:
-                self.stepper.prompts.give_back()
+                self.learner.prompts.give_back()
                 self.reporter.say(f"step {self.step + 1} was given up for lack of time; the next start does it again")
         if self.interrupts.asked and self.saved_step < self.step:
             self.timed_save()
@@ -99,12 +99,12 @@ class Trainer:
         self.track(step)
         self.weights_changed = False
         with self.workers.clock.phase("step"):
-            result = self.stepper.train_step(step)
+            result = self.learner.train_step(step)
             self.update_seconds = time.monotonic() - self.update_began
             validation = self.validation(step)
         self.step = step
         self.score = None if validation is None else headline_score(validation.metrics)
-        self.reporter.step(step, self.stepper.prompts.epoch, result, validation, self.workers.take_memories())
+        self.reporter.step(step, self.learner.prompts.epoch, result, validation, self.workers.take_memories())
         self.judge(result, validation)
         if self.due(self.settings.save_freq):
             # After the log: a kill between the two resumes before this step, and its rows are dropped then.
@@ -214,7 +214,7 @@ class Trainer:
             text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
         self.step = self.saved_step = checkpoint.step
-        self.stepper.kl_control.load_state_dict(checkpoint.driver["kl_control"])
+        self.learner.kl_control.load_state_dict(checkpoint.driver["kl_control"])
         # A checkpoint of an earlier version lacks them.
         if "guard" in checkpoint.driver:
             self.guard.load_state_dict(checkpoint.driver["guard"])
@@ -249,8 +249,8 @@ class Trainer:
         return {
             "step": self.step,
             "seed": self.context.settings.data.seed,
-            "loader": self.stepper.prompts.state_dict(),
-            "kl_control": self.stepper.kl_control.state_dict(),
+            "loader": self.learner.prompts.state_dict(),
+            "kl_control": self.learner.kl_control.state_dict(),
             "guard": self.guard.state_dict(),
             "health": self.health.state_dict(),
             "settings": kept_settings(self.context.settings),

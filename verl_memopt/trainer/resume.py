@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.config.resume_diff import HARMLESS, REFUSED, changes
-from verl_memopt.config.schema import Settings, Trainer
+from verl_memopt.config.schema import Data, Rollout, Settings, Trainer
 from verl_memopt.errors import ConfigError
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 
@@ -92,23 +92,22 @@ def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint
         raise ConfigError(f"{'. '.join(refused)}. {WAY_OUT}")
 
 
-def with_seed(settings: Settings, resumed_seed: int | None) -> Settings:
-    """Return settings whose data and rollout seeds are concrete: those given, else the resumed run's, else drawn and logged."""
-    seed = settings.data.seed
-    if seed is not None and settings.actor_rollout_ref.rollout.seed is not None:
-        return settings
+def with_seeds(data: Data, rollout: Rollout, resumed_seed: int | None) -> tuple[Data, Rollout]:
+    """Return both sections with concrete seeds: those of the settings, else the resumed run's, else drawn and logged.
+
+    Args:
+        data: its seed may be None.
+        rollout: its seed may be None, and is then that of the data.
+        resumed_seed: ``data.seed`` of the checkpoint; None for a fresh start.
+    """
+    seed = data.seed
     if seed is None:
         seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
         logger.info(
             "data.seed was not given; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint"
         )
-    rollout = settings.actor_rollout_ref.rollout
-    rollout = dataclasses.replace(rollout, seed=seed if rollout.seed is None else rollout.seed)
-    return dataclasses.replace(
-        settings,
-        data=dataclasses.replace(settings.data, seed=seed),
-        actor_rollout_ref=dataclasses.replace(settings.actor_rollout_ref, rollout=rollout),
-    )
+    rollout_seed = seed if rollout.seed is None else rollout.seed
+    return dataclasses.replace(data, seed=seed), dataclasses.replace(rollout, seed=rollout_seed)
 
 
 def plain_shapes(weights: Shapes) -> dict[str, list[int]]:
