@@ -83,7 +83,7 @@ def test_all_on_holds_a_fraction_of_all_off(rows):
 
 
 def limited(num_bytes):
-    """Gives the settings of every row with a device limit."""
+    """Return the settings of every row with a device limit."""
     return (*SMALLER, f"memory.device_limit_gb={num_bytes / 2**30!r}")
 
 

@@ -79,7 +79,7 @@ def test_the_chart_is_a_picture(tmp_path):
 
 
 def drawn(rows, tmp_path, monkeypatch):
-    """Gives the axes of a chart."""
+    """Return the axes of a chart."""
     figures = []
     monkeypatch.setattr(report, "save", lambda drawing, path: figures.append(drawing) or path)
     draw_ladder(rows, tmp_path / "ladder.png", "Ladder")

@@ -51,7 +51,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write_rows(path, count, source="toy/arithmetic"):
-    """Writes prompts of 4 to 6 characters."""
+    """Write prompts of 4 to 6 characters."""
     rows = [
         {"data_source": source, "prompt": f"{n}+{n + 1}=", "reward_model": {"ground_truth": str(2 * n + 1)}} for n in range(count)
     ]
@@ -74,7 +74,7 @@ def run_files(tmp_path_factory, tiny_folder):
 
 @pytest.fixture
 def settled(run_files, tmp_path):
-    """Gives settings of the least run with some keys changed."""
+    """Return settings of the least run with some keys changed."""
 
     def settle(more=None):
         return settings_from_mapping(LEAST | run_files | {"trainer.default_local_dir": str(tmp_path / "run")} | (more or {}))
@@ -153,13 +153,13 @@ STARTED = "run_id"
 
 
 def learned(run_dir):
-    """Gives each row of a run without what was measured of it and which start logged it."""
+    """Return each row of a run without what was measured of it and which start logged it."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith((*MEASURED, STARTED))} for row in rows]
 
 
 def memory(name, host=1, **figures):
-    """Gives a phase's figures, those not named absent."""
+    """Return a phase's figures, those not named absent."""
     none = dict.fromkeys(("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes"))
     return PhaseMemory(name=name, **{"seconds": 1.0, **none, **figures}, host_rss_bytes=host)
 

@@ -11,7 +11,7 @@ from verl_memopt.trainer.checkpoints import CheckpointStore
 
 
 def leave_checkpoint(settings, step, **state):
-    """Leaves a checkpoint as a run of these settings would, but without weights."""
+    """Leave a checkpoint as a run of these settings would, but without weights."""
     context = build_run(settings)
     for _ in range(step):
         context.loader.next_step()

@@ -347,9 +347,9 @@ def stop_in(trainer, monkeypatch, owner, name, deadline):
     real = getattr(owner, name)
 
     def stopping(*args, **options):
-        if trainer.step == 1 and not trainer.interrupts.asked:
+        if trainer.step == 1 and not trainer.interrupts.requested:
             trainer.interrupts.deadline_seconds = deadline
-            trainer.interrupts.ask(signal.SIGTERM)
+            trainer.interrupts.request(signal.SIGTERM)
         return real(*args, **options)
 
     monkeypatch.setattr(owner, name, stopping)

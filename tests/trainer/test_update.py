@@ -50,7 +50,7 @@ class Updater(Member):
 
 
 def updated(alike, more, ranks=1, step=1):
-    """Gives the first response token of every row, per rank and mini-batch, of an update over eight rows of two samples."""
+    """Return the first response token of every row, per rank and mini-batch, of an update over eight rows of two samples."""
     workers = group_of(*map(Updater, range(ranks)))
     learner = alike({f"{AR}.actor.old_log_prob_pass": "always", **more}, workers)
     rows = [PromptRow(index, "", "toy/arithmetic", "", {}, f"rows:{index}") for index in range(8)]

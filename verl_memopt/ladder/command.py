@@ -145,7 +145,7 @@ def measure_ladder(
     with Interrupts(at_once=True) as interrupts:
         try:
             with LadderProgress(total) as progress:
-                _measure_rows(model, work, extra, only, record, progress, lambda: interrupts.asked)
+                _measure_rows(model, work, extra, only, record, progress, lambda: interrupts.requested)
         except KeyboardInterrupt:
             pass
         finally:

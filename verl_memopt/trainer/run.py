@@ -73,7 +73,7 @@ def train(settings: Settings) -> int:
                     with start_workers(context, clock) as workers:
                         Trainer(context, workers, rewards, reporter, interrupts).run()
                 except KeyboardInterrupt:
-                    reporter.say("stopped at once; the last checkpoint is where a new start resumes")
+                    reporter.say("stopped at once; a new start resumes at the last checkpoint")
                 except UnreadableCheckpointError as error:
                     if settings.trainer.resume_mode != "auto":
                         raise
