@@ -106,6 +106,23 @@ def test_a_ladder_is_written_to_a_file_that_has_a_name(capsys):
     assert "--measure writes the ladder to a file: --json FILE" in capsys.readouterr().err
 
 
+def test_a_setting_after_only_is_a_setting_and_no_knob(tiny_folder, capsys):
+    """The rows of --only are measured with it, so a key that does not exist is refused as a key."""
+    assert main(["knobs", "--measure", "--model", str(tiny_folder), "--only", "chunked_logprob", "lora", "trainer.no_key=1"]) == 2
+    assert capsys.readouterr().err.splitlines()[-1].startswith("ConfigError: trainer.no_key: no such key.")
+
+
+def test_a_vocabulary_smaller_than_the_tokenizer_is_refused_with_its_least_size(capsys):
+    assert ended(["knobs", "--measure", "--shape", "qwen3-0.6b", "--layers", "1", "--vocabulary", "64"]) == 2
+    assert "--vocabulary 64: too small. The tokenizer needs at least 259." in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("option", ["--layers", "--rows", "--prompt", "--response"])
+def test_a_size_of_nothing_is_refused_by_its_option(option, capsys):
+    assert ended(["knobs", "--measure", "--shape", "qwen3-0.6b", option, "0"]) == 2
+    assert f"argument {option}: 0 is not a whole number of at least 1" in capsys.readouterr().err
+
+
 @pytest.fixture
 def run_dir(tmp_path):
     """What a run of two steps leaves at the least."""

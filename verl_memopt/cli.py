@@ -68,23 +68,34 @@ def _knobs(arguments: Sequence[str]) -> int:
         nargs="?",
         const="-",
         metavar="FILE",
-        help="print the index as JSON; with --measure write the ladder to FILE, after each rung",
+        help="print the index as JSON; with --measure write the ladder to FILE, after each row",
     )
     parser.add_argument("--measure", action="store_true", help="run one update of --model from all knobs off to all on")
     parser.add_argument("--model", help="model folder to measure")
     parser.add_argument("--shape", help="measure a model of this shape with random weights, made for it: qwen3-0.6b")
-    parser.add_argument("--layers", type=int, help="decoder blocks of --shape (default: all of them)")
+    parser.add_argument("--layers", type=_size, help="decoder blocks of --shape (default: all of them)")
     parser.add_argument("--vocabulary", type=int, help="rows of the embedding of --shape (default: its own)")
-    parser.add_argument("--rows", type=int, default=8, help="rollouts in the update (default: 8)")
-    parser.add_argument("--prompt", type=int, default=1024, help="tokens of each prompt (default: 1024)")
-    parser.add_argument("--response", type=int, default=256, help="tokens of each response (default: 256)")
-    parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure these rungs only")
-    parser.add_argument("--text", type=Path, metavar="FILE", help="write the tables to FILE too, after each rung")
+    parser.add_argument("--rows", type=_size, default=8, help="rollouts in the update (default: 8)")
+    parser.add_argument("--prompt", type=_size, default=1024, help="tokens of each prompt (default: 1024)")
+    parser.add_argument("--response", type=_size, default=256, help="tokens of each response (default: 256)")
+    parser.add_argument("--only", nargs="*", default=[], metavar="KNOB", help="measure the rows of these knobs only")
+    parser.add_argument("--text", type=Path, metavar="FILE", help="write the tables to FILE too, after each row")
     parser.add_argument("--png", type=Path, metavar="FILE", help="draw the ladder")
     parser.add_argument(
         "words", nargs="*", metavar="NAME | key=value", help="a knob to show in full; with --measure, settings of every row"
     )
-    return knobs_command(parser.parse_intermixed_args(arguments), parser)
+    parsed = parser.parse_intermixed_args(arguments)
+    # argparse gives --only every word that follows it. No knob's name has a "=", so such a word is a setting.
+    parsed.words += [word for word in parsed.only if "=" in word]
+    parsed.only = [word for word in parsed.only if "=" not in word]
+    return knobs_command(parsed, parser)
+
+
+def _size(text: str) -> int:
+    """Return a number of the command line that must be at least 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text} is not a whole number of at least 1")
+    return int(text)
 
 
 def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
@@ -141,11 +152,14 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
     from dataclasses import replace
 
     from verl_memopt.models.tiny import SHAPES, make_tiny_model
+    from verl_memopt.models.tokenizer import SMALLEST_VOCABULARY
 
     if parsed.shape not in SHAPES:
         parser.error(f"--shape {parsed.shape}: unknown. Use {', '.join(SHAPES)}, or --model FOLDER.")
-    given = {"num_layers": parsed.layers, "vocab_size": parsed.vocabulary}
-    shape = replace(SHAPES[parsed.shape], **{key: value for key, value in given.items() if value is not None})
+    if parsed.vocabulary is not None and parsed.vocabulary < SMALLEST_VOCABULARY:
+        parser.error(f"--vocabulary {parsed.vocabulary}: too small. The tokenizer needs at least {SMALLEST_VOCABULARY}.")
+    sizes = {"num_layers": parsed.layers, "vocab_size": parsed.vocabulary}
+    shape = replace(SHAPES[parsed.shape], **{name: size for name, size in sizes.items() if size is not None})
     with tempfile.TemporaryDirectory() as parent:
         yield make_tiny_model(Path(parent) / "model", shape)
 

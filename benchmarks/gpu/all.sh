@@ -39,7 +39,7 @@ export PYTHON PYTHONUNBUFFERED=1 HF_HUB_OFFLINE=1 TRANSFORMERS_VERBOSITY=${TRANS
 
 # The rehearsal: the same code on shapes that two cores compute in seconds.
 if [ "${SMALL:-0}" = 1 ]; then
-    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} RUNGS=${RUNGS:-chunked_logprob activation_checkpointing lora}
+    export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} KNOBS=${KNOBS:-chunked_logprob activation_checkpointing lora}
     export TESTS=${TESTS:-tests} LAYERS=${LAYERS:-2} VOCABULARY=${VOCABULARY:-1024} SHRINK=${SHRINK:-32} REPEATS=${REPEATS:-1}
     export ROWS=${ROWS:-2} PROMPT=${PROMPT:-32} RESPONSE=${RESPONSE:-16} STEPS=${STEPS:-2} TOY_STEPS=${TOY_STEPS:-8}
     export BUDGET=${BUDGET:-120} ANSWERS=${ANSWERS:-4} PROMPTS=${PROMPTS:-2}
@@ -62,7 +62,7 @@ fi
     || { echo "all.sh: packages are missing. Collect them: benchmarks/gpu/wheels.sh, and name the folder in WHEELS." >&2; exit 2; }
 
 tests() { bash benchmarks/gpu/tests.sh; }
-ladder() { ONLY=${RUNGS:-} bash benchmarks/gpu/ladder.sh; }
+ladder() { ONLY=${KNOBS:-} bash benchmarks/gpu/ladder.sh; }
 update_pass() {
     # shellcheck disable=SC2086 # GROUP_SIZES is a list.
     WORKLOADS=${WORKLOADS:-e a b c} BUDGET=${BUDGET:-$((PART_SECONDS - 40))} bash benchmarks/gpu/update_pass.sh ${GROUP_SIZES:+--k $GROUP_SIZES}

@@ -1,12 +1,12 @@
 #!/usr/bin/env bash
 # The ladder of memory knobs on the shapes of Qwen3-0.6B, under the limit of a 32 GB card, on whatever GPU there is.
 # Writes ladder.json, ladder.txt, ladder.png and machine.txt to OUT (default: docs/evidence/<date>-ladder-<device>).
-# ladder.json and ladder.txt are rewritten after each rung. A rung that does not fit under the limit is a row with the status
+# ladder.json and ladder.txt are rewritten after each row. A row that does not fit under the limit is a row with the status
 # "out of memory", and the ladder goes on. Ctrl-C or SIGTERM keeps what was measured and prints it.
-# Exit code: 0 when the ladder ended, 1 when not one rung fitted, 130 or 143 when it was interrupted.
+# Exit code: 0 when the ladder ended, 1 when not one row fitted, 130 or 143 when it was interrupted.
 # Without a GPU it runs on the CPU: make it small then, for example
 #   LAYERS=2 VOCABULARY=2048 PROMPT=64 RESPONSE=16 OUT=/tmp/ladder bash benchmarks/gpu/ladder.sh
-# Settings of every rung go at the end of the command line.
+# Settings of every row go at the end of the command line.
 set -euo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 source benchmarks/gpu/machine.sh

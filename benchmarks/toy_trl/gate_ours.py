@@ -20,7 +20,7 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.models.build import named_weights
-from verl_memopt.trainer.build import build_run, worker_plan
+from verl_memopt.trainer.build import build_run
 from verl_memopt.workers.group import Placement, free_port
 from verl_memopt.workers.local_group import LOOPBACK
 from verl_memopt.workers.policy import Policy
@@ -32,7 +32,7 @@ def build_worker(task: Path, folder: Path) -> Worker:
     """Gives the worker that a run of the benchmark would have."""
     plan = Plan(Contestant(OURS, "hf", 1), str(task), str(folder), steps=1, seed=0, track=False)
     context = build_run(load_settings("rloo_trainer", overrides(plan)))
-    return Worker(worker_plan(context), Placement(0, 1, 0, LOOPBACK, free_port(LOOPBACK), "cpu"))
+    return Worker(context.worker_plan, Placement(0, 1, 0, LOOPBACK, free_port(LOOPBACK), "cpu"))
 
 
 def to_batch(batch: Batch) -> RolloutBatch:

@@ -15,10 +15,11 @@ from benchmarks.toy_trl.ours import NAMES, overrides, read_bytes, read_metrics, 
 from benchmarks.toy_trl.work import NOTHING, WORK, Moment, Plan, Record
 from verl_memopt.config.loader import load_settings
 from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.build import build_run, start_rewards, start_workers
+from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.loop import Trainer
 from verl_memopt.trainer.reporter import Reporter
+from verl_memopt.trainer.start import start_rewards, start_workers
 
 
 class Clock(PhaseClock):
@@ -57,7 +58,12 @@ def run(plan: Plan) -> Record:
     folder, clock = Path(plan.folder), Clock()
     with Interrupts() as interrupts:
         context = build_run(load_settings("rloo_trainer", overrides(plan)))
-        with start_rewards(context) as runner, Reporter(context, clock) as reporter, start_workers(context, clock) as workers:
+        custom, num_workers = context.settings.custom_reward_function, context.settings.reward_model.num_workers
+        with (
+            start_rewards(custom, num_workers, context.environment.run_dir) as runner,
+            Reporter(context, clock) as reporter,
+            start_workers(context, clock) as workers,
+        ):
             trainer = TimedTrainer(context, workers, runner, reporter, interrupts, clock=clock)
             trainer.run()
     metrics = read_metrics(folder)

@@ -29,7 +29,7 @@ def summary(out):
 def test_a_part_that_fails_does_not_stop_the_next_and_fails_the_command(tmp_path):
     out, packed = tmp_path / "out", tmp_path / "evidence.tar.gz"
     out.mkdir()
-    process = run_all(out, ONLY="2 5", RUNGS="no_such_knob", TAR=str(packed))
+    process = run_all(out, ONLY="2 5", KNOBS="no_such_knob", TAR=str(packed))
     assert process.returncode == 1, process.stderr[-3000:]
     assert summary(out) == {"ladder": "failed (2)", "reach": "done"}
     assert "no_such_knob" in (out / "ladder" / "output.txt").read_text()

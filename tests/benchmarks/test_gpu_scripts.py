@@ -15,44 +15,44 @@ def test_the_ladder_script_leaves_table_json_picture_and_what_it_ran_on(tmp_path
     assert process.returncode == 0, process.stderr[-3000:]
     out = tmp_path / "out"
     ladder = json.loads((out / "ladder.json").read_text())
-    assert [rung["knob"] for rung in ladder["rungs"]] == ["all off", "chunked_logprob"]
+    assert [row["knob"] for row in ladder["rungs"]] == ["all off", "chunked_logprob"]
     assert "memory.device_limit_gb=32" in (out / "machine.txt").read_text()
     assert (out / "ladder.png").read_bytes().startswith(b"\x89PNG")
     assert "chunked_logprob" in (out / "ladder.txt").read_text()
 
 
-def test_a_rung_over_the_limit_is_a_row_and_the_script_goes_on(tmp_path):
+def test_a_row_over_the_limit_is_a_result_and_the_script_goes_on(tmp_path):
     """The limit lies between an update with Adam's moments on the device and one with them on the host."""
     env = script_environment(**SMALL, OUT=str(tmp_path / "out"), ONLY="optimizer_offload", LIMIT_GB="0.45")
     command = ["bash", "benchmarks/gpu/ladder.sh", "actor_rollout_ref.actor.optim.bucket_megabytes=1"]
     process = subprocess.run(command, cwd=ROOT, env=env, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr[-3000:]
-    rungs = json.loads((tmp_path / "out" / "ladder.json").read_text())["rungs"]
-    assert [(rung["knob"], rung["status"]) for rung in rungs] == [
+    rows = json.loads((tmp_path / "out" / "ladder.json").read_text())["rungs"]
+    assert [(row["knob"], row["status"]) for row in rows] == [
         ("rollout_memory", "out of memory"),
         ("optimizer_offload", "ok"),
     ]
-    assert rungs[0]["out_of_memory"]["phase"] == "update_actor"
-    assert rungs[0]["out_of_memory"]["asked_bytes"] > 0
-    assert [saving["measured_bytes"] for saving in rungs[1]["savings"]] == [None]
+    assert rows[0]["out_of_memory"]["phase"] == "update_actor"
+    assert rows[0]["out_of_memory"]["asked_bytes"] > 0
+    assert [saving["measured_bytes"] for saving in rows[1]["savings"]] == [None]
     text = (tmp_path / "out" / "ladder.txt").read_text()
     assert text == process.stdout
     assert "not measurable: rollout_memory ran out of memory" in text
-    assert "rung 2 of 2" in process.stderr
+    assert "row 2 of 2" in process.stderr
 
 
-def test_a_script_that_is_terminated_keeps_the_rungs_it_has_and_prints_them(tmp_path):
+def test_a_script_that_is_terminated_keeps_the_rows_it_has_and_prints_them(tmp_path):
     out = tmp_path / "out"
     env = script_environment(**SMALL, OUT=str(out))
     command = ["bash", "benchmarks/gpu/ladder.sh"]
     process = subprocess.Popen(command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     for line in process.stderr:
-        if "rung 2 of" in line:
+        if "row 2 of" in line:
             process.terminate()
             break
     shown, _ = process.communicate(timeout=300)
     assert process.returncode == 143
-    assert [rung["knob"] for rung in json.loads((out / "ladder.json").read_text())["rungs"]] == ["all off"]
+    assert [row["knob"] for row in json.loads((out / "ladder.json").read_text())["rungs"]] == ["all off"]
     assert shown == (out / "ladder.txt").read_text()
     assert "all off" in shown
 

@@ -247,7 +247,7 @@ def test_a_reward_function_at_work_is_ended_in_time_and_the_step_before_is_saved
     relatives = family(process)
     process.send_signal(signal.SIGTERM)
     output = ended(process, 143, relatives)
-    assert "was given up for lack of time" in output
+    assert "was abandoned for lack of time" in output
     last = max(metrics(run_dir))
     assert (run_dir / "latest_checkpointed_iteration.txt").read_text().strip() == str(last)
 

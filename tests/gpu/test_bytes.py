@@ -8,8 +8,8 @@ import torch
 
 from tests.gpu import machine
 from tests.ladder.test_measure import SHAPE, SMALL, SMALLER, WIDE_WORK
-from verl_memopt.ladder.measure import climb
-from verl_memopt.ladder.plan import BRANCHES, CLIMB, Work
+from verl_memopt.ladder.measure import run_ablation
+from verl_memopt.ladder.plan import ABLATION, ALTERNATIVES, Work
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 
 WIDE = TinyShape(
@@ -27,29 +27,29 @@ LIBRARIES = 2**27
 
 
 @pytest.fixture(scope="module")
-def rungs(tmp_path_factory):
+def rows(tmp_path_factory):
     folder = make_tiny_model(tmp_path_factory.mktemp("bytes") / "model", machine.size(WIDE, SHAPE))
     work, extra = machine.size((WORK, ()), (WIDE_WORK, SMALLER))
-    return {rung.knob: rung for rung in climb(str(folder), work, [*extra, f"trainer.device={machine.kind()}"])}
+    return {row.knob: row for row in run_ablation(str(folder), work, [*extra, f"trainer.device={machine.kind()}"])}
 
 
-@pytest.mark.parametrize("name", [*CLIMB, *BRANCHES])
-def test_a_knob_saves_what_its_formula_says(rungs, name):
-    for saving in rungs[name].savings:
+@pytest.mark.parametrize("name", [*ABLATION, *ALTERNATIVES])
+def test_a_knob_saves_what_its_formula_says(rows, name):
+    for saving in rows[name].savings:
         allowed = max(BOUND[machine.kind()] * abs(saving.formula_bytes), OTHERS[machine.kind()])
         assert abs(saving.measured_bytes - saving.formula_bytes) <= allowed, saving
 
 
-@pytest.mark.parametrize("name", ["all off", *CLIMB, *BRANCHES])
-def test_the_kinds_of_a_peak_are_what_the_allocator_counts(rungs, name):
-    rung = rungs[name]
-    allowed = machine.size(BOUND["cuda"] * rung.peak_device_bytes + LIBRARIES, 0)
-    assert abs(rung.peak_device_bytes - sum(rung.kinds.values())) <= allowed
+@pytest.mark.parametrize("name", ["all off", *ABLATION, *ALTERNATIVES])
+def test_the_kinds_of_a_peak_are_what_the_allocator_counts(rows, name):
+    row = rows[name]
+    allowed = machine.size(BOUND["cuda"] * row.peak_device_bytes + LIBRARIES, 0)
+    assert abs(row.peak_device_bytes - sum(row.kinds.values())) <= allowed
 
 
-def test_exact_knobs_change_no_loss(rungs):
-    for name in (*CLIMB[: CLIMB.index("precision")], "optimizer_in_backward", "native_offload", "load_mode"):
-        assert rungs[name].loss == pytest.approx(rungs["all off"].loss, rel=machine.size(1e-4, 1e-5), abs=1e-7), name
+def test_exact_knobs_change_no_loss(rows):
+    for name in (*ABLATION[: ABLATION.index("precision")], "optimizer_in_backward", "native_offload", "load_mode"):
+        assert rows[name].loss == pytest.approx(rows["all off"].loss, rel=machine.size(1e-4, 1e-5), abs=1e-7), name
 
 
 @pytest.mark.rehearsed

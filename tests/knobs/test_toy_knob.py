@@ -60,7 +60,7 @@ from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.knobs.console import print_knobs
 from verl_memopt.knobs.document import page
-from verl_memopt.ladder.plan import CLIMB
+from verl_memopt.ladder.plan import ABLATION
 from verl_memopt.memory.limits.out_of_memory import advice
 from tests.end_to_end.covering import FACTORS, covering_rows
 
@@ -87,7 +87,7 @@ print(json.dumps({
     "table": table.getvalue(),
     "page": page(),
     "configuration": configuration(),
-    "ladder": CLIMB[:2],
+    "ladder": ABLATION[:2],
     "advice": advice("update_actor", ["toys"], settings.actor_rollout_ref),
     "factor": FACTORS["toy"],
     "tried": sorted({row["toy"] for rows in covering_rows() for row in rows}),

@@ -8,8 +8,8 @@ import torch
 import torch.distributed as dist
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.ladder.measure import chosen_steps, climb, make_batch, measure
-from verl_memopt.ladder.plan import BRANCHES, CLIMB, Work
+from verl_memopt.ladder.measure import make_batch, measure_row, run_ablation
+from verl_memopt.ladder.plan import ABLATION, ALTERNATIVES, Work
 from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.worker import Worker
@@ -27,7 +27,7 @@ SMALL = 2**15
 
 def test_a_knob_that_is_not_on_the_ladder_is_refused_by_name(tiny_folder):
     with pytest.raises(ConfigError, match=r"--only tiled: not on the ladder. It has all off, chunked_logprob"):
-        list(climb(str(tiny_folder), WORK, only=["tiled"]))
+        list(run_ablation(str(tiny_folder), WORK, only=["tiled"]))
 
 
 def test_the_batch_is_the_same_for_the_same_work():
@@ -40,73 +40,67 @@ def test_the_batch_is_the_same_for_the_same_work():
     assert (one.advantages == two.advantages).all()
 
 
-def test_the_chosen_steps_are_those_asked_for_and_the_ones_below_them():
-    assert [step.knob for step in chosen_steps(WORK, ["lora", "token_budget"])] == [
-        *("bucketed_adamw", "token_budget", "rollout_memory", "lora")
-    ]
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory):
     return str(make_tiny_model(tmp_path_factory.mktemp("ladder") / "model", SHAPE))
 
 
 @pytest.fixture(scope="module")
-def rungs(folder):
-    return {rung.knob: rung for rung in climb(folder, WIDE_WORK, SMALLER)}
+def rows(folder):
+    return {row.knob: row for row in run_ablation(folder, WIDE_WORK, SMALLER)}
 
 
-def test_a_rung_reports_phases_kinds_and_bytes(rungs):
-    off = rungs["all off"]
+def test_a_row_reports_phases_kinds_and_bytes(rows):
+    off = rows["all off"]
     assert off.phases.keys() == {"old_log_prob", "ref", "update_actor", "update_weights"}
     assert off.peak_device_bytes == max(off.phases.values()) == sum(off.kinds.values())
-    assert all(rung.host_bytes == 0 for rung in list(rungs.values())[:5])
-    assert rungs["optimizer_state_dtype"].host_bytes > 0
+    assert all(row.host_bytes == 0 for row in list(rows.values())[:5])
+    assert rows["optimizer_state_dtype"].host_bytes > 0
 
 
-def test_exact_knobs_change_no_number(rungs):
-    off = rungs["all off"]
-    for name in (*CLIMB[: CLIMB.index("precision")], "optimizer_in_backward", "native_offload", "load_mode"):
-        assert rungs[name].loss == pytest.approx(off.loss, rel=1e-5), name
-        assert rungs[name].grad_norm == pytest.approx(off.grad_norm, rel=1e-5), name
+def test_exact_knobs_change_no_number(rows):
+    off = rows["all off"]
+    for name in (*ABLATION[: ABLATION.index("precision")], "optimizer_in_backward", "native_offload", "load_mode"):
+        assert rows[name].loss == pytest.approx(off.loss, rel=1e-5), name
+        assert rows[name].grad_norm == pytest.approx(off.grad_norm, rel=1e-5), name
 
 
-@pytest.mark.parametrize("name", [*CLIMB, *BRANCHES])
-def test_every_rung_saves_what_its_knobs_formula_says(rungs, name):
-    for saving in rungs[name].savings:
+@pytest.mark.parametrize("name", [*ABLATION, *ALTERNATIVES])
+def test_every_row_saves_what_its_knobs_formula_says(rows, name):
+    for saving in rows[name].savings:
         assert saving.measured_bytes == pytest.approx(saving.formula_bytes, rel=0.1, abs=SMALL), saving
 
 
-def test_rungs_without_a_claim_hold_no_more_than_the_rung_below(rungs):
-    for name in CLIMB:
-        if not rungs[name].savings:
-            below = rungs[rungs[name].base]
-            assert rungs[name].peak_device_bytes <= below.peak_device_bytes * 1.001, name
+def test_rows_without_a_claim_hold_no_more_than_the_row_before(rows):
+    for name in ABLATION:
+        if not rows[name].savings:
+            before = rows[rows[name].base]
+            assert rows[name].peak_device_bytes <= before.peak_device_bytes * 1.001, name
 
 
-def test_all_on_holds_a_fraction_of_all_off(rungs):
-    assert rungs[CLIMB[-1]].peak_device_bytes <= rungs["all off"].peak_device_bytes / 8
+def test_all_on_holds_a_fraction_of_all_off(rows):
+    assert rows[ABLATION[-1]].peak_device_bytes <= rows["all off"].peak_device_bytes / 8
 
 
 def limited(num_bytes):
-    """Gives the settings of every rung with a device limit."""
+    """Return the settings of every row with a device limit."""
     return (*SMALLER, f"memory.device_limit_gb={num_bytes / 2**30!r}")
 
 
 @pytest.fixture(scope="module")
-def limit(rungs):
+def limit(rows):
     """A limit between the peaks of all off and of shared prompts."""
-    return (rungs["all off"].peak_device_bytes + rungs["shared_prompt"].peak_device_bytes) // 2
+    return (rows["all off"].peak_device_bytes + rows["shared_prompt"].peak_device_bytes) // 2
 
 
 @pytest.fixture(scope="module")
 def under_a_limit(folder, limit):
     only = ["all off", "shared_prompt", "bucketed_adamw"]
-    return {rung.knob: rung for rung in climb(folder, WIDE_WORK, limited(limit), only)}
+    return {row.knob: row for row in run_ablation(folder, WIDE_WORK, limited(limit), only)}
 
 
-def test_a_rung_that_does_not_fit_is_a_result_and_the_ladder_goes_on(under_a_limit):
-    statuses = {name: rung.status for name, rung in under_a_limit.items()}
+def test_a_row_that_does_not_fit_is_a_result_and_the_ladder_goes_on(under_a_limit):
+    statuses = {name: row.status for name, row in under_a_limit.items()}
     assert statuses == {
         "all off": "out of memory", "chunked_logprob": "out of memory", "shared_prompt": "ok", "bucketed_adamw": "ok",
     }  # fmt: skip
@@ -114,47 +108,47 @@ def test_a_rung_that_does_not_fit_is_a_result_and_the_ladder_goes_on(under_a_lim
     assert under_a_limit["all off"].seconds is None
 
 
-def test_a_rung_that_does_not_fit_says_where_it_ran_out_and_what_it_asked_for(under_a_limit, limit):
+def test_a_row_that_does_not_fit_says_where_it_ran_out_and_what_it_asked_for(under_a_limit, limit):
     ran_out = under_a_limit["all off"].out_of_memory
     assert ran_out.phase == "update_actor"
     assert ran_out.limit_bytes == pytest.approx(limit, abs=1)
     assert ran_out.held_bytes <= ran_out.limit_bytes < ran_out.held_bytes + ran_out.asked_bytes
 
 
-def test_the_phases_that_ended_before_it_ran_out_keep_their_peaks(under_a_limit, rungs):
-    whole = rungs["all off"].phases
+def test_the_phases_that_ended_before_it_ran_out_keep_their_peaks(under_a_limit, rows):
+    whole = rows["all off"].phases
     assert under_a_limit["all off"].phases == {name: whole[name] for name in ("old_log_prob", "ref")}
 
 
-def test_a_rung_above_one_that_ran_out_is_measured_as_if_the_ladder_began_with_it(under_a_limit, rungs):
+def test_a_row_after_one_that_ran_out_is_measured_as_if_the_ladder_began_with_it(under_a_limit, rows):
     for name in ("shared_prompt", "bucketed_adamw"):
-        assert under_a_limit[name].phases == rungs[name].phases
-        assert under_a_limit[name].kinds == rungs[name].kinds
-        assert under_a_limit[name].loss == rungs[name].loss
+        assert under_a_limit[name].phases == rows[name].phases
+        assert under_a_limit[name].kinds == rows[name].kinds
+        assert under_a_limit[name].loss == rows[name].loss
 
 
-def test_no_saving_is_given_on_a_rung_that_ran_out(under_a_limit, rungs):
+def test_no_saving_is_given_on_a_row_that_ran_out(under_a_limit, rows):
     assert [saving.measured_bytes for saving in under_a_limit["shared_prompt"].savings] == [None]
-    assert under_a_limit["shared_prompt"].savings[0].formula_bytes == rungs["shared_prompt"].savings[0].formula_bytes
-    assert under_a_limit["bucketed_adamw"].savings == rungs["bucketed_adamw"].savings
+    assert under_a_limit["shared_prompt"].savings[0].formula_bytes == rows["shared_prompt"].savings[0].formula_bytes
+    assert under_a_limit["bucketed_adamw"].savings == rows["bucketed_adamw"].savings
 
 
 def live_tensor_bytes():
     return sum(
-        found.untyped_storage().nbytes() for found in gc.get_objects() if type(found) in (torch.Tensor, torch.nn.Parameter)
+        thing.untyped_storage().nbytes() for thing in gc.get_objects() if type(thing) in (torch.Tensor, torch.nn.Parameter)
     )
 
 
 @pytest.mark.parametrize("knob", ["all off", "optimizer_state_dtype"])
-def test_a_rung_that_ran_out_leaves_nothing_behind(folder, rungs, knob, monkeypatch):
+def test_a_row_that_ran_out_leaves_nothing_behind(folder, rows, knob, monkeypatch):
     """The least limit under which each fails late: activations, the graph and host buffers exist by then."""
     workers = weakref.WeakSet()
     build = Worker.__init__
-    monkeypatch.setattr(Worker, "__init__", lambda self, *given: (workers.add(self), build(self, *given))[1])
+    monkeypatch.setattr(Worker, "__init__", lambda self, *arguments: (workers.add(self), build(self, *arguments))[1])
     gc.collect()
     held, on_host, variables = live_tensor_bytes(), host_allocator().held_bytes, dict(os.environ)
-    overrides = rungs[knob].overrides
-    ran_out = measure(Path(folder), WIDE_WORK, knob, overrides, limited(rungs[knob].peak_device_bytes - 1))
+    overrides = rows[knob].overrides
+    ran_out = measure_row(Path(folder), WIDE_WORK, knob, overrides, limited(rows[knob].peak_device_bytes - 1))
     assert ran_out.status == "out of memory"
     assert not workers
     assert live_tensor_bytes() <= held + SMALL

@@ -5,15 +5,16 @@ import pytest
 
 from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.ladder.plan import Work
-from verl_memopt.ladder.row import OutOfMemory, Rung, as_json, split, with_savings
+from verl_memopt.ladder.row import OutOfMemory, Row, as_json, split, with_savings
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)
 RAN_OUT = OutOfMemory("update_actor", asked_bytes=5, held_bytes=8, limit_bytes=10)
 
 
-def rung(knob, logits):
+def row(knob, logits):
+    """Return a row that fits, with so many bytes of logits."""
     phase_kinds = {phase: {"logits": logits} for phase in ("update_actor", "old_log_prob")}
-    return Rung(knob, (), {"update_actor": 100}, {"logits": logits}, 100, 0, 1.5, 0.1, 0.2, phase_kinds)
+    return Row(knob, (), {"update_actor": 100}, {"logits": logits}, 100, 0, 1.5, 0.1, 0.2, phase_kinds)
 
 
 def test_the_figures_of_an_error_are_kept_and_the_error_is_not():
@@ -21,44 +22,44 @@ def test_the_figures_of_an_error_are_kept_and_the_error_is_not():
     assert OutOfMemory.of(error) == OutOfMemory("gen", 3, 8, 10)
 
 
-def test_a_rung_says_whether_it_ran_out():
-    assert rung("all off", 40).status == "ok"
-    assert replace(rung("all off", 40), out_of_memory=RAN_OUT).status == "out of memory"
+def test_a_row_says_whether_it_ran_out():
+    assert row("all off", 40).status == "ok"
+    assert replace(row("all off", 40), out_of_memory=RAN_OUT).status == "out of memory"
 
 
-@pytest.mark.parametrize("failed", ["rung", "base"])
+@pytest.mark.parametrize("failed", ["row", "base"])
 def test_a_saving_is_not_measured_where_either_side_ran_out(failed, shapes_pair):
-    base, above = rung("all off", 40), rung("chunked_logprob", 10)
-    assert {saving.measured_bytes for saving in with_savings(above, base, *shapes_pair).savings} == {30}
-    if failed == "rung":
-        above = Rung("chunked_logprob", (), {}, out_of_memory=RAN_OUT)
+    base, compared_row = row("all off", 40), row("chunked_logprob", 10)
+    assert {saving.measured_bytes for saving in with_savings(compared_row, base, *shapes_pair).savings} == {30}
+    if failed == "row":
+        compared_row = Row("chunked_logprob", (), {}, out_of_memory=RAN_OUT)
     else:
-        base = Rung("all off", (), {}, out_of_memory=RAN_OUT)
-    given = with_savings(above, base, *shapes_pair)
-    assert {saving.measured_bytes for saving in given.savings} == {None}
-    assert given.base == "all off"
-    assert all(isinstance(saving.formula_bytes, int) for saving in given.savings)
+        base = Row("all off", (), {}, out_of_memory=RAN_OUT)
+    compared = with_savings(compared_row, base, *shapes_pair)
+    assert {saving.measured_bytes for saving in compared.savings} == {None}
+    assert compared.base == "all off"
+    assert all(isinstance(saving.formula_bytes, int) for saving in compared.savings)
 
 
 @pytest.fixture
 def shapes_pair(tiny_folder):
-    """The symbols of the formulas without and with chunked log-probs."""
+    """Return the sizes that the formulas read, without and with chunked log-probs."""
     from verl_memopt.ladder.measure import shapes
-    from verl_memopt.ladder.plan import steps
+    from verl_memopt.ladder.plan import plan_rows
 
-    first, second = steps(WORK)[:2]
+    first, second = plan_rows(WORK)[:2]
     return shapes(tiny_folder, WORK, first.overrides), shapes(tiny_folder, WORK, second.overrides)
 
 
-def test_branches_are_apart_from_the_climb():
-    climbed, branches = split([rung("all off", 1), rung("lora", 1), rung("chunked_logprob", 1)])
-    assert [one.knob for one in climbed] == ["all off", "chunked_logprob"]
-    assert [one.knob for one in branches] == ["lora"]
+def test_alternatives_are_apart_from_the_ablation():
+    ablation, alternatives = split([row("all off", 1), row("lora", 1), row("chunked_logprob", 1)])
+    assert [one.knob for one in ablation] == ["all off", "chunked_logprob"]
+    assert [one.knob for one in alternatives] == ["lora"]
 
 
-def test_plain_values_say_model_work_status_and_where_a_rung_ran_out():
-    failed = Rung("all off", ("a=1",), {"ref": 7}, out_of_memory=RAN_OUT)
-    plain = json.loads(json.dumps(as_json([failed, rung("chunked_logprob", 10), rung("lora", 1)], WORK, "m")))
+def test_plain_values_say_model_work_status_and_where_a_row_ran_out():
+    failed = Row("all off", ("a=1",), {"ref": 7}, out_of_memory=RAN_OUT)
+    plain = json.loads(json.dumps(as_json([failed, row("chunked_logprob", 10), row("lora", 1)], WORK, "m")))
     assert (plain["schema"], plain["model"], plain["work"]["prompt"]) == (3, "m", 24)
     first, second = plain["rungs"]
     assert (first["knob"], first["status"], first["peak_device_bytes"]) == ("all off", "out of memory", None)

@@ -11,12 +11,13 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.build import build_run, build_stepper, start_rewards, start_workers
+from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.experience import to_batch
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.loop import Trainer
 from verl_memopt.trainer.reporter import Reporter
+from verl_memopt.trainer.start import start_rewards, start_workers
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.worker import Reply
 
@@ -50,7 +51,7 @@ def compute_score(data_source, solution_str, ground_truth, extra_info=None):
 
 
 def write_rows(path, count, source="toy/arithmetic"):
-    """Writes prompts of 4 to 6 characters."""
+    """Write prompts of 4 to 6 characters."""
     rows = [
         {"data_source": source, "prompt": f"{n}+{n + 1}=", "reward_model": {"ground_truth": str(2 * n + 1)}} for n in range(count)
     ]
@@ -73,7 +74,7 @@ def run_files(tmp_path_factory, tiny_folder):
 
 @pytest.fixture
 def settled(run_files, tmp_path):
-    """Gives settings of the least run with some keys changed."""
+    """Return settings of the least run with some keys changed."""
 
     def settle(more=None):
         return settings_from_mapping(LEAST | run_files | {"trainer.default_local_dir": str(tmp_path / "run")} | (more or {}))
@@ -98,17 +99,17 @@ def base_workers(base_context):
 
 @pytest.fixture
 def alike(settled, base_context, base_workers):
-    """Gives a stepper on the module's worker with some of the driver's settings changed."""
-    open_steppers = []
+    """Return a function that builds a learner on the module's worker, with some of the driver's settings changed."""
+    learners = []
 
     def build(more=None, workers=base_workers):
-        stepper = build_stepper(dataclasses.replace(base_context, settings=settled(more)), workers, None)
-        open_steppers.append(stepper)
-        return stepper
+        learner = build_learner(dataclasses.replace(base_context, settings=settled(more)), workers, None)
+        learners.append(learner)
+        return learner
 
     yield build
-    for stepper in open_steppers:
-        stepper.close()
+    for learner in learners:
+        learner.close()
 
 
 def batch_of(lengths, samples=2):
@@ -120,6 +121,12 @@ def batch_of(lengths, samples=2):
     return batch
 
 
+def rewards_of(context):
+    """Start the reward processes of a run."""
+    settings = context.settings
+    return start_rewards(settings.custom_reward_function, settings.reward_model.num_workers, context.environment.run_dir)
+
+
 @contextmanager
 def ready(settings):
     """A trainer whose workers are ready, as a run has it."""
@@ -128,7 +135,7 @@ def ready(settings):
         context = build_run(settings)
         with (
             context.lock,
-            start_rewards(context) as runner,
+            rewards_of(context) as runner,
             Reporter(context, clock) as reporter,
             start_workers(context, clock) as workers,
         ):
@@ -136,7 +143,7 @@ def ready(settings):
             try:
                 yield trainer
             finally:
-                trainer.stepper.close()
+                trainer.learner.close()
 
 
 MEASURED = ("timing_s/", "timing_per_token_ms/", "perf/", "memory/")
@@ -146,13 +153,13 @@ STARTED = "run_id"
 
 
 def learned(run_dir):
-    """Gives each row of a run without what was measured of it and which start logged it."""
+    """Return each row of a run without what was measured of it and which start logged it."""
     rows = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
     return [{name: value for name, value in row.items() if not name.startswith((*MEASURED, STARTED))} for row in rows]
 
 
 def memory(name, host=1, **figures):
-    """Gives a phase's figures, those not named absent."""
+    """Return a phase's figures, those not named absent."""
     none = dict.fromkeys(("peak_allocated_bytes", "allocated_bytes", "peak_reserved_bytes", "device_used_bytes"))
     return PhaseMemory(name=name, **{"seconds": 1.0, **none, **figures}, host_rss_bytes=host)
 

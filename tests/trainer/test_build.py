@@ -1,19 +1,17 @@
-import os
 import re
 from dataclasses import replace
 
 import pytest
 
 from tests.trainer.conftest import AR, write_rows
-from verl_memopt.errors import CheckpointError, ConfigError, DataError, RewardError
+from verl_memopt.errors import CheckpointError, ConfigError, DataError
 from verl_memopt.models.build import load_model_config
-from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.build import build_run, start_rewards, start_workers, worker_plan
+from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.checkpoints import CheckpointStore
 
 
 def leave_checkpoint(settings, step, **state):
-    """Leaves a checkpoint as a run of these settings would, but without weights."""
+    """Leave a checkpoint as a run of these settings would, but without weights."""
     context = build_run(settings)
     for _ in range(step):
         context.loader.next_step()
@@ -100,24 +98,24 @@ def test_a_source_without_a_rule_is_named_with_its_row_before_anything_starts(se
 
 
 def test_the_plan_counts_every_optimizer_step_of_the_run(settled):
-    plan = worker_plan(build_run(settled({f"{AR}.actor.ppo_epochs": 3, "trainer.total_training_steps": 5})))
+    plan = build_run(settled({f"{AR}.actor.ppo_epochs": 3, "trainer.total_training_steps": 5})).worker_plan
     assert plan.optimizer_steps == 5 * 2 * 3  # steps, mini-batches of 2 in 4 prompts, passes
 
 
 def test_the_plan_names_folders_and_the_reference_only_when_asked(settled, tiny_folder):
-    plan = worker_plan(build_run(settled()))
+    plan = build_run(settled()).worker_plan
     assert (plan.folder, plan.engine_folder, plan.reference_folder) == (str(tiny_folder), str(tiny_folder), None)
-    assert worker_plan(build_run(settled({f"{AR}.actor.use_kl_loss": True}))).reference_folder == str(tiny_folder)
+    assert build_run(settled({f"{AR}.actor.use_kl_loss": True})).worker_plan.reference_folder == str(tiny_folder)
 
 
 @pytest.mark.parametrize(("every", "tracked"), [(0, False), (10, True)])
 def test_the_start_is_tracked_when_steps_are(settled, every, tracked):
-    assert worker_plan(build_run(settled({"trainer.track_memory_every_steps": every}))).track_init is tracked
+    assert build_run(settled({"trainer.track_memory_every_steps": every})).worker_plan.track_init is tracked
 
 
 def test_with_overrides_engine_and_trainer_read_the_same_config(settled):
     context = build_run(settled({f"{AR}.model.override_config": {"rms_norm_eps": 1e-4, "tie_word_embeddings": False}}))
-    folder = worker_plan(context).engine_folder
+    folder = context.worker_plan.engine_folder
     assert folder == str(context.environment.run_dir / "engine_config")
     model = context.settings.actor_rollout_ref.model
     engines = load_model_config(replace(model, override_config={}), context.environment.run_dir / "engine_config").to_dict()
@@ -129,30 +127,4 @@ def test_with_overrides_engine_and_trainer_read_the_same_config(settled):
 def test_an_engine_cannot_read_weights_that_do_not_fit_the_overrides(settled):
     more = {f"{AR}.model.override_config": {"tie_word_embeddings": False}, f"{AR}.rollout.load_format": "auto"}
     with pytest.raises(ConfigError, match="Leave load_format at dummy"):
-        worker_plan(build_run(settled(more)))
-
-
-def test_workers_are_ready_inside_and_gone_after_an_error(settled):
-    clock, inside = PhaseClock(), []
-
-    def fail():
-        with start_workers(build_run(settled()), clock) as workers:
-            inside.append((workers, workers.world_size, os.environ["WORLD_SIZE"]))
-            raise ZeroDivisionError
-
-    with pytest.raises(ZeroDivisionError):
-        fail()
-    ((workers, *sizes),) = inside
-    assert sizes == [1, "1"]
-    assert [span.name for span in clock.take()] == ["init"]
-    assert "WORLD_SIZE" not in os.environ
-    with pytest.raises(AssertionError, match="shut down"):
-        workers.group.all("started")
-
-
-def test_reward_processes_have_their_function_before_the_run_goes_on(settled, tmp_path):
-    broken = tmp_path / "reward.py"
-    broken.write_text("def compute_score(:")
-    context = build_run(settled({"custom_reward_function.path": str(broken)}))
-    with pytest.raises(RewardError, match=re.escape(str(broken))), start_rewards(context):
-        pytest.fail("the body ran")
+        build_run(settled(more))

@@ -54,7 +54,7 @@ def test_what_was_left_behind_and_a_tracker_in_doubt_are_said(store, capsys):
     code, lines = checked(store, capsys)
     assert code == 0
     assert "says step 4, and the checkpoint that was committed last is of step 3" in lines[0]
-    assert lines[-1].endswith("belongs to a run that the newest one went back behind")
+    assert lines[-1].endswith("belongs to an earlier run that the newest one does not continue")
 
 
 def test_one_of_the_first_format_says_that_only_sizes_were_compared(store, capsys):

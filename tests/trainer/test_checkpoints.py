@@ -537,7 +537,7 @@ def test_only_the_checkpoint_that_this_run_saved_last_or_began_with_can_be_prove
     assert store.proven() is None
     again = CheckpointStore(tmp_path, None)
     again.resumed(read_checkpoint(tmp_path / "global_step_4"))
-    again.prove(6)  # of the run that this one went back behind
+    again.prove(6)  # of the earlier run that this one does not continue
     assert again.proven() is None
     again.prove(4)
     assert again.proven() == 4

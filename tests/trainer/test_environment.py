@@ -12,11 +12,19 @@ from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.vllm_settings import engine_arguments
-from verl_memopt.trainer.environment import frees_engine, resolve_environment
+from verl_memopt.trainer.build import build_run
+from verl_memopt.trainer.environment import frees_engine
 
 
-def test_the_site_of_a_run_on_this_machine(settled, tiny_folder, tmp_path):
-    environment = resolve_environment(settled())
+def resolved(settings):
+    """Return the environment of a run, whose lock is released."""
+    context = build_run(settings)
+    context.lock.release()
+    return context.environment
+
+
+def test_the_environment_of_a_run_on_this_machine(settled, tiny_folder, tmp_path):
+    environment = resolved(settled())
     assert (environment.device, environment.world_size, environment.free_engine) == ("cpu", 1, False)
     assert (environment.folder, environment.tokenizer_folder, environment.reference_folder) == (tiny_folder, tiny_folder, None)
     assert environment.tokenizer.eos_token_id in environment.eos_token_ids
@@ -26,33 +34,33 @@ def test_the_site_of_a_run_on_this_machine(settled, tiny_folder, tmp_path):
 
 @pytest.mark.parametrize("key", ["algorithm.use_kl_in_reward", f"{AR}.actor.use_kl_loss"])
 def test_a_kl_brings_the_reference_which_is_the_model_unless_another_is_named(settled, tiny_folder, untied_folder, key):
-    assert resolve_environment(settled({key: True})).reference_folder == tiny_folder
-    assert resolve_environment(settled({key: True, f"{AR}.ref.model.path": str(untied_folder)})).reference_folder == untied_folder
+    assert resolved(settled({key: True})).reference_folder == tiny_folder
+    assert resolved(settled({key: True, f"{AR}.ref.model.path": str(untied_folder)})).reference_folder == untied_folder
 
 
 def test_a_reference_that_nothing_asks_for_is_not_looked_for(settled):
-    assert resolve_environment(settled({f"{AR}.ref.model.path": "/nowhere"})).reference_folder is None
+    assert resolved(settled({f"{AR}.ref.model.path": "/nowhere"})).reference_folder is None
 
 
 def test_a_missing_reference_is_refused_under_its_own_key(settled):
     with pytest.raises(ConfigError, match=re.escape(f"{AR}.ref.model.path=/nowhere")):
-        resolve_environment(settled({f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": "/nowhere"}))
+        resolved(settled({f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": "/nowhere"}))
 
 
 def test_another_tokenizer_folder_is_taken(settled, untied_folder):
-    assert resolve_environment(settled({f"{AR}.model.tokenizer_path": str(untied_folder)})).tokenizer_folder == untied_folder
+    assert resolved(settled({f"{AR}.model.tokenizer_path": str(untied_folder)})).tokenizer_folder == untied_folder
 
 
 def test_ranks_are_counted_over_nodes(settled):
     many = {"trainer.worker_group": "ray", "trainer.nnodes": 2, "trainer.n_gpus_per_node": 2}
-    assert resolve_environment(settled(many)).world_size == 4
+    assert resolved(settled(many)).world_size == 4
 
 
 def test_vllm_on_a_cpu_cannot_be_asked_to_sleep_but_hf_can(settled):
     with pytest.raises(ConfigError, match=re.escape(f"{AR}.rollout.free_cache_engine=true: vLLM on a CPU")):
-        resolve_environment(settled({f"{AR}.rollout.name": "vllm", f"{AR}.rollout.free_cache_engine": True}))
-    assert resolve_environment(settled({f"{AR}.rollout.name": "hf", f"{AR}.rollout.free_cache_engine": True})).free_engine
-    assert not resolve_environment(settled({f"{AR}.rollout.free_cache_engine": False})).free_engine
+        resolved(settled({f"{AR}.rollout.name": "vllm", f"{AR}.rollout.free_cache_engine": True}))
+    assert resolved(settled({f"{AR}.rollout.name": "hf", f"{AR}.rollout.free_cache_engine": True})).free_engine
+    assert not resolved(settled({f"{AR}.rollout.free_cache_engine": False})).free_engine
 
 
 @pytest.mark.parametrize("device", ["cpu", "auto"])
@@ -60,12 +68,12 @@ def test_a_build_of_vllm_for_gpus_is_refused_on_the_cpu_by_name_with_two_ways_ou
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.syspath_prepend(installed(tmp_path / "gpu_build", vllm="0.32.0"))
     with pytest.raises(ConfigError) as caught:
-        resolve_environment(settled({f"{AR}.rollout.name": "vllm", "trainer.device": device}))
+        resolved(settled({f"{AR}.rollout.name": "vllm", "trainer.device": device}))
     assert str(caught.value) == (
         f"trainer.device={device}, {AR}.rollout.name=vllm: the run is on the CPU, and the installed vLLM is a build for GPUs. "
         f"Set {AR}.rollout.name=hf, or install the other build: VERL_MEMOPT_BUILD=cpu ./setup_env.sh."
     )
-    assert resolve_environment(settled({f"{AR}.rollout.name": "hf", "trainer.device": device})).device == "cpu"
+    assert resolved(settled({f"{AR}.rollout.name": "hf", "trainer.device": device})).device == "cpu"
 
 
 def test_a_build_of_vllm_for_cpus_is_refused_on_a_gpu(settled, tmp_path, monkeypatch):
@@ -73,7 +81,7 @@ def test_a_build_of_vllm_for_cpus_is_refused_on_a_gpu(settled, tmp_path, monkeyp
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr("sys.path", [installed(tmp_path / "cpu_build", vllm="0.32.0+cpu"), *sys.path])
     with pytest.raises(ConfigError, match="the run is on the GPU, and the installed vLLM is a build for CPUs"):
-        resolve_environment(settled({f"{AR}.rollout.name": "vllm", "trainer.device": "cuda"}))
+        resolved(settled({f"{AR}.rollout.name": "vllm", "trainer.device": "cuda"}))
 
 
 @pytest.mark.parametrize("asked", [None, True, False])
@@ -90,12 +98,12 @@ def test_an_engine_that_is_to_sleep_is_built_so_that_it_can(settled, asked, devi
 def test_a_run_folder_that_cannot_be_made_is_refused(settled, tmp_path):
     (tmp_path / "file").write_text("x")
     with pytest.raises(ConfigError, match=r"trainer\.default_local_dir=.*file/run: cannot be made \(Not a directory\)"):
-        resolve_environment(settled({"trainer.default_local_dir": str(tmp_path / "file" / "run")}))
+        resolved(settled({"trainer.default_local_dir": str(tmp_path / "file" / "run")}))
 
 
 def test_a_tilde_is_the_home_folder(settled, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
-    assert resolve_environment(settled({"trainer.default_local_dir": "~/runs/one"})).run_dir == tmp_path / "runs" / "one"
+    assert resolved(settled({"trainer.default_local_dir": "~/runs/one"})).run_dir == tmp_path / "runs" / "one"
 
 
 @pytest.mark.parametrize("which", ["model", "reference"])
@@ -107,8 +115,8 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(set
         more = {f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.model.path": str(small)}
         key = f"{AR}.ref.model.path={small}"
     with pytest.raises(ConfigError, match=re.escape(f"{key}: its embedding has 300 rows, and the tokenizer has 320 tokens")):
-        resolve_environment(settled(more))
+        resolved(settled(more))
 
 
-def test_the_site_knows_the_rows_of_the_embedding(settled):
-    assert resolve_environment(settled()).embedding_rows == 320
+def test_the_environment_knows_the_rows_of_the_embedding(settled):
+    assert resolved(settled()).embedding_rows == 320

@@ -11,10 +11,10 @@ from verl_memopt.trainer.interrupts import Interrupts, of_process
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])
 def test_the_first_signal_asks_and_says_how_the_run_will_end(number, code, caplog):
     with Interrupts() as interrupts:
-        assert not interrupts.asked
+        assert not interrupts.requested
         assert interrupts.exit_code is None
         os.kill(os.getpid(), number)
-        assert interrupts.asked
+        assert interrupts.requested
         assert interrupts.exit_code == code
     assert f"{number.name}: stopping after this step" in caplog.text
 
@@ -55,7 +55,7 @@ def test_a_hangup_that_is_ignored_stays_ignored_as_under_nohup():
     try:
         with Interrupts() as interrupts:
             os.kill(os.getpid(), signal.SIGHUP)
-            assert not interrupts.asked
+            assert not interrupts.requested
         assert signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     finally:
         signal.signal(signal.SIGHUP, before)
@@ -83,7 +83,7 @@ def asked_in_steps(deadline, save_seconds=0.0):
     interrupts, told = Interrupts(), []
     interrupts.save_seconds = save_seconds
     interrupts.begin_steps(deadline, told.append)
-    interrupts.ask(signal.SIGTERM)
+    interrupts.request(signal.SIGTERM)
     return interrupts, told
 
 
@@ -116,13 +116,13 @@ def test_nothing_is_too_late_before_a_stop_is_asked_for():
 def test_rollouts_are_told_once_when_to_end():
     before = time.time()
     interrupts, told = asked_in_steps(100)
-    interrupts.ask(signal.SIGTERM)
+    interrupts.request(signal.SIGTERM)
     assert len(told) == 1
     assert before + 74 < told[0] < time.time() + 76
 
 
 def test_a_stop_that_was_asked_for_before_the_first_step_is_told_when_steps_begin():
     interrupts, told = Interrupts(), []
-    interrupts.ask(signal.SIGINT)
+    interrupts.request(signal.SIGINT)
     interrupts.begin_steps(100, told.append)
     assert len(told) == 1

@@ -5,7 +5,7 @@ from verl_memopt.trainer.manifest import MANIFEST, Manifest, write_manifest
 
 
 def lineage(root, commits, tracked=None):
-    """Gives the lineage of a folder whose checkpoints have these commit numbers: None is a damaged manifest, 0 the old format."""
+    """Return the lineage of a folder with these commit numbers: None is a damaged manifest, 0 the old format."""
     folders = {step: root / f"global_step_{step}" for step in commits}
     for step, folder in folders.items():
         folder.mkdir()

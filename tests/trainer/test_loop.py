@@ -123,14 +123,14 @@ def test_the_driver_remembers_what_a_resumed_run_needs(settled):
     }
     with ready(settled(adaptive)) as trainer:
         trainer.run()
-        coefficient, state = trainer.stepper.kl_control.coefficient, trainer.driver_state()
+        coefficient, state = trainer.learner.kl_control.coefficient, trainer.driver_state()
     assert coefficient != 0.001
     assert state["loader"] == {"seed": 7, "epoch": 0, "position": 8, "num_rows": 10}
     assert (state["step"], state["seed"]) == (2, 7)
     with ready(settled(adaptive)) as trainer:
         trainer.resume()
         assert trainer.step == trainer.saved_step == 2
-        assert trainer.stepper.kl_control.coefficient == coefficient
+        assert trainer.learner.kl_control.coefficient == coefficient
         assert [span.name for span in trainer.workers.clock.take()] == ["init", "load_checkpoint"]
 
 
@@ -347,18 +347,18 @@ def stop_in(trainer, monkeypatch, owner, name, deadline):
     real = getattr(owner, name)
 
     def stopping(*args, **options):
-        if trainer.step == 1 and not trainer.interrupts.asked:
+        if trainer.step == 1 and not trainer.interrupts.requested:
             trainer.interrupts.deadline_seconds = deadline
-            trainer.interrupts.ask(signal.SIGTERM)
+            trainer.interrupts.request(signal.SIGTERM)
         return real(*args, **options)
 
     monkeypatch.setattr(owner, name, stopping)
 
 
 OWNERS = {
-    "generate": lambda trainer: (trainer.stepper, "generate"),
+    "generate": lambda trainer: (trainer.learner, "generate"),
     "score": lambda trainer: (trainer.runner, "score"),
-    "log_probs": lambda trainer: (trainer.stepper, "log_probs"),
+    "log_probs": lambda trainer: (trainer.learner, "log_probs"),
 }
 
 
@@ -383,7 +383,7 @@ def test_a_step_without_time_left_is_given_up_and_the_resumed_run_equals_an_unin
 
 def test_an_update_that_has_begun_is_finished_validated_and_saved(settled, tmp_path, monkeypatch):
     with ready(settled({"trainer.total_training_steps": 3, "trainer.test_freq": 1})) as trainer:
-        stop_in(trainer, monkeypatch, trainer.stepper, "update", deadline=0.0)
+        stop_in(trainer, monkeypatch, trainer.learner, "update", deadline=0.0)
         trainer.run()
         assert (trainer.step, saved(trainer)) == (2, [2])
     assert [row["step"] for row in learned(tmp_path / "run")] == [1, 2]
@@ -392,13 +392,13 @@ def test_an_update_that_has_begun_is_finished_validated_and_saved(settled, tmp_p
 @pytest.mark.parametrize(("seconds", "last"), [(900.0, 1), (0.0, 2)])
 def test_an_update_that_would_leave_no_time_to_save_is_not_begun(settled, monkeypatch, seconds, last):
     with ready(settled({"trainer.total_training_steps": 3})) as trainer:
-        stop_in(trainer, monkeypatch, trainer.stepper, "generate", deadline=1000.0)
+        stop_in(trainer, monkeypatch, trainer.learner, "generate", deadline=1000.0)
         real = trainer.begin_update
 
         def begin_update():
             trainer.update_seconds = seconds
             real()
 
-        trainer.stepper.before_update = begin_update
+        trainer.learner.before_update = begin_update
         trainer.run()
         assert (trainer.step, saved(trainer)) == (last, [last])

@@ -22,7 +22,7 @@ GIB = 2**30
 
 @pytest.fixture
 def report(settled):
-    """Gives a function that opens the reporter of a run with some settings; each is closed at the end."""
+    """Return a function that opens the reporter of a run with some settings; each is closed at the end."""
     opened = []
 
     def build(more=None, checkpoint=None):

@@ -12,7 +12,7 @@ from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpoin
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.checkpoints import CheckpointStore
-from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, plain_shapes, with_seed
+from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, plain_shapes, with_seeds
 from verl_memopt.trainer.run import train
 
 SAVES = {"trainer.save_freq": 1}
@@ -172,12 +172,12 @@ def test_shapes_are_kept_as_torch_reads_them_back_without_trust(tmp_path):
     assert torch.load(tmp_path / "f", weights_only=True) == {"a": [2, 3], "b": []}
 
 
-def seeds(settings):
-    return settings.data.seed, settings.actor_rollout_ref.rollout.seed
+def seeded(settings, resumed):
+    return with_seeds(settings.data, settings.actor_rollout_ref.rollout, resumed)
 
 
 @pytest.mark.parametrize(
-    ("given", "resumed", "expected"),
+    ("more", "resumed", "expected"),
     [
         ({"data.seed": 3}, None, (3, 3)),
         ({"data.seed": 3}, 8, (3, 3)),
@@ -186,28 +186,23 @@ def seeds(settings):
         ({"data.seed": None, f"{AR}.rollout.seed": 4}, 8, (8, 4)),
     ],
 )
-def test_seeds_are_those_given_else_the_resumed_runs(settled, given, resumed, expected):
-    assert seeds(with_seed(settled(given), resumed)) == expected
+def test_seeds_are_those_of_the_settings_else_the_resumed_runs(settled, more, resumed, expected):
+    data, rollout = seeded(settled(more), resumed)
+    assert (data.seed, rollout.seed) == expected
 
 
 def test_a_seed_that_nobody_gave_is_drawn_and_logged(settled, caplog):
     settings = settled({"data.seed": None})
     with caplog.at_level(logging.INFO):
-        drawn = [with_seed(settings, None) for _ in range(4)]
-    assert len({seeds(each) for each in drawn}) > 1
-    for each in drawn:
-        data, rollout = seeds(each)
-        assert data == rollout
-        assert f"this run uses {data} (drawn)" in caplog.text
+        drawn = [seeded(settings, None) for _ in range(4)]
+    assert len({data.seed for data, _ in drawn}) > 1
+    for data, rollout in drawn:
+        assert data.seed == rollout.seed
+        assert f"this run uses {data.seed} (drawn)" in caplog.text
 
 
 def test_nothing_but_seeds_changes(settled):
     settings = settled({"data.seed": None})
-    found = with_seed(settings, 8)
-    rollout = dataclasses.replace(found.actor_rollout_ref.rollout, seed=None)
-    back = dataclasses.replace(
-        found,
-        data=dataclasses.replace(found.data, seed=None),
-        actor_rollout_ref=dataclasses.replace(found.actor_rollout_ref, rollout=rollout),
-    )
-    assert back == settings
+    data, rollout = seeded(settings, 8)
+    assert dataclasses.replace(data, seed=None) == settings.data
+    assert dataclasses.replace(rollout, seed=None) == settings.actor_rollout_ref.rollout

@@ -45,7 +45,7 @@ class Rows(PromptDataset):
 
 
 def stopped(settled, folder, name, reads):
-    """Gives the exit code of a run that gets signals while it reads validation rows: one when it is built, three in each step."""
+    """Return the exit code of a run that gets signals while it reads validation rows: one at the start, three in each step."""
     (folder / "rows.py").write_text(STOPPING.format(reads=reads, name=name))
     rows = {"data.custom_cls.path": str(folder / "rows.py"), "data.custom_cls.name": "Rows"}
     return train(settled(rows | {"trainer.test_freq": 1, "trainer.total_training_steps": 4}))

@@ -79,7 +79,7 @@ def test_every_process_that_was_started_ends_with_it_and_what_was_printed_is_kep
 
 @pytest.mark.parametrize(("name", "code"), CODES)
 def test_in_the_steps_the_first_signal_asks_and_the_main_thread_decides_when_to_end(watched, name, code):
-    loop = "print('ready', flush=True)\nwhile not (watch.interrupts.asked and said): time.sleep(0.01)\ntime.sleep(0.1)\n"
+    loop = "print('ready', flush=True)\nwhile not (watch.interrupts.requested and said): time.sleep(0.01)\ntime.sleep(0.1)\n"
     process = watched(
         f"{STEPS.format(deadline=60)}{loop}print('saved', flush=True)\nraise SystemExit(watch.interrupts.exit_code)"
     )
@@ -145,7 +145,7 @@ def test_a_started_program_has_the_default_actions_and_a_forked_one_does_not_sto
         "os.kill(pid, signal.SIGTERM)\n"
         "print(os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]), flush=True)\n"
         "time.sleep(0.2)\n"
-        "print(watch.interrupts.asked, flush=True)\n"
+        "print(watch.interrupts.requested, flush=True)\n"
     )
     process = watched(fork)
     output, errors = process.communicate(timeout=30)

@@ -3,42 +3,43 @@ from contextlib import contextmanager
 
 import pytest
 
-from tests.trainer.conftest import AR, batch_of, write_rows
+from tests.trainer.conftest import AR, batch_of, rewards_of, write_rows
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.build import build_run, build_stepper, start_rewards, start_workers
+from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.experience import StepBatch
 from verl_memopt.trainer.generation import Answers
+from verl_memopt.trainer.start import start_workers
 
 
 @contextmanager
-def stepper_of(context, workers, runner=None):
-    made = build_stepper(context, workers, runner)
+def learner_of(context, workers, runner=None):
+    learner = build_learner(context, workers, runner)
     try:
-        yield made
+        yield learner
     finally:
-        made.close()
+        learner.close()
 
 
 @contextmanager
 def running(settings):
-    """A stepper with workers and reward processes of its own, as a run has."""
+    """A learner with its own workers and reward processes, as in a run."""
     context = build_run(settings)
     with (
-        start_rewards(context) as runner,
+        rewards_of(context) as runner,
         start_workers(context, PhaseClock()) as workers,
-        stepper_of(context, workers, runner) as stepper,
+        learner_of(context, workers, runner) as learner,
     ):
         workers.all("update_weights", "update_weights")
-        yield stepper
+        yield learner
 
 
 def test_a_step_answers_scores_updates_and_syncs(settled):
-    with running(settled({f"{AR}.rollout.max_logprob_diff": 1e-5, f"{AR}.actor.calculate_entropy": True})) as stepper:
-        results = [stepper.train_step(step) for step in (1, 2)]  # the second fails past the threshold if the sync is stale
-        phases = [span.name for span in stepper.workers.clock.take()]
+    with running(settled({f"{AR}.rollout.max_logprob_diff": 1e-5, f"{AR}.actor.calculate_entropy": True})) as learner:
+        results = [learner.train_step(step) for step in (1, 2)]  # the second fails past the threshold if the sync is stale
+        phases = [span.name for span in learner.workers.clock.take()]
     first = results[0]
     assert len(first.results) == len(first.answers.rows) == 8
     assert [row.index for row in first.answers.rows[::2]] == [row.index for row in first.answers.rows[1::2]]
@@ -58,8 +59,8 @@ def test_a_step_answers_scores_updates_and_syncs(settled):
 def test_a_step_is_the_same_when_it_is_run_again(settled):
     found = []
     for _ in range(2):
-        with running(settled()) as stepper:
-            found.append([stepper.train_step(step).metrics for step in (1, 2)])
+        with running(settled()) as learner:
+            found.append([learner.train_step(step).metrics for step in (1, 2)])
     assert found[0] == found[1]
 
 
@@ -74,9 +75,9 @@ def test_the_kl_in_the_reward_and_in_the_loss_start_at_zero_and_grow(settled):
         f"{AR}.actor.kl_loss_coef": 0.25,
         f"{AR}.ref.fsdp_config.dtype": "fp32",
     }
-    with running(settled(more)) as stepper:
-        first, second = (stepper.train_step(step).metrics for step in (1, 2))
-        after = stepper.kl_control.coefficient
+    with running(settled(more)) as learner:
+        first, second = (learner.train_step(step).metrics for step in (1, 2))
+        after = learner.kl_control.coefficient
     assert first["actor/reward_kl_penalty"] == 0 < second["actor/reward_kl_penalty"]
     assert first["actor/reward_kl_penalty_coeff"] == 0.5
     assert second["actor/reward_kl_penalty_coeff"] == pytest.approx(0.5 * (1 - 0.2 * 8 / 100))  # far below the target of 0.1
@@ -87,20 +88,20 @@ def test_the_kl_in_the_reward_and_in_the_loss_start_at_zero_and_grow(settled):
 
 
 def test_what_truncation_took_is_counted_step_by_step(settled):
-    with running(settled({"data.truncation": "left", "data.max_prompt_length": 3})) as stepper:
-        found = [stepper.train_step(step).metrics for step in (1, 2)]
-        lengths = [len(stepper.generator.tokenizer(f"{n}+{n + 1}=")["input_ids"]) for n in range(9)]
+    with running(settled({"data.truncation": "left", "data.max_prompt_length": 3})) as learner:
+        found = [learner.train_step(step).metrics for step in (1, 2)]
+        lengths = [len(learner.generator.tokenizer(f"{n}+{n + 1}=")["input_ids"]) for n in range(9)]
     assert min(lengths) == max(lengths) == 4  # every prompt here is four tokens, one too many
     assert [(row["data/rows_truncated"], row["data/tokens_dropped"]) for row in found] == [(4.0, 4.0)] * 2
 
 
 def test_a_batch_without_a_single_response_token_is_scored_and_updates_nothing(alike):
-    stepper = alike()
+    learner = alike()
     rows = [PromptRow(index, "", "toy/arithmetic", "", {}, f"rows:{index}") for index in range(8)]
     answers = Answers(rows, [], Generation([[]] * 8, None, []), [""] * 8)
-    batch = stepper.log_probs(StepBatch(1, StepPrompts([], [], 0, 0), answers, batch_of([0] * 8)))
+    batch = learner.log_probs(StepBatch(1, StepPrompts([], [], 0, 0), answers, batch_of([0] * 8)))
     assert batch.rows.old_log_probs.shape == (0,)
-    metrics = stepper.update(batch).metrics
+    metrics = learner.update(batch).metrics
     assert metrics["actor/loss"] == metrics["actor/grad_norm"] == 0.0
 
 
@@ -111,7 +112,7 @@ def test_failed_rewards_are_counted(settled, tmp_path):
     )
     more = {"custom_reward_function.path": str(tmp_path / "half.py"), "custom_reward_function.on_error": "score"}
     more["data.train_files"] = write_rows(tmp_path / "seven.jsonl", 7)  # three of them below 7, and a step takes four
-    with running(settled(more)) as stepper:
-        result = stepper.train_step(1)
+    with running(settled(more)) as learner:
+        result = learner.train_step(1)
     failed = sum(int(row.ground_truth) >= 7 for row in result.answers.rows)
     assert result.metrics["reward/failed_rows"] == failed > 0

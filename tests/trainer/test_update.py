@@ -6,7 +6,12 @@ import torch
 
 from tests.trainer.conftest import AR, Member, batch_of, group_of
 from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.errors import TrainingError
+from verl_memopt.rollout.engine import Generation
+from verl_memopt.trainer.experience import StepBatch
+from verl_memopt.trainer.generation import Answers
 
 
 def test_a_mini_batch_knows_its_tokens_and_sequences_over_all_ranks(alike):
@@ -45,10 +50,12 @@ class Updater(Member):
 
 
 def updated(alike, more, ranks=1, step=1):
-    """Gives the first response token of every row, per rank and mini-batch, of an update over eight rows of two samples."""
+    """Return the first response token of every row, per rank and mini-batch, of an update over eight rows of two samples."""
     workers = group_of(*map(Updater, range(ranks)))
-    update = alike({f"{AR}.actor.old_log_prob_pass": "always", **more}, workers).policy_update
-    metrics = update.run(batch_of([1] * 8), [f"row {row}" for row in range(8)], step)
+    learner = alike({f"{AR}.actor.old_log_prob_pass": "always", **more}, workers)
+    rows = [PromptRow(index, "", "toy/arithmetic", "", {}, f"rows:{index}") for index in range(8)]
+    answers = Answers(rows, [], Generation([], None, []), [])
+    metrics = learner.update(StepBatch(step, StepPrompts([], [], 0, 0), answers, batch_of([1] * 8))).metrics
     return metrics, [[(mini.batch.responses.flat - 3).tolist() for mini in member.minis] for member in workers.group.members]
 
 

@@ -17,7 +17,7 @@ def runner(base_context):
 
 @pytest.fixture
 def validated(settled, base_workers, runner):
-    """Gives the validation at a step, under some settings, of the module's worker."""
+    """Return the validation at a step, under some settings, of the module's worker."""
 
     def validate(more=None, step=3):
         context = build_run(settled(more))

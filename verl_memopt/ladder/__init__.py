@@ -1,1 +1,1 @@
-"""The ladder: one update of a model, measured with every knob off and then with one knob more at a time."""
+"""The ladder: an ablation that measures one update with every memory knob off, then with one more knob on in each row."""

@@ -1,4 +1,4 @@
-"""What the ladder climbs: its rungs in order, what each sets, and the work that all of them do."""
+"""The rows of the ladder: their order, the settings of each, and the work that all of them do."""
 
 from __future__ import annotations
 
@@ -9,22 +9,32 @@ import yaml
 
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
+from verl_memopt.errors import ConfigError
 from verl_memopt.knobs.index import knobs
 
 ALL_OFF = "all off"
+"""Name of the first row."""
 
 ROWS = sorted((knob.row.place, knob.name, knob.row) for knob in knobs() if knob.row is not None)
 
-CLIMB = tuple(name for _, name, row in ROWS if not row.on_top_of)
-"""The knobs in the order in which the ladder switches them on."""
+ABLATION = tuple(name for _, name, row in ROWS if not row.on_top_of)
+"""Knobs in the order in which the rows switch them on. Those that change no number come first, precision last."""
 
-BRANCHES = {name: row.on_top_of for _, name, row in ROWS if row.on_top_of}
-"""Knobs that another knob of the ladder excludes, and the knob on whose row each is measured in place of what follows there."""
+ALTERNATIVES = {name: row.on_top_of for _, name, row in ROWS if row.on_top_of}
+"""Knob -> the row to which it is added. Each conflicts with a knob of a later row, so it has a row beside the ablation."""
 
 
 @dataclass(frozen=True)
 class Work:
-    """What every rung computes: ``rows`` rollouts of ``prompt`` + ``response`` tokens, in groups of ``group``."""
+    """The update that every row runs.
+
+    Attributes:
+        rows: rollouts.
+        prompt: tokens of each prompt.
+        response: tokens of each response.
+        group: rollouts of one prompt.
+        seed: of the tokens, the advantages and the run.
+    """
 
     rows: int = 8
     prompt: int = 1024
@@ -34,13 +44,37 @@ class Work:
 
     @property
     def row_tokens(self) -> int:
-        """Tokens of a row that a pass computes, and one: the budget in which it fits by the data's limits."""
+        """Return the tokens of one rollout, prompt and response."""
         return self.prompt + self.response
 
 
-def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
-    """Gives the settings of a rung: one optimizer step over all rows, no engine but transformers', ``overrides`` on top."""
-    base = {
+@dataclass(frozen=True)
+class RowPlan:
+    """A row to measure.
+
+    Attributes:
+        knob: that the row switches on.
+        overrides: all settings of the row, as ``key=value``.
+        base: knob of the row that it is compared with; empty for the first.
+    """
+
+    knob: str
+    overrides: tuple[str, ...]
+    base: str = ""
+
+
+def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
+    """Return the settings of a row: one optimizer step over all rollouts, in this process, with transformers' generation.
+
+    Args:
+        folder: of the model.
+        work: sizes and seed of the update.
+        overrides: ``key=value``; they win over the settings that all rows share.
+
+    Raises:
+        ConfigError: a setting is unknown or invalid.
+    """
+    shared = {
         "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,
         "data.train_batch_size": work.rows // work.group,
         "data.max_prompt_length": work.prompt, "data.max_response_length": work.response,
@@ -53,34 +87,41 @@ def ladder_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settin
         "actor_rollout_ref.actor.fsdp_config.dtype": "fp32", "actor_rollout_ref.ref.fsdp_config.dtype": "fp32",
         "trainer.worker_group": "local",
     }  # fmt: skip
-    given = dict(override.lstrip("+").split("=", 1) for override in overrides)
-    return settings_from_mapping({**base, **{key: yaml.safe_load(text) for key, text in given.items()}})
+    texts = dict(override.lstrip("+").split("=", 1) for override in overrides)
+    return settings_from_mapping({**shared, **{key: yaml.safe_load(text) for key, text in texts.items()}})
 
 
-@dataclass(frozen=True)
-class Step:
-    """A rung to measure: its knob, its settings, and the knob of the rung below."""
-
-    knob: str
-    overrides: tuple[str, ...]
-    base: str = ""
-
-
-def steps(work: Work) -> list[Step]:
-    """Gives the rungs: first every knob off, then one more on at each until all are on, then the branches."""
+def plan_rows(work: Work) -> list[RowPlan]:
+    """Return every row: all knobs off, then one more on in each row until all are on, then the alternatives."""
     rows = {name: row for _, name, row in ROWS}
     state = {key: text for row in rows.values() for key, text in _pairs(row.off, work)}
-    found = {ALL_OFF: Step(ALL_OFF, _overrides(state))}
-    states, below = {ALL_OFF: state}, ALL_OFF
-    for name in CLIMB:
+    plans = [RowPlan(ALL_OFF, _overrides(state))]
+    states: dict[str, dict[str, str]] = {}
+    for name in ABLATION:
         state = states[name] = state | dict(_pairs(rows[name].on, work))
-        found[name], below = Step(name, _overrides(state), below), name
-    for name, base in BRANCHES.items():
-        found[name] = Step(name, _overrides(states[base] | dict(_pairs(rows[name].on, work))), base)
-    return list(found.values())
+        plans.append(RowPlan(name, _overrides(state), base=plans[-1].knob))
+    for name, base in ALTERNATIVES.items():
+        plans.append(RowPlan(name, _overrides(states[base] | dict(_pairs(rows[name].on, work))), base))
+    return plans
+
+
+def choose_rows(work: Work, only: Sequence[str] = ()) -> list[RowPlan]:
+    """Return the rows to measure, in order: all, or those of the knobs in ``only`` and the rows they are compared with.
+
+    Raises:
+        ConfigError: ``only`` names a knob that the ladder does not have.
+    """
+    plans = plan_rows(work)
+    unknown = set(only) - {plan.knob for plan in plans}
+    if unknown:
+        raise ConfigError(f"--only {' '.join(sorted(unknown))}: not on the ladder. It has {', '.join(p.knob for p in plans)}.")
+    wanted = {plan.knob for plan in plans if not only or plan.knob in only}
+    wanted |= {plan.base for plan in plans if plan.knob in wanted}
+    return [plan for plan in plans if plan.knob in wanted]
 
 
 def _pairs(overrides: Sequence[str], work: Work) -> Iterator[tuple[str, str]]:
+    """Yield key and value of each override, with the numbers of tokens that its placeholders stand for."""
     sizes = {"{pair}": 2 * work.row_tokens, "{all}": work.rows * work.row_tokens}
     for override in overrides:
         key, text = override.split("=", 1)

@@ -1,4 +1,4 @@
-"""What the ladder records of one rung, and the whole ladder as plain values for JSON."""
+"""What the ladder records of one row, and the whole ladder as plain values for JSON."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from verl_memopt.errors import DeviceMemoryError
 from verl_memopt.knobs.index import knob_named
 from verl_memopt.knobs.knob import Claim
 from verl_memopt.knobs.shapes import Shapes
-from verl_memopt.ladder.plan import BRANCHES, Work
+from verl_memopt.ladder.plan import ALTERNATIVES, Work
 
 HOST = "host buffers"
 """Stands for the bytes in host buffers where a claim names a kind."""
@@ -21,9 +21,13 @@ OUT_OF_MEMORY = "out of memory"
 
 @dataclass(frozen=True)
 class Saving:
-    """One claim of a rung's knob beside what was measured, in bytes.
+    """One saving that a row's knob promises, beside the measured one.
 
-    measured_bytes: None where the rung or the rung below it ran out of memory, so that nothing can be compared.
+    Attributes:
+        phase: of the update.
+        kind: of bytes, such as activations.
+        formula_bytes: by the knob's formula.
+        measured_bytes: None where the row or the one it is compared with ran out of memory.
     """
 
     phase: str
@@ -34,10 +38,13 @@ class Saving:
 
 @dataclass(frozen=True)
 class OutOfMemory:
-    """Where a rung ran out of device memory. Bytes; None for a figure that the error does not have.
+    """Where a row ran out of device memory. A figure is None where the error does not have it.
 
-    phase: the phase of the update, ``init`` for loading the model. asked_bytes: size of the allocation that was refused.
-    held_bytes: bytes held at that moment. limit_bytes: the limit that was passed.
+    Attributes:
+        phase: of the update, or ``init`` while the model was loaded.
+        asked_bytes: size of the allocation that failed.
+        held_bytes: bytes in use at that moment.
+        limit_bytes: the limit that the allocation passed.
     """
 
     phase: str
@@ -47,16 +54,28 @@ class OutOfMemory:
 
     @classmethod
     def of(cls, error: DeviceMemoryError) -> OutOfMemory:
-        """Return the figures of an error. Nothing here keeps the error, whose traceback holds the tensors of the rung."""
+        """Return the figures of an error. The error itself is not kept: its traceback holds the tensors of the row."""
         return cls(error.phase, error.asked_bytes, error.held_bytes, error.limit_bytes)
 
 
 @dataclass(frozen=True)
-class Rung:
-    """One rung of the ladder. Bytes are peaks of live tensors on the device, and the most that lay in host buffers.
+class Row:
+    """One measured row of the ladder. A row that ran out of memory has None for every figure of the whole update.
 
-    A rung that ran out of memory has the peaks of the phases that ended before, and None for every figure of the whole.
-    kinds: at the moment of the peak. phase_kinds: the most each kind held in each phase; the moments differ.
+    Attributes:
+        knob: that the row switches on.
+        overrides: all settings of the row, as ``key=value``.
+        phases: phase -> peak of live tensor bytes on the device, for each phase that ended.
+        kinds: kind -> bytes at the moment of the highest peak.
+        peak_device_bytes: the highest peak.
+        host_bytes: the most that was in host buffers.
+        seconds: of the whole update.
+        loss: of the update.
+        grad_norm: before clipping.
+        phase_kinds: phase -> kind -> the most bytes of that kind. The kinds of a phase peak at different moments.
+        savings: promised and measured.
+        base: knob of the row that this one is compared with.
+        out_of_memory: where the row ran out of memory; None where it fits.
     """
 
     knob: str
@@ -71,7 +90,6 @@ class Rung:
     phase_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
     savings: tuple[Saving, ...] = ()
     base: str = ""
-    """The rung below."""
     out_of_memory: OutOfMemory | None = None
 
     @property
@@ -80,46 +98,56 @@ class Rung:
         return OK if self.out_of_memory is None else OUT_OF_MEMORY
 
 
-def with_savings(rung: Rung, base: Rung, before: Shapes, after: Shapes) -> Rung:
-    """Return a rung with what its knob's formula says it saves on its base, beside what it does."""
+def with_savings(row: Row, base: Row, before: Shapes, after: Shapes) -> Row:
+    """Return a row with its savings over ``base``: what the knob's formulas promise and what was measured.
+
+    Args:
+        row: the measured row.
+        base: the row that it is compared with.
+        before: sizes that the formulas read, under the settings of ``base``.
+        after: the same, under the settings of ``row``.
+    """
     savings = [
         Saving(
             claim.phase,
             claim.kind,
             formula_bytes=round(claim.num_bytes(before, after)),
-            measured_bytes=_measured(rung, base, claim),
+            measured_bytes=_measured_bytes(row, base, claim),
         )
-        for claim in knob_named(rung.knob).claims
+        for claim in knob_named(row.knob).claims
     ]
-    return replace(rung, savings=tuple(savings), base=base.knob)
+    return replace(row, savings=tuple(savings), base=base.knob)
 
 
-def _measured(rung: Rung, base: Rung, claim: Claim) -> int | None:
-    if rung.out_of_memory or base.out_of_memory:
+def _measured_bytes(row: Row, base: Row, claim: Claim) -> int | None:
+    if row.out_of_memory or base.out_of_memory:
         return None
-    return _held(base, claim) - _held(rung, claim)
+    return _peak_of_kind(base, claim) - _peak_of_kind(row, claim)
 
 
-def _held(rung: Rung, claim: Claim) -> int:
-    return rung.phase_kinds[claim.phase].get(claim.kind, 0)
+def _peak_of_kind(row: Row, claim: Claim) -> int:
+    return row.phase_kinds[claim.phase].get(claim.kind, 0)
 
 
-def as_json(rungs: Sequence[Rung], work: Work, model: str) -> dict[str, Any]:
-    """Return a ladder as plain values: ``rungs`` first all off, last all on; ``branches``, each beside the rung ``base``."""
-    climbed, branches = split(rungs)
+def as_json(rows: Sequence[Row], work: Work, model: str) -> dict[str, Any]:
+    """Return a ladder as plain values.
+
+    Key ``rungs`` has the rows of the ablation, from all off to all on; ``branches`` has the alternatives.
+    """
+    ablation, alternatives = split(rows)
     return {
         "schema": 3,
         "model": model,
         "work": asdict(work),
-        "rungs": _plain(climbed),
-        "branches": _plain(branches),
+        "rungs": _plain(ablation),
+        "branches": _plain(alternatives),
     }
 
 
-def _plain(rungs: Iterable[Rung]) -> list[dict[str, Any]]:
-    return [{"knob": rung.knob, "status": rung.status, **asdict(rung)} for rung in rungs]
+def _plain(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    return [{"knob": row.knob, "status": row.status, **asdict(row)} for row in rows]
 
 
-def split(rungs: Sequence[Rung]) -> tuple[list[Rung], list[Rung]]:
-    """Return the rungs of the climb, and the branches."""
-    return [rung for rung in rungs if rung.knob not in BRANCHES], [rung for rung in rungs if rung.knob in BRANCHES]
+def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the ablation, and the alternatives."""
+    return [row for row in rows if row.knob not in ALTERNATIVES], [row for row in rows if row.knob in ALTERNATIVES]

@@ -1,1 +1,1 @@
-"""The single controller: assembles a run, drives its steps, validates, saves and resumes."""
+"""The single controller: puts a run together, runs its steps, validates, saves and resumes."""

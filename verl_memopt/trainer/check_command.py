@@ -1,4 +1,4 @@
-"""``verl-memopt check RUN_DIR``: every checkpoint of a run verified, one line each."""
+"""``verl-memopt check RUN_DIR``: verifies every checkpoint of a run and prints one line for each."""
 
 from __future__ import annotations
 
@@ -12,10 +12,13 @@ from verl_memopt.trainer.manifest import find_fault
 
 
 def check_folder(run_dir: Path) -> int:
-    """Print what each checkpoint of a run folder is, oldest step first.
+    """Verify the checkpoints of a run folder and print one line for each, oldest step first.
+
+    Args:
+        run_dir: folder of the run.
 
     Returns:
-        The exit code: 0 where all are whole, 1 where one is not.
+        The exit code: 0 if all are whole, 1 if one is not.
 
     Raises:
         UserError: the folder does not exist or has no checkpoint.
@@ -34,6 +37,7 @@ def check_folder(run_dir: Path) -> int:
 
 
 def _facts(store: CheckpointStore, lineage: Lineage, step: int) -> list[str]:
+    """Return what to print of a checkpoint besides whether it is whole."""
     facts = []
     manifest = lineage.manifests.get(step)
     if manifest is not None:

@@ -1,6 +1,6 @@
-"""Checkpoint folders on disk: written aside, renamed when whole, found again after any kind of stop or damage.
+"""Checkpoint folders on disk. Each is written under another name and renamed when it is whole, so a stop leaves no half of one.
 
-Why it is done like this: docs/decisions/checkpoints.md.
+The reasons are in docs/decisions/checkpoints.md.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ import os
 import re
 import shutil
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import IO, Any, cast
 
@@ -27,48 +27,54 @@ logger = logging.getLogger(__name__)
 
 STEP_FOLDER = re.compile(r"^global_step_(\d+)$")
 PROVEN = "proven"
-"""Empty file inside a checkpoint: its weights have since given finite gradients. Not part of the manifest."""
+"""Empty file in a checkpoint whose weights have since given finite gradients. The manifest does not list it."""
 AWAY = ".partial"
-"""End of the name of a folder that is half written, replaced or half removed."""
+"""Suffix of a folder that is being written, replaced or removed."""
 
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """A whole checkpoint: its folder, its step, the driver's own state, and what was passed over for it."""
+    """A whole checkpoint.
+
+    Attributes:
+        folder: on disk.
+        step: of the run.
+        driver: state of the driver: data position, seed, controllers, settings.
+        passed_over: ``folder: not whole (fault)`` of each newer checkpoint.
+    """
 
     folder: Path
     step: int
     driver: dict[str, Any]
-    """Data position, seed, controllers, settings."""
     passed_over: tuple[str, ...] = ()
-    """``folder: not whole (fault)`` of each newer checkpoint."""
 
 
 class CheckpointStore:
-    """The ``global_step_N`` folders of a run. The disk is the record; only the run's own last step is remembered.
-
-    Args:
-        root: the run folder.
-        keep: newest checkpoints kept, None for all.
-        keep_best: the checkpoint with the best validation score is kept besides.
-    """
+    """The ``global_step_N`` folders of a run. Everything is read from disk, except the step that the run itself saved last."""
 
     def __init__(self, root: Path, keep: int | None, keep_best: bool = False) -> None:
+        """Read nothing yet.
+
+        Args:
+            root: the run folder.
+            keep: how many of the newest checkpoints to keep; None for all.
+            keep_best: also keep the checkpoint with the best validation score.
+        """
         self.root = root
         self.keep = keep
         self.keep_best = keep_best
         self.present: int | None = None
-        """Step of the checkpoint that this run saved last, or began with; None before that."""
+        """Step of the checkpoint that this run saved last or started from; None before."""
 
     def folder(self, step: int) -> Path:
-        """Return where the checkpoint of a step lies."""
+        """Return the folder of a step's checkpoint."""
         return self.root / f"global_step_{step}"
 
     def begin(self, step: int) -> Path:
-        """Return the folder to write step ``step`` into; it counts as nothing until :meth:`commit`.
+        """Return an empty folder for the checkpoint of ``step``. It is no checkpoint until :meth:`commit`.
 
         Raises:
-            CheckpointError: the disk refuses.
+            CheckpointError: the folder cannot be made.
         """
         aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
@@ -86,29 +92,28 @@ class CheckpointStore:
         records: Mapping[str, Any] | None = None,
         score: float | None = None,
     ) -> Path:
-        """Make what was written since :meth:`begin` the newest checkpoint, and remove older ones that need not stay.
+        """Make the folder of :meth:`begin` the newest checkpoint, and remove older ones that are no longer kept.
 
         Args:
             step: of the run.
-            driver: the driver's own state.
+            driver: state of the driver.
             world_size: ranks that wrote.
-            records: of the files that their writers hashed; the others are hashed here.
-            score: validation score of the step, None where there is none.
+            records: name -> record of the files that their writers hashed. The others are hashed here.
+            score: validation score of the step; None without a validation.
 
         Raises:
-            CheckpointError: the disk refuses, or a written file has another size than its record. Earlier checkpoints are
-                untouched then.
+            CheckpointError: a file cannot be written, or its size differs from its record. Earlier checkpoints stay as they are.
         """
         aside, final = self._aside(step), self.folder(step)
         try:
             files = self._complete(aside, driver, dict(records or {}))
-            known = score if score is not None and math.isfinite(score) else None
-            manifest = Manifest(step, self.lineage().last_commit + 1, world_size, torch.__version__, known, files)
+            finite_score = score if score is not None and math.isfinite(score) else None
+            manifest = Manifest(step, self.lineage().last_commit + 1, world_size, torch.__version__, finite_score, files)
             write_manifest(aside, manifest)
             record_file(aside / MANIFEST)
             sync_folders(aside)
             if final.exists():
-                # It goes when the new one is in its place.
+                # The old one is removed once the new one is in its place.
                 os.replace(final, self._emptied(final))
             os.replace(aside, final)
             _write_whole(self.root / TRACKER, f"{step}\n")
@@ -120,7 +125,7 @@ class CheckpointStore:
         return final
 
     def failed(self, step: int, reason: str) -> CheckpointError:
-        """Remove what was written of step ``step`` and return the error to raise."""
+        """Remove the unfinished checkpoint of ``step`` and return the error to raise."""
         shutil.rmtree(self._aside(step), ignore_errors=True)
         kept = self.steps()
         last = f"the checkpoint of step {kept[-1]} is untouched" if kept else "there is no earlier checkpoint"
@@ -131,26 +136,26 @@ class CheckpointStore:
         )
 
     def lineage(self) -> Lineage:
-        """Return the checkpoints of the folder as they are on disk now."""
-        return read_lineage(self.root, self._found())
+        """Return which checkpoints of the folder belong to this run, as they are on disk now."""
+        return read_lineage(self.root, self._folders())
 
     def steps(self) -> list[int]:
-        """Return the steps of this run's committed folders, whole or not, oldest first.
+        """Return the steps of this run's checkpoints, whole or not, oldest first.
 
-        Folders of a run that this one went back behind are not among them.
+        Steps of an earlier run that this one does not continue are not among them.
         """
         return self.lineage().steps
 
     def newest(self, unreadable: Mapping[int, str] | None = None) -> Checkpoint | None:
-        """Return the newest whole checkpoint, or None where there is no checkpoint at all. The run goes on from it.
+        """Return the newest whole checkpoint, from which the run continues; None where there is no checkpoint at all.
 
-        Each damaged one that is passed over is logged with its fault.
+        Damaged checkpoints are skipped, and each is logged with its fault.
 
         Args:
-            unreadable: step -> fault of checkpoints that looked whole and could not be loaded.
+            unreadable: step -> fault of checkpoints that looked whole but could not be loaded.
 
         Raises:
-            CheckpointError: there are checkpoints, and none is whole.
+            CheckpointError: there are checkpoints, but none is whole.
         """
         lineage, faults = self.lineage(), dict(unreadable or {})
         if lineage.doubt is not None:
@@ -158,12 +163,12 @@ class CheckpointStore:
         passed_over: list[str] = []
         for step in reversed(lineage.steps):
             try:
-                found = _read(self.folder(step)) if step not in faults else None
+                checkpoint = _read(self.folder(step)) if step not in faults else None
             except _DamagedError as error:
-                faults[step], found = str(error), None
-            if found is not None:
-                self.present = found.step
-                return Checkpoint(found.folder, found.step, found.driver, tuple(passed_over))
+                faults[step], checkpoint = str(error), None
+            if checkpoint is not None:
+                self.present = checkpoint.step
+                return replace(checkpoint, passed_over=tuple(passed_over))
             passed_over.append(f"{self.folder(step)}: not whole ({faults[step]})")
             logger.warning("%s; falling back to the one before it", passed_over[-1])
         if lineage.commits:
@@ -171,14 +176,17 @@ class CheckpointStore:
         return None
 
     def resumed(self, checkpoint: Checkpoint) -> None:
-        """Note that the run goes on from a checkpoint, which may lie in another folder."""
+        """Note that the run continues from a checkpoint, which may be in another folder."""
         self.present = checkpoint.step if checkpoint.folder == self.folder(checkpoint.step).resolve() else None
 
     def prove(self, step: int) -> None:
-        """Note that the weights of the checkpoint of ``step`` have since given finite gradients.
+        """Mark the checkpoint of ``step`` as proven: its weights have since given finite gradients.
 
-        It counts for the checkpoint that this run saved last or began with, if that is ``step``, and for no other. Older
-        checkpoints that stayed until a newer one is proven are removed.
+        This applies only to the checkpoint that this run saved last or started from. Older checkpoints that were kept until a
+        newer one is proven are removed.
+
+        Raises:
+            CheckpointError: the mark cannot be written.
         """
         marker = self.folder(step) / PROVEN
         if step != self.present or not marker.parent.is_dir() or marker.exists():
@@ -191,34 +199,35 @@ class CheckpointStore:
         self._prune()
 
     def proven(self) -> int | None:
-        """Return the newest step of this run that is proven, None where none is."""
+        """Return the newest proven step of this run; None if there is none."""
         return max((step for step in self.steps() if self.is_proven(step)), default=None)
 
     def is_proven(self, step: int) -> bool:
-        """Say whether the checkpoint of a step is proven."""
+        """Return whether the checkpoint of a step is proven."""
         return (self.folder(step) / PROVEN).is_file()
 
     def best(self) -> int | None:
-        """Return the step with the best validation score, the newer of two that are equal; None where none has a score."""
-        found = self.lineage()
-        own = [(step, found.manifests[step].score) for step in found.steps if step in found.manifests]
-        scored = [(score, step) for step, score in own if score is not None]
+        """Return the step with the best validation score, the newer of two equal ones; None if no step has a score."""
+        lineage = self.lineage()
+        scores = [(lineage.manifests[step].score, step) for step in lineage.steps if step in lineage.manifests]
+        scored = [(score, step) for score, step in scores if score is not None]
         return max(scored, default=(0.0, None))[1]
 
     def set_aside(self) -> Path | None:
-        """Move every checkpoint into a new folder below ``previous/`` and return it; None where there is none."""
-        found = self._found()
-        if not found:
+        """Move all checkpoints to a new folder in ``previous/`` and return that folder; None if there are none."""
+        folders = self._folders()
+        if not folders:
             return None
         number = 1
         while (target := self.root / "previous" / f"checkpoints_{number}").exists():
             number += 1
         target.mkdir(parents=True)
-        for path in [*found.values(), *([self.root / TRACKER] if (self.root / TRACKER).exists() else [])]:
+        for path in [*folders.values(), *([self.root / TRACKER] if (self.root / TRACKER).exists() else [])]:
             os.replace(path, target / path.name)
         return target
 
-    def _found(self) -> dict[int, Path]:
+    def _folders(self) -> dict[int, Path]:
+        """Return the ``global_step_N`` folders by step."""
         if not self.root.is_dir():
             return {}
         matched = ((STEP_FOLDER.match(path.name), path) for path in self.root.iterdir() if path.is_dir())
@@ -228,7 +237,7 @@ class CheckpointStore:
         return self.root / f"global_step_{step}{AWAY}"
 
     def _complete(self, aside: Path, driver: dict[str, Any], records: Records) -> Records:
-        """Writes the driver's part and gives the records of all files, in the order of their names."""
+        """Write the driver's state and return the records of all files, in the order of their names."""
         with hashed_file(aside / "data.pt", records, "data.pt") as file:
             torch.save(driver, cast("IO[bytes]", file))
         present = {path.relative_to(aside).as_posix(): path for path in aside.rglob("*") if path.is_file()}
@@ -253,12 +262,13 @@ class CheckpointStore:
                 self._discard(self.folder(step))
 
     def _discard(self, folder: Path) -> None:
-        """Removes a folder; a kill in the middle leaves nothing that looks like a checkpoint."""
+        """Remove a folder. A kill in the middle leaves nothing that looks like a checkpoint."""
         away = self._emptied(folder)
         os.replace(folder, away)
         shutil.rmtree(away, ignore_errors=True)
 
     def _emptied(self, folder: Path) -> Path:
+        """Return a name that is free, to which ``folder`` can be renamed before it is removed."""
         away = folder.with_name(f"{folder.name}.old{AWAY}")
         shutil.rmtree(away, ignore_errors=True)
         return away
@@ -272,14 +282,14 @@ class CheckpointStore:
 
 
 class _DamagedError(Exception):
-    """A checkpoint is not whole; the text is its fault."""
+    """A checkpoint is not whole. The message is its fault."""
 
 
 def read_checkpoint(folder: Path) -> Checkpoint:
-    """Return the checkpoint in a ``global_step_N`` folder, however its path is written.
+    """Return the checkpoint in a ``global_step_N`` folder. The path may be relative or have a ``~``.
 
     Raises:
-        CheckpointError: it is no checkpoint, or it is not whole.
+        CheckpointError: the folder is no checkpoint, or it is not whole.
     """
     folder = folder.expanduser().resolve()
     if STEP_FOLDER.match(folder.name) is None or not folder.is_dir():
@@ -309,13 +319,14 @@ def _read(folder: Path) -> Checkpoint:
 
 
 def _free(folder: Path) -> str:
+    """Return the free space of the disk, in words."""
     while not folder.exists():
         folder = folder.parent
     return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
 
 
 def _write_whole(path: Path, text: str) -> None:
-    """Writes a file aside and renames it, so that a reader sees the old one or the new one."""
+    """Write a file under another name and rename it, so that a reader sees the old one or the new one."""
     aside = path.with_name(path.name + ".new")
     with aside.open("w") as file:
         file.write(text)

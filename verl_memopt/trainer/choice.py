@@ -1,7 +1,7 @@
-"""What the example scripts train when no model is named: the task, and the settings this machine needs for it.
+"""Chooses what the example scripts train when no model is named: the task, and the settings that this machine needs for it.
 
 ``python -m verl_memopt.trainer.choice --device auto --model ID --dataset ID --train-file PATH`` prints one line for the shell:
-``gsm8k`` or ``toy``, then overrides. A sentence on standard error says why it is not the usual choice.
+``gsm8k`` or ``toy``, then overrides. Where this is not the usual choice, a sentence on standard error says why.
 """
 
 from __future__ import annotations
@@ -17,22 +17,22 @@ from verl_memopt.models.hub import MODEL_FILES, cached, why_no_answer
 from verl_memopt.rollout.vllm_build import vllm_build
 
 GPU_TOY = "+device=gpu"
-"""Group of ``recipe/rloo`` with the toy task's settings for a GPU."""
+"""Config group of ``recipe/rloo`` with the settings of the toy task for a GPU."""
 OWN_GENERATION = "actor_rollout_ref.rollout.name=hf"
 
 
 def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_listed: bool) -> tuple[list[str], str | None]:
-    """Return the task with its overrides, and a sentence when it is not the usual choice.
+    """Return the task with its overrides, and a sentence where it is not the usual choice.
 
     Args:
-        device: ``trainer.device``; decides alone when it is cpu.
+        device: ``trainer.device``. The CPU always means the toy task.
         model: hub id of the model to train on a GPU.
-        dataset: hub id of its data; None = the user's own files.
-        train_file: where the data of the hub lies once it is prepared.
+        dataset: hub id of its data; None for the user's own files.
+        train_file: path of the hub's data once it is prepared.
         gpu_listed: whether ``nvidia-smi`` lists a GPU.
 
     Raises:
-        ConfigError: an unknown device, or cuda where PyTorch sees none.
+        ConfigError: the device is unknown, or it is cuda and PyTorch sees no GPU.
     """
     if resolve_device(device) == "cpu":
         return _toy_on_cpu(gpu_unseen=gpu_listed and device == "auto")
@@ -49,30 +49,30 @@ def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_li
 
 
 def _toy_on_cpu(gpu_unseen: bool) -> tuple[list[str], str | None]:
-    said = []
+    sentences = []
     if gpu_unseen:
-        said.append(
+        sentences.append(
             "nvidia-smi lists a GPU and the installed PyTorch sees none, so the toy task is trained on the CPU. "
             "VERL_MEMOPT_BUILD=gpu ./setup_env.sh installs the build for GPUs."
         )
     overrides = []
     if vllm_build() == "gpu":
         overrides.append(OWN_GENERATION)
-        said.append("The installed vLLM is a build for GPUs, so transformers generates.")
-    return ["toy", *overrides], " ".join(said) or None
+        sentences.append("The installed vLLM is a build for GPUs, so transformers generates.")
+    return ["toy", *overrides], " ".join(sentences) or None
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the choice, and return the exit code: 0, or that of a user's error."""
+    """Print the choice and return the exit code: 0, or that of a user's error."""
     parser = argparse.ArgumentParser(prog="python -m verl_memopt.trainer.choice", description="Choose what a script trains.")
     for name in ("device", "model", "dataset", "train-file"):
         parser.add_argument(f"--{name}", required=True)
     parser.add_argument("--own-data", action="store_true", help="the data is the user's own, not the hub's")
     parser.add_argument("--nvidia-smi", action="store_true", help="nvidia-smi lists a GPU")
-    asked = parser.parse_args(argv)
+    parsed = parser.parse_args(argv)
     try:
-        dataset = None if asked.own_data else asked.dataset
-        task, sentence = choose(asked.device, asked.model, dataset, asked.train_file, asked.nvidia_smi)
+        dataset = None if parsed.own_data else parsed.dataset
+        task, sentence = choose(parsed.device, parsed.model, dataset, parsed.train_file, parsed.nvidia_smi)
     except UserError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code

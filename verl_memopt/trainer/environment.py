@@ -1,4 +1,4 @@
-"""The environment of a run: device, folders, tokenizer; everything about this machine that settings alone cannot say."""
+"""The environment of a run: device, folders and tokenizer on this machine, and the checks that need the machine."""
 
 from __future__ import annotations
 
@@ -9,10 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import Model, RayKwargs, Rollout, Settings, Trainer
+from verl_memopt.config.schema import Data, Model, RayKwargs, Rollout, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.conditions import needs_reference, world_size
 from verl_memopt.models.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
 from verl_memopt.models.trial_build import check_architecture
 from verl_memopt.rollout.vllm_build import vllm_build
@@ -22,7 +21,21 @@ REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
 
 @dataclass(frozen=True)
 class Environment:
-    """What a run found on this machine. reference_folder is None when no model of its own is needed."""
+    """What a run has on this machine.
+
+    Attributes:
+        device: cpu or cuda.
+        world_size: ranks over all nodes.
+        folder: of the policy's model.
+        tokenizer_folder: the model's, unless the settings name another.
+        reference_folder: None where the run needs no model for the reference.
+        tokenizer: a transformers tokenizer.
+        embedding_rows: of the policy; token ids are below it.
+        eos_token_ids: that end a response.
+        free_engine: the engine releases its memory between rollouts.
+        run_dir: where the run writes.
+        weights: name -> shape of each weight of the policy, without adapters.
+    """
 
     device: str
     world_size: int
@@ -35,44 +48,58 @@ class Environment:
     free_engine: bool
     run_dir: Path
     weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
-    """Name -> shape of each weight of the policy, without adapters."""
 
 
-def resolve_environment(settings: Settings) -> Environment:
+def resolve_environment(
+    trainer: Trainer,
+    ray: RayKwargs,
+    data: Data,
+    model: Model,
+    rollout: Rollout,
+    reference_path: str | None,
+    shared_prompts: bool,
+) -> Environment:
     """Return what this machine has for a run.
+
+    Args:
+        trainer: device, nodes and run folder.
+        ray: says whether the run joins a cluster.
+        data: lengths of prompts and responses, trust in the tokenizer's code.
+        model: names the folders of model and tokenizer.
+        rollout: engine, and whether it releases its memory.
+        reference_path: folder or hub id of the reference; None where the run needs no model for it.
+        shared_prompts: the update packs rows that share their prompt.
 
     Raises:
         ConfigError: the machine cannot do what the settings ask for. No worker has started by then.
     """
-    trainer, roles, data = settings.trainer, settings.actor_rollout_ref, settings.data
-    model = roles.model
     device = resolve_device(trainer.device)
-    _check_devices(trainer, settings.ray_kwargs, device)
-    _check_engine(roles.rollout.name, trainer.device, device)
+    _check_devices(trainer, ray, device)
+    _check_engine(rollout.name, trainer.device, device)
     run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
     folder = _model_folder(model, data.trust_remote_code)
-    # The model is built once here without its weights, so that what cannot be trained shows before any worker starts.
-    longest, shared = data.max_prompt_length + data.max_response_length, roles.actor.use_prefix_grouper
-    checked = check_architecture(model, folder, longest, shared)
-    tokens = _tokenizer_folder(model, folder, data.trust_remote_code)
-    tokenizer = load_tokenizer(tokens, model, data.trust_remote_code)
+    # Build the model once without its weights, so that an architecture that cannot be trained shows before any worker starts.
+    longest = data.max_prompt_length + data.max_response_length
+    checked = check_architecture(model, folder, longest, shared_prompts)
+    tokenizer_folder = _tokenizer_folder(model, folder, data.trust_remote_code)
+    tokenizer = load_tokenizer(tokenizer_folder, model, data.trust_remote_code)
     check_vocabulary(tokenizer, checked.embedding_rows, f"actor_rollout_ref.model.path={folder}")
     reference = None
-    if needs_reference(settings) and model.lora_rank == 0:
-        reference = resolve_folder(str(roles.ref.model.path), REFERENCE_PATH, model.trust_remote_code)
+    if reference_path is not None:
+        reference = resolve_folder(reference_path, REFERENCE_PATH, model.trust_remote_code)
         if reference != folder:
-            other = check_architecture(model, reference, longest, shared)
-            check_vocabulary(tokenizer, other.embedding_rows, f"{REFERENCE_PATH}={reference}")
+            checked_reference = check_architecture(model, reference, longest, shared_prompts)
+            check_vocabulary(tokenizer, checked_reference.embedding_rows, f"{REFERENCE_PATH}={reference}")
     return Environment(
         device=device,
-        world_size=world_size(settings),
+        world_size=trainer.nnodes * trainer.n_gpus_per_node,
         folder=folder,
-        tokenizer_folder=tokens,
+        tokenizer_folder=tokenizer_folder,
         reference_folder=reference,
         tokenizer=tokenizer,
         embedding_rows=checked.embedding_rows,
         eos_token_ids=end_tokens(folder, tokenizer),
-        free_engine=frees_engine(roles.rollout, device),
+        free_engine=frees_engine(rollout, device),
         run_dir=run_dir,
         weights=checked.weights,
     )
@@ -92,7 +119,7 @@ def _tokenizer_folder(model: Model, model_folder: Path, trust_tokenizer: bool) -
 
 
 def _check_devices(trainer: Trainer, ray: RayKwargs, device: str) -> None:
-    """Refuse more GPUs on one node than there are; over several nodes the cluster is asked when it is known."""
+    """Refuse more GPUs than this machine has. Over several nodes, Ray checks it when the cluster is known."""
     present = device_count(device)
     if device != "cuda" or trainer.nnodes > 1 or "address" in ray.ray_init:
         return
@@ -102,8 +129,8 @@ def _check_devices(trainer: Trainer, ray: RayKwargs, device: str) -> None:
         )
 
 
-def _check_engine(engine: str, asked_device: str, device: str) -> None:
-    """Refuse vLLM where it is not installed, and where its build is not for the run's device."""
+def _check_engine(engine: str, device_setting: str, device: str) -> None:
+    """Refuse vLLM where it is not installed, or where its build is not for the run's device."""
     if engine != "vllm":
         return
     if importlib.util.find_spec("vllm") is None:
@@ -114,24 +141,29 @@ def _check_engine(engine: str, asked_device: str, device: str) -> None:
     wanted, build = "cpu" if device == "cpu" else "gpu", vllm_build()
     if build not in (None, wanted):
         raise ConfigError(
-            f"trainer.device={asked_device}, actor_rollout_ref.rollout.name=vllm: the run is on the "
+            f"trainer.device={device_setting}, actor_rollout_ref.rollout.name=vllm: the run is on the "
             f"{wanted.upper()}, and the installed vLLM is a build for {build.upper()}s. Set "
             f"actor_rollout_ref.rollout.name=hf, or install the other build: VERL_MEMOPT_BUILD={wanted} ./setup_env.sh."
         )
 
 
 def frees_engine(rollout: Rollout, device: str) -> bool:
-    """Say whether the engine releases its memory between rollouts."""
-    asked = rollout.free_cache_engine
-    if asked and device == "cpu" and rollout.name == "vllm":
+    """Return whether the engine releases its memory between rollouts: ``rollout.free_cache_engine``, by default on a GPU.
+
+    Raises:
+        ConfigError: vLLM on a CPU cannot release it.
+    """
+    setting = rollout.free_cache_engine
+    if setting and device == "cpu" and rollout.name == "vllm":
         raise ConfigError(
             "actor_rollout_ref.rollout.free_cache_engine=true: vLLM on a CPU cannot give its memory back. "
             "Leave the key out, or set it to false; rollout.kv_cache_memory_gb bounds the cache. Or use rollout.name=hf."
         )
-    return device != "cpu" if asked is None else asked
+    return device != "cpu" if setting is None else setting
 
 
 def _writable(folder: Path) -> Path:
+    """Return the absolute path of the run folder after making it."""
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:

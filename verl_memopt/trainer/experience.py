@@ -1,4 +1,4 @@
-"""What a step gathers phase by phase: answers, scores, log-probs and advantages."""
+"""The batch of a step: answers, scores, log-probs and advantages, each added by one phase."""
 
 from __future__ import annotations
 
@@ -23,7 +23,15 @@ from verl_memopt.trainer.timed_group import TimedGroup
 
 @dataclass(frozen=True)
 class Advantages:
-    """What the rewards became. per_token: fp32 [R]; per_row, rewards: fp32 [B]; kl_mean: of the KL in the reward, or None."""
+    """The advantages of a batch of B rows with R response tokens.
+
+    Attributes:
+        per_token: fp32 [R].
+        per_row: fp32 [B].
+        rewards: fp32 [B], with the KL subtracted where the settings say so.
+        kl_mean: mean of that KL; None without it.
+        counts: rows and groups from which nothing is learned, by reason.
+    """
 
     per_token: Tensor
     per_row: Tensor
@@ -38,12 +46,12 @@ class StepBatch:
 
     Attributes:
         step: number of the step, from 1.
-        prompts: as the prefetcher gave them.
+        prompts: of the step.
         answers: prompts and responses as text and as lists of ids.
-        rows: the same as ragged tensors, which later gain log-probs and advantages.
+        rows: the same as ragged tensors; log-probs and advantages are added to them.
         results: reward of each row.
-        entropy: fp32 [R], where the log-prob pass computes it.
-        advantages: after the reward.
+        entropy: fp32 [R]; None where the log-prob pass does not compute it.
+        advantages: None before the phase that computes them.
         metrics: of the phases so far.
     """
 
@@ -58,18 +66,18 @@ class StepBatch:
 
     @property
     def names(self) -> list[str]:
-        """Return what errors call each row."""
+        """Return the name of each row for errors."""
         return [f"{row.address} (sample of step {self.step})" for row in self.answers.rows]
 
     @property
     def scores(self) -> Tensor:  # [B]
-        """Return the rewards as functions gave them, fp32 [B]."""
+        """Return the rewards as the reward function returned them, fp32 [B]."""
         return torch.tensor([result.score for result in self.results], dtype=torch.float32)
 
 
 @dataclass(frozen=True)
 class LogProbPass:
-    """A forward pass over a whole batch for its log-probs, spread over the ranks.
+    """A forward pass over a whole batch that computes its log-probs, spread over the ranks.
 
     Attributes:
         workers: hold the model.
@@ -88,20 +96,25 @@ class LogProbPass:
     options: tuple[bool, ...] = ()
 
     def compute(self, batch: RolloutBatch, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-        """Return (log-probs, entropies or None), fp32 [R]. ``names``: of the rows, for errors."""
+        """Return log-probs and entropies, both fp32 [R]; the entropies are None where the pass does not compute them.
+
+        Args:
+            batch: of the step.
+            names: of the rows, for errors.
+        """
         tokens, sizes = batch.row_tokens(self.budget.shared), batch.responses.sizes()
-        rows = rows_per_rank(tokens, range(batch.num_rows), self.workers.world_size, self.balance)
-        micro = cut_ranks([tokens.select(own) for own in rows], [[names[row] for row in own] for own in rows], self.budget)
-        shares = [(batch.select(own), bins, *self.options) for own, bins in zip(rows, micro, strict=True)]
-        answers = self.workers.each(self.phase, self.method, shares)
-        log_probs = scatter_tokens([(own, answer.log_probs) for own, answer in zip(rows, answers, strict=True)], sizes)
-        if answers[0].entropy is None:
+        shares = rows_per_rank(tokens, range(batch.num_rows), self.workers.world_size, self.balance)
+        bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)
+        arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
+        results = self.workers.each(self.phase, self.method, arguments)
+        log_probs = scatter_tokens([(share, result.log_probs) for share, result in zip(shares, results, strict=True)], sizes)
+        if results[0].entropy is None:
             return log_probs, None
-        return log_probs, scatter_tokens([(own, answer.entropy) for own, answer in zip(rows, answers, strict=True)], sizes)
+        return log_probs, scatter_tokens([(share, result.entropy) for share, result in zip(shares, results, strict=True)], sizes)
 
 
 def score_answers(runner: RewardRunner, answers: Answers) -> list[RewardResult]:
-    """Return each answer's reward from the reward processes."""
+    """Return the reward of each answer, computed in the reward processes."""
     return runner.score(
         [
             RewardRow(row.data_source, text, row.ground_truth, row.extra_info, row.address)
@@ -126,7 +139,18 @@ def to_batch(answers: Answers, samples: int) -> RolloutBatch:
 def compute_advantages(
     batch: RolloutBatch, scores: Tensor, addresses: Sequence[str], algorithm: Algorithm, controller: KlController
 ) -> Advantages:
-    """Return advantages from scores fp32 [B], with the KL to the reference taken off the reward when asked."""
+    """Return the advantages of a batch.
+
+    Args:
+        batch: with old and reference log-probs where the KL is part of the reward.
+        scores: fp32 [B].
+        addresses: names of the rows, for errors.
+        algorithm: estimator of the advantages, and the KL in the reward.
+        controller: coefficient of that KL.
+
+    Raises:
+        RewardError: a score is infinite.
+    """
     valid = check_rewards(scores, addresses)
     rewards, kl_mean, row = scores, None, batch.response_row()
     if algorithm.use_kl_in_reward:

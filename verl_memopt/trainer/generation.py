@@ -1,4 +1,4 @@
-"""Answers prompts with the rollout engines, for training and for validation."""
+"""Generates responses with the rollout engines, for training and for validation."""
 
 from __future__ import annotations
 
@@ -17,7 +17,14 @@ from verl_memopt.trainer.timed_group import TimedGroup
 
 @dataclass(frozen=True)
 class Answers:
-    """Prompts and their responses, row = prompt * n + sample. texts: decoded without special tokens."""
+    """Prompts and their responses; row = prompt * n + sample.
+
+    Attributes:
+        rows: dataset row of each response.
+        prompt_ids: tokens of each prompt.
+        generation: tokens and log-probs of the responses.
+        texts: responses, decoded without special tokens.
+    """
 
     rows: list[PromptRow]
     prompt_ids: list[list[int]]
@@ -26,16 +33,17 @@ class Answers:
 
 
 class Generator:
-    """Generates responses under the settings of ``rollout``.
-
-    Args:
-        rollout: how many samples of a prompt, and how they are drawn.
-        tokenizer: decodes the responses.
-        workers: hold the engines.
-        frees_engine: the engine releases its memory after each rollout.
-    """
+    """Generates responses under the settings of ``rollout``."""
 
     def __init__(self, rollout: Rollout, tokenizer: Any, workers: TimedGroup, frees_engine: bool) -> None:
+        """Keep what later calls need.
+
+        Args:
+            rollout: how many samples of a prompt, and how they are drawn; with a concrete seed.
+            tokenizer: decodes the responses.
+            workers: hold the engines.
+            frees_engine: the engine releases its memory after each rollout.
+        """
         assert rollout.seed is not None
         self.rollout = rollout
         self.tokenizer = tokenizer
@@ -44,10 +52,10 @@ class Generator:
         self.seed: int = rollout.seed
 
     def generate(self, prompts: StepPrompts, step: int) -> Answers:
-        """Return ``rollout.n`` answers to each prompt of a training step; the engine releases its memory afterwards.
+        """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
 
         Raises:
-            Stopped: a stop was asked for and the rollout was given up.
+            Stopped: a stop was requested and the rollout abandoned.
         """
         seeds = sampling_seeds(prompts.prompts, self.rollout.n, self.seed, step)
         sampling, tensor_parallel = train_sampling(self.rollout), self.rollout.tensor_model_parallel_size
@@ -60,7 +68,13 @@ class Generator:
         return self._decoded(prompts.prompts, self.rollout.n, prompts.prompt_ids, generation)
 
     def generate_validation(self, rows: Sequence[PromptRow], prompt_ids: list[list[int]], step: int) -> Answers:
-        """Return ``val_kwargs.n`` answers to each row. ``prompt_ids``: of all samples, row = prompt * n + sample."""
+        """Return ``val_kwargs.n`` answers to each held-out row.
+
+        Args:
+            rows: of the validation set.
+            prompt_ids: tokens of the prompt of each sample; row = prompt * n + sample.
+            step: seeds the sampling.
+        """
         samples = self.rollout.val_kwargs.n
         seeds = sampling_seeds(rows, samples, self.seed, step)
         sampling, tensor_parallel = validation_sampling(self.rollout), self.rollout.tensor_model_parallel_size
@@ -68,7 +82,7 @@ class Generator:
         return self._decoded(rows, samples, prompt_ids, generation)
 
     def release_engine(self) -> None:
-        """Let the engine release its memory, where it does so between rollouts."""
+        """Let the engine release its memory, if it does so between rollouts."""
         if self.frees_engine:
             self.workers.all("gen", "release_engine")
 
@@ -86,25 +100,35 @@ def generate(
     tensor_parallel: int,
     may_stop: bool = False,
 ) -> Generation:
-    """Answers every prompt, spread over the engines; the ranks of one engine get the same prompts.
+    """Generate a response to each prompt, spread over the engines. The ranks of one engine get the same prompts.
 
-    may_stop: engines may give up when the run is asked to stop. Errors: Stopped when one did.
+    Args:
+        workers: hold the engines.
+        phase: name under which time and memory are recorded.
+        prompt_ids: tokens of each prompt.
+        seeds: of each prompt.
+        sampling: how tokens are drawn.
+        tensor_parallel: ranks of one engine.
+        may_stop: engines may abandon the rollout when a stop is requested.
+
+    Raises:
+        Stopped: an engine abandoned the rollout.
     """
-    engines = workers.world_size // tensor_parallel
-    cuts = [len(prompt_ids) * index // engines for index in range(engines + 1)]
-    shares = [slice(cuts[index], cuts[index + 1]) for index in range(engines)]
+    num_engines = workers.world_size // tensor_parallel
+    bounds = [len(prompt_ids) * index // num_engines for index in range(num_engines + 1)]
+    shares = [slice(bounds[index], bounds[index + 1]) for index in range(num_engines)]
     arguments = [(prompt_ids[share], seeds[share], sampling, may_stop) for share in shares for _ in range(tensor_parallel)]
-    answers = workers.each(phase, "generate", arguments)[::tensor_parallel]
-    if any(answer is None for answer in answers):
+    generations = workers.each(phase, "generate", arguments)[::tensor_parallel]
+    if any(generation is None for generation in generations):
         raise Stopped
     return Generation(
-        response_ids=[ids for answer in answers for ids in answer.response_ids],
-        log_probs=[row for answer in answers for row in answer.log_probs] if sampling.log_probs else None,
-        finish_reasons=[reason for answer in answers for reason in answer.finish_reasons],
-        cached_tokens=sum(answer.cached_tokens for answer in answers),
+        response_ids=[ids for generation in generations for ids in generation.response_ids],
+        log_probs=[row for generation in generations for row in generation.log_probs] if sampling.log_probs else None,
+        finish_reasons=[reason for generation in generations for reason in generation.finish_reasons],
+        cached_tokens=sum(generation.cached_tokens for generation in generations),
     )
 
 
 def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int) -> list[int]:
-    """Gives one seed per row, fixed by the run's seed, the step, the prompt and the sample."""
+    """Return one seed for each sample of each row. It depends only on the run's seed, the step, the prompt and the sample."""
     return [row_seed(seed, step, row.index, sample) for row in rows for sample in range(samples)]

@@ -1,4 +1,4 @@
-"""How far the engine's log-probs are from the trainer's, and how far they may be."""
+"""Compares the engine's log-probs with the trainer's, and stops a run where they differ too much."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from verl_memopt.models.policy_model import dtype_of
 LIMIT_FP32 = 1e-3
 LIMIT_HALF = 0.2
 LIMIT_FP8_CACHE = 1.0
-"""Mean nats. How they were found: docs/decisions/log_prob_agreement.md."""
+"""Nats, on average. How they were measured: docs/decisions/log_prob_agreement.md."""
 
 
 def log_prob_limit(rollout: Rollout, fsdp: Fsdp) -> float | None:
     """Return the largest mean difference in nats that ``rollout.max_logprob_diff`` allows; None for any.
 
-    Its ``auto`` follows the coarsest dtype among the engine's weights, its KV cache and the trainer's compute (``fsdp``).
+    ``auto`` depends on the coarsest dtype among the engine's weights, its KV cache and the trainer's compute (``fsdp``).
     """
-    asked = rollout.max_logprob_diff
-    if asked is None or isinstance(asked, float):
-        return asked
-    assert asked == "auto", asked
+    setting = rollout.max_logprob_diff
+    if setting is None or isinstance(setting, float):
+        return setting
+    assert setting == "auto", setting
     if rollout.kv_cache_dtype.startswith("fp8"):
         return LIMIT_FP8_CACHE
     names = [rollout.dtype, fsdp.dtype, fsdp.model_dtype]
@@ -35,7 +35,7 @@ def log_prob_limit(rollout: Rollout, fsdp: Fsdp) -> float | None:
 
 
 def same_distribution(rollout: Rollout) -> bool:
-    """Say whether the engine's log-probs and the trainer's are of one distribution, so that a difference is a fault."""
+    """Return whether engine and trainer compute log-probs of the same distribution, so that a difference is a fault."""
     if not rollout.do_sample:
         return False
     if rollout.logprobs_mode == "raw_logprobs":
@@ -44,7 +44,12 @@ def same_distribution(rollout: Rollout) -> bool:
 
 
 def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
-    """Return the differences of log-probs and of probabilities. ``engine``, ``trainer``: log-probs fp32 [R], R > 0."""
+    """Return how log-probs and probabilities differ.
+
+    Args:
+        engine: log-probs fp32 [R], R > 0.
+        trainer: the same.
+    """
     difference = (engine - trainer).abs()
     engine_probs, trainer_probs = engine.exp(), trainer.exp()
     probs = (engine_probs - trainer_probs).abs()
@@ -64,36 +69,41 @@ def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
 
 @dataclass(frozen=True)
 class MismatchCheck:
-    """Compares the log-probs of each step. ``rollout``: settings of the engine; ``fsdp``: of the trainer's compute."""
+    """Compares the log-probs of each step.
+
+    Attributes:
+        rollout: settings of the engine.
+        fsdp: dtypes of the trainer.
+    """
 
     rollout: Rollout
     fsdp: Fsdp
 
     def compare(self, engine: Tensor | None, trainer: Tensor, step: int) -> dict[str, float]:
-        """Return how far the engine's log-probs are from the trainer's, and stop the run past the limit.
+        """Return how much the engine's log-probs differ from the trainer's.
 
-        The two are one distribution only without sampling filters; with filters the figures are given and bind nothing. They
-        bind nothing either where the trainer's own are not finite: the weights are at fault then, and not their way to the
-        engine. Such a step updates nothing, and :class:`~verl_memopt.trainer.update_guard.UpdateGuard` counts it.
+        With sampling filters the two are different distributions, so the limit does not apply. Nor does it apply where the
+        trainer's own log-probs are not finite: then the weights are at fault, and not the weight sync. Such a step updates
+        nothing, and :class:`~verl_memopt.trainer.update_guard.UpdateGuard` counts it.
 
         Args:
-            engine: fp32 [R], or None where the engine gave none.
+            engine: fp32 [R]; None where the engine returned none.
             trainer: fp32 [R], under the weights that the engine had.
-            step: for the error.
+            step: number of the step, for the error.
 
         Raises:
-            RolloutError: the mean difference is past the limit.
+            RolloutError: the mean difference is above the limit.
         """
         if engine is None or not engine.numel():
             return {}
         metrics = mismatch_metrics(engine, trainer)
         limit, mean = log_prob_limit(self.rollout, self.fsdp), metrics["rollout/logprob_diff_mean"]
-        own_fault = not bool(trainer.isfinite().all())
-        if limit is not None and not own_fault and not mean <= limit and same_distribution(self.rollout):
-            raise RolloutError(self._past(limit, mean, step))
+        weights_at_fault = not bool(trainer.isfinite().all())
+        if limit is not None and not weights_at_fault and not mean <= limit and same_distribution(self.rollout):
+            raise RolloutError(self._message(limit, mean, step))
         return metrics
 
-    def _past(self, limit: float, mean: float, step: int) -> str:
+    def _message(self, limit: float, mean: float, step: int) -> str:
         shown = f"auto ({limit} for these dtypes)" if self.rollout.max_logprob_diff == "auto" else str(limit)
         return (
             f"actor_rollout_ref.rollout.max_logprob_diff={shown}: in step {step} the engine's log-probs "

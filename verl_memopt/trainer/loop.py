@@ -1,4 +1,4 @@
-"""The loop: resume, validate, step, save, until the last step or until asked to stop."""
+"""The training loop: resume, validate, step and save, until the last step or until a stop is requested."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from verl_memopt.observe.health import Health
 from verl_memopt.observe.validation import headline_score
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.stop_file import StopFile
-from verl_memopt.trainer.build import RunContext, build_stepper, build_validator
+from verl_memopt.trainer.build import RunContext, build_learner, build_validator
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.resume import plain_shapes
@@ -24,33 +24,34 @@ from verl_memopt.trainer.validate import Validation
 logger = logging.getLogger(__name__)
 
 ALWAYS_TRACKED = 2
-"""First steps whose bytes are counted on a CPU: the second is the first with optimizer state."""
+"""How many first steps are always tracked on a CPU. The second step is the first with optimizer state."""
 
 
 class Trainer:
-    """Drives a run whose workers are ready.
-
-    Args:
-        context: of the run.
-        workers: hold the models and the engines.
-        runner: scores answers.
-        reporter: writes the record of the run.
-        interrupts: say whether a stop was asked for.
-    """
+    """Runs the steps of a run whose workers are ready."""
 
     def __init__(
         self, context: RunContext, workers: TimedGroup, runner: RewardRunner, reporter: Reporter, interrupts: Interrupts
     ) -> None:
+        """Build the learner and the validator.
+
+        Args:
+            context: of the run.
+            workers: hold the models and the engines.
+            runner: scores answers.
+            reporter: writes the record of the run.
+            interrupts: the request to stop, if there is one.
+        """
         self.context = context
         self.settings = context.settings.trainer
         self.workers = workers
         self.runner = runner
         self.reporter = reporter
         self.interrupts = interrupts
-        self.stepper = build_stepper(context, workers, runner)
-        self.validator = build_validator(context, self.stepper.generator, runner)
-        self.stepper.before_update = self.begin_update
-        runner.stopped = self.gives_up
+        self.learner = build_learner(context, workers, runner)
+        self.validator = build_validator(context, self.learner.generator, runner)
+        self.learner.before_update = self.begin_update
+        runner.stopped = self.must_abandon
         self.stop_file = StopFile(context.stop_file)
         lr = context.settings.actor_rollout_ref.actor.optim.lr
         self.guard = UpdateGuard(self.settings.max_skipped_steps, lr, context.store, context.updates_per_step)
@@ -58,20 +59,20 @@ class Trainer:
         self.step = 0
         self.saved_step = 0
         self.score: float | None = None
-        """Validation score of the present step, None where it was not validated."""
+        """Validation score of the present step; None without a validation."""
         self.weights_changed = False
-        """The present step has begun its update: from here on it cannot be given up."""
+        """The present step has begun its update, so it can no longer be abandoned."""
         self.update_began = 0.0
         self.update_seconds = 0.0
         self.validation_seconds = 0.0
 
     def run(self) -> None:
-        """Run to the end, or until a stop is asked for: then finish the step, or give it up, and save."""
+        """Run to the end, or until a stop is requested. Then finish or abandon the step, and save."""
         try:
             self._run()
         finally:
             self.stop_file.remove()
-            self.stepper.close()
+            self.learner.close()
 
     def _run(self) -> None:
         self.resume()
@@ -84,37 +85,37 @@ class Trainer:
         if self.settings.val_only:
             return
         self.stop_file.remove()
-        self.interrupts.begin_steps(self.settings.stop_deadline_seconds, self.tell_rollouts)
-        while self.step < self.context.total_steps and not self.interrupts.asked:
+        self.interrupts.begin_steps(self.settings.stop_deadline_seconds, self.write_stop_file)
+        while self.step < self.context.total_steps and not self.interrupts.requested:
             try:
                 self.one_step(self.step + 1)
             except Stopped:
-                self.stepper.prompts.give_back()
-                self.reporter.say(f"step {self.step + 1} was given up for lack of time; the next start does it again")
-        if self.interrupts.asked and self.saved_step < self.step:
+                self.learner.prompts.give_back()
+                self.reporter.say(f"step {self.step + 1} was abandoned for lack of time; the next start runs it again")
+        if self.interrupts.requested and self.saved_step < self.step:
             self.timed_save()
 
     def one_step(self, step: int) -> None:
-        """Run, validate, log and save one step."""
+        """Run one step, and validate, log and save it as the settings say."""
         self.track(step)
         self.weights_changed = False
         with self.workers.clock.phase("step"):
-            result = self.stepper.train_step(step)
+            result = self.learner.train_step(step)
             self.update_seconds = time.monotonic() - self.update_began
             validation = self.validation(step)
         self.step = step
         self.score = None if validation is None else headline_score(validation.metrics)
-        self.reporter.step(step, self.stepper.prompts.epoch, result, validation, self.workers.take_memories())
+        self.reporter.step(step, self.learner.prompts.epoch, result, validation, self.workers.take_memories())
         self.judge(result, validation)
         if self.due(self.settings.save_freq):
-            # After the log: a kill between the two resumes before this step, and its rows are dropped then.
+            # Save after logging. A run that is killed in between resumes before this step and then drops its rows.
             self.timed_save()
 
     def begin_update(self) -> None:
-        """Give the step up when a stop was asked for and the update would leave no time to save.
+        """Abandon the step if a stop was requested and the update would leave no time to save.
 
         Raises:
-            Stopped: the step is given up.
+            Stopped: the step is abandoned.
         """
         validation = self.validation_seconds if self.validation_due(self.step + 1) else 0.0
         if self.interrupts.too_late_for(self.update_seconds + validation):
@@ -122,36 +123,36 @@ class Trainer:
         self.weights_changed = True
         self.update_began = time.monotonic()
 
-    def gives_up(self) -> bool:
-        """Say whether the scoring of the present step is to be given up."""
+    def must_abandon(self) -> bool:
+        """Return whether it is time to abandon the present step while its answers are scored."""
         return not self.weights_changed and self.interrupts.out_of_time()
 
-    def tell_rollouts(self, moment: float) -> None:
-        """Tell the workers when to give up a rollout (seconds of the epoch)."""
+    def write_stop_file(self, moment: float) -> None:
+        """Write for the workers when to abandon a rollout, in seconds since the epoch."""
         try:
             self.stop_file.write(moment)
         except OSError as error:
-            logger.warning("a rollout cannot be given up, because the stop file cannot be written: %s", error)
+            logger.warning("a rollout cannot be abandoned, because the stop file cannot be written: %s", error)
 
     def note_saved(self) -> None:
-        """Tell whoever ends the run at once where a new start goes on."""
+        """Note where a new start would resume, for the message of a stop."""
         if self.saved_step:
             self.interrupts.last_saved = f"The last whole checkpoint is that of step {self.saved_step}; a new start resumes there"
 
     def timed_save(self) -> None:
-        """Save, and tell whoever has to stop in time how long that takes and where a new start goes on."""
+        """Save, and note how long it took and where a new start would resume, for a later stop."""
         began = time.monotonic()
         self.save()
         self.interrupts.save_seconds = time.monotonic() - began
         self.note_saved()
 
     def validation_due(self, step: int) -> bool:
-        """Say whether a step ends with a validation."""
+        """Return whether a step ends with a validation."""
         every = self.settings.test_freq
         return every > 0 and (step == self.context.total_steps or step % every == 0) and self.validator is not None
 
     def judge(self, result: StepResult, validation: Validation | None) -> None:
-        """Warn of what a finished step shows, once.
+        """Warn of problems that a finished step shows, each once.
 
         Raises:
             TrainingError: too many steps in a row applied no update.
@@ -164,13 +165,13 @@ class Trainer:
         self.guard.watch(self.step, result.metrics, sound=not self.health.collapsed)
 
     def judge_validation(self, validation: Validation) -> None:
-        """Warn of a validation that is worse than the first one, once."""
+        """Warn once of a validation that is worse than the first one."""
         samples = self.context.settings.actor_rollout_ref.rollout.val_kwargs.n
         scores = [answer.score for _, results in validation.answers for answer in results]
         self.reporter.warn(self.step, self.health.validation(self.step, scores, samples))
 
     def validation(self, step: int) -> Validation | None:
-        """Validate when it is due."""
+        """Validate if it is due after this step, and return the result."""
         if self.validator is None or not self.validation_due(step):
             return None
         began = time.monotonic()
@@ -179,27 +180,27 @@ class Trainer:
         return validation
 
     def validate_first(self) -> None:
-        """Validate before the first step, where there is something to validate with."""
+        """Validate before the first step, if there are validation files."""
         if self.validator is not None:
             validation = self.validator.validate(self.step)
             self.reporter.first_validation(self.step, validation, self.workers.take_memories())
             self.judge_validation(validation)
 
     def due(self, every: int) -> bool:
-        """Say whether something done every so many steps, and at the last, is due."""
+        """Return whether something that is done every ``every`` steps, and after the last, is due."""
         return every > 0 and (self.step % every == 0 or self.step == self.context.total_steps)
 
     def track(self, step: int) -> None:
-        """Decide whether the bytes of a step are counted on a CPU."""
+        """Decide whether the bytes of a step are tracked on a CPU."""
         every = self.settings.track_memory_every_steps
         first = ALWAYS_TRACKED + (0 if self.context.checkpoint is None else self.context.checkpoint.step)
         self.workers.track = self.context.environment.device == "cpu" and every > 0 and (step <= first or step % every == 0)
 
     def resume(self) -> None:
-        """Load the checkpoint that was found. A fresh start moves those of an earlier run aside.
+        """Load the checkpoint from which the run continues. A fresh start moves the checkpoints of an earlier run aside.
 
         Raises:
-            UnreadableCheckpointError: it cannot be loaded.
+            UnreadableCheckpointError: the checkpoint cannot be loaded.
         """
         checkpoint = self.context.checkpoint
         if checkpoint is None:
@@ -214,43 +215,47 @@ class Trainer:
             text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
         self.step = self.saved_step = checkpoint.step
-        self.stepper.kl_control.load_state_dict(checkpoint.driver["kl_control"])
-        # A checkpoint of an earlier version lacks them.
+        self.learner.kl_control.load_state_dict(checkpoint.driver["kl_control"])
+        # A checkpoint of an earlier version does not have them.
         if "guard" in checkpoint.driver:
             self.guard.load_state_dict(checkpoint.driver["guard"])
             self.health.load_state_dict(checkpoint.driver["health"])
         self.reporter.say(f"resumed from {checkpoint.folder} (step {checkpoint.step} of {self.context.total_steps})")
 
     def set_aside(self) -> None:
-        """Move the checkpoints of an earlier run to ``previous/``, so that a fresh start loses none of them."""
+        """Move the checkpoints of an earlier run to ``previous/``, so that a fresh start does not delete them."""
         if self.step > 0 or self.settings.val_only:
             return
         aside = self.context.store.set_aside()
         if aside is not None:
-            self.reporter.say(f"the checkpoints of the run that was here before are in {aside}; delete it to free its space")
+            self.reporter.say(f"the checkpoints of the earlier run are now in {aside}; delete it to free its space")
 
     def save(self) -> None:
-        """Save the present step; what was saved before stays until this one is whole."""
+        """Save the present step. Earlier checkpoints stay until this one is whole.
+
+        Raises:
+            CheckpointError: a file cannot be written.
+        """
         store, step = self.context.store, self.step
         contents = list(self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents)
         aside = store.begin(step)
         try:
-            written = self.workers.all("save_checkpoint", "save", str(aside / "actor"), contents)
+            per_rank = self.workers.all("save_checkpoint", "save", str(aside / "actor"), contents)
         except CheckpointError as error:
             raise store.failed(step, str(error)) from error
-        records = {f"actor/{name}": record for part in written for name, record in part.items()}
+        records = {f"actor/{name}": record for rank_records in per_rank for name, record in rank_records.items()}
         with self.workers.clock.phase("save_checkpoint"):
             store.commit(step, self.driver_state(), self.workers.world_size, records, self.score)
         self.saved_step = step
         self.reporter.saved(step, self.workers.take_memories())
 
     def driver_state(self) -> dict[str, Any]:
-        """Return what the driver itself must remember."""
+        """Return the state of the driver for a checkpoint."""
         return {
             "step": self.step,
             "seed": self.context.settings.data.seed,
-            "loader": self.stepper.prompts.state_dict(),
-            "kl_control": self.stepper.kl_control.state_dict(),
+            "loader": self.learner.prompts.state_dict(),
+            "kl_control": self.learner.kl_control.state_dict(),
             "guard": self.guard.state_dict(),
             "health": self.health.state_dict(),
             "settings": kept_settings(self.context.settings),

@@ -1,4 +1,4 @@
-"""``python -m verl_memopt.trainer.main_ppo``: the training entry under verl's module name, with the same overrides."""
+"""``python -m verl_memopt.trainer.main_ppo``: the training entry under verl's module name. It takes the same overrides."""
 
 from __future__ import annotations
 
@@ -10,9 +10,10 @@ from verl_memopt.trainer.signal_watch import SignalWatch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Parse, run, and turn a user's error into its message and exit code.
+    """Run the training entry and return its exit code. A user's error is printed as its message, without a traceback.
 
-    Without ``argv`` the process is this command's own, and its signals are watched from here to its end.
+    Args:
+        argv: the arguments. None takes them from the command line, and then also watches for signals until the process ends.
     """
     watch = SignalWatch() if argv is None else None
     try:

@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint folder: what it must hold, told by a file that also proves itself."""
+"""The manifest of a checkpoint: a file that lists the other files with their checksums, and has a checksum of itself."""
 
 from __future__ import annotations
 
@@ -16,34 +16,41 @@ from verl_memopt.distributed.file_records import ALGORITHM, FileRecord, Records,
 MANIFEST = "meta.json"
 
 FORMAT = 2
-"""Format 1 had the sizes of the files alone: no checksums, no commit number."""
+"""Format 1 has only the sizes of the files: no checksums and no commit number."""
 
 HASHING_THREADS = 4
-"""Files hashed at once when a checkpoint is verified."""
+"""Files that are hashed at the same time when a checkpoint is verified."""
 
 
 class ManifestError(ValueError):
-    """A manifest is missing, unreadable or not as it was written. The text says which, without the folder."""
+    """A manifest is missing, unreadable or not as it was written. The message says which, without the folder."""
 
 
 @dataclass(frozen=True)
 class Manifest:
-    """What one checkpoint is."""
+    """The contents of one checkpoint.
+
+    Attributes:
+        step: of the run.
+        commit: one more than the largest of the run folder when this one was committed; 0 in format 1.
+        world_size: ranks that wrote it.
+        torch: version that wrote it.
+        score: validation score of the step; None without a validation.
+        files: name -> size and checksum of each file.
+        checksums: False in format 1, which has only the sizes.
+    """
 
     step: int
     commit: int
-    """One more than the largest of the folder when it was committed; 0 in format 1, which had none."""
     world_size: int
     torch: str
     score: float | None = None
-    """Validation score of the step, None where the step was not validated."""
     files: Records = field(default_factory=dict)
     checksums: bool = True
-    """False in format 1: only the sizes of the files are known."""
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> str:
-    """Return the text of a manifest after writing it into ``folder``; forcing it to disk is left to the caller."""
+    """Write a manifest into ``folder`` and return its text. The caller forces it to disk."""
     text = _render({"format": FORMAT, "algorithm": ALGORITHM, **_plain(manifest)})
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     return text
@@ -53,15 +60,15 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder.
 
     Raises:
-        ManifestError: it is missing, or one character of it is not what was written.
+        ManifestError: it is missing, or a character differs from what was written.
     """
     path = folder / MANIFEST
     try:
         text = path.read_bytes().decode("utf-8")
-        found = json.loads(text)
-        if not isinstance(found, dict):
+        fields = json.loads(text)
+        if not isinstance(fields, dict):
             raise TypeError("expected a JSON object")
-        return _read_format_1(found) if found.get("format") == 1 else _read(found, text)
+        return _read_format_1(fields) if fields.get("format") == 1 else _read(fields, text)
     except FileNotFoundError as error:
         raise ManifestError(f"{MANIFEST} is missing") from error
     except OSError as error:
@@ -73,11 +80,11 @@ def read_manifest(folder: Path) -> Manifest:
 
 
 def find_fault(folder: Path, contents: bool = True) -> str | None:
-    """Return what is wrong with a checkpoint folder, or None when every file is there as its manifest says.
+    """Return what is wrong with a checkpoint folder; None where every file is as its manifest says.
 
     Args:
         folder: of one checkpoint.
-        contents: compare checksums, and not sizes alone.
+        contents: compare checksums too, and not only sizes.
     """
     try:
         manifest = read_manifest(folder)
@@ -96,24 +103,24 @@ def _plain(manifest: Manifest) -> dict[str, Any]:
 
 
 def _render(fields: Mapping[str, Any]) -> str:
-    """Return the one text that these fields have; its last field is the checksum of the text without it."""
+    """Return the text of a manifest with these fields. Its last field is the checksum of the text without that field."""
     bare = json.dumps(fields, indent=1)
     return json.dumps({**fields, "digest": blake3(bare.encode()).hexdigest()}, indent=1) + "\n"
 
 
-def _read(found: dict[str, Any], text: str) -> Manifest:
-    if text != _render({name: value for name, value in found.items() if name != "digest"}):
+def _read(fields: dict[str, Any], text: str) -> Manifest:
+    if text != _render({name: value for name, value in fields.items() if name != "digest"}):
         raise ManifestError(f"{MANIFEST} has other contents than were written")
-    if found["format"] != FORMAT or found["algorithm"] != ALGORITHM:
-        raise ManifestError(f"{MANIFEST} is of format {found['format']} with {found['algorithm']}: written by a newer version")
-    files = {name: FileRecord(**record) for name, record in found["files"].items()}
-    return Manifest(found["step"], found["commit"], found["world_size"], found["torch"], found["score"], files)
+    if fields["format"] != FORMAT or fields["algorithm"] != ALGORITHM:
+        raise ManifestError(f"{MANIFEST} is of format {fields['format']} with {fields['algorithm']}: written by a newer version")
+    files = {name: FileRecord(**record) for name, record in fields["files"].items()}
+    return Manifest(fields["step"], fields["commit"], fields["world_size"], fields["torch"], fields["score"], files)
 
 
-def _read_format_1(found: dict[str, Any]) -> Manifest:
-    if "digest" in found:
+def _read_format_1(fields: dict[str, Any]) -> Manifest:
+    if "digest" in fields:
         raise ManifestError(f"{MANIFEST} has other contents than were written")
-    files = {name: FileRecord(size, "") for name, size in found["files"].items()}
+    files = {name: FileRecord(size, "") for name, size in fields["files"].items()}
     if not all(isinstance(record.size, int) for record in files.values()):
         raise ManifestError(f"{MANIFEST} cannot be read: a size is no number")
-    return Manifest(int(found["step"]), 0, int(found["world_size"]), str(found["torch"]), None, files, checksums=False)
+    return Manifest(int(fields["step"]), 0, int(fields["world_size"]), str(fields["torch"]), None, files, checksums=False)

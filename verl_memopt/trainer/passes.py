@@ -1,4 +1,4 @@
-"""Who computes what in the passes: rows to ranks, ranks' rows to micro-batches; decided on the driver, counted in tokens."""
+"""Cuts the rows of a pass: first into the share of each rank, then into micro-batches. The driver decides it, by tokens."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ from verl_memopt.memory.batching.token_budget import balance, pack_fixed, split_
 
 @dataclass(frozen=True)
 class Budget:
-    """How a pass cuts its rows: by tokens (hard cap ``max_tokens``) or by ``rows`` sequences. key names the cap in errors.
+    """The size of a micro-batch in one pass.
 
-    shared: rows of a group share their prompt.
+    Attributes:
+        by_tokens: limit the tokens of a micro-batch, else its rows.
+        max_tokens: hard limit.
+        rows: of a micro-batch, without ``by_tokens``.
+        key: setting that errors name.
+        shared: rows of a group share their prompt.
     """
 
     by_tokens: bool
@@ -27,10 +32,14 @@ class Budget:
     shared: bool = False
 
     def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
-        """Return rows per micro-batch for one rank.
+        """Return the rows of each micro-batch of one rank.
+
+        Args:
+            tokens: of the rank's rows.
+            names: of the rows, for errors.
 
         Raises:
-            ConfigError: a row alone exceeds the cap; it is named.
+            ConfigError: one row alone is over the limit.
         """
         if self.by_tokens:
             return pack_groups_under(tokens, self.max_tokens, names, self.key)
@@ -39,7 +48,7 @@ class Budget:
 
 
 def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
-    """Return the budgets of the update, the old-log-prob pass and the reference pass."""
+    """Return the budgets of the update, of the pass for old log-probs and of the reference pass."""
     actor = roles.actor
     update = Budget(
         actor.use_dynamic_bsz,
@@ -62,18 +71,25 @@ def _log_prob_budget(update: Budget, role: Rollout | Ref, name: str) -> Budget:
 
 
 def update_gives_old_log_probs(actor: Actor, train_batch_size: int, kl_in_reward: bool) -> bool:
-    """Say whether the pass for old log-probs is left out: the forward of the only optimizer step gives the same values."""
+    """Return whether the forward of the only optimizer step computes the old log-probs, so that they need no own pass."""
     once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
     return actor.old_log_prob_pass == "auto" and once and not (kl_in_reward or actor.calculate_entropy)
 
 
 def updates_per_step(train_batch_size: int, mini_batch_size: int, epochs: int) -> int:
-    """Return the optimizer steps of one training step: ``epochs`` passes over mini-batches of so many prompts."""
+    """Return the optimizer steps of one training step: ``epochs`` passes over mini-batches of ``mini_batch_size`` prompts."""
     return train_batch_size // mini_batch_size * epochs
 
 
 def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:
-    """Return the rows of each mini-batch, whole groups at a time; shuffled by groups when a seed is given."""
+    """Return the rows of each mini-batch. The rows of a group stay together.
+
+    Args:
+        num_prompts: groups of the batch.
+        samples: rows of a group.
+        prompts_per_mini: groups of a mini-batch.
+        shuffle_seed: shuffles the groups; None keeps their order.
+    """
     order = list(range(num_prompts))
     if shuffle_seed is not None:
         random.Random(shuffle_seed).shuffle(order)
@@ -82,9 +98,13 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
 
 
 def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
-    """Return the rows of each rank: as many on each, with as even a number of tokens as can be when ``even_out``.
+    """Return the rows of each rank, the same number on each. Rows of a group stay together as far as that allows.
 
-    Rows of a group stay together as far as equal numbers of rows allow. ``rows``: whole groups, one after another.
+    Args:
+        tokens: of every row of the batch.
+        rows: to distribute; whole groups, one after another.
+        world_size: ranks.
+        even_out: give each rank about the same number of tokens.
     """
     if world_size == 1:
         return [list(rows)]
@@ -99,13 +119,22 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
 
 
 def _together(tokens: RowTokens, rows: Sequence[int], share: int) -> int:
-    """Return the most rows that stay together: a divisor of every group's number of rows and of a rank's share."""
+    """Return how many rows can stay together: the greatest common divisor of a rank's share and of all group sizes."""
     sizes = [len(list(members)) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
     return math.gcd(share, *sizes)
 
 
 def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:
-    """Return each rank's micro-batches, as many on every rank: the collectives of a sharded model must match."""
+    """Return the micro-batches of each rank. All ranks get the same number, since their collectives must match.
+
+    Args:
+        tokens_per_rank: of the rows of each rank.
+        names: of the rows of each rank, for errors.
+        budget: size of a micro-batch.
+
+    Raises:
+        ConfigError: one row alone is over the limit.
+    """
     cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
     count = max(len(bins) for bins in cut)
     return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, tokens_per_rank, strict=True)]

@@ -1,4 +1,4 @@
-"""What a run tells: to the console, the loggers and its folder."""
+"""Writes the record of a run: to the console, to the loggers and into its folder."""
 
 from __future__ import annotations
 
@@ -28,13 +28,19 @@ from verl_memopt.trainer.validate import Validation
 logger = logging.getLogger(__name__)
 
 SHOWN_SAMPLES = 4
-"""Training samples kept in generations.jsonl of each step that prints a table."""
+"""Training samples that generations.jsonl gets from each step that prints a table."""
 
 
 class Reporter:
-    """Writes a run's record. A context manager; :meth:`finish` ends it with summary, charts and the folder's name."""
+    """Writes the record of a run. It is a context manager; :meth:`finish` adds summary and charts and prints the folder."""
 
     def __init__(self, context: RunContext, clock: PhaseClock) -> None:
+        """Open the record, with the settings in it.
+
+        Args:
+            context: of the run.
+            clock: has the times of the phases.
+        """
         self.context = context
         self.clock = clock
         trainer = context.settings.trainer
@@ -49,25 +55,27 @@ class Reporter:
         self.loggers: StepLoggers = build_loggers(trainer.logger, place)
 
     def __enter__(self) -> Reporter:
+        """Show the progress bar."""
         self.console.__enter__()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the loggers and the console."""
         self.loggers.close()
         self.console.close()
 
     def say(self, text: str) -> None:
-        """Show one line to the person at the console."""
+        """Show one line on the console."""
         self.console.say(text)
 
     def warn(self, step: int, texts: Sequence[str]) -> None:
-        """Log warnings of a step and keep them for the summary, so that the end of the run says them again."""
+        """Log warnings of a step, and keep them for the summary, which shows them again."""
         for text in texts:
             logger.warning("step %d: %s", step, text)
         self.folder.add_warnings(step, texts)
 
     def phases(self, step: int, memories: Sequence[PhaseMemory]) -> dict[str, float]:
-        """Put the phases since the last call on the timeline and return their times and memory as metrics."""
+        """Add the phases since the last call to the timeline, and return their times and memory as metrics."""
         timings = self.clock.timings()
         self.folder.add_timeline(step, self.clock.take(), {memory.name: memory for memory in memories})
         return timings | memory_metrics(memories)
@@ -88,21 +96,21 @@ class Reporter:
         self._keep_samples(step, result)
 
     def saved(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        """Put a save on the timeline; its time and memory are metrics of the step that is logged next."""
+        """Add a save to the timeline. Its time and memory become metrics of the next step that is logged."""
         self._carried = {name: value for name, value in self.phases(step, memories).items() if "save_checkpoint" in name}
 
     def first_validation(self, step: int, validation: Validation, memories: Sequence[PhaseMemory]) -> None:
-        """Log the validation of the weights a run starts with: ``step`` is 0, or that of the checkpoint."""
+        """Log the validation of the initial weights. ``step`` is 0, or that of the checkpoint."""
         self._keep_validation(step, validation)
         self.loggers.log(step, validation.metrics | self.phases(step, memories))
 
     def started(self, step: int, memories: Sequence[PhaseMemory]) -> None:
-        """Put what no validation has logged of the start on the timeline, so that it does not count as the first step's."""
+        """Add the phases of the start to the timeline, so that they do not count for the first step."""
         if memories:
             self.phases(step, memories)
 
     def finish(self) -> None:
-        """Write summary and charts from the run's files; print the summary and, as the last line, the folder."""
+        """Write summary and charts from the run's files. Print the summary and, as the last line, the folder."""
         summary = finish_summary(self.folder, environment(self.context.environment.device, sys.argv))
         draw_charts(self.folder)
         self.console.close()
@@ -126,7 +134,7 @@ class Reporter:
 
 
 def samples_of(answers: Answers, results: Sequence[RewardResult]) -> list[Sample]:
-    """Return every answer with its score as a sample to keep."""
+    """Return each answer with its score as a sample for the record."""
     generation = answers.generation
     return [
         Sample(

@@ -1,4 +1,4 @@
-"""Which checkpoint a run goes on from, with which seed, and what its settings change of those of the checkpoint."""
+"""Resuming: which checkpoint a run continues, with which seed, and how its settings differ from the checkpoint's."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.config.resume_diff import HARMLESS, REFUSED, changes
-from verl_memopt.config.schema import Settings, Trainer
+from verl_memopt.config.schema import Data, Rollout, Settings, Trainer
 from verl_memopt.errors import ConfigError
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
 
@@ -20,11 +20,11 @@ Shapes = Mapping[str, tuple[int, ...]]
 
 WAY_OUT = "Set it back to go on with this run, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
 MOST_NAMED = 3
-"""Weights that an error names."""
+"""Most weights that an error names."""
 
 
 def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> CheckpointStore:
-    """Return the store of a run. ``trainer.keep_best=null`` is on where the run validates."""
+    """Return the checkpoint store of a run. ``trainer.keep_best=null`` means true for a run that validates."""
     validates = has_validation and trainer.test_freq > 0
     keep_best = validates if trainer.keep_best is None else trainer.keep_best
     return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best)
@@ -33,45 +33,45 @@ def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> C
 def find_checkpoint(
     trainer: Trainer, load_contents: Sequence[str] | None, store: CheckpointStore, unreadable: Mapping[int, str]
 ) -> Checkpoint | None:
-    """Return the checkpoint that ``trainer.resume_mode`` asks for, None for a fresh start.
+    """Return the checkpoint that ``trainer.resume_mode`` selects; None for a fresh start.
 
     Args:
         trainer: ``resume_mode`` and ``resume_from_path``.
         load_contents: parts of a checkpoint that the actor loads.
         store: checkpoints of the run.
-        unreadable: step -> fault of checkpoints that looked whole and could not be loaded.
+        unreadable: step -> fault of checkpoints that looked whole but could not be loaded.
 
     Raises:
-        CheckpointError: the named one is not whole, or there are checkpoints and none is.
-        ConfigError: it would be loaded without the model.
+        CheckpointError: the named checkpoint is not whole, or there are checkpoints but none is.
+        ConfigError: the checkpoint would be loaded without the model.
     """
     if trainer.resume_mode == "disable":
         return None
     if trainer.resume_mode == "auto":
-        found = store.newest(unreadable)
+        checkpoint = store.newest(unreadable)
     else:
         assert trainer.resume_from_path is not None, "checked when settings are loaded"
-        found = read_checkpoint(Path(trainer.resume_from_path))
-        store.resumed(found)
+        checkpoint = read_checkpoint(Path(trainer.resume_from_path))
+        store.resumed(checkpoint)
     contents = load_contents or []
-    if found is not None and "model" not in contents:
+    if checkpoint is not None and "model" not in contents:
         raise ConfigError(
-            f"actor_rollout_ref.actor.checkpoint.load_contents={contents}: a run cannot go on from {found.folder} without the "
-            "model. Add model (and to save_contents), or set trainer.resume_mode=disable."
+            f"actor_rollout_ref.actor.checkpoint.load_contents={contents}: a run cannot go on from {checkpoint.folder} without "
+            "the model. Add model (and to save_contents), or set trainer.resume_mode=disable."
         )
-    return found
+    return checkpoint
 
 
 def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint | None) -> None:
-    """Log what the settings change of those that a checkpoint was made with, one line a key.
+    """Log how the settings differ from those of the checkpoint, one line for each key.
 
     Args:
-        settings: of the run, seeds drawn.
-        weights: name -> shape of the model that the run would train.
-        checkpoint: that it goes on from.
+        settings: of the run, with concrete seeds.
+        weights: name -> shape of each weight of the model that the run trains.
+        checkpoint: from which the run continues; None for a fresh start.
 
     Raises:
-        ConfigError: a change with which the run cannot go on.
+        ConfigError: the run cannot continue with such a change.
     """
     if checkpoint is None:
         return
@@ -80,10 +80,10 @@ def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint
     if "settings" not in driver:
         logger.warning("%s: written by an earlier version, without its settings; changes of settings are not known", place)
         return
-    found = changes(driver["settings"], settings)
-    for change in found:
+    differences = changes(driver["settings"], settings)
+    for change in differences:
         logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", place.name, change)
-    refused = [f"{change.key}={change.new}: {change}" for change in found if change.kind == REFUSED]
+    refused = [f"{change.key}={change.new}: {change}" for change in differences if change.kind == REFUSED]
     different = _different(driver["weights"], weights)
     if different:
         model = settings.actor_rollout_ref.model
@@ -92,31 +92,31 @@ def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint
         raise ConfigError(f"{'. '.join(refused)}. {WAY_OUT}")
 
 
-def with_seed(settings: Settings, resumed_seed: int | None) -> Settings:
-    """Return settings whose data and rollout seeds are concrete: those given, else the resumed run's, else drawn and logged."""
-    seed = settings.data.seed
-    if seed is not None and settings.actor_rollout_ref.rollout.seed is not None:
-        return settings
+def with_seeds(data: Data, rollout: Rollout, resumed_seed: int | None) -> tuple[Data, Rollout]:
+    """Return both sections with concrete seeds: those of the settings, else the resumed run's, else drawn and logged.
+
+    Args:
+        data: its seed may be None.
+        rollout: its seed may be None, and is then that of the data.
+        resumed_seed: ``data.seed`` of the checkpoint; None for a fresh start.
+    """
+    seed = data.seed
     if seed is None:
         seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
         logger.info(
-            "data.seed was not given; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint"
+            "data.seed is not set; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint"
         )
-    rollout = settings.actor_rollout_ref.rollout
-    rollout = dataclasses.replace(rollout, seed=seed if rollout.seed is None else rollout.seed)
-    return dataclasses.replace(
-        settings,
-        data=dataclasses.replace(settings.data, seed=seed),
-        actor_rollout_ref=dataclasses.replace(settings.actor_rollout_ref, rollout=rollout),
-    )
+    rollout_seed = seed if rollout.seed is None else rollout.seed
+    return dataclasses.replace(data, seed=seed), dataclasses.replace(rollout, seed=rollout_seed)
 
 
 def plain_shapes(weights: Shapes) -> dict[str, list[int]]:
-    """Return the shapes of a model as a checkpoint keeps them."""
+    """Return the shapes of a model as a checkpoint stores them."""
     return {name: list(shape) for name, shape in weights.items()}
 
 
 def _check_seed(settings: Settings, checkpoint: Checkpoint) -> None:
+    """Refuse another ``data.seed`` than the checkpoint's."""
     if checkpoint.driver["seed"] != settings.data.seed:
         raise ConfigError(
             f"data.seed={settings.data.seed}: the run in {checkpoint.folder.parent} was made with {checkpoint.driver['seed']}. "
@@ -125,7 +125,7 @@ def _check_seed(settings: Settings, checkpoint: Checkpoint) -> None:
 
 
 def _different(before: Mapping[str, Any], now: Shapes) -> str:
-    """Names the weights that are not in both or not of one shape; empty where all are equal."""
+    """Return a text that names weights whose shapes differ or that one side lacks; empty where all are equal."""
     shapes = {name: (_shape(before.get(name)), _shape(now.get(name))) for name in sorted(before.keys() | now.keys())}
     names = [name for name, (there, here) in shapes.items() if there != here]
     texts = [f"{name}: {shapes[name][0]} there, {shapes[name][1]} here" for name in names[:MOST_NAMED]]

@@ -1,18 +1,17 @@
-"""A run, from its command line to its exit code. What is heavy is imported where a run starts, so that a dry run needs none."""
+"""A run, from its command line to its exit code. Heavy packages are imported only where a run starts: a dry run needs none."""
 
 from __future__ import annotations
 
 import argparse
 import logging
 import sys
-from collections.abc import Mapping
 
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.objective import log_objective
 from verl_memopt.config.plain import to_yaml
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import UnreadableCheckpointError, UserError
-from verl_memopt.trainer.interrupts import Interrupts, of_process
+from verl_memopt.trainer.interrupts import of_process
 
 USAGE = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [key=value ...]"
 
@@ -32,7 +31,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Run the training entry and return its exit code.
 
     Raises:
-        UserError: what the user must mend.
+        UserError: for what the user must mend.
     """
     from verl_memopt.observe.log_setup import setup_logging
 
@@ -48,40 +47,41 @@ def run(arguments: argparse.Namespace) -> int:
 def train(settings: Settings) -> int:
     """Run training and return the exit code: 0 when done, 130, 143 or 129 when a signal stopped it.
 
+    With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped: the run starts again from the one before.
+
     Raises:
-        UserError: what the user must mend; everything that was started is ended by then.
+        UserError: for what the user must mend. Everything that was started has ended by then.
     """
-    unreadable: dict[int, str] = {}
-    with of_process() as interrupts:
-        while True:
-            try:
-                _train(settings, unreadable, interrupts)
-                return interrupts.exit_code or 0
-            except UnreadableCheckpointError as error:
-                if settings.trainer.resume_mode != "auto":
-                    raise
-                # Workers that failed to load one are in no known state: new ones load the one before it.
-                unreadable[error.step] = error.fault
-
-
-def _train(settings: Settings, unreadable: Mapping[int, str], interrupts: Interrupts) -> None:
-    """Run from the newest checkpoint that is not among the unreadable ones."""
     from verl_memopt.observe.timing import PhaseClock
-    from verl_memopt.trainer.build import build_run, start_rewards, start_workers
+    from verl_memopt.trainer.build import build_run
     from verl_memopt.trainer.loop import Trainer
     from verl_memopt.trainer.reporter import Reporter
+    from verl_memopt.trainer.start import start_rewards, start_workers
 
-    clock = PhaseClock()
-    context = build_run(settings, unreadable)
-    with context.lock, start_rewards(context) as rewards, Reporter(context, clock) as reporter:
-        try:
-            with start_workers(context, clock) as workers:
-                Trainer(context, workers, rewards, reporter, interrupts).run()
-        except KeyboardInterrupt:
-            reporter.say("stopped at once; the last checkpoint is where a new start resumes")
-        except UnreadableCheckpointError:
-            raise
-        except UserError:
-            reporter.say(f"the record so far: {reporter.folder.path}")
-            raise
-        reporter.finish()
+    unreadable: dict[int, str] = {}
+    custom, reward_workers = settings.custom_reward_function, settings.reward_model.num_workers
+    with of_process() as interrupts:
+        while True:
+            clock = PhaseClock()
+            context = build_run(settings, unreadable)
+            with (
+                context.lock,
+                start_rewards(custom, reward_workers, context.environment.run_dir) as rewards,
+                Reporter(context, clock) as reporter,
+            ):
+                try:
+                    with start_workers(context, clock) as workers:
+                        Trainer(context, workers, rewards, reporter, interrupts).run()
+                except KeyboardInterrupt:
+                    reporter.say("stopped at once; a new start resumes at the last checkpoint")
+                except UnreadableCheckpointError as error:
+                    if settings.trainer.resume_mode != "auto":
+                        raise
+                    # The workers that failed to load it are in no known state, so new ones load the one before.
+                    unreadable[error.step] = error.fault
+                    continue
+                except UserError:
+                    reporter.say(f"the record so far: {reporter.folder.path}")
+                    raise
+                reporter.finish()
+                return interrupts.exit_code or 0

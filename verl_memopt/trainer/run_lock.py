@@ -1,7 +1,7 @@
-"""One writer a run folder: a lock that the living process holds and the kernel releases when it dies.
+"""A lock that allows one writer in a run folder. The kernel releases it when the process dies.
 
-POSIX record locks belong to a process: a child does not inherit them, so a process that outlives the run does not keep them.
-They are dropped when the process closes any descriptor of the file, so no other code may open it.
+POSIX record locks belong to a process. A child does not inherit them, so no process that outlives the run keeps the lock. A
+process loses the lock when it closes any descriptor of the file, so no other code may open that file.
 """
 
 from __future__ import annotations
@@ -22,22 +22,25 @@ from verl_memopt.observe.files import disk_refusals
 logger = logging.getLogger(__name__)
 
 LOCK = "run.lock"
-"""File in the run folder; it is there while a run writes, and after one that was killed."""
+"""File in the run folder. It exists while a run writes there, and after a run that was killed."""
 
-TAKEN = (errno.EACCES, errno.EAGAIN)
+LOCKED_BY_ANOTHER = (errno.EACCES, errno.EAGAIN)
 RECORD_SECONDS = 1.0
-"""How long a process that has just taken the lock may need to write who it is."""
+"""Most time that a process needs to write who it is after it got the lock."""
 
 
 class RunLock:
-    """The right to write a run folder. Taken when made; :meth:`release`, or the body of ``with``, ends it."""
+    """The right to write in a run folder, from construction until :meth:`release` or the end of ``with``."""
 
     def __init__(self, folder: Path) -> None:
-        """Take the lock.
+        """Lock the folder.
+
+        Args:
+            folder: of the run; it exists.
 
         Raises:
-            ConfigError: another process holds it; the text names its process id and start time.
-            UserError: the disk refuses the file.
+            ConfigError: another process holds the lock. The message names its process id and start time.
+            UserError: the file cannot be written.
         """
         self.folder = folder
         self.path = folder / LOCK
@@ -45,45 +48,47 @@ class RunLock:
         self._descriptor: int | None = None
         while self._descriptor is None:
             with disk_refusals(self.path):
-                self._descriptor = self._take()
+                self._descriptor = self._lock()
 
     @property
     def is_own(self) -> bool:
-        """Whether this process took the lock, and not one that it was forked from."""
+        """Whether this process got the lock, and not the process that it was forked from."""
         return self._pid == os.getpid()
 
     def release(self) -> None:
-        """Give the lock back and remove its file. A second call does nothing."""
+        """Release the lock and remove its file. A second call does nothing."""
         descriptor, self._descriptor = self._descriptor, None
         if descriptor is None or not self.is_own:
             return
         _HELD.pop(self.path, None)
-        # While the lock is held: whoever opened the file before finds that it is no longer the one in the folder.
+        # Remove the file while it is locked. A process that has opened it sees then that it is no longer in the folder.
         self.path.unlink(missing_ok=True)
         os.close(descriptor)
 
     def __enter__(self) -> RunLock:
+        """Return the lock, which is held already."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Release the lock."""
         self.release()
 
-    def _take(self) -> int | None:
-        """Gives the locked descriptor, or None where the file was removed between opening and locking."""
+    def _lock(self) -> int | None:
+        """Return the locked descriptor; None where the file was removed between opening and locking."""
         descriptor = os.open(self.path, os.O_RDWR | os.O_CREAT, 0o644)
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except OSError as error:
-            if error.errno in TAKEN:
+            if error.errno in LOCKED_BY_ANOTHER:
                 os.close(descriptor)
                 raise self._refused() from error
             logger.warning("%s: this file system has no locks (%s); nothing stops a second run here", self.path, error.strerror)
         if not _is_file(descriptor, self.path):
             os.close(descriptor)
             return None
-        who = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+        holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
         os.ftruncate(descriptor, 0)
-        os.pwrite(descriptor, (json.dumps(who) + "\n").encode(), 0)
+        os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
         return descriptor
 
     def _refused(self) -> ConfigError:
@@ -94,14 +99,14 @@ class RunLock:
 
 
 _HELD: dict[Path, RunLock] = {}
-"""The locks of this process, and in a forked child those of its parent."""
+"""The locks of this process. A forked child has those of its parent here."""
 
 
 def hold(folder: Path) -> RunLock:
-    """Return the lock of a run folder, which is made if need be. A process that holds it already gets the one it has.
+    """Return the lock of a run folder, and make the folder if needed. If this process holds the lock, return that one.
 
     Raises:
-        ConfigError: another process holds it.
+        ConfigError: another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = _HELD.get(folder / LOCK)
@@ -111,21 +116,22 @@ def hold(folder: Path) -> RunLock:
 
 
 def _is_file(descriptor: int, path: Path) -> bool:
+    """Return whether an open descriptor is of the file at ``path``."""
     try:
-        there = path.stat()
+        at_path = path.stat()
     except FileNotFoundError:
         return False
-    own = os.fstat(descriptor)
-    return (own.st_dev, own.st_ino) == (there.st_dev, there.st_ino)
+    opened = os.fstat(descriptor)
+    return (opened.st_dev, opened.st_ino) == (at_path.st_dev, at_path.st_ino)
 
 
 def _holder(path: Path) -> str:
-    """Says who holds a lock, from its file; waits a moment for one who has only just taken it."""
+    """Return who holds a lock, from its file. Wait a moment for a process that has only just got it."""
     deadline = time.monotonic() + RECORD_SECONDS
     while time.monotonic() < deadline:
         try:
-            who = json.loads(path.read_text())
-            return f"process {who['pid']} on {who['host']}, started {who['started']}"
+            holder = json.loads(path.read_text())
+            return f"process {holder['pid']} on {holder['host']}, started {holder['started']}"
         except FileNotFoundError:
             return "a process that has just ended"
         except (OSError, ValueError, KeyError, TypeError):

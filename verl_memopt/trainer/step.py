@@ -1,4 +1,4 @@
-"""One training step, as one would draw it: generate, reward, log-probs, advantages, update, weight sync, metrics."""
+"""One training step: generate, reward, log-probs, advantages, update, weight sync, metrics."""
 
 from __future__ import annotations
 
@@ -20,7 +20,15 @@ from verl_memopt.trainer.update import PolicyUpdate
 
 @dataclass(frozen=True)
 class StepResult:
-    """What a step leaves: its metrics, its answers with their scores, and the tokens it computed."""
+    """The result of a step.
+
+    Attributes:
+        metrics: under verl's names.
+        answers: of the rollout.
+        results: reward of each answer.
+        response_tokens: of all answers.
+        total_tokens: of all prompts and answers.
+    """
 
     metrics: dict[str, float]
     answers: Answers
@@ -34,22 +42,22 @@ def nothing() -> None:
 
 
 @dataclass
-class Stepper:
-    """Runs training steps.
+class Learner:
+    """Runs training steps, phase by phase.
 
     Attributes:
         workers: hold the models and the engines.
         prompts: of the next step.
         generator: answers them.
         rewards: scores the answers.
-        old_pass: log-probs before the update; None where the update's own forward gives them.
-        ref_pass: log-probs of the reference; None where no KL is asked for.
+        old_pass: log-probs before the update; None where the forward of the update gives them.
+        ref_pass: log-probs of the reference; None where the settings have no KL.
         mismatch: compares the engine's log-probs with the trainer's.
         algorithm: settings of the advantages.
         kl_control: the coefficient of the KL in the reward, saved and restored with the run.
-        policy_update: takes the optimizer steps.
+        policy_update: cuts the batch for the optimizer steps, and reads their results.
         step_metrics: describes the batch at the end.
-        before_update: called when all is ready for the update; it may raise Stopped. Up to here a step can be given up.
+        before_update: called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
 
     workers: TimedGroup
@@ -66,12 +74,12 @@ class Stepper:
     before_update: Callable[[], None] = nothing
 
     def train_step(self, step: int) -> StepResult:
-        """Run step number ``step`` and return what it leaves.
+        """Run step number ``step`` and return its result.
 
         Raises:
             RewardError, WorkerError: a reward or a worker failed.
             RolloutError: the engine's log-probs are too far from the trainer's.
-            Stopped: a stop was asked for and the step was given up, with nothing changed but the position in the data.
+            Stopped: a stop was requested and the step abandoned. Only the position in the data has changed.
         """
         batch = self.generate(self.prompts.next(), step)
         batch = self.reward(batch)
@@ -95,7 +103,7 @@ class Stepper:
         return batch
 
     def log_probs(self, batch: StepBatch) -> StepBatch:
-        """Add the policy's log-probs before the update and, where a KL is asked for, the reference's."""
+        """Add the policy's log-probs before the update and, where the settings have a KL, the reference's."""
         if self.old_pass is not None:
             batch.rows.old_log_probs, batch.entropy = self.old_pass.compute(batch.rows, batch.names)
         if self.ref_pass is not None:
@@ -110,8 +118,16 @@ class Stepper:
         return batch
 
     def update(self, batch: StepBatch) -> StepBatch:
-        """Take the optimizer steps. Without a pass of their own, the old log-probs are those of the update's forward."""
-        batch.metrics |= self.policy_update.run(batch.rows, batch.names, batch.step)
+        """Take the optimizer steps on the workers. Without a pass of their own, the old log-probs come from the update."""
+        per_rank = self.policy_update.cut(batch.rows, batch.names, batch.step)
+        if self.old_pass is not None:
+            metrics = self.workers.each("update_actor", "update_actor", [(minis,) for minis in per_rank])
+        else:
+            updates = self.workers.each("update_actor", "update_on_policy", [tuple(minis) for minis in per_rank])
+            log_probs = [update.log_probs for update in updates]
+            batch.rows.old_log_probs = self.policy_update.gather_log_probs(batch.rows, log_probs, batch.step)
+            metrics = [update.metrics for update in updates]
+        batch.metrics |= self.policy_update.metrics(metrics, batch.step)
         return self.compare_log_probs(batch) if self.old_pass is None else batch
 
     def sync_weights(self) -> None:
@@ -120,12 +136,12 @@ class Stepper:
 
     def compare_log_probs(self, batch: StepBatch) -> StepBatch:
         """Compare the engine's log-probs with the trainer's."""
-        assert batch.rows.old_log_probs is not None, "compared after the pass that makes them"
+        assert batch.rows.old_log_probs is not None, "compare after the pass that computes them"
         batch.metrics |= self.mismatch.compare(batch.rows.rollout_log_probs, batch.rows.old_log_probs, batch.step)
         return batch
 
     def metrics(self, batch: StepBatch) -> StepBatch:
-        """Add what the batch holds to its metrics, and adapt the KL's coefficient to the KL that was measured."""
+        """Add the metrics of the batch, and adapt the coefficient of the KL to the KL that was measured."""
         assert batch.advantages is not None
         batch.metrics |= self.step_metrics.describe(batch, self.kl_control.coefficient)
         if batch.advantages.kl_mean is not None:
@@ -133,11 +149,11 @@ class Stepper:
         return batch
 
     def result(self, batch: StepBatch) -> StepResult:
-        """Return what is kept of a finished step."""
+        """Return the result of a finished step."""
         num_response_tokens = int(batch.rows.responses.lengths.sum())
         num_tokens = sum(batch.rows.prompts.sizes()) + sum(batch.rows.responses.sizes())
         return StepResult(batch.metrics, batch.answers, batch.results, num_response_tokens, num_tokens)
 
     def close(self) -> None:
-        """End what prepares prompts in the background."""
+        """Stop preparing prompts in the background."""
         self.prompts.close()

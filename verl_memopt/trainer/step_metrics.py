@@ -1,4 +1,4 @@
-"""The metrics of a step that its batch holds, under verl's names."""
+"""Metrics that are computed from the batch of a step, under verl's names."""
 
 from __future__ import annotations
 
@@ -11,12 +11,12 @@ from verl_memopt.trainer.update_guard import BAD_LOG_PROBS
 
 @dataclass(frozen=True)
 class StepMetrics:
-    """Describes the batch of a finished step.
+    """Computes metrics from the batch of a finished step.
 
     Attributes:
-        max_prompt_length: cap of a prompt in tokens.
-        max_response_length: cap of a response in tokens.
-        truncates: prompts over the cap are cut, and what was lost is counted.
+        max_prompt_length: limit of a prompt in tokens.
+        max_response_length: limit of a response in tokens.
+        truncates: prompts over the limit are cut, and the lost tokens are counted.
     """
 
     max_prompt_length: int
@@ -24,7 +24,12 @@ class StepMetrics:
     truncates: bool
 
     def describe(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
-        """Return rewards, advantages, lengths and counts of a batch. ``kl_coefficient``: of the KL in this step's reward."""
+        """Return metrics of rewards, advantages, lengths and counts.
+
+        Args:
+            batch: of the step.
+            kl_coefficient: of the KL in the reward of this step.
+        """
         assert batch.rows.old_log_probs is not None
         metrics = {BAD_LOG_PROBS: float((~batch.rows.old_log_probs.isfinite()).sum())}
         metrics |= self._rewards_and_lengths(batch)

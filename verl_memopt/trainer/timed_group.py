@@ -1,4 +1,4 @@
-"""The workers as the loop sees them: every call is a timed phase, and what it held in memory is kept."""
+"""The workers as the driver calls them: each call is a timed phase, and its memory is recorded."""
 
 from __future__ import annotations
 
@@ -14,16 +14,18 @@ from verl_memopt.workers.group import WorkerGroup
 class TimedGroup:
     """A worker group with a clock.
 
-    Args:
-        group: the workers.
-        clock: times each call as a phase.
-        in_process: the workers live in this process, so the driver's resident memory is already counted.
-
     Attributes:
         track: count live bytes on a CPU in the calls that follow.
     """
 
     def __init__(self, group: WorkerGroup, clock: PhaseClock, in_process: bool) -> None:
+        """Record the memory of the start.
+
+        Args:
+            group: the workers.
+            clock: times each call as a phase.
+            in_process: the worker runs in this process, so its figures include the driver's resident memory.
+        """
         self.group = group
         self.clock = clock
         self.in_process = in_process
@@ -33,29 +35,30 @@ class TimedGroup:
 
     @property
     def world_size(self) -> int:
+        """Number of workers."""
         return self.group.world_size
 
     def all(self, phase: str, method: str, *args: Any) -> list[Any]:
-        """Make the same call on each worker and return their answers in rank order."""
+        """Call a method on each worker with the same arguments, and return the results in rank order."""
         return self.each(phase, method, [args] * self.world_size)
 
     def each(self, phase: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Make a call on each worker with arguments of its own and return their answers in rank order."""
+        """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order."""
         with self.clock.phase(phase):
-            replies = self.group.each("call", [(phase, self.track, method, *own) for own in arguments])
+            replies = self.group.each("call", [(phase, self.track, method, *args) for args in arguments])
         driver = 0 if self.in_process else host_rss_bytes()
         self._memories.setdefault(phase, []).append(combine([reply.memory for reply in replies], driver))
         return [reply.value for reply in replies]
 
     def take_memories(self) -> list[PhaseMemory]:
-        """Return each phase's memory since the last take, over all its calls, in the order the phases began."""
+        """Return the memory of each phase since the last call of this method, in the order in which the phases began."""
         memories = [_over_calls(calls) for calls in self._memories.values()]
         self._memories = {}
         return memories
 
 
 def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
-    """Return a phase's figures over calls made one after another: peaks are the largest, what is live is the last call's."""
+    """Return the figures of a phase over its successive calls: the largest peaks, and the live bytes of the last call."""
     return replace(
         combine(calls),
         seconds=sum(call.seconds for call in calls),

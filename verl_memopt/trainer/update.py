@@ -1,9 +1,11 @@
-"""The update of a step: mini-batches cut for the ranks, the optimizer steps, and their metrics over all ranks."""
+"""The update of a step: mini-batches cut for the ranks, and the metrics of their optimizer steps over all ranks."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+
+from torch import Tensor
 
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Actor
@@ -11,46 +13,73 @@ from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.errors import TrainingError
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank
-from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update_guard import way_back
 from verl_memopt.workers.policy import PARTIAL, SAME_ON_ALL_RANKS, SKIPPED, MiniBatch
 
 
 @dataclass(frozen=True)
 class PolicyUpdate:
-    """Takes the optimizer steps of a training step.
+    """Plans the optimizer steps of a training step, and reads their results.
 
     Attributes:
-        workers: hold the policy.
+        world_size: ranks that share each mini-batch.
         actor: settings of the update.
         samples: responses to each prompt.
         budget: how a rank's share of a mini-batch is cut into micro-batches.
         balance: even out tokens over the ranks.
-        on_policy: the one optimizer step also gives the old log-probs.
-        store: checkpoints, which an error names as the way back.
+        store: checkpoints, one of which an error names as the way back.
     """
 
-    workers: TimedGroup
+    world_size: int
     actor: Actor
     samples: int
     budget: Budget
     balance: bool
-    on_policy: bool
     store: CheckpointStore
 
-    def run(self, batch: RolloutBatch, names: Sequence[str], step: int) -> dict[str, float]:
-        """Take the step's optimizer steps on all ranks and return the global metrics.
+    def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
+        """Return for each rank its shares of the mini-batches, in the order of the optimizer steps.
 
-        Strictly on-policy, ``batch`` gains its old log-probs. ``names``: of the rows, for errors.
+        Args:
+            batch: of the training step.
+            names: of the rows, for errors.
+            step: number of the training step; seeds the shuffle.
+        """
+        mini_batches = [self.mini_batches(batch, rows, names) for rows in self.mini_batch_rows(batch, step)]
+        return [list(shares) for shares in zip(*mini_batches, strict=True)]
+
+    def mini_batch_rows(self, batch: RolloutBatch, step: int) -> list[list[int]]:
+        """Return the rows of each mini-batch, over all passes over the batch."""
+        actor, rows = self.actor, []
+        for epoch in range(actor.ppo_epochs):
+            seed = actor.data_loader_seed * 1_000_003 + step * 1_009 + epoch if actor.shuffle else None
+            rows += mini_batch_rows(batch.num_rows // self.samples, self.samples, actor.ppo_mini_batch_size, seed)
+        return rows
+
+    def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
+        """Return each rank's rows of a mini-batch."""
+        return rows_per_rank(batch.row_tokens(self.budget.shared), rows, self.world_size, self.balance)
+
+    def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
+        """Return each rank's share of one mini-batch, which has these rows."""
+        tokens, sizes = batch.row_tokens(self.budget.shared), batch.responses.sizes()
+        counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
+        shares = self.shares(batch, rows)
+        bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)
+        return [MiniBatch(batch.select(share), cut, counts) for share, cut in zip(shares, bins, strict=True)]
+
+    def gather_log_probs(self, batch: RolloutBatch, per_rank: Sequence[Tensor], step: int) -> Tensor:
+        """Return the log-probs of the whole batch, fp32 [R], from those of each rank's share of the only mini-batch."""
+        (rows,) = self.mini_batch_rows(batch, step)
+        return scatter_tokens(list(zip(self.shares(batch, rows), per_rank, strict=True)), batch.responses.sizes())
+
+    def metrics(self, per_rank: Sequence[dict[str, float]], step: int) -> dict[str, float]:
+        """Return the metrics of the update over all ranks.
 
         Raises:
             TrainingError: a skipped update had already changed some weights.
         """
-        minis = self.mini_batch_rows(batch, step)
-        cut = [self.mini_batches(batch, rows, names) for rows in minis]
-        per_rank = [list(own) for own in zip(*cut, strict=True)]
-        answers = self._on_policy(batch, per_rank, minis[-1]) if self.on_policy else self._off_policy(per_rank)
-        metrics = global_metrics(answers)
+        metrics = global_metrics(per_rank)
         if metrics.pop(PARTIAL, 0.0):
             raise TrainingError(
                 f"actor_rollout_ref.actor.optim.in_backward=true: in step {step} a gradient was not finite after other "
@@ -61,40 +90,9 @@ class PolicyUpdate:
             metrics["actor/kl_coef"] = self.actor.kl_loss_coef
         return metrics
 
-    def mini_batch_rows(self, batch: RolloutBatch, step: int) -> list[list[int]]:
-        """Return the rows of each mini-batch, over all passes over the batch."""
-        actor, found = self.actor, []
-        for epoch in range(actor.ppo_epochs):
-            seed = actor.data_loader_seed * 1_000_003 + step * 1_009 + epoch if actor.shuffle else None
-            found += mini_batch_rows(batch.num_rows // self.samples, self.samples, actor.ppo_mini_batch_size, seed)
-        return found
 
-    def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
-        """Return each rank's rows of a mini-batch."""
-        return rows_per_rank(batch.row_tokens(self.budget.shared), rows, self.workers.world_size, self.balance)
-
-    def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
-        """Return each rank's share of one mini-batch."""
-        tokens, sizes = batch.row_tokens(self.budget.shared), batch.responses.sizes()
-        counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
-        shares = self.shares(batch, rows)
-        micro = cut_ranks([tokens.select(own) for own in shares], [[names[r] for r in own] for own in shares], self.budget)
-        return [MiniBatch(batch.select(own), bins, counts) for own, bins in zip(shares, micro, strict=True)]
-
-    def _off_policy(self, per_rank: Sequence[list[MiniBatch]]) -> list[dict[str, float]]:
-        return self.workers.each("update_actor", "update_actor", [(minis,) for minis in per_rank])
-
-    def _on_policy(self, batch: RolloutBatch, per_rank: Sequence[list[MiniBatch]], rows: Sequence[int]) -> list[dict[str, float]]:
-        """Take the one optimizer step, whose forward gives ``batch`` its old log-probs."""
-        answers = self.workers.each("update_actor", "update_on_policy", [tuple(minis) for minis in per_rank])
-        found = [(own, answer.log_probs) for own, answer in zip(self.shares(batch, rows), answers, strict=True)]
-        batch.old_log_probs = scatter_tokens(found, batch.responses.sizes())
-        return [answer.metrics for answer in answers]
-
-
-def global_metrics(answers: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics over all ranks: of most the sum of the ranks' shares, of some what every rank knows."""
-    assert len({answer[SKIPPED] for answer in answers}) == 1, [answer[SKIPPED] for answer in answers]
-    return {
-        name: answers[0][name] if name in SAME_ON_ALL_RANKS else sum(answer[name] for answer in answers) for name in answers[0]
-    }
+def global_metrics(per_rank: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the metrics over all ranks: the sum of the ranks' shares, and once what every rank knows."""
+    assert len({metrics[SKIPPED] for metrics in per_rank}) == 1, [metrics[SKIPPED] for metrics in per_rank]
+    first = per_rank[0]
+    return {name: first[name] if name in SAME_ON_ALL_RANKS else sum(metrics[name] for metrics in per_rank) for name in first}

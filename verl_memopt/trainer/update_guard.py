@@ -1,4 +1,4 @@
-"""Steps that applied no update: counted, over restarts too, and ended by name when there are too many in a row."""
+"""Counts steps that applied no update, over restarts too, and ends the run when there are too many in a row."""
 
 from __future__ import annotations
 
@@ -15,22 +15,23 @@ logger = logging.getLogger(__name__)
 KEY = "trainer.max_skipped_steps"
 LR = "actor_rollout_ref.actor.optim.lr"
 LARGE = 1e6
-"""Advantages beyond this make gradients overflow whatever the weights are."""
+"""Advantages above this make gradients overflow, whatever the weights are."""
 BAD_LOG_PROBS = "training/log_probs_not_finite"
-"""Metric: the policy's own log-probs, before the update, that are NaN or infinite."""
+"""Metric: how many of the policy's log-probs before the update are NaN or infinite."""
 
 
 class UpdateGuard:
-    """Judges the updates of each step, and tells the store which checkpoint they have proven.
-
-    Args:
-        max_skipped_steps: steps in a row without any update that end the run.
-        lr: learning rate, which the error says to lower.
-        store: checkpoints of the run.
-        updates_per_step: optimizer steps of one training step.
-    """
+    """Watches the updates of each step, and marks checkpoints whose weights have proven good."""
 
     def __init__(self, max_skipped_steps: int, lr: float, store: CheckpointStore, updates_per_step: int) -> None:
+        """Start to count.
+
+        Args:
+            max_skipped_steps: steps in a row without any update that end the run.
+            lr: learning rate, which the error says to lower.
+            store: checkpoints of the run.
+            updates_per_step: optimizer steps of one training step.
+        """
         self._max_skipped_steps = max_skipped_steps
         self._lr = lr
         self._store = store
@@ -39,10 +40,10 @@ class UpdateGuard:
         self._applied_step = 0
 
     def watch(self, step: int, metrics: Mapping[str, float], sound: bool) -> None:
-        """Look at a finished step.
+        """Judge a finished step.
 
-        Weights that gave a finite gradient other than 0 and a sound reward are good ones: the step began with those of the
-        checkpoint before it. A gradient of exactly 0 shows nothing.
+        Weights are good if they gave a finite gradient other than 0 and the reward has not collapsed. A step begins with the
+        weights of the checkpoint before it, so that checkpoint is then proven. A gradient of exactly 0 proves nothing.
 
         Args:
             step: number of the step.
@@ -50,7 +51,7 @@ class UpdateGuard:
             sound: the reward has not collapsed.
 
         Raises:
-            TrainingError: ``trainer.max_skipped_steps`` steps in a row were without any update.
+            TrainingError: ``trainer.max_skipped_steps`` steps in a row applied no update.
         """
         skipped, norm = int(metrics[SKIPPED]), metrics["actor/grad_norm"]
         if skipped:
@@ -65,15 +66,17 @@ class UpdateGuard:
             return
         self._skipped_in_a_row += 1
         if self._skipped_in_a_row >= self._max_skipped_steps:
-            raise TrainingError(self._told(step, norm, metrics))
+            raise TrainingError(self._message(step, norm, metrics))
 
     def state_dict(self) -> dict[str, Any]:
+        """Return what a checkpoint stores."""
         return {"skipped_in_a_row": self._skipped_in_a_row, "applied_step": self._applied_step}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the counts of a checkpoint."""
         self._skipped_in_a_row, self._applied_step = state["skipped_in_a_row"], state["applied_step"]
 
-    def _told(self, step: int, norm: float, metrics: Mapping[str, float]) -> str:
+    def _message(self, step: int, norm: float, metrics: Mapping[str, float]) -> str:
         first = step - self._skipped_in_a_row + 1
         steps = f"step {step}" if first == step else f"steps {first} to {step}"
         weights = f"the update of step {self._applied_step}" if self._applied_step else "the model that the run began with"
@@ -83,20 +86,21 @@ class UpdateGuard:
         )
 
     def _cause(self, metrics: Mapping[str, float]) -> str:
+        """Return why the gradients are probably not finite."""
         low, high = (metrics.get(f"critic/advantages/{name}", 0.0) for name in ("min", "max"))
         if metrics.get(BAD_LOG_PROBS):
-            found = "They give log-probs that are not finite"
+            symptom = "They give log-probs that are not finite"
         elif max(abs(low), abs(high)) > LARGE:
             return f"The advantages reach from {low:.4g} to {high:.4g}: look at the rewards first."
         else:
-            found = "Their log-probs are finite, but their gradients overflow"
+            symptom = "Their log-probs are finite, but their gradients overflow"
         if self._applied_step:
-            return f"{found}: that update has damaged them."
-        return f"{found}: check actor_rollout_ref.model.path and actor_rollout_ref.actor.fsdp_config.dtype."
+            return f"{symptom}: that update has damaged them."
+        return f"{symptom}: check actor_rollout_ref.model.path and actor_rollout_ref.actor.fsdp_config.dtype."
 
 
 def way_back(lr: float, store: CheckpointStore) -> str:
-    """Say how to go on after an update that has damaged the weights: from which checkpoint, with which settings."""
+    """Return how to continue after an update that damaged the weights: from which checkpoint and with which settings."""
     lower = f"{LR}=<less than {lr:g}>"
     proven = store.proven()
     if proven is None:

@@ -1,4 +1,4 @@
-"""Validation: every held-out prompt answered and scored, under sampling settings of its own."""
+"""Validation: answers every held-out prompt and scores the answers, with its own sampling settings."""
 
 from __future__ import annotations
 
@@ -17,7 +17,13 @@ from verl_memopt.trainer.generation import Answers, Generator
 
 @dataclass(frozen=True)
 class Validation:
-    """What a validation found: metrics under verl's names, the mean score, and every answer with its score."""
+    """The result of a validation.
+
+    Attributes:
+        metrics: under verl's names.
+        score: mean over all answers.
+        answers: with their rewards, call by call.
+    """
 
     metrics: dict[str, float]
     score: float
@@ -30,8 +36,8 @@ class Validator:
 
     Attributes:
         rows: the validation set.
-        batch_size: prompts a call; None for all at once.
-        expansion: how a prompt's samples get their ids.
+        batch_size: prompts of one call; None for all at once.
+        expansion: ``algorithm.expansion``: prompts are repeated as text or as tokens.
         encoder: of the prompts.
         generator: answers them.
         rewards: scores the answers.
