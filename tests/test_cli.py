@@ -177,7 +177,7 @@ def test_toy_makes_model_and_data_and_leaves_them_when_asked_again(toy, capsys):
 def test_toy_does_not_replace_what_is_no_toy_task(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("years of work")
     assert main(["toy", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"DataError: {tmp_path}: it exists and is no toy task")
+    assert capsys.readouterr().err.startswith(f"DataError: {tmp_path}: it exists and is not a toy task")
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 
