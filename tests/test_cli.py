@@ -151,7 +151,7 @@ def no_files(folder):
     ("damage", "said"),
     [
         (shutil.rmtree, "no such run folder"),
-        (no_files, "holds neither metrics.jsonl nor memory_timeline.csv"),
+        (no_files, "contains neither metrics.jsonl nor memory_timeline.csv"),
         (torn_row, "metrics.jsonl:2: not JSON"),
         (torn_summary, "summary.json: not JSON"),
     ],

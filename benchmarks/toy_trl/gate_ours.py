@@ -51,7 +51,7 @@ def find(policy: Policy, batch: Batch, case: str, micro_batches: int, folder: Pa
     """Writes loss, gradient and log-probs of a case."""
     policy.optimizer.zero_grad()
     whole, cuts = to_batch(batch), [list(rows) for rows in slices(micro_batches)]
-    scores = policy.score(whole, cuts, WORK.temperature, with_entropy=False).log_probs
+    scores = policy.compute_log_probs(whole, cuts, WORK.temperature, with_entropy=False).log_probs
     lengths = whole.responses.lengths
     shifts = torch.tensor([batch.shift(row, case) for row in range(WORK.rows)]) / lengths
     whole.old_log_probs = scores + shifts.repeat_interleave(lengths)

@@ -113,9 +113,9 @@ def test_loss_and_gradients_are_as_near_to_fp32_on_a_cpu_as_those_of_whole_logit
 @pytest.mark.parametrize("dtype", ["fp32", "bfloat16"])
 def test_log_probs_of_a_gpu_are_those_of_a_cpu(device, one_rank, folder, dtype):
     whole = batch()
-    scores = policy_on(device, folder, one_rank, dtype).score(whole, [range(8), range(8, 16)], 0.9, True)
+    scores = policy_on(device, folder, one_rank, dtype).compute_log_probs(whole, [range(8), range(8, 16)], 0.9, True)
     with machine.on_cpu() as mesh:
-        expected = policy_on(torch.device("cpu"), folder, mesh).score(whole, [range(8), range(8, 16)], 0.9, True)
+        expected = policy_on(torch.device("cpu"), folder, mesh).compute_log_probs(whole, [range(8), range(8, 16)], 0.9, True)
     assert scores.log_probs.device.type == "cpu"
     bound = {"fp32": 2e-5, "bfloat16": 2e-2}[dtype]
     assert (scores.log_probs - expected.log_probs).abs().max() <= bound

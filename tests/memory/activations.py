@@ -97,7 +97,7 @@ def three_steps(policy, mini):
     """Gives the log-probs before, the metrics and the gradients of each of three steps, and the weights after them."""
     found = []
     for _ in range(3):
-        log_probs = policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs
+        log_probs = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
         policy.accumulate(micros(mini), mini.counts, 0.9)
         gradients = [whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
         policy.optimizer.zero_grad()

@@ -51,7 +51,7 @@ def three_steps(policy, mini, around=None):
     found = []
     for _ in range(3):
         with around("old_log_prob") if around else contextless():
-            log_probs = policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs
+            log_probs = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
         with around("update_actor") if around else contextless():
             metrics = policy.update([mini], 0.9)
         found.append((log_probs, metrics))

@@ -27,7 +27,7 @@ BATCH, PARTS = grouped(40, [9, 5, 1, 12, 3, 7]), [[0, 1], [2, 3], [4, 5]]
 def results(policy, batch, parts, carries):
     """Gives log-probs, entropies and every whole gradient, of parts that carry the prompt or compute it again."""
     policy.model.carries, policy.shared = carries, True
-    scores = policy.score(batch, parts, 0.9, True)
+    scores = policy.compute_log_probs(batch, parts, 0.9, True)
     metrics = policy.accumulate(micro_batches_of(batch, parts, True, carries), counts_of(batch), 0.9)
     found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
     policy.optimizer.zero_grad()

@@ -109,7 +109,7 @@ def test_a_shard_at_rest_costs_the_device_nothing_and_the_host_its_bytes(untied_
 
 def test_a_state_dict_taken_earlier_keeps_no_device_byte_and_is_valid_again_afterwards(untied_folder, one_rank):
     policy = policy_of(untied_folder, one_rank)
-    policy.score(share().batch, share().micro_batches, 0.9, False)
+    policy.compute_log_probs(share().batch, share().micro_batches, 0.9, False)
     with ByteTracker() as tracker:
         tracker.mark("params", policy.model.parameters())
         taken = policy.model.state_dict()

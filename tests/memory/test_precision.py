@@ -25,7 +25,7 @@ def wide(tmp_path_factory):
 def outcome(folder, mesh, fsdp=None, rank=0, world_size=1):
     """Gives log-probs and all gradients as one vector."""
     policy, mini = policy_of(folder, mesh, fsdp, world_size), share(rank, world_size, WHOLE)
-    log_probs = policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs
+    log_probs = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
     policy.accumulate(micro_batches(mini), mini.counts, 0.9)
     parameters = list(policy.model.parameters())
     gradient = torch.cat([whole_of(p.grad).flatten().float() for p in parameters])
@@ -72,7 +72,7 @@ def score_peak(folder, fsdp):
             tracker.mark("params", policy.model.parameters())
             for name in ("first", "second"):
                 tracker.enter(name)
-                policy.score(mini.batch, mini.micro_batches, 0.9, False)
+                policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
             return tracker.peaks[DEVICE].bytes
 
 

@@ -36,7 +36,7 @@ RAGGED = grouped(20, [5, 1, 9, 0, 3], groups=2)
 def gradients(policy, batch, shared):
     """Gives the log-probs of a batch in one pack, and every whole gradient."""
     rows = list(range(batch.num_rows))
-    scores = policy.score(batch, [rows], 0.9, True)
+    scores = policy.compute_log_probs(batch, [rows], 0.9, True)
     policy.accumulate([micro_batch(batch, rows, shared)], counts_of(batch), 0.9)
     found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
     policy.optimizer.zero_grad()

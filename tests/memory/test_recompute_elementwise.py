@@ -68,7 +68,7 @@ def test_the_gradients_of_two_ranks_differ_by_rounding_only(untied_folder):
 def test_every_known_model_gives_what_its_own_forward_gives(tmp_path, one_rank, model_type):
     folder, mini = make_tiny_model(tmp_path / model_type, TinyShape(model_type=model_type), seed=3), act.mini_batch(response=12)
     policies = [act.build(folder, one_rank, **own) for own in (OFF, ON)]
-    scores = [policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in policies]
+    scores = [policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in policies]
     assert act.largest_difference([scores[1]], [scores[0]]) <= BOUND
     assert act.largest_difference(*(act.first_gradients(policy, mini) for policy in policies)) <= BOUND
     assert class_name(policies[1].model.blocks()[0]) in KNOWN

@@ -109,7 +109,7 @@ def test_a_pass_without_backward_leaves_nothing_gathered(wide, choice):
         policy, mini = policy_of(wide, mesh, {"reshard_after_forward": choice}, 4), share()
         with ByteTracker() as tracker, fsdp_kinds():
             tracker.mark("params", policy.model.parameters())
-            policy.score(mini.batch, mini.micro_batches, 0.9, False)
+            policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
             assert tracker.kinds(DEVICE).get("gathered parameters", 0) <= HIDDEN * FP32
             assert tracker.kinds(DEVICE)["params"] == FP32 * N // 4
 

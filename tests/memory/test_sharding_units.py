@@ -24,7 +24,7 @@ def score_peak(folder, own_units, world_size):
             tracker.mark("params", policy.model.parameters())
             for name in ("first", "second"):
                 tracker.enter(name)
-                policy.score(mini.batch, mini.micro_batches, 0.9, False)
+                policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False)
             return tracker.peaks[DEVICE].bytes
 
 

@@ -115,7 +115,7 @@ def test_the_gradients_of_two_ranks_differ_by_rounding_only(untied_folder):
 def test_every_known_model_is_tiled(tmp_path, one_rank, model_type):
     folder, mini = make_tiny_model(tmp_path / model_type, TinyShape(model_type=model_type), seed=3), act.mini_batch(response=12)
     whole, tiled = act.build(folder, one_rank), act.build(folder, one_rank, recompute=True, **TILED)
-    scores = [policy.score(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in (whole, tiled)]
+    scores = [policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs for policy in (whole, tiled)]
     assert relative(scores[1], scores[0]) <= BOUND
     norms = [policy.update([mini], 0.9)["actor/grad_norm"] for policy in (whole, tiled)]
     assert norms[1] == pytest.approx(norms[0], rel=BOUND)

@@ -160,7 +160,7 @@ def test_after_an_incomplete_load_nothing_is_generated_until_a_whole_one(engine:
         engine.load_weights(iter(part.items()))
     with pytest.raises(RolloutError, match="weights are incomplete"):
         engine.generate(prompts(1), [0], sampling())
-    with pytest.raises(RolloutError, match="ghost is no weight"):
+    with pytest.raises(RolloutError, match="ghost is not a weight"):
         engine.load_weights(iter([*whole.items(), ("ghost", torch.ones(1))]))
     engine.load_weights(iter(whole.items()))
     engine.generate(prompts(1), [0], sampling())

@@ -37,7 +37,7 @@ def test_unknown_repeated_and_misshapen_weights_are_named(tied_folder: Path) -> 
     expected = expected_of(tied_folder)
     norm = ("model.norm.weight", torch.ones(64))
     for bad, message in [
-        ([("model.nrm.weight", torch.ones(64))], r"model\.nrm\.weight is no weight"),
+        ([("model.nrm.weight", torch.ones(64))], r"model\.nrm\.weight is not a weight"),
         ([norm, norm], r"model\.norm\.weight was sent twice"),
         ([("model.norm.weight", torch.ones(32))], r"model\.norm\.weight has shape \(32,\).*expects \(64,\)"),
     ]:

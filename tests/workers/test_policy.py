@@ -177,7 +177,7 @@ def test_loss_and_gradients_equal_those_of_whole_logits(untied_folder, one_rank)
 def test_an_on_policy_batch_needs_no_old_log_probs(tiny_folder, one_rank):
     whole = batch()
     policy = policy_for(tiny_folder, one_rank, 1, actor=dataclasses.replace(ACTOR, use_kl_loss=False))
-    whole.old_log_probs = policy.score(whole, [range(whole.num_rows)], 0.9, False).log_probs
+    whole.old_log_probs = policy.compute_log_probs(whole, [range(whole.num_rows)], 0.9, False).log_probs
     with_old = accumulated(policy, shares(whole, 1, WHOLE)[0])
     gradients = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters()]
     policy.optimizer.zero_grad()
@@ -191,7 +191,9 @@ def test_an_on_policy_batch_needs_no_old_log_probs(tiny_folder, one_rank):
 def test_a_step_without_old_log_probs_gives_those_it_found_and_the_metrics_of_a_step_with_them(tiny_folder, one_rank):
     actor = dataclasses.replace(ACTOR, use_kl_loss=False)
     whole = batch()
-    whole.old_log_probs = policy_for(tiny_folder, one_rank, 1, actor=actor).score(whole, [range(16)], 0.9, False).log_probs
+    whole.old_log_probs = (
+        policy_for(tiny_folder, one_rank, 1, actor=actor).compute_log_probs(whole, [range(16)], 0.9, False).log_probs
+    )
     with_old = policy_for(tiny_folder, one_rank, 1, actor=actor).update([shares(whole, 1, SMALL)[0]], 0.9)
     expected, whole.old_log_probs = whole.old_log_probs, None
     found = policy_for(tiny_folder, one_rank, 1, actor=actor).update_on_policy(shares(whole, 1, SMALL)[0], 0.9)
