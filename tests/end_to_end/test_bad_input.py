@@ -70,7 +70,7 @@ def test_more_gpus_than_there_are_are_refused(refused):
 
 def test_more_workers_than_the_ray_cluster_holds_are_refused_with_both_numbers(refused):
     message = refused("ray_kwargs.ray_init.num_cpus=1", "trainer.n_gpus_per_node=2", leaves=["config.yaml"])
-    assert "trainer.n_gpus_per_node=2 asks for 2 CPU on each node, and the cluster's nodes have: 1 CPU" in message
+    assert "trainer.n_gpus_per_node=2 needs 2 CPU on each node, but the cluster's nodes have: 1 CPU" in message
     assert "raise ray_kwargs.ray_init.num_cpus" in message
 
 

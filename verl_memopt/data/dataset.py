@@ -161,10 +161,10 @@ class PromptDataset:
             raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
         logger.info("%s: dropped %d of %d prompts over data.max_prompt_length=%d tokens", self._split, len(too_long),
                     len(rows), data.max_prompt_length)  # fmt: skip
-        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
-        if not kept:
+        rows_within_limit = [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
+        if not rows_within_limit:
             raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
-        return kept
+        return rows_within_limit
 
 
 def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> PromptDataset:

@@ -130,9 +130,9 @@ def _stack_bars(axes: Axes, phases: Mapping[str, Mapping[str, Any]], divisor: fl
         widths = [phase["kinds"].get(kind, 0) / divisor for phase in phases.values()]
         axes.barh(range(len(phases)), widths, left=left, height=0.62, color=palette[kind], label=kind)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    rest = [phase["peak_allocated_bytes"] / divisor - start for phase, start in zip(phases.values(), left, strict=True)]
-    if max(rest) > 1e-9:
-        axes.barh(range(len(phases)), rest, left=left, height=0.62, color="#4c78a8" if not order else "#b8bec6",
+    unlabelled = [phase["peak_allocated_bytes"] / divisor - start for phase, start in zip(phases.values(), left, strict=True)]
+    if max(unlabelled) > 1e-9:
+        axes.barh(range(len(phases)), unlabelled, left=left, height=0.62, color="#4c78a8" if not order else "#b8bec6",
                   label="live tensors" if not order else "kind unknown")  # fmt: skip
 
 

@@ -45,8 +45,8 @@ def _check_signature(function: RewardFunction, path: str, name: str, reward_kwar
     try:
         signature.bind(**dict.fromkeys(ARGUMENTS), **reward_kwargs)
     except TypeError as problem:
-        wanted = f"{name}({', '.join([*ARGUMENTS[:3], 'extra_info=None', *(f'{key}=None' for key in reward_kwargs)])})"
+        expected = f"{name}({', '.join([*ARGUMENTS[:3], 'extra_info=None', *(f'{key}=None' for key in reward_kwargs)])})"
         raise RewardError(
             f"custom_reward_function.name={name}: {path} defines {name}{signature}, which does not accept the arguments of a "
-            f"reward function ({problem}). Define {wanted}."
+            f"reward function ({problem}). Define {expected}."
         ) from problem

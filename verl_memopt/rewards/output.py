@@ -36,9 +36,9 @@ class OutputLog:
             os.write(2, f"{self.path}: the output of a reward function cannot be written ({error.strerror}).\n".encode())
 
     def _drop_older_half(self) -> None:
-        kept = _end_of(self.path, LOG_BYTES // 2)
+        newer_half = _end_of(self.path, LOG_BYTES // 2)
         aside = self.path.with_name(f".{self.path.name}.partial")
-        aside.write_bytes(kept.partition(b"\n")[2] or kept)
+        aside.write_bytes(newer_half.partition(b"\n")[2] or newer_half)
         aside.replace(self.path)
 
 

@@ -168,7 +168,7 @@ class _Round:
             limit = f"custom_reward_function.timeout_seconds={self._custom.timeout_seconds:g}"
             self._replace(process, f"took longer than {limit}{process.last_output()}")
 
-    def _replace(self, process: RewardProcess, what: str) -> None:
+    def _replace(self, process: RewardProcess, failure: str) -> None:
         """Fail the row that the process was scoring, and queue the rest of its chunk again, first in line.
 
         If a process died between rows, something else ended it, and no row fails. If that happens again, the next row fails.
@@ -178,7 +178,7 @@ class _Round:
         self._start_again(process)
         missing = [index for index in range(first, end) if index not in self._results]
         if at in missing or missing[0] in self._retried:
-            self._record(at if at in missing else missing[0], 0.0, {}, what)
+            self._record(at if at in missing else missing[0], 0.0, {}, failure)
         self._retried.add(missing[0])
         self._waiting.extendleft((index, index + 1) for index in reversed(missing) if index not in self._results)
 

@@ -105,16 +105,16 @@ def read_score(value: Any) -> tuple[float, dict[str, Any]]:
     return _finite(value["score"], "returned the score"), extra
 
 
-def _finite(value: Any, what: str) -> float:
+def _finite(value: Any, phrase: str) -> float:
     number = _unwrapped(value)
     if not isinstance(number, numbers.Real):
-        raise RewardError(f"{what} {value!r:.200} of type {type(value).__name__}, not a number")
+        raise RewardError(f"{phrase} {value!r:.200} of type {type(value).__name__}, not a number")
     score = float(number)
     if not math.isfinite(score):
-        raise RewardError(f"{what} {score}, not a finite number")
+        raise RewardError(f"{phrase} {score}, not a finite number")
     if abs(score) > LARGEST_SCORE:
         raise RewardError(
-            f"{what} {score:g}, which is beyond {LARGEST_SCORE:g}: training could not compute finite numbers from it"
+            f"{phrase} {score:g}, which is beyond {LARGEST_SCORE:g}: training could not compute finite numbers from it"
         )
     return score
 

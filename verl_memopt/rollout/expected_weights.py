@@ -42,8 +42,8 @@ class ExpectedWeights:
             yield part
         missing = [name for name, rows in seen.items() if sum(stop - start for start, stop in rows) < num_rows(self.shapes[name])]
         if missing:
-            few = ", ".join(missing[:5])
-            raise RolloutError(f"weight sync: {len(missing)} weights are missing: {few}. Send every parameter of the model.")
+            examples = ", ".join(missing[:5])
+            raise RolloutError(f"weight sync: {len(missing)} weights are missing: {examples}. Send every parameter of the model.")
 
     def _check(self, part: WeightSlice, seen: dict[str, list[tuple[int, int]]]) -> None:
         name = part.name

@@ -99,8 +99,8 @@ class HfEngine:
             return
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(self._bytes[id(parameter)])
-        for parameter, kept in zip(self._model.parameters(), self._kept, strict=self._keeps_weights):
-            parameter.copy_(kept)
+        for parameter, host_copy in zip(self._model.parameters(), self._kept, strict=self._keeps_weights):
+            parameter.copy_(host_copy)
         self._kept = []
 
     def _on_host(self) -> list[torch.Tensor]:

@@ -2,7 +2,7 @@
 
 The loader runs once on tensors without memory. It narrows them to the part of this rank and copies that into fused and padded
 parameters. Each copy is recorded and not made. From then on any range of rows can be copied to its place: no whole tensor is
-needed, whatever is fused or split over tensor-parallel ranks.
+needed, even if tensors are fused, or split over tensor-parallel ranks.
 """
 
 from __future__ import annotations

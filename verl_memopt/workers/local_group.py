@@ -46,8 +46,8 @@ class LocalGroup:
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Call the worker with the only tuple of ``arguments``."""
-        (own,) = arguments
-        return self.all(method, *own)
+        (only_arguments,) = arguments
+        return self.all(method, *only_arguments)
 
     def shutdown(self) -> None:
         """Close the worker, if it has a ``close``, and drop it."""

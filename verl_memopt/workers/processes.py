@@ -78,7 +78,7 @@ def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
 def _parent(pid: int) -> int | None:
     """Return the id of the parent, or None if the process is gone or a zombie."""
     try:
-        # The name in parentheses may hold spaces and parentheses of its own.
+        # The name in parentheses may itself contain spaces and parentheses.
         state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
     except (OSError, ValueError):
         return None

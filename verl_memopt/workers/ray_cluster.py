@@ -353,9 +353,9 @@ def _check_possible(request: Request) -> None:
         if all(node.get(name, 0) >= request.devices_per_node * each for name, each in request.bundle.items())
     ]
     if len(large_enough) < request.nnodes:
-        have = "; ".join(_resources(node) for node in nodes)
+        available = "; ".join(_resources(node) for node in nodes)
         raise ConfigError(
-            f"{request}, but the cluster's nodes have: {have}. Lower trainer.n_gpus_per_node or trainer.nnodes, "
+            f"{request}, but the cluster's nodes have: {available}. Lower trainer.n_gpus_per_node or trainer.nnodes, "
             "raise ray_kwargs.ray_init.num_cpus if CPUs are short, or join a larger cluster with ray_kwargs.ray_init.address."
         )
 

@@ -247,7 +247,7 @@ class RayGroup:
             UserError: As in :meth:`all`.
         """
         calls = zip(self._members, arguments, strict=True)
-        return self._gather([member.call.remote(method, tuple(own), {}) for member, own in calls])
+        return self._gather([member.call.remote(method, tuple(member_arguments), {}) for member, member_arguments in calls])
 
     def write_timeline(self, path: str) -> None:
         """Write Ray's record of its tasks as a Chrome trace.
@@ -328,11 +328,11 @@ class RayGroup:
             return WorkerError(f"{where} died: {_reason(str(failures[rank]))} {DEATH_HINT} {self._connection.logs()}.")
         return WorkerError(f"{where} raised an error. Its traceback:\n{_plain(str(failures[rank]))}")
 
-    def _lost(self, what: str) -> WorkerError:
+    def _lost(self, reason: str) -> WorkerError:
         """Drop the members, which end with the connection, and return the error to raise."""
         self._members = []
         return WorkerError(
-            f"{what}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
+            f"{reason}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
             f"See Ray's logs in {self._connection.logs()}."
         )
 

@@ -274,8 +274,8 @@ class Worker:
         if settings.actor.fsdp_config.param_offload:
             self.policy_home = ParamHome(POLICY, self.policy.model.parameters(), self.device)
             # With LoRA the reference is the policy without its adapters.
-            also = (REFERENCE,) if settings.model.lora_rank > 0 else ()
-            self.residency.add(self.policy_home, also)
+            other_roles = (REFERENCE,) if settings.model.lora_rank > 0 else ()
+            self.residency.add(self.policy_home, other_roles)
             self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = self._build_reference(Path(self.plan.reference_folder))
@@ -309,8 +309,8 @@ class Worker:
         self._check_packing(policy, actor.fsdp_config, self.plan.folder)
         offload = None
         if model.enable_activation_offload:
-            least, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
-            offload = ActivationOffload(policy, self.device, least, in_flight)
+            min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
+            offload = ActivationOffload(policy, self.device, min_bytes, in_flight)
         return Policy(policy, actor, self.plan.optimizer_steps, self.place.world_size, self.device, offload)
 
     def _build_reference(self, folder: Path) -> PolicyModel:
