@@ -168,7 +168,7 @@ def no_files(folder):
     ("damage", "said"),
     [
         (shutil.rmtree, "no such run folder"),
-        (no_files, "holds neither metrics.jsonl nor memory_timeline.csv"),
+        (no_files, "contains neither metrics.jsonl nor memory_timeline.csv"),
         (torn_row, "metrics.jsonl:2: not JSON"),
         (torn_summary, "summary.json: not JSON"),
     ],
@@ -194,7 +194,7 @@ def test_toy_makes_model_and_data_and_leaves_them_when_asked_again(toy, capsys):
 def test_toy_does_not_replace_what_is_no_toy_task(tmp_path, capsys):
     (tmp_path / "thesis.txt").write_text("years of work")
     assert main(["toy", str(tmp_path)]) == 2
-    assert capsys.readouterr().err.startswith(f"DataError: {tmp_path}: it exists and is no toy task")
+    assert capsys.readouterr().err.startswith(f"DataError: {tmp_path}: it exists and is not a toy task")
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 
 

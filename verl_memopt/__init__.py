@@ -1,3 +1,3 @@
-"""Reinforcement-learning post-training of language models when device memory is what there is too little of."""
+"""Reinforcement-learning post-training of language models when device memory is the bottleneck."""
 
 __version__ = "0.1.0"

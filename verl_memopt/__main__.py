@@ -1,4 +1,4 @@
-"""``python -m verl_memopt``: the command line."""
+"""Entry point of ``python -m verl_memopt``."""
 
 import sys
 

@@ -174,9 +174,12 @@ COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run a command and return its exit code; a user's error is its message on standard error, without a traceback.
+    """Run a command and return its exit code.
 
-    Without ``argv`` the process is this command's own, and its signals are watched from here to its end.
+    A :class:`UserError` is printed as its message on standard error, without a traceback.
+
+    Args:
+        argv: The command line without the program's name. None = that of this process, whose signals are then watched to its end.
     """
     watch = SignalWatch() if argv is None else None
     arguments = list(sys.argv[1:] if argv is None else argv)

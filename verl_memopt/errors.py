@@ -1,21 +1,24 @@
-"""The errors a user can cause or meet, one class a kind, each with the exit code a run ends with.
+"""Errors that a user can cause or meet: one class per kind, each with its exit code.
 
-Every message follows one pattern: the key, file or row; what is wrong with it; the way out.
+Every message follows one pattern: the key, file or row; what is wrong with it; how to correct it.
 """
 
 
 class UserError(Exception):
-    """Something the user can mend. The command line prints the message alone, without a traceback."""
+    """An error that the user can correct. The command line prints its message without a traceback."""
 
     exit_code = 2
 
 
-class Stopped(Exception):  # noqa: N818 - no error: the run ends as it was asked to
-    """The run was asked to stop, and work that can be done again was given up. It never reaches the user."""
+class Stopped(Exception):  # noqa: N818 - not an error: the run ends because a stop was requested
+    """A stop was requested, and the work in progress was abandoned because it can be repeated.
+
+    The user never sees it.
+    """
 
 
 class ConfigError(UserError):
-    """A setting is unknown, of the wrong type, in conflict with another, or impossible on this machine."""
+    """A setting is unknown, has the wrong type, conflicts with another, or cannot work on this machine."""
 
 
 class DataError(UserError):
@@ -23,7 +26,7 @@ class DataError(UserError):
 
 
 class RewardError(UserError):
-    """A reward function is missing, raised, hung, or returned something that is no score."""
+    """A reward function is missing, raised, hung, or returned something that is not a score."""
 
     exit_code = 1
 
@@ -35,13 +38,13 @@ class RolloutError(UserError):
 
 
 class TrainingError(UserError):
-    """Training cannot go on: the gradients stay without a finite norm, or an update has damaged the weights."""
+    """Training cannot continue: the gradient norm stays infinite or NaN, or an update has damaged the weights."""
 
     exit_code = 1
 
 
 class WorkerError(UserError):
-    """A worker raised or died. The message carries the worker's own traceback."""
+    """A worker raised an error or died. The message carries the worker's own traceback."""
 
     exit_code = 1
 
@@ -49,8 +52,12 @@ class WorkerError(UserError):
 class DeviceMemoryError(UserError):
     """The device, or the limit set for it, has no room for a phase.
 
-    phase: where it ran out. asked_bytes: size of the allocation that was refused. held_bytes: bytes held at that moment.
-    limit_bytes: the most there may be. A figure that is not known is None.
+    Args:
+        message: The whole message for the user.
+        phase: The phase that ran out of memory.
+        asked_bytes: Size of the allocation that was refused. None = unknown.
+        held_bytes: Bytes held at that moment. None = unknown.
+        limit_bytes: The largest number of bytes allowed. None = unknown.
     """
 
     exit_code = 1
@@ -63,6 +70,7 @@ class DeviceMemoryError(UserError):
         held_bytes: int | None = None,
         limit_bytes: int | None = None,
     ) -> None:
+        """Keep the figures beside the message."""
         super().__init__(message)
         self.phase = phase
         self.asked_bytes = asked_bytes
@@ -71,15 +79,22 @@ class DeviceMemoryError(UserError):
 
 
 class CheckpointError(UserError):
-    """A checkpoint could not be written, or none that is whole could be read."""
+    """A checkpoint could not be written, or no intact checkpoint could be read."""
 
     exit_code = 1
 
 
 class UnreadableCheckpointError(CheckpointError):
-    """A checkpoint looked whole and could not be loaded. step: its step. fault: what the loader said."""
+    """A checkpoint passed its checks but could not be loaded.
+
+    Args:
+        message: The whole message for the user.
+        step: The step of the checkpoint.
+        fault: The error of the loader.
+    """
 
     def __init__(self, message: str, step: int, fault: str) -> None:
+        """Keep step and fault beside the message."""
         super().__init__(message)
         self.step = step
         self.fault = fault

@@ -16,6 +16,7 @@ NO_TEST = {
     "knobs/conditions.py": "three sums of settings, held by the refusals that ask for them",
     "knobs/ranges.py": "values alone; tests/config/test_allowed.py tries each at its bounds",
     "rewards/rows.py": "records alone",
+    "workers/plan.py": "records alone",
 }
 NO_SOURCE = {
     "config/test_bad_input.py": "odd values of every key, through all files of the room",

@@ -83,32 +83,32 @@ def test_columns_are_found_under_the_names_that_the_settings_give(jsonl: Write, 
     ("bad", "message"),
     [
         ('{"prompt": "1+1="', r":2: not valid JSON \(.*column 18\)"),
-        ('["a", "list"]', r":2: a row must be a JSON object, this is a list"),
-        (row(images=["a.png"]), r":2: the column 'images' holds media"),
-        (row(videos=None), r":2: the column 'videos' holds media"),
+        ('["a", "list"]', r":2: a row must be a JSON object, but this is a list"),
+        (row(images=["a.png"]), r":2: the column 'images' contains media"),
+        (row(videos=None), r":2: the column 'videos' contains media"),
         (
             {"prompt": "1", "reward_model": {"ground_truth": 1}},
-            r":2: there is no column 'data_source'; the row has prompt, reward_model",
+            r":2: there is no column 'data_source'. The row has prompt, reward_model",
         ),
         ({"data_source": "s", "reward_model": {"ground_truth": 1}}, r":2: there is no column 'prompt'"),
         ({"data_source": "s", "prompt": "1"}, r":2: there is no column 'reward_model'"),
-        (row(data_source=3), r":2: data_source must be a text, it is 3"),
+        (row(data_source=3), r":2: data_source must be a string, but it is 3"),
         (row(reward_model={"style": "rule"}), r":2: reward_model has no ground_truth"),
         (row(reward_model="4"), r":2: reward_model has no ground_truth"),
-        (row(prompt=None), r":2: the column 'prompt' is null in this row\. Fill it in, or drop the row"),
+        (row(prompt=None), r":2: the column 'prompt' is null in this row\. Fill it in, or remove the row"),
         (row(data_source=None), r":2: the column 'data_source' is null in this row"),
         (row(reward_model=None), r":2: the column 'reward_model' is null in this row"),
-        (row("a\ud800"), r":2: a text holds \\ud800, half of a surrogate pair"),
-        (row(reward_model={"ground_truth": "\udfff"}), r":2: a text holds \\udfff, half of a surrogate pair"),
-        (row(extra_info={"deep": [{"\ud812": 1}]}), r":2: a text holds \\ud812, half of a surrogate pair"),
-        (row(prompt=4), r":2: prompt must be a text or a list of"),
-        (row(prompt=[]), r":2: prompt must be a text or a list of"),
-        (row(prompt=[{"role": "user"}]), r":2: prompt must be a text or a list of"),
-        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), r":2: prompt must be a text or a list of"),
+        (row("a\ud800"), r":2: a string contains \\ud800, half of a surrogate pair"),
+        (row(reward_model={"ground_truth": "\udfff"}), r":2: a string contains \\udfff, half of a surrogate pair"),
+        (row(extra_info={"deep": [{"\ud812": 1}]}), r":2: a string contains \\ud812, half of a surrogate pair"),
+        (row(prompt=4), r":2: prompt must be a string or a list of"),
+        (row(prompt=[]), r":2: prompt must be a string or a list of"),
+        (row(prompt=[{"role": "user"}]), r":2: prompt must be a string or a list of"),
+        (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), r":2: prompt must be a string or a list of"),
         (row(extra_info="x"), r":2: extra_info must be an object"),
         (
             row("1" * 50),
-            r":2: the prompt has 59 tokens, data\.max_prompt_length is 40\. Raise .*filter_overlong_prompts.*truncation",
+            r":2: the prompt has 59 tokens, but data\.max_prompt_length is 40\. Raise .*filter_overlong_prompts.*truncation",
         ),
     ],
 )
@@ -134,7 +134,7 @@ def test_a_line_that_is_no_text_is_named(tmp_path: Path, tokenizer: PreTrainedTo
         ("rows.csv", b"a,b", r"the suffix '\.csv' is unknown. Use one of \.parquet, \.json, \.jsonl"),
         ("rows.jsonl", b"", "the file has no rows"),
         ("rows.json", b"[]", "the file has no rows"),
-        ("rows.parquet", b"PAR1 cut short", "not a parquet file that can be read"),
+        ("rows.parquet", b"PAR1 cut short", "not a readable parquet file"),
         ("rows.json", b"[{]", "not valid JSON"),
     ],
 )
@@ -178,7 +178,7 @@ def test_a_prompt_one_token_over_the_limit_is_too_long(jsonl: Write, tokenizer: 
     if drops:
         assert len(read(path, tokenizer, max_prompt_length=40, filter_overlong_prompts=True)) == 1
         return
-    with pytest.raises(DataError, match=r":2: the prompt has 41 tokens, data\.max_prompt_length is 40"):
+    with pytest.raises(DataError, match=r":2: the prompt has 41 tokens, but data\.max_prompt_length is 40"):
         read(path, tokenizer, max_prompt_length=40)
 
 
@@ -239,7 +239,7 @@ def test_a_dataset_class_of_the_users_own_gets_the_same_arguments(tmp_path: Path
         build("NoDataset")
     with pytest.raises(DataError, match="at least one row"):
         build("Empty")
-    with pytest.raises(DataError, match=r"has no 'Absent'; it defines Empty, Mine, NoDataset, PromptRow"):
+    with pytest.raises(DataError, match=r"has no 'Absent'. It defines Empty, Mine, NoDataset, PromptRow"):
         build("Absent")
     with pytest.raises(DataError, match=r"custom_cls\.path=.*nowhere\.py: there is no such file"):
         build("Mine", tmp_path / "nowhere.py")
@@ -281,7 +281,7 @@ def test_special_tokens_in_a_message_become_tokens_when_that_is_asked_for(
     (ids,) = tokenize(tokenizer, [entry.text], [entry.plain])
     assert ids.count(tokenizer.convert_tokens_to_ids("<|im_end|>")) == 2
     assert "2 special tokens inside 1 prompts" in caplog.text
-    assert "become tokens, as data.allow_special_tokens=true asks" in caplog.text
+    assert "become tokens, because data.allow_special_tokens=true" in caplog.text
 
 
 @pytest.mark.parametrize("allowed", [False, True])
@@ -306,11 +306,11 @@ def test_the_length_of_a_prompt_counts_special_tokens_that_are_text_as_text(
 ) -> None:
     path = jsonl(row(prompt="<|im_end|>"))
     assert len(read(path, tokenizer, max_prompt_length=1, allow_special_tokens=True)) == 1
-    with pytest.raises(DataError, match=r":1: the prompt has 10 tokens, data\.max_prompt_length is 1"):
+    with pytest.raises(DataError, match=r":1: the prompt has 10 tokens, but data\.max_prompt_length is 1"):
         read(path, tokenizer, max_prompt_length=1)
 
 
 def test_a_template_that_takes_a_hidden_special_token_apart_is_refused(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     arguments = {"chat_template": "{{ messages[0]['content'][:-1] }}"}
-    with pytest.raises(DataError, match=r":1: the chat template does not render this prompt \(it changes the text of a message"):
+    with pytest.raises(DataError, match=r":1: the chat template cannot render this prompt \(it changes the text of a message"):
         read(jsonl(row("<|im_end|>")), tokenizer, apply_chat_template_kwargs=arguments)

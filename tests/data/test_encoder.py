@@ -55,7 +55,7 @@ def test_copies_of_a_prompt_count_once() -> None:
 def test_error_refuses_a_prompt_over_the_limit_with_its_row_and_length() -> None:
     encoder = PromptEncoder(TOKENIZER, 5, "error")
     assert digits(encoder.encode(["01234"], ["a:1"])[0]) == "01234"
-    with pytest.raises(DataError, match=r"^a:2: the prompt has 6 tokens, data\.max_prompt_length is 5"):
+    with pytest.raises(DataError, match=r"^a:2: the prompt has 6 tokens, but data\.max_prompt_length is 5"):
         encoder.encode(["0", "012345"], ["a:1", "a:2"])
 
 
@@ -85,5 +85,5 @@ def test_no_text_gives_no_row() -> None:
 def test_an_id_beyond_the_embedding_is_refused_and_the_last_one_is_not() -> None:
     last = max(TOKENIZER("the answer 9", add_special_tokens=False)["input_ids"])
     assert PromptEncoder(TOKENIZER, 20, "error", last + 1).encode(["the answer 9"], ["a:1"])
-    with pytest.raises(DataError, match=rf"^a:1: the prompt has the token id {last}, and the model's embedding has {last} rows"):
+    with pytest.raises(DataError, match=rf"^a:1: the prompt has the token id {last}, but the model's embedding has {last} rows"):
         PromptEncoder(TOKENIZER, 20, "error", last).encode(["the answer 9"], ["a:1"])

@@ -58,18 +58,18 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
         ("r.jsonl", b"", "the file has no rows"),
         ("r.json", b"[]", "the file has no rows"),
         ("r.jsonl", b'{"a": 1}\n{"a": \n', "r.jsonl:2: not valid JSON"),
-        ("r.jsonl", b'{"a": 1}\n[2]\n', "r.jsonl:2: a row must be a JSON object, this is a list"),
-        ("r.json", b'[{"a": 1}, 2]', "r.json:2: a row must be a JSON object, this is a int"),
+        ("r.jsonl", b'{"a": 1}\n[2]\n', "r.jsonl:2: a row must be a JSON object, but this is a list"),
+        ("r.json", b'[{"a": 1}, 2]', "r.json:2: a row must be a JSON object, but this is a int"),
         ("r.json", b'[{"a": 1},\n {"a": }]', "r.json: not valid JSON"),
         ("r.jsonl", b'{"a": "\xff"}\n', "r.jsonl:1: not valid UTF-8"),
         ("r.jsonl", b'{"a": "\xed\xa0\x80"}\n', "r.jsonl:1: not valid UTF-8"),
-        ("r.jsonl", b'{"a": 1}\n{"a": "x\\ud800y"}\n', "r.jsonl:2: a text holds \\ud800, half of a surrogate pair"),
-        ("r.json", b'[{"a": 1}, {"b": [{"\\udc00": 1}]}]', "r.json:2: a text holds \\udc00, half of a surrogate pair"),
-        ("r.jsonl", b'{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n', "r.jsonl:2: the JSON cannot be taken ('c' is given twice"),
-        ("r.jsonl", b"[" * 100_000 + b"\n", "r.jsonl:1: the JSON cannot be taken"),
-        ("r.jsonl", b'{"a": ' + b"9" * 5000 + b"}\n", "r.jsonl:1: the JSON cannot be taken"),
+        ("r.jsonl", b'{"a": 1}\n{"a": "x\\ud800y"}\n', "r.jsonl:2: a string contains \\ud800, half of a surrogate pair"),
+        ("r.json", b'[{"a": 1}, {"b": [{"\\udc00": 1}]}]', "r.json:2: a string contains \\udc00, half of a surrogate pair"),
+        ("r.jsonl", b'{"a": 1}\n{"a": 1, "b": {"c": 1, "c": 2}}\n', "r.jsonl:2: the JSON cannot be read ('c' appears twice"),
+        ("r.jsonl", b"[" * 100_000 + b"\n", "r.jsonl:1: the JSON cannot be read"),
+        ("r.jsonl", b'{"a": ' + b"9" * 5000 + b"}\n", "r.jsonl:1: the JSON cannot be read"),
         ("r.jsonl", "{}".encode("utf-16"), "r.jsonl:1: not valid UTF-8"),
-        ("r.parquet", b"PAR1", "not a parquet file that can be read"),
+        ("r.parquet", b"PAR1", "not a readable parquet file"),
     ],
 )
 def test_a_bad_file_is_named_with_what_is_wrong(tmp_path, name, content, said):
@@ -106,12 +106,12 @@ def test_a_folder_given_as_a_file_is_called_a_folder(tmp_path):
 def test_a_column_that_is_there_twice_is_named(tmp_path):
     table = pyarrow.table([["x"], ["y"]], names=["prompt", "prompt"])
     parquet.write_table(table, tmp_path / "r.parquet")
-    with pytest.raises(DataError, match=r"r\.parquet: there are several columns 'prompt'"):
+    with pytest.raises(DataError, match=r"r\.parquet: the column 'prompt' appears several times"):
         read_rows(tmp_path / "r.parquet", KEY)
 
 
 def test_a_parquet_text_that_is_no_utf8_is_told(tmp_path):
     broken = pyarrow.array([b"\xff"], type=pyarrow.binary()).view(pyarrow.string())
     parquet.write_table(pyarrow.table([broken], names=["prompt"]), tmp_path / "r.parquet")
-    with pytest.raises(DataError, match=r"r\.parquet: not a parquet file that can be read"):
+    with pytest.raises(DataError, match=r"r\.parquet: this is not a readable parquet file"):
         read_rows(tmp_path / "r.parquet", KEY)

@@ -52,8 +52,8 @@ def test_the_truth_is_the_number_after_the_last_mark(answer: str, number: str) -
     [
         ({"question": "q", "answer": "it is 5"}, "^a:1: the answer does not end in '#### number'"),
         ({"question": "q", "answer": "####"}, "^a:1: the answer does not end in"),
-        ({"question": "q"}, "^a:1: there is no text 'answer'; the row has question"),
-        ({"question": 3, "answer": "#### 5"}, "^a:1: there is no text 'question'"),
+        ({"question": "q"}, "^a:1: there is no string 'answer'. The row has question"),
+        ({"question": 3, "answer": "#### 5"}, "^a:1: there is no string 'question'"),
     ],
 )
 def test_a_record_without_question_or_number_is_named(record: dict[str, Any], message: str) -> None:
@@ -77,7 +77,7 @@ def test_a_folder_without_files_of_a_split_is_refused(tmp_path: Path) -> None:
 def test_a_hub_that_cannot_be_reached_is_told_with_the_way_out(tmp_path, monkeypatch):
     monkeypatch.setenv("HF_HUB_OFFLINE", "1")
     monkeypatch.setenv("HF_HOME", str(tmp_path))
-    with pytest.raises(DataError, match=r"nobody/nothing: the hub could not give it.*give their folder"):
+    with pytest.raises(DataError, match=r"nobody/nothing: the hub could not deliver it.*pass their folder"):
         prepare_gsm8k(tmp_path / "out", hub_id="nobody/nothing")
 
 

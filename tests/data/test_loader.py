@@ -67,7 +67,7 @@ def test_a_batch_larger_than_the_dataset_is_refused_with_both_numbers() -> None:
 
 def test_a_state_of_another_dataset_is_refused_with_both_numbers() -> None:
     state = StepLoader(rows(8), 2, True, 0).state_dict()
-    with pytest.raises(DataError, match="made with 8 rows, now there are 9"):
+    with pytest.raises(DataError, match="written with 8 rows, but there are 9 now"):
         StepLoader(rows(9), 2, True, 0).load_state_dict(state)
 
 
@@ -95,5 +95,5 @@ def test_a_sampler_that_gives_what_is_no_row_is_refused(indices: list[Any]) -> N
     def sampler(num_rows: int, seed: int, epoch: int) -> Iterable[int]:
         return indices
 
-    with pytest.raises(DataError, match=r"data\.sampler: epoch 0 has an index that is no row of 0\.\.7"):
+    with pytest.raises(DataError, match=r"data\.sampler: epoch 0 has an index outside of 0\.\.7"):
         StepLoader(rows(8), 2, True, 0, sampler)

@@ -89,7 +89,7 @@ def test_a_whole_folder_of_the_same_recipe_is_left_and_of_another_is_made_anew(
 
 def test_a_folder_that_holds_something_else_is_not_replaced(tmp_path: Path) -> None:
     (tmp_path / "thesis.txt").write_text("years of work")
-    with pytest.raises(DataError, match="it exists and is no toy task"):
+    with pytest.raises(DataError, match="it exists and is not a toy task"):
         make_toy(tmp_path, 0, SHORT)
     assert (tmp_path / "thesis.txt").read_text() == "years of work"
 

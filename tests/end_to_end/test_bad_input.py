@@ -70,7 +70,7 @@ def test_more_gpus_than_there_are_are_refused(refused):
 
 def test_more_workers_than_the_ray_cluster_holds_are_refused_with_both_numbers(refused):
     message = refused("ray_kwargs.ray_init.num_cpus=1", "trainer.n_gpus_per_node=2", leaves=["config.yaml"])
-    assert "trainer.n_gpus_per_node=2 asks for 2 CPU on each node, and the cluster's nodes have: 1 CPU" in message
+    assert "trainer.n_gpus_per_node=2 needs 2 CPU on each node, but the cluster's nodes have: 1 CPU" in message
     assert "raise ray_kwargs.ray_init.num_cpus" in message
 
 
@@ -204,7 +204,7 @@ def as_lines(rows):
         ("rows.jsonl", None, "there is no such file"),
         ("rows.jsonl", "", "the file has no rows"),
         ("rows.csv", "a,b\n", "the suffix '.csv' is unknown"),
-        ("rows.parquet", "PAR1", "not a parquet file that can be read"),
+        ("rows.parquet", "PAR1", "not a readable parquet file"),
     ],
 )
 def test_a_dataset_that_is_missing_empty_or_of_another_kind_is_named(refused, tmp_path, key, name, content, said):
@@ -245,12 +245,12 @@ def test_a_malformed_line_is_named_by_file_and_line(refused, rows, tmp_path):
         ({"prompt": None}, "the column 'prompt' is null in this row"),
         ({"reward_model": None}, "the column 'reward_model' is null in this row"),
         ({"data_source": None}, "the column 'data_source' is null in this row"),
-        ({"prompt": [{"role": "user", "content": "1\ud800"}]}, "a text holds \\ud800, half of a surrogate pair"),
-        ({"extra_info": {"note": "\udfff"}}, "a text holds \\udfff, half of a surrogate pair"),
+        ({"prompt": [{"role": "user", "content": "1\ud800"}]}, "a string contains \\ud800, half of a surrogate pair"),
+        ({"extra_info": {"note": "\udfff"}}, "a string contains \\udfff, half of a surrogate pair"),
         ({"reward_model": {"style": "rule"}}, "reward_model has no ground_truth"),
         ({"prompt": ""}, "the prompt is empty"),
-        ({"prompt": [{"role": "user"}]}, "prompt must be a text or a list of {role, content}"),
-        ({"prompt": "1+" * 30}, "the prompt has 60 tokens, data.max_prompt_length is 16"),
+        ({"prompt": [{"role": "user"}]}, "prompt must be a string or a list of {role, content}"),
+        ({"prompt": "1+" * 30}, "the prompt has 60 tokens, but data.max_prompt_length is 16"),
     ],
 )
 def test_a_row_that_cannot_be_used_is_named_by_file_and_row(refused, rows, tmp_path, change, said):
@@ -266,14 +266,14 @@ def test_a_source_without_a_rule_is_named_with_the_rules_there_are(refused, rows
     path = tmp_path / "rows.jsonl"
     path.write_text(as_lines(rows))
     message = refused(f"data.train_files={path}", kind="DataError")
-    assert message.startswith(f"{path}:5: data_source 'mine' has no rule; there are rules for toy/arithmetic")
+    assert message.startswith(f"{path}:5: data_source 'mine' has no rule. There are rules for toy/arithmetic")
     assert "custom_reward_function.path" in message
 
 
 @pytest.mark.parametrize("template", ["{{ messages[", '{{ raise_exception("no turns here") }}'])
 def test_a_chat_template_that_does_not_render_is_named(refused, template):
     message = refused(f"{AR}.model.custom_chat_template='{template}'", kind="DataError")
-    assert "train.parquet:1: the chat template does not render this prompt" in message
+    assert "train.parquet:1: the chat template cannot render this prompt" in message
     assert f"{AR}.model.custom_chat_template" in message
 
 

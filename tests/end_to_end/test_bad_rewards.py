@@ -31,15 +31,15 @@ def test_a_file_that_is_not_there_is_named(refused):
 @pytest.mark.parametrize(
     ("text", "said"),
     [
-        ("def score(): pass\n", "the file has no 'compute_score'; it defines score"),
-        ("compute_score = 1.0\n", "it is no function"),
+        ("def score(): pass\n", "the file has no 'compute_score'. It defines score"),
+        ("compute_score = 1.0\n", "is not a function"),
         ("def compute_score(:\n", "SyntaxError: invalid syntax"),
         ("import nowhere_to_be_found\n", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
         ("raise SystemExit(3)\n", "SystemExit: 3"),
         ("import os; os._exit(3)\n", "the process that imports the file exited with code 3"),
         (
             "def compute_score(prompt, completion): return 1.0\n",
-            "defines compute_score(prompt, completion), which cannot be called as it will be "
+            "defines compute_score(prompt, completion), which does not accept the arguments of a reward function "
             "(missing a required argument: 'prompt'). "
             "Define compute_score(data_source, solution_str, ground_truth, extra_info=None).",
         ),
@@ -58,7 +58,7 @@ def test_a_file_without_a_function_that_can_be_called_is_refused_before_a_worker
         ("import time; time.sleep(1000)", "took longer than custom_reward_function.timeout_seconds=0.5"),
         ("return float('nan')", "returned nan, not a finite number"),
         ("return 'good'", "returned 'good' of type str, not a number"),
-        ("return 3e38", "returned 3e+38, which is beyond 1e+12: training would compute no finite number from it"),
+        ("return 3e38", "returned 3e+38, which is beyond 1e+12: training could not compute finite numbers from it"),
         ("return None", "returned None of type NoneType, not a number"),
         ("return {'accuracy': 1.0}", "returned a dict without 'score': it has accuracy"),
         ("import os; os._exit(3)", "ended its process, which exited with code 3"),
@@ -96,5 +96,5 @@ def test_with_on_error_score_failed_rows_take_the_fallback_and_are_counted_and_t
     assert 0 < failed < 256
     assert row["critic/score/mean"] == pytest.approx((3 * (256 - failed) - failed) / 256, rel=1e-6)
     shown = capsys.readouterr().err
-    assert f"the reward function failed on {failed:.0f} of 256 rows, which take the fallback score -1.0; the first is" in shown
+    assert f"the reward function failed on {failed:.0f} of 256 rows, which get the fallback score -1.0; the first is" in shown
     assert "ValueError: odd" in shown

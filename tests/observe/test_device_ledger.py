@@ -219,7 +219,7 @@ def test_the_driver_and_the_ledger_may_part_by_the_tolerance_and_no_byte_more(
     ledger.check("gen")
     ledger.check("update_actor")
     (told,) = warnings(caplog)
-    assert told.startswith(f"gen: {4 + sign:.2f} GiB of the device are in use outside this process's allocator; at the start")
+    assert told.startswith(f"gen: {4 + sign:.2f} GiB of the device are in use outside this process's allocator. At the start")
 
 
 def test_memory_that_sleeps_unseen_is_told(

@@ -31,9 +31,14 @@ def test_the_function_is_called_with_its_fixed_arguments(tmp_path: Path) -> None
 @pytest.mark.parametrize(
     ("text", "name", "kwargs", "message"),
     [
-        ("def other(): pass", "compute_score", {}, "has no 'compute_score'; it defines other"),
-        ("compute_score = 3", "compute_score", {}, "it is no function"),
-        ("def compute_score(solution): return 0", "compute_score", {}, r"compute_score\(solution\), which cannot be called"),
+        ("def other(): pass", "compute_score", {}, "has no 'compute_score'. It defines other"),
+        ("compute_score = 3", "compute_score", {}, "is not a function"),
+        (
+            "def compute_score(solution): return 0",
+            "compute_score",
+            {},
+            r"compute_score\(solution\), which does not accept the arguments",
+        ),
         (
             "def compute_score(data_source, solution_str, ground_truth, extra_info=None): return 0",
             "compute_score",
@@ -46,7 +51,12 @@ def test_the_function_is_called_with_its_fixed_arguments(tmp_path: Path) -> None
             {},
             "missing a required argument: 'needed'",
         ),
-        ("def compute_score(**kwargs): return 0", "compute_score", {"extra_info": 1}, "extra_info is given for each row"),
+        (
+            "def compute_score(**kwargs): return 0",
+            "compute_score",
+            {"extra_info": 1},
+            "extra_info is passed for each row already",
+        ),
         ("import nowhere_to_be_found", "compute_score", {}, "does not run.*ModuleNotFoundError"),
         ("raise SystemExit(3)", "compute_score", {}, "does not run.*SystemExit"),
     ],

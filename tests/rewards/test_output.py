@@ -34,7 +34,7 @@ def test_a_disk_that_refuses_loses_the_output_and_says_so_once(tmp_path: Path, c
     log.write(b"lost\n")
     log.write(b"lost\n")
     said = capfd.readouterr().err
-    assert said == f"{log.path}: the output of a reward function cannot be kept (File exists).\n"
+    assert said == f"{log.path}: the output of a reward function cannot be written (File exists).\n"
 
 
 def test_the_last_lines_are_quoted_under_the_name_of_the_log(tmp_path: Path) -> None:

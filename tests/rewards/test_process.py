@@ -87,7 +87,7 @@ def test_the_parent_sees_at_which_row_a_process_is_and_for_how_long(process):
     ("text", "said"),
     [
         ("def compute_score(:", "the file does not run"),
-        ("def other(): pass", "the file has no 'compute_score'; it defines other"),
+        ("def other(): pass", "the file has no 'compute_score'. It defines other"),
         ("import os\nos._exit(3)", "the process that imports the file exited with code 3"),
     ],
 )

@@ -281,7 +281,7 @@ def test_a_row_that_ends_its_process_or_hangs_quotes_what_was_printed_last(
         runner.check()
         with pytest.raises(RewardError) as error:
             runner.score(rows("a"))
-    assert f"\n  its last output ({tmp_path / 'process_0.log'}):\n  so far\nMend it" in str(error.value)
+    assert f"\n  its last output ({tmp_path / 'process_0.log'}):\n  so far\nCorrect it" in str(error.value)
 
 
 def test_a_function_that_prints_nothing_leaves_no_log(custom: Callable[..., CustomReward], tmp_path: Path) -> None:

@@ -83,7 +83,7 @@ def test_a_row_that_finds_no_memory_is_told_the_limit_it_may_have_met(problem: E
     failure = score_row(greedy, LIMITS, "source", "the response", "truth", {})[2]
     assert failure is not None
     assert failure.endswith(
-        "\ncustom_reward_function.memory_gb=3 is the most a reward process may hold; raise it if the function needs more."
+        "\ncustom_reward_function.memory_gb=3 limits the memory of a reward process. Raise it if the function needs more."
     )
 
 

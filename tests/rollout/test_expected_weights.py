@@ -29,7 +29,7 @@ def test_a_tied_head_may_come_or_stay_away_but_an_untied_one_must_come(tied_fold
     assert names == list(tied)
     untied = dict(weights_of(model_of(untied_folder)))
     del untied["lm_head.weight"]
-    with pytest.raises(RolloutError, match=r"1 weights never came: lm_head\.weight"):
+    with pytest.raises(RolloutError, match=r"1 weights are missing: lm_head\.weight"):
         list(expected_of(untied_folder).checked(iter(untied.items())))
 
 
@@ -37,8 +37,8 @@ def test_unknown_repeated_and_misshapen_weights_are_named(tied_folder: Path) -> 
     expected = expected_of(tied_folder)
     norm = ("model.norm.weight", torch.ones(64))
     for bad, message in [
-        ([("model.nrm.weight", torch.ones(64))], r"model\.nrm\.weight is no weight"),
-        ([norm, norm], r"model\.norm\.weight came twice"),
+        ([("model.nrm.weight", torch.ones(64))], r"model\.nrm\.weight is not a weight"),
+        ([norm, norm], r"model\.norm\.weight was sent twice"),
         ([("model.norm.weight", torch.ones(32))], r"model\.norm\.weight has shape \(32,\).*expects \(64,\)"),
     ]:
         with pytest.raises(RolloutError, match=message):
@@ -67,8 +67,8 @@ def test_rows_may_come_in_any_order_but_each_once_and_all_of_them() -> None:
     expected = ExpectedWeights({"model.norm.weight": torch.Size([64])}, frozenset())
     assert len(list(expected.checked(iter([rows(40, 64), rows(0, 40)])))) == 2
     for bad, message in [
-        ([rows(0, 40), rows(39, 64)], "came twice"),
-        ([rows(0, 40), rows(41, 64)], "1 weights never came"),
+        ([rows(0, 40), rows(39, 64)], "was sent twice"),
+        ([rows(0, 40), rows(41, 64)], "1 weights are missing"),
         ([rows(0, 40, of=65)], r"has shape \(65,\), the engine expects \(64,\)"),
     ]:
         with pytest.raises(RolloutError, match=message):

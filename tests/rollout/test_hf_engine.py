@@ -53,7 +53,7 @@ def test_an_engine_that_keeps_its_weights_needs_no_load_and_holds_them_on_the_ho
 
 
 def test_settings_meant_for_another_engine_are_refused(tied_folder: Path) -> None:
-    with pytest.raises(ConfigError, match=r"logprobs_mode=raw_logits.*processed_logprobs or raw_logprobs"):
+    with pytest.raises(ConfigError, match=r"logprobs_mode=raw_logits.*processed_logprobs and raw_logprobs"):
         engine_at("hf", tied_folder, logprobs_mode="raw_logits")
     with pytest.raises(ConfigError, match=r"engine_kwargs\.vllm.*rollout\.name=hf"):
         engine_at("hf", tied_folder, engine_kwargs=schema.EngineKwargs(vllm={"block_size": 16}))

@@ -13,7 +13,7 @@ def load(state: EngineState) -> None:
 
 def test_a_new_engine_without_weights_refuses_to_generate_until_a_load() -> None:
     state = EngineState(whole=False)
-    with pytest.raises(RolloutError, match="no whole weights"):
+    with pytest.raises(RolloutError, match="weights are incomplete"):
         state.check_ready()
     load(state)
     state.check_ready()
@@ -28,7 +28,7 @@ def test_a_load_that_fails_leaves_an_engine_that_refuses_to_generate() -> None:
 
     with pytest.raises(ValueError, match="torn"):
         torn_load()
-    with pytest.raises(RolloutError, match="no whole weights"):
+    with pytest.raises(RolloutError, match="weights are incomplete"):
         state.check_ready()
 
 
@@ -45,7 +45,7 @@ def test_after_sleep_weights_must_wake_then_be_loaded_and_the_cache_must_wake() 
     with pytest.raises(RolloutError, match="kv_cache asleep"):
         state.check_ready()
     assert state.waking("kv_cache")
-    with pytest.raises(RolloutError, match="no whole weights"):
+    with pytest.raises(RolloutError, match="weights are incomplete"):
         state.check_ready()
     load(state)
     state.check_ready()
@@ -64,7 +64,7 @@ def test_weights_that_were_not_whole_are_not_whole_for_being_kept() -> None:
     state.slept(keeps_weights=True)
     state.waking("weights")
     state.waking("kv_cache")
-    with pytest.raises(RolloutError, match="no whole weights"):
+    with pytest.raises(RolloutError, match="weights are incomplete"):
         state.check_ready()
 
 

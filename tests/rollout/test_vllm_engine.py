@@ -11,7 +11,6 @@ import threading
 import weakref
 from dataclasses import dataclass
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -30,7 +29,7 @@ from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine
 from verl_memopt.rollout.engine import RolloutEngine
-from verl_memopt.rollout.vllm_engine import _check_no_other_sleeper, asleep_in_vllm
+from verl_memopt.rollout.vllm_memory import check_no_other_sleeper
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -273,7 +272,7 @@ def test_an_engine_that_is_shut_down_asleep_leaves_room_for_a_second_one(sleepin
         engine.sleep()
         assert (ledger_of(GPU).reserved(), sleeping.device.held) == (0, 0)
         with pytest.raises(RolloutError, match=r"another engine of this process holds .* GiB"):
-            _check_no_other_sleeper()
+            check_no_other_sleeper()
         engine.wake_up("weights")
         sleeping.check_answers(engine)
         assert ledger_of(GPU).reserved() == sleeping.device.held == held
@@ -302,16 +301,6 @@ def test_a_cache_that_cannot_wake_is_out_of_memory_and_stays_asleep(sleeping: Sl
     finally:
         engine.shutdown()
     sleeping.check_nothing_is_left()
-
-
-def test_books_of_another_shape_are_not_guessed_at(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The driver's free memory is used then."""
-    device = SimulatedDevice(total=4 * GIB)
-    device.installed(monkeypatch)
-    allocator, _ = sleeping_allocator(device, monkeypatch)
-    assert asleep_in_vllm() == Asleep()
-    allocator.pointer_to_data[0] = SimpleNamespace(handle=(0, GIB, 0, 0), tag="kv_cache")
-    assert asleep_in_vllm() is None
 
 
 def test_an_engine_without_room_to_wake_is_shut_down_with_a_warning(sleeping: Sleeping, caplog: pytest.LogCaptureFixture) -> None:
@@ -346,20 +335,6 @@ def test_an_engine_whose_settings_did_not_arrive_is_shut_down(sleeping: Sleeping
     # The error that is still held keeps the frame of the start, and with it the engine.
     sleeping.check_nothing_is_left()
     assert caught.value is not None
-
-
-@pytest.mark.parametrize("free", [8 * 2**30, 8 * 2**30 - 1])
-def test_a_device_with_just_the_engines_share_free_is_enough_and_one_byte_less_is_refused(
-    monkeypatch: pytest.MonkeyPatch, free: int
-) -> None:
-    monkeypatch.setattr(vllm_engine, "memory_info", lambda device: (free, 32 * 2**30))
-    monkeypatch.setattr(vllm_engine, "empty_cache", lambda device: None)
-    rollout, device = schema.Rollout(name="vllm", gpu_memory_utilization=0.25), torch.device("cuda")
-    if free == 8 * 2**30:
-        vllm_engine._check_free_memory(0.25, rollout, device)
-        return
-    with pytest.raises(ConfigError, match=r"gpu_memory_utilization=0\.25: that is 8\.0 GiB of the device's 32\.0"):
-        vllm_engine._check_free_memory(0.25, rollout, device)
 
 
 @pytest.mark.parametrize("name", ["vllm_engine", "hf_engine"])

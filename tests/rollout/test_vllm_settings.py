@@ -2,16 +2,23 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 import torch
 
-from tests.rollout.tools import place_at, rollout_settings
+from tests.rollout.tools import place_at, rollout_settings, sampling
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError
 from verl_memopt.rollout.vllm_engine import VllmEngine
-from verl_memopt.rollout.vllm_settings import check_arrived, engine_arguments
+from verl_memopt.rollout.vllm_settings import (
+    cache_advice,
+    check_arrived,
+    copies_in_place,
+    engine_arguments,
+    sampling_arguments,
+)
 
 CHANGED: dict[str, tuple[Any, str, Any]] = {
     "dtype": ("bfloat16", "dtype", "bfloat16"),
@@ -66,6 +73,31 @@ def test_one_process_needs_no_launcher_and_several_use_the_callers(tmp_path: Pat
 def test_further_arguments_come_last(tmp_path: Path) -> None:
     settings = rollout_settings("vllm", engine_kwargs=schema.EngineKwargs(vllm={"block_size": 64}))
     assert list(engine_arguments(settings, place_at(tmp_path)).items())[-1] == ("block_size", 64)
+
+
+def test_a_greedy_row_has_neither_filters_nor_a_seed() -> None:
+    settings = sampling(do_sample=False, temperature=0.7, top_k=5, top_p=0.5, max_tokens=9, ignore_eos=False)
+    arguments = sampling_arguments(settings, 3, (1, 2))
+    assert (arguments["temperature"], arguments["top_k"], arguments["top_p"], arguments["seed"]) == (0.0, -1, 1.0, None)
+    assert (arguments["max_tokens"], arguments["stop_token_ids"]) == (9, [1, 2])
+
+
+def test_a_sampled_row_has_its_own_seed_and_stops_at_no_token_where_the_end_is_ignored() -> None:
+    settings = sampling(do_sample=True, temperature=0.7, top_k=5, top_p=0.5, ignore_eos=True, log_probs=False)
+    arguments = sampling_arguments(settings, 3, (1, 2))
+    assert (arguments["temperature"], arguments["top_k"], arguments["top_p"], arguments["seed"]) == (0.7, 5, 0.5, 3)
+    assert (arguments["ignore_eos"], arguments["stop_token_ids"], arguments["logprobs"]) == (True, [], None)
+
+
+@pytest.mark.parametrize("changed", [{"quantization": "fp8"}, {"is_moe": True}, {"use_mla": True}, {}])
+def test_only_a_plain_dense_model_takes_its_weights_in_place(changed: dict[str, Any]) -> None:
+    config = SimpleNamespace(**({"quantization": None, "is_moe": False, "use_mla": False} | changed))
+    assert copies_in_place(config) == (not changed)
+
+
+def test_advice_follows_an_error_about_the_cache_alone() -> None:
+    assert "raise actor_rollout_ref.rollout.gpu_memory_utilization" in cache_advice(ValueError("No available KV cache memory"))
+    assert cache_advice(ValueError("the dtype is unknown")) == ""
 
 
 @pytest.mark.parametrize("key", CHANGED)

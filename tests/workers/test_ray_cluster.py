@@ -25,7 +25,7 @@ from verl_memopt.workers.ray_cluster import (
 def test_a_request_asks_for_a_cpu_and_where_it_is_one_a_gpu_per_device():
     assert Request(1, 2, gpu=False).bundle == {"CPU": 1.0}
     assert Request(1, 2, gpu=True).bundle == {"CPU": 1.0, "GPU": 1.0}
-    assert str(Request(2, 4, gpu=True)) == "trainer.nnodes=2, trainer.n_gpus_per_node=4 asks for 4 CPU and 4 GPU on each node"
+    assert str(Request(2, 4, gpu=True)) == "trainer.nnodes=2, trainer.n_gpus_per_node=4 needs 4 CPU and 4 GPU on each node"
 
 
 def test_several_nodes_without_an_address_are_refused_before_anything_starts(monkeypatch):
@@ -102,7 +102,7 @@ def test_a_long_folder_for_temporary_files_is_avoided(tmp_path, monkeypatch):
 
 def test_a_folder_that_cannot_be_made_or_is_a_link_is_refused_by_name(short_folder, monkeypatch):
     monkeypatch.setenv("RAY_TMPDIR", "/proc")
-    with pytest.raises(ConfigError, match=r"RAY_TMPDIR=/proc: .* cannot be made"):
+    with pytest.raises(ConfigError, match=r"RAY_TMPDIR=/proc: .* cannot be created"):
         own_folder()
     monkeypatch.setenv("RAY_TMPDIR", str(short_folder))
     (short_folder / f"verl_memopt_{os.getuid()}").symlink_to("/tmp")

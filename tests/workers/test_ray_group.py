@@ -188,7 +188,7 @@ def test_a_request_the_cluster_can_never_hold_fails_at_once_with_both_sides_and_
     with pytest.raises(ConfigError) as error:
         start(devices=64, timeout_seconds=10_000)
     message = str(error.value)
-    assert "trainer.n_gpus_per_node=64 asks for 64 CPU on each node" in message
+    assert "trainer.n_gpus_per_node=64 needs 64 CPU on each node" in message
     assert "5 CPU and 0 GPU" in message
     assert "ray_kwargs.ray_init.num_cpus" in message
     with pytest.raises(ConfigError, match="2 CPU and 2 GPU"):

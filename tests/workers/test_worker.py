@@ -125,7 +125,7 @@ def test_a_worker_joins_a_group_of_its_own_and_leaves_it_when_closed(made):
 
 def test_an_engine_without_weights_refuses_to_answer_until_the_first_sync(made):
     worker = made()
-    with pytest.raises(RolloutError, match="no whole weights"):
+    with pytest.raises(RolloutError, match="weights are incomplete"):
         generated(worker)
     call(worker, "update_weights")
     assert [len(row) for row in generated(worker).response_ids]

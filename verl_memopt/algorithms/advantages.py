@@ -1,7 +1,7 @@
 """Advantages of sampled responses relative to the other samples of the same prompt.
 
-``rewards [B]`` fp32, ``group [B]`` int64 (equal for the samples of one prompt, any values in any order) and ``valid [B]``
-bool. A row that is not valid gets advantage 0 and counts in no sum. Arithmetic is fp64, results are fp32.
+``rewards [B]`` is fp32. ``group [B]`` is int64: equal for the samples of one prompt, with any values in any order. ``valid [B]``
+is bool: a row that is not valid gets advantage 0 and counts in no sum. Arithmetic is fp64, results are fp32.
 """
 
 from __future__ import annotations
@@ -15,25 +15,33 @@ from torch import Tensor
 from verl_memopt.errors import RewardError
 
 STD_EPSILON = 1e-6
-"""Added to a group's standard deviation in GRPO; verl's value, so that its results carry over."""
+"""Added to a group's standard deviation in GRPO. This is verl's value, so that results agree with verl."""
 
 
 @dataclass(frozen=True)
 class GroupStatistics:
-    """Statistics of each row's group over its valid members, spread back over the rows: all ``[B]`` fp64."""
+    """Statistics of each row's group over its valid members, one value per row: all ``[B]`` fp64."""
 
     count: Tensor
     mean: Tensor
     std: Tensor
-    """Unbiased; 0 for fewer than two members."""
+    """Unbiased standard deviation; 0 for fewer than two members."""
     informative: Tensor
     """Bool: the row is valid and its group has two valid members with different rewards."""
 
 
 def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
-    """Gives leave-one-out advantages ``[B]`` fp32: the reward minus the mean of the other valid members' rewards.
+    """Return leave-one-out advantages: the reward minus the mean reward of the other valid members of the group.
 
-    n / (n - 1) * (r - mean); exactly 0 when all members are equal or only one is valid. Source: RLOO, arXiv 2402.14740.
+    This equals n / (n - 1) * (reward - mean). Source: RLOO, arXiv 2402.14740.
+
+    Args:
+        rewards: fp32 [B].
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+
+    Returns:
+        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
     """
     stats = group_statistics(rewards, group, valid)
     scale = stats.count / (stats.count - 1).clamp(min=1)
@@ -41,10 +49,18 @@ def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
 
 
 def grpo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
-    """Gives group-relative advantages ``[B]`` fp32: (r - mean) / (std + 1e-6), or r - mean without ``normalize_by_std``.
+    """Return group-relative advantages: (reward - mean) / (std + 1e-6) over the valid members of the group.
 
-    The standard deviation is unbiased; exactly 0 when all members are equal or only one is valid.
-    Source: GRPO, arXiv 2402.03300; without the division, Dr. GRPO, arXiv 2503.20783.
+    The standard deviation is unbiased. Source: GRPO, arXiv 2402.03300; without the division, Dr. GRPO, arXiv 2503.20783.
+
+    Args:
+        rewards: fp32 [B].
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+        normalize_by_std: Divide by the standard deviation.
+
+    Returns:
+        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
     """
     stats = group_statistics(rewards, group, valid)
     centred = rewards.double() - stats.mean
@@ -56,7 +72,7 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {"rloo": rloo_advantages, "grpo":
 
 
 def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
-    """Gives count, mean and unbiased std of each row's group over the valid members. Membership comes from ``group`` alone."""
+    """Return the statistics of each row's group over its valid members. ``group`` alone decides the membership."""
     member = _dense_ids(group)
     values = torch.where(valid, rewards.double(), 0.0)
     zeros = torch.zeros_like(values)
@@ -70,9 +86,14 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
 
 
 def check_rewards(rewards: Tensor, addresses: Sequence[str]) -> Tensor:
-    """Gives the valid mask ``[B]`` bool on the driver: a NaN reward (no reward function applied) makes a row invalid.
+    """Return the valid mask, bool [B] on the driver: a NaN reward (no reward function applied) makes a row invalid.
 
-    Errors: RewardError naming the first row whose reward is infinite.
+    Args:
+        rewards: fp32 [B].
+        addresses: File and row of each prompt, for errors.
+
+    Raises:
+        RewardError: A reward is infinite. The message names the first such row.
     """
     infinite = torch.isinf(rewards).nonzero().flatten().tolist()
     if infinite:
@@ -84,8 +105,11 @@ def check_rewards(rewards: Tensor, addresses: Sequence[str]) -> Tensor:
 
 
 def group_counts(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:
-    """Gives, on the driver, how many rows and groups teach nothing and why: invalid rows, groups with a single valid
-    member, and the share of groups whose valid members all have one reward.
+    """Count the rows and groups without a training signal, on the driver.
+
+    Returns:
+        ``invalid_rows``; ``single_valid_groups``, the groups with one valid member; and ``equal_groups_share``, the share of
+        groups whose valid members all have the same reward.
     """
     stats = group_statistics(rewards, group, valid)
     groups = group.unique().numel()
@@ -102,7 +126,7 @@ def _where_informative(stats: GroupStatistics, advantages: Tensor) -> Tensor:
 
 
 def _dense_ids(group: Tensor) -> Tensor:
-    """Renumbers group ids to 0, 1, ... without a data-dependent shape."""
+    """Renumber group ids to 0, 1, ... without a data-dependent shape."""
     ordered, order = torch.sort(group, stable=True)
     is_new = torch.cat([torch.zeros_like(ordered[:1]), (ordered[1:] != ordered[:-1]).long()])
     return torch.empty_like(group).scatter(0, order, is_new.cumsum(0))

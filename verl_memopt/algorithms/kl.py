@@ -1,4 +1,4 @@
-"""How far the policy is from the reference: per-token estimators, their place in the reward, and their coefficient."""
+"""KL divergence between policy and reference: per-token estimators, the shaped reward, and the coefficient."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from verl_memopt.algorithms.reductions import row_sums
 from verl_memopt.config.schema import KlControl
 
 MAX_LOG_RATIO = 20.0
-"""Log-ratios, of a token or summed over a sequence, are clamped to plus and minus this before an exponential."""
+"""Before an exponential, log-ratios (of a token, or summed over a sequence) are clamped to plus and minus this."""
 
 MAX_LOW_VARIANCE_KL = 10.0
-"""Cap of one token's k3, as in verl; beyond it the token has no gradient."""
+"""Upper limit of one token's k3, as in verl. Beyond it the token has no gradient."""
 
 
 def _k1(log_ratio: Tensor) -> Tensor:
@@ -43,11 +43,19 @@ KL_ESTIMATORS: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
-    """Gives a per-token estimate of KL(policy || reference) for tokens drawn from the policy, in nats, of the same shape.
+    """Return a per-token estimate of KL(policy || reference) in nats, for tokens sampled from the policy.
 
-    k1 is unbiased and may be negative; k2 = half its square; k3 = exp(-k1) + k1 - 1 is unbiased and never negative.
-    A trailing ``+`` keeps the value and takes k2's gradient, whose expectation is the gradient of the KL.
+    ``k1`` is the log-ratio: unbiased, and possibly negative. ``k2`` is half its square. ``k3`` is exp(-k1) + k1 - 1: unbiased and
+    never negative. A trailing ``+`` keeps the value and uses the gradient of ``k2``, whose expectation is the gradient of the KL.
     Source: Schulman, "Approximating KL divergence" (2020).
+
+    Args:
+        log_probs: fp32, of the policy.
+        ref_log_probs: fp32, of the reference, in the same shape.
+        kind: A key of ``KL_ESTIMATORS``, optionally with a trailing ``+``.
+
+    Returns:
+        fp32 in the same shape.
     """
     assert kind.removesuffix("+") in KL_ESTIMATORS, kind
     log_ratio = log_probs - ref_log_probs
@@ -59,22 +67,36 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
 
 
 def shaped_rewards(scores: Tensor, kl: Tensor, row: Tensor, beta: float) -> Tensor:
-    """Gives ``score - beta * sum of the row's kl``, ``[rows]``; no gradient. ``kl [R]`` is flat; an empty row keeps its score."""
+    """Return ``score - beta * sum of the row's KL``, fp32 [rows], without a gradient.
+
+    Args:
+        scores: fp32 [rows].
+        kl: fp32 [R], the per-token estimates. A row without tokens keeps its score.
+        row: int64 [R], the row of each token.
+        beta: Coefficient of the KL.
+    """
     return scores - beta * row_sums(kl.detach(), row, scores.shape[0])
 
 
 class KlController:
-    """The coefficient of the KL in the reward: fixed, or steered towards ``target_kl`` (Ziegler et al., arXiv 1909.08593)."""
+    """The coefficient of the KL in the reward: fixed, or adapted towards ``target_kl`` (Ziegler et al., arXiv 1909.08593).
+
+    Args:
+        settings: The ``algorithm.kl_ctrl`` section.
+    """
 
     def __init__(self, settings: KlControl) -> None:
+        """Start with the coefficient of the settings."""
         assert settings.type in ("fixed", "adaptive"), settings.type
         self._settings = settings
         self.coefficient = settings.kl_coef
 
     def update(self, mean_kl: float, num_sequences: int) -> None:
-        """Moves an adaptive coefficient by at most 20 % of ``num_sequences / horizon``; a fixed one stays.
+        """Move an adaptive coefficient by at most 20 % of ``num_sequences / horizon``. A fixed one stays.
 
-        ``mean_kl`` is the step's mean KL in nats, against which ``target_kl`` is read.
+        Args:
+            mean_kl: The step's mean KL in nats, compared with ``target_kl``.
+            num_sequences: Sequences of the step.
         """
         if self._settings.type == "fixed":
             return
@@ -82,10 +104,10 @@ class KlController:
         self.coefficient *= 1 + error * num_sequences / self._settings.horizon
 
     def state_dict(self) -> dict[str, float]:
-        """Gives what a checkpoint keeps."""
+        """Return the values that a checkpoint stores."""
         return {"coefficient": self.coefficient}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restores an adaptive coefficient; a fixed one follows the settings of the resumed run."""
+        """Restore an adaptive coefficient. A fixed one follows the settings of the resumed run."""
         if self._settings.type == "adaptive":
             self.coefficient = state["coefficient"]

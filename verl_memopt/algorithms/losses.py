@@ -1,7 +1,8 @@
 """Clipped policy-gradient losses over flat response tokens.
 
-``log_probs``, ``old_log_probs``, ``advantages`` are ``[R]`` fp32; ``row [R]`` and ``lengths [rows]`` say which row a token
-belongs to. Loss and metrics are shares of the mini-batch: micro-batches and ranks are summed, never averaged.
+``log_probs``, ``old_log_probs``, ``advantages`` are ``[R]`` fp32. ``row [R]`` is the row of each token, ``lengths [rows]`` the
+response length of each row. Loss and metrics are shares of the mini-batch: sum them over micro-batches and ranks, never
+average them.
 """
 
 from __future__ import annotations
@@ -27,11 +28,20 @@ def policy_loss(
     counts: GlobalCounts,
     actor: Actor,
 ) -> LossAndMetrics:
-    """Gives the loss (scalar, with gradient) and its metrics (scalars, without) for ``actor.policy_loss.loss_mode``.
+    """Return the loss that ``actor.policy_loss.loss_mode`` names (scalar, with gradient) and its metrics (scalars, without).
 
-    Metrics: ``pg_loss``; ``pg_clipfrac``, the share of ratios clipped on the side that binds; ``pg_clipfrac_lower``, the
-    share bounded by ``clip_ratio_c``; ``ppo_kl``, the mean of log old - log new per token; ``ratio_clamped``, the share of
-    log-ratios beyond plus or minus 20. Shares are of tokens, in sequence modes of sequences.
+    Metrics: ``pg_loss``; ``pg_clipfrac``, the share of ratios where the clip is active; ``pg_clipfrac_lower``, the share that is
+    bounded by ``clip_ratio_c``; ``ppo_kl``, the mean of log old - log new per token; ``ratio_clamped``, the share of log-ratios
+    beyond plus or minus 20. Shares are of tokens, or of sequences in sequence modes.
+
+    Args:
+        log_probs: fp32 [R], with gradient.
+        old_log_probs: fp32 [R], of the policy that sampled the responses.
+        advantages: fp32 [R].
+        row: int64 [R], the row of each token.
+        lengths: int64 [rows].
+        counts: Tokens and sequences of the mini-batch over all ranks.
+        actor: Clip ratios and loss modes.
     """
     loss_of = LOSSES[actor.policy_loss.loss_mode]
     loss, metrics = loss_of(log_probs, old_log_probs, advantages, row, lengths, counts, actor)
@@ -48,9 +58,9 @@ def token_loss(
     counts: GlobalCounts,
     actor: Actor,
 ) -> LossAndMetrics:
-    """Gives PPO's loss with one ratio per token, a dual clip for negative advantages, and ``actor.loss_agg_mode``.
+    """Return PPO's loss: one ratio per token, a dual clip for negative advantages, reduced by ``actor.loss_agg_mode``.
 
-    Sources: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729.
+    Sources: PPO, arXiv 1707.06347; dual clip, arXiv 1912.09729. Arguments as in :func:`policy_loss`.
     """
     log_ratio = log_probs - old_log_probs
     clipped_losses, clipped, clamped = _clip(log_ratio, advantages, actor)
@@ -70,9 +80,9 @@ def sequence_loss(
     counts: GlobalCounts,
     actor: Actor,
 ) -> LossAndMetrics:
-    """Gives RLOO's clipped loss with one ratio per sequence, exp of the summed log-ratio, averaged over sequences.
+    """Return RLOO's clipped loss: one ratio per sequence, exp of the summed log-ratio, averaged over sequences.
 
-    ``actor.loss_agg_mode`` has no tokens to act on and is not read. Source: RLOO, arXiv 2402.14740.
+    It does not read ``actor.loss_agg_mode``. Source: RLOO, arXiv 2402.14740. Arguments as in :func:`policy_loss`.
     """
     log_ratio = row_sums(log_probs - old_log_probs, row, lengths.shape[0])
     return _per_sequence(log_ratio, row_means(advantages, row, lengths), counts, actor)
@@ -87,9 +97,9 @@ def gspo_loss(
     counts: GlobalCounts,
     actor: Actor,
 ) -> LossAndMetrics:
-    """Gives GSPO's clipped loss with one length-normalised ratio per sequence, averaged over sequences.
+    """Return GSPO's clipped loss: one length-normalised ratio per sequence, averaged over sequences.
 
-    ``actor.loss_agg_mode`` has no tokens to act on and is not read. Source: GSPO, arXiv 2507.18071.
+    It does not read ``actor.loss_agg_mode``. Source: GSPO, arXiv 2507.18071. Arguments as in :func:`policy_loss`.
     """
     log_ratio = row_means(log_probs - old_log_probs, row, lengths)
     return _per_sequence(log_ratio, row_means(advantages, row, lengths), counts, actor)
@@ -99,11 +109,11 @@ LOSSES: dict[str, Callable[..., LossAndMetrics]] = {"vanilla": token_loss, "sequ
 """Values of ``actor.policy_loss.loss_mode``."""
 
 TOKEN_LOCAL = frozenset({"vanilla"})
-"""Those that are sums over tokens: the share and the gradient of a token need no other's log-prob."""
+"""Modes that sum over tokens: the loss and the gradient of a token do not depend on other tokens' log-probs."""
 
 
 def _per_sequence(log_ratio: Tensor, advantages: Tensor, counts: GlobalCounts, actor: Actor) -> LossAndMetrics:
-    """Averages clipped losses over sequences. A row without tokens has no advantage here and adds 0."""
+    """Average clipped losses over sequences. A row without tokens has advantage 0 here and adds 0."""
     losses, clipped, clamped = _clip(log_ratio, advantages, actor)
     none_bounded = torch.zeros_like(clipped)
     shares = _shares(counts.sequences, pg_clipfrac=clipped, pg_clipfrac_lower=none_bounded, ratio_clamped=clamped)
@@ -111,7 +121,7 @@ def _per_sequence(log_ratio: Tensor, advantages: Tensor, counts: GlobalCounts, a
 
 
 def _clip(log_ratio: Tensor, advantages: Tensor, actor: Actor) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives max(-A * ratio, -A * clipped ratio), where the second binds, and where the log-ratio was clamped."""
+    """Return max(-A * ratio, -A * clipped ratio), where the second is larger, and where the log-ratio was clamped."""
     assert actor.clip_ratio_low is not None, "clip_ratio_low follows clip_ratio when settings are loaded"
     assert actor.clip_ratio_high is not None, "clip_ratio_high follows clip_ratio when settings are loaded"
     ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()

@@ -1,8 +1,8 @@
-"""Sums over tokens and rows that do not depend on how a mini-batch is cut into micro-batches or over ranks.
+"""Sums over tokens and rows that do not depend on how a mini-batch is split into micro-batches or over ranks.
 
-Response tokens of a micro-batch lie flat, row after row: ``values [R]``, ``row [R]`` int64 (which row a token belongs to)
-and ``lengths [rows]`` int64. Each reduction divides by counts of the whole mini-batch, so the results of micro-batches
-and ranks are summed, never averaged.
+The response tokens of a micro-batch lie flat, row after row: ``values [R]``, ``row [R]`` int64 (the row of each token) and
+``lengths [rows]`` int64. Each reduction divides by counts of the whole mini-batch. Sum the results over micro-batches and
+ranks, never average them.
 """
 
 from __future__ import annotations
@@ -14,32 +14,42 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """What a mini-batch holds over all ranks."""
+    """Sizes of a mini-batch over all ranks."""
 
     tokens: float
     """Response tokens."""
     sequences: float
-    """Rows, those with an empty response included."""
+    """Rows, including those with an empty response."""
 
 
 def row_sums(values: Tensor, row: Tensor, num_rows: int) -> Tensor:
-    """Gives the sum of each row's tokens, ``[num_rows]``; a row without tokens gets 0."""
+    """Return the sum of each row's tokens, ``[num_rows]``. A row without tokens gets 0."""
     return values.new_zeros(num_rows).index_add(0, row, values)
 
 
 def row_means(values: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
-    """Gives the mean of each row's tokens, ``[rows]``; a row without tokens gets 0."""
+    """Return the mean of each row's tokens, ``[rows]``. A row without tokens gets 0."""
     return row_sums(values, row, lengths.shape[0]) / lengths.clamp(min=1)
 
 
 def aggregate(
     token_losses: Tensor, row: Tensor, lengths: Tensor, mode: str, counts: GlobalCounts, scale_factor: int | None
 ) -> Tensor:
-    """Gives this micro-batch's share of the mini-batch loss, a scalar; the shares of all micro-batches and ranks sum to it.
+    """Return this micro-batch's share of the mini-batch loss, a scalar.
 
-    token-mean: sum / tokens. seq-mean-token-sum: sum / sequences. seq-mean-token-mean: row means / sequences.
-    seq-mean-token-sum-norm: sum / (sequences * ``scale_factor``), a constant length in place of each row's own
-    (Dr. GRPO, arXiv 2503.20783).
+    The shares of all micro-batches and ranks add up to the loss.
+
+    ``token-mean``: sum / tokens. ``seq-mean-token-sum``: sum / sequences. ``seq-mean-token-mean``: row means / sequences.
+    ``seq-mean-token-sum-norm``: sum / (sequences * ``scale_factor``), with one constant length for all rows (Dr. GRPO, arXiv
+    2503.20783).
+
+    Args:
+        token_losses: fp32 [R].
+        row: int64 [R].
+        lengths: int64 [rows].
+        mode: One of ``LOSS_AGG_MODES``.
+        counts: Tokens and sequences of the mini-batch over all ranks.
+        scale_factor: The constant length of ``seq-mean-token-sum-norm``.
     """
     assert mode in LOSS_AGG_MODES, mode
     if mode == "token-mean":

@@ -98,7 +98,7 @@ VALUES = {
 
 
 def apply_aliases(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The given dotted keys under our names with our values, and two spellings that disagree as problems."""
+    """Return the given dotted keys under our names with our values, and two spellings that disagree as problems."""
     problems: list[Problem] = []
     spellings: dict[str, list[tuple[str, Any, Any]]] = {}
     for key, value in _lifted(given).items():
@@ -140,7 +140,7 @@ def our_key(key: str) -> str:
 
 
 def _lifted(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The given keys with an attention implementation taken out of ``model.override_config``."""
+    """Return the given keys with an attention implementation taken out of ``model.override_config``."""
     place, name = f"{_AR}.model.override_config", "attn_implementation"
     opened = given.get(place)
     if not isinstance(opened, Mapping) or name not in opened:

@@ -36,7 +36,7 @@ ENGINE_NAMES = {
 
 
 def check(settings: Settings, given: frozenset[str]) -> list[Problem]:
-    """What is wrong with linked settings, all at once; logs a warning for each given key that has no effect.
+    """Return what is wrong with linked settings, all at once, and log a warning for each given key that has no effect.
 
     A value out of its own range is reported alone: no rule about several keys looks at it. ``given`` holds the dotted
     keys that the user set.

@@ -44,7 +44,7 @@ A value that asks for nothing passes with one warning; any other is an error. `n
 
 
 def page() -> str:
-    """The whole page as Markdown text."""
+    """Return the whole page as Markdown text."""
     parts = [_HEAD, *_key_tables(), _ALIASES, *_spellings(), _VALUES, *_value_spellings(), _REFUSED, *_refusals()]
     return "\n".join(part.rstrip("\n") + "\n" for part in parts)
 

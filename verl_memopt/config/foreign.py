@@ -84,13 +84,13 @@ _ALIKE = 0.6
 
 
 def hint(key: str) -> str:
-    """A sentence that names what to use in place of an unknown key."""
+    """Return a sentence that names what to use in place of an unknown key."""
     answer = FOREIGN.get(key.rpartition(".")[2]) or nearest(key)
     return f"Did you mean {answer}?" if answer else "docs/configuration.md lists every key."
 
 
 def nearest(key: str) -> str | None:
-    """The known key most like an unknown one, by its last part first and the whole second; None when none is like it."""
+    """Return the known key most like an unknown one, by its last part first, then by the whole, or None."""
     last = key.rpartition(".")[2]
     likeness = {known: _alike(last, known.rpartition(".")[2]) for known in leaf_keys()}
     near = [known for known in likeness if likeness[known] >= _ALIKE]

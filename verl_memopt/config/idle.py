@@ -73,7 +73,7 @@ _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 
 
 def warn_idle(settings: Settings, given: frozenset[str]) -> None:
-    """Logs a warning for each key of ``given`` that has no effect."""
+    """Log a warning for each key of ``given`` that has no effect."""
     for key, (idle, why) in IDLE.items():
         if key in given and idle(settings) and (key == _NAMED_ON_SIGHT or not _as_without_it(settings, key)):
             logger.warning("%s=%s has no effect here: %s.", key, shown(value_at(settings, key)), why)

@@ -18,13 +18,13 @@ class Problem:
 
 
 def problem(values: dict[str, Any], what: str, way_out: str) -> Problem:
-    """A problem whose text opens with ``key=value`` for every key it is about."""
+    """Return a problem whose text opens with ``key=value`` for every key it is about."""
     address = ", ".join(f"{key}={shown(value)}" for key, value in values.items())
     return Problem(tuple(values), f"{address}: {what}. {way_out}".rstrip())
 
 
 def shown(value: Any) -> str:
-    """The value as it would be written in YAML or on the command line."""
+    """Return the value as it would be written in YAML or on the command line."""
     if value is None:
         return "null"
     if isinstance(value, bool):

@@ -250,7 +250,7 @@ REFUSED: dict[str, Refusal] = {
 
 
 def refusal_of(key: str) -> Refusal | None:
-    """The row that covers a key: its own, else the one of the nearest section above it; None for all other keys."""
+    """Return the row that covers a key: its own, else that of the nearest section above it, or None."""
     if key in REFUSED:
         return REFUSED[key]
     section = key
@@ -262,7 +262,7 @@ def refusal_of(key: str) -> Refusal | None:
 
 
 def drop_inert(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """The given keys without those that have no effect here, each with one warning, or a problem if it asks for something."""
+    """Return the given keys without those that have no effect here: each is a warning, or a problem if it asks for more."""
     kept: dict[str, Any] = {}
     problems: list[Problem] = []
     for key, value in given.items():

@@ -87,6 +87,7 @@ class Change:
     reason: str = ""
 
     def __str__(self) -> str:
+        """Return the change as a log line shows it."""
         reason = f": {self.reason}" if self.reason else ""
         return f"{self.key}: {shown(self.old)} -> {shown(self.new)} ({self.kind}{reason})"
 
@@ -126,7 +127,7 @@ def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
 
 
 def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    """The number of steps is that of the schedule too, unless the schedule has its own or none depends on it."""
+    """Return the kind of a change in the run's length. It matters where the schedule has no length of its own and needs one."""
     flat = now[f"{_OPTIM}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
     warm = now[f"{_OPTIM}.lr_warmup_steps"] >= 0 or now[f"{_OPTIM}.lr_warmup_steps_ratio"] == 0
     if now[f"{_OPTIM}.total_training_steps"] > 0 or (flat and warm):

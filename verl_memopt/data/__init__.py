@@ -1,1 +1,1 @@
-"""Data: prompts from files, their order, their ids, and batches without padding."""
+"""Data: prompts from files, their order, their token ids, and batches without padding."""

@@ -1,4 +1,4 @@
-"""The batch of one step: prompts, responses, and what the passes add to them, ragged and prompt-major."""
+"""The batch of one step: prompts, responses and what each pass adds to them, as ragged tensors in prompt-major order."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantag
 
 
 class RolloutBatch(TensorClass):
-    """B answered prompts; row = prompt_index * n + sample_index.
+    """Prompts with n responses each. Row = prompt_index * n + sample_index.
 
-    group: int64 [B], the prompt a row answers. The optional fields are fp32 [R] over the response tokens of all rows.
+    ``group`` is int64 [B]: the prompt that each row answers. The optional fields are fp32 [R], one value for each response
+    token of all rows.
     """
 
     prompts: Ragged
@@ -31,10 +32,15 @@ class RolloutBatch(TensorClass):
 
     @property
     def num_rows(self) -> int:
+        """Number of rows, B."""
         return int(self.group.shape[0])
 
     def row_tokens(self, shared: bool) -> RowTokens:
-        """Gives what each row makes a pass compute, and, where prompts are ``shared``, with which rows it shares its own."""
+        """Return the number of tokens that a pass computes for each row.
+
+        Args:
+            shared: Rows of one group compute their prompt once, together.
+        """
         pairs = list(zip(self.prompts.sizes(), self.responses.sizes(), strict=True))
         return RowTokens(
             prompts=tuple(prompt if response else 0 for prompt, response in pairs),
@@ -43,11 +49,11 @@ class RolloutBatch(TensorClass):
         )
 
     def response_row(self) -> Tensor:
-        """Gives int64 [R]: the row of each response token."""
+        """Return int64 [R]: the row of each response token."""
         return torch.repeat_interleave(torch.arange(self.num_rows), self.responses.lengths)
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:  # type: ignore[override]
-        """Gives the chosen rows, in the order chosen, with every field that is there."""
+        """Return the chosen rows in the given order, with every field that is set."""
         if list(rows) == list(range(self.num_rows)):
             return self
         tokens = token_index(self.responses.sizes(), rows)
@@ -64,10 +70,11 @@ class RolloutBatch(TensorClass):
 def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Sequence[int]) -> Tensor:
     """Return fp32 [R] on the host, in batch order, from parts that each hold the tokens of some rows.
 
+    All values reach the host in one copy.
+
     Args:
-        parts: (rows, values [tokens of those rows]) on any one device; together they hold every row once. All values come to
-            the host in one copy.
-        lengths: response length of each row.
+        parts: (rows, values [tokens of those rows]), all on one device. Together they hold every row once.
+        lengths: Response length of each row.
     """
     if not parts:
         return torch.empty(0, dtype=torch.float32)

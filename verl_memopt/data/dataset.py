@@ -1,4 +1,4 @@
-"""Prompts with what their reward needs, read from files in verl's schema and checked as a whole before a run starts."""
+"""Prompts and the data their reward needs, read from files in verl's schema and checked before a run starts."""
 
 from __future__ import annotations
 
@@ -24,30 +24,39 @@ REFUSED_COLUMNS = ("images", "videos")
 
 @dataclass(frozen=True)
 class PromptRow:
+    """One rendered prompt with the data of its reward."""
+
     index: int
-    """Place in the dataset."""
+    """Position in the dataset."""
     text: str
-    """The prompt, rendered by the chat template or as the file gives it; special tokens in it as they are written."""
+    """The prompt: rendered by the chat template, or the text of the file. Special tokens appear as written."""
     data_source: str
-    """Chooses the default reward and groups validation metrics."""
+    """Selects the default reward and groups validation metrics."""
     ground_truth: Any
-    """What the reward compares with."""
+    """The reference answer for the reward."""
     extra_info: dict[str, Any]
-    """Handed to the reward function."""
+    """Passed to the reward function."""
     address: str
     """File and row, counted from 1."""
     plain: Spans = ()
-    """Where ``text`` holds special tokens that are text and not tokens. Anywhere else they are tokens."""
+    """Spans of ``text`` whose special tokens are encoded as plain text. Elsewhere they become tokens."""
 
 
 class PromptDataset:
-    """The rows of ``files``, rendered and checked: ``len``, indexing, iteration.
+    """The rows of the dataset files, rendered and checked. Supports ``len``, indexing and iteration.
 
-    ``split`` is train or val; it chooses ``{split}_max_samples`` and the keys that errors name. Raises DataError for
-    everything a file can have wrong, with the row.
+    Args:
+        files: One path or a list of paths.
+        data: The ``data`` section of the settings.
+        tokenizer: Renders the chat template and finds special tokens.
+        split: train or val. It selects ``{split}_max_samples`` and the keys that errors name.
+
+    Raises:
+        DataError: A file or a row is wrong. The message names the row.
     """
 
     def __init__(self, files: Any, data: schema.Data, tokenizer: Any, split: str) -> None:
+        """Read, render and check all rows."""
         self._data = data
         self._tokenizer = tokenizer
         self._split = split
@@ -57,30 +66,33 @@ class PromptDataset:
         }[split]
         chosen = _subset(read_rows(files, f"data.{split}_files"), limit, data.seed if shuffle else None)
         self._special = special_tokens_of(tokenizer)
-        self._found: list[tuple[str, int]] = []
+        self._special_counts: list[tuple[str, int]] = []
         rows = [self._row(address, columns) for address, columns in chosen]
-        self._tell_special_tokens()
+        self._log_special_tokens()
         self._rows = [replace(row, index=index) for index, row in enumerate(self._checked(rows))]
 
     def __len__(self) -> int:
+        """Return the number of prompts."""
         return len(self._rows)
 
     def __getitem__(self, index: int) -> PromptRow:
+        """Return the prompt at ``index``."""
         return self._rows[index]
 
     def __iter__(self) -> Iterator[PromptRow]:
+        """Iterate over the prompts in order."""
         return iter(self._rows)
 
     def _row(self, address: str, columns: dict[str, Any]) -> PromptRow:
         for name in REFUSED_COLUMNS:
             if name in columns:
-                raise DataError(f"{address}: the column {name!r} holds media, only text is trained on. Drop the column.")
+                raise DataError(f"{address}: the column {name!r} contains media, but only text is supported. Remove the column.")
         source = _column(address, columns, self._data.reward_fn_key, "Set data.reward_fn_key, or add it")
         if not isinstance(source, str):
-            raise DataError(f"{address}: {self._data.reward_fn_key} must be a text, it is {source!r}. Mend the row.")
+            raise DataError(f"{address}: {self._data.reward_fn_key} must be a string, but it is {source!r}. Correct the row.")
         text, plain = self._render(address, _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it"))
         if not text:
-            raise DataError(f"{address}: the prompt is empty. Drop the row, or give it a prompt.")
+            raise DataError(f"{address}: the prompt is empty. Remove the row, or add a prompt.")
         return PromptRow(
             index=-1,
             text=text,
@@ -92,17 +104,20 @@ class PromptDataset:
         )
 
     def _render(self, address: str, prompt: Any) -> tuple[str, Spans]:
-        """A list of turns goes through the chat template, a text stays as it is. Gives where special tokens in it are text."""
+        """Return the prompt as text, and the spans of special tokens that must be encoded as plain text.
+
+        A list of messages goes through the chat template. A text stays as it is.
+        """
         num_special = self._special.count(prompt)
         if num_special:
-            self._found.append((address, num_special))
+            self._special_counts.append((address, num_special))
         hides = num_special > 0 and not self._data.allow_special_tokens
         if isinstance(prompt, str):
             return prompt, self._special.find(prompt) if hides else ()
         if not _is_chat(prompt):
             raise DataError(
-                f"{address}: {self._data.prompt_key} must be a text or a list of {{role, content}} with texts in them, "
-                f"it is {prompt!r:.200}. Mend the row."
+                f"{address}: {self._data.prompt_key} must be a string or a list of {{role, content}} with string "
+                f"values, but it is {prompt!r:.200}. Correct the row."
             )
         arguments = self._data.apply_chat_template_kwargs
         shown = self._special.hide(prompt) if hides else prompt
@@ -111,25 +126,29 @@ class PromptDataset:
             return self._special.reveal(text) if hides else (text, ())
         except (TemplateError, ValueError, TypeError) as problem:
             raise DataError(
-                f"{address}: the chat template does not render this prompt ({problem}). Set another with "
-                "actor_rollout_ref.model.custom_chat_template, or mend the row or data.apply_chat_template_kwargs."
+                f"{address}: the chat template cannot render this prompt ({problem}). Set another template with "
+                "actor_rollout_ref.model.custom_chat_template, or correct the row or data.apply_chat_template_kwargs."
             ) from problem
 
-    def _tell_special_tokens(self) -> None:
-        """Logs once how many special tokens the prompts hold, and what becomes of them."""
-        if not self._found:
+    def _log_special_tokens(self) -> None:
+        """Log once how many special tokens the prompts contain and how they are encoded."""
+        if not self._special_counts:
             return
-        what = (
-            "become tokens, as data.allow_special_tokens=true asks"
+        encoding = (
+            "become tokens, because data.allow_special_tokens=true"
             if self._data.allow_special_tokens
-            else "are encoded as plain text. Set data.allow_special_tokens=true if they are meant as tokens, as in prompts "
-            "that the file holds already rendered"
+            else "are encoded as plain text. Set data.allow_special_tokens=true if they should become tokens, for example "
+            "because the prompts in the file are already rendered"
         )
         logger.warning("data.%s_files: %d special tokens inside %d prompts (the first in %s) %s", self._split,
-                       sum(count for _, count in self._found), len(self._found), self._found[0][0], what)  # fmt: skip
+                       sum(count for _, count in self._special_counts), len(self._special_counts), self._special_counts[0][0],
+                       encoding)  # fmt: skip
 
     def _checked(self, rows: list[PromptRow]) -> list[PromptRow]:
-        """The rows within ``max_prompt_length``; what happens to others is ``filter_overlong_prompts`` and ``truncation``."""
+        """Return the rows within ``max_prompt_length``.
+
+        ``filter_overlong_prompts`` and ``truncation`` decide what happens to longer ones.
+        """
         data = self._data
         if data.truncation != "error" and not data.filter_overlong_prompts:
             return rows
@@ -142,32 +161,34 @@ class PromptDataset:
             raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
         logger.info("%s: dropped %d of %d prompts over data.max_prompt_length=%d tokens", self._split, len(too_long),
                     len(rows), data.max_prompt_length)  # fmt: skip
-        kept = [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
-        if not kept:
+        rows_within_limit = [row for row, length in zip(rows, lengths, strict=True) if length <= data.max_prompt_length]
+        if not rows_within_limit:
             raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
-        return kept
+        return rows_within_limit
 
 
 def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> PromptDataset:
-    """The dataset of ``split``: :class:`PromptDataset`, or the class named by ``data.custom_cls``, called the same way.
+    """Return the dataset of a split: a :class:`PromptDataset`, or the class named by ``data.custom_cls``, called the same way.
 
-    Raises DataError when the user's class cannot be loaded, is no dataset, or has no rows.
+    Raises:
+        DataError: The user's class cannot be loaded, is not a dataset, or has no rows.
     """
     custom = data.custom_cls
     if custom.path is None:
         return PromptDataset(files, data, tokenizer, split)
-    made = load_from_file(custom.path, custom.name, key="data.custom_cls.path", error=DataError)(files, data, tokenizer, split)
-    if not (hasattr(made, "__len__") and hasattr(made, "__getitem__")):
+    dataset = load_from_file(custom.path, custom.name, key="data.custom_cls.path", error=DataError)(files, data, tokenizer, split)
+    if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
         raise DataError(f"data.custom_cls.name={custom.name}: the class needs __len__ and __getitem__. Add them.")
-    if not len(made) or not isinstance(made[0], PromptRow):
+    if not len(dataset) or not isinstance(dataset[0], PromptRow):
         raise DataError(
-            f"data.custom_cls.name={custom.name}: indexing must give PromptRow, and at least one row. Mend the class."
+            f"data.custom_cls.name={custom.name}: indexing must return a PromptRow, and there must be at least one row. "
+            "Correct the class."
         )
-    return made
+    return dataset
 
 
 def _subset(rows: list[RawRow], limit: int, seed: int | None) -> list[RawRow]:
-    """At most ``limit`` rows (-1 = all) in file order: the first, or with a seed a random choice."""
+    """Return at most ``limit`` rows (-1 = all) in file order: the first ones, or a random choice where a seed is given."""
     if limit < 0 or limit >= len(rows):
         return rows
     if seed is None:
@@ -175,18 +196,18 @@ def _subset(rows: list[RawRow], limit: int, seed: int | None) -> list[RawRow]:
     return [rows[i] for i in sorted(np.random.default_rng(seed).permutation(len(rows))[:limit].tolist())]
 
 
-def _column(address: str, columns: dict[str, Any], name: str, way_out: str) -> Any:
+def _column(address: str, columns: dict[str, Any], name: str, remedy: str) -> Any:
     if name in columns and columns[name] is None:
-        raise DataError(f"{address}: the column {name!r} is null in this row. Fill it in, or drop the row.")
+        raise DataError(f"{address}: the column {name!r} is null in this row. Fill it in, or remove the row.")
     if name not in columns:
-        raise DataError(f"{address}: there is no column {name!r}; the row has {', '.join(sorted(columns))}. {way_out}.")
+        raise DataError(f"{address}: there is no column {name!r}. The row has {', '.join(sorted(columns))}. {remedy}.")
     return columns[name]
 
 
 def _ground_truth(address: str, columns: dict[str, Any]) -> Any:
     reward_model = _column(address, columns, "reward_model", "Add {ground_truth: ...} under that name")
     if not isinstance(reward_model, dict) or reward_model.get("ground_truth") is None:
-        raise DataError(f"{address}: reward_model has no ground_truth, it is {reward_model!r:.200}. Add {{ground_truth: ...}}.")
+        raise DataError(f"{address}: reward_model has no ground_truth. It is {reward_model!r:.200}. Add {{ground_truth: ...}}.")
     return reward_model["ground_truth"]
 
 
@@ -195,7 +216,7 @@ def _extra_info(address: str, columns: dict[str, Any]) -> dict[str, Any]:
     if extra is None:
         return {}
     if not isinstance(extra, dict):
-        raise DataError(f"{address}: extra_info must be an object, it is {extra!r:.200}. Mend the row.")
+        raise DataError(f"{address}: extra_info must be an object, but it is {extra!r:.200}. Correct the row.")
     return extra
 
 

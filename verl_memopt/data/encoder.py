@@ -1,4 +1,4 @@
-"""From prompt texts to token ids: one tokenizer call, nothing added, nothing cut in silence."""
+"""Prompt texts to token ids: nothing is added, and nothing is cut without being counted."""
 
 from __future__ import annotations
 
@@ -28,13 +28,16 @@ TRUNCATIONS: dict[str, Callable[[list[int], int], list[int]] | None] = {
     "right": _keep_start,
     "middle": _keep_both_ends,
 }
-"""What is done to a prompt over the limit, by the name of the side (or middle) that is lost; None refuses it."""
+"""How to cut a prompt over the limit, by the name of the part that is lost. None refuses the prompt."""
 
 
 def tokenize(tokenizer: Any, texts: Sequence[str], plain: Sequence[Spans] = ()) -> list[list[int]]:
-    """Return the ids of each text as it stands: no token is added, no length is enforced.
+    """Return the token ids of each text, without adding tokens and without a length limit.
 
-    Special tokens in a text are recognised, except those in its spans of ``plain``, which are encoded as text.
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        texts: Any number of texts.
+        plain: For each text, the spans whose special tokens are encoded as plain text. Elsewhere they become tokens.
     """
     if not texts:
         return []
@@ -45,15 +48,24 @@ def tokenize(tokenizer: Any, texts: Sequence[str], plain: Sequence[Spans] = ()) 
 
 
 class PromptEncoder:
-    """Encodes prompts and keeps count of what truncation took from them.
+    """Encodes prompts and counts what truncation removes.
 
-    ``rows_truncated`` and ``tokens_dropped`` grow over the encoder's life; a prompt repeated n times counts once.
+    ``rows_truncated`` and ``tokens_dropped`` grow over the encoder's life. A prompt that is repeated n times counts once.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        max_prompt_length: Largest number of tokens of a prompt.
+        truncation: What to do with longer prompts, a key of ``TRUNCATIONS``.
+        embedding_rows: Rows of the model's embedding. A prompt with a larger token id is refused. None = unknown.
+
+    Raises:
+        ConfigError: ``truncation`` is unknown.
     """
 
     def __init__(self, tokenizer: Any, max_prompt_length: int, truncation: str, embedding_rows: int | None = None) -> None:
-        """embedding_rows: of the model; a prompt with an id beyond them is refused. None = not known."""
+        """Check ``truncation`` and start both counts at 0."""
         if truncation not in TRUNCATIONS:
-            raise ConfigError(f"data.truncation={truncation}: not a way to truncate. Use one of {', '.join(TRUNCATIONS)}.")
+            raise ConfigError(f"data.truncation={truncation}: unknown truncation. Use one of {', '.join(TRUNCATIONS)}.")
         self.tokenizer = tokenizer
         self.max_prompt_length = max_prompt_length
         self.truncation = truncation
@@ -64,22 +76,27 @@ class PromptEncoder:
     def encode(
         self, texts: Sequence[str], addresses: Sequence[str], copies: int = 1, plain: Sequence[Spans] = ()
     ) -> list[list[int]]:
-        """The ids of each text, at most ``max_prompt_length`` long.
+        """Return the token ids of each text, at most ``max_prompt_length`` of them.
 
-        ``addresses`` name each text's file and row for errors. ``copies`` says that each prompt stands that many times in a
-        row, ``plain`` where each text's special tokens are text. Raises DataError for an empty prompt, for one over the limit
-        with ``truncation=error``, and for one with an id that the model does not have.
+        Args:
+            texts: The rendered prompts.
+            addresses: File and row of each text, for errors.
+            copies: How many times in a row each prompt appears.
+            plain: For each text, the spans whose special tokens are encoded as plain text.
+
+        Raises:
+            DataError: A prompt is empty, is too long with ``truncation=error``, or has a token id that the model does not have.
         """
         rows = tokenize(self.tokenizer, texts, plain)
         return [self._fit(ids, addresses[i], counted=i % copies == 0) for i, ids in enumerate(rows)]
 
     def _fit(self, ids: list[int], address: str, counted: bool) -> list[int]:
         if not ids:
-            raise DataError(f"{address}: the prompt has no tokens. Drop the row, or give it a prompt.")
+            raise DataError(f"{address}: the prompt has no tokens. Remove the row, or add a prompt.")
         if self.embedding_rows is not None and max(ids) >= self.embedding_rows:
             raise DataError(
-                f"{address}: the prompt has the token id {max(ids)}, and the model's embedding has {self.embedding_rows} rows. "
-                "Use the tokenizer that belongs to the model, or drop the row."
+                f"{address}: the prompt has the token id {max(ids)}, but the model's embedding has {self.embedding_rows} rows. "
+                "Use the tokenizer that belongs to the model, or remove the row."
             )
         if len(ids) <= self.max_prompt_length:
             return ids
@@ -93,9 +110,16 @@ class PromptEncoder:
 
 
 def overlong(address: str, length: int, limit: int, others: int = 0) -> DataError:
-    """The error for a prompt over the limit, with its length and the ways out; ``others`` counts further such rows."""
+    """Return the error for a prompt over the limit.
+
+    Args:
+        address: File and row of the prompt.
+        length: Its tokens.
+        limit: ``data.max_prompt_length``.
+        others: Further prompts over the limit.
+    """
     more = f" ({others} more rows are too long as well)" if others else ""
     return DataError(
-        f"{address}: the prompt has {length} tokens, data.max_prompt_length is {limit}{more}. Raise data.max_prompt_length, "
-        "set data.filter_overlong_prompts=true to drop such rows, or set data.truncation to left, right or middle to cut them."
+        f"{address}: the prompt has {length} tokens, but data.max_prompt_length is {limit}{more}. Raise data.max_prompt_length, "
+        "set data.filter_overlong_prompts=true to remove such rows, or set data.truncation to left, right or middle to cut them."
     )

@@ -1,4 +1,4 @@
-"""Rows of dataset files: parquet, JSON and JSON lines, each row with the address that errors name."""
+"""Rows of parquet, JSON and JSON Lines files, each with the address that errors name."""
 
 from __future__ import annotations
 
@@ -15,9 +15,14 @@ RawRow = tuple[str, dict[str, Any]]
 
 
 def read_rows(files: Any, key: str) -> list[RawRow]:
-    """All rows of a file or a list of files, in order.
+    """Return all rows of a file or of a list of files, in order.
 
-    ``key`` is the setting that names the files. Raises DataError for a missing, unreadable, malformed or empty file.
+    Args:
+        files: One path or a list of paths.
+        key: The setting that names the files, for errors.
+
+    Raises:
+        DataError: A file is missing, unreadable, malformed or empty.
     """
     paths = [files] if isinstance(files, str | Path) else list(files)
     if not paths:
@@ -49,10 +54,10 @@ def _parquet(path: Path) -> Iterator[RawRow]:
         names = parquet.read_schema(path).names
         repeated = sorted({name for name in names if names.count(name) > 1})
         if repeated:
-            raise DataError(f"{path}: there are several columns {repeated[0]!r}. Prepare the data again with one of them.")
+            raise DataError(f"{path}: the column {repeated[0]!r} appears several times. Prepare the data again with one of them.")
         rows = parquet.read_table(path).to_pylist()
     except (pyarrow.ArrowException, OSError, ValueError) as problem:
-        raise DataError(f"{path}: not a parquet file that can be read ({problem}). Prepare the data again.") from problem
+        raise DataError(f"{path}: this is not a readable parquet file ({problem}). Prepare the data again.") from problem
     for number, row in enumerate(rows, start=1):
         yield f"{path}:{number}", row
 
@@ -66,7 +71,7 @@ def _lines(path: Path) -> Iterator[RawRow]:
 
 
 def _json(path: Path) -> Iterator[RawRow]:
-    """A .json file holds one array of objects, or one object per line."""
+    """Read a .json file: one array of objects, or one object per line."""
     with path.open("rb") as file:
         is_array = file.read(256).removeprefix(BOM_UTF8).lstrip().startswith(b"[")
     if not is_array:
@@ -89,39 +94,47 @@ def _object(address: str, line: bytes) -> dict[str, Any]:
 
 def _parse(address: str, text: bytes) -> Any:
     try:
-        # Given bytes, the parser would guess an encoding and let halves of surrogate pairs pass.
+        # From bytes, the parser would guess an encoding and accept halves of surrogate pairs.
         return json.loads(text.decode("utf-8"), object_pairs_hook=_once)
     except json.JSONDecodeError as problem:
         line = f"line {problem.lineno}, " if problem.lineno > 1 else ""
         where = f"{problem.msg} at {line}column {problem.colno}"
-        raise DataError(f"{address}: not valid JSON ({where}). Mend it or drop it.") from problem
+        raise DataError(f"{address}: not valid JSON ({where}). Correct it or remove it.") from problem
     except UnicodeDecodeError as problem:
         raise DataError(f"{address}: not valid UTF-8 ({problem.reason}). Save the file as UTF-8.") from problem
-    except (ValueError, RecursionError) as problem:  # a name given twice, a number of thousands of digits, nested too deep
-        raise DataError(f"{address}: the JSON cannot be taken ({problem}). Mend it or drop it.") from problem
+    except (ValueError, RecursionError) as problem:  # a repeated name, a number with thousands of digits, or too deep nesting
+        raise DataError(f"{address}: the JSON cannot be read ({problem}). Correct it or remove it.") from problem
 
 
 def _once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Gives an object. A name that stands twice is refused: the parser would keep the last and lose the others."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
+    """Return an object as a dict.
+
+    A name that appears twice is refused: the parser would keep the last value and drop the others.
+    """
+    row = dict(pairs)
+    if len(row) < len(pairs):
         names = [name for name, _ in pairs]
-        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} is given twice in one object")
-    return made
+        raise ValueError(f"{next(name for name in names if names.count(name) > 1)!r} appears twice in one object")
+    return row
 
 
 def _refuse_surrogates(address: str, row: Any) -> None:
-    """JSON can spell half of a character (``\\ud800``), which no file and no tokenizer takes."""
+    r"""Raise DataError for half of a surrogate pair.
+
+    JSON can spell one (``\ud800``), but no file and no tokenizer accepts it.
+    """
     try:
         json.dumps(row, ensure_ascii=False).encode("utf-8")
     except UnicodeEncodeError as problem:
-        what = f"\\u{ord(problem.object[problem.start]):04x}"
-        raise DataError(f"{address}: a text holds {what}, half of a surrogate pair, which is no character. Mend it.") from problem
+        escape = f"\\u{ord(problem.object[problem.start]):04x}"
+        raise DataError(
+            f"{address}: a string contains {escape}, half of a surrogate pair, which is not a character. Correct it."
+        ) from problem
 
 
 def _is_object(address: str, value: Any) -> dict[str, Any]:
     if not isinstance(value, dict):
-        raise DataError(f"{address}: a row must be a JSON object, this is a {type(value).__name__}. Mend it or drop it.")
+        raise DataError(f"{address}: a row must be a JSON object, but this is a {type(value).__name__}. Correct it or remove it.")
     return value
 
 

@@ -17,22 +17,31 @@ SPLITS = ("train", "test")
 
 
 def prepare_gsm8k(out: str | Path, *, local_dir: str | Path | None = None, hub_id: str = DATA_SOURCE) -> dict[str, Path]:
-    """The paths of ``train.parquet`` and ``test.parquet``, written to the folder ``out`` in the schema of a training row.
+    """Write ``train.parquet`` and ``test.parquet`` and return their paths by split.
 
-    Questions and answers come from the files ``train*`` and ``test*`` in ``local_dir``, or without it from the hub. Raises
-    DataError when there are none, or when a row lacks its question or the number of its answer.
+    Args:
+        out: The folder to write to.
+        local_dir: Folder with the files ``train*`` and ``test*``. None = download them from the hub.
+        hub_id: The dataset on the hub.
+
+    Raises:
+        DataError: There are no files, or a row has no question or no final number.
     """
-    made = {}
+    paths = {}
     for split in SPLITS:
         records = local_records(Path(local_dir).expanduser(), split) if local_dir else hub_records(hub_id, split)
         rows = [as_row(address, record, split, index) for index, (address, record) in enumerate(records)]
-        made[split] = _write(Path(out).expanduser() / f"{split}.parquet", rows)
-        logger.info("gsm8k: wrote %d rows to %s", len(rows), made[split])
-    return made
+        paths[split] = _write(Path(out).expanduser() / f"{split}.parquet", rows)
+        logger.info("gsm8k: wrote %d rows to %s", len(rows), paths[split])
+    return paths
 
 
 def local_records(folder: Path, split: str) -> list[RawRow]:
-    """The records of the files in ``folder`` whose names begin with ``split``."""
+    """Return the records of the files in ``folder`` whose names begin with ``split``.
+
+    Raises:
+        DataError: There is no such file, or one cannot be read.
+    """
     files = sorted(path for path in folder.glob(f"{split}*") if path.suffix in READERS)
     if not files:
         raise DataError(
@@ -43,9 +52,10 @@ def local_records(folder: Path, split: str) -> list[RawRow]:
 
 
 def hub_records(hub_id: str, split: str) -> list[RawRow]:
-    """The records of a dataset on the hub, in its folder ``main``, downloaded once or read from the local cache.
+    """Return the records in the folder ``main`` of a hub dataset, downloaded once or read from the local cache.
 
-    Raises DataError when the hub cannot give it.
+    Raises:
+        DataError: The hub cannot deliver the files.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import HfHubHTTPError, LocalEntryNotFoundError
@@ -54,18 +64,28 @@ def hub_records(hub_id: str, split: str) -> list[RawRow]:
         folder = snapshot_download(hub_id, repo_type="dataset", allow_patterns=[f"main/{split}*"])
     except (LocalEntryNotFoundError, HfHubHTTPError, OSError) as problem:
         raise DataError(
-            f"{hub_id}: the hub could not give it ({type(problem).__name__}: {problem}). Make the hub reachable, or download "
-            "the files and give their folder."
+            f"{hub_id}: the hub could not deliver it ({type(problem).__name__}: {problem}). Make the hub reachable, or download "
+            "the files and pass their folder."
         ) from problem
     return local_records(Path(folder) / "main", split)
 
 
 def as_row(address: str, record: dict[str, Any], split: str, index: int) -> dict[str, Any]:
-    """The training row of a question and its answer; ``address`` names the record in errors."""
+    """Return the training row of a question and its answer.
+
+    Args:
+        address: File and row of the record, for errors.
+        record: Holds ``question`` and ``answer``.
+        split: train or test.
+        index: Position of the record in its split.
+
+    Raises:
+        DataError: The question, the answer or its final number is missing.
+    """
     for column in ("question", "answer"):
         if not isinstance(record.get(column), str):
             raise DataError(
-                f"{address}: there is no text {column!r}; the row has {', '.join(sorted(record))}. Use files of GSM8K."
+                f"{address}: there is no string {column!r}. The row has {', '.join(sorted(record))}. Use files of GSM8K."
             )
     question, answer = record["question"].strip(), record["answer"].strip()
     return {
@@ -78,16 +98,20 @@ def as_row(address: str, record: dict[str, Any], split: str, index: int) -> dict
 
 
 def final_number(address: str, answer: str) -> str:
-    """What stands after the last ``####``, without thousands separators. Raises DataError when nothing does."""
+    """Return the text after the last ``####``, without thousands separators.
+
+    Raises:
+        DataError: There is no such text.
+    """
     _, mark, number = answer.rpartition("####")
     number = number.strip().replace(",", "")
     if not mark or not number:
-        raise DataError(f"{address}: the answer does not end in '#### number'. Mend the row, or drop it.")
+        raise DataError(f"{address}: the answer does not end in '#### number'. Correct the row, or remove it.")
     return number
 
 
 def _write(path: Path, rows: list[dict[str, Any]]) -> Path:
-    """Writes aside and renames, so that a file that exists is whole."""
+    """Write to a temporary name and rename, so that an existing file is always complete."""
     import pyarrow
     from pyarrow import parquet
 

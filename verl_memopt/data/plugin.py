@@ -1,4 +1,4 @@
-"""Classes and functions of the user's own, read from a Python file by name."""
+"""The user's own classes and functions, loaded from a Python file by name."""
 
 from __future__ import annotations
 
@@ -12,18 +12,24 @@ from verl_memopt.errors import UserError
 
 
 def load_from_file(path: str, name: str | None, *, key: str, error: type[UserError]) -> Any:
-    """The object called ``name`` in the Python file ``path``.
+    """Return the object called ``name`` in the Python file ``path``. A file is run once, even if it is loaded again.
 
-    ``key`` is the settings key that named the file. Raises ``error`` when the file is missing, does not run, or lacks the
-    name. The same file loaded twice is run once.
+    Args:
+        path: The Python file.
+        name: The class or function.
+        key: The setting that named the file, for errors.
+        error: Class of the error to raise.
+
+    Raises:
+        UserError: Of the class ``error``: the file is missing, does not run, or lacks the name.
     """
     file = Path(path).expanduser()
     if not file.is_file():
-        raise error(f"{key}={path}: there is no such file. Give the path of a Python file.")
+        raise error(f"{key}={path}: there is no such file. Set the path of a Python file.")
     module = _module_of(file.resolve(), key, error)
     if name is None or not hasattr(module, name):
         public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
-        raise error(f"{key}={path}: the file has no {name!r}; it defines {', '.join(public) or 'nothing'}. Name one of these.")
+        raise error(f"{key}={path}: the file has no {name!r}. It defines {', '.join(public) or 'nothing'}. Name one of these.")
     return getattr(module, name)
 
 
@@ -33,19 +39,19 @@ def _module_of(file: Path, key: str, error: type[UserError]) -> Any:
         return sys.modules[module_name]
     spec = importlib.util.spec_from_file_location(module_name, file)
     if spec is None or spec.loader is None:
-        raise error(f"{key}={file}: this is not a Python file. Give a file that ends in .py.")
+        raise error(f"{key}={file}: this is not a Python file. Use a file that ends in .py.")
     module = importlib.util.module_from_spec(spec)
     sys.modules[module_name] = module
     try:
         spec.loader.exec_module(module)
     except (Exception, SystemExit) as problem:  # a user's file may raise anything
         del sys.modules[module_name]
-        raise error(f"{key}={file}: the file does not run. Mend it:\n{_trace_within(problem, str(file))}") from problem
+        raise error(f"{key}={file}: the file does not run. Correct it:\n{_trace_within(problem, str(file))}") from problem
     return module
 
 
 def _trace_within(problem: BaseException, file: str) -> str:
-    """The traceback from the first frame in ``file`` on: what imported it is of no use to its author."""
+    """Return the traceback from the first frame in ``file`` on: the user needs only the part about their own code."""
     trace = problem.__traceback__
     while trace is not None and trace.tb_frame.f_code.co_filename != file:
         trace = trace.tb_next

@@ -1,4 +1,4 @@
-"""The prompts of each step with their ids, prepared while the workers compute the step before."""
+"""The prompts of each step with their ids, prepared while the workers compute the previous step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from verl_memopt.data.loader import StepLoader
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """A step's prompts and the ids of all their samples, row = prompt * n + sample; what truncation took from them."""
+    """A step's prompts, the ids of all their samples (row = prompt * n + sample), and what truncation removed."""
 
     prompts: list[PromptRow]
     prompt_ids: list[list[int]]
@@ -23,18 +23,19 @@ class StepPrompts:
 
 
 class PromptPrefetcher:
-    """Prepares the prompts of one step ahead of the caller.
+    """Prepares the prompts one step ahead of the caller.
 
-    :meth:`state_dict` is the loader's after the last step that was taken, so a resumed run loses and repeats nothing.
+    :meth:`state_dict` is the loader's state after the last step that was returned, so a resumed run loses and repeats nothing.
 
     Args:
-        loader: gives the prompts of each step.
-        n: samples of each prompt.
-        expansion: how the samples of a prompt get their ids.
-        encoder: the prefetcher's own, for it works in a thread of its own.
+        loader: Returns the prompts of each step.
+        n: Samples of each prompt.
+        expansion: How the samples of a prompt get their ids.
+        encoder: An encoder of the prefetcher's own, because it works in its own thread.
     """
 
     def __init__(self, loader: StepLoader, n: int, expansion: str, encoder: PromptEncoder) -> None:
+        """Create the thread. It prepares nothing until the first :meth:`next`."""
         self._loader = loader
         self._n = n
         self._expansion = expansion
@@ -45,10 +46,10 @@ class PromptPrefetcher:
         self._prepared: Future[tuple[StepPrompts, dict[str, Any], int]] | None = None
 
     def next(self) -> StepPrompts:
-        """Return the next step's prompts and begin to prepare those of the step after it.
+        """Return the next step's prompts and start to prepare those of the step after it.
 
         Raises:
-            DataError: as the loader and the encoder raise it.
+            DataError: As the loader and the encoder raise it.
         """
         prepared = self._thread.submit(self._prepare) if self._prepared is None else self._prepared
         self._before = self._state, self.epoch
@@ -57,15 +58,18 @@ class PromptPrefetcher:
         return step
 
     def give_back(self) -> None:
-        """Make :meth:`state_dict` that of before the last step taken, which was given up. No step can be taken after it."""
+        """Undo the last :meth:`next` in :meth:`state_dict`, because that step was abandoned.
+
+        No further step may be requested after this.
+        """
         self._state, self.epoch = self._before
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what the loader needs to go on after the last step taken."""
+        """Return what the loader needs to continue after the last returned step."""
         return self._state
 
     def close(self) -> None:
-        """End the thread; what it has prepared is dropped."""
+        """End the thread. What it has prepared is dropped."""
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _prepare(self) -> tuple[StepPrompts, dict[str, Any], int]:

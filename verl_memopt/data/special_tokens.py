@@ -1,7 +1,7 @@
-"""Special tokens inside a user's text: found, kept out of the chat template's sight, and encoded as the plain text they are.
+"""Special tokens inside a user's text: found, hidden from the chat template, and encoded as plain text.
 
-A tokenizer turns the text ``<|im_end|>`` into the token that ends a turn, wherever the text comes from. In a chat template
-that is meant. In the content of a message it is not: the row would end its own turn and start another.
+A tokenizer turns the text ``<|im_end|>`` into the token that ends a turn, wherever the text comes from. A chat template needs
+that. In the content of a message it is a fault: the row would end its own turn and start another.
 """
 
 from __future__ import annotations
@@ -17,24 +17,28 @@ from weakref import WeakKeyDictionary
 from verl_memopt.errors import DataError
 
 Spans = tuple[tuple[int, int], ...]
-"""Stretches of a text, each from its first character to the one after its last."""
+"""Parts of a text, each as (first character, character after the last)."""
 
 _OPEN, _BETWEEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
-"""Noncharacters: Unicode gives them no meaning, and no normalisation changes them."""
+"""Noncharacters: they have no meaning in Unicode, and no normalisation changes them."""
 
 
 class SpecialTokens:
-    """The special tokens of a tokenizer; ``<think>`` and the like, which a tokenizer does not mark as special, are none.
+    """The special tokens of a tokenizer. Tokens that it does not mark as special, such as ``<think>``, are not among them.
 
-    The stand-ins that take their place hold a random number, so that no text can hold one by chance or on purpose.
+    Each special token has a stand-in with a random number in it, so that no text can contain one by chance or on purpose.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
     """
 
     def __init__(self, tokenizer: Any) -> None:
+        """Collect the special tokens and choose their stand-ins."""
         added = getattr(tokenizer, "added_tokens_decoder", {}).values()
         self._single_words = {token.content for token in added if token.single_word}
         names = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
         self.names = sorted(names - {""}, key=lambda name: (-len(name), name))
-        # The longest of those that begin at one place, as tokenizers choose.
+        # Of names that begin at one place the longest matches, as in tokenizers.
         self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
         self._number = secrets.randbelow(10**18)
         self._hidden = re.compile(f"{_OPEN}{self._number}{_BETWEEN}(\\d+){_CLOSE}")
@@ -45,11 +49,11 @@ class SpecialTokens:
         self._merges = False
 
     def find(self, text: str) -> Spans:
-        """Return where special tokens stand in a text."""
+        """Return the spans of the special tokens in a text."""
         return tuple(match.span() for match in self._pattern.finditer(text))
 
     def count(self, value: Any) -> int:
-        """Return how many special tokens stand in the texts of a nested value."""
+        """Return how many special tokens the strings of a nested value contain."""
         total = 0
 
         def look(text: str) -> str:
@@ -61,14 +65,14 @@ class SpecialTokens:
         return total
 
     def hide(self, value: Any) -> Any:
-        """Return the nested value with a stand-in for each special token in its texts, for a template that must not see it."""
+        """Return a nested value with stand-ins for the special tokens in its strings, for a chat template."""
         return _map_texts(value, lambda text: self._pattern.sub(lambda match: self._stand_ins[match[0]], text))
 
     def reveal(self, text: str) -> tuple[str, Spans]:
-        """Return a rendered text with the special tokens back in place of their stand-ins, and where these are.
+        """Return a rendered text with the special tokens in place of their stand-ins, and their spans.
 
         Raises:
-            ValueError: the template took a stand-in apart.
+            ValueError: The template changed a stand-in.
         """
         parts, spans, length, end = [], [], 0, 0
         for match in self._hidden.finditer(text):
@@ -79,47 +83,47 @@ class SpecialTokens:
             length, end = length + len(name), match.end()
         whole = "".join([*parts, text[end:]])
         if f"{_OPEN}{self._number}" in whole:
-            raise ValueError("it changes the text of a message that holds a special token")
+            raise ValueError("it changes the text of a message that contains a special token")
         return whole, tuple(spans)
 
     def encode(self, texts: Sequence[str], plain: Sequence[Spans]) -> list[list[int]]:
-        """Return the ids of each text, one call for all; special tokens in the spans ``plain`` are text, all others are tokens.
+        """Return the ids of each text in one call. Special tokens in the spans ``plain`` are text, all others are tokens.
 
-        The ids of a plain one are those of a tokenizer that does not have this special token.
+        The ids of plain text are those of a tokenizer that does not have the special token.
 
         Raises:
-            DataError: the tokenizer has no fast backend.
+            DataError: The tokenizer has no fast backend.
         """
         self._blind = self._blind or self._blinded()
         marked = ["".join(self._with_stand_ins(text, spans)) for text, spans in zip(texts, plain, strict=True)]
         return [encoded.ids for encoded in self._blind.encode_batch(marked, add_special_tokens=False)]
 
     def _with_stand_ins(self, text: str, plain: Spans) -> Iterator[str]:
-        """Gives the text with stand-ins for the special tokens outside of the spans that the tokenizer would take for tokens."""
+        """Yield the text with stand-ins for the special tokens that must become tokens."""
         end = 0
         for start, after in (*plain, (len(text), len(text))):
             for match in self._pattern.finditer(text, end, start):
-                if self._gives_token(text, match):
+                if self._becomes_token(text, match):
                     yield text[end : match.start()]
                     yield self._stand_ins[match[0]]
                     end = match.end()
             yield text[end:after]
             end = after
 
-    def _gives_token(self, text: str, match: re.Match[str]) -> bool:
-        """Says whether the tokenizer makes its token of a special token's name.
+    def _becomes_token(self, text: str, match: re.Match[str]) -> bool:
+        """Return whether the tokenizer turns the name of a special token into that token.
 
-        A name that must be a single word is not matched inside a longer word. The tokenizer's model then reads it as text. A
-        model that looks pieces up in its vocabulary can still find the token there; a model that builds pieces by merges cannot.
+        A token marked ``single_word`` is not matched inside a longer word, so the tokenizer's model reads it as text. A
+        model that looks pieces up in its vocabulary can still find the token there. A model that builds pieces by merges cannot.
         """
         beside = text[: match.start()][-1:] + text[match.end() :][:1]
         stands_alone = match[0] not in self._single_words or not any(map(_in_word, beside))
         return stands_alone or not self._merges
 
     def _blinded(self) -> Any:
-        """Gives a copy of the tokenizer in which each special token is spelled as its stand-in, under the same id.
+        """Return a copy of the tokenizer in which each special token is spelled as its stand-in, with the same id.
 
-        Such a tokenizer does not know the usual spelling: it is text like any other, and merges with what is around it.
+        It treats the usual spelling as text like any other, which merges with the text around it.
         """
         if self._backend is None:
             raise DataError(
@@ -128,13 +132,13 @@ class SpecialTokens:
             )
         from tokenizers import Tokenizer
 
-        made = json.loads(self._backend.to_str())
-        self._merges = "merges" in made["model"]
-        for token in made["added_tokens"]:
+        serialized = json.loads(self._backend.to_str())
+        self._merges = "merges" in serialized["model"]
+        for token in serialized["added_tokens"]:
             if token["content"] in self._stand_ins:
                 token |= {"content": self._stand_ins[token["content"]], "normalized": False}
-        _rename(made["model"], self._stand_ins)
-        blind = Tokenizer.from_str(json.dumps(made))
+        _rename(serialized["model"], self._stand_ins)
+        blind = Tokenizer.from_str(json.dumps(serialized))
         blind.no_truncation()
         blind.no_padding()
         for name, stand_in in self._stand_ins.items():
@@ -143,13 +147,16 @@ class SpecialTokens:
 
 
 def _in_word(character: str) -> bool:
-    """Says whether a character is one of a word, as ``\\w`` of the tokenizers library has it."""
+    r"""Return whether a character is part of a word, as ``\w`` of the tokenizers library defines it."""
     kind = unicodedata.category(character)
     return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or character in "\u200c\u200d" or "\u24b6" <= character <= "\u24e9"
 
 
 def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
-    """Renames entries of a tokenizer model's vocabulary; those that merges make stay, for text makes them anyway."""
+    """Rename entries of a tokenizer model's vocabulary.
+
+    Entries that are results of merges keep their names, because plain text produces them anyway.
+    """
     merged = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge) for merge in model.get("merges", ())}
     new = {name: stand_in for name, stand_in in names.items() if name not in merged}
     vocabulary = model.get("vocab", {})
@@ -162,7 +169,7 @@ def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
 
 
 def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
-    """Gives a nested value with every text in it changed."""
+    """Return a nested value with every string in it changed."""
     if isinstance(value, str):
         return change(value)
     if isinstance(value, dict):

@@ -1,8 +1,8 @@
-"""A toy task that a laptop can train: sums of a two-digit and a one-digit number, and a tiny model that is careless at them.
+"""A toy task that a laptop can train: sums of a two-digit and a one-digit number, with a tiny model that adds carelessly.
 
-The model is warmed up on a teacher who forgets the carry more often than not. It knows how to add, but its most likely answer
-is wrong wherever there is a carry, so greedy accuracy starts near the share of sums without one. Reinforcement learning has
-only to prefer the answer that earns the reward, and the held-out sums show that it has.
+The model is warmed up on a teacher that usually forgets the carry. It can add, but its most likely answer is wrong wherever
+there is a carry, so greedy accuracy starts near the share of sums without one. Reinforcement learning only has to prefer the
+answer that earns the reward. The held-out sums show that it does.
 """
 
 from __future__ import annotations
@@ -31,20 +31,30 @@ MODEL, TRAIN, VALIDATION, RECORD = "model", "train.parquet", "val.parquet", "toy
 
 @dataclass(frozen=True)
 class ToyRecipe:
+    """Settings of the toy task."""
+
     num_validation: int = 128
-    """Held-out sums; all others are for training."""
+    """Number of held-out sums. All others are for training."""
     carry_share: float = 0.625
-    """Share of held-out sums with a carry; among all sums it is one half."""
+    """Share of held-out sums with a carry. Among all sums it is one half."""
     warm_up: WarmUp = field(default_factory=WarmUp)
     """The supervised warm-up."""
 
 
 def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None) -> Path:
-    """The folder with ``model/`` (warmed up), ``train.parquet``, ``val.parquet`` and ``toy.json`` (recipe and accuracy).
+    """Create the toy task in a folder and return the folder.
 
-    ``seed`` decides the held-out sums, the first weights and the warm-up. A folder that already holds the same seed and
-    recipe is left as it is. Otherwise everything is built aside and renamed, so what is there is whole. Raises DataError when
-    the folder exists and holds something else.
+    It holds ``model/`` (warmed up), ``train.parquet``, ``val.parquet`` and ``toy.json`` (recipe and accuracy). It is
+    built in a temporary folder, which is then renamed, so the result is always complete. A folder with the same seed and
+    recipe is kept.
+
+    Args:
+        folder: Where to put the task.
+        seed: Decides the held-out sums, the initial weights and the warm-up.
+        recipe: Settings of the task. None = the defaults.
+
+    Raises:
+        DataError: The folder exists and holds something else.
     """
     recipe = ToyRecipe() if recipe is None else recipe
     folder = Path(folder)
@@ -63,7 +73,7 @@ def make_toy(folder: str | Path, seed: int = 0, recipe: ToyRecipe | None = None)
 
 
 def split_problems(recipe: ToyRecipe, seed: int) -> tuple[list[Problem], list[Problem]]:
-    """Training and held-out sums, disjoint and in random order."""
+    """Return the training sums and the held-out sums, disjoint and in random order."""
     draw = random.Random(seed)
     sums = [(a, b) for a in range(10, 90) for b in range(1, 10)]
     draw.shuffle(sums)
@@ -75,22 +85,22 @@ def split_problems(recipe: ToyRecipe, seed: int) -> tuple[list[Problem], list[Pr
 
 
 def carries(problem: Problem) -> bool:
-    """Whether the ones of the sum reach ten."""
+    """Return whether adding the ones digits gives 10 or more."""
     return problem[0] % 10 + problem[1] >= 10
 
 
 def careless_answer(problem: Problem) -> int:
-    """The answer of somebody who forgets the carry."""
+    """Return the answer without the carry."""
     return sum(problem) - (10 if carries(problem) else 0)
 
 
 def question(problem: Problem) -> str:
-    """The sum as it is asked."""
+    """Return the sum as the prompt text."""
     return f"{problem[0]}+{problem[1]}="
 
 
 def as_row(problem: Problem, split: str, index: int) -> dict[str, Any]:
-    """The dataset row of a sum."""
+    """Return the dataset row of a sum."""
     answer = str(sum(problem))
     return {
         "data_source": DATA_SOURCE,
@@ -128,7 +138,7 @@ def _identity(seed: int, recipe: ToyRecipe) -> dict[str, Any]:
 
 
 def _holds(folder: Path, seed: int, recipe: ToyRecipe) -> bool:
-    """The record is written last, so a folder that has it is whole."""
+    """Return whether the folder holds this task. The record is written last, so a folder with a record is complete."""
     if not (folder / RECORD).is_file():
         return False
     record = json.loads((folder / RECORD).read_text())
@@ -137,4 +147,4 @@ def _holds(folder: Path, seed: int, recipe: ToyRecipe) -> bool:
 
 def _refuse_foreign(folder: Path) -> None:
     if folder.exists() and not (folder / RECORD).is_file() and (not folder.is_dir() or any(folder.iterdir())):
-        raise DataError(f"{folder}: it exists and is no toy task, so it is not replaced. Give another folder, or remove it.")
+        raise DataError(f"{folder}: it exists and is not a toy task, so it is not replaced. Choose another folder, or remove it.")

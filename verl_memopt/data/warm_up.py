@@ -19,23 +19,31 @@ Problem = tuple[int, int]
 
 @dataclass(frozen=True)
 class WarmUp:
+    """Settings of the warm-up."""
+
     carelessness: float = 0.65
-    """How often the teacher gives the careless answer; above one half, it becomes the model's greedy one."""
+    """How often the teacher gives the careless answer. Above one half it becomes the model's greedy answer."""
     steps: int = 500
     """Optimizer steps."""
     batch_size: int = 64
     """Problems per step."""
     lr: float = 3e-3
-    """Peak learning rate, reached after 20 steps; then linear to a twentieth."""
+    """Peak learning rate, reached after 20 steps. It then falls linearly to a twentieth."""
     weight_decay: float = 0.1
     """Decoupled weight decay."""
 
 
 def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmUp, seed: int) -> float:
-    """The loss of the last step, in nats per answer token; the model in ``folder`` is trained and saved in place.
+    """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
 
-    A lesson is (question, careless answer, right answer). The model learns the teacher's probabilities rather than drawn
-    answers, which takes the noise of drawing out of the labels. The same seed gives the same weights.
+    The model learns the teacher's probabilities instead of sampled answers, which removes the sampling noise from the labels. The
+    same seed gives the same weights.
+
+    Args:
+        folder: Holds model and tokenizer.
+        lessons: (question, careless answer, right answer) of each problem.
+        recipe: Settings of the warm-up.
+        seed: Seed of the batches and of the teacher.
     """
     model, tokenizer = _load(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])
@@ -59,9 +67,10 @@ def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmU
 
 
 def _teacher_loss(model: Any, prompts: Tensor, careless: Tensor, right: Tensor, is_careless: Tensor, share: float) -> Tensor:
-    """Cross entropy against both answers, weighted by how often the teacher gives each. ids [B, P] and [B, R], scalar out.
+    """Return the cross entropy against both answers, weighted by how often the teacher gives each.
 
-    The two answers differ in one token at most, the first; later tokens follow the answer that was drawn.
+    ids [B, P] and [B, R], scalar out. The two answers differ in at most one token, the first. Later tokens follow the answer that
+    was drawn.
     """
     drawn = torch.where(is_careless, careless, right)  # [B, R]
     logits = model(torch.cat([prompts, drawn], dim=1)[:, :-1], logits_to_keep=drawn.shape[1]).logits  # [B, R, V]
@@ -71,15 +80,17 @@ def _teacher_loss(model: Any, prompts: Tensor, careless: Tensor, right: Tensor, 
 
 
 def greedy_accuracy(folder: Path, problems: Sequence[tuple[str, str]]) -> float:
-    """The share of (question, answer) that the model in ``folder`` answers exactly, greedily and with its turn ended."""
+    """Return the share of (question, answer) pairs that greedy decoding answers exactly, with the turn ended."""
     model, tokenizer = _load(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, problem[0]) for problem in problems])
     answers = _ids(tokenizer, [problem[1] + tokenizer.eos_token for problem in problems])
     with _one_thread(), torch.no_grad():
-        made = prompts
+        sequences = prompts
         for _ in range(answers.shape[1]):
-            made = torch.cat([made, model(made, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)], dim=1)
-    return (made[:, prompts.shape[1] :] == answers).all(dim=1).double().mean().item()
+            sequences = torch.cat(
+                [sequences, model(sequences, logits_to_keep=1).logits[:, -1].argmax(dim=-1, keepdim=True)], dim=1
+            )
+    return (sequences[:, prompts.shape[1] :] == answers).all(dim=1).double().mean().item()
 
 
 def _load(folder: Path) -> tuple[Any, Any]:
@@ -93,13 +104,13 @@ def _prompt(tokenizer: Any, question: str) -> str:
 
 
 def _ids(tokenizer: Any, texts: list[str]) -> Tensor:
-    """int64 [B, T]; the texts of the toy task all have the same number of tokens."""
+    """Return int64 [B, T]. The texts of the toy task all have the same number of tokens."""
     return torch.tensor(tokenize(tokenizer, texts))
 
 
 @contextmanager
 def _one_thread() -> Iterator[None]:
-    """Tensors this small are fastest on one thread, and their sums come out the same on every machine size."""
+    """Use one thread: it is the fastest for such small tensors, and sums do not depend on the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

@@ -1,6 +1,6 @@
-"""Size and checksum of each file of a checkpoint: taken while the file is written, compared before it is read.
+"""Size and checksum of each file of a checkpoint: computed while the file is written, compared before it is read.
 
-Why blake3: it is a dependency of vLLM, so both builds have it, and one core hashes faster than a disk writes.
+The checksum is blake3. vLLM depends on it, so both builds have it, and one core hashes faster than a disk writes.
 """
 
 from __future__ import annotations
@@ -21,18 +21,18 @@ ALGORITHM = "blake3"
 """Name of the checksum, as a manifest records it."""
 
 CHUNK_BYTES = 8 * 2**20
-"""Bytes read at once when a file on disk is hashed."""
+"""Bytes read at once to hash a file on disk."""
 
 HASH_BESIDE_BYTES = 2**20
-"""From this many bytes on, a piece is hashed in a thread while it is written: neither holds Python's lock."""
+"""Larger pieces are hashed in a thread while they are written: neither operation holds Python's lock."""
 
 NO_SYNC = (errno.EINVAL, errno.ENOTSUP, errno.EBADF)
-"""How a file system says that a folder cannot be forced to disk on its own; it keeps names by other means."""
+"""Errors of file systems that cannot force a folder to disk. They protect names by other means."""
 
 
 @dataclass(frozen=True)
 class FileRecord:
-    """What a file must be: its size in bytes and the checksum of its contents in hexadecimal."""
+    """The size of a file in bytes, and the checksum of its contents in hexadecimal."""
 
     size: int
     digest: str
@@ -43,13 +43,17 @@ Records = dict[str, FileRecord]
 
 
 class HashedFile:
-    """A binary file for writing from start to end. What is written is hashed on its way to the file.
+    """A binary file for writing from start to end. All data is hashed on its way to the file.
 
-    A context manager that closes the file. When the disk has refused a write, the body ends with the disk's own error: torch's
-    writer drops it, and complains later that its archive is not whole.
+    Use as a context manager that closes the file. If the disk refused a write, the body ends with the disk's own error: torch's
+    writer drops that error, and later complains that its archive is incomplete.
+
+    Args:
+        file: The open file.
     """
 
     def __init__(self, file: BinaryIO) -> None:
+        """Start with an empty checksum."""
         self._file = file
         self._hash = blake3()
         self._size = 0
@@ -57,9 +61,11 @@ class HashedFile:
         self._refusal: OSError | None = None
 
     def __enter__(self) -> HashedFile:
+        """Return the file itself."""
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Close the file, and raise the disk's own error if there was one."""
         try:
             self.close()
         finally:
@@ -67,7 +73,7 @@ class HashedFile:
                 raise self._refusal
 
     def write(self, data: bytes | bytearray | memoryview) -> int:
-        """Write all of ``data`` and return the number of its bytes."""
+        """Write all of ``data`` and return its number of bytes."""
         if len(data) < HASH_BESIDE_BYTES:
             self._hash.update(data)
             written = self._write(data)
@@ -89,15 +95,15 @@ class HashedFile:
             raise
 
     def tell(self) -> int:
-        """Return the bytes written so far."""
+        """Return the number of bytes written so far."""
         return self._size
 
     def flush(self) -> None:
-        """Hand what is written to the operating system."""
+        """Pass all written data to the operating system."""
         self._file.flush()
 
     def fileno(self) -> int:
-        """Return the file's descriptor, after handing over what is written, so that a sync by descriptor has all of it."""
+        """Return the file's descriptor after a flush, so that a sync by descriptor includes all data."""
         self._file.flush()
         return self._file.fileno()
 
@@ -108,16 +114,16 @@ class HashedFile:
 
     @property
     def record(self) -> FileRecord:
-        """Size and checksum of what was written so far."""
+        """Size and checksum of the data written so far."""
         return FileRecord(self._size, self._hash.hexdigest())
 
 
 @contextmanager
 def hashed_file(path: Path, records: Records, name: str) -> Iterator[HashedFile]:
-    """Open ``path`` for writing; at the end force it to disk and keep its record as ``records[name]``.
+    """Open ``path`` for writing. At the end force it to disk and store its record as ``records[name]``.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: The disk refuses.
     """
     with HashedFile(path.open("wb")) as file:
         yield file
@@ -126,10 +132,10 @@ def hashed_file(path: Path, records: Records, name: str) -> Iterator[HashedFile]
 
 
 def record_file(path: Path) -> FileRecord:
-    """Force a file to disk and return its record, read back.
+    """Force a file to disk, read it back and return its record.
 
     Raises:
-        OSError: the file cannot be read.
+        OSError: The file cannot be read.
     """
     with path.open("rb") as file:
         os.fsync(file.fileno())
@@ -137,18 +143,18 @@ def record_file(path: Path) -> FileRecord:
 
 
 def record_folder(folder: Path, root: Path) -> Records:
-    """Return the record of every file below ``folder``, each forced to disk; names are relative to ``root``."""
+    """Return the record of every file below ``folder``, each forced to disk. Names are relative to ``root``."""
     files = sorted(path for path in folder.rglob("*") if path.is_file())
     return {path.relative_to(root).as_posix(): record_file(path) for path in files}
 
 
 def file_fault(path: Path, record: FileRecord, contents: bool = True) -> str | None:
-    """Return what is wrong with a file, or None where it is what its record says.
+    """Return how a file differs from its record, in words, or None if it does not.
 
     Args:
-        path: of the file.
-        record: what it must be.
-        contents: compare the checksum too, and not the size alone.
+        path: The file.
+        record: Its expected size and checksum.
+        contents: Compare the checksum, not only the size.
     """
     try:
         size = path.stat().st_size
@@ -169,7 +175,7 @@ def sync_folders(root: Path) -> None:
     """Force the names in ``root`` and in every folder below it to disk, inner folders first.
 
     Raises:
-        OSError: the disk refuses.
+        OSError: The disk refuses.
     """
     for folder in sorted((path for path in root.rglob("*") if path.is_dir()), reverse=True):
         sync_folder(folder)
@@ -177,7 +183,11 @@ def sync_folders(root: Path) -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Force the names in one folder to disk, so that a rename or a new file outlives a power cut."""
+    """Force the names in one folder to disk, so that a rename or a new file survives a power failure.
+
+    Raises:
+        OSError: The disk refuses.
+    """
     descriptor = os.open(folder, os.O_RDONLY | os.O_DIRECTORY)
     try:
         os.fsync(descriptor)

@@ -12,9 +12,17 @@ from verl_memopt.distributed.device import backend
 
 
 def join_process_group(device: torch.device, rank: int, world_size: int, address: str, port: int, timeout_seconds: float) -> None:
-    """Joins the default process group; a world of one needs neither address nor port.
+    """Join the default process group.
 
-    Does nothing where this process is already in one (a planner's fake group, a test's).
+    Does nothing where this process is already in one, such as the fake group of a planner or a test.
+
+    Args:
+        device: Decides the backend.
+        rank: This process's rank.
+        world_size: Number of processes. One process needs neither address nor port.
+        address: Address of rank 0's node.
+        port: Free port on that node.
+        timeout_seconds: Longest wait for a collective.
     """
     if dist.is_initialized():
         return
@@ -27,13 +35,13 @@ def join_process_group(device: torch.device, rank: int, world_size: int, address
 
 
 def leave_process_group() -> None:
-    """Leaves the default process group, if this process is in one."""
+    """Leave the default process group, if this process is in one."""
     if dist.is_initialized():
         dist.destroy_process_group()
 
 
 def training_mesh(device_type: str, world_size: int, fsdp_size: int) -> DeviceMesh:
-    """Gives the mesh to shard over: flat for ``fsdp_size`` of -1 or the whole world, else replicate x shard (HSDP)."""
+    """Return the mesh to shard over: flat for ``fsdp_size`` -1 or the whole world, else replicate x shard (HSDP)."""
     if fsdp_size in (-1, world_size):
         return init_device_mesh(device_type, (world_size,), mesh_dim_names=("shard",))
     shape = (world_size // fsdp_size, fsdp_size)

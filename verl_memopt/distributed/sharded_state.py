@@ -1,4 +1,4 @@
-"""Training state to and from disk with torch's distributed checkpoint: each rank its shard, any number of ranks can load it."""
+"""Training state on disk in torch's distributed checkpoint format: one shard per rank, loadable by any number of ranks."""
 
 from __future__ import annotations
 
@@ -36,21 +36,29 @@ READ_ERRORS = (
     *(ValueError, LookupError, TypeError, AttributeError, AssertionError, ImportError, EOFError, OverflowError, MemoryError),
     pickle.PickleError,
 )
-"""What torch and pickle raise over a file whose contents are not what was written."""
+"""Errors that torch and pickle raise for a damaged file."""
 
 
 def save_training_state(
     folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, device: torch.device, contents: Sequence[str]
 ) -> Records:
-    """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, generators).
+    """Write the chosen parts into ``folder``: dcp/ (model, optimizer) and extra_rank_N.pt (schedule, random generators).
 
-    Shards are written from where they lie. Every file is forced to disk.
+    Each shard is written from its own device. Every file is forced to disk.
+
+    Args:
+        folder: The checkpoint's folder.
+        model: The sharded model.
+        optimizer: Its optimizer.
+        schedule: Its learning-rate schedule.
+        device: The device of the random generator and of the copies.
+        contents: Any of ``model``, ``optimizer``, ``extra``.
 
     Returns:
         The record of each file that this rank wrote, relative to ``folder``.
 
     Raises:
-        CheckpointError: naming the folder and the disk's own text.
+        CheckpointError: The disk refuses. The message names the folder and the disk's error.
     """
     records: Records = {}
     try:
@@ -73,10 +81,20 @@ def save_training_state(
 def load_training_state(
     folder: Path, model: nn.Module, optimizer: Optimizer, schedule: LambdaLR, device: torch.device, contents: Sequence[str]
 ) -> None:
-    """Reads the chosen parts back, in place.
+    """Read the chosen parts back, in place.
 
-    Schedule and generators come from this rank's file, or from rank 0's where the number of ranks has grown.
-    Errors: CheckpointError naming the folder and what is wrong.
+    Schedule and random generators come from this rank's file, or from rank 0's if the number of ranks has grown.
+
+    Args:
+        folder: The checkpoint's folder.
+        model: The sharded model.
+        optimizer: Its optimizer.
+        schedule: Its learning-rate schedule.
+        device: The device of the random generator.
+        contents: Any of ``model``, ``optimizer``, ``extra``.
+
+    Raises:
+        CheckpointError: A file is missing or damaged. The message names the folder and the error.
     """
     try:
         state = _state(model, optimizer, contents)
@@ -96,7 +114,7 @@ def load_training_state(
 def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if "model" in contents:
-        # What is frozen comes from the model's folder again.
+        # Frozen parameters are read from the model's folder again.
         state["model"] = get_model_state_dict(model, options=StateDictOptions(ignore_frozen_params=True))
     if "optimizer" in contents:
         state["optimizer"] = _optimizer_state(model, optimizer)
@@ -104,9 +122,9 @@ def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> d
 
 
 def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
-    """Gives the state of an optimizer, also of one whose updates were all skipped so far.
+    """Return the state of an optimizer, even if all its updates were skipped so far.
 
-    Torch makes its state then by a step with gradients and a rate of 0. That step must not count.
+    Torch then creates the state by a step with gradients and a learning rate of 0. That step must not count.
     """
     has_stepped = bool(optimizer.state)
     state = get_optimizer_state_dict(model, optimizer)
@@ -118,7 +136,7 @@ def _optimizer_state(model: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
 
 @contextmanager
 def _one_checksum() -> Iterator[None]:
-    """Keeps torch from computing a CRC-32 of each tensor besides: it costs more than ours, and torch's load never reads it."""
+    """Disable torch's CRC-32 of each tensor: it costs more than blake3, and torch never checks it on loading."""
     before = get_crc32_options()
     set_crc32_options(False)
     try:
@@ -129,7 +147,7 @@ def _one_checksum() -> Iterator[None]:
 
 @contextmanager
 def _own_arguments(optimizer: Optimizer) -> Iterator[None]:
-    """Keeps weight decay, betas and the like as the settings have them: torch's load takes the checkpoint's without a word."""
+    """Keep weight decay, betas and the like of the settings. Torch's load would silently use the checkpoint's."""
     arguments = inspect.signature(type(optimizer)).parameters
     own = [{name: value for name, value in group.items() if name in arguments} for group in optimizer.param_groups]
     yield
@@ -138,15 +156,20 @@ def _own_arguments(optimizer: Optimizer) -> Iterator[None]:
 
 
 class HashingFileSystem(FileSystem):
-    """torch's file system of a checkpoint that keeps the record of each file written through it, relative to ``root``."""
+    """Torch's file system for checkpoints, extended to keep the record of each file that it writes, relative to ``root``.
+
+    Args:
+        root: The checkpoint's folder.
+    """
 
     def __init__(self, root: Path) -> None:
+        """Start without records."""
         self.root = root
         self.records: Records = {}
 
     @contextmanager
     def create_stream(self, path: str | os.PathLike[str], mode: str) -> Iterator[Any]:
-        """Open a file; what is written to it is hashed."""
+        """Open a file. All data written to it is hashed."""
         if mode != "wb":
             with super().create_stream(path, mode) as stream:
                 yield stream
@@ -156,7 +179,7 @@ class HashingFileSystem(FileSystem):
         self.records[self._name(path)] = file.record
 
     def rename(self, path: str | os.PathLike[str], new_path: str | os.PathLike[str]) -> None:
-        """Rename a file, whose record follows it."""
+        """Rename a file and its record."""
         super().rename(path, new_path)
         self.records[self._name(new_path)] = self.records.pop(self._name(path))
 
@@ -170,9 +193,9 @@ class HashingFileSystem(FileSystem):
 
 
 def _writer(folder: Path, device: torch.device, storage: FileSystem) -> dcp.FileSystemWriter:
-    """Gives torch's writer, which forces what it wrote to disk, through ``storage``.
+    """Return torch's writer, which forces its files to disk, on top of ``storage``.
 
-    On a CPU run it copies nothing ahead: it would do so on a stream of any GPU it sees, and start CUDA.
+    On a CPU run it copies nothing ahead: it would use a stream of any GPU that it sees, and start CUDA.
     """
     writer = dcp.FileSystemWriter(folder) if is_gpu(device) else dcp.FileSystemWriter(folder, per_thread_copy_ahead=0)
     writer.fs = storage
@@ -197,7 +220,7 @@ def _restore_extra(extra: dict[str, Any], schedule: LambdaLR, device: torch.devi
 
 
 def _root(error: BaseException) -> str:
-    """Gives the cause as a short line: a collective save wraps each rank's own error."""
+    """Return the cause as a short line. A collective save wraps each rank's own error."""
     if isinstance(error, CheckpointException):
         failures = [failure for failure, _ in error.failures.values()]
         return "; ".join(sorted({f"{type(failure).__name__}: {failure}" for failure in failures}))

@@ -13,7 +13,7 @@ from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPoli
 
 
 def stays_plain(mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> bool:
-    """Whether a model needs no sharding: one device, no cast between rest and compute, and parameters that live on it."""
+    """Return whether a model needs no sharding: one device, one dtype for storage and compute, and no offloading."""
     return mesh.size() == 1 and precision.param_dtype is None and type(offload) is OffloadPolicy
 
 
@@ -26,11 +26,19 @@ def shard_model(
     reshard_after_forward: bool | int,
     prefetch: bool,
 ) -> None:
-    """Shards ``units`` and then what is left of ``root`` over the mesh, in place.
+    """Shard ``units``, then the rest of ``root``, over the mesh, in place.
 
-    precision: of compute and of the gradient reduction. offload: where the shards live. prefetch: gather the next unit while
-    the present one computes. On one device there is nothing to share, and a model whose parameters are computed with as they
-    rest stays plain: FSDP2 would gather a copy of every unit.
+    On one device there is nothing to shard, and a model whose storage dtype is its compute dtype stays plain: FSDP2 would gather
+    a copy of every unit.
+
+    Args:
+        root: The model.
+        units: The modules that are gathered together, such as decoder blocks, in the order of the forward.
+        mesh: The mesh of :func:`verl_memopt.distributed.process_group.training_mesh`.
+        precision: Dtypes of compute and of the gradient reduction.
+        offload: Where the shards are stored.
+        reshard_after_forward: As in FSDP2.
+        prefetch: Gather the next unit while the present one computes.
     """
     if stays_plain(mesh, precision, offload):
         return
@@ -41,7 +49,7 @@ def shard_model(
     with unset_fake_temporarily():
         for unit in units:
             fully_shard(unit, **options)
-        # The root's parameters are in use to the end of the forward and again from the start of the backward.
+        # The root's parameters are used until the end of the forward, and again from the start of the backward.
         fully_shard(root, **{**options, "reshard_after_forward": False})
     if prefetch:
         for unit, following in pairwise(units):

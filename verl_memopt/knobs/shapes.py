@@ -80,7 +80,7 @@ class Shapes:
         return others + max(self.final_norm_bytes, self.backward_bytes)
 
     def _of_others(self, blocks: int) -> int:
-        """What some blocks keep while another's backward runs."""
+        """Return what some blocks keep while another's backward runs."""
         model = self.settings.model
         if model.enable_gradient_checkpointing and model.enable_activation_offload:
             blocks = min(blocks, model.activation_offload_in_flight)
@@ -138,7 +138,7 @@ class Shapes:
         return self.mlp_bytes(self.tokens)
 
     def mlp_bytes(self, cut: int) -> int:
-        """Gives what is held at the backward of the MLP, at the gate's or at the norm's, in tiles as ``cut`` tokens are cut.
+        """Return the bytes held at the backward of the MLP, in tiles as ``cut`` tokens are cut.
 
         A weight's gradient that is summed over tiles is among it; once given to its parameter it is of another kind.
         """
@@ -204,7 +204,7 @@ class Shapes:
 
 
 def width(dtype: str) -> int:
-    """Gives the bytes of an element by the settings' spelling of a dtype."""
+    """Return the bytes of an element of a dtype, by its name in the settings."""
     return 4 if dtype in ("fp32", "float32") else 2
 
 

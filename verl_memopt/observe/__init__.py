@@ -1,1 +1,1 @@
-"""What a run shows: bytes, seconds, metrics, charts and the run folder."""
+"""Measurements of a run and their output: bytes, seconds, metrics, charts and the run folder."""

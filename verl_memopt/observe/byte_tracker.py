@@ -1,6 +1,6 @@
-"""Live tensor bytes of a program, counted storage by storage without asking an allocator.
+"""Live tensor bytes of a program, counted by storage and without an allocator.
 
-The tracker sees what a program holds: neither what an allocator reserves nor what a kernel uses inside itself.
+The tracker sees the tensors of a program. It sees neither memory that an allocator reserves nor memory inside a kernel.
 Compile must be off while it is active: a compiled function runs eagerly under any dispatch mode, and stays eager after it.
 """
 
@@ -33,25 +33,30 @@ _declared: dict[int, weakref.ref[torch.UntypedStorage]] = {}
 
 
 def declare_host(storage: torch.UntypedStorage) -> None:
-    """Says that a storage is of the host tier, to trackers that are entered after it was born too."""
+    """Declare that a storage is on the host tier, also for trackers that are entered later."""
     key = storage._cdata
     _declared[key] = weakref.ref(storage, lambda _: _declared.pop(key, None))
 
 
 class DeviceLimitError(torch.OutOfMemoryError):
-    """Live bytes passed a tracker's limit, as on a device that is full.
+    """Live bytes passed a tracker's limit, as on a full device.
 
-    num_bytes: with what was asked for. kinds: at that moment. op: the one that asked. asked_bytes: what it asked for.
+    Args:
+        num_bytes: Live bytes including the new allocation.
+        kinds: Live bytes by kind.
+        op: The op that allocated.
+        asked_bytes: Size of the new allocation.
     """
 
     def __init__(self, num_bytes: int, kinds: dict[str, int], op: str, asked_bytes: int) -> None:
+        """Keep the figures beside the message."""
         super().__init__(f"{op}: {num_bytes} bytes are past the limit")
         self.num_bytes, self.kinds, self.op, self.asked_bytes = num_bytes, kinds, op, asked_bytes
 
 
 @dataclass
 class Peak:
-    """The moment a tier held most: its bytes, their kinds, and the op that ended it."""
+    """The moment at which a tier held most: its bytes, their kinds, and the op that reached it."""
 
     bytes: int = 0
     kinds: dict[str, int] = field(default_factory=dict)
@@ -69,15 +74,20 @@ class _Entry:
 class ByteTracker(TorchDispatchMode):
     """Counts live storage bytes by (tier, kind) while it is entered, and keeps the peak of each tier and of each kind.
 
-    The tier of a storage is its device when ``device`` is a GPU. On a CPU both tiers are ``cpu``, so the tier is what
-    the innermost ``scope(tier=...)`` says, ``device`` outside any. The kind is what ``mark`` or the innermost
-    ``scope(kind=...)`` says, ``default_kind`` outside any.
+    If ``device`` is a GPU, the tier of a storage is its device. On a CPU both tiers are ``cpu``, so the innermost
+    ``scope(tier=...)`` decides, and outside any scope the tier is ``device``. The kind is set by ``mark`` or by the innermost
+    ``scope(kind=...)``; outside any scope it is ``default_kind``.
 
-    Tensors born before the tracker was entered are unknown to it, and a view of one counts as new: ``mark`` them first.
-    To count fake tensors enter a ``FakeTensorMode`` first. Outside one they are ignored: DTensor makes some of full size to
-    propagate shapes the first time it meets an op. Inside one these count once too, so read the second step.
-    Dispatch modes are per thread: what another thread allocates is not seen.
-    With ``limit_bytes`` the op that takes the device tier past it raises DeviceLimitError.
+    The tracker does not know tensors created before it was entered, and counts a view of one as new: ``mark`` them first. To
+    count fake tensors, enter a ``FakeTensorMode`` first. Outside one they are ignored, because DTensor creates some of full size
+    to propagate shapes the first time it meets an op. Inside one these count once too, so read the second step. Dispatch modes
+    are per thread: allocations of another thread are not seen.
+
+    Args:
+        device: Device of the program. None = the CPU.
+        block_bytes: Sizes are rounded up to a multiple of this.
+        default_kind: Kind outside of any scope.
+        limit_bytes: Largest number of bytes of the device tier. The op that passes it raises DeviceLimitError. None = no limit.
     """
 
     def __init__(
@@ -87,6 +97,7 @@ class ByteTracker(TorchDispatchMode):
         default_kind: str = "activations",
         limit_bytes: int | None = None,
     ) -> None:
+        """Start with empty counts."""
         super().__init__()
         self._limit_bytes = limit_bytes
         self.totals: Counter[tuple[str, str]] = Counter()
@@ -103,25 +114,28 @@ class ByteTracker(TorchDispatchMode):
         self._resize: Callable[..., Any] = torch.UntypedStorage.resize_
 
     def total(self, tier: str = DEVICE) -> int:
-        """Gives the live bytes of a tier."""
+        """Return the live bytes of a tier."""
         return self._tier_bytes[tier]
 
     def kinds(self, tier: str = DEVICE) -> dict[str, int]:
-        """Gives the live bytes of a tier by kind; kinds without a byte are left out."""
+        """Return the live bytes of a tier by kind, without kinds of 0 bytes."""
         return {kind: held for (where, kind), held in self.totals.items() if where == tier and held}
 
     def enter(self, phase: str) -> None:
-        """Names the phase that begins and makes the present the peak of both tiers, kinds included."""
+        """Begin a phase: the present bytes become the peak of both tiers and of each kind."""
         self.phase = phase
         self.peaks = {tier: Peak(self.total(tier), self.kinds(tier), f"start of {phase}") for tier in (DEVICE, HOST)}
         self.kind_peaks = Counter(self.totals)
 
     def most(self, tier: str = DEVICE) -> dict[str, int]:
-        """Gives the most bytes each kind of a tier ever held in the phase; the moments differ, so they do not add up."""
+        """Return the peak bytes of each kind of a tier in the phase.
+
+        Kinds reach their peaks at different moments, so the peaks do not add up.
+        """
         return {kind: held for (where, kind), held in self.kind_peaks.items() if where == tier and held}
 
     def mark(self, kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) -> None:
-        """Labels the storages of tensors; those that were unknown are counted from here on."""
+        """Label the storages of tensors. Unknown storages are counted from here on."""
         for storage, device in _storages(tensors):
             entry = self._entries.get(storage._cdata)
             if entry is None:
@@ -132,7 +146,7 @@ class ByteTracker(TorchDispatchMode):
 
     @contextmanager
     def scope(self, kind: str | None = None, tier: str | None = None) -> Iterator[None]:
-        """Labels the storages born inside; what is not given stays as the enclosing scope says."""
+        """Label the storages created in the body. An argument of None keeps the label of the enclosing scope."""
         outer_kind, outer_tier = self._scopes[-1]
         self._scopes.append((kind or outer_kind, tier or outer_tier))
         try:
@@ -141,7 +155,7 @@ class ByteTracker(TorchDispatchMode):
             self._scopes.pop()
 
     def see(self, tensor: torch.Tensor) -> None:
-        """Counts a tensor's storage if it is new, and adjusts it if its size changed."""
+        """Count a tensor's storage if it is new, and update it if its size has changed."""
         for storage, device in _storages([tensor]):
             self._see_storage(storage, device)
 
@@ -190,20 +204,21 @@ class ByteTracker(TorchDispatchMode):
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """Return False: torch would wrap the dispatch below in a guard against compilation, which costs 50 microseconds an op."""
+        """Return False. With True, torch would wrap each dispatch in a guard against compilation, at 50 microseconds per op."""
         return False
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None) -> Any:
+        """Run an op and count the storages of its results."""
         # A wrapper subclass runs its own dispatch, and the ops on its inner tensors come back here.
         if types and any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
         result = func(*args, **kwargs) if kwargs else func(*args)
         if func is torch.ops._c10d_functional.wait_tensor.default:
-            # Eager gives the argument back; fake and meta kernels make a second tensor that no real run holds.
+            # Eager returns the argument. Fake and meta kernels create a second tensor that no real run holds.
             return args[0]
         self._op = func
         if type(result) is torch.Tensor and result.layout is torch.strided:
-            # What nearly every op gives, without what only others need: this runs once an op.
+            # The fast path for nearly every op, because this runs once per op.
             if result.device.type != "meta":
                 self._see_storage(result.untyped_storage(), result.device)
             return result
@@ -213,6 +228,7 @@ class ByteTracker(TorchDispatchMode):
         return result
 
     def __enter__(self) -> ByteTracker:
+        """Begin to count."""
         assert not _active, "a ByteTracker is already active"
         super().__enter__()
         self._plans = active_fake_mode() is not None
@@ -221,10 +237,11 @@ class ByteTracker(TorchDispatchMode):
         return self
 
     def __exit__(self, *exception: object) -> None:
+        """Stop counting. The figures stay."""
         _active.remove(self)
         torch.UntypedStorage.resize_ = self._resize  # type: ignore[method-assign]
         super().__exit__(*exception)
-        # Storages that outlive the tracker must not keep it alive, nor change its figures after the phase.
+        # Storages that outlive the tracker must neither keep it alive nor change its figures after the phase.
         self._entries.clear()
 
     def _patch_resize(self) -> None:
@@ -242,15 +259,15 @@ class ByteTracker(TorchDispatchMode):
 
 
 def active_tracker() -> ByteTracker | None:
-    """Gives the tracker that is counting, or None."""
+    """Return the tracker that is counting, or None."""
     return _active[-1] if _active else None
 
 
 @contextmanager
 def scope(kind: str | None = None, tier: str | None = None) -> Iterator[None]:
-    """Labels the storages born inside with the active tracker; changes nothing when none is active.
+    """Label the storages created in the body with the active tracker. Does nothing if none is active.
 
-    A pass opens it, and so may the forward and the backward of an autograd function.
+    A pass opens a scope, and so may the forward and the backward of an autograd function.
     """
     tracker = active_tracker()
     if tracker is None:
@@ -261,28 +278,28 @@ def scope(kind: str | None = None, tier: str | None = None) -> Iterator[None]:
 
 
 def mark(kind: str, tensors: Iterable[torch.Tensor], tier: str | None = None) -> None:
-    """Labels the storages of tensors with the active tracker; changes nothing when none is active."""
+    """Label the storages of tensors with the active tracker. Does nothing if none is active."""
     tracker = active_tracker()
     if tracker is not None:
         tracker.mark(kind, tensors, tier)
 
 
 def storages_of(tensor: torch.Tensor) -> list[torch.UntypedStorage]:
-    """Gives the storages under a tensor, those of its inner tensors where it wraps some."""
+    """Return the storages of a tensor, or those of its inner tensors if it wraps some."""
     return [storage for storage, _ in _storages([tensor])]
 
 
 def device_storages(tensor: torch.Tensor, device: torch.device) -> list[torch.UntypedStorage]:
-    """Gives the storages under a tensor that are of ``device``'s tier: no host buffer, and nothing of another device."""
+    """Return the storages of a tensor that are on ``device``'s tier: no host buffers, and none of other devices."""
     return [storage for storage, where in _storages([tensor]) if where.type == device.type and storage._cdata not in _declared]
 
 
 def _storages(tensors: Iterable[torch.Tensor]) -> Iterator[tuple[torch.UntypedStorage, torch.device]]:
     for tensor in tensors:
         if is_traceable_wrapper_subclass(tensor):
-            # A DTensor names its device mesh beside its local tensor; only tensors hold bytes.
+            # A DTensor lists its device mesh beside its local tensor. Only tensors hold bytes.
             inner = (getattr(tensor, name) for name in tensor.__tensor_flatten__()[0])
             yield from _storages(part for part in inner if isinstance(part, torch.Tensor))
         elif tensor.layout is torch.strided and tensor.device.type != "meta":
-            # A fake tensor names the device it stands for; a meta one holds nothing.
+            # A fake tensor reports the device that it imitates. A meta tensor holds nothing.
             yield tensor.untyped_storage(), tensor.device

@@ -34,7 +34,12 @@ Points = tuple[list[float], list[float]]
 
 
 def draw_charts(folder: RunFolder, out: Path | None = None) -> list[Path]:
-    """Draws a run's three charts from its files into ``out`` (the run folder unless given) and gives their paths."""
+    """Draw a run's three charts from its files and return their paths.
+
+    Args:
+        folder: The run.
+        out: Folder for the charts. None = the run folder.
+    """
     target = out or folder.path
     target.mkdir(parents=True, exist_ok=True)
     metrics, timeline = folder.read_metrics(), folder.read_timeline()
@@ -46,7 +51,7 @@ def draw_charts(folder: RunFolder, out: Path | None = None) -> list[Path]:
 
 
 def draw_reward(metrics: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draws training reward and validation score over steps."""
+    """Draw training reward and validation score over steps."""
     drawing = figure(8.5, 4.5)
     axes = drawing.add_subplot()
     style(axes, "Reward and validation score", "training step", "mean score")
@@ -65,19 +70,19 @@ def draw_reward(metrics: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def reward_points(metrics: Sequence[Mapping[str, Any]]) -> Points:
-    """Gives steps and mean scores of the training samples."""
+    """Return steps and mean scores of the training samples."""
     rows = [row for row in metrics if "critic/score/mean" in row]
     return [row["step"] for row in rows], [row["critic/score/mean"] for row in rows]
 
 
 def validation_points(metrics: Sequence[Mapping[str, Any]]) -> Points:
-    """Gives steps and headline scores of the validations."""
+    """Return steps and headline scores of the validations."""
     points = [(row["step"], score) for row in metrics if (score := headline_score(row)) is not None]
     return [step for step, _ in points], [score for _, score in points]
 
 
 def plot_reward(axes: Axes, points: Points, colour: str, label: str) -> None:
-    """Plots a reward curve; a long one as its running mean, with the raw values faint behind it."""
+    """Plot a reward curve. A long curve is drawn as its running mean, with the raw values faint behind it."""
     steps, values = points
     if len(steps) < SMOOTH_FROM:
         axes.plot(steps, values, color=colour, marker="o", markersize=3.5, linewidth=1.5, label=label)
@@ -88,12 +93,12 @@ def plot_reward(axes: Axes, points: Points, colour: str, label: str) -> None:
 
 
 def running_mean(values: Sequence[float], window: int) -> list[float]:
-    """Gives at each place the mean of the last ``window`` values, of fewer at the beginning."""
+    """Return, for each position, the mean of the last ``window`` values, or of fewer at the beginning."""
     return [sum(part) / len(part) for part in (values[max(0, i + 1 - window) : i + 1] for i in range(len(values)))]
 
 
 def draw_peaks(summary: Mapping[str, Any], path: Path) -> Path:
-    """Draws each phase's peak as a bar, stacked by kind where the kinds are known; reserved and used memory as ticks."""
+    """Draw the peak of each phase as a bar, stacked by kind where known, with reserved and used memory as ticks."""
     phases = {name: phase for name, phase in summary["phases"].items() if phase["peak_allocated_bytes"] is not None}
     drawing = figure(8.5, 1.6 + 0.42 * max(3, len(phases)))
     axes = drawing.add_subplot()
@@ -117,17 +122,17 @@ def draw_peaks(summary: Mapping[str, Any], path: Path) -> Path:
 
 
 def _stack_bars(axes: Axes, phases: Mapping[str, Mapping[str, Any]], divisor: float) -> None:
-    found = {kind for phase in phases.values() for kind in phase["kinds"]}
-    order = [kind for kind in KIND_COLOURS if kind in found] + sorted(found - set(KIND_COLOURS))
+    present = {kind for phase in phases.values() for kind in phase["kinds"]}
+    order = [kind for kind in KIND_COLOURS if kind in present] + sorted(present - set(KIND_COLOURS))
     palette = colours(order, KIND_COLOURS)
     left = [0.0] * len(phases)
     for kind in order:
         widths = [phase["kinds"].get(kind, 0) / divisor for phase in phases.values()]
         axes.barh(range(len(phases)), widths, left=left, height=0.62, color=palette[kind], label=kind)
         left = [start + width for start, width in zip(left, widths, strict=True)]
-    rest = [phase["peak_allocated_bytes"] / divisor - start for phase, start in zip(phases.values(), left, strict=True)]
-    if max(rest) > 1e-9:
-        axes.barh(range(len(phases)), rest, left=left, height=0.62, color="#4c78a8" if not order else "#b8bec6",
+    unlabelled = [phase["peak_allocated_bytes"] / divisor - start for phase, start in zip(phases.values(), left, strict=True)]
+    if max(unlabelled) > 1e-9:
+        axes.barh(range(len(phases)), unlabelled, left=left, height=0.62, color="#4c78a8" if not order else "#b8bec6",
                   label="live tensors" if not order else "kind unknown")  # fmt: skip
 
 

@@ -18,7 +18,7 @@ Summaries = Mapping[str, Mapping[str, Any]]
 
 
 def run_names(folders: Sequence[RunFolder]) -> list[str]:
-    """Gives each run a short name of its own: its folder's, with as many parents as tell all of them apart."""
+    """Return a short, unique name for each run: its folder, with as many parents as needed."""
     paths = [folder.path.resolve() for folder in folders]
     for depth in range(1, max(len(path.parts) for path in paths) + 1):
         names = ["/".join(path.parts[-depth:]) for path in paths]
@@ -28,7 +28,10 @@ def run_names(folders: Sequence[RunFolder]) -> list[str]:
 
 
 def comparison_table(summaries: Summaries) -> Table:
-    """Gives one row a run: steps, seconds, scores, and each phase's peak live MiB with the change against the first run."""
+    """Return one column per run: steps, seconds, scores, and the peak live MiB of each phase.
+
+    Peaks show the change against the first run where both were counted in the same way.
+    """
     table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     table.add_column("")
     for name in summaries:
@@ -48,17 +51,17 @@ def comparison_table(summaries: Summaries) -> Table:
 
 
 def phases_of(summaries: Summaries) -> list[str]:
-    """Gives the phases of all runs, in the order of the first run that has them."""
+    """Return the phases of all runs, in the order in which they first appear."""
     return list(dict.fromkeys(phase for summary in summaries.values() for phase in summary["phases"]))
 
 
 def peak_of(summary: Mapping[str, Any], phase: str) -> int | None:
-    """Gives a phase's peak live bytes, or None where it was not counted or did not run."""
+    """Return a phase's peak live bytes, or None if it was not counted or did not run."""
     return summary["phases"][phase]["peak_allocated_bytes"] if phase in summary["phases"] else None
 
 
 def draw_comparison(folders: Mapping[str, RunFolder], summaries: Summaries, out: Path) -> list[Path]:
-    """Draws the runs' scores and their peaks by phase into ``out`` and gives the paths."""
+    """Draw the runs' scores and their peaks by phase into ``out`` and return the paths."""
     out.mkdir(parents=True, exist_ok=True)
     return [
         _draw_scores(folders, out / "compare_reward_and_validation.png"),

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes: a progress bar, one line a step without a terminal, a table now and then."""
+"""The console output of a run: a progress bar, one line per step without a terminal, and a table every few steps."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from verl_memopt.observe.validation import headline_score
 Metrics = Mapping[str, float]
 
 KL_NAMES = ("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl")
-"""Where a step's KL stands: to the reference where one is asked for, else to the policy of the rollout."""
+"""Metrics with a step's KL: to the reference if there is one, else to the policy of the rollout."""
 
 
 def named(*names: str) -> Callable[[Metrics], float | None]:
-    """Gives a reader of the first of these metrics that a step has."""
+    """Return a function that reads the first of these metrics that a step has."""
     return lambda metrics: next((metrics[name] for name in names if name in metrics), None)
 
 
@@ -46,11 +46,11 @@ STEP_COLUMNS: tuple[tuple[str, Callable[[Metrics], float | None], Callable[[floa
     ("s/step", named("perf/time_per_step"), _as("{:.2f}")),
     ("peak\nMiB", _peak_bytes, lambda size: _mib(size)),
 )
-"""Head, reader and format of the step table. Throughput is per device, as its metric is."""
+"""Header, reader and format of each column of the step table. Throughput is per device, as in its metric."""
 
 
 def step_table(rows: Sequence[Metrics]) -> Table:
-    """Gives a compact table of steps; a cell without a value is a dash. It fits 80 columns."""
+    """Return a compact table of steps that fits 80 columns. A cell without a value is a dash."""
     table = _table()
     for head, _, _ in STEP_COLUMNS:
         table.add_column(head, justify="right", no_wrap=True)
@@ -60,7 +60,7 @@ def step_table(rows: Sequence[Metrics]) -> Table:
 
 
 def step_words(metrics: Metrics) -> str:
-    """Gives a step's reward, speed and device memory as words of a line; memory in MiB, ``n/a`` where nothing counted it."""
+    """Return a step's reward, speed and device memory (MiB) as words of one line. ``n/a`` = not counted."""
     return " ".join(
         (
             f"reward={_as('{:.3f}')(named('critic/score/mean')(metrics))}",
@@ -72,7 +72,7 @@ def step_words(metrics: Metrics) -> str:
 
 
 def memory_words(metrics: Metrics) -> str:
-    """Gives ``mem_alloc_mb``, ``mem_reserved_mb`` and ``mem_max_alloc_mb`` of a step: live at its end, and its two peaks."""
+    """Return ``mem_alloc_mb`` (live at the step's end), ``mem_reserved_mb`` and ``mem_max_alloc_mb`` (peaks) as words."""
     names = {
         "mem_alloc_mb": "perf/memory_allocated_gb",
         "mem_reserved_mb": "perf/max_memory_reserved_gb",
@@ -84,12 +84,19 @@ def memory_words(metrics: Metrics) -> str:
 
 
 class RunConsole:
-    """Shows a run's progress. On a terminal a bar moves; anywhere else each step is one plain line.
+    """Shows a run's progress: a moving bar on a terminal, one plain line per step elsewhere.
 
-    Use as a context manager, so that the bar is put away however the run ends.
+    Use as a context manager, so that the bar is removed however the run ends.
+
+    Args:
+        total_steps: Steps of the whole run.
+        first_step: Steps that are already done.
+        table_every: Steps between two tables. 0 = no tables before the end.
+        console: Where to print. None = standard output.
     """
 
     def __init__(self, total_steps: int, first_step: int = 0, table_every: int = 10, console: Console | None = None) -> None:
+        """Create the bar. It appears when the console is entered."""
         self.console = console or Console(highlight=False)
         self._total = total_steps
         self._every = table_every
@@ -108,14 +115,16 @@ class RunConsole:
         self._task = self._bar.add_task("", total=total_steps, completed=first_step)
 
     def __enter__(self) -> RunConsole:
+        """Show the bar."""
         self._bar.start()
         return self
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Print the last table and remove the bar."""
         self.close()
 
     def step(self, step: int, metrics: Metrics) -> None:
-        """Shows a finished step; every ``table_every`` steps also the table of the steps since the last one."""
+        """Show a finished step, and every ``table_every`` steps the table of the steps since the last one."""
         self._peak = max((peak for peak in (self._peak, _peak_bytes(metrics)) if peak is not None), default=None)
         self._rows.append({**metrics, "step": float(step)})
         self._bar.update(self._task, completed=step, description=self._bar_words(metrics))
@@ -127,17 +136,17 @@ class RunConsole:
                 self.say(memory_words(metrics))
 
     def flush_table(self) -> None:
-        """Prints the table of the steps that no table has shown yet."""
+        """Print the table of the steps that no table has shown yet."""
         if self._rows:
             self.console.print(step_table(self._rows))
         self._rows = []
 
     def say(self, text: str) -> None:
-        """Prints a line as it is, above the bar; it is neither wrapped nor styled."""
+        """Print a line above the bar, neither wrapped nor styled."""
         self.console.print(text, markup=False, soft_wrap=True)
 
     def close(self) -> None:
-        """Prints the table of the last steps and puts the bar away; a second call does nothing."""
+        """Print the table of the last steps and remove the bar. A second call does nothing."""
         self.flush_table()
         self._bar.stop()
 
@@ -148,20 +157,27 @@ class RunConsole:
 
 
 class ConsoleLogger:
-    """The ``console`` logger: hands each step to the run's console."""
+    """The ``console`` logger. It passes each step to the run's console.
+
+    Args:
+        console: The console of the run.
+    """
 
     def __init__(self, console: RunConsole) -> None:
+        """Remember the console."""
         self._console = console
 
     def log(self, step: int, metrics: Metrics) -> None:
+        """Show a finished step."""
         self._console.step(step, metrics)
 
     def close(self) -> None:
+        """Close the console."""
         self._console.close()
 
 
 def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
-    """Gives the summary of a run as two tables: the run in one row, and its phases with share of time and peaks."""
+    """Return the summary of a run as two tables: the run in one row, and its phases with share of time and peaks."""
     run = _table()
     for head in ("steps", "seconds", "validation before", "validation after"):
         run.add_column(head, justify="right")
@@ -175,7 +191,7 @@ def summary_tables(summary: Mapping[str, Any]) -> list[Table]:
 
 
 def phase_table(summary: Mapping[str, Any]) -> Table:
-    """Gives each phase's seconds, share of all phases' seconds, and peaks in MiB; the head names the counter."""
+    """Return each phase's seconds, share of all phases' seconds, and peaks in MiB. The header names the counter."""
     counter = f"\n({summary['counter']})" if summary.get("counter") else ""
     table = _table()
     table.add_column("phase", overflow="fold")
@@ -190,7 +206,7 @@ def phase_table(summary: Mapping[str, Any]) -> Table:
 
 
 def print_end(console: Console, summary: Mapping[str, Any], folder: Path) -> None:
-    """Prints the summary of a run and then, as the last line, its folder."""
+    """Print the summary of a run and then, as the last line, its folder."""
     for table in summary_tables(summary):
         console.print(table)
         console.print()
@@ -199,7 +215,7 @@ def print_end(console: Console, summary: Mapping[str, Any], folder: Path) -> Non
 
 
 def print_warnings(console: Console, summary: Mapping[str, Any]) -> None:
-    """Prints what a run warned of, each with its step, and how many updates it skipped; nothing where there is nothing."""
+    """Print the warnings of a run with their steps, and the number of skipped updates. Prints nothing if there are none."""
     lines = [f"WARNING, step {row['step']}: {row['warning']}" for row in summary.get("warnings", [])]
     if summary.get("skipped_updates"):
         lines.append(f"WARNING: {summary['skipped_updates']} updates were skipped, because their gradient norm was not finite.")
@@ -208,7 +224,7 @@ def print_warnings(console: Console, summary: Mapping[str, Any]) -> None:
 
 
 def print_folder(console: Console, folder: Path) -> None:
-    """Prints the folder of a run on a line of its own, uncut, so that a script can read it."""
+    """Print the folder of a run on its own line, uncut, so that a script can read it."""
     console.print(str(folder), markup=False, highlight=False, soft_wrap=True)
 
 
@@ -217,5 +233,5 @@ def _table() -> Table:
 
 
 def _mib(size: float | None) -> str:
-    """A size in bytes as MiB, with a decimal below a thousand; a dash where there is none."""
+    """Return a size in bytes as MiB, with one decimal below a thousand. A dash for None."""
     return "-" if size is None else f"{size / MIB:,.{0 if size >= 1000 * MIB else 1}f}"

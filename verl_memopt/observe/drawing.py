@@ -1,4 +1,4 @@
-"""How every chart looks: size, colours, units and the words for where bytes come from."""
+"""The look of every chart: size, colours, units, and the words for the source of its bytes."""
 
 from __future__ import annotations
 
@@ -32,42 +32,42 @@ KIND_COLOURS = {
     "activations": "#f2a541",
     "logits": "#e4572e",
 }
-"""The kinds in the order they are stacked, what rests first: the trainer's state, the engine's, then what a pass makes."""
+"""Colours of the kinds, in stacking order: the trainer's state, the engine's state, then the tensors of a pass."""
 
 COUNTERS = {"tracker": "live tensor bytes (tracker)", "allocator": "live tensor bytes (allocator)"}
 
 
 def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
-    """Gives a colour for each name: known ones keep theirs from chart to chart, others take the palette in order."""
+    """Return a colour for each name. Known names keep theirs in every chart; others take the palette in order."""
     others = [name for name in dict.fromkeys(names) if name not in known]
     return {**known, **{name: PALETTE[index % len(PALETTE)] for index, name in enumerate(others)}}
 
 
 def unit_of(sizes: Iterable[float | None]) -> tuple[float, str]:
-    """Gives the divisor and name of the unit that suits the largest size: GiB from two GiB on, else MiB."""
+    """Return the divisor and name of the unit for the largest size: GiB from two GiB on, else MiB."""
     largest = max((size for size in sizes if size is not None), default=0)
     return (GIB, "GiB") if largest >= 2 * GIB else (MIB, "MiB")
 
 
 def size_text(size: float) -> str:
-    """Gives a size in its unit with three figures or so."""
+    """Return a size in its unit with about three digits."""
     return f"{size:,.0f}" if size >= 100 else f"{size:,.1f}" if size >= 1 else f"{size:.2g}"
 
 
 def counted_by(counter: str | None) -> str:
-    """Gives the words for where a chart's bytes come from."""
+    """Return the words for the source of a chart's bytes."""
     return COUNTERS.get(counter or "", "live tensor bytes")
 
 
 def figure(width: float, height: float) -> Figure:
-    """Gives an empty figure that belongs to no window system."""
+    """Return an empty figure that needs no window system."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), layout="constrained", facecolor="white")
 
 
 def style(axes: Axes, title: str, x: str, y: str, grid: Literal["both", "x", "y"] = "y") -> None:
-    """Gives axes the project's look, a title at the left, and labels."""
+    """Apply the project's look to axes, with a title at the left and labels."""
     axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
     axes.set_xlabel(x, color=INK)
     axes.set_ylabel(y, color=INK)
@@ -79,21 +79,21 @@ def style(axes: Axes, title: str, x: str, y: str, grid: Literal["both", "x", "y"
 
 
 def note(axes: Axes, text: str) -> None:
-    """Writes a sentence in the middle of axes that have nothing to show."""
+    """Write a sentence in the middle of axes without data."""
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="#5b6670", fontsize=10)
     axes.set_xticks([])
     axes.set_yticks([])
 
 
 def whole_steps(axes: Axes) -> None:
-    """Puts the ticks of the x axis on whole numbers."""
+    """Put the ticks of the x axis on whole numbers."""
     from matplotlib.ticker import MaxNLocator
 
     axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
 
 
 def save(drawing: Figure, path: Path) -> Path:
-    """Writes a PNG, whole or not at all, and gives its path."""
+    """Write a PNG, completely or not at all, and return its path."""
     aside = path.with_name(f".{path.name}.partial")
     drawing.savefig(aside, format="png", dpi=130)
     aside.replace(path)

@@ -1,4 +1,4 @@
-"""Run files that survive a kill: written aside and renamed, or appended row by row and cut back on resume."""
+"""Run files that survive a kill: written to a temporary name and renamed, or appended row by row and cut back on resume."""
 
 from __future__ import annotations
 
@@ -15,19 +15,27 @@ from verl_memopt.errors import DataError, UserError
 
 @contextmanager
 def disk_refusals(path: Path) -> Iterator[None]:
-    """Turns the disk's refusal to write ``path`` into a UserError that says how much is free."""
+    """Turn a disk error for ``path`` into a UserError that states the free space.
+
+    Raises:
+        UserError: The disk refused.
+    """
     try:
         yield
     except OSError as error:
         free = shutil.disk_usage(path.parent).free / 2**20 if path.parent.is_dir() else 0
         raise UserError(
-            f"{path}: cannot be written ({error.strerror}; {free:.0f} MiB free). Free space or give another "
+            f"{path}: cannot be written ({error.strerror}; {free:.0f} MiB free). Free some space or set another "
             "trainer.default_local_dir, then start again to resume."
         ) from error
 
 
 def replace_text(path: Path, text: str) -> None:
-    """Writes a file so that a reader finds the old text or the new one, never a part. Errors: UserError when the disk refuses."""
+    """Write a file so that a reader finds the old text or the new one, never a part.
+
+    Raises:
+        UserError: The disk refused.
+    """
     aside = path.with_name(f".{path.name}.partial")
     with disk_refusals(path), aside.open("w", encoding="utf-8") as file:
         file.write(text)
@@ -37,31 +45,40 @@ def replace_text(path: Path, text: str) -> None:
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:
-    """Appends JSON objects, one a line, and hands them to the operating system at once. Errors: as :func:`append_text`."""
+    """Append JSON objects, one per line, and pass them to the operating system at once.
+
+    Raises:
+        UserError: The disk refused.
+    """
     append_text(path, "".join(json_line(row) for row in rows))
 
 
 def append_text(path: Path, text: str) -> None:
-    """Appends text and hands it to the operating system at once. Errors: UserError when the disk refuses."""
+    """Append text and pass it to the operating system at once.
+
+    Raises:
+        UserError: The disk refused.
+    """
     with disk_refusals(path), path.open("a", encoding="utf-8", newline="") as file:
         file.write(text)
 
 
 def json_line(row: dict[str, Any]) -> str:
-    """Gives one line of JSON; NaN and infinity are written as JavaScript spells them, as Python's reader expects."""
+    """Return one line of JSON. NaN and infinity are written as in JavaScript, which Python's reader accepts."""
     return json.dumps(row, ensure_ascii=False, default=_plain) + "\n"
 
 
 def read_rows(path: Path) -> list[dict[str, Any]]:
-    """Gives the objects of a JSONL file; a last line that a kill cut short is left out.
+    """Return the objects of a JSONL file. An incomplete last line, left by a kill, is ignored.
 
-    Errors: DataError naming file and line for any other line that is no object.
+    Raises:
+        DataError: Any other line is not a JSON object. The message names file and line.
     """
     return [row for _, row in _parsed_lines(path)]
 
 
 def keep_rows(path: Path, keep: Callable[[dict[str, Any]], bool]) -> None:
-    """Drops the lines of a JSONL file whose object is not to be kept, at once or not at all; the others stay byte for byte."""
+    """Keep only the lines of a JSONL file for whose object ``keep`` returns True, unchanged, in one atomic write."""
     if path.exists():
         replace_text(path, "".join(line for line, row in _parsed_lines(path) if keep(row)))
 
@@ -70,18 +87,18 @@ def _parsed_lines(path: Path) -> Iterator[tuple[str, dict[str, Any]]]:
     # Python's splitlines would also cut at characters that JSON leaves unescaped inside a string.
     lines = path.read_text(encoding="utf-8", errors="replace").split("\n")
     for number, line in enumerate(lines, start=1):
-        torn_end = number == len(lines)  # a whole line ends in a newline, so what follows the last one was cut short
+        torn_end = number == len(lines)  # a complete line ends in a newline, so the text after the last newline is incomplete
         if torn_end or not line.strip():
             continue
         try:
             row = json.loads(line)
         except json.JSONDecodeError as error:
-            raise DataError(f"{path}:{number}: not JSON ({error.msg}). Mend or delete this line.") from error
+            raise DataError(f"{path}:{number}: not JSON ({error.msg}). Correct or delete this line.") from error
         if not isinstance(row, dict):
-            raise DataError(f"{path}:{number}: expected a JSON object. Mend or delete this line.")
+            raise DataError(f"{path}:{number}: expected a JSON object. Correct or delete this line.")
         yield line + "\n", row
 
 
 def _plain(value: Any) -> Any:
-    """Gives numpy and torch scalars and arrays as Python numbers and lists; anything else by its text."""
+    """Return numpy and torch scalars and arrays as Python numbers and lists; anything else as its text."""
     return value.tolist() if hasattr(value, "tolist") else str(value)

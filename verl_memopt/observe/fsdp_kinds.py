@@ -1,6 +1,6 @@
-"""Labels for what FSDP2 allocates: gathered parameters, collective buffers and sharded gradients.
+"""Labels for the allocations of FSDP2: gathered parameters, collective buffers and sharded gradients.
 
-The functions are private to torch, and this is the only file that names them.
+The functions are private to torch. No other file names them.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ PATCHED = (
     (fsdp.FSDPParamGroup, "wait_for_unshard"),
     (fsdp.FSDPParam, "to_accumulated_grad_if_needed"),
 )
-"""Where the functions are looked up when FSDP2 calls them."""
+"""Owners and names under which FSDP2 looks up the functions."""
 
 
 @contextmanager
 def fsdp_kinds() -> Iterator[None]:
-    """Labels FSDP2's storages with the active tracker while it is entered.
+    """Label FSDP2's storages with the active tracker while the body runs.
 
-    Gathered parameters are those born while FSDP2 waits for the unshard; collective buffers those born in its all-gather
-    and reduce functions; the sharded gradient is ``grads`` from the moment the reduce returns, a whole one that is not reduced
-    from the moment FSDP2 puts it by.
+    Gathered parameters are created while FSDP2 waits for the unshard. Collective buffers are created in its all-gather and reduce
+    functions. A sharded gradient is ``grads`` from the moment the reduce returns; a whole gradient that is not reduced, from the
+    moment FSDP2 stores it.
     """
     originals = [getattr(owner, name) for owner, name in PATCHED]
     gather, reduce, wait, put_by = originals

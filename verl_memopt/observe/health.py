@@ -1,7 +1,7 @@
-"""Signs that a run has stopped learning or has lost what it knew. Each is told once a run.
+"""Signs that a run has stopped learning or has become worse. Each is reported once per run.
 
-A score is compared with itself: the mean over prompts, and the standard error of that mean, now and at the start. A small
-difference is noise, and a healthy run is told nothing.
+A score now is compared with the score at the start: the mean over prompts, and the standard error of that mean. A small
+difference is noise, and a healthy run gets no warning.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from dataclasses import asdict, dataclass, field
 from typing import Any
 
 VALIDATION_ERRORS = 2.0
-"""Standard errors by which a validation must be below the first one."""
+"""Standard errors by which a validation must be below the first one for a warning."""
 REWARD_ERRORS = 4.0
-"""As above, of the training reward. It is looked at in every step and not once in many, so chance has more tries."""
+"""The same for the training reward. It is checked in every step, so chance alone produces more false alarms."""
 WINDOW_PROMPTS = 32
-"""Prompts whose rewards are averaged; fewer would make the standard error itself a guess."""
+"""Prompts whose rewards are averaged. With fewer, the standard error itself would be unreliable."""
 ZERO_STEPS = 5
-"""Steps in a row whose gradient must be exactly 0."""
+"""Consecutive steps with a gradient of exactly 0 before a warning."""
 ZERO_PROMPTS = 64
-"""Prompts in a row whose answers must score alike: a small batch of hard prompts may do so by chance."""
+"""Consecutive prompts whose answers all score the same, before a warning. In a few hard prompts this happens by chance."""
 
 LOWER = "Lower actor_rollout_ref.actor.optim.lr and go back to a checkpoint from before, if it does not recover."
 ANSWERLESS = (
@@ -37,12 +37,15 @@ WORSE = (
     "the {what} is below its start: {now} at step {step}, {first} at the start (mean, and standard error of the mean over "
     "prompts). " + LOWER
 )
-"""Texts by what was seen."""
+"""Texts of the warnings."""
 
 
 @dataclass
 class Score:
-    """Scores of some prompts: how many, their sum, and the sum of their squares. The score of a prompt is its answers' mean."""
+    """Scores of some prompts: how many prompts, the sum of their scores, and the sum of the squares.
+
+    The score of a prompt is the mean of its answers.
+    """
 
     prompts: int = 0
     total: float = 0.0
@@ -50,36 +53,39 @@ class Score:
 
     @classmethod
     def of(cls, scores: Sequence[float], samples: int) -> Score:
-        """Gives the score of answers, of which each prompt has ``samples`` that follow each other."""
+        """Return the score of answers, where each prompt has ``samples`` consecutive answers."""
         means = [sum(scores[start : start + samples]) / samples for start in range(0, len(scores), samples)]
         return cls(len(means), sum(means), sum(mean * mean for mean in means))
 
     def plus(self, other: Score) -> Score:
+        """Return the score of both sets of prompts together."""
         return Score(self.prompts + other.prompts, self.total + other.total, self.squares + other.squares)
 
     @property
     def mean(self) -> float:
+        """Mean over prompts."""
         return self.total / self.prompts
 
     @property
     def error(self) -> float:
-        """The standard error of the mean; infinite for one prompt, which says nothing about others."""
+        """Standard error of the mean. Infinite for one prompt, which says nothing about others."""
         if self.prompts < 2:
             return math.inf
         variance = max(self.squares - self.total * self.mean, 0.0) / (self.prompts - 1)
         return math.sqrt(variance / self.prompts)
 
     def above(self, other: Score, errors: float) -> bool:
-        """Says whether the mean is above another by more than so many standard errors of the difference."""
+        """Return whether the mean is larger by more than ``errors`` standard errors of the difference."""
         return self.mean - other.mean > errors * math.hypot(self.error, other.error)
 
     def __str__(self) -> str:
+        """Return mean and standard error."""
         return f"{self.mean:.3f} ({self.error:.3f})"
 
 
 @dataclass
 class _State:
-    """What a resumed run must remember. lowest, highest: score of any answer so far."""
+    """State that a checkpoint stores. ``lowest`` and ``highest``: score of any answer so far. ``told``: warnings given."""
 
     first: Score = field(default_factory=Score)
     recent: list[Score] = field(default_factory=list)
@@ -93,21 +99,32 @@ class _State:
 
 
 class Health:
-    """Looks at each step and each validation, and gives what there is to warn of."""
+    """Checks each step and each validation, and returns new warnings.
+
+    Args:
+        validates: The run validates regularly, so its training reward is not checked instead.
+    """
 
     def __init__(self, validates: bool) -> None:
-        """validates: the run validates as it goes, so that its training reward need not stand for that."""
+        """Start without scores."""
         self._validates = validates
         self._state = _State()
 
     @property
     def collapsed(self) -> bool:
-        """Says whether the training reward is now far below that of the first steps."""
+        """True if the training reward is now far below that of the first steps."""
         recent = self._recent()
         return recent is not None and self._state.first.above(recent, REWARD_ERRORS)
 
     def step(self, step: int, scores: Sequence[float], samples: int, metrics: Mapping[str, float]) -> list[str]:
-        """Gives the new warnings after a step. scores: of its answers, in the order of :meth:`Score.of`."""
+        """Return the new warnings after a step.
+
+        Args:
+            step: Number of the step.
+            scores: Scores of its answers, prompt by prompt.
+            samples: Answers of each prompt.
+            metrics: Metrics of the step.
+        """
         state, score = self._state, Score.of(scores, samples)
         state.lowest, state.highest = min(state.lowest, *scores), max(state.highest, *scores)
         if state.first.prompts < WINDOW_PROMPTS:
@@ -115,13 +132,19 @@ class Health:
         else:
             state.recent = _last([*state.recent, score])
         self._count_zero(score, metrics)
-        found = self._zero(min(scores), score)
+        warnings = self._zero(min(scores), score)
         if not self._validates and self.collapsed:
-            found["reward"] = WORSE.format(what="training reward", now=self._recent(), step=step, first=state.first)
-        return self._new(found)
+            warnings["reward"] = WORSE.format(what="training reward", now=self._recent(), step=step, first=state.first)
+        return self._new(warnings)
 
     def validation(self, step: int, scores: Sequence[float], samples: int) -> list[str]:
-        """Gives the new warnings after a validation. scores: as for a step."""
+        """Return the new warnings after a validation.
+
+        Args:
+            step: Number of the step.
+            scores: Scores of the answers, prompt by prompt.
+            samples: Answers of each prompt.
+        """
         score, first = Score.of(scores, samples), self._state.validation
         if first is None:
             self._state.validation = score
@@ -131,9 +154,11 @@ class Health:
         return self._new({"validation": WORSE.format(what="validation score", now=score, step=step, first=first)})
 
     def state_dict(self) -> dict[str, Any]:
+        """Return the values that a checkpoint stores."""
         return asdict(self._state)
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the values of a checkpoint."""
         scores = {
             "first": Score(**state["first"]),
             "recent": [Score(**score) for score in state["recent"]],
@@ -151,7 +176,7 @@ class Health:
         state.zero_with_advantages += any(metrics.get(f"critic/advantages/{name}", 0.0) != 0.0 for name in ("min", "max"))
 
     def _zero(self, worst: float, score: Score) -> dict[str, str]:
-        """worst: score of the worst answer of the step."""
+        """Return the warning about a gradient that stays 0, if any. ``worst``: score of the worst answer of the step."""
         state = self._state
         if state.zero_steps < ZERO_STEPS:
             return {}
@@ -165,20 +190,20 @@ class Health:
         return {"zero": ALIKE.format(steps=state.zero_steps, now=f"{score.mean:.3f}", first=f"{state.first.mean:.3f}")}
 
     def _recent(self) -> Score | None:
-        """The score of the last steps, apart from the first ones; None while these are too few."""
+        """Return the score of the last steps, apart from the first ones, or None while there are too few."""
         total = Score()
         for score in self._state.recent:
             total = total.plus(score)
         return total if total.prompts >= WINDOW_PROMPTS else None
 
-    def _new(self, found: Mapping[str, str]) -> list[str]:
-        new = {kind: text for kind, text in found.items() if kind not in self._state.told}
+    def _new(self, warnings: Mapping[str, str]) -> list[str]:
+        new = {kind: text for kind, text in warnings.items() if kind not in self._state.told}
         self._state.told += new
         return list(new.values())
 
 
 def _last(scores: list[Score]) -> list[Score]:
-    """Leaves out the oldest steps that are not needed for a whole window."""
+    """Drop the oldest steps that are not needed for a full window."""
     while sum(score.prompts for score in scores[1:]) >= WINDOW_PROMPTS:
         scores = scores[1:]
     return scores

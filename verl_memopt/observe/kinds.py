@@ -1,4 +1,4 @@
-"""Labels for the bytes of an optimizer and of plain gradients; nothing happens when no tracker is active."""
+"""Labels for the bytes of an optimizer and of plain gradients. They do nothing if no tracker is active."""
 
 from __future__ import annotations
 
@@ -12,9 +12,11 @@ from verl_memopt.observe.byte_tracker import HOST, active_tracker, declare_host,
 
 @contextmanager
 def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> Iterator[None]:
-    """Labels what ``step()`` allocates inside ``optimizer scratch``, and the state it leaves behind ``optimizer``.
+    """Label allocations of ``step()`` as ``optimizer scratch``, and the remaining state as ``optimizer``.
 
-    on_host: the step runs on the host, and its state stays there.
+    Args:
+        optimizer: Its step runs in the body.
+        on_host: The step runs on the host, and its state stays there.
     """
     tier = HOST if on_host else None
     with scope("optimizer scratch", tier):
@@ -25,14 +27,14 @@ def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> 
 
 
 def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
-    """Gives every tensor of an optimizer's state."""
+    """Yield every tensor of an optimizer's state."""
     for state in optimizer.state.values():
         yield from (value for value in state.values() if isinstance(value, torch.Tensor))
 
 
 @contextmanager
 def gradient_kinds(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
-    """Labels the gradients of plain parameters ``grads`` as they are accumulated, where a tracker is active."""
+    """Label the gradients of plain parameters as ``grads`` when they are accumulated."""
 
     def label(parameter: torch.Tensor) -> None:
         if parameter.grad is not None:

@@ -9,11 +9,11 @@ import warnings
 from typing import TextIO
 
 NOISY = ("transformers", "ray", "matplotlib", "PIL", "urllib3", "httpx", "httpcore", "filelock", "asyncio", "tensorboard")
-"""Packages that are heard only from warnings on."""
+"""Packages that log warnings and errors only."""
 
 
 class _StandardError(logging.StreamHandler):
-    """Writes to the standard error of the moment, so that a progress bar or a test that replaces it gets the lines."""
+    """Writes to the present standard error, so that a progress bar or a test that replaces it receives the lines."""
 
     def __init__(self) -> None:
         logging.Handler.__init__(self)
@@ -28,15 +28,16 @@ class _StandardError(logging.StreamHandler):
 
 
 def is_set_up() -> bool:
-    """Says whether :func:`setup_logging` was called in this process."""
+    """Return whether :func:`setup_logging` was called in this process."""
     return any(isinstance(handler, _StandardError) for handler in logging.getLogger().handlers)
 
 
 def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
-    """Makes this process log to standard error, each line with time, place and level.
+    """Log to standard error, each line with time, rank and level. A second call replaces the first.
 
-    The driver (None) and rank 0 log from ``level`` on, other ranks from warnings on, other packages too. Calling it again
-    replaces what the last call set.
+    Args:
+        rank: Rank of a worker. None = the driver. Ranks above 0 log warnings only.
+        level: Lowest level of this project's messages. Other packages log warnings only.
     """
     root = logging.getLogger()
     for handler in [handler for handler in root.handlers if isinstance(handler, _StandardError)]:
@@ -49,10 +50,9 @@ def setup_logging(rank: int | None = None, level: int = logging.INFO) -> None:
     logging.getLogger("verl_memopt").setLevel(level if not rank else max(level, logging.WARNING))
     for name in NOISY:
         logging.getLogger(name).setLevel(logging.WARNING)
-    # A start of vLLM brings a dozen warnings about choices that were made for it on purpose; its own loggers are set by
-    # the engine when it starts.
+    # A start of vLLM logs a dozen warnings about settings that are intended. The engine sets vLLM's loggers when it starts.
     logging.getLogger("vllm").setLevel(logging.ERROR)
-    # transformers decides how much to show when it is imported, from these variables.
+    # transformers reads these variables when it is imported.
     os.environ.setdefault("TRANSFORMERS_VERBOSITY", "error")
     os.environ.setdefault("HF_HUB_DISABLE_PROGRESS_BARS", "1")
     logging.captureWarnings(True)

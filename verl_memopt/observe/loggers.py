@@ -1,4 +1,4 @@
-"""Where the metrics of each step go: a dict of names, each imported on use."""
+"""Loggers for the metrics of each step, by name. Each is imported on use."""
 
 from __future__ import annotations
 
@@ -16,16 +16,18 @@ from verl_memopt.observe.run_folder import RunFolder
 
 
 class StepLogger(Protocol):
-    """Takes one flat dictionary a step."""
+    """Records one flat dictionary of metrics per step."""
 
-    def log(self, step: int, metrics: Mapping[str, float]) -> None: ...
+    def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Record the metrics of a step."""
 
-    def close(self) -> None: ...
+    def close(self) -> None:
+        """Write what is buffered and close."""
 
 
 @dataclass(frozen=True)
 class LoggingPlace:
-    """What the loggers need to know of a run."""
+    """The facts of a run that the loggers need."""
 
     folder: RunFolder
     console: RunConsole
@@ -34,68 +36,93 @@ class LoggingPlace:
     config: Mapping[str, Any]
     """The resolved settings as a plain mapping."""
     resumed_step: int | None
-    """The step the run goes on after; None for a fresh run."""
+    """The step after which the run continues. None = a new run."""
 
 
 class JsonlLogger:
-    """Appends ``{"step": ..., "run_id": ..., <metrics>}`` to metrics.jsonl and hands it to the operating system at once."""
+    """Appends ``{"step": ..., "run_id": ..., <metrics>}`` to metrics.jsonl and passes it to the operating system at once.
+
+    Args:
+        path: The file.
+        run_id: Identifies this start of the run.
+    """
 
     def __init__(self, path: Path, run_id: str) -> None:
+        """Remember the file; nothing is written yet."""
         self._path = path
         self._run_id = run_id
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Append the metrics of a step."""
         append_rows(self._path, [{"step": step, "run_id": self._run_id, **metrics}])
 
     def close(self) -> None:
-        """Does nothing: every row is written when it is logged."""
+        """Do nothing: every row is written when it is logged."""
 
 
 class TensorBoardLogger:
-    """Writes scalars to ``tensorboard/``; on resume TensorBoard drops what lies beyond the step resumed from."""
+    """Writes scalars to ``tensorboard/``. On resume TensorBoard drops the steps after the resumed one.
+
+    Args:
+        folder: Folder of the event files.
+        resumed_step: The step after which the run continues. None = a new run.
+    """
 
     def __init__(self, folder: Path, resumed_step: int | None) -> None:
+        """Open the event file."""
         from torch.utils.tensorboard import SummaryWriter
 
         self._writer = SummaryWriter(str(folder), purge_step=None if resumed_step is None else resumed_step + 1)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Write the numbers of a step."""
         for name, value in metrics.items():
             if isinstance(value, Number):
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
     def close(self) -> None:
+        """Close the event file."""
         self._writer.close()
 
 
 class WandbLogger:
-    """Sends metrics to Weights & Biases. A resumed run continues the same wandb run, whose id its folder keeps."""
+    """Sends metrics to Weights & Biases. A resumed run continues the same wandb run, whose id is stored in the run folder.
+
+    Args:
+        place: Folder, names and settings of the run.
+
+    Raises:
+        ConfigError: wandb is not installed.
+    """
 
     def __init__(self, place: LoggingPlace) -> None:
+        """Start or resume the wandb run."""
         try:
             import wandb
         except ImportError as error:
             raise ConfigError(
-                "trainer.logger=wandb: wandb is not installed. Run `pip install wandb`, or leave it out."
+                "trainer.logger=wandb: wandb is not installed. Run `pip install wandb`, or remove it from trainer.logger."
             ) from error
-        # The id is kept beside the metrics, so that a resumed run finds the one it began.
-        kept = place.folder.path / "wandb_id.txt"
-        if place.resumed_step is None or not kept.exists():
-            replace_text(kept, uuid.uuid4().hex[:16])
+        # The id is stored beside the metrics, so that a resumed run finds it.
+        id_file = place.folder.path / "wandb_id.txt"
+        if place.resumed_step is None or not id_file.exists():
+            replace_text(id_file, uuid.uuid4().hex[:16])
         self._run = wandb.init(
             project=place.project_name,
             name=place.experiment_name,
             config=dict(place.config),
             dir=str(place.folder.path),
-            id=kept.read_text(encoding="utf-8"),
+            id=id_file.read_text(encoding="utf-8"),
             resume="allow",
         )
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Send the metrics of a step."""
         self._run.log(dict(metrics), step=step)
 
     def close(self) -> None:
+        """Finish the wandb run."""
         self._run.finish()
 
 
@@ -108,24 +135,32 @@ LOGGERS: dict[str, Callable[[LoggingPlace], StepLogger]] = {
 
 
 class StepLoggers:
-    """Several loggers as one."""
+    """Several loggers as one.
+
+    Args:
+        loggers: The loggers, in order.
+    """
 
     def __init__(self, loggers: Sequence[StepLogger]) -> None:
+        """Remember the loggers."""
         self._loggers = loggers
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
+        """Pass the metrics of a step to each logger."""
         for each in self._loggers:
             each.log(step, metrics)
 
     def close(self) -> None:
+        """Close each logger."""
         for each in self._loggers:
             each.close()
 
 
 def check_loggers(names: str | Sequence[str]) -> list[str]:
-    """Gives the names of ``trainer.logger`` as a list, without building anything.
+    """Return the names of ``trainer.logger`` as a list, without creating anything.
 
-    Errors: ConfigError for a name that is unknown.
+    Raises:
+        ConfigError: A name is unknown.
     """
     listed = [names] if isinstance(names, str) else list(names)
     for name in listed:
@@ -135,8 +170,9 @@ def check_loggers(names: str | Sequence[str]) -> list[str]:
 
 
 def build_loggers(names: str | Sequence[str], place: LoggingPlace) -> StepLoggers:
-    """Gives the loggers of ``trainer.logger`` as one, in the order named.
+    """Return the loggers of ``trainer.logger`` as one, in the given order.
 
-    Errors: ConfigError for an unknown name, or for one whose package is not installed.
+    Raises:
+        ConfigError: A name is unknown, or its package is not installed.
     """
     return StepLoggers([LOGGERS[name](place) for name in check_loggers(names)])

@@ -1,4 +1,4 @@
-"""Numbers of a step under verl's names."""
+"""Metrics of a step, under verl's names."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from verl_memopt.observe.phase import GIB, PhaseMemory
 
 
 def summary_of(name: str, values: torch.Tensor | Sequence[float], weights: torch.Tensor | None = None) -> dict[str, float]:
-    """Gives ``name/{mean,max,min}`` of values [N]; nothing when there are none.
+    """Return ``name/{mean,max,min}`` of values; empty if there are none.
 
-    With ``weights`` [N] (response lengths, say) the mean is weighted, and values of weight 0 are left out of all three.
+    Args:
+        name: Prefix of the metrics.
+        values: [N].
+        weights: [N], for example response lengths. The mean is weighted, and values with weight 0 are ignored.
     """
     numbers = torch.as_tensor(values, dtype=torch.float64)
     counts = torch.ones_like(numbers) if weights is None else torch.as_tensor(weights, dtype=torch.float64)
@@ -26,9 +29,16 @@ def summary_of(name: str, values: torch.Tensor | Sequence[float], weights: torch
 def critic_metrics(
     scores: torch.Tensor, rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, lengths: torch.Tensor
 ) -> dict[str, float]:
-    """Gives ``critic/{score,rewards,advantages,returns}/{mean,max,min}`` of one value a row, all [B].
+    """Return ``critic/{score,rewards,advantages,returns}/{mean,max,min}``.
 
-    Scores and rewards are averaged over rows; advantages and returns over response tokens, as ``lengths`` [B] counts them.
+    Scores and rewards are averaged over rows; advantages and returns over response tokens.
+
+    Args:
+        scores: [B], one value per row.
+        rewards: [B].
+        advantages: [B].
+        returns: [B].
+        lengths: [B], response tokens of each row.
     """
     return (
         summary_of("critic/score", scores)
@@ -41,9 +51,15 @@ def critic_metrics(
 def length_metrics(
     prompt_lengths: torch.Tensor, response_lengths: torch.Tensor, max_prompt_length: int, max_response_length: int
 ) -> dict[str, float]:
-    """Gives the prompt and response length groups, with the share of rows that reach the cap, of lengths [B] in tokens.
+    """Return the prompt and response length metrics in tokens, with the share of rows that reach the limit.
 
-    An aborted row is one whose response is empty.
+    An aborted row is a row with an empty response.
+
+    Args:
+        prompt_lengths: [B].
+        response_lengths: [B].
+        max_prompt_length: Limit of prompts.
+        max_response_length: Limit of responses.
     """
     groups = (
         ("prompt_length", prompt_lengths, max_prompt_length),
@@ -58,7 +74,7 @@ def length_metrics(
 
 
 def throughput_metrics(num_tokens: int, step_seconds: float, num_devices: int) -> dict[str, float]:
-    """Gives ``perf/{total_num_tokens,time_per_step,throughput}``; throughput is tokens per second and device."""
+    """Return ``perf/{total_num_tokens,time_per_step,throughput}``. Throughput is tokens per second and device."""
     return {
         "perf/total_num_tokens": float(num_tokens),
         "perf/time_per_step": step_seconds,
@@ -67,11 +83,11 @@ def throughput_metrics(num_tokens: int, step_seconds: float, num_devices: int) -
 
 
 PER_TOKEN_PHASES = ("gen", "ref", "values", "adv", "update_critic", "update_actor")
-"""Phases whose time per token is reported: ``gen`` by response tokens, the others by all tokens."""
+"""Phases whose time per token is reported: per response token for ``gen``, per token for the others."""
 
 
 def token_timings(timings: Mapping[str, float], response_tokens: int, total_tokens: int) -> dict[str, float]:
-    """Gives ``timing_per_token_ms/<phase>`` of the phases that ran, from ``timing_s/<phase>``."""
+    """Return ``timing_per_token_ms/<phase>`` of the phases that ran, from ``timing_s/<phase>``."""
     tokens = {name: response_tokens if name == "gen" else total_tokens for name in PER_TOKEN_PHASES}
     return {
         f"timing_per_token_ms/{name}": 1000 * timings[f"timing_s/{name}"] / count
@@ -81,10 +97,13 @@ def token_timings(timings: Mapping[str, float], response_tokens: int, total_toke
 
 
 def memory_metrics(phases: Sequence[PhaseMemory]) -> dict[str, float]:
-    """Gives ``memory/<phase>/*_gb`` of phases already combined over ranks, and their maxima as ``perf/*_gb``, in GiB.
+    """Return ``memory/<phase>/*_gb`` of each phase and their maxima as ``perf/*_gb``, in GiB.
 
-    A figure that the device or the step does not have is absent. ``perf/memory_allocated_gb`` is what was live when the last
-    phase ended.
+    A figure that the device or the step does not have is absent. ``perf/memory_allocated_gb`` is the live memory at the end of
+    the last phase.
+
+    Args:
+        phases: Figures of each phase, already combined over ranks.
     """
     metrics: dict[str, float] = {}
     for phase in phases:

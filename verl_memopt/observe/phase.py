@@ -24,33 +24,38 @@ GIB = 2**30
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """What one phase held. A figure the device or the run does not have is None, never 0."""
+    """Memory and time of one phase. A figure that the device or the run does not have is None, never 0."""
 
     name: str
     seconds: float
-    """Wall time of the phase, in the process that measured it."""
+    """Wall time of the phase in this process."""
     peak_allocated_bytes: int | None
-    """Peak of live tensors: the allocator's on a GPU, the tracker's on a CPU. A sleeping engine's tensors do not count."""
+    """Peak of live tensors: by the allocator on a GPU, by the tracker on a CPU. Without a sleeping engine's tensors."""
     allocated_bytes: int | None
-    """Live tensors when the phase ended, without a sleeping engine's."""
+    """Live tensors at the end of the phase, without a sleeping engine's."""
     peak_reserved_bytes: int | None
-    """Peak of what the caching allocator held of the device, without what slept at that moment. GPU only."""
+    """Peak of the caching allocator's device memory, without memory that slept at that moment. GPU only."""
     device_used_bytes: int | None
-    """Total minus free of the device when the phase ended: other processes and the engine included. GPU only."""
+    """Total minus free memory of the device at the end of the phase, including other processes and the engine. GPU only."""
     host_rss_bytes: int
-    """Resident memory of the process when the phase ended. A host figure: no ratio and no test is made of it."""
+    """Resident memory of the process at the end of the phase. A rough host figure, not for ratios or tests."""
     kinds: dict[str, int] = field(default_factory=dict)
     """Bytes by kind at the peak, where the tracker ran."""
     kind_peaks: dict[str, int] = field(default_factory=dict)
-    """Most bytes each kind held at any moment of the phase, where the tracker ran; the moments differ."""
+    """Peak bytes of each kind in the phase, where the tracker ran. Kinds peak at different moments."""
     host_buffer_bytes: int = 0
-    """Most bytes in host buffers, which hold what was moved off the device."""
+    """Peak bytes in host buffers, which hold data moved off the device."""
 
 
 class MemoryProbe:
     """Measures the phases of one process on one device.
 
-    ``resident`` gives (kind, tensor) for everything that lives before a phase starts. It is asked only where the tracker runs.
+    Args:
+        device: The device.
+        resident: Yields (kind, tensor) for all tensors that exist before a phase. Called only where the tracker runs.
+        limit_bytes: On a CPU the largest live bytes of a tracked phase, on a GPU the largest reserved bytes of any phase. A GPU's
+            allocator refuses more, as long as its cap can express the limit; otherwise the probe raises at the phase's end.
+        kinds_on_gpu: Run the tracker beside a GPU's allocator in tracked phases, for the bytes by kind. Compile must be off.
     """
 
     def __init__(
@@ -60,12 +65,7 @@ class MemoryProbe:
         limit_bytes: int | None = None,
         kinds_on_gpu: bool = False,
     ) -> None:
-        """limit_bytes: most live bytes of a phase that is tracked on a CPU, most reserved bytes of any phase on a GPU.
-
-        A GPU's allocator refuses what goes beyond, as long as its cap can be expressed; the probe refuses it at the phase's end.
-
-        kinds_on_gpu: the tracker runs beside a GPU's allocator in tracked phases, for the bytes by kind; compile must be off.
-        """
+        """Remember the arguments; nothing is measured yet."""
         self._device = device
         self._resident = resident
         self._limit_bytes = limit_bytes
@@ -73,10 +73,12 @@ class MemoryProbe:
 
     @contextmanager
     def phase(self, name: str, track: bool, kind: str = "activations") -> Iterator[Callable[[], PhaseMemory]]:
-        """Measures the body; what it yields gives the figures once the body has ended.
+        """Measure the body. The yielded function returns the figures once the body has ended.
 
-        ``track`` counts live tensor bytes on a CPU, which slows the phase; on a GPU the allocator counts anyway.
-        ``kind`` is that of tensors which nothing labels.
+        Args:
+            name: Name of the phase.
+            track: Count live tensor bytes on a CPU, which slows the phase. On a GPU the allocator always counts.
+            kind: Kind of tensors without a label.
         """
         measured: list[PhaseMemory] = []
         started = time.perf_counter()
@@ -105,7 +107,7 @@ class MemoryProbe:
             device_used_bytes=ledger.used(),
         )
         ledger.check(name)
-        # Torch's cap ends at the device's size and counts what sleeps, so a limit near that size is not always below it.
+        # Torch's cap is at most the device's size and counts sleeping memory, so it cannot express every limit near that size.
         if self._limit_bytes is not None and ledger.peak_reserved() > self._limit_bytes:
             raise torch.OutOfMemoryError(f"the allocator held {ledger.peak_reserved()} bytes of {self._limit_bytes}")
 
@@ -122,7 +124,7 @@ class MemoryProbe:
         figures.update(kind_peaks=tracker.most())
 
     def _mark_resident(self, tracker: ByteTracker) -> None:
-        # A function of its own, so that no name keeps alive what the phase frees.
+        # A function of its own, so that no local variable keeps alive a tensor that the phase frees.
         for kind, tensor in self._resident():
             tracker.mark(kind, [tensor])
 
@@ -137,9 +139,11 @@ def _no_figures() -> dict[str, None]:
 
 
 def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> PhaseMemory:
-    """Gives one phase's figures over all processes: the largest of each device figure, the sum of resident memory.
+    """Return one phase's figures over all processes: the largest of each device figure, the sum of resident memory.
 
-    Kinds are those of the process with the highest peak. ``driver_rss_bytes`` is added to the host's sum.
+    Args:
+        memories: Figures of the same phase, one per process. Kinds are those of the process with the highest peak.
+        driver_rss_bytes: Added to the sum of resident memory.
     """
     assert len({memory.name for memory in memories}) == 1, [memory.name for memory in memories]
 
@@ -160,9 +164,9 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
 
 
 def host_rss_bytes() -> int:
-    """Gives the resident memory of this process: the kernel's present figure, or the peak where there is no /proc.
+    """Return the resident memory of this process in bytes. Without /proc this is its peak.
 
-    It counts shared pages and freed blocks the allocator keeps, so it is a figure for the host's size, never for a ratio.
+    It includes shared pages and freed blocks that the allocator keeps. Use it for the size of the host, never for a ratio.
     """
     status = Path("/proc/self/status")
     if status.exists():
@@ -176,7 +180,7 @@ def host_rss_bytes() -> int:
 
 
 def memory_words(memory: PhaseMemory) -> str:
-    """Gives a phase's figures as words of a log line, in MiB; ``n/a`` where the device has none."""
+    """Return a phase's figures in MiB as words of a log line. ``n/a`` where the device has none."""
     figures = {
         "mem_alloc_mb": memory.allocated_bytes,
         "mem_reserved_mb": memory.peak_reserved_bytes,

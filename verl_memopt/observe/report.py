@@ -1,4 +1,4 @@
-"""The report of one run, made again from its files, and the comparison of several."""
+"""The report of one run, built again from its files, and the comparison of several runs."""
 
 from __future__ import annotations
 
@@ -16,11 +16,17 @@ from verl_memopt.observe.summary import build_summary
 
 
 def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console | None = None) -> list[Path]:
-    """Makes charts and summary of a run again, or compares several, prints the tables, and gives the files written.
+    """Build the charts and summary of a run again, or compare several runs. Print the tables and return the files written.
 
-    One run: its charts and ``summary.json`` go to ``out``, the run folder unless given. Several: the comparison's charts go
-    to ``out``, the folder ``comparison`` beside the first run unless given, and no run folder is touched.
-    Errors: UserError for a folder that does not exist or holds no run; DataError for a file that is damaged.
+    Args:
+        run_dirs: One run folder or several.
+        out: Folder for the files. None = the run folder, or the folder ``comparison`` beside the first of several runs, which are
+            not changed.
+        console: Where to print. None = standard output.
+
+    Raises:
+        UserError: A folder does not exist or contains no run.
+        DataError: A file is damaged.
     """
     shown = console or Console(highlight=False)
     folders = [open_run_folder(Path(path)) for path in run_dirs]
@@ -28,9 +34,11 @@ def report(run_dirs: Sequence[Path], out: Path | None = None, console: Console |
 
 
 def finish_summary(folder: RunFolder, environment: dict[str, Any] | None = None) -> dict[str, Any]:
-    """Builds the summary of a run from its files, writes it and gives it.
+    """Build the summary of a run from its files, write it and return it.
 
-    What an earlier summary said beyond what the files tell (versions, device, command) is kept; ``environment`` replaces it.
+    Args:
+        folder: The run.
+        environment: Versions, device and command. None = keep those of an earlier summary.
     """
     summary = folder.read_summary() | (environment or {}) | _built(folder)
     folder.write_summary(summary)

@@ -21,9 +21,14 @@ from verl_memopt.observe.timing import Span
 
 
 class RunFolder:
-    """Paths and files of one run. Nothing here knows what the run computes."""
+    """Paths and files of one run. It does not depend on what the run computes.
+
+    Args:
+        path: The folder.
+    """
 
     def __init__(self, path: Path) -> None:
+        """Set the paths; nothing is created yet."""
         self.path = path
         self.config = path / "config.yaml"
         self.metrics = path / "metrics.jsonl"
@@ -34,16 +39,20 @@ class RunFolder:
         self.tensorboard = path / "tensorboard"
         self.config_history = path / "config_history"
         self.run_id = uuid.uuid4().hex[:12]
-        """Of this start of the run; a resumed run has another."""
+        """Identifies this start of the run. A resumed run has another."""
         self.began = time.time()
         self._elapsed_before = 0.0
 
     def begin(self, config_text: str, resumed_step: int | None) -> None:
-        """Makes the folder ready for a run that starts fresh (None) or goes on after a step.
+        """Prepare the folder for a new run, or for one that continues.
 
-        On resume the rows beyond that step are dropped, so that the files equal an uninterrupted run's, and settings that
-        differ from the present ones go to ``config_history/``. A fresh start moves the files of an earlier run to
-        ``previous/``, over those of the one before.
+        On resume the rows after the step are dropped, so that the files equal those of an uninterrupted run, and settings that
+        differ from the present ones move to ``config_history/``. A new run moves the files of an earlier one to ``previous/`` and
+        replaces what is there.
+
+        Args:
+            config_text: The settings as YAML.
+            resumed_step: The step after which the run continues. None = a new run.
         """
         self.path.mkdir(parents=True, exist_ok=True)
         if resumed_step is None:
@@ -55,42 +64,43 @@ class RunFolder:
         self.began = time.time()
 
     def add_timeline(self, step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> None:
-        """Appends a step's phases to the timeline. Step 0 is what precedes the first step."""
+        """Append a step's phases to the timeline. Step 0 covers the time before the first step."""
         rows = timeline_rows(step, spans, memories)
-        # What began before this folder was made ready (loading a model, say) is running time too.
+        # Phases that began before this folder was ready (loading a model, for example) are running time too.
         self.began = min([self.began, *(row.timestamp for row in rows)])
         placed = [replace(row, elapsed_seconds=self._elapsed_before + row.timestamp - self.began) for row in rows]
         append_timeline(self.timeline, placed)
 
     def add_generations(self, step: int, samples: Sequence[Sample]) -> None:
-        """Appends sample generations of a step."""
+        """Append sample generations of a step."""
         append_rows(self.generations, [sample_row(step, sample) for sample in samples])
 
     def add_warnings(self, step: int, texts: Sequence[str]) -> None:
-        """Appends what a step warned of. There is no file until the first warning."""
+        """Append the warnings of a step. There is no file until the first warning."""
         if texts:
             append_rows(self.warnings, [{"step": step, "warning": text} for text in texts])
 
     def read_warnings(self) -> list[dict[str, Any]]:
-        """Gives the warnings so far, each with its step."""
+        """Return the warnings so far, each with its step."""
         return read_rows(self.warnings) if self.warnings.exists() else []
 
     def write_summary(self, summary: Mapping[str, Any]) -> None:
-        """Writes ``summary.json``, whole or not at all."""
+        """Write ``summary.json``, completely or not at all."""
         replace_text(self.summary, json.dumps(summary, indent=2, ensure_ascii=False) + "\n")
 
     def read_metrics(self) -> list[dict[str, Any]]:
-        """Gives the metrics of each step so far, in the order they were logged."""
+        """Return the metrics of each step so far, in the order they were logged."""
         return read_rows(self.metrics) if self.metrics.exists() else []
 
     def read_timeline(self) -> list[TimelineRow]:
-        """Gives the timeline so far."""
+        """Return the timeline so far."""
         return read_timeline(self.timeline) if self.timeline.exists() else []
 
     def read_summary(self) -> dict[str, Any]:
-        """Gives the summary as written, or an empty one for a run that has not ended.
+        """Return the summary, or an empty one for a run that has not ended.
 
-        Errors: UserError for a file that is no JSON object.
+        Raises:
+            UserError: The file is not a JSON object.
         """
         if not self.summary.exists():
             return {}
@@ -110,7 +120,7 @@ class RunFolder:
         self._elapsed_before = max((row.elapsed_seconds + row.seconds for row in self.read_timeline()), default=0.0)
 
     def _keep_config(self, config_text: str, step: int) -> None:
-        """Moves settings that are about to be replaced to ``config_history/until_step_N.yaml``; one name is used once."""
+        """Move settings that are about to be replaced to ``config_history/until_step_N.yaml``, under an unused name."""
         if not self.config.exists() or self.config.read_text(encoding="utf-8", errors="replace") == config_text:
             return
         self.config_history.mkdir(exist_ok=True)
@@ -130,15 +140,16 @@ class RunFolder:
 
 
 def open_run_folder(path: Path) -> RunFolder:
-    """Gives the folder of a run that was made before.
+    """Return the folder of an earlier run.
 
-    Errors: UserError when it does not exist or holds no run.
+    Raises:
+        UserError: It does not exist or contains no run.
     """
     if not path.is_dir():
-        raise UserError(f"{path}: no such run folder. Give the folder that a run printed as its last line.")
+        raise UserError(f"{path}: no such run folder. Use the folder that a run printed as its last line.")
     folder = RunFolder(path)
     if not folder.metrics.exists() and not folder.timeline.exists():
-        raise UserError(f"{path}: holds neither metrics.jsonl nor memory_timeline.csv. Give the folder of a run.")
+        raise UserError(f"{path}: it contains neither metrics.jsonl nor memory_timeline.csv. Use the folder of a run.")
     return folder
 
 

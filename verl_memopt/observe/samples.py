@@ -10,7 +10,7 @@ from typing import Any
 from verl_memopt.observe.files import json_line, replace_text
 
 SCHEMA = 1
-"""Version of a dump row; a reader refuses one it does not know."""
+"""Version of a dump row. A reader refuses an unknown version."""
 
 
 @dataclass(frozen=True)
@@ -29,13 +29,13 @@ class Sample:
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the reward function returned beside the score, one key each in the row."""
+    """Further entries that the reward function returned, each a key of the row."""
 
 
 def sample_row(step: int, sample: Sample) -> dict[str, Any]:
-    """Gives a sample as a dump row: verl's keys, then ours, then the reward function's.
+    """Return a sample as a dump row: verl's keys, then this project's, then the reward function's.
 
-    A key of the reward function that is taken keeps its value under ``reward_extra/<key>``.
+    A key of the reward function that is already used appears as ``reward_extra/<key>``.
     """
     row = {
         "input": sample.input,
@@ -53,7 +53,7 @@ def sample_row(step: int, sample: Sample) -> dict[str, Any]:
 
 
 def dump_samples(folder: Path, step: int, samples: Sequence[Sample]) -> Path:
-    """Writes ``{folder}/{step}.jsonl``, one row a sample, whole or not at all, and gives its path."""
+    """Write ``{folder}/{step}.jsonl``, one row per sample, completely or not at all, and return its path."""
     folder.mkdir(parents=True, exist_ok=True)
     path = folder / f"{step}.jsonl"
     replace_text(path, "".join(json_line(sample_row(step, sample)) for sample in samples))

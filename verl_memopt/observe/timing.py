@@ -20,27 +20,28 @@ class Span:
 
 
 class PhaseClock:
-    """Times phases by name; a phase that runs twice in a step is summed. Phases may be nested."""
+    """Times phases by name. A phase that runs twice in a step is summed. Phases may be nested."""
 
     def __init__(self) -> None:
+        """Start without spans."""
         self.spans: list[Span] = []
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
-        """Times the body; one that raises is not recorded."""
+        """Time the body. A body that raises is not recorded."""
         started = time.time()
         with Timer(logger=None) as timer:
             yield
         self.spans.append(Span(name, started, timer.last))
 
     def timings(self) -> dict[str, float]:
-        """Gives ``timing_s/<phase>`` of the spans since the last :meth:`take`."""
+        """Return ``timing_s/<phase>`` of the spans since the last :meth:`take`."""
         seconds: dict[str, float] = {}
         for span in self.spans:
             seconds[f"timing_s/{span.name}"] = seconds.get(f"timing_s/{span.name}", 0.0) + span.seconds
         return seconds
 
     def take(self) -> list[Span]:
-        """Gives the spans in the order they ended and begins a new step."""
+        """Return the spans in the order in which they ended, and begin a new step."""
         spans, self.spans = self.spans, []
         return spans

@@ -1,4 +1,4 @@
-"""Validation scores by data source: mean, spread, best, worst and majority of N samples a prompt."""
+"""Validation scores by data source: mean, spread, best, worst and majority of the N samples of each prompt."""
 
 from __future__ import annotations
 
@@ -11,21 +11,21 @@ from typing import Any
 
 @dataclass(frozen=True)
 class ValidationRow:
-    """One scored sample. Rows of one ``uid`` are samples of one prompt."""
+    """One scored sample. Rows with the same ``uid`` are samples of one prompt."""
 
     uid: str
     data_source: str
     score: float
     extra: Mapping[str, Any] = field(default_factory=dict)
-    """What the reward function returned beside the score; numbers are averaged, ``pred`` is the answer that votes."""
+    """Further entries that the reward function returned. Numbers are averaged; ``pred`` is the answer for the majority."""
 
 
 def validation_metrics(rows: Sequence[ValidationRow]) -> dict[str, float]:
-    """Gives ``{val-core,val-aux}/{data_source}/{variable}/{mean@N,std@N,best@N/mean,worst@N/mean,maj@N/mean}``.
+    """Return ``{val-core,val-aux}/{data_source}/{variable}/{mean@N,std@N,best@N/mean,worst@N/mean,maj@N/mean}``.
 
-    N is the largest number of samples a prompt of the data source has; best, worst, spread and majority need N > 1, and the
-    majority needs ``pred``. Each is a mean over prompts, so a prompt counts once however many samples it has.
-    Core is ``acc`` where the reward function returns it, else ``reward``, with mean, best and majority; the rest is aux.
+    N is the largest number of samples of a prompt in the data source. Best, worst, spread and majority need N > 1, and majority
+    needs ``pred``. Each statistic is a mean over prompts, so every prompt counts once. Core are mean, best and majority of
+    ``acc`` if the reward function returns it, else of ``reward``. All others are aux.
     """
     by_source: dict[str, list[ValidationRow]] = defaultdict(list)
     for row in rows:
@@ -42,7 +42,7 @@ def validation_metrics(rows: Sequence[ValidationRow]) -> dict[str, float]:
 
 
 def headline_score(metrics: Mapping[str, float]) -> float | None:
-    """Gives one number of a step's metrics: the mean over data sources of the core mean; None without a validation."""
+    """Return one score of a step: the mean over data sources of the core mean. None without a validation."""
     scores = [value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
     return statistics.fmean(scores) if scores else None
 
@@ -76,6 +76,6 @@ def _spread(numbers: list[float]) -> float:
 
 
 def _majority(group: Sequence[tuple[float, Any]]) -> float:
-    """The score of the first sample that gives the most frequent answer; of equal counts the earliest answer wins."""
+    """Return the score of the first sample with the most frequent answer. Of equally frequent answers the earliest wins."""
     winner = Counter(str(answer) for _, answer in group).most_common(1)[0][0]
     return next(number for number, answer in group if str(answer) == winner)

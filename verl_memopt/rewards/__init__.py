@@ -1,1 +1,1 @@
-"""Rewards: rules by data source, functions of the user's own, and the processes that run them."""
+"""Rewards: rules by data source, the user's own functions, and the processes that run them."""

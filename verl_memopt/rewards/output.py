@@ -1,4 +1,4 @@
-"""What reward functions print, in files of the run folder that stay small."""
+"""The output of reward functions, in small files of the run folder."""
 
 from __future__ import annotations
 
@@ -6,21 +6,22 @@ import os
 from pathlib import Path
 
 LOG_BYTES = 1 << 20
-"""Largest size of one file; past it the older half is dropped."""
+"""Largest size of one file. Beyond it the older half is dropped."""
 
 QUOTED_LINES = 5
 QUOTED_BYTES = 2000
 
 
 class OutputLog:
-    """A file that keeps the end of what is written to it. It is made at the first write."""
+    """A file that keeps the end of its text. The first write creates it."""
 
     def __init__(self, path: Path) -> None:
+        """Remember the path; nothing is created yet."""
         self.path = path
-        self._told = False
+        self._warned = False
 
     def write(self, data: bytes) -> None:
-        """Append ``data``. A disk that refuses loses the output and nothing else."""
+        """Append ``data``. If the disk refuses, only this output is lost."""
         try:
             self.path.parent.mkdir(parents=True, exist_ok=True)
             with self.path.open("ab") as file:
@@ -29,22 +30,24 @@ class OutputLog:
             if size > LOG_BYTES:
                 self._drop_older_half()
         except OSError as error:
-            if self._told:
+            if self._warned:
                 return
-            self._told = True
-            os.write(2, f"{self.path}: the output of a reward function cannot be kept ({error.strerror}).\n".encode())
+            self._warned = True
+            os.write(2, f"{self.path}: the output of a reward function cannot be written ({error.strerror}).\n".encode())
 
     def _drop_older_half(self) -> None:
-        kept = _end_of(self.path, LOG_BYTES // 2)
+        newer_half = _end_of(self.path, LOG_BYTES // 2)
         aside = self.path.with_name(f".{self.path.name}.partial")
-        aside.write_bytes(kept.partition(b"\n")[2] or kept)
+        aside.write_bytes(newer_half.partition(b"\n")[2] or newer_half)
         aside.replace(self.path)
 
 
 def last_lines(path: Path | None, since: int = 0) -> str:
-    """Return the last few lines of a log, indented, under a line that names it; nothing where there are none.
+    """Return the last few lines of a log, indented, under a line that names the log. Empty where there are none.
 
-    since: bytes at the beginning that are of no interest; a log that is shorter has been cut, and all of it counts.
+    Args:
+        path: The log. None = no log.
+        since: Bytes at the beginning to leave out. If the log is shorter, it was cut, and all of it counts.
     """
     if path is None or not path.is_file():
         return ""
@@ -54,7 +57,7 @@ def last_lines(path: Path | None, since: int = 0) -> str:
     return "".join(f"\n  {line}" for line in [f"its last output ({path}):", *lines]) if lines else ""
 
 
-def _end_of(path: Path, most: int) -> bytes:
+def _end_of(path: Path, max_bytes: int) -> bytes:
     with path.open("rb") as file:
-        file.seek(-min(most, path.stat().st_size), os.SEEK_END)
+        file.seek(-min(max_bytes, path.stat().st_size), os.SEEK_END)
         return file.read()

@@ -1,4 +1,4 @@
-"""The run's side of one reward process: start it, hand it rows, read scores, find out where it stands, end it."""
+"""The run's side of one reward process: start it, send rows, receive scores, find the row it is at, end it."""
 
 from __future__ import annotations
 
@@ -29,31 +29,38 @@ from verl_memopt.rewards.supervisor import END_SECONDS, MARK, RUN_SIGNALS, VERDI
 logger = logging.getLogger(__name__)
 
 LOAD_SECONDS = 120.0
-"""Longest time the file with the reward function may take to import."""
+"""Longest time in which the file with the reward function must be imported."""
 
 
 class RewardProcess:
-    """A fresh interpreter that runs one reward function under a supervisor; it starts in the background.
+    """A new interpreter that runs one reward function under a supervisor. It starts in the background.
 
-    It and all that it starts end with this process, however that ends. It has its own session, and signals that end a run
-    do not end it, so that a stopped run can still finish its step.
+    It and all that it starts end with this process, however this process ends. It has its own session and ignores the signals
+    that end a run, so that a stopped run can still finish its step.
+
+    Args:
+        path: The user's Python file. None = the rules.
+        name: The function in it.
+        reward_kwargs: Further keyword arguments for every call.
+        limits: Memory, processor time and open files.
+        log: File for what the function prints. None = the standard output of this process.
     """
 
     def __init__(
         self, path: str | None, name: str, reward_kwargs: Mapping[str, Any], limits: Limits, log: Path | None = None
     ) -> None:
-        """log: file for what the function prints; None = where this process prints."""
-        ours, theirs = socket.socketpair()
+        """Start the process and send it the name of its function."""
+        run_end, process_end = socket.socketpair()
         lifeline_end, self._lifeline = os.pipe()
         self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
         os.pwrite(self._progress.fileno(), PROGRESS.pack(-1, 0.0), 0)
         self._log = log
         self._log_start = log.stat().st_size if log is not None and log.is_file() else 0
         self._mark = f"{MARK}={secrets.token_hex(16)}"
-        fds = (theirs.fileno(), lifeline_end, self._progress.fileno())
+        fds = (process_end.fileno(), lifeline_end, self._progress.fileno())
         arguments = (*fds, None if log is None else str(log.absolute()), astuple(limits))
         program = f"import sys; sys.path[:] = {sys.path!r}; from verl_memopt.rewards.supervisor import main; main{arguments!r}"
-        with _blocked(RUN_SIGNALS):  # until the supervisor can stand them
+        with _blocked(RUN_SIGNALS):  # until the supervisor has its handlers
             self._process = subprocess.Popen(
                 [sys.executable, "-c", program],
                 pass_fds=fds,
@@ -61,20 +68,24 @@ class RewardProcess:
                 start_new_session=True,
                 env={**os.environ, MARK: self._mark.partition("=")[2]},
             )
-        theirs.close()
+        process_end.close()
         os.close(lifeline_end)
-        self.connection = Connection(ours.detach())
+        self.connection = Connection(run_end.detach())
         self.connection.send((path, name, dict(reward_kwargs)))
         self._started = time.monotonic()
         self._loaded = False
 
     @property
     def pid(self) -> int:
-        """Of the supervisor."""
+        """Process id of the supervisor."""
         return self._process.pid
 
     def wait_until_loaded(self) -> None:
-        """Returns once the function is imported. Raises RewardError with the reason when it is not."""
+        """Wait until the function is imported.
+
+        Raises:
+            RewardError: It could not be imported. The message gives the reason.
+        """
         if self._loaded:
             return
         if not self.connection.poll(max(0.0, self._started + LOAD_SECONDS - time.monotonic())):
@@ -93,13 +104,16 @@ class RewardProcess:
         self._loaded = True
 
     def send(self, first: int, rows: Sequence[RewardRow]) -> None:
-        """Hands over rows; their indices count from ``first``. That the process is dead shows in ``receive``."""
+        """Send rows, whose indices count from ``first``.
+
+        A dead process raises no error here; :meth:`receive` reports it.
+        """
         self.wait_until_loaded()
         with contextlib.suppress(ConnectionError):
             self.connection.send((first, [(row.data_source, row.solution, row.ground_truth, row.extra_info) for row in rows]))
 
     def receive(self) -> list[Outcome] | None:
-        """The outcomes that have arrived; None when the process has died."""
+        """Return the outcomes that have arrived, or None if the process has died."""
         alive = self.is_alive()
         try:
             if self.connection.poll():
@@ -109,19 +123,23 @@ class RewardProcess:
         return [] if alive else None
 
     def position(self) -> tuple[int, float]:
-        """Index of the row the process is at (-1 = none) and the seconds it has been there."""
+        """Return the index of the row that is being scored (-1 = none) and the seconds since it began."""
         index, since = PROGRESS.unpack(os.pread(self._progress.fileno(), PROGRESS.size, 0))
         return index, time.monotonic() - since if index >= 0 else 0.0
 
     def is_alive(self) -> bool:
+        """Return whether the supervisor is running."""
         return self._process.poll() is None
 
     def died_idle(self) -> bool:
-        """Whether it has loaded the function and is gone; one that could not load it tells why in ``wait_until_loaded``."""
+        """Return whether the process died after it had loaded the function.
+
+        A process that could not load it reports the reason in :meth:`wait_until_loaded`.
+        """
         return self._loaded and not self.is_alive()
 
     def ending(self) -> str:
-        """How the process ended, in words; then what it printed last."""
+        """Return, in words, how the process ended, followed by its last output."""
         code = self._process.wait()
         clean, reason = self._verdict()
         if not clean:
@@ -130,11 +148,11 @@ class RewardProcess:
         return f"{reason or words}{self.last_output()}"
 
     def last_output(self) -> str:
-        """The last lines the function printed, for messages; nothing where there are none."""
+        """Return the last lines that the function printed, for messages. Empty where there are none."""
         return last_lines(self._log, self._log_start)
 
     def close(self) -> None:
-        """Ends the process and all that it started. May be called twice."""
+        """End the process and all that it started. May be called twice."""
         if self.connection.closed:
             return
         self.connection.close()
@@ -149,7 +167,7 @@ class RewardProcess:
         self._progress.close()
 
     def _verdict(self) -> tuple[bool, str]:
-        """Whether the supervisor left nothing behind, and the limit for which it ended the process."""
+        """Return whether the supervisor left no process behind, and the limit for which it ended the process."""
         record = os.pread(self._progress.fileno(), 4096, VERDICT_AT)
         if len(record) < VERDICT.size:
             return False, ""
@@ -157,7 +175,7 @@ class RewardProcess:
         return clean, record[VERDICT.size : VERDICT.size + length].decode()
 
     def _kill_left_over(self) -> None:
-        """The supervisor was killed itself, or could not end everything: ends what carries its mark."""
+        """Kill the processes with the mark, where the supervisor was killed itself or could not end all of them."""
         killed = kill_marked(self._mark, END_SECONDS)
         if killed:
             logger.warning("killed %d processes that a reward function had started and left behind", len(killed))
@@ -165,9 +183,9 @@ class RewardProcess:
 
 @contextlib.contextmanager
 def _blocked(signals: Sequence[signal.Signals]) -> Iterator[None]:
-    """Holds signals back in this thread, and in what is started meanwhile."""
-    before = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
+    """Block signals in this thread, and in processes started meanwhile."""
+    previous_mask = signal.pthread_sigmask(signal.SIG_BLOCK, signals)
     try:
         yield
     finally:
-        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+        signal.pthread_sigmask(signal.SIG_SETMASK, previous_mask)

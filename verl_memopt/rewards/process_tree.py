@@ -1,4 +1,4 @@
-"""The processes below one process, as Linux's /proc shows them: who they are, what they hold, how to end them all."""
+"""The processes below one process, read from Linux's /proc: their memory, their processor time, and how to end them all."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
 _STOP_ROUNDS = 8
-"""Scans in which processes are stopped before they are killed, so that none starts another in between."""
+"""Scans that stop processes before they are killed, so that none starts another in between."""
 
 _ROUND_SECONDS = 0.005
 
@@ -20,20 +20,20 @@ _ROUND_SECONDS = 0.005
 def descendants(root: int) -> dict[int, list[bytes]]:
     """Return every process below ``root`` with the fields of its /proc stat that follow its name (state first).
 
-    A process whose parent has died belongs to the nearest ancestor that adopts orphans; where ``root`` is one
-    (PR_SET_CHILD_SUBREAPER), nothing that it started gets away.
+    The kernel gives a process whose parent has died to the nearest ancestor that adopts orphans (PR_SET_CHILD_SUBREAPER). If
+    ``root`` adopts them, no process that it started is missed.
     """
     fields = dict(_stats())
     children: dict[int, list[int]] = {}
     for pid, values in fields.items():
         children.setdefault(int(values[1]), []).append(pid)
-    found: dict[int, list[bytes]] = {}
+    below: dict[int, list[bytes]] = {}
     waiting = list(children.get(root, ()))
     while waiting:
         pid = waiting.pop()
-        found[pid] = fields[pid]
+        below[pid] = fields[pid]
         waiting += children.get(pid, ())
-    return found
+    return below
 
 
 def _stats() -> Iterator[tuple[int, list[bytes]]]:
@@ -51,12 +51,12 @@ def cpu_seconds(tree: dict[int, list[bytes]]) -> float:
 
 
 def resident_bytes(tree: dict[int, list[bytes]]) -> int:
-    """Return the memory of the processes together; a page that several of them share counts once for each."""
+    """Return the total memory of the processes. A page that several of them share counts once for each."""
     return sum(int(values[21]) for values in tree.values()) * _PAGE
 
 
 def proportional_bytes(pids: Iterable[int]) -> int:
-    """Return the memory of the processes together; a page that several share is divided among them. Slower."""
+    """Return the total memory of the processes. A shared page is divided among them. Slower."""
     total = 0
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
@@ -65,9 +65,9 @@ def proportional_bytes(pids: Iterable[int]) -> int:
 
 
 def end_descendants(seconds: float) -> bool:
-    """Kill every process below this one and wait until it has none; say whether that came about within ``seconds``.
+    """Kill every process below this one, wait until none is left, and return whether that took at most ``seconds``.
 
-    This process has to adopt orphans (PR_SET_CHILD_SUBREAPER). Then "no child" means "no descendant".
+    This process must adopt orphans (PR_SET_CHILD_SUBREAPER). Then "no child" means "no descendant".
     """
     deadline = time.monotonic() + seconds
     while reap():
@@ -79,7 +79,7 @@ def end_descendants(seconds: float) -> bool:
 
 
 def reap() -> bool:
-    """Collect the children that have ended, and say whether any is left."""
+    """Collect the children that have ended, and return whether any child is left."""
     try:
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass
@@ -100,17 +100,17 @@ def _kill_all() -> None:
 
 
 def kill_marked(mark: str, seconds: float) -> list[int]:
-    """Kill every process whose environment began with the entry ``mark`` (``NAME=value``); return those found.
+    """Kill every process whose initial environment has the entry ``mark`` (``NAME=value``), and return their ids.
 
-    For what outlives a supervisor that was itself killed: its children are no longer below anything of ours, but they
-    inherited its environment.
+    This finds the processes of a supervisor that was killed. They are no longer below this process, but they inherited the
+    supervisor's environment.
     """
-    deadline, found = time.monotonic() + seconds, set()
+    deadline, killed = time.monotonic() + seconds, set()
     while (alive := list(_marked(mark.encode()))) and time.monotonic() < deadline:
-        found.update(alive)
+        killed.update(alive)
         _send(alive, signal.SIGKILL)
         time.sleep(_ROUND_SECONDS)
-    return sorted(found)
+    return sorted(killed)
 
 
 def _marked(mark: bytes) -> Iterator[int]:

@@ -1,4 +1,4 @@
-"""What goes to a reward function and what comes back."""
+"""Input and result of a reward function for one row."""
 
 from __future__ import annotations
 
@@ -8,12 +8,14 @@ from typing import Any
 
 @dataclass(frozen=True)
 class RewardRow:
+    """One response with what its reward function receives."""
+
     data_source: str
-    """Chooses the rule when there is no custom function."""
+    """Selects the rule when there is no custom function."""
     solution: str
     """The response, decoded without special tokens."""
     ground_truth: Any
-    """What the dataset row holds as the truth."""
+    """The reference answer of the dataset row."""
     extra_info: dict[str, Any]
     """The dataset row's extra_info."""
     address: str
@@ -22,9 +24,11 @@ class RewardRow:
 
 @dataclass(frozen=True)
 class RewardResult:
+    """The score of one row."""
+
     score: float
     """A finite number."""
     extra: dict[str, Any] = field(default_factory=dict)
     """The other entries, when the function returned a dict."""
     failed: bool = False
-    """The function failed on this row and ``score`` is the fallback."""
+    """The function failed on this row, and ``score`` is the fallback score."""

@@ -1,4 +1,4 @@
-"""Rule rewards: small functions of a response and its ground truth, chosen by ``data_source``."""
+"""Rule rewards: small functions of a response and its ground truth, selected by ``data_source``."""
 
 from __future__ import annotations
 
@@ -12,49 +12,52 @@ from verl_memopt.errors import DataError, RewardError
 Rule = Callable[[str, Any], float]
 
 MATH_SECONDS = 2
-"""Longest that math-verify may take to read an answer, and to compare it."""
+"""Longest time in which math-verify must read an answer, and compare it."""
 
 _FINAL_ANSWER = re.compile(r"####\s*(\$?-?[0-9][0-9.,]*)")
 _THINK_THEN_ANSWER = re.compile(r"\s*<think>(?:(?!</?think>).)*</think>\s*<answer>(?:(?!</?answer>).)*</answer>\s*", re.DOTALL)
 
 
 def exact_match(solution: str, ground_truth: Any) -> float:
-    """1.0 when the response is the ground truth, apart from white space around it; else 0.0."""
+    """Return 1.0 when the response equals the ground truth, apart from surrounding white space; else 0.0."""
     return float(solution.strip() == str(ground_truth).strip())
 
 
 def final_answer(solution: str) -> str | None:
-    """The number of the last ``#### x`` in the text, without thousands separators, currency sign or final dot; or None."""
-    found = _FINAL_ANSWER.findall(solution)
-    return _plain_number(found[-1]) if found else None
+    """Return the number of the last ``#### x`` in a text, or None.
+
+    Thousands separators, a currency sign and a final dot are removed.
+    """
+    answers = _FINAL_ANSWER.findall(solution)
+    return _plain_number(answers[-1]) if answers else None
 
 
 def gsm8k(solution: str, ground_truth: Any) -> float:
-    """1.0 when the last ``#### x`` of the response is the ground truth; an answer in any other form gets 0.0."""
+    """Return 1.0 when the last ``#### x`` of the response is the ground truth; an answer in any other form scores 0.0."""
     return float(final_answer(solution) == _plain_number(str(ground_truth)))
 
 
 def final_answer_format(solution: str, ground_truth: Any) -> float:
-    """1.0 when the response holds exactly one ``#### x`` and ends with it, right or wrong; else 0.0."""
-    found = list(_FINAL_ANSWER.finditer(solution))
-    return float(len(found) == 1 and not solution[found[0].end() :].strip())
+    """Return 1.0 when the response has exactly one ``#### x`` and ends with it, right or wrong; else 0.0."""
+    matches = list(_FINAL_ANSWER.finditer(solution))
+    return float(len(matches) == 1 and not solution[matches[0].end() :].strip())
 
 
 def think_format(solution: str, ground_truth: Any) -> float:
-    """1.0 when the response is one ``<think>..</think>`` and then one ``<answer>..</answer>``; else 0.0."""
+    """Return 1.0 when the response is one ``<think>..</think>`` and then one ``<answer>..</answer>``; else 0.0."""
     return float(_THINK_THEN_ANSWER.fullmatch(solution) is not None)
 
 
 def math_answer(solution: str, ground_truth: Any) -> float:
-    """Return 1.0 when the last answer of a response equals the ground truth mathematically, else 0.0.
+    r"""Return 1.0 when the last answer of a response equals the ground truth mathematically, else 0.0.
 
-    math-verify reads the last ``\\boxed{...}``, else the last formula or number, and compares it with sympy:
-    ``\\frac{2}{4}`` is ``0.5``, and ``x^2+2x+1`` is ``(x+1)^2``. An answer that takes longer than ``MATH_SECONDS`` to read or to
+    math-verify reads the last ``\boxed{...}``, else the last formula or number, and compares it with sympy:
+    ``\frac{2}{4}`` is ``0.5``, and ``x^2+2x+1`` is ``(x+1)^2``. An answer that takes longer than ``MATH_SECONDS`` to read or to
     compare, such as a tower of powers, scores 0.0.
 
     Args:
         solution: The response.
-        ground_truth: The answer as LaTeX without ``\\boxed{}``, or as a number.
+        ground_truth: The answer as LaTeX without ``\boxed{}``, or as a number.
 
     Raises:
         RewardError: The ground truth cannot be read.
@@ -62,14 +65,14 @@ def math_answer(solution: str, ground_truth: Any) -> float:
     from math_verify import LatexExtractionConfig, parse, verify
 
     boxed = f"\\boxed{{{ground_truth}}}"
-    answer = parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=MATH_SECONDS)
-    if not answer:
+    expected = parse(boxed, extraction_config=[LatexExtractionConfig()], parsing_timeout=MATH_SECONDS)
+    if not expected:
         raise RewardError(
-            f"cannot score this row: the ground truth {ground_truth!r} is no LaTeX that math-verify reads. Correct it."
+            f"cannot score this row: math-verify cannot read the ground truth {ground_truth!r} as LaTeX. Correct it."
         )
-    # math-verify would join several boxes to a set, so an answer that was taken back would count.
-    given = parse(solution[max(solution.rfind("\\boxed"), 0) :], parsing_timeout=MATH_SECONDS)
-    return float(verify(answer, given, timeout_seconds=MATH_SECONDS))
+    # math-verify would join several boxes to a set, so an answer that the response revised would count.
+    answer = parse(solution[max(solution.rfind("\\boxed"), 0) :], parsing_timeout=MATH_SECONDS)
+    return float(verify(expected, answer, timeout_seconds=MATH_SECONDS))
 
 
 RULES: dict[str, Rule] = {
@@ -86,9 +89,13 @@ RULES: dict[str, Rule] = {
 
 
 def check_sources(sources: Iterable[tuple[str, str]]) -> None:
-    """Raise DataError for the first (data_source, address) that has no rule, or whose rule lacks its package.
+    """Check that each data source has a rule. For runs without a custom function.
 
-    For runs without a custom function.
+    Args:
+        sources: (data_source, address) of each row.
+
+    Raises:
+        DataError: A data source has no rule, or the package of its rule is not installed. The message names the first such row.
     """
     for source, address in sources:
         if source not in RULES:
@@ -101,7 +108,11 @@ def check_sources(sources: Iterable[tuple[str, str]]) -> None:
 
 
 def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
-    """The score of the rule that belongs to ``data_source``. Raises RewardError when there is none."""
+    """Return the score by the rule of ``data_source``.
+
+    Raises:
+        RewardError: There is no such rule.
+    """
     if data_source not in RULES:
         raise RewardError(f"cannot score this row: {_no_rule(data_source)}")
     return RULES[data_source](solution_str, ground_truth)
@@ -109,7 +120,7 @@ def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_
 
 def _no_rule(source: str) -> str:
     return (
-        f"data_source {source!r} has no rule; there are rules for {', '.join(RULES)}. "
+        f"data_source {source!r} has no rule. There are rules for {', '.join(RULES)}. "
         "Use one of these, or set custom_reward_function.path."
     )
 

@@ -1,4 +1,4 @@
-"""Scores rows in reward processes, with a time limit per row, and says which row a function failed on."""
+"""Scores rows in reward processes, with a time limit per row, and names the row on which a function failed."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ from verl_memopt.rewards.rows import RewardResult, RewardRow
 logger = logging.getLogger(__name__)
 
 CHUNKS_PER_PROCESS = 4
-"""Pieces each process's share is cut into, so that an idle process can take from a slow one's."""
+"""Pieces per process, so that an idle process can take over rows of a slow one."""
 
 CHECK_SECONDS = 0.2
-"""Longest wait for scores before time limits and deaths are looked at."""
+"""Longest wait for scores before time limits and deaths are checked."""
 
 Chunk = tuple[int, int]
 """First row and the row after the last."""
@@ -31,33 +31,49 @@ Chunk = tuple[int, int]
 class RewardRunner:
     """Runs the reward function in ``num_workers`` processes, which start at once and in the background.
 
-    A row that raises, hangs, kills its process or returns no finite score ends the run with a RewardError that names it;
-    with ``on_error=score`` it takes the fallback score and is marked as failed. A context manager; ``close`` ends the
-    processes.
+    A row that raises, hangs, kills its process or returns no finite score ends the run with a RewardError that names the row.
+    With ``on_error=score`` the row gets the fallback score and is marked as failed. Use as a context manager, or call
+    :meth:`close`, to end the processes.
+
+    Args:
+        custom: The ``custom_reward_function`` section of the settings.
+        num_workers: Number of reward processes.
+        logs: Folder for what the function prints, one file per process. None = the standard output of this process.
     """
 
     def __init__(self, custom: schema.CustomReward, num_workers: int, logs: Path | None = None) -> None:
-        """logs: folder for what the function prints, a file a process; None = where this process prints."""
+        """Start the processes."""
         self._custom = custom
         self._num_workers = num_workers
         self._logs = logs
         self.stopped: Callable[[], bool] = lambda: False
-        """Asked while rows are scored; once it says yes, they are given up and ``score`` raises Stopped."""
+        """Called while rows are scored. Once it returns True, the rows are abandoned and ``score`` raises Stopped."""
         self._processes = [self._start(index) for index in range(num_workers)]
 
     def __enter__(self) -> Self:
+        """Return the runner itself."""
         return self
 
     def __exit__(self, *error: object) -> None:
+        """End the processes."""
         self.close()
 
     def check(self) -> None:
-        """Returns once every process has loaded the function. Raises RewardError when one cannot."""
+        """Wait until every process has loaded the function.
+
+        Raises:
+            RewardError: A process cannot load it.
+        """
         for process in self._processes:
             process.wait_until_loaded()
 
     def score(self, rows: Sequence[RewardRow]) -> list[RewardResult]:
-        """The result of each row, in order. Raises RewardError for the first failure with ``on_error=raise``."""
+        """Return the result of each row, in order.
+
+        Raises:
+            RewardError: A row failed, with ``on_error=raise``. The message names the row.
+            Stopped: ``stopped`` returned True.
+        """
         try:
             if not self._processes:
                 self._processes = [self._start(index) for index in range(self._num_workers)]
@@ -70,13 +86,13 @@ class RewardRunner:
         return results
 
     def close(self) -> None:
-        """Ends all processes. A later ``score`` starts new ones."""
+        """End all processes. A later :meth:`score` starts new ones."""
         for process in self._processes:
             process.close()
         self._processes = []
 
     def pids(self) -> list[int]:
-        """Process ids of the supervisors, one a reward process."""
+        """Return the process ids of the supervisors, one per reward process."""
         return [process.pid for process in self._processes]
 
     def _start(self, index: int) -> RewardProcess:
@@ -88,12 +104,12 @@ class RewardRunner:
         if not failures:
             return
         first = min(failures)
-        logger.warning("the reward function failed on %d of %d rows, which take the fallback score %s; the first is %s: %s",
+        logger.warning("the reward function failed on %d of %d rows, which get the fallback score %s; the first is %s: %s",
                        len(failures), len(rows), self._custom.fallback_score, rows[first].address, failures[first])  # fmt: skip
 
 
 class _Round:
-    """One call of ``score``: which rows are waiting, which process is at which, what came back."""
+    """One call of ``score``: which rows are waiting, which process scores which rows, and the results so far."""
 
     def __init__(
         self,
@@ -115,7 +131,7 @@ class _Round:
         self._retried: set[int] = set()
 
     def run(self) -> list[RewardResult]:
-        """The results in row order."""
+        """Return the results in row order."""
         while len(self._results) < len(self._rows):
             if self._stopped():
                 raise Stopped
@@ -139,7 +155,7 @@ class _Round:
         return min(CHECK_SECONDS, self._custom.timeout_seconds / 4)
 
     def _collect(self, process: RewardProcess) -> None:
-        """Takes what ``process`` has sent; replaces it when it has died or is over the time limit."""
+        """Record what ``process`` has sent. Replace it if it has died or is over the time limit."""
         outcomes = process.receive()
         for outcome in outcomes or []:
             self._record(*outcome)
@@ -152,17 +168,17 @@ class _Round:
             limit = f"custom_reward_function.timeout_seconds={self._custom.timeout_seconds:g}"
             self._replace(process, f"took longer than {limit}{process.last_output()}")
 
-    def _replace(self, process: RewardProcess, what: str) -> None:
-        """Fails the row that the process is at, and puts the rest of its chunk back in front of a new process.
+    def _replace(self, process: RewardProcess, failure: str) -> None:
+        """Fail the row that the process was scoring, and queue the rest of its chunk again, first in line.
 
-        A process that died between rows (something from outside ended it) takes none with it, unless it happens again.
+        If a process died between rows, something else ended it, and no row fails. If that happens again, the next row fails.
         """
         at, _ = process.position()
         first, end = self._at_work.pop(process)
         self._start_again(process)
         missing = [index for index in range(first, end) if index not in self._results]
         if at in missing or missing[0] in self._retried:
-            self._record(at if at in missing else missing[0], 0.0, {}, what)
+            self._record(at if at in missing else missing[0], 0.0, {}, failure)
         self._retried.add(missing[0])
         self._waiting.extendleft((index, index + 1) for index in reversed(missing) if index not in self._results)
 
@@ -178,19 +194,19 @@ class _Round:
             return
         if self._custom.on_error == "raise":
             raise RewardError(
-                f"{self._rows[index].address}: the reward function {describe(self._custom)} {failure}\nMend it, or set "
-                "custom_reward_function.on_error=score to go on with custom_reward_function.fallback_score."
+                f"{self._rows[index].address}: the reward function {describe(self._custom)} {failure}\nCorrect it, or set "
+                "custom_reward_function.on_error=score to continue with custom_reward_function.fallback_score."
             )
         self.failures[index] = failure
         self._results[index] = RewardResult(self._custom.fallback_score, {}, failed=True)
 
 
 def describe(custom: schema.CustomReward) -> str:
-    """The reward function by name and file, for messages."""
+    """Return name and file of the reward function, for messages."""
     return "of the rules" if custom.path is None else f"{custom.name} of {custom.path}"
 
 
 def _chunks(num_rows: int, num_processes: int) -> list[Chunk]:
-    """Even pieces of 0..num_rows: one for one process, several each for more."""
+    """Return even pieces of 0..num_rows: one piece for one process, several per process for more."""
     size = max(1, math.ceil(num_rows / (1 if num_processes == 1 else num_processes * CHUNKS_PER_PROCESS)))
     return [(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]

@@ -1,8 +1,8 @@
-"""The inner program of a reward process: it takes rows from a pipe and sends scores back until the pipe closes.
+"""The inner program of a reward process: it receives rows from a pipe and sends scores back until the pipe closes.
 
-It imports neither torch nor an engine, and nothing of the program that started it, so it is up in a fraction of a second.
-Where it stands is written to a small shared file before each row: when the process hangs or dies, the parent reads there
-which row it was.
+It imports neither torch nor an engine nor anything of the program that started it, so it starts in a fraction of a second.
+Before each row it writes its position to a small shared file. When the process hangs or dies, the parent reads there which
+row it was.
 """
 
 from __future__ import annotations
@@ -31,7 +31,13 @@ Outcome = tuple[int, float, dict[str, Any], str | None]
 
 
 def main(pipe: int, progress: int, limits: Limits) -> None:
-    """Serves rows from the file descriptor ``pipe`` until it closes. limits: that hold for this process, for messages."""
+    """Serve rows from a pipe until it closes.
+
+    Args:
+        pipe: File descriptor of the connection to the run.
+        progress: File descriptor of the shared file.
+        limits: Limits of this process, for messages.
+    """
     connection = Connection(pipe)
     try:
         path, name, reward_kwargs = connection.recv()
@@ -50,7 +56,7 @@ def main(pipe: int, progress: int, limits: Limits) -> None:
 def _serve_chunk(
     connection: Connection, function: RewardFunction, progress: int, limits: Limits, first: int, rows: list[Any]
 ) -> None:
-    """Scores ``rows`` (indices from ``first``) and sends outcomes in batches, none later than a few milliseconds."""
+    """Score ``rows`` (indices from ``first``) and send the outcomes in batches, each within a few milliseconds."""
     outcomes: list[Outcome] = []
     sent_at = time.monotonic()
     for index, row in enumerate(rows, start=first):
@@ -67,13 +73,17 @@ def _serve_chunk(
 def score_row(
     function: RewardFunction, limits: Limits, data_source: str, solution: str, ground_truth: Any, extra_info: dict[str, Any]
 ) -> tuple[float, dict[str, Any], str | None]:
-    """Score, further entries, and what went wrong with this row (None = nothing). limits: of this process, for messages."""
+    """Score one row.
+
+    Returns:
+        The score, the further entries, and what went wrong with this row (None = nothing).
+    """
     try:
         value = function(data_source=data_source, solution_str=solution, ground_truth=ground_truth, extra_info=extra_info)
         return (*read_score(value), None)
     except RewardError as problem:
         return 0.0, {}, str(problem)
-    except (Exception, SystemExit) as problem:  # noqa: BLE001 - the function is the user's: whatever it raises is reported
+    except (Exception, SystemExit) as problem:  # noqa: BLE001 - the user's function may raise anything, and all of it is reported
         trace = problem.__traceback__
         within = traceback.format_exception(type(problem), problem, trace and trace.tb_next)  # without this frame
         no_memory = isinstance(problem, MemoryError) or "allocate memory" in str(problem)  # torch raises a RuntimeError
@@ -82,7 +92,11 @@ def score_row(
 
 
 def read_score(value: Any) -> tuple[float, dict[str, Any]]:
-    """The finite score in what a reward function returned, and its other entries. Raises RewardError when it is no score."""
+    """Return the finite score in the return value of a reward function, and its other entries.
+
+    Raises:
+        RewardError: There is no finite number.
+    """
     if not isinstance(value, dict):
         return _finite(value, "returned"), {}
     if "score" not in value:
@@ -91,34 +105,38 @@ def read_score(value: Any) -> tuple[float, dict[str, Any]]:
     return _finite(value["score"], "returned the score"), extra
 
 
-def _finite(value: Any, what: str) -> float:
+def _finite(value: Any, phrase: str) -> float:
     number = _unwrapped(value)
     if not isinstance(number, numbers.Real):
-        raise RewardError(f"{what} {value!r:.200} of type {type(value).__name__}, not a number")
+        raise RewardError(f"{phrase} {value!r:.200} of type {type(value).__name__}, not a number")
     score = float(number)
     if not math.isfinite(score):
-        raise RewardError(f"{what} {score}, not a finite number")
+        raise RewardError(f"{phrase} {score}, not a finite number")
     if abs(score) > LARGEST_SCORE:
-        raise RewardError(f"{what} {score:g}, which is beyond {LARGEST_SCORE:g}: training would compute no finite number from it")
+        raise RewardError(
+            f"{phrase} {score:g}, which is beyond {LARGEST_SCORE:g}: training could not compute finite numbers from it"
+        )
     return score
 
 
 def _unwrapped(value: Any) -> Any:
-    """The Python number inside an array or tensor of one element; anything else as it is."""
+    """Return the Python number inside an array or tensor of one element; anything else unchanged."""
     numel = getattr(value, "numel", None)
     count = numel() if callable(numel) else getattr(value, "size", None)
     return value.item() if count == 1 and hasattr(value, "item") else value
 
 
 def _plain(entry: Any, name: str) -> Any:
-    """The entry as plain data, which is all that crosses the process border."""
+    """Return the entry as plain data, because only that can be sent to the other process."""
     entry = _unwrapped(entry)
     if isinstance(entry, str):
-        return entry.encode("utf-8", "replace").decode("utf-8")  # half a surrogate pair cannot be written to any file
+        return entry.encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair cannot be written to any file
     if entry is None or isinstance(entry, bool | int | float):
         return entry
     if isinstance(entry, list | tuple):
         return [_plain(part, name) for part in entry]
     if isinstance(entry, dict):
         return {_plain(str(key), name): _plain(part, name) for key, part in entry.items()}
-    raise RewardError(f"returned the entry {name!r} of type {type(entry).__name__}; numbers, texts, lists and dicts can be kept")
+    raise RewardError(
+        f"returned the entry {name!r} of type {type(entry).__name__}; only numbers, strings, lists and dicts can be kept"
+    )

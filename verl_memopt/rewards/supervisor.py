@@ -1,10 +1,10 @@
-"""The program between a run and a reward function: it starts the function's process, and leaves nothing behind of it.
+"""The program between a run and a reward function: it starts the function's process and leaves no process of it behind.
 
-A reward function may start processes, which may start others and cut every tie to their parents. This program adopts what
-its descendants leave behind (PR_SET_CHILD_SUBREAPER), so that all of it stays below it. It ends everything when the run
+A reward function may start processes, which may start others and cut every tie to their parents. This program adopts the
+orphans among its descendants (PR_SET_CHILD_SUBREAPER), so that all of them stay below it. It ends all of them when the run
 closes the pipe ``lifeline`` or dies, when the function's process ends, and when a limit is passed. Then it ends as that
-process did, with its exit code or signal. Signals that are sent to every process of the run do not end it: the run
-decides when its rewards end.
+process did, with its exit code or signal. Signals that are sent to every process of the run do not end it: the run decides
+when its rewards end.
 """
 
 from __future__ import annotations
@@ -32,39 +32,39 @@ from verl_memopt.rewards.process_tree import (
 )
 
 MARK = "VERL_MEMOPT_REWARD_PROCESS"
-"""Environment variable whose value is one supervisor's alone. All that a reward function starts inherits it."""
+"""Environment variable with a value unique to one supervisor. All that a reward function starts inherits it."""
 
 RUN_SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGHUP)
-"""Sent to every process of a run by a terminal, Slurm, systemd or a container; the run answers them."""
+"""Sent to every process of a run by a terminal, Slurm, systemd or a container. The run handles them."""
 
 WATCH_SECONDS = 0.25
 WATCH_SHARE = 0.005
-"""The tree is looked at this often, and less often where a look takes more than this share of the time."""
+"""The processes are checked this often, and less often where a check takes more than this share of the time."""
 
 END_SECONDS = 5.0
-"""Longest time that killed processes may take to be gone."""
+"""Longest time in which killed processes must be gone."""
 
 VERDICT = struct.Struct("?H")
-"""Whether nothing is left, and the length of the reason that follows it."""
+"""Whether no process is left, and the length of the reason that follows."""
 VERDICT_AT = 256
-"""Where that stands in the shared file, behind the scorer's record."""
+"""Position of the verdict in the shared file, after the scorer's record."""
 
 _SET_PDEATHSIG, _SET_CHILD_SUBREAPER = 1, 36
 
 
 def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple[float, float, int]) -> None:
-    """Starts the scorer on the file descriptor ``pipe`` and watches over it. Does not return.
+    """Start the scorer on the file descriptor ``pipe`` and watch it. Does not return.
 
     Args:
-        pipe: connection to the run, which only the scorer keeps.
-        lifeline: read end of a pipe whose write end the run holds.
-        progress: shared file with the place of the scorer and the verdict on its end.
-        log: file for what the function prints; None = where this program prints.
-        limits: the fields of :class:`Limits`.
+        pipe: Connection to the run, which only the scorer keeps.
+        lifeline: Read end of a pipe whose write end the run holds.
+        progress: Shared file with the position of the scorer and the verdict on its end.
+        log: File for what the function prints. None = the standard output of this program.
+        limits: The fields of :class:`Limits`.
     """
     for number in RUN_SIGNALS:
         # A handler and not SIG_IGN, which programs that the function starts would inherit.
-        signal.signal(number, _stay)
+        signal.signal(number, _ignore)
     signal.pthread_sigmask(signal.SIG_UNBLOCK, RUN_SIGNALS)
     bound = Limits(*limits)
     output, printed = os.pipe() if log is not None else (-1, -1)
@@ -83,8 +83,8 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
     _end_as(watch.run())
 
 
-def _stay(number: int, frame: object) -> None:
-    """Does nothing: the run decides."""
+def _ignore(number: int, frame: object) -> None:
+    """Ignore the signal, because the run decides."""
 
 
 def _prctl(option: int, value: int) -> None:
@@ -94,7 +94,7 @@ def _prctl(option: int, value: int) -> None:
 
 
 def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int, limits: Limits) -> None:
-    """The child: the scorer under its limits, which dies with the supervisor. Does not return."""
+    """Run the scorer under its limits, in the child. It dies with the supervisor. Does not return."""
     code = 1
     try:
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
@@ -105,13 +105,13 @@ def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int
             os.dup2(printed, 1)
             os.dup2(printed, 2)
             os.close(printed)
-        # Python's own streams were made for what lay there before.
+        # Python's own streams belong to the previous descriptors.
         sys.stdout, sys.stderr = (os.fdopen(fd, "w", buffering=1, errors="backslashreplace", closefd=False) for fd in (1, 2))
         faulthandler.enable()
         limits.bind_process()
         scorer.main(pipe, progress, limits)
         code = 0
-    except BaseException:  # noqa: BLE001 - printed, and told by the exit code
+    except BaseException:  # noqa: BLE001 - printed, and shown by the exit code
         sys.excepthook(*sys.exc_info())
     finally:
         with contextlib.suppress(OSError, ValueError):
@@ -121,7 +121,7 @@ def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int
 
 
 class _Watch:
-    """Waits for an end: of the scorer, of the run, or of patience with what they take."""
+    """Waits until the scorer ends, the run ends, or a limit is passed."""
 
     def __init__(self, child: int, lifeline: int, progress: int, output: int, log: OutputLog | None, limits: Limits) -> None:
         self._child, self._lifeline, self._progress, self._limits = child, lifeline, progress, limits
@@ -133,10 +133,10 @@ class _Watch:
         os.set_blocking(write, False)
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
-        signal.signal(signal.SIGCHLD, _stay)
+        signal.signal(signal.SIGCHLD, _ignore)
 
     def run(self) -> int:
-        """Returns the scorer's wait status once nothing of it is left (0 where the run has ended)."""
+        """Return the scorer's wait status once none of its processes is left (0 if the run has ended)."""
         status, reason = self._wait()
         clean = end_descendants(END_SECONDS)
         while self._take_output():
@@ -146,40 +146,40 @@ class _Watch:
         return status
 
     def _wait(self) -> tuple[int, str]:
-        next_look, patience = time.monotonic() + WATCH_SECONDS, WATCH_SECONDS
+        next_check, patience = time.monotonic() + WATCH_SECONDS, WATCH_SECONDS
         while True:
             status = self._ended()
             if status is not None:
                 return status, ""
             fds = [self._lifeline, self._wakeup, *([self._output] if self._output >= 0 else [])]
-            ready = select.select(fds, [], [], max(0.0, next_look - time.monotonic()))[0]
+            ready = select.select(fds, [], [], max(0.0, next_check - time.monotonic()))[0]
             if self._lifeline in ready or os.getppid() != self._parent:
                 return 0, ""
             if self._wakeup in ready:
                 os.read(self._wakeup, 4096)
             if self._output in ready:
                 self._take_output()
-            if time.monotonic() >= next_look:
+            if time.monotonic() >= next_check:
                 began = time.monotonic()
                 reason = self._passed_limit()
                 if reason:
                     return signal.SIGKILL, reason
                 patience = max(WATCH_SECONDS, (time.monotonic() - began) / WATCH_SHARE)
-                next_look = time.monotonic() + patience
+                next_check = time.monotonic() + patience
 
     def _ended(self) -> int | None:
-        """Collects children that have ended, adopted ones too; gives the scorer's status when it is among them."""
+        """Collect children that have ended, adopted ones too. Return the scorer's status if it is among them."""
         while True:
             pid, status = os.waitpid(-1, os.WNOHANG)
             if pid in (0, self._child):
                 return status if pid else None
 
     def _take_output(self) -> bool:
-        """Moves what was printed to the log; says whether there may be more."""
+        """Move output to the log, and return whether there may be more."""
         if self._output < 0 or self._log is None or not select.select([self._output], [], [], 0)[0]:
             return False
         data = os.read(self._output, 65536)
-        if not data:  # nobody is left who could print
+        if not data:  # every writer has closed the pipe
             os.close(self._output)
             self._output = -1
             return False
@@ -187,7 +187,7 @@ class _Watch:
         return True
 
     def _passed_limit(self) -> str:
-        """Names the limit that the tree has passed, or nothing."""
+        """Return what limit the processes have passed, in words; empty for none."""
         tree, limits = descendants(os.getpid()), self._limits
         if resident_bytes(tree) > limits.memory_bytes and proportional_bytes(tree) > limits.memory_bytes:
             return f"held more memory, with the processes it started, than {KEY}.memory_gb={limits.memory_gb:g}"
@@ -202,10 +202,10 @@ class _Watch:
 
 
 def _end_as(status: int) -> None:
-    """Ends this process as the scorer did, so that whoever waits for it learns the truth."""
+    """End this process as the scorer ended, so that the process that waits for it sees the true status."""
     if os.WIFSIGNALED(status):
         number = os.WTERMSIG(status)
-        with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to take away
+        with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to remove
             signal.signal(number, signal.SIG_DFL)
         os.kill(os.getpid(), number)
         signal.pause()

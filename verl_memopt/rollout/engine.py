@@ -1,4 +1,4 @@
-"""What every rollout engine offers, and the choice of one by name."""
+"""The interface of every rollout engine, and the choice of one by name."""
 
 from __future__ import annotations
 
@@ -19,72 +19,90 @@ KEY = "actor_rollout_ref.rollout"
 
 @dataclass(frozen=True)
 class Generation:
+    """The responses to the prompts of one call, one entry per row."""
+
     response_ids: list[list[int]]
-    """One list a row, the end-of-sequence token included when it was generated, at most ``max_tokens`` long."""
+    """Token ids of each row, at most ``max_tokens``, including the end-of-sequence token if it was generated."""
     log_probs: list[list[float]] | None
-    """fp32 log-probs of those tokens, or None when they were not asked for."""
+    """fp32 log-probs of those tokens. None = not requested."""
     finish_reasons: list[str]
-    """stop = an end-of-sequence token was generated; length = the cap was reached."""
+    """stop = an end-of-sequence token was generated; length = ``max_tokens`` was reached."""
     cached_tokens: int = 0
-    """Prompt tokens that were not computed, since their keys and values were in the prefix cache."""
+    """Prompt tokens that were not computed, because their keys and values were in the prefix cache."""
 
 
 class RolloutEngine(Protocol):
-    """Generates responses with weights of its own, which come from the trainer."""
+    """Generates responses with its own copy of the weights, which the trainer loads into it."""
 
     def generate(
         self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool] = never
     ) -> Generation:
-        """One response for each row. A row's response depends on its prompt, its seed and the weights, not on other rows.
+        """Return one response per row. It depends on the row's prompt, its seed and the weights, not on other rows.
 
-        stopped: asked between engine steps; once it says yes, all rows are given up.
-        Errors: RolloutError while the engine sleeps, or before it has whole weights; Stopped when the rows were given up.
+        Args:
+            prompt_ids: Token ids of each row.
+            seeds: One seed per row.
+            sampling: How tokens are drawn.
+            stopped: Called between engine steps. Once it returns True, all rows are abandoned.
+
+        Raises:
+            RolloutError: The engine is asleep, or its weights are incomplete.
+            Stopped: ``stopped`` returned True.
         """
 
     def load_weights(self, weights: Weights) -> None:
-        """Replaces all weights, in place, and forgets the prefix cache.
+        """Replace all weights in place, and clear the prefix cache.
 
-        weights: Hugging Face names with tensors of any dtype, whole or in row ranges of any order. They are asked for one by
-        one, and each is used up before the next is asked for. Of tied weights the second name may be left out.
-        Errors: RolloutError for a name that is unknown or missing, or a shape that differs; the engine then refuses to
-        generate until a load succeeds.
+        Args:
+            weights: Hugging Face names with tensors of any dtype, whole or as row ranges in any order. The engine reads one at a
+                time and is done with it before the next. The second name of tied weights may be left out.
+
+        Raises:
+            RolloutError: A name is unknown or missing, or a shape differs. The engine then refuses to generate until a load
+                succeeds.
         """
 
     def sleep(self) -> None:
-        """Frees the memory of weights and KV cache; both are lost. Errors: RolloutError when the engine cannot sleep."""
+        """Free the device memory of weights and KV cache.
+
+        Raises:
+            RolloutError: This engine cannot sleep.
+        """
 
     def wake_up(self, part: str) -> None:
-        """Takes memory for ``weights`` (first; load them before generating) or for the ``kv_cache``."""
+        """Allocate memory for a part: ``weights`` first (load them before generating), then ``kv_cache``."""
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """The engine's tensors that exist now, as ("rollout weights", tensor) and ("kv", tensor)."""
+        """Yield the engine's present tensors, as ("rollout weights", tensor) and ("kv", tensor)."""
 
     def shutdown(self) -> None:
-        """Releases everything. The caller's default process group stays."""
+        """Free everything. The caller's default process group stays."""
 
 
 @dataclass(frozen=True)
 class EnginePlace:
+    """Where and for which model an engine runs."""
+
     rank: int
-    """This process among all."""
+    """Rank of this process."""
     world_size: int
-    """All processes; they build their engines together."""
+    """Number of processes. They build their engines together."""
     local_rank: int
-    """This process's device on its machine."""
+    """Rank of this process on its machine, which selects its device."""
     tensor_parallel_size: int
-    """Neighbouring ranks that share one engine; each calls every method with the same arguments."""
+    """Neighbouring ranks that share one engine. Each calls every method with the same arguments."""
     device: torch.device
-    """Where the engine computes."""
+    """The device of the engine."""
     model_folder: str
-    """Folder with config.json; weights are read from it only with load_format=auto."""
+    """Folder with config.json. Its weights are read only with load_format=auto."""
     tokenizer_folder: str
     """Folder of the tokenizer."""
     trust_remote_code: bool
-    """Let the model's folder run its own code."""
+    """Allow the model's folder to run its own code."""
     eos_token_ids: tuple[int, ...]
     """Tokens that end a response."""
     device_limit_bytes: int | None = None
-    """What this process may take of the device, where that is less than all; the engine's share is of this."""
+    """Limit of this process on the device. None = the whole device. The engine's share is a share of this limit."""
 
 
 def _vllm(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
@@ -103,10 +121,11 @@ ENGINES: dict[str, Callable[[schema.Rollout, EnginePlace], RolloutEngine]] = {"v
 
 
 def build_engine(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
-    """The engine that ``rollout.name`` asks for, started, and with ``load_format=dummy`` still without weights.
+    """Start the engine that ``rollout.name`` selects. With ``load_format=dummy`` it has no weights yet.
 
-    Errors: ConfigError for an unknown name, an engine that is not installed, ranks that do not divide into engines, or a
-    setting the engine refuses.
+    Raises:
+        ConfigError: The name is unknown, the engine is not installed, the number of workers is not a multiple of the engine's
+            size, or the engine refuses a setting.
     """
     if rollout.name not in ENGINES:
         raise ConfigError(f"{KEY}.name={rollout.name}: unknown rollout engine. Use one of {', '.join(ENGINES)}.")
@@ -119,7 +138,7 @@ def build_engine(rollout: schema.Rollout, place: EnginePlace) -> RolloutEngine:
 
 
 def max_model_len(rollout: schema.Rollout) -> int:
-    """The longest sequence in tokens: prompt plus response, unless it is set."""
+    """Return the longest sequence in tokens: prompt plus response, unless it is set."""
     if rollout.max_model_len is not None:
         return rollout.max_model_len
     assert rollout.prompt_length is not None, "rollout.prompt_length is linked before an engine is built"
@@ -128,11 +147,21 @@ def max_model_len(rollout: schema.Rollout) -> int:
 
 
 def check_rows(prompt_ids: list[list[int]], seeds: list[int], max_tokens: int, longest: int) -> None:
-    """Raises RolloutError, naming the row, for an empty prompt or one that leaves no room for max_tokens."""
+    """Check that every prompt can be answered.
+
+    Args:
+        prompt_ids: Token ids of each row.
+        seeds: One seed per row.
+        max_tokens: Tokens that may be generated.
+        longest: The longest sequence that the engine supports.
+
+    Raises:
+        RolloutError: A prompt is empty or leaves no room for ``max_tokens``. The message names the row.
+    """
     assert len(prompt_ids) == len(seeds), f"{len(prompt_ids)} prompts, {len(seeds)} seeds"
     for row, ids in enumerate(prompt_ids):
         if not ids:
-            raise RolloutError(f"rollout engine: the prompt of row {row} is empty. Give at least one token.")
+            raise RolloutError(f"rollout engine: the prompt of row {row} is empty. It needs at least one token.")
         if len(ids) + max_tokens > longest:
             raise RolloutError(
                 f"rollout engine: row {row} has {len(ids)} prompt tokens and may grow by {max_tokens}, but a sequence has at "

@@ -1,4 +1,4 @@
-"""The weights a model must be given: a stream of them is checked name by name as it passes."""
+"""The weights that a model expects. Checks a stream of weights name by name."""
 
 from __future__ import annotations
 
@@ -14,22 +14,24 @@ from verl_memopt.memory.rollout.weight_buckets import Weights, WeightSlice, as_s
 
 @dataclass(frozen=True)
 class ExpectedWeights:
+    """Names and shapes of the weights that a model needs."""
+
     shapes: dict[str, torch.Size]
-    """Each parameter's shape by its Hugging Face name; of tied ones, the first name."""
+    """Shape of each parameter by its Hugging Face name. Tied parameters appear under their first name."""
     ignored: frozenset[str]
-    """Further names of tied parameters, and buffers that never change: allowed, not needed."""
+    """Further names of tied parameters, and constant buffers: allowed but not needed."""
 
     @classmethod
     def of(cls, model: nn.Module) -> ExpectedWeights:
-        """What a transformers model expects; it may lie on the meta device."""
+        """Return the names and shapes of a transformers model, which may be on the meta device."""
         shapes = {name: parameter.shape for name, parameter in model.named_parameters()}
         return cls(shapes, frozenset(model.state_dict(keep_vars=True)) - frozenset(shapes))
 
     def checked(self, weights: Weights) -> Iterator[WeightSlice]:
-        """The same stream as slices, without ignored names.
+        """Yield the same stream as slices, without ignored names.
 
-        Errors: RolloutError at the first name that is unknown, of another shape, or whose rows come twice, and at the end for
-        what is missing.
+        Raises:
+            RolloutError: A name is unknown, has another shape, or repeats rows; or, at the end, a weight is missing.
         """
         seen: dict[str, list[tuple[int, int]]] = {name: [] for name in self.shapes}
         for part in map(as_slice, weights):
@@ -40,24 +42,24 @@ class ExpectedWeights:
             yield part
         missing = [name for name, rows in seen.items() if sum(stop - start for start, stop in rows) < num_rows(self.shapes[name])]
         if missing:
-            few = ", ".join(missing[:5])
-            raise RolloutError(f"weight sync: {len(missing)} weights never came: {few}. Send every parameter of the model.")
+            examples = ", ".join(missing[:5])
+            raise RolloutError(f"weight sync: {len(missing)} weights are missing: {examples}. Send every parameter of the model.")
 
     def _check(self, part: WeightSlice, seen: dict[str, list[tuple[int, int]]]) -> None:
         name = part.name
         if name not in self.shapes:
             raise RolloutError(
-                f"weight sync: {name} is no weight of the engine's model. Trainer and engine must hold the same model."
+                f"weight sync: {name} is not a weight of the engine's model. Trainer and engine must hold the same model."
             )
         expected = self.shapes[name]
         if part.shape != expected:
             raise RolloutError(f"weight sync: {name} has shape {tuple(part.shape)}, the engine expects {tuple(expected)}.")
         if any(part.start < stop and start < part.stop for start, stop in seen[name]):
-            raise RolloutError(f"weight sync: {name} came twice. Trainer and engine must hold the same model.")
+            raise RolloutError(f"weight sync: {name} was sent twice. Trainer and engine must hold the same model.")
 
 
 def meta_model(folder: str, trust_remote_code: bool) -> nn.Module:
-    """A transformers model of the folder's config.json that holds names and shapes, and no memory."""
+    """Return a transformers model of the folder's config.json with names and shapes but no memory."""
     from transformers import AutoConfig, AutoModelForCausalLM
 
     config = AutoConfig.from_pretrained(folder, trust_remote_code=trust_remote_code)

@@ -1,4 +1,4 @@
-"""Transformers' own generation: slow and simple, with the same results as vLLM, for machines and tests without it."""
+"""Generation by transformers: slow and simple, with the same results as vLLM, for machines and tests without vLLM."""
 
 from __future__ import annotations
 
@@ -26,15 +26,24 @@ from verl_memopt.rollout.stop_file import never
 
 MODES = ("processed_logprobs", "raw_logprobs")
 PAD = 0
-"""Stands left of shorter prompts, behind the attention mask, and behind finished responses; never read."""
+"""Padding left of shorter prompts (masked) and after finished responses. Its value is never read."""
 
 
 class HfEngine:
-    def __init__(self, rollout: schema.Rollout, place: EnginePlace) -> None:
-        """Builds the engine's own copy of the model; its KV cache lives only while it generates.
+    """A rollout engine (:class:`verl_memopt.rollout.engine.RolloutEngine`) on transformers' own generation.
 
-        Errors: ConfigError for tensor parallelism, an unknown logprobs_mode, or arguments meant for another engine.
-        """
+    Its KV cache exists only while it generates.
+
+    Args:
+        rollout: The ``rollout`` section of the settings.
+        place: Device, ranks and folders.
+
+    Raises:
+        ConfigError: Tensor parallelism, an unknown logprobs_mode, or arguments for another engine.
+    """
+
+    def __init__(self, rollout: schema.Rollout, place: EnginePlace) -> None:
+        """Build the engine's own copy of the model."""
         _check_settings(rollout, place)
         self._place = place
         self._chunk = rollout.max_num_seqs
@@ -52,6 +61,7 @@ class HfEngine:
     def generate(
         self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool] = never
     ) -> Generation:
+        """Return one response per row, ``rollout.max_num_seqs`` rows at a time."""
         self._state.check_ready()
         check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
         ids: list[list[int]] = []
@@ -66,6 +76,7 @@ class HfEngine:
         return Generation(ids, log_probs if sampling.log_probs else None, reasons)
 
     def load_weights(self, weights: Weights) -> None:
+        """Copy each slice into its parameter."""
         parameters = dict(self._model.named_parameters())
         with self._state.loading(), torch.no_grad():
             for part in self._expected.checked(weights):
@@ -73,6 +84,7 @@ class HfEngine:
                 (target if part.whole else target[part.start : part.stop]).copy_(part.tensor)
 
     def sleep(self) -> None:
+        """Free the memory of the weights. If the engine keeps its weights, they are copied to the host first."""
         if self._state.is_awake("weights"):
             if self._keeps_weights:
                 self._kept = self._on_host()
@@ -82,16 +94,17 @@ class HfEngine:
         empty_cache(self._place.device)
 
     def wake_up(self, part: str) -> None:
+        """Allocate the weights again, and restore them if they were kept on the host."""
         if not self._state.waking(part) or part != "weights":
             return
         for parameter in self._model.parameters():
             parameter.untyped_storage().resize_(self._bytes[id(parameter)])
-        for parameter, kept in zip(self._model.parameters(), self._kept, strict=self._keeps_weights):
-            parameter.copy_(kept)
+        for parameter, host_copy in zip(self._model.parameters(), self._kept, strict=self._keeps_weights):
+            parameter.copy_(host_copy)
         self._kept = []
 
     def _on_host(self) -> list[torch.Tensor]:
-        """Gives a copy of each parameter, all in one host buffer: page-locking is slow, and is done once."""
+        """Return a host copy of each parameter, all in one buffer, because page-locking is slow and is done once."""
         parameters = list(self._model.parameters())
         sizes = [parameter.numel() * parameter.itemsize for parameter in parameters]
         parts = host_buffer(sum(sizes), self._place.device, "rollout weights").split(sizes)
@@ -99,11 +112,13 @@ class HfEngine:
         return [part.view(like.dtype).view(like.shape).copy_(like) for part, like in pairs]
 
     def resident_tensors(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield parameters and buffers while the weights are awake."""
         if self._state.is_awake("weights"):
             for tensor in (*self._model.parameters(), *self._model.buffers()):
                 yield "rollout weights", tensor
 
     def shutdown(self) -> None:
+        """Drop the model. A second call does nothing."""
         if self._state.close():
             del self._model
             empty_cache(self._place.device)
@@ -112,11 +127,11 @@ class HfEngine:
     def _generate_chunk(
         self, prompts: list[list[int]], seeds: list[int], sampling: SamplingSettings, stopped: Callable[[], bool]
     ) -> tuple[list[list[int]], list[list[float]]]:
-        """Response ids and log-probs (empty when not asked for) of a few rows."""
+        """Return response ids and log-probs (empty where not requested) of a few rows."""
         ids, mask = left_padded(prompts, self._place.device)
         sampler = RowSampler(sampling, seeds, mask, self._processed)
         stops = [] if sampling.ignore_eos else list(self._place.eos_token_ids)
-        generate: Any = self._model.generate  # transformers types it for its own classes alone
+        generate: Any = self._model.generate  # typed by transformers for its own classes only
         output = generate(
             ids,
             attention_mask=mask,
@@ -134,20 +149,33 @@ class HfEngine:
 
 
 class StopCheck:
-    """Gives a generation up, between two tokens, once a stop is asked for. transformers calls it as a logits processor."""
+    """A logits processor for transformers that abandons a generation between two tokens once a stop is requested.
+
+    Args:
+        stopped: Returns True once a stop is requested.
+    """
 
     def __init__(self, stopped: Callable[[], bool]) -> None:
+        """Remember the function to call."""
         self._stopped = stopped
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids [rows, width]: prompt and response so far. scores [rows, vocab], which are returned as they are."""
+        """Return the scores unchanged.
+
+        Args:
+            input_ids: [rows, width], prompt and response so far.
+            scores: [rows, vocab].
+
+        Raises:
+            Stopped: A stop is requested.
+        """
         if self._stopped():
             raise Stopped
         return scores
 
 
 def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    """Prompts as one [rows, width] tensor that ends where each prompt ends, and its mask: 1 for a token, 0 for padding."""
+    """Return prompts as one tensor [rows, width] with padding on the left, and its mask: 1 for a token, 0 for padding."""
     width = max(map(len, prompts))
     ids = [[PAD] * (width - len(prompt)) + prompt for prompt in prompts]
     mask = [[0] * (width - len(prompt)) + [1] * len(prompt) for prompt in prompts]
@@ -155,7 +183,7 @@ def left_padded(prompts: list[list[int]], device: torch.device) -> tuple[torch.T
 
 
 def until_stop(tokens: list[int], stops: set[int]) -> list[int]:
-    """The tokens up to and with the first that stops."""
+    """Return the tokens up to and including the first stop token."""
     for position, token in enumerate(tokens):
         if token in stops:
             return tokens[: position + 1]
@@ -171,7 +199,9 @@ def _check_settings(rollout: schema.Rollout, place: EnginePlace) -> None:
     if rollout.engine_kwargs.vllm:
         raise ConfigError(f"{KEY}.engine_kwargs.vllm: it has no effect with {KEY}.name=hf. Remove it, or use {KEY}.name=vllm.")
     if rollout.logprobs_mode not in MODES:
-        raise ConfigError(f"{KEY}.logprobs_mode={rollout.logprobs_mode}: the hf engine gives {' or '.join(MODES)}. Use one.")
+        raise ConfigError(
+            f"{KEY}.logprobs_mode={rollout.logprobs_mode}: the hf engine supports {' and '.join(MODES)}. Use one of them."
+        )
 
 
 def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Module:
@@ -188,7 +218,7 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
     else:
         model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype, trust_remote_code=remote)
         model.to(place.device)  # type: ignore[arg-type]
-        for parameter in model.parameters():  # memory of its own, which can be freed and taken again; a mapped file cannot
+        for parameter in model.parameters():  # own memory, which can be freed and allocated again; a mapped file cannot
             parameter.data = parameter.data.clone()
     model.generation_config = GenerationConfig()
     return model.requires_grad_(False).eval()

@@ -1,4 +1,4 @@
-"""One token for each row from its logits: the same rules, in the same order, as vLLM's sampler."""
+"""One token per row from its logits, with the same rules in the same order as vLLM's sampler."""
 
 from __future__ import annotations
 
@@ -8,20 +8,23 @@ from torch import Tensor
 from verl_memopt.rollout.sampling import SamplingSettings
 
 FIXED_POINT = 2.0**48
-"""What a probability of 1 is as a whole number; a sum of a vocabulary's fits in 63 bits."""
+"""Probability 1 as an integer. The sum over a vocabulary fits in 63 bits."""
 
 
 class RowSampler:
-    """Draws the next token of each row with the row's own generator, so that a row's draw does not depend on the others.
+    """Draws the next token of each row with the row's own generator, so that rows do not influence each other.
 
-    To be called by transformers as a logits processor: it returns scores whose largest entry is the drawn token.
+    Transformers calls it as a logits processor. It returns scores whose largest entry is the drawn token.
+
+    Args:
+        sampling: How tokens are drawn.
+        seeds: One seed per row.
+        prompt_mask: [rows, prompt width], 1 for a token, 0 for left padding.
+        processed: Record log-probs after penalty, temperature and filters, instead of those of the model's own logits.
     """
 
     def __init__(self, sampling: SamplingSettings, seeds: list[int], prompt_mask: Tensor, processed: bool) -> None:
-        """prompt_mask [rows, prompt width]: 1 where there is a token, 0 on the left padding.
-
-        processed: record log-probs after penalty, temperature and filters, rather than of the model's own logits.
-        """
+        """Create one generator per row."""
         self._sampling = sampling
         self._prompt_mask = prompt_mask
         self._processed = processed
@@ -31,7 +34,12 @@ class RowSampler:
         """One [rows] fp32 tensor for each generated token."""
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """input_ids [rows, width]: prompt and response so far. scores [rows, vocab]."""
+        """Return scores whose largest entry is the drawn token.
+
+        Args:
+            input_ids: [rows, width], prompt and response so far.
+            scores: [rows, vocab].
+        """
         raw = scores.float()
         logits = penalized(raw, self._seen(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)
         if self._sampling.do_sample:
@@ -52,7 +60,7 @@ class RowSampler:
         return counts.scatter_add_(1, input_ids, mask) > 0
 
     def _noise(self, logits: Tensor) -> Tensor:
-        """Gumbel noise [rows, vocab]: the largest of logits plus noise is distributed as the softmax."""
+        """Return Gumbel noise [rows, vocab]. The largest entry of logits plus noise is a sample of the softmax."""
         noise = torch.empty_like(logits)
         for row, generator in enumerate(self._generators):
             noise[row].exponential_(generator=generator)
@@ -60,16 +68,22 @@ class RowSampler:
 
 
 def penalized(logits: Tensor, seen: Tensor | None, penalty: float) -> Tensor:
-    """Logits [rows, vocab] with those of tokens seen in the row made smaller: divided when positive, else multiplied."""
+    """Return logits [rows, vocab] with those of seen tokens made smaller: divided by ``penalty`` if positive, else multiplied.
+
+    Args:
+        logits: [rows, vocab].
+        seen: bool [rows, vocab], tokens of the row so far. None = no penalty.
+        penalty: At least 1.
+    """
     if seen is None:
         return logits
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
-    """Logits [rows, vocab] with those outside the top-k and then outside the nucleus at minus infinity.
+    """Return logits [rows, vocab] with those outside the top-k, and then outside the nucleus, at minus infinity.
 
-    Ties with the k-th are kept; the likeliest token always stays.
+    Ties with the k-th token are kept. The most likely token always stays.
     """
     minus_infinity = float("-inf")
     if 0 < top_k < logits.shape[-1]:
@@ -77,7 +91,7 @@ def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:
         logits = logits.masked_fill(logits < kth, minus_infinity)
     if top_p < 1.0:
         ascending, order = logits.sort(dim=-1)
-        # Summed as whole numbers: a float cumsum on a GPU has no deterministic kernel.
+        # Summed as integers: a float cumsum on a GPU has no deterministic kernel.
         shares = (ascending.softmax(dim=-1).double() * FIXED_POINT).long()
         outside = shares.cumsum(dim=-1) <= (1 - top_p) * FIXED_POINT
         outside[:, -1] = False

@@ -1,4 +1,4 @@
-"""What an engine must leave as it found it, because training goes on in the same process."""
+"""State of the process that an engine must leave unchanged, because training continues in the same process."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from verl_memopt.distributed.device import device_rng_state, set_device_rng_stat
 
 @contextmanager
 def random_state_kept(device: torch.device) -> Iterator[None]:
-    """Gives the random generators of torch, its device, Python and numpy back as they were.
+    """Restore the random generators of torch, its device, Python and numpy at the end.
 
-    An engine seeds them when it starts and draws from them when it samples, so training would depend on the rollouts' length.
+    An engine seeds them when it starts and draws from them when it samples. Without this, training would depend on the length of
+    the rollouts.
     """
     import numpy as np
 
@@ -38,11 +39,14 @@ def random_state_kept(device: torch.device) -> Iterator[None]:
 
 @contextmanager
 def process_state_kept(device: torch.device, own_prefix: str) -> Iterator[None]:
-    """Gives back, besides the random state, what a starting engine changes for the whole process.
+    """Restore, besides the random state, all process-wide state that the start of an engine changes.
 
-    That is: environment variables (child processes inherit them; those that begin with own_prefix are the engine's own and
-    stay), thread count and the function that sets it, matmul precision, default dtype, exception hook, signal handlers and
-    warning filters.
+    These are environment variables (child processes inherit them), the number of threads and the function that sets it, matmul
+    precision, default dtype, exception hook, signal handlers and warning filters.
+
+    Args:
+        device: The engine's device.
+        own_prefix: Variables that begin with this belong to the engine and stay.
     """
     environment = dict(os.environ)
     threads, set_num_threads = torch.get_num_threads(), torch.set_num_threads
@@ -65,7 +69,7 @@ def process_state_kept(device: torch.device, own_prefix: str) -> Iterator[None]:
 
 @contextmanager
 def default_group_kept(keep: bool) -> Iterator[None]:
-    """With keep, makes ``destroy_process_group()`` without a group do nothing; groups named by their handle still go."""
+    """Make ``destroy_process_group()`` without arguments do nothing, if ``keep``. Groups passed by handle are still destroyed."""
     destroy = dist.destroy_process_group
 
     def only_named(group: Any = None) -> None:
@@ -78,7 +82,7 @@ def default_group_kept(keep: bool) -> Iterator[None]:
 
 @contextmanager
 def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
-    """Sets an attribute for a while."""
+    """Replace an attribute inside the body."""
     before = getattr(owner, name)
     setattr(owner, name, value)
     try:

@@ -1,4 +1,4 @@
-"""How responses are drawn: the sampling settings of training and validation, and one seed for each row."""
+"""Sampling settings of training and validation, and one seed per row."""
 
 from __future__ import annotations
 
@@ -12,28 +12,31 @@ from verl_memopt.errors import ConfigError
 
 @dataclass(frozen=True)
 class SamplingSettings:
+    """How tokens are drawn."""
+
     temperature: float
-    """Divides the logits before the draw; without effect when ``do_sample`` is false."""
+    """Divides the logits before the draw. Has no effect if ``do_sample`` is false."""
     top_k: int
-    """Draw from the k likeliest tokens; -1 = off."""
+    """Draw from the k most likely tokens; -1 = off."""
     top_p: float
-    """Draw from the smallest set of tokens whose probabilities add up to this; 1 = off."""
+    """Draw from the smallest set of most likely tokens whose probabilities add up to this; 1 = off."""
     repetition_penalty: float
-    """Above 1: tokens of the prompt and of the response so far become less likely; 1 = off."""
+    """Above 1, tokens of the prompt and of the response so far become less likely; 1 = off."""
     do_sample: bool
-    """false = the likeliest token each time."""
+    """False = always the most likely token."""
     max_tokens: int
-    """Exact cap of generated tokens."""
+    """Largest number of generated tokens."""
     ignore_eos: bool
-    """Generate ``max_tokens`` tokens whatever they are."""
+    """Generate ``max_tokens`` tokens, and do not stop at an end-of-sequence token."""
     log_probs: bool
     """Return the log-prob of each generated token."""
 
 
 def train_sampling(rollout: schema.Rollout) -> SamplingSettings:
-    """The sampling of training responses.
+    """Return the sampling settings of training responses.
 
-    Errors: ConfigError when sampling is asked for at a temperature that is not positive.
+    Raises:
+        ConfigError: Sampling is on, and the temperature is not positive.
     """
     return _checked(
         "actor_rollout_ref.rollout",
@@ -51,9 +54,10 @@ def train_sampling(rollout: schema.Rollout) -> SamplingSettings:
 
 
 def validation_sampling(rollout: schema.Rollout) -> SamplingSettings:
-    """The sampling of validation responses: ``val_kwargs``, with the cap and the repetition penalty of training.
+    """Return the sampling settings of validation: ``val_kwargs``, with the length limit and repetition penalty of training.
 
-    Errors: as :func:`train_sampling`.
+    Raises:
+        ConfigError: Sampling is on, and the temperature is not positive.
     """
     val = rollout.val_kwargs
     return _checked(
@@ -72,7 +76,7 @@ def validation_sampling(rollout: schema.Rollout) -> SamplingSettings:
 
 
 def row_seed(seed: int, step: int, prompt_index: int, sample_index: int) -> int:
-    """The seed of one row, 63 bits: the same four numbers give the same seed on every machine and in every batch."""
+    """Return the seed of one row, 63 bits. It depends on the four arguments alone, on every machine and in every batch."""
     packed = struct.pack("<4q", seed, step, prompt_index, sample_index)
     return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
 
@@ -86,6 +90,6 @@ def _checked(key: str, sampling: SamplingSettings) -> SamplingSettings:
     if sampling.do_sample and sampling.temperature <= 0:
         raise ConfigError(
             f"{key}.temperature={sampling.temperature}: sampling needs a temperature above 0. "
-            f"Raise it, or set {key}.do_sample=false for the likeliest token each time."
+            f"Raise it, or set {key}.do_sample=false to always take the most likely token."
         )
     return sampling

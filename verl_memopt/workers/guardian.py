@@ -1,8 +1,8 @@
-"""A process that outlives its starter for a moment, and kills what the starter had started.
+"""A process that outlives its starter for a moment, and kills the processes that the starter had started.
 
-Ray's own processes follow a killed driver, but its node's two agents outlive it by a minute, and so does what Ray was about to
-start when the driver died. The guardian waits for the end of a pipe that only the starter holds. It has a session of its own,
-where no Ctrl-C reaches it. It imports the standard library alone.
+Ray's own processes follow a killed driver, but the two agents of its node outlive it by a minute, and so do processes that Ray
+was about to start when the driver died. The guardian waits for the end of a pipe that only the starter holds. It has its own
+session, where no Ctrl-C reaches it. It imports the standard library alone.
 """
 
 from __future__ import annotations
@@ -15,29 +15,32 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # run as a file, for a package would bring its own imports
+if __name__ == "__main__":  # run as a file, because a package would add its own imports
     sys.path.insert(0, str(Path(__file__).parent))
     from processes import descendants, kill
 else:
     from verl_memopt.workers.processes import descendants, kill
 
 LOOK_SECONDS = 0.1
-"""How often it looks for new processes until it is told that all have started."""
+"""Time between two searches for new processes, until all have started."""
 
 ROUNDS, ROUND_SECONDS = 20, 0.1
-"""Killing takes as many rounds as new processes appear."""
+"""Largest number of killing rounds, each for the processes that appeared since the last one."""
 
 STARTED = b"all have started\n"
 
 Born = tuple[int, int]
-"""A process by its id and the time of its start, in clock ticks since boot: an id alone may come again."""
+"""A process id and its start time in clock ticks since boot. An id alone may be used again."""
 
 
 class Guardian:
-    """Kills, once this process is gone, the descendants that it has from now on until :meth:`all_started`, and theirs."""
+    """Kills descendants of this process once this process is gone.
+
+    It kills those that are born from now on until :meth:`all_started`, and their descendants.
+    """
 
     def __init__(self) -> None:
-        """Return once it watches."""
+        """Start the guardian, and return once it watches."""
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-E", __file__, str(os.getpid())],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -49,16 +52,19 @@ class Guardian:
 
     @property
     def pid(self) -> int:
-        """Process id."""
+        """Process id of the guardian."""
         return self._process.pid
 
     def all_started(self) -> None:
-        """Say that what is to be guarded has started. What these processes start is guarded too, what others start is not."""
+        """Report that all processes to be guarded have started.
+
+        Processes that they start later are guarded too. Other processes are not.
+        """
         self._pipe.write(STARTED)
         self._pipe.flush()
 
     def dismiss(self) -> None:
-        """End it; it kills nothing. May be called again."""
+        """End the guardian without killing anything. May be called again."""
         self._process.kill()
         self._process.communicate()
 
@@ -90,16 +96,16 @@ def _alive(processes: set[Born]) -> list[int]:
 
 
 def _born(pids: list[int]) -> set[Born]:
-    """Return those processes that exist and are no zombies, but for this one, with the time at which each started."""
-    found = set()
+    """Return (pid, start time) of the processes that exist and are not zombies, without this process."""
+    born = set()
     for pid in pids:
         try:
             fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
         except OSError:
             continue
         if pid != os.getpid() and fields[0] not in (b"Z", b"X"):
-            found.add((pid, int(fields[19])))
-    return found
+            born.add((pid, int(fields[19])))
+    return born
 
 
 if __name__ == "__main__":

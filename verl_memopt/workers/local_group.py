@@ -1,4 +1,4 @@
-"""A group of one member that lives in this process: for a debugger, and for machines without Ray."""
+"""A group of one member in this process: for a debugger, and for machines without Ray."""
 
 from __future__ import annotations
 
@@ -12,17 +12,23 @@ LOOPBACK = "127.0.0.1"
 
 
 def start_local_group(factory: WorkerFactory, device: str) -> LocalGroup:
-    """Gives a group of one, built here. What the worker raises comes through unchanged, so a debugger stops at its cause."""
+    """Return a group of one, built here. The worker's errors come through unchanged, so a debugger stops at their cause."""
     placement = Placement(0, 1, 0, LOOPBACK, free_port(LOOPBACK), device)
     return LocalGroup(factory, placement)
 
 
 class LocalGroup:
-    """One worker in the driver's process. The variables of its place are set for as long as the group lives."""
+    """One worker in the driver's process. Its environment variables are set for as long as the group lives.
+
+    Args:
+        factory: Builds the worker.
+        placement: Its place.
+    """
 
     world_size = 1
 
     def __init__(self, factory: WorkerFactory, placement: Placement) -> None:
+        """Set the environment variables and build the worker."""
         variables = process_environment(placement, local_world_size=1)
         self._before = {name: os.environ.get(name) for name in variables}
         self._worker: Any = None
@@ -34,17 +40,17 @@ class LocalGroup:
             raise
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Calls the worker and gives its result as a list of one."""
+        """Call the worker and return its result as a list of one."""
         assert self._worker is not None, "the group was shut down"
         return [getattr(self._worker, method)(*args, **kwargs)]
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls the worker with the only tuple of ``arguments``."""
-        (own,) = arguments
-        return self.all(method, *own)
+        """Call the worker with the only tuple of ``arguments``."""
+        (only_arguments,) = arguments
+        return self.all(method, *only_arguments)
 
     def shutdown(self) -> None:
-        """Closes the worker, where it has a ``close``, and lets go of it."""
+        """Close the worker, if it has a ``close``, and drop it."""
         worker, self._worker = self._worker, None
         if worker is None:
             return

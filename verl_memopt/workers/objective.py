@@ -1,4 +1,4 @@
-"""What the policy minimises on one micro-batch, and its gradient for each token before there is a backward."""
+"""The loss of the policy on one micro-batch, and its gradient per token before any backward."""
 
 from __future__ import annotations
 
@@ -19,9 +19,9 @@ EVERYTHING = slice(None)
 
 @dataclass(frozen=True)
 class Objective:
-    """The loss of a micro-batch: this rank's share of a mini-batch whose sizes are ``counts``.
+    """The loss of a micro-batch, as this rank's share of a mini-batch whose sizes are ``counts``.
 
-    Without ``old_log_probs`` the policy is strictly on-policy and its own log-probs stand for them.
+    Without ``old_log_probs`` the policy is strictly on-policy, and its own log-probs take their place.
     """
 
     micro: MicroBatch
@@ -30,12 +30,15 @@ class Objective:
 
     @property
     def with_entropy(self) -> bool:
+        """True if the loss has an entropy term."""
         return self.actor.entropy_coeff != 0
 
     def loss(self, log_probs: Tensor, entropy: Tensor | None) -> LossAndMetrics:
-        """Gives the share of the loss (scalar, with gradient) and of its metrics (scalars, without).
+        """Return the share of the loss (scalar, with gradient) and of its metrics (scalars, without).
 
-        log_probs, entropy: fp32 [R], in the order of ``pack.targets``; entropy is there if ``with_entropy``.
+        Args:
+            log_probs: fp32 [R], in the order of ``pack.targets``.
+            entropy: fp32 [R], required if ``with_entropy``.
         """
         loss, parts = self._policy(log_probs, self._old(log_probs, EVERYTHING), EVERYTHING)
         metrics = {f"actor/{name}": value for name, value in parts.items()}
@@ -46,30 +49,31 @@ class Objective:
         return loss, metrics
 
     def token_gradient(self, scale: float) -> TokenGradient | None:
-        """Gives a function from some tokens' log-probs and entropies to the gradients of ``scale`` times the loss for them.
+        """Return a function from log-probs and entropies of some tokens to their gradients of ``scale`` times the loss.
 
-        None where a token's gradient depends on the log-probs of others: a ratio of sequences, off-policy.
+        Returns:
+            The function, or None if a token's gradient depends on other tokens' log-probs: a ratio of sequences, off-policy.
         """
         on_policy = self.micro.old_log_probs is None
         if not on_policy and self.actor.policy_loss.loss_mode not in TOKEN_LOCAL:
             return None
-        precomputed = self._on_policy_gradient() if on_policy else None
+        on_policy_gradient = self._on_policy_gradient() if on_policy else None
 
         def gradient(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
                 log_probs = log_probs.detach().requires_grad_()
                 entropy = None if entropy is None else entropy.detach().requires_grad_()
-                if precomputed is None:
+                if on_policy_gradient is None:
                     loss, _ = self._policy(log_probs, self._old(log_probs, rows), rows)
                 else:
-                    loss = (log_probs * precomputed[rows]).sum()
+                    loss = (log_probs * on_policy_gradient[rows]).sum()
                 for weight, _, value in self._penalties(log_probs, entropy, rows):
                     loss = loss + weight * value
                 loss = loss * scale
             if entropy is None:
                 return torch.autograd.grad(loss, log_probs)[0], None
-            of_log_probs, of_entropy = torch.autograd.grad(loss, (log_probs, entropy))
-            return of_log_probs, of_entropy
+            log_probs_gradient, entropy_gradient = torch.autograd.grad(loss, (log_probs, entropy))
+            return log_probs_gradient, entropy_gradient
 
         return gradient
 
@@ -83,23 +87,27 @@ class Objective:
         return log_probs.detach() if old is None else old[rows]
 
     def _penalties(self, log_probs: Tensor, entropy: Tensor | None, rows: slice) -> list[tuple[float, str, Tensor]]:
-        """Gives (weight in the loss, name, value) of what is added to the policy's loss; sums over the tokens of ``rows``."""
-        actor, pack, found = self.actor, self.micro.pack, []
+        """Return (weight, name, value) of the terms that are added to the policy's loss, each summed over ``rows``."""
+        actor, pack = self.actor, self.micro.pack
+        penalties = []
 
         def mean(values: Tensor) -> Tensor:
             mode, scale_factor = actor.loss_agg_mode, actor.loss_scale_factor
             return aggregate(values, pack.row[rows], pack.row_lengths, mode, self.counts, scale_factor)
 
         if entropy is not None:
-            found.append((-actor.entropy_coeff, "entropy", mean(entropy)))
+            penalties.append((-actor.entropy_coeff, "entropy", mean(entropy)))
         if actor.use_kl_loss:
             assert self.micro.ref_log_probs is not None
             divergence = kl_estimate(log_probs, self.micro.ref_log_probs[rows], actor.kl_loss_type)
-            found.append((actor.kl_loss_coef, "kl_loss", mean(divergence)))
-        return found
+            penalties.append((actor.kl_loss_coef, "kl_loss", mean(divergence)))
+        return penalties
 
     def _on_policy_gradient(self) -> Tensor:
-        """Gives fp32 [R]: on-policy every ratio is 1 whatever the log-probs are, so zeros do for them."""
+        """Return the on-policy gradient of the log-probs, fp32 [R].
+
+        On-policy every ratio is 1 whatever the log-probs are, so zeros take their place.
+        """
         assert self.micro.advantages is not None
         with torch.enable_grad():
             log_probs = torch.zeros_like(self.micro.advantages, requires_grad=True)

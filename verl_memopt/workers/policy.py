@@ -1,4 +1,4 @@
-"""The policy: a sharded model with an optimizer, which computes log-probs and takes update steps."""
+"""The policy: a sharded model with an optimizer. It computes log-probs and takes update steps."""
 
 from __future__ import annotations
 
@@ -30,17 +30,17 @@ from verl_memopt.workers.scorer import LogProbs, MicroBatch, compute_log_probs, 
 SKIPPED = "actor/skipped_updates"
 PARTIAL = "actor/partial_updates"
 COUNTS = (SKIPPED, PARTIAL)
-"""Metrics that are summed over the optimizer steps of an update; the others are averaged."""
+"""Metrics that are summed over the optimizer steps of an update. The others are averaged."""
 SAME_ON_ALL_RANKS = ("actor/grad_norm", "actor/lr", SKIPPED)
-"""Metrics that every rank knows; the others are each rank's share of a sum."""
+"""Metrics with the same value on every rank. The others are each rank's share of a sum."""
 
 
 @dataclass(frozen=True)
 class MiniBatch:
     """This rank's share of the rows of one optimizer step.
 
-    micro_batches: rows of ``batch`` per forward and backward, as many on every rank. counts: tokens and sequences of the
-    mini-batch over all ranks, so that the loss does not depend on how it is cut.
+    ``micro_batches`` are the rows of ``batch`` for each forward and backward, as many on every rank. ``counts`` are tokens and
+    sequences of the mini-batch over all ranks, so that the loss does not depend on how the mini-batch is split.
     """
 
     batch: RolloutBatch
@@ -50,14 +50,26 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Updated:
-    """What an optimizer step gives that is its own old-log-prob pass. log_probs: fp32 [R] on the host, in batch order."""
+    """The result of an optimizer step that also computes the old log-probs.
+
+    ``log_probs`` is fp32 [R] on the host, in batch order.
+    """
 
     metrics: dict[str, float]
     log_probs: Tensor
 
 
 class Policy:
-    """The trained model. All ranks call the same methods in the same order."""
+    """The trained model. All ranks call the same methods in the same order.
+
+    Args:
+        model: The model, sharded and filled.
+        actor: The ``actor`` section of the settings.
+        optimizer_steps: Optimizer steps of the whole run, for the schedule.
+        world_size: Number of ranks.
+        device: The device of the model.
+        offload: Offloads its activations. None = they stay on the device.
+    """
 
     def __init__(
         self,
@@ -68,7 +80,7 @@ class Policy:
         device: torch.device,
         offload: ActivationOffload | None = None,
     ) -> None:
-        """model: sharded and filled. optimizer_steps: of the whole run, for the schedule. offload: of its activations."""
+        """Build optimizer and schedule."""
         self.model = model
         self.offload = offload
         self.actor = actor
@@ -77,7 +89,7 @@ class Policy:
         self.world_size = world_size
         trained, fsdp = [parameter for parameter in model.parameters() if parameter.requires_grad], actor.fsdp_config
         self.optimizer = build_optimizer(trained, actor.optim, fsdp.optimizer_offload, fsdp.seed)
-        self._found: list[Tensor] | None = None
+        self._log_probs: list[Tensor] | None = None
         self.in_backward = None
         if actor.optim.in_backward:
             assert isinstance(self.optimizer, BucketedAdamW), type(self.optimizer)
@@ -87,15 +99,26 @@ class Policy:
     def compute_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
     ) -> LogProbs:
-        """Gives the log-probs of a batch under the present weights."""
+        """Return the log-probs of a batch under the present weights.
+
+        Args:
+            batch: The batch of this rank.
+            micro_batches: Rows of each forward.
+            temperature: Divides the logits.
+            with_entropy: Compute entropies too.
+        """
         return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.device, self.shared)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
-        """Takes one optimizer step per mini-batch and gives the mean of their metrics.
+        """Take one optimizer step per mini-batch and return the mean of their metrics.
 
-        ``actor/skipped_updates`` counts the steps that :meth:`step` skipped. With ``optim.in_backward`` a skipped step also has
-        ``actor/partial_updates``: 1 where this rank had moved parameters by then. The sums over ranks of everything but
-        ``SAME_ON_ALL_RANKS`` are the global values.
+        ``actor/skipped_updates`` counts the skipped steps. With ``optim.in_backward`` a skipped step also has
+        ``actor/partial_updates``: 1 if this rank had already changed parameters. Sum all metrics over ranks, except those in
+        ``SAME_ON_ALL_RANKS``, to get the global values.
+
+        Args:
+            mini_batches: One per optimizer step.
+            temperature: Divides the logits.
         """
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
@@ -110,18 +133,28 @@ class Policy:
         return metrics
 
     def update_on_policy(self, mini: MiniBatch, temperature: float) -> Updated:
-        """Takes one optimizer step on a batch without old log-probs and gives, beside its metrics, those it found."""
+        """Take one optimizer step on a batch without old log-probs, and return its metrics with the log-probs of its forward.
+
+        Args:
+            mini: The mini-batch.
+            temperature: Divides the logits.
+        """
         assert mini.batch.old_log_probs is None
-        self._found = []
+        self._log_probs = []
         metrics = self.update([mini], temperature)
-        parts, self._found = self._found, None
+        parts, self._log_probs = self._log_probs, None
         return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
 
     def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
-        """Takes one optimizer step, unless the gradient norm is not finite, and gives its metrics as host tensors.
+        """Take one optimizer step, unless the gradient norm is not finite, and return its metrics as host tensors.
 
-        A skipped step drops the gradient and leaves weights, optimizer state and schedule as they were. The norm is the same on
-        all ranks, so they all decide alike. The host waits for the device once, between the backward and the update.
+        A skipped step drops the gradient and leaves weights, optimizer state and schedule unchanged. The norm is the same on all
+        ranks, so they all decide alike. The host waits for the device once, between backward and update.
+
+        Args:
+            micro_batches: The micro-batches, read one at a time.
+            counts: Tokens and sequences of the mini-batch over all ranks.
+            temperature: Divides the logits.
         """
         learning_rate = self.schedule.get_last_lr()[0]
         metrics = self.accumulate(micro_batches, counts, temperature)
@@ -139,13 +172,13 @@ class Policy:
         return metrics
 
     def apply(self) -> None:
-        """Updates the weights from their gradients, and goes on in the schedule."""
+        """Update the weights from their gradients, and advance the schedule."""
         with optimizer_scope(self.optimizer, on_host=self.actor.fsdp_config.offload_policy):
             self.optimizer.step()
         self.schedule.step()
 
     def clip(self) -> Tensor:
-        """Gives the global norm of the gradient, and clips it where that is asked for."""
+        """Return the global gradient norm before clipping, and clip the gradient if ``optim.clip_grad`` is set."""
         parameters, limit = self.model.parameters(), self.actor.optim.clip_grad
         if self.in_backward is not None:
             norm = self.in_backward.norm()
@@ -156,7 +189,13 @@ class Policy:
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
-        """Adds the gradient of a mini-batch, micro-batch by micro-batch, and gives the summed metrics."""
+        """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.
+
+        Args:
+            micro_batches: The micro-batches, read one at a time.
+            counts: Tokens and sequences of the mini-batch over all ranks.
+            temperature: Divides the logits.
+        """
         total: dict[str, Tensor] = {}
         prefix_kv: PrefixKV | None = None
         with gradient_kinds(parameter for block in self.model.blocks() for parameter in block.parameters()):
@@ -178,13 +217,17 @@ class Policy:
     def backward(
         self, micro: MicroBatch, counts: GlobalCounts, temperature: float, prefix_kv: PrefixKV | None = None
     ) -> dict[str, Tensor]:
-        """Adds the gradient of one micro-batch and gives its metrics; none of its tensors outlives the call.
+        """Add the gradient of one micro-batch and return its metrics. None of its tensors outlives the call.
 
-        prefix_kv: the keys and values of the prompt of its answers, whose own backward is to come.
+        Args:
+            micro: The micro-batch, on the device.
+            counts: Tokens and sequences of the mini-batch over all ranks.
+            temperature: Divides the logits.
+            prefix_kv: Keys and values of the prompt of its responses, computed before. Their own backward follows later.
         """
         with self._offloaded():
             loss, metrics = self.loss(micro, counts, temperature, prefix_kv)
-        # FSDP averages gradients over ranks; the loss is this rank's share of a global mean, so it is scaled back up.
+        # FSDP averages gradients over ranks, but the loss is this rank's share of a global mean, so it is scaled up again.
         # The head has computed its gradients with the same factor.
         (loss * self.world_size).backward()
         return metrics
@@ -192,34 +235,34 @@ class Policy:
     def loss(
         self, micro: MicroBatch, counts: GlobalCounts, temperature: float, prefix_kv: PrefixKV | None = None
     ) -> tuple[Tensor, dict[str, Tensor]]:
-        """Gives this micro-batch's share of the loss and of its metrics.
+        """Return this micro-batch's share of the loss and of its metrics.
 
-        The backward to follow is that of ``world_size`` times the loss, once.
+        The caller must run the backward of ``world_size`` times the loss, exactly once. Arguments as in :meth:`backward`.
         """
         objective = Objective(micro, counts, self.actor)
         token_gradient = objective.token_gradient(self.world_size)
         log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, token_gradient, prefix_kv)
-        if self._found is not None:
-            self._found.append(log_probs.detach())
+        if self._log_probs is not None:
+            self._log_probs.append(log_probs.detach())
         return objective.loss(log_probs, entropy)
 
 
 def _over_steps(steps: Sequence[Mapping[str, Tensor]]) -> dict[str, float]:
-    """Gives the mean of each metric over optimizer steps, and of ``COUNTS`` the sum over those that have it."""
+    """Return the mean of each metric over optimizer steps, or, for ``COUNTS``, the sum over the steps that have it."""
     means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0] if name not in COUNTS}
     counted = {name: [step[name].item() for step in steps if name in step] for name in COUNTS}
     return means | {name: sum(values) for name, values in counted.items() if values}
 
 
 def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Gives fp32 scalars on the host: the one place where an optimizer step waits for the device, once."""
+    """Return the metrics as fp32 scalars on the host. An optimizer step waits for the device only here, once."""
     values = {name: value.float() for name, value in metrics.items()}
-    there = [name for name, value in values.items() if value.device.type != "cpu"]
-    if there:
-        values |= zip(there, torch.stack([values[name] for name in there]).cpu(), strict=True)
+    on_device = [name for name, value in values.items() if value.device.type != "cpu"]
+    if on_device:
+        values |= zip(on_device, torch.stack([values[name] for name in on_device]).cpu(), strict=True)
     return values
 
 
 def _is_finite(norm: Tensor) -> bool:
-    """Says whether a norm on the host is finite. A fake tensor has no value: what plans with it plans an update."""
+    """Return whether a norm on the host is finite. A fake tensor, which plans an update, has no value and counts as finite."""
     return isinstance(norm, FakeTensor) or math.isfinite(float(norm.numpy()))

@@ -1,6 +1,6 @@
-"""The processes that one process has started, from /proc: found, and ended all at once.
+"""The processes that one process has started, read from /proc: how to find them and how to end all of them.
 
-Only the standard library is imported, so that this is ready before anything heavy is.
+It imports the standard library alone, so that it is ready before anything heavy is imported.
 """
 
 from __future__ import annotations
@@ -14,14 +14,14 @@ from collections.abc import Iterable
 from pathlib import Path
 
 PR_SET_CHILD_SUBREAPER = 36
-"""Number of the prctl by which orphans become children of this process instead of children of init."""
+"""The prctl option that makes orphans children of this process instead of children of init."""
 
 ROUNDS = 50
 ROUND_SECONDS = 0.05
-"""Ending all processes takes as many rounds as new ones appear, and waits in each until those it killed are gone."""
+"""Rounds of killing, and the wait after each, because new processes may appear meanwhile."""
 
 TRACKER = b"multiprocessing.resource_tracker"
-"""Python's own cleaner of shared memory. It ends by itself after the last process that used it, and cleans up then."""
+"""Python's own process that cleans up shared memory. It ends by itself after the last process that used it."""
 
 
 def descendants(pid: int) -> list[int]:
@@ -30,14 +30,14 @@ def descendants(pid: int) -> list[int]:
     for entry in Path("/proc").iterdir():
         if entry.name.isdigit() and (parent := _parent(int(entry.name))) is not None:
             children.setdefault(parent, []).append(int(entry.name))
-    found = [pid]
-    for known in found:
-        found += children.get(known, [])
-    return found[1:]
+    tree = [pid]
+    for known in tree:
+        tree += children.get(known, [])
+    return tree[1:]
 
 
 def is_alive(pid: int) -> bool:
-    """Say whether a process exists and is no zombie."""
+    """Return whether a process exists and is not a zombie."""
     return _parent(pid) is not None
 
 
@@ -51,7 +51,7 @@ def kill(pids: Iterable[int]) -> None:
 def kill_descendants() -> list[int]:
     """Kill every process that descends from this one, and return those that are left.
 
-    An orphan becomes a child of this process, so a process whose parent was killed first is found in the next round.
+    An orphan becomes a child of this process. So if the parent of a process was killed first, the next round finds it.
     """
     ctypes.CDLL(None).prctl(PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     left: list[int] = []
@@ -66,7 +66,7 @@ def kill_descendants() -> list[int]:
 
 
 def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
-    """Wait until none of these processes runs, at most ``seconds``, and return those that do."""
+    """Wait until none of these processes runs, at most ``seconds``, and return those that still run."""
     deadline = time.monotonic() + seconds
     left = [pid for pid in pids if is_alive(pid)]
     while left and time.monotonic() < deadline:
@@ -76,9 +76,9 @@ def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
 
 
 def _parent(pid: int) -> int | None:
-    """Return the parent's id; None for a process that is gone or a zombie."""
+    """Return the id of the parent, or None if the process is gone or a zombie."""
     try:
-        # The name in parentheses may hold spaces and parentheses of its own.
+        # The name in parentheses may itself contain spaces and parentheses.
         state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
     except (OSError, ValueError):
         return None
@@ -93,7 +93,7 @@ def _is_tracker(pid: int) -> bool:
 
 
 def _reap() -> None:
-    """Take the exit status of every child that has ended, so that none stays as a zombie."""
+    """Collect the exit status of every child that has ended, so that none stays a zombie."""
     with contextlib.suppress(ChildProcessError):
         while os.waitpid(-1, os.WNOHANG)[0]:
             pass

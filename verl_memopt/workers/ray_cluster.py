@@ -1,4 +1,4 @@
-"""The Ray cluster a group of workers runs on: connected to or started, and room reserved on it."""
+"""The Ray cluster of a group of workers: joined or started, with room reserved on it."""
 
 from __future__ import annotations
 
@@ -22,27 +22,27 @@ from verl_memopt.workers.guardian import Guardian
 from verl_memopt.workers.processes import descendants, is_alive, kill, wait_until_gone
 
 OBJECT_STORE_BYTES = 256 * 2**20
-"""Shared memory of a cluster started here; batches without padding are small, and Ray spills to disk beyond it."""
+"""Shared memory of a cluster started here. Batches without padding are small, and beyond this Ray spills to disk."""
 
 CONNECT_SECONDS = 10.0
-"""How long a cluster may take to accept a connection."""
+"""Longest time in which a cluster must accept a connection."""
 
 JOINED_SECONDS = 5.0
-"""How often a cluster that was joined is asked whether it still answers."""
+"""Time between two checks that a joined cluster still answers."""
 
 GONE_SECONDS = 5.0
-"""How long killed processes may take to be gone."""
+"""Longest time in which killed processes must be gone."""
 
 HEADS = {"gcs_server": "head process (gcs_server)", "raylet": "node process (raylet)"}
-"""Processes without which Ray carries no run, by the name that the system shows."""
+"""Processes without which Ray cannot carry a run, by their process names."""
 
 STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
 
 SOCKET_BYTES = 107
-"""Longest path of a socket."""
+"""Longest path of a socket in bytes."""
 
 SESSION = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
-"""What Ray adds to its folder, at its longest."""
+"""The longest path that Ray adds to its folder."""
 
 LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
 """Arguments of ray.init where it starts a cluster; ``ray_kwargs.ray_init`` wins over each."""
@@ -50,7 +50,7 @@ LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memor
 
 @dataclass(frozen=True)
 class Request:
-    """What a group asks of the cluster: one CPU per device, and one GPU where the device is one."""
+    """The room of a group: one CPU per device, and one GPU if the device is a GPU."""
 
     nnodes: int
     devices_per_node: int
@@ -58,21 +58,28 @@ class Request:
 
     @property
     def bundle(self) -> dict[str, float]:
-        """Gives the resources of one member."""
+        """Resources of one member."""
         return {"CPU": 1.0, "GPU": 1.0} if self.gpu else {"CPU": 1.0}
 
     def __str__(self) -> str:
+        """Return the settings behind the request and what they ask for."""
         node = " and ".join(f"{self.devices_per_node} {name}" for name in self.bundle)
-        return f"trainer.nnodes={self.nnodes}, trainer.n_gpus_per_node={self.devices_per_node} asks for {node} on each node"
+        return f"trainer.nnodes={self.nnodes}, trainer.n_gpus_per_node={self.devices_per_node} needs {node} on each node"
 
 
 class Connection:
-    """This process's connection to Ray, made where there was none; :meth:`close` undoes what was made.
+    """This process's connection to Ray. It connects where there is no connection yet, and :meth:`close` undoes that.
 
-    Errors: ConfigError when Ray refuses ``ray_init`` or its address, or several nodes are asked for without an address.
+    Args:
+        ray_init: Arguments of ray.init from the settings.
+        request: The room that the group needs.
+
+    Raises:
+        ConfigError: Ray refuses ``ray_init`` or its address, or several nodes are requested without an address.
     """
 
     def __init__(self, ray_init: Mapping[str, Any], request: Request) -> None:
+        """Connect to Ray, or start it, unless this process is connected already."""
         os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
         os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
         import ray
@@ -89,12 +96,12 @@ class Connection:
             self._connect({name: value for name, value in ray_init.items() if value is not None}, request)
 
     def close(self) -> None:
-        """Disconnects, and stops the cluster that was started here; may be called again."""
+        """Disconnect, and stop the cluster if it was started here. May be called again."""
         if self._owned:
             if self.is_lost:
-                # What still runs would try to reach the dead one for a minute, and so would this process.
+                # Its other processes would try to reach the dead one for a minute, and so would this process.
                 self._kill_started()
-                # Ray takes five seconds to see that nobody is left. Its own hook at exit waits for this thread.
+                # Ray needs five seconds to notice that no process is left. Its own exit hook waits for this thread.
                 threading.Thread(target=self._shutdown, name="ray-shutdown", daemon=True).start()
             else:
                 self._shutdown()
@@ -103,7 +110,7 @@ class Connection:
         self._owned, self._guardian = False, None
 
     def lost(self) -> str | None:
-        """Return what has become of Ray when it can no longer carry a run, in words; None while it can."""
+        """Return, in words, why Ray can no longer carry a run, or None while it can."""
         self._remember_started()
         for pid, name in self._heads.items():
             if not is_alive(pid):
@@ -119,14 +126,14 @@ class Connection:
         return None
 
     def logs(self) -> str:
-        """Return the folder of Ray's logs, or where to look for it."""
+        """Return the folder of Ray's logs, or where to find it."""
         import ray
 
         node = ray._private.worker._global_node
         return "the folder session_latest/logs of Ray" if node is None else node.get_logs_dir_path()
 
     def _remember_started(self) -> None:
-        """Keeps in mind Ray's processes that this one started, and theirs: whose parent is dead can no longer be found."""
+        """Record Ray's processes and their descendants now, because an orphan can no longer be found later."""
         import psutil
 
         for parent in self._started:
@@ -135,17 +142,17 @@ class Connection:
                     self._known.add(psutil.Process(pid))
 
     def _kill_started(self) -> None:
-        """Kills Ray's processes that were started here, and theirs. A process that took the number of a dead one is spared."""
+        """Kill Ray's processes that were started here, and their descendants. A process with a reused id is spared."""
         self._remember_started()
         running = [process.pid for process in self._known if process.is_running()]
         kill(running)
         wait_until_gone(running, GONE_SECONDS)
 
     def _shutdown(self) -> None:
-        """Disconnects, and kills the cluster's processes where they were started here.
+        """Disconnect, and kill the cluster's processes if they were started here.
 
-        Ray would send SIGTERM to one after another and wait a second for each: they block it, as whatever they are started
-        with does.
+        Ray would send SIGTERM to one after another and wait a second for each. They block SIGTERM, because every process of the
+        run is started with it blocked.
         """
         import ray
 
@@ -156,31 +163,31 @@ class Connection:
         ray.shutdown()
         self._kill_started()
 
-    def _connect(self, given: dict[str, Any], request: Request) -> None:
-        """Joins the cluster of ``address`` or RAY_ADDRESS, else starts one on this machine."""
+    def _connect(self, arguments: dict[str, Any], request: Request) -> None:
+        """Join the cluster of ``address`` or RAY_ADDRESS, else start one on this machine."""
         import psutil
         import ray
 
-        joins = given.get("address") not in (None, "local") or "RAY_ADDRESS" in os.environ
+        joins = arguments.get("address") not in (None, "local") or "RAY_ADDRESS" in os.environ
         if request.nnodes > 1 and not joins:
             raise ConfigError(
                 f"trainer.nnodes={request.nnodes}: a cluster started here has one node. "
-                "Start Ray on the nodes and give ray_kwargs.ray_init.address, or set trainer.nnodes=1."
+                "Start Ray on the nodes and set ray_kwargs.ray_init.address, or set trainer.nnodes=1."
             )
         if joins:
-            _check_answers(str(given.get("address") or os.environ["RAY_ADDRESS"]))
+            _check_answers(str(arguments.get("address") or os.environ["RAY_ADDRESS"]))
         num_cpus = max(request.nnodes * request.devices_per_node, os.cpu_count() or 1)
-        folder = given.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
+        folder = arguments.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
         defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
         self._guardian = None if joins else Guardian()
         before = set(psutil.Process().children())
         try:
             with stop_signals_blocked(), nullcontext() if joins else _one_node():
-                ray.init(**{"logging_level": logging.ERROR, **defaults, **given})
+                ray.init(**{"logging_level": logging.ERROR, **defaults, **arguments})
         except (ConnectionError, TypeError, ValueError, RuntimeError, OSError, ray.exceptions.RayError) as error:
             self.close()
             raise ConfigError(
-                f"ray_kwargs.ray_init={given}: Ray could not start: {error}. Correct or remove the argument."
+                f"ray_kwargs.ray_init={arguments}: Ray could not start: {error}. Correct or remove the argument."
             ) from error
         self._joined = ray.get_runtime_context().gcs_address if joins else None
         self._started = [child.pid for child in psutil.Process().children() if child not in before]
@@ -193,11 +200,10 @@ class Connection:
 
 @contextmanager
 def stop_signals_blocked() -> Iterator[None]:
-    """Block the signals that stop a run, in this thread and in what it starts: threads and processes inherit the mask.
+    """Block the signals that stop a run, in this thread and in the threads and processes that it starts, which inherit the mask.
 
-    A scheduler sends SIGTERM to every process of a job. Ray's processes set handlers of their own and would end before the run
-    has saved; what is blocked never reaches a handler. The handlers of this process are as before at the end, for Ray
-    sets some.
+    A scheduler sends SIGTERM to every process of a job. Ray's processes set their own handlers and would end before the run has
+    saved. A blocked signal never reaches a handler. At the end the handlers of this process are restored, because Ray sets some.
     """
     handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
     mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
@@ -212,9 +218,9 @@ def stop_signals_blocked() -> Iterator[None]:
 
 @contextmanager
 def _one_node() -> Iterator[None]:
-    """Makes the cluster that is started meanwhile one of this node alone: reached by its loopback address and its own token.
+    """Restrict a cluster that starts in the body to this node: its loopback address and its own token.
 
-    Ray turns 127.0.0.1 into the node's address, unless it is told that the machine cannot be part of a cluster.
+    Ray turns 127.0.0.1 into the node's address, unless it is configured for a machine without clusters.
     """
     from ray._private import ray_constants
 
@@ -235,17 +241,17 @@ def _one_node() -> Iterator[None]:
 
 
 def own_folder() -> Path:
-    """Return the folder of this user alone in which Ray keeps its sessions: sockets, logs and spilled objects.
+    """Return this user's own folder for Ray's sessions: sockets, logs and spilled objects. Its mode is 0700.
 
-    It is ``verl_memopt_<user id>`` under RAY_TMPDIR, else under the system's folder for temporary files, else under /tmp where
-    that one's path is too long for sockets. Its mode is 0700.
+    It is ``verl_memopt_<user id>`` below RAY_TMPDIR, else below the system's folder for temporary files, else below /tmp if that
+    folder's path is too long for sockets.
 
     Raises:
-        ConfigError: RAY_TMPDIR is too long for a socket, or the folder belongs to someone else, or cannot be made.
+        ConfigError: RAY_TMPDIR is too long for a socket, or the folder belongs to someone else, or it cannot be created.
     """
-    asked = os.environ.get("RAY_TMPDIR")
-    name, parent = ("RAY_TMPDIR", Path(asked)) if asked else ("TMPDIR", Path(tempfile.gettempdir()))
-    if not asked and _bytes_too_long(parent) > 0:
+    ray_tmpdir = os.environ.get("RAY_TMPDIR")
+    name, parent = ("RAY_TMPDIR", Path(ray_tmpdir)) if ray_tmpdir else ("TMPDIR", Path(tempfile.gettempdir()))
+    if not ray_tmpdir and _bytes_too_long(parent) > 0:
         parent = Path("/tmp")
     if _bytes_too_long(parent) > 0:
         raise ConfigError(
@@ -255,12 +261,12 @@ def own_folder() -> Path:
     folder = _own(parent)
     try:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = folder.lstat()
+        status = folder.lstat()
     except OSError as error:
         raise ConfigError(
-            f"{name}={parent}: {folder} cannot be made ({error.strerror}). Set RAY_TMPDIR to a folder of yours."
+            f"{name}={parent}: {folder} cannot be created ({error.strerror}). Set RAY_TMPDIR to a folder of yours."
         ) from error
-    if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{name}={parent}: {folder} is not a folder of yours. Set RAY_TMPDIR to a folder of yours.")
     folder.chmod(0o700)
     return folder
@@ -275,7 +281,11 @@ def _bytes_too_long(parent: Path) -> int:
 
 
 def _check_answers(address: str) -> None:
-    """Raises ConfigError when nothing listens at a ``host:port``. Ray itself would try again for a quarter of an hour."""
+    """Check that something listens at a ``host:port``. Ray itself would retry for a quarter of an hour.
+
+    Raises:
+        ConfigError: Nothing listens.
+    """
     reason = _does_not_answer(address)
     if reason is not None:
         raise ConfigError(
@@ -285,7 +295,7 @@ def _check_answers(address: str) -> None:
 
 
 def _does_not_answer(address: str) -> str | None:
-    """Gives the reason why nothing can be reached at a ``host:port``; None where something answers, or for another form."""
+    """Return why nothing can be reached at a ``host:port``. None if something answers, or for another form."""
     host, _, port = address.removeprefix("ray://").rpartition(":")
     if not port.isdigit():
         return None
@@ -297,10 +307,15 @@ def _does_not_answer(address: str) -> str | None:
 
 
 def reserve(request: Request, timeout_seconds: float) -> list[Any]:
-    """Gives one placement group per node, each with one bundle per device, all placed.
+    """Return one placement group per node, each with one bundle per device, all placed.
 
-    Errors: ConfigError at once when the cluster could never hold the request; WorkerError when it could, but has had no room
-    for ``timeout_seconds``.
+    Args:
+        request: The room that the group needs.
+        timeout_seconds: Longest wait for room.
+
+    Raises:
+        ConfigError: The cluster is too small for the request.
+        WorkerError: The cluster is large enough, but had no room for ``timeout_seconds``.
     """
     import ray
     from ray.util.placement_group import placement_group
@@ -321,7 +336,7 @@ def reserve(request: Request, timeout_seconds: float) -> list[Any]:
 
 
 def release(groups: list[Any]) -> None:
-    """Gives the reserved room back."""
+    """Release the reserved room."""
     from ray.util.placement_group import remove_placement_group
 
     for group in groups:
@@ -332,15 +347,15 @@ def _check_possible(request: Request) -> None:
     import ray
 
     nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
-    wide = [
+    large_enough = [
         node
         for node in nodes
         if all(node.get(name, 0) >= request.devices_per_node * each for name, each in request.bundle.items())
     ]
-    if len(wide) < request.nnodes:
-        have = "; ".join(_resources(node) for node in nodes)
+    if len(large_enough) < request.nnodes:
+        available = "; ".join(_resources(node) for node in nodes)
         raise ConfigError(
-            f"{request}, and the cluster's nodes have: {have}. Lower trainer.n_gpus_per_node or trainer.nnodes, "
+            f"{request}, but the cluster's nodes have: {available}. Lower trainer.n_gpus_per_node or trainer.nnodes, "
             "raise ray_kwargs.ray_init.num_cpus if CPUs are short, or join a larger cluster with ray_kwargs.ray_init.address."
         )
 

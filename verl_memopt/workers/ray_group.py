@@ -1,9 +1,9 @@
 """A group of one Ray actor per device, on one node or many.
 
-A member that fails ends the group: the other members may be waiting for it in a collective, and are killed.
+A member that fails ends the group: other members may wait for it in a collective, so they are killed.
 
-Each member sees all GPUs that Ray gave to its group on its node, in the order of the local ranks. Its own GPU is the one of
-its local rank, as under torchrun. Why: docs/decisions/visible_devices.md.
+Each member sees all GPUs that Ray gave to its group on its node, in the order of the local ranks. Its own GPU is the one of its
+local rank, as under torchrun. Why: docs/decisions/visible_devices.md.
 """
 
 from __future__ import annotations
@@ -25,24 +25,28 @@ from verl_memopt.workers.ray_cluster import STOP_SIGNALS, Connection, Request, r
 LOOPBACK = "127.0.0.1"
 
 VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
-"""Read by CUDA when it starts in a process: the GPUs that the process sees, by index or by UUID."""
+"""The GPUs that a process sees, by index or UUID. CUDA reads it when it starts."""
 
 NO_GPU = {VISIBLE_DEVICES: ""}
-"""What a worker of a CPU run sees of the node's GPUs. Ray hides none from a process that asked for none."""
+"""Hides all GPUs from a worker of a CPU run. Ray hides none from a process that requested none."""
 
 SETTLE_SECONDS = 1.0
-"""After a first failure, how long others may follow: a peer's broken connection is often reported before the death behind it."""
+"""Wait for further failures after the first: a broken connection is often reported before the death that caused it."""
 
 SLICE_SECONDS = 1.0
-"""How often a wait for calls looks whether Ray itself is still there."""
+"""Time between two checks that Ray itself is still alive, while calls run."""
 
 KILL_SECONDS = 10.0
-"""How long killed members may take to be gone."""
+"""Longest time in which killed members must be gone."""
 
 
 @dataclass(frozen=True)
 class Home:
-    """Where a member runs. port: one that was free there. gpus: what Ray gave it, as the node names them; none on a CPU."""
+    """Where a member runs.
+
+    ``port`` was free there when the member started. ``gpus`` are the GPUs that Ray assigned, by the names of the node; empty on a
+    CPU.
+    """
 
     pid: int
     node: str
@@ -51,15 +55,21 @@ class Home:
     gpus: tuple[str, ...] = ()
 
     def __str__(self) -> str:
+        """Return process id and address."""
         return f"pid {self.pid} on {self.address}"
 
 
 class Member:
-    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported."""
+    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported.
+
+    Args:
+        rank: Rank of the worker.
+    """
 
     def __init__(self, rank: int) -> None:
-        # What a signal to all processes of a run means is the driver's to decide; this process ends with it. A handler, not
-        # SIG_IGN: a program that this process starts begins with the default actions again.
+        """Ignore the signals that stop a run."""
+        # The driver decides what a signal to all processes of a run means, and this process ends with the driver. A handler,
+        # not SIG_IGN: programs that this process starts then have the default actions.
         for number in STOP_SIGNALS:
             signal.signal(number, _left_to_the_driver)
         signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
@@ -67,11 +77,11 @@ class Member:
         self._worker: Any = None
 
     def __repr__(self) -> str:
-        # Ray puts this before each line the worker logs.
+        """Return the name that Ray prints before each line that the worker logs."""
         return f"worker {self._rank}"
 
     def home(self) -> Home:
-        """Gives where this process runs."""
+        """Return where this process runs."""
         import ray
 
         context = ray.get_runtime_context()
@@ -80,19 +90,25 @@ class Member:
         return Home(os.getpid(), context.get_node_id(), address, free_port(""), gpus)
 
     def build(self, pickled_factory: bytes, placement: Placement, environment: dict[str, str]) -> None:
-        """Builds the worker. The factory arrives pickled because unpickling it imports what the environment governs."""
+        """Build the worker.
+
+        Args:
+            pickled_factory: The factory, pickled, because unpickling it imports modules that read the environment.
+            placement: The worker's place.
+            environment: Variables to set first.
+        """
         from ray import cloudpickle
 
         os.environ.update(environment)
         self._worker = cloudpickle.loads(pickled_factory)(placement)
 
     def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """Calls the worker."""
+        """Call a method of the worker."""
         return getattr(self._worker, method)(*args, **kwargs)
 
 
 def _left_to_the_driver(number: int, frame: FrameType | None) -> None:
-    """Does nothing."""
+    """Ignore the signal, because the driver handles it."""
 
 
 def start_ray_group(
@@ -104,13 +120,23 @@ def start_ray_group(
     ray_init: Mapping[str, Any],
     num_threads: int,
 ) -> RayGroup:
-    """Gives a group of ``nnodes * devices_per_node`` workers, built and ready, ranks in order of nodes.
+    """Return a group of ``nnodes * devices_per_node`` workers, built and ready, with ranks in the order of the nodes.
 
-    ``timeout_seconds`` bounds placement and process start, each; ``ray_init`` goes to ray.init where this process is not
-    connected yet; ``num_threads`` becomes OMP_NUM_THREADS of each worker.
+    If it fails, nothing that it started is left behind.
 
-    Errors: ConfigError when the cluster cannot hold the group or Ray refuses ``ray_init``; WorkerError when it has no room
-    in time or a worker fails while it is built; a UserError raised by the factory as it is. Nothing stays behind.
+    Args:
+        factory: Builds a worker.
+        nnodes: Number of nodes.
+        devices_per_node: Workers per node.
+        device: Kind of device, cuda or cpu.
+        timeout_seconds: Longest wait for placement, and again for the start of the processes.
+        ray_init: Arguments of ray.init, where this process is not connected yet.
+        num_threads: OMP_NUM_THREADS of each worker.
+
+    Raises:
+        ConfigError: The cluster is too small for the group, or Ray refuses ``ray_init``.
+        WorkerError: The cluster had no room in time, or a worker failed while it was built.
+        UserError: As the factory raised it.
     """
     request = Request(nnodes, devices_per_node, gpu=device != "cpu")
     group = RayGroup(Connection(ray_init, request))
@@ -129,7 +155,7 @@ def visible_devices(homes: Sequence[Home], rank: int) -> dict[str, str]:
     Empty on a CPU.
 
     Raises:
-        ConfigError: Ray gave a member of the node more or fewer GPUs than one.
+        ConfigError: Ray assigned more or fewer GPUs than one to a member of the node.
     """
     neighbours = [home.gpus for home in homes if home.node == homes[rank].node]
     if not any(neighbours):
@@ -144,9 +170,14 @@ def visible_devices(homes: Sequence[Home], rank: int) -> dict[str, str]:
 
 
 class RayGroup:
-    """One actor per device. Made by :func:`start_ray_group`."""
+    """One actor per device. Created by :func:`start_ray_group`.
+
+    Args:
+        connection: The connection to Ray.
+    """
 
     def __init__(self, connection: Connection) -> None:
+        """Start without members."""
         self.world_size = 0
         self.homes: list[Home] = []
         self._connection = connection
@@ -155,7 +186,12 @@ class RayGroup:
         atexit.register(self.shutdown)
 
     def start(self, request: Request, timeout_seconds: float) -> None:
-        """Reserves room and starts an empty process in each bundle."""
+        """Reserve room, and start an empty process in each bundle.
+
+        Args:
+            request: The room that the group needs.
+            timeout_seconds: Longest wait for room, and again for the processes.
+        """
         import ray
         from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
 
@@ -173,7 +209,13 @@ class RayGroup:
         self.homes = self._gather([member.home.remote() for member in self._members], timeout_seconds)
 
     def build(self, factory: WorkerFactory, device: str, num_threads: int) -> None:
-        """Gives each process its place and lets it build its worker; workers may meet in collectives while they do."""
+        """Build the worker of each process. Workers may meet in collectives meanwhile.
+
+        Args:
+            factory: Builds a worker.
+            device: Kind of device, cuda or cpu.
+            num_threads: OMP_NUM_THREADS of each worker.
+        """
         from ray import cloudpickle
 
         pickled = cloudpickle.dumps(factory)
@@ -190,30 +232,40 @@ class RayGroup:
         self._gather(calls)
 
     def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
-        """Makes the same call on each member and gives the results in rank order.
+        """Make the same call on each member and return the results in rank order.
 
-        Errors: WorkerError naming the rank, with the member's traceback or how it died; a UserError as it was raised.
+        Raises:
+            UserError: As a member raised it.
+            WorkerError: A member raised any other error, or died. The message names its rank.
         """
         return self._gather([member.call.remote(method, args, kwargs) for member in self._members])
 
     def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Calls member ``rank`` with ``arguments[rank]`` and gives the results in rank order. Errors: as :meth:`all`."""
+        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order.
+
+        Raises:
+            UserError: As in :meth:`all`.
+        """
         calls = zip(self._members, arguments, strict=True)
-        return self._gather([member.call.remote(method, tuple(own), {}) for member, own in calls])
+        return self._gather([member.call.remote(method, tuple(member_arguments), {}) for member, member_arguments in calls])
 
     def write_timeline(self, path: str) -> None:
-        """Writes what Ray recorded of its tasks as a Chrome trace. Errors: ConfigError when the file cannot be written."""
+        """Write Ray's record of its tasks as a Chrome trace.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
         import ray
 
         try:
             ray.timeline(filename=path)
         except OSError as error:
             raise ConfigError(
-                f"ray_kwargs.timeline_json_file={path}: cannot be written ({error.strerror}). Give another path."
+                f"ray_kwargs.timeline_json_file={path}: cannot be written ({error.strerror}). Set another path."
             ) from error
 
     def shutdown(self) -> None:
-        """Kills the members, gives their room back, and stops Ray where this group started it; may be called again."""
+        """Kill the members, release their room, and stop Ray if this group started it. May be called again."""
         import ray
 
         atexit.unregister(self.shutdown)
@@ -224,21 +276,21 @@ class RayGroup:
         self._connection.close()
 
     def _gather(self, calls: list[Any], timeout_seconds: float | None = None) -> list[Any]:
-        """Waits for all calls, or for the first that fails; then kills every member and raises its error."""
+        """Wait for all calls, or for the first that fails. Then kill every member and raise its error."""
         import ray
 
         assert calls, "the group was shut down, or ended with an earlier error"
         results: dict[int, Any] = {}
         failures: dict[int, ray.exceptions.RayError] = {}
         pending = {call: rank for rank, call in enumerate(calls)}
-        ends = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
         while pending:
             done, _ = ray.wait(list(pending), timeout=SETTLE_SECONDS if failures else SLICE_SECONDS)
             lost = self._connection.lost()
             if lost is not None:
                 raise self._lost(lost)
             if not done:
-                if not failures and (ends is None or time.monotonic() < ends):
+                if not failures and (deadline is None or time.monotonic() < deadline):
                     continue
                 break
             rank = pending.pop(done[0])
@@ -257,35 +309,37 @@ class RayGroup:
         raise self._cause(failures)
 
     def _cause(self, failures: dict[int, Any]) -> UserError:
-        """Gives the error to raise for failures in the order they came in: a death explains its peers' broken connections,
-        then an error meant for the user, then whatever came first.
+        """Return the error to raise for several failures.
+
+        A death comes first, because it explains the broken connections of its peers; then an error for the user; then the first
+        one.
         """
         import ray
 
         deaths = [rank for rank, failure in failures.items() if not isinstance(failure, ray.exceptions.RayTaskError)]
-        meant = [
+        user_errors = [
             failure.cause for rank, failure in failures.items() if rank not in deaths and isinstance(failure.cause, UserError)
         ]
-        if meant and not deaths:
-            return meant[0]
+        if user_errors and not deaths:
+            return user_errors[0]
         rank = (deaths + list(failures))[0]
         where = f"worker {rank} ({self.homes[rank]})" if self.homes else f"worker {rank}"
         if deaths:
             return WorkerError(f"{where} died: {_reason(str(failures[rank]))} {DEATH_HINT} {self._connection.logs()}.")
         return WorkerError(f"{where} raised an error. Its traceback:\n{_plain(str(failures[rank]))}")
 
-    def _lost(self, what: str) -> WorkerError:
-        """Forgets the members, which end with the connection, and gives the error to raise."""
+    def _lost(self, reason: str) -> WorkerError:
+        """Drop the members, which end with the connection, and return the error to raise."""
         self._members = []
         return WorkerError(
-            f"{what}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
+            f"{reason}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
             f"See Ray's logs in {self._connection.logs()}."
         )
 
     def _kill_members(self) -> None:
         import ray
 
-        # A call to a killed actor fails once the actor is gone, so waiting for it is waiting for the process to end.
+        # A call to a killed actor fails once the actor is gone, so waiting for the call means waiting for the process to end.
         last_calls = [member.home.remote() for member in self._members]
         for member in self._members:
             ray.kill(member)
@@ -295,17 +349,17 @@ class RayGroup:
 
 
 DEATH_HINT = (
-    "A process that ends without a traceback was most often killed for memory: compare the host memory of the run with the "
+    "A process that ends without a traceback was usually killed for its memory use: compare the host memory of the run with the "
     "machine's, lower the micro-batch or the KV cache, and see Ray's logs in"
 )
 
 
 def _reason(text: str) -> str:
-    """Gives what Ray knows of a death, without its general advice."""
-    found = re.search(r"Worker exit type: .*?(?= Some common causes|$)", _plain(text), re.DOTALL)
-    return found.group() if found else _plain(text)
+    """Return Ray's facts about a death, without its general advice."""
+    match = re.search(r"Worker exit type: .*?(?= Some common causes|$)", _plain(text), re.DOTALL)
+    return match.group() if match else _plain(text)
 
 
 def _plain(text: str) -> str:
-    """Removes terminal colours."""
+    """Remove terminal colours."""
     return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()

@@ -1,4 +1,4 @@
-"""Optimizer and learning-rate schedule from settings."""
+"""Optimizer and learning-rate schedule from the settings."""
 
 from __future__ import annotations
 
@@ -19,16 +19,23 @@ from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 
 KEY = "actor_rollout_ref.actor.optim"
 SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
-"""Names that transformers has for a warm-up or a floor; here any schedule has both."""
+"""Schedules of transformers with a warm-up or a minimum. Here every schedule has both."""
 
 
 def build_optimizer(parameters: Iterable[nn.Parameter], optim: Optim, offload: bool = False, seed: int = 0) -> Optimizer:
-    """Gives the optimizer that ``optim`` names, fused where it can be (no parameter-sized temporaries in its step).
+    """Return the optimizer that ``optim`` names, fused where possible (its step then has no parameter-sized temporaries).
 
-    AdamW of torch.optim is torch's own while nothing is asked of it that only :class:`BucketedAdamW` does. Both are equal bit
-    for bit there and equally fast, and torch's is the one that others know. offload: the state rests on the host. seed: of
-    the rounding. ``betas`` go to a class that takes them. Errors: ConfigError when the module or class is missing, or it
-    rejects an argument.
+    AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`BucketedAdamW`. Without one, both are equal
+    bit for bit and equally fast, and torch's is better known.
+
+    Args:
+        parameters: The trained parameters.
+        optim: The optimizer's settings. ``betas`` go to classes that accept them.
+        offload: Keep the state on the host.
+        seed: Seed of the stochastic rounding.
+
+    Raises:
+        ConfigError: The module or class is missing, or rejects an argument.
     """
     parameters = list(parameters)
     kind = _named_class(optim)
@@ -38,8 +45,8 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: Optim, offload: b
     if buckets is not None:
         kind, options = BucketedAdamW, options | buckets
     try:
-        takes = inspect.signature(kind).parameters
-        options |= {name: value for name, value in optional.items() if name in takes}
+        accepted = inspect.signature(kind).parameters
+        options |= {name: value for name, value in optional.items() if name in accepted}
         return kind(parameters, **{**options, **(optim.override_optimizer_config or {})})
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
@@ -59,10 +66,10 @@ def _named_class(optim: Optim) -> type[Optimizer]:
 
 
 def _bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int) -> dict[str, Any] | None:
-    """Gives what BucketedAdamW takes besides, or None where torch's AdamW does all that is asked for."""
-    theirs = "bfloat16" if masters is torch.bfloat16 else "fp32"
-    state_dtype = optim.state_dtype or theirs
-    if not (offload or optim.stochastic_rounding or optim.in_backward or state_dtype != theirs):
+    """Return the further arguments of BucketedAdamW, or None if torch's AdamW supports all settings."""
+    torch_dtype = "bfloat16" if masters is torch.bfloat16 else "fp32"
+    state_dtype = optim.state_dtype or torch_dtype
+    if not (offload or optim.stochastic_rounding or optim.in_backward or state_dtype != torch_dtype):
         return None
     return {
         "state_dtype": state_dtype,
@@ -90,10 +97,10 @@ def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int) -> 
 
 
 def learning_rate_factors(warmup: int, total: int, optim: Optim) -> Callable[[int], float]:
-    """Return a function from an optimizer step, counted from 0, to the share of ``lr`` in force at it.
+    """Return a function from an optimizer step, counted from 0, to the share of ``lr`` at that step.
 
     The first step already updates: a warm-up of ``warmup`` steps begins at ``1 / (warmup + 1)``, where transformers begins at 0.
-    After step ``total`` the rate stays at its last value, where transformers' cosine rises again.
+    After step ``total`` the rate keeps its last value, where transformers' cosine rises again.
     """
     steps = max(total - warmup, 1)
     shape = _shape(warmup, steps, optim)
@@ -115,7 +122,7 @@ def _shape(warmup: int, steps: int, optim: Optim) -> Callable[[int], float]:
         "inverse_sqrt": {"timescale": warmup or None},
         "polynomial": {"lr_end": 0.0},
     }
-    # The lambda reads its step alone. It is all that is wanted here, so the optimizer is a stand-in.
+    # Only the lambda is needed, which reads nothing but its step, so the optimizer is a stand-in.
     stand_in = SGD([torch.zeros(1, device="cpu")], lr=1.0)
     try:
         if name == "constant" and optim.lr_scheduler_kwargs:

@@ -1,4 +1,4 @@
-"""A sharded model that gives log-probs: the policy and the reference alike."""
+"""A sharded model that computes log-probs: the policy and the reference alike."""
 
 from __future__ import annotations
 
@@ -32,7 +32,10 @@ from verl_memopt.ops.prefix_kv import PrefixKV
 
 @dataclass(frozen=True)
 class LogProbs:
-    """What a log-prob pass gives. log_probs: fp32 [R] on the host, in batch order; entropy: the same, when asked for."""
+    """The result of a log-prob pass.
+
+    ``log_probs`` is fp32 [R] on the host, in batch order. ``entropy`` has the same form, and is None if not requested.
+    """
 
     log_probs: Tensor
     entropy: Tensor | None
@@ -50,10 +53,19 @@ def build_policy(
     trained: bool = False,
     quantization: str = "none",
 ) -> PolicyModel:
-    """Gives the sharded model without weights in it; :func:`materialize` fills it.
+    """Return the sharded model without weights. :func:`materialize` fills it.
 
-    key: the settings section to name in errors. compile_head: compile the per-chunk functions. recompute: gradient
-    checkpointing. trained: the policy, which has adapters where LoRA is asked for. quantization: of a frozen model's blocks.
+    Args:
+        model: The ``model`` section of the settings.
+        fsdp: The ``fsdp_config`` section of the role.
+        folder: Folder of the model.
+        mesh: The mesh to shard over.
+        device: The device to compute on.
+        key: The settings section to name in errors.
+        compile_head: Compile the per-chunk functions.
+        recompute: Gradient checkpointing.
+        trained: The policy, which has adapters if LoRA is on.
+        quantization: Quantization of a frozen model's blocks.
     """
     masters = dtype_of(fsdp.model_dtype, f"{key}.fsdp_config.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{key}.fsdp_config.dtype")
@@ -69,23 +81,34 @@ def build_policy(
 
 
 def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host: bool = False) -> None:
-    """Gives the model its storage, on the device or ``on_host``, and fills it from the folder, shard by shard."""
+    """Allocate the model's storage and fill it from the folder, shard by shard.
+
+    Args:
+        policy: A model without weights.
+        folder: Folder of the weights.
+        device: The device to compute on.
+        on_host: Allocate on the host instead of the device.
+    """
     allocate(policy, device, on_host)
     rebuild_buffers(policy, device)
     fill_from_folder(policy, folder)
 
 
 def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device) -> list[Tensor]:
-    """Gives the model its storage on the device, unfilled, and for each parameter its values in the mapped folder."""
+    """Allocate the model's storage on the device, unfilled.
+
+    Returns:
+        For each parameter its values in the memory-mapped folder.
+    """
     allocate(policy, device)
     rebuild_buffers(policy, device)
     return mapped_weights(policy, folder)
 
 
 def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, temperature: float) -> tuple[float, float]:
-    """Gives (mean, largest) difference in nats between the log-probs of a quantised model and of its unquantised weights.
+    """Return the (mean, largest) difference in nats between the log-probs of a quantised model and of its unquantised weights.
 
-    Measured on 4 x 64 random tokens; the unquantised weights are read from the folder, a layer at a time.
+    Measured on 4 x 64 random tokens. The unquantised weights are read from the folder, one layer at a time.
     """
     generator = torch.Generator().manual_seed(0)
     vocabulary = int(policy.lm.config.vocab_size)
@@ -102,10 +125,10 @@ def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, 
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """What one forward of some rows needs. The optional tensors are fp32 [R], in the order of ``pack.targets``.
+    """The input of one forward of some rows. The optional tensors are fp32 [R], in the order of ``pack.targets``.
 
-    prompt: where the pack is of answers alone, the prompt that is to be computed before the first of them; ends: whether the
-    last of them is here.
+    ``prompt`` is the prompt to compute before the first of its responses, if the pack contains responses alone. ``ends`` is True
+    if the last of its responses is in this micro-batch.
     """
 
     pack: Pack
@@ -116,7 +139,7 @@ class MicroBatch:
     ends: bool = True
 
     def to(self, device: torch.device) -> MicroBatch:
-        """Gives the micro-batch on a device; the copies do not wait."""
+        """Return the micro-batch on a device. The copies are asynchronous."""
 
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
@@ -127,9 +150,12 @@ class MicroBatch:
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int], shared: bool = False) -> MicroBatch:
-    """Gives the micro-batch of the chosen rows, on the host. The only place that reads lengths from tensors.
+    """Return the micro-batch of the chosen rows, on the host. Only this function reads lengths from tensors.
 
-    shared: rows of one group share their prompt.
+    Args:
+        batch: The batch.
+        rows: The chosen rows.
+        shared: Rows of one group share their prompt.
     """
     chosen = batch.select(rows)
     prompts, responses = chosen.prompts, chosen.responses
@@ -144,10 +170,10 @@ def micro_batches_of(
     """Yield the micro-batches of the chosen rows.
 
     Args:
-        batch: The rows.
+        batch: The batch.
         rows: Rows of each micro-batch.
         shared: Rows of one group share their prompt.
-        with_prefix_kv: Neighbours that :func:`chains` puts together share one computation of their prompt.
+        with_prefix_kv: Compute one prompt for neighbouring micro-batches, as :func:`chains` groups them.
     """
     tokens = batch.row_tokens(shared)
     for chain in chains(rows, tokens) if shared and with_prefix_kv else [[some] for some in rows]:
@@ -165,7 +191,7 @@ def micro_batches_of(
 def pack_log_probs(
     policy: PolicyModel, pack: Pack, temperature: float, with_entropy: bool, prefix_kv: PrefixKV | None = None
 ) -> tuple[Tensor, Tensor | None]:
-    """Gives log-probs fp32 [R] of a pack's targets and, when asked, entropies, without gradients."""
+    """Return log-probs fp32 [R] of a pack's targets and, if requested, their entropies, without gradients."""
     with torch.no_grad():
         return policy(pack, temperature, with_entropy, None, prefix_kv)
 
@@ -179,10 +205,16 @@ def compute_log_probs(
     device: torch.device,
     shared: bool = False,
 ) -> LogProbs:
-    """Gives the log-probs of every response token, without gradients.
+    """Return the log-probs of every response token, without gradients.
 
-    micro_batches: rows of each forward; together they hold every row once, and all ranks have the same number of them.
-    shared: rows of one group share their prompt.
+    Args:
+        policy: The model.
+        batch: The batch of this rank.
+        micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
+        temperature: Divides the logits.
+        with_entropy: Compute entropies too.
+        device: The device of the model.
+        shared: Rows of one group share their prompt.
     """
     micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, shared, policy.supports_prefix_kv)]
     scored, prefix_kv = [], None

@@ -1,4 +1,4 @@
-"""One worker process: the roles it holds, each call measured as a phase of the step."""
+"""One worker process: its roles, and each call measured as a phase of the step."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from safetensors import SafetensorError
 
-from verl_memopt.config.schema import ActorRolloutRef, Fsdp, Memory
+from verl_memopt.config.schema import Fsdp
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import empty_cache, is_gpu, local_device
 from verl_memopt.distributed.file_records import Records, record_folder
@@ -42,6 +42,7 @@ from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import StopFile, never
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.workers.group import Placement
+from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch, Policy, Updated
 from verl_memopt.workers.scorer import (
     LogProbs,
@@ -59,41 +60,23 @@ ENGINE_METHODS = ("generate",)
 
 
 @dataclass(frozen=True)
-class WorkerPlan:
-    """What a worker builds. Folders are local paths; optimizer_steps is the length of the whole run.
-
-    engine_folder: the config the engine reads, the model's own or one with ``model.override_config`` merged in.
-    free_engine: the engine sleeps outside rollout and validation. track_init: count the bytes of the start on a CPU.
-    kinds_on_gpu: count bytes by kind in tracked phases on a GPU too, which keeps compiled functions uncompiled.
-    stop_file: where the driver says when a rollout is given up; none means never.
-    """
-
-    settings: ActorRolloutRef
-    folder: str
-    engine_folder: str
-    reference_folder: str | None
-    tokenizer_folder: str
-    eos_token_ids: tuple[int, ...]
-    optimizer_steps: int
-    free_engine: bool
-    track_init: bool
-    memory: Memory = dataclasses.field(default_factory=Memory)
-    kinds_on_gpu: bool = False
-    stop_file: str | None = None
-
-
-@dataclass(frozen=True)
 class Reply:
-    """A call's answer and what it cost in memory."""
+    """The result of a call and its memory."""
 
     value: Any
     memory: PhaseMemory
 
 
 class Worker:
-    """The roles of one device. The driver calls :meth:`call`; all members of a group make the same calls in step."""
+    """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in step.
+
+    Args:
+        plan: What to build.
+        placement: The worker's place in its group.
+    """
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
+        """Build the engine, the policy and the reference."""
         if not is_set_up():
             setup_logging(placement.rank)
         self.plan = plan
@@ -114,7 +97,7 @@ class Worker:
             self.limits.enter_context(memory_limits(plan.memory, self.device))
             self.limits.enter_context(fused_statements(self._compiles(actor.use_torch_compile, actor.fsdp_config)))
             counted = plan.track_init and self._counts_engine
-            with self._out_of_memory_told("init"), self.probe.phase("init", counted, kind="built") as report:
+            with self._report_out_of_memory("init"), self.probe.phase("init", counted, kind="built") as report:
                 self._build()
         except BaseException:
             self.close()
@@ -122,15 +105,22 @@ class Worker:
         self.init_memory = report()
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
-        """Runs one method as a phase and gives its answer with the phase's memory."""
+        """Run one method as a phase and return its result with the memory of the phase.
+
+        Args:
+            phase: Name of the phase.
+            track: Count live bytes on a CPU.
+            method: Name of the method.
+            *args: Its arguments.
+        """
         counted = track and (method not in ENGINE_METHODS or self._counts_engine)
-        with self._out_of_memory_told(phase), self.residency.phase(phase), self.probe.phase(phase, counted) as report:
+        with self._report_out_of_memory(phase), self.residency.phase(phase), self.probe.phase(phase, counted) as report:
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
         return Reply(value, dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes))
 
     def started(self) -> PhaseMemory:
-        """Gives what the start cost."""
+        """Return the memory of the start."""
         return self.init_memory
 
     # The methods a phase can run.
@@ -138,9 +128,16 @@ class Worker:
     def generate(
         self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, may_stop: bool = False
     ) -> Generation | None:
-        """Answers each prompt once, under the weights of the last sync.
+        """Return one response per prompt, under the weights of the last sync.
 
-        may_stop: the rollout may be given up when the run is asked to stop. None says that it was.
+        Args:
+            prompt_ids: Token ids of each row.
+            seeds: One seed per row.
+            sampling: How tokens are drawn.
+            may_stop: The rollout may be abandoned when the run is asked to stop.
+
+        Returns:
+            The responses, or None if the rollout was abandoned.
         """
         assert self.engine is not None
         if self.plan.free_engine:
@@ -153,13 +150,13 @@ class Worker:
             return None
 
     def release_engine(self) -> None:
-        """Lets the engine give its device memory back, where it can."""
+        """Put the engine to sleep, if it can sleep, so that it returns its device memory."""
         if self.plan.free_engine and self.engine is not None:
             self.engine.sleep()
             empty_cache(self.device)
 
     def update_weights(self) -> None:
-        """Carries the policy's weights into the engine, bucket by bucket."""
+        """Copy the policy's weights into the engine, bucket by bucket."""
         assert self.engine is not None
         assert self.policy is not None
         rollout = self.settings.rollout
@@ -171,12 +168,15 @@ class Worker:
         self.engine.load_weights(weight_slices(self._policy_weights(), dtype, bucket))
 
     def old_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], with_entropy: bool) -> LogProbs:
-        """Scores a batch under the policy."""
+        """Return the log-probs of a batch under the policy."""
         assert self.policy is not None
         return self.policy.compute_log_probs(batch, micro_batches, self._temperature, with_entropy)
 
     def ref_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> LogProbs:
-        """Scores a batch under the reference: a model of its own, or with LoRA the policy without its adapters."""
+        """Return the log-probs of a batch under the reference.
+
+        The reference is a model of its own, or with LoRA the policy without its adapters.
+        """
         if self.reference is None:
             assert self.policy is not None
             with adapters_off(self.policy.model):
@@ -185,25 +185,25 @@ class Worker:
         return compute_log_probs(self.reference, batch, micro_batches, self._temperature, False, self.device, shared)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
-        """Takes one optimizer step per mini-batch."""
+        """Take one optimizer step per mini-batch and return the mean of their metrics."""
         assert self.policy is not None
         return self.policy.update(mini_batches, self._temperature)
 
     def update_on_policy(self, mini: MiniBatch) -> Updated:
-        """Takes one optimizer step whose own forward gives the old log-probs."""
+        """Take one optimizer step whose own forward computes the old log-probs."""
         assert self.policy is not None
         return self.policy.update_on_policy(mini, self._temperature)
 
     def save(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of a checkpoint into ``folder``; with hf_model also a Hugging Face folder.
 
-        Parameters that rest on the host are written from there. Every file is forced to disk.
+        Parameters that are on the host are written from there. Every file is forced to disk.
 
         Returns:
             The record of each file that this rank wrote, relative to ``folder``.
 
         Raises:
-            CheckpointError: naming the folder when the disk refuses.
+            CheckpointError: The disk refuses. The message names the folder.
         """
         with ExitStack() as stack:
             if self.policy_home is not None:
@@ -228,7 +228,12 @@ class Worker:
             raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
 
     def export(self, folder: str, weights: bool) -> None:
-        """Writes config, tokenizer, chat template and (streamed, tensor by tensor) weights in Hugging Face format."""
+        """Write the policy in Hugging Face format: config, tokenizer and chat template, and weights tensor by tensor.
+
+        Args:
+            folder: The folder to write.
+            weights: Write the weights too.
+        """
         assert self.policy is not None
         masters = dtype_of(self.settings.actor.fsdp_config.model_dtype, "actor_rollout_ref.actor.fsdp_config.model_dtype")
         bucket = self.settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
@@ -237,20 +242,20 @@ class Worker:
         export_folder(Path(folder), config, tokenizer, stream, writes)
         template = self.settings.model.custom_chat_template
         if writes and template is not None:
-            # transformers reads this file before what tokenizer_config.json says.
+            # transformers prefers this file to tokenizer_config.json.
             (Path(folder) / "chat_template.jinja").write_text(template)
 
     def load(self, folder: str, contents: Sequence[str]) -> None:
-        """Reads this rank's part of a checkpoint; it may have been written by another number of ranks."""
+        """Read this rank's part of a checkpoint, written by any number of ranks."""
         assert self.policy is not None
         load_training_state(Path(folder), self.policy.model, self.policy.optimizer, self.policy.schedule, self.device, contents)
         if self.policy_home is not None:
             self.policy_home.changed()
 
     def close(self) -> None:
-        """Releases the models and the engine, and leaves the process group. A second call does nothing.
+        """Free the models and the engine, and leave the process group. A second call does nothing.
 
-        The models go first: a sleeping engine has to wake before it can be shut down, and needs the room.
+        The models are freed first: a sleeping engine must wake before its shutdown, and needs the room.
         """
         if self.policy is not None and self.policy.offload is not None:
             self.policy.offload.close()
@@ -267,7 +272,7 @@ class Worker:
     # Building.
 
     def _build(self) -> None:
-        # The engine comes first: it measures the memory that is free, sleeps, and leaves the device to the trainer.
+        # The engine is first: it measures the free memory, sleeps, and leaves the device to the trainer.
         place, settings = self.place, self.settings
         join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout)
         self.engine = build_engine(settings.rollout, self._engine_place())
@@ -276,8 +281,8 @@ class Worker:
         if settings.actor.fsdp_config.param_offload:
             self.policy_home = ParamHome(POLICY, self.policy.model.parameters(), self.device)
             # With LoRA the reference is the policy without its adapters.
-            also = (REFERENCE,) if settings.model.lora_rank > 0 else ()
-            self.residency.add(self.policy_home, also)
+            other_roles = (REFERENCE,) if settings.model.lora_rank > 0 else ()
+            self.residency.add(self.policy_home, other_roles)
             self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = self._build_reference(Path(self.plan.reference_folder))
@@ -311,8 +316,8 @@ class Worker:
         self._check_packing(policy, actor.fsdp_config, self.plan.folder)
         offload = None
         if model.enable_activation_offload:
-            least, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
-            offload = ActivationOffload(policy, self.device, least, in_flight)
+            min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
+            offload = ActivationOffload(policy, self.device, min_bytes, in_flight)
         return Policy(policy, actor, self.plan.optimizer_steps, self.place.world_size, self.device, offload)
 
     def _build_reference(self, folder: Path) -> PolicyModel:
@@ -355,11 +360,11 @@ class Worker:
             self.settings.model, fsdp, Path(str(folder)), mesh, self.device, key, compiles, recompute, trained, quantization
         )
 
-    def _compiles(self, asked: bool, fsdp: Fsdp) -> bool:
-        return asked and is_gpu(self.device) and not fsdp.full_determinism and compiler_works(self.device)
+    def _compiles(self, requested: bool, fsdp: Fsdp) -> bool:
+        return requested and is_gpu(self.device) and not fsdp.full_determinism and compiler_works(self.device)
 
     def _policy_weights(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gives the policy's weights as a plain model has them: adapters merged, sharded as they are."""
+        """Return the policy's weights under the names of a plain model: adapters merged, still sharded."""
         assert self.policy is not None
         return merged_weights(named_weights(self.policy.model), self.policy.model)
 
@@ -369,22 +374,22 @@ class Worker:
             os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
             torch.use_deterministic_algorithms(True)
 
-    def _out_of_memory_told(self, phase: str) -> AbstractContextManager[None]:
+    def _report_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
         return out_of_memory_told(phase, self.device, self._resident, self.settings, self.device_limit)
 
     @property
     def _counts_engine(self) -> bool:
-        # A function that is compiled while bytes are counted stays uncompiled after it, so only an eager engine is counted.
+        # A function that is compiled while bytes are counted stays uncompiled afterwards, so only an eager engine is counted.
         return self.settings.rollout.name == "hf" or self.settings.rollout.enforce_eager
 
     @property
     def _temperature(self) -> float:
-        # Greedy rollouts are scored as the model is.
+        # Greedy rollouts are scored without a temperature.
         rollout = self.settings.rollout
         return rollout.temperature if rollout.do_sample else 1.0
 
     def _resident(self) -> Iterator[tuple[str, torch.Tensor]]:
-        """Gives what is there before a phase begins, by kind, whether it lies on the device or rests on the host."""
+        """Yield the tensors that exist before a phase with their kinds, on the device or on the host."""
         if self.policy is not None:
             parameters = list(self.policy.model.parameters())
             yield from (("params", parameter) for parameter in parameters)

@@ -1,0 +1,36 @@
+"""What a worker builds, as the driver sends it."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+
+from verl_memopt.config.schema import ActorRolloutRef, Memory
+
+
+@dataclass(frozen=True)
+class WorkerPlan:
+    """Everything that a worker builds from. Folders are local paths."""
+
+    settings: ActorRolloutRef
+    folder: str
+    """Folder of the policy's model."""
+    engine_folder: str
+    """Folder with the config for the engine: the model's own, or one with ``model.override_config`` merged in."""
+    reference_folder: str | None
+    """Folder of the reference's model. None = no model of its own."""
+    tokenizer_folder: str
+    eos_token_ids: tuple[int, ...]
+    """Tokens that end a response."""
+    optimizer_steps: int
+    """Optimizer steps of the whole run."""
+    free_engine: bool
+    """The engine sleeps outside of rollout and validation."""
+    track_init: bool
+    """Count the bytes of the start on a CPU."""
+    memory: Memory = dataclasses.field(default_factory=Memory)
+    """Limits and host buffers of the process."""
+    kinds_on_gpu: bool = False
+    """Count bytes by kind in tracked phases on a GPU too. Compiled functions then stay uncompiled."""
+    stop_file: str | None = None
+    """File in which the driver writes when rollouts are abandoned. None = never."""
