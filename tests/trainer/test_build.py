@@ -24,7 +24,7 @@ def texts(rows):
     return [row.text for row in rows]
 
 
-def test_a_job_holds_what_the_files_hold(settled):
+def test_a_context_holds_what_the_files_hold(settled):
     context = build_run(settled())
     assert len(context.validation) == 3
     assert context.checkpoint is None
@@ -41,7 +41,7 @@ def test_no_validation_file_means_no_validation(settled):
     assert build_run(settled({"data.val_files": None})).validation is None
 
 
-def test_a_resumed_job_goes_on_after_the_checkpoint_with_its_seed(settled):
+def test_a_resumed_run_goes_on_after_the_checkpoint_with_its_seed(settled):
     drawn = settled({"data.seed": None})
     leave_checkpoint(settled({"data.seed": 99}), 1)
     whole, resumed = build_run(settled({"data.seed": 99, "trainer.resume_mode": "disable"})), build_run(drawn)
@@ -51,7 +51,7 @@ def test_a_resumed_job_goes_on_after_the_checkpoint_with_its_seed(settled):
         assert texts(resumed.loader.next_step()) == texts(whole.loader.next_step())
 
 
-def test_a_resumed_job_keeps_the_whole_runs_length(settled):
+def test_a_resumed_run_keeps_the_whole_runs_length(settled):
     settings = settled({"trainer.total_training_steps": None, "trainer.total_epochs": 2})
     leave_checkpoint(settings, 3)
     assert build_run(settings).total_steps == 4

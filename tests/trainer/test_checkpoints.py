@@ -33,8 +33,8 @@ def store(tmp_path):
 
 def test_what_was_committed_is_found_again_with_its_driver_state(store):
     final = save(store, 3)
-    found = CheckpointStore(store.root, None).newest()
-    assert (found.folder, found.step, found.driver) == (final, 3, {"step": 3, "seed": 5})
+    checkpoint = CheckpointStore(store.root, None).newest()
+    assert (checkpoint.folder, checkpoint.step, checkpoint.driver) == (final, 3, {"step": 3, "seed": 5})
     assert (final / "actor" / "shard").read_bytes() == b"x" * 10
 
 
@@ -258,16 +258,16 @@ def test_checkpoints_of_a_run_that_was_left_behind_do_not_stand_in_for_the_runs_
     for step in (6, 8, 5):
         save(store, step)
     cut_short(store.folder(5))
-    with pytest.raises(CheckpointError, match=r"global_step_5: not whole .*global_step_6: belongs to a run that"):
+    with pytest.raises(CheckpointError, match=r"global_step_5: not whole .*global_step_6: belongs to an earlier run that"):
         store.newest()
 
 
 def test_one_that_could_not_be_loaded_is_passed_over_like_a_damaged_one(store):
     save(store, 6)
     save(store, 8)
-    found = store.newest({8: "the loader said no"})
-    assert found.step == 6
-    assert found.passed_over == (f"{store.root / 'global_step_8'}: not whole (the loader said no)",)
+    checkpoint = store.newest({8: "the loader said no"})
+    assert checkpoint.step == 6
+    assert checkpoint.passed_over == (f"{store.root / 'global_step_8'}: not whole (the loader said no)",)
 
 
 def test_a_folder_under_another_steps_name_is_not_taken_for_that_step(store):
@@ -288,13 +288,13 @@ def test_two_hundred_flipped_bits_over_all_files_are_found_and_the_checkpoint_be
         damaged = bytearray(whole)
         damaged[generator.randrange(len(whole))] ^= 1 << generator.randrange(8)
         path.write_bytes(damaged)
-        found = store.newest()
+        checkpoint = store.newest()
         if path.name == TRACKER:
             assert store.lineage().doubt is not None
-            assert found.step == 8
+            assert checkpoint.step == 8
         else:
-            assert found.step == 6
-            assert path.name in found.passed_over[0]
+            assert checkpoint.step == 6
+            assert path.name in checkpoint.passed_over[0]
         path.write_bytes(whole)
     assert store.newest().step == 8
 

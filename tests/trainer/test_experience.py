@@ -62,8 +62,8 @@ class Reader(Member):
 def test_scores_come_back_in_batch_order_however_rows_were_spread(ranks, even_out):
     batch, budget = batch_of(RESPONSES), Budget(True, 8, None, "key")
     workers = group_of(*map(Reader, range(ranks)))
-    found, entropy = LogProbPass(workers, "old", "read", budget, even_out, (True,)).compute(batch, "abcd")
-    assert found.tolist() == [5, 6, 7, 8, 9, 10]
+    log_probs, entropy = LogProbPass(workers, "old", "read", budget, even_out, (True,)).compute(batch, "abcd")
+    assert log_probs.tolist() == [5, 6, 7, 8, 9, 10]
     assert entropy.tolist() == [-5, -6, -7, -8, -9, -10]
     counts = {len(member.asked[0][3][1]) for member in workers.group.members}
     assert len(counts) == 1
@@ -84,17 +84,17 @@ def shaped(batch, scores, algorithm=RLOO, controller=None):
 
 
 def test_every_token_of_a_response_gets_the_advantage_of_its_row():
-    found = shaped(batch_of(RESPONSES), [1.0, 0.0, 0.25, 1.0])
-    assert found.per_row.tolist() == [1.0, -1.0, -0.75, 0.75]  # of two samples: own score minus the other's
-    assert found.per_token.tolist() == [1.0, 1.0, -0.75, 0.75, 0.75, 0.75]
-    assert found.rewards.tolist() == [1.0, 0.0, 0.25, 1.0]
-    assert found.kl_mean is None
+    advantages = shaped(batch_of(RESPONSES), [1.0, 0.0, 0.25, 1.0])
+    assert advantages.per_row.tolist() == [1.0, -1.0, -0.75, 0.75]  # of two samples: own score minus the other's
+    assert advantages.per_token.tolist() == [1.0, 1.0, -0.75, 0.75, 0.75, 0.75]
+    assert advantages.rewards.tolist() == [1.0, 0.0, 0.25, 1.0]
+    assert advantages.kl_mean is None
 
 
 def test_grpo_divides_by_the_groups_spread_unless_told_not_to():
     scores = [1.0, 0.0, 0.25, 1.0]
-    found = shaped(batch_of(RESPONSES), scores, Algorithm(adv_estimator="grpo"))
-    assert found.per_row.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)] * 1 + [-(0.5**0.5), 0.5**0.5], rel=4e-6)
+    advantages = shaped(batch_of(RESPONSES), scores, Algorithm(adv_estimator="grpo"))
+    assert advantages.per_row.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)] * 1 + [-(0.5**0.5), 0.5**0.5], rel=4e-6)
     plain = shaped(batch_of(RESPONSES), scores, Algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
     assert plain.per_row.tolist() == [0.5, -0.5, -0.375, 0.375]
 
@@ -104,17 +104,17 @@ def test_the_kl_to_the_reference_is_taken_off_each_rows_reward():
     batch.old_log_probs = torch.tensor([0.5, 0.5, 0.0, 1.0, 0.0, 0.0])
     batch.ref_log_probs = torch.zeros(6)
     controller = KlController(KlControl(kl_coef=0.25))
-    found = shaped(batch, [1.0, 0.0, 0.25, 1.0], Algorithm("rloo", use_kl_in_reward=True), controller)
-    assert found.rewards.tolist() == [0.75, 0.0, 0.25, 0.75]  # sums of kl by row: 1, 0, 0, 1
-    assert found.per_row.tolist() == [0.75, -0.75, -0.5, 0.5]
-    assert found.kl_mean == pytest.approx(2 / 6, rel=1e-6)
+    advantages = shaped(batch, [1.0, 0.0, 0.25, 1.0], Algorithm("rloo", use_kl_in_reward=True), controller)
+    assert advantages.rewards.tolist() == [0.75, 0.0, 0.25, 0.75]  # sums of kl by row: 1, 0, 0, 1
+    assert advantages.per_row.tolist() == [0.75, -0.75, -0.5, 0.5]
+    assert advantages.kl_mean == pytest.approx(2 / 6, rel=1e-6)
 
 
 def test_a_batch_without_a_token_has_a_kl_of_zero():
     batch = batch_of([[], [], [], []])
     batch.old_log_probs = batch.ref_log_probs = torch.zeros(0)
-    found = shaped(batch, [1.0, 0.0, 0.0, 0.0], Algorithm("rloo", use_kl_in_reward=True))
-    assert (found.kl_mean, found.per_token.shape) == (0.0, (0,))
+    advantages = shaped(batch, [1.0, 0.0, 0.0, 0.0], Algorithm("rloo", use_kl_in_reward=True))
+    assert (advantages.kl_mean, advantages.per_token.shape) == (0.0, (0,))
 
 
 def test_a_score_that_does_not_fit_a_float_is_named_with_its_row():

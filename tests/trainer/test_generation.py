@@ -26,11 +26,11 @@ class Doubler(Member):
 @pytest.mark.parametrize("ranks", [1, 2, 3, 7])
 def test_answers_come_in_the_order_of_the_prompts_over_any_number_of_engines(ranks):
     workers = group_of(*map(Doubler, range(ranks)))
-    found = generate(workers, "gen", [[n, 0] for n in range(5)], [100 + n for n in range(5)], sampling(True), 1)
-    assert found.response_ids == [[n, 2 * n, 100 + n] for n in range(5)]
-    assert found.log_probs == [[-n, -2 * n, -100 - n] for n in range(5)]
-    assert found.finish_reasons == ["length"] * 5
-    assert found.cached_tokens == 5
+    generation = generate(workers, "gen", [[n, 0] for n in range(5)], [100 + n for n in range(5)], sampling(True), 1)
+    assert generation.response_ids == [[n, 2 * n, 100 + n] for n in range(5)]
+    assert generation.log_probs == [[-n, -2 * n, -100 - n] for n in range(5)]
+    assert generation.finish_reasons == ["length"] * 5
+    assert generation.cached_tokens == 5
 
 
 def test_prompts_are_spread_evenly_over_engines():
@@ -41,10 +41,10 @@ def test_prompts_are_spread_evenly_over_engines():
 
 def test_the_ranks_of_one_engine_get_the_same_prompts_and_answer_once():
     workers = group_of(*map(Doubler, range(4)))
-    found = generate(workers, "gen", [[n] for n in range(4)], [0] * 4, sampling(True), 2)
-    assert [ids[0] for ids in found.response_ids] == [0, 1, 2, 3]
-    given = [member.asked[0][3][0] for member in workers.group.members]
-    assert given == [[[0], [1]], [[0], [1]], [[2], [3]], [[2], [3]]]
+    generation = generate(workers, "gen", [[n] for n in range(4)], [0] * 4, sampling(True), 2)
+    assert [ids[0] for ids in generation.response_ids] == [0, 1, 2, 3]
+    prompts_per_rank = [member.asked[0][3][0] for member in workers.group.members]
+    assert prompts_per_rank == [[[0], [1]], [[0], [1]], [[2], [3]], [[2], [3]]]
 
 
 def test_log_probs_are_absent_when_not_asked_for():

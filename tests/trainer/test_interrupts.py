@@ -62,16 +62,16 @@ def test_a_hangup_that_is_ignored_stays_ignored_as_under_nohup():
 
 
 def test_outside_the_main_thread_no_handler_is_set():
-    before, found = handlers(), []
+    before, inside = handlers(), []
 
     def enter():
         with Interrupts():
-            found.append(handlers())
+            inside.append(handlers())
 
     thread = threading.Thread(target=enter)
     thread.start()
     thread.join()
-    assert found == [before]
+    assert inside == [before]
 
 
 def test_a_process_whose_signals_nobody_watches_gets_new_interrupts_each_time():
@@ -115,14 +115,14 @@ def test_nothing_is_too_late_before_a_stop_is_asked_for():
 
 def test_rollouts_are_told_once_when_to_end():
     before = time.time()
-    interrupts, told = asked_in_steps(100)
+    interrupts, moments = asked_in_steps(100)
     interrupts.request(signal.SIGTERM)
-    assert len(told) == 1
-    assert before + 74 < told[0] < time.time() + 76
+    assert len(moments) == 1
+    assert before + 74 < moments[0] < time.time() + 76
 
 
 def test_a_stop_that_was_asked_for_before_the_first_step_is_told_when_steps_begin():
-    interrupts, told = Interrupts(), []
+    interrupts, moments = Interrupts(), []
     interrupts.request(signal.SIGINT)
-    interrupts.begin_steps(100, told.append)
-    assert len(told) == 1
+    interrupts.begin_steps(100, moments.append)
+    assert len(moments) == 1

@@ -22,7 +22,7 @@ def lineage(root, commits, tracked=None):
 
 
 @pytest.mark.parametrize(
-    ("commits", "tracked", "ours"),
+    ("commits", "tracked", "own_steps"),
     [
         ({}, None, []),
         ({2: 1, 4: 2}, "4\n", [2, 4]),
@@ -46,11 +46,11 @@ def lineage(root, commits, tracked=None):
         ({2: 0, 4: 0, 6: 1}, "6\n", [2, 4, 6]),
     ],
 )
-def test_the_runs_own_checkpoints_are_told_from_those_left_behind(tmp_path, commits, tracked, ours):
-    found = lineage(tmp_path, commits, tracked)
-    assert found.steps == ours
-    assert found.beyond == sorted(commits.keys() - set(ours))
-    assert found.last_commit == max((commit for commit in commits.values() if commit), default=0)
+def test_the_runs_own_checkpoints_are_told_from_those_left_behind(tmp_path, commits, tracked, own_steps):
+    result = lineage(tmp_path, commits, tracked)
+    assert result.steps == own_steps
+    assert result.beyond == sorted(commits.keys() - set(own_steps))
+    assert result.last_commit == max((commit for commit in commits.values() if commit), default=0)
 
 
 @pytest.mark.parametrize(
@@ -65,9 +65,9 @@ def test_the_runs_own_checkpoints_are_told_from_those_left_behind(tmp_path, comm
     ],
 )
 def test_a_tracker_that_disagrees_is_doubted_in_words(tmp_path, tracked, doubt):
-    found = lineage(tmp_path, {2: 1, 4: 2}, tracked)
-    assert (found.doubt is None) == (doubt is None)
-    assert doubt is None or (doubt in found.doubt and "of step 4" in found.doubt)
+    result = lineage(tmp_path, {2: 1, 4: 2}, tracked)
+    assert (result.doubt is None) == (doubt is None)
+    assert doubt is None or (doubt in result.doubt and "of step 4" in result.doubt)
 
 
 def test_every_flipped_bit_of_the_tracker_is_noticed_and_changes_nothing(tmp_path):
@@ -80,6 +80,6 @@ def test_every_flipped_bit_of_the_tracker_is_noticed_and_changes_nothing(tmp_pat
             damaged = bytearray(b"6\n")
             damaged[place] ^= 1 << bit
             (folder / TRACKER).write_bytes(damaged)
-            found = read_lineage(folder, folders)
-            assert found.steps == [2, 4, 6]
-            assert found.doubt is not None
+            result = read_lineage(folder, folders)
+            assert result.steps == [2, 4, 6]
+            assert result.doubt is not None

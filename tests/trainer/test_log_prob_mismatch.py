@@ -52,8 +52,8 @@ def test_the_limit_follows_the_coarsest_dtype(engine, compute, more, expected):
 
 @pytest.mark.parametrize("asked", [0.25, 2, "1e-4", None])
 def test_a_number_or_null_is_taken_as_it_is(asked):
-    found = limit("bfloat16", "bfloat16", **{"rollout.max_logprob_diff": asked})
-    assert found == (None if asked is None else float(asked))
+    allowed = limit("bfloat16", "bfloat16", **{"rollout.max_logprob_diff": asked})
+    assert allowed == (None if asked is None else float(asked))
 
 
 @pytest.mark.parametrize("asked", [0, -1, "off", "by dtype"])
@@ -109,15 +109,15 @@ def test_past_the_threshold_the_run_stops_and_names_the_key_and_the_step(settled
     "more", [{"max_logprob_diff": None}, {"max_logprob_diff": 0.26}, {"max_logprob_diff": 0.2, "top_p": 0.9}], ids=str
 )
 def test_below_the_threshold_without_one_or_with_filters_the_run_goes_on(settled, more):
-    found = compared(settled, [-1.0, -1.5], [-1.0, -1.0], {f"{AR}.rollout.{name}": value for name, value in more.items()})
-    assert found["rollout/logprob_diff_mean"] == 0.25
+    metrics = compared(settled, [-1.0, -1.5], [-1.0, -1.0], {f"{AR}.rollout.{name}": value for name, value in more.items()})
+    assert metrics["rollout/logprob_diff_mean"] == 0.25
 
 
 @pytest.mark.parametrize("engine", [[-1.0, -1.0], [math.nan, -1.0]])
 @pytest.mark.parametrize("trainer", [math.nan, -math.inf])
 def test_where_the_trainers_own_log_probs_are_not_finite_the_sync_is_not_blamed(settled, engine, trainer):
-    found = compared(settled, engine, [trainer, -1.0], {f"{AR}.rollout.max_logprob_diff": 0.2})
-    assert not math.isfinite(found["rollout/logprob_diff_mean"])
+    metrics = compared(settled, engine, [trainer, -1.0], {f"{AR}.rollout.max_logprob_diff": 0.2})
+    assert not math.isfinite(metrics["rollout/logprob_diff_mean"])
 
 
 def test_a_difference_of_the_threshold_itself_goes_on_and_any_more_stops(settled):

@@ -94,24 +94,24 @@ def test_a_run_asked_to_stop_before_its_first_step_leaves_no_checkpoint(settled)
 
 @pytest.mark.parametrize(("every", "tracked"), [(0, []), (4, [0, 1, 2, 4]), (1, [0, 1, 2, 3, 4, 5])])
 def test_bytes_are_counted_in_the_first_two_steps_and_every_so_many(settled, every, tracked):
-    found = []
+    counted = []
     with ready(settled({"trainer.track_memory_every_steps": every})) as trainer:
         for step in range(6):
             trainer.track(step)
             if trainer.workers.track:
-                found.append(step)
-    assert found == tracked
+                counted.append(step)
+    assert counted == tracked
 
 
 def test_after_a_resume_the_first_two_steps_are_counted_again(settled):
     with ready(settled({"trainer.save_freq": 2})) as trainer:
         trainer.run()
-    found = []
+    counted = []
     with ready(settled({"trainer.track_memory_every_steps": 100})) as trainer:
         for step in (3, 4, 5):
             trainer.track(step)
-            found.append(trainer.workers.track)
-    assert found == [True, True, False]
+            counted.append(trainer.workers.track)
+    assert counted == [True, True, False]
 
 
 def test_the_driver_remembers_what_a_resumed_run_needs(settled):
@@ -156,15 +156,15 @@ def test_only_what_load_contents_names_is_loaded(settled):
     lr = {f"{AR}.actor.optim.lr_warmup_steps": 50, "trainer.save_freq": 2}
     with ready(settled(lr)) as trainer:
         trainer.run()
-    found = {}
+    rates = {}
     for parts in (["model"], ["model", "optimizer", "extra"]):
         more = {f"{AR}.actor.checkpoint.load_contents": parts, "trainer.total_training_steps": 3, "trainer.save_freq": -1}
         with ready(settled(lr | more)) as trainer:
             trainer.run()
-            found[len(parts)] = rows(trainer)[3]["actor/lr"]
+            rates[len(parts)] = rows(trainer)[3]["actor/lr"]
     # Two mini-batches a step: a schedule that goes on stands at optimizer steps 4 and 5, one that begins anew at 0 and 1.
-    assert found[3] == pytest.approx(1e-3 * (5 + 6) / 2 / 51, rel=1e-6)
-    assert found[1] == pytest.approx(1e-3 * (1 + 2) / 2 / 51, rel=1e-6)
+    assert rates[3] == pytest.approx(1e-3 * (5 + 6) / 2 / 51, rel=1e-6)
+    assert rates[1] == pytest.approx(1e-3 * (1 + 2) / 2 / 51, rel=1e-6)
 
 
 EVERYTHING = {
@@ -337,9 +337,9 @@ def test_every_file_of_a_checkpoint_was_hashed_by_who_wrote_it(settled, monkeypa
 def test_rows_of_a_run_carry_the_id_of_the_start_that_wrote_them(run_in):
     folder = run_in("run", {"trainer.save_freq": 1, "trainer.total_training_steps": 1})
     run_in("run", {"trainer.save_freq": 1})
-    found = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in found] == [1, 2]
-    assert len({row["run_id"] for row in found}) == 2
+    rows = [json.loads(line) for line in (folder / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in rows] == [1, 2]
+    assert len({row["run_id"] for row in rows}) == 2
 
 
 def stop_in(trainer, monkeypatch, owner, name, deadline):

@@ -171,8 +171,8 @@ def test_a_row_over_a_budget_is_told_under_the_key_of_its_pass(settled, which, k
 )
 def test_the_old_pass_is_left_out_where_one_update_follows_a_rollout_and_nothing_else_reads_it(settled, more, left_out):
     batch = settled().data.train_batch_size
-    given = {f"{AR}.actor.old_log_prob_pass": "auto", f"{AR}.actor.ppo_mini_batch_size": batch, **more}
-    settings = settled(given)
+    values = {f"{AR}.actor.old_log_prob_pass": "auto", f"{AR}.actor.ppo_mini_batch_size": batch, **more}
+    settings = settled(values)
     found = update_gives_old_log_probs(settings.actor_rollout_ref.actor, batch, settings.algorithm.use_kl_in_reward)
     assert found is left_out
 

@@ -35,7 +35,7 @@ def run_dir(trained, tmp_path):
     return shutil.copytree(trained, tmp_path / "run")
 
 
-def prepared(settled, more=None):
+def resumed_context(settled, more=None):
     context = build_run(settled(SAVES | (more or {})))
     context.lock.release()
     return context
@@ -85,10 +85,10 @@ def test_a_shard_that_only_torch_finds_unreadable_makes_the_run_fall_back(settle
 
 
 def as_first_format(folder):
-    found = json.loads((folder / "meta.json").read_text())
-    sizes = {name: (folder / name).stat().st_size for name in found["files"]}
+    manifest = json.loads((folder / "meta.json").read_text())
+    sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
     (folder / "meta.json").write_text(
-        json.dumps({"format": 1, "step": found["step"], "world_size": 1, "torch": found["torch"], "files": sizes})
+        json.dumps({"format": 1, "step": manifest["step"], "world_size": 1, "torch": manifest["torch"], "files": sizes})
     )
     # A folder of that version has no commit numbers at all.
     for other in folder.parent.glob("global_step_*"):
@@ -126,7 +126,7 @@ def test_starting_over_loses_neither_the_checkpoints_nor_the_record(settled, run
 
 def test_a_change_of_settings_is_logged_with_what_it_means(settled, run_dir, caplog):
     with caplog.at_level(logging.INFO):
-        prepared(settled, {f"{AR}.rollout.n": 4, "trainer.save_freq": 5})
+        resumed_context(settled, {f"{AR}.rollout.n": 4, "trainer.save_freq": 5})
     assert f"since global_step_2: {AR}.rollout.n: 2 -> 4 (changes the trajectory)" in caplog.text
     assert "since global_step_2: trainer.save_freq: 1 -> 5 (harmless: " in caplog.text
     levels = {record.message.split(": ")[1]: record.levelname for record in caplog.records if "since global" in record.message}
@@ -135,20 +135,20 @@ def test_a_change_of_settings_is_logged_with_what_it_means(settled, run_dir, cap
 
 def test_the_same_settings_again_log_no_change(settled, run_dir, caplog):
     with caplog.at_level(logging.INFO):
-        prepared(settled)
+        resumed_context(settled)
     assert [record.message for record in caplog.records if "since global" in record.message and MOVED not in record.message] == []
 
 
 def test_changes_with_which_a_run_cannot_go_on_are_refused_by_name(settled, run_dir):
     more = {f"{AR}.actor.optim.optimizer": "SGD", f"{AR}.actor.optim.lr": 1e-2}
     with pytest.raises(ConfigError, match=r"optim.optimizer=SGD: .*AdamW -> SGD \(refused: .*Set it back"):
-        prepared(settled, more)
+        resumed_context(settled, more)
 
 
 def test_a_model_whose_weights_do_not_fit_is_refused_before_a_worker_starts(settled, run_dir, tmp_path):
     other = make_tiny_model(tmp_path / "other", TinyShape(hidden_size=32), seed=1)
     with pytest.raises(ConfigError, match=r"model.path=.*other: its weights are not those of .* \(.* there, .* here"):
-        prepared(settled, {f"{AR}.model.path": str(other)})
+        resumed_context(settled, {f"{AR}.model.path": str(other)})
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_settings_to_compare(settled, run_dir, caplog):
@@ -157,7 +157,7 @@ def test_a_checkpoint_of_an_earlier_version_has_no_settings_to_compare(settled, 
     torch.save({key: value for key, value in driver.items() if key not in ("settings", "weights")}, folder / "data.pt")
     as_first_format(folder)
     with caplog.at_level(logging.INFO):
-        assert prepared(settled, {f"{AR}.rollout.n": 4}).checkpoint.step == 2
+        assert resumed_context(settled, {f"{AR}.rollout.n": 4}).checkpoint.step == 2
     assert "without its settings; changes of settings are not known" in caplog.text
 
 

@@ -164,6 +164,6 @@ def test_a_signal_that_the_main_thread_blocks_is_seen_by_the_watch(watched):
 
 def test_the_watch_brings_no_package_beyond_the_standard_library():
     code = "import sys; before = set(sys.modules)\nimport verl_memopt.trainer.main_ppo\nprint(*(set(sys.modules) - before))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    foreign = {name.split(".")[0] for name in found} - set(sys.stdlib_module_names) - {"verl_memopt"}
+    loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    foreign = {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"verl_memopt"}
     assert foreign == set()

@@ -57,11 +57,11 @@ def test_a_step_answers_scores_updates_and_syncs(settled):
 
 
 def test_a_step_is_the_same_when_it_is_run_again(settled):
-    found = []
+    runs = []
     for _ in range(2):
         with running(settled()) as learner:
-            found.append([learner.train_step(step).metrics for step in (1, 2)])
-    assert found[0] == found[1]
+            runs.append([learner.train_step(step).metrics for step in (1, 2)])
+    assert runs[0] == runs[1]
 
 
 def test_the_kl_in_the_reward_and_in_the_loss_start_at_zero_and_grow(settled):

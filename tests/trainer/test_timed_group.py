@@ -64,8 +64,8 @@ def test_over_ranks_device_figures_are_the_largest_and_resident_memory_the_sum()
         Scripted(1, [memory("gen", host=4, peak_allocated_bytes=7, allocated_bytes=2)]),
     )
     workers.all("gen", "generate")
-    taken = workers.take_memories()[1]
-    assert (taken.peak_allocated_bytes, taken.allocated_bytes, taken.host_rss_bytes) == (7, 4, 7)
+    figures = workers.take_memories()[1]
+    assert (figures.peak_allocated_bytes, figures.allocated_bytes, figures.host_rss_bytes) == (7, 4, 7)
 
 
 def test_over_calls_each_peak_is_the_largest_and_what_is_live_is_the_last_calls():

@@ -41,20 +41,20 @@ def scores(found):
 
 
 def test_every_held_out_prompt_is_answered_once_and_scored(validated):
-    found = validated()
-    assert rows_of(found) == ["0+1=", "1+2=", "2+3="]
-    assert len(responses(found)) == 3
-    assert all(0 < len(ids) <= 4 for ids in responses(found))
-    assert found.score == pytest.approx(sum(scores(found)) / 3)
-    assert found.metrics == {"val-core/toy/arithmetic/reward/mean@1": pytest.approx(found.score)}
+    validation = validated()
+    assert rows_of(validation) == ["0+1=", "1+2=", "2+3="]
+    assert len(responses(validation)) == 3
+    assert all(0 < len(ids) <= 4 for ids in responses(validation))
+    assert validation.score == pytest.approx(sum(scores(validation)) / 3)
+    assert validation.metrics == {"val-core/toy/arithmetic/reward/mean@1": pytest.approx(validation.score)}
 
 
 def test_several_samples_of_a_prompt_are_grouped_by_prompt(validated):
-    found = validated(SAMPLED)
-    assert rows_of(found) == ["0+1="] * 3 + ["1+2="] * 3 + ["2+3="] * 3
-    best = [max(scores(found)[start : start + 3]) for start in (0, 3, 6)]
-    assert found.metrics["val-core/toy/arithmetic/reward/best@3/mean"] == pytest.approx(sum(best) / 3)
-    assert len({tuple(ids) for ids in responses(found)}) > 3
+    validation = validated(SAMPLED)
+    assert rows_of(validation) == ["0+1="] * 3 + ["1+2="] * 3 + ["2+3="] * 3
+    best = [max(scores(validation)[start : start + 3]) for start in (0, 3, 6)]
+    assert validation.metrics["val-core/toy/arithmetic/reward/best@3/mean"] == pytest.approx(sum(best) / 3)
+    assert len({tuple(ids) for ids in responses(validation)}) > 3
 
 
 @pytest.mark.parametrize("more", [{}, SAMPLED], ids=["greedy", "sampled"])
@@ -89,6 +89,6 @@ class Rows:
 
 def test_a_dataset_that_only_has_a_length_and_an_index_is_read_by_both(validated, tmp_path):
     (tmp_path / "rows.py").write_text(ENDLESS)
-    found = validated({"data.custom_cls.path": str(tmp_path / "rows.py"), "data.custom_cls.name": "Rows"})
-    assert rows_of(found) == [f"{index}=" for index in range(6)]
-    assert all(isinstance(row, PromptRow) for answers, _ in found.answers for row in answers.rows)
+    validation = validated({"data.custom_cls.path": str(tmp_path / "rows.py"), "data.custom_cls.name": "Rows"})
+    assert rows_of(validation) == [f"{index}=" for index in range(6)]
+    assert all(isinstance(row, PromptRow) for answers, _ in validation.answers for row in answers.rows)

@@ -71,7 +71,7 @@ class LadderProgress(AbstractContextManager["LadderProgress"]):
     """Shows on standard error which row is measured and how each ended: a bar on a terminal, plain lines elsewhere."""
 
     def __init__(self, total: int, console: Console | None = None) -> None:
-        """Prepare the bar.
+        """Show nothing yet.
 
         Args:
             total: rows to measure.

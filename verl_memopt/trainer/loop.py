@@ -228,7 +228,7 @@ class Trainer:
             return
         aside = self.context.store.set_aside()
         if aside is not None:
-            self.reporter.say(f"the checkpoints of the earlier run are now in {aside}; delete it to free its space")
+            self.reporter.say(f"the checkpoints of the earlier run are in {aside}; delete it to free its space")
 
     def save(self) -> None:
         """Save the present step. Earlier checkpoints stay until this one is whole.
