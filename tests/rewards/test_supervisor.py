@@ -55,7 +55,7 @@ time.sleep(60)
         (
             "return len(bytes(2**29))",
             {"memory_gb": 0.25},
-            r"raised:.*MemoryError\ncustom_reward_function\.memory_gb=0\.25 is the most",
+            r"raised:.*MemoryError\ncustom_reward_function\.memory_gb=0\.25 limits the memory",
         ),
         (
             FOUR_THAT_HOLD_MEMORY,
