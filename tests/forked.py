@@ -153,11 +153,15 @@ def _start_server():
 
 def serve(address):
     """Forks a process for each connection and tells it the process id, then the exit code; ends when standard input does."""
+    import transformers.models.auto.tokenization_auto
+    import transformers.models.qwen3.modeling_qwen3  # noqa: F401
+
     import verl_memopt.rollout.hf_engine
     import verl_memopt.trainer.loop
     import verl_memopt.trainer.run
     import verl_memopt.workers.worker  # noqa: F401
 
+    _prepare_settings_and_charts()
     gc.collect()
     gc.freeze()
     listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET)
@@ -177,6 +181,16 @@ def serve(address):
         for stream in streams:
             os.close(stream)
         threading.Thread(target=_tell_end, args=(pid, connection), daemon=True).start()
+
+
+def _prepare_settings_and_charts():
+    """Do once what each run would do anew: parse the packaged settings, import the plotting library and find its fonts."""
+    from verl_memopt.config.loader import compose_mapping
+    from verl_memopt.observe.charts import draw_reward
+
+    compose_mapping("rloo_trainer", ["data.train_files=train.parquet"])
+    with tempfile.TemporaryDirectory() as folder:
+        draw_reward([{"step": 1, "critic/score/mean": 0.5}], Path(folder) / "chart.png")
 
 
 def _end_with_input():

@@ -7,6 +7,7 @@ allocator rounds them.
 """
 
 import contextlib
+import functools
 import weakref
 from collections import Counter
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode, is_traceable_wrapper
 from torch.utils._pytree import tree_iter, tree_map
 
 from tests.virtual_gpu.clocks import HOST, Clocks, Span
+from tests.virtual_gpu.results import made_of, plan_of, signature
 
 aten = torch.ops.aten
 BLOCK_BYTES = 512
@@ -149,10 +151,6 @@ class VirtualGpu(TorchDispatchMode):
 
     # What every operation goes through.
 
-    @classmethod
-    def _should_skip_dynamo(cls):
-        return False  # nothing is compiled here, and the guard against it costs more than an operation
-
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         if any(is_traceable_wrapper_subclass_type(kind) for kind in types):
             return NotImplemented
@@ -204,8 +202,7 @@ class VirtualGpu(TorchDispatchMode):
         to_host = self._goes_to_host(func, args, kwargs)
         if to_host:
             return self._copy_to_host(func, args, kwargs, lane)
-        with self.fake:
-            result = func(*tree_map(self._as_fake, args), **tree_map(self._as_fake, kwargs))
+        result = self._computed(func, args, kwargs)
         self._blocking_upload(func, args, kwargs, given)
         for tensor in tree_iter(result):
             if self.owns(tensor):
@@ -216,6 +213,20 @@ class VirtualGpu(TorchDispatchMode):
         if not _only_names(func):
             made = [tensor for tensor in tree_iter(result) if self.owns(tensor)]
             self._launch(lane, name, given, _written(func, given, args, kwargs), made)
+        return result
+
+    def _computed(self, func, args, kwargs):
+        """Return the result of a device operation: found by torch's fake tensors once for each kind of arguments."""
+        key, tensors = signature(func, args, kwargs, self.fake)
+        plan = _plans.get(key) if key is not None else None
+        if plan is not None:
+            return made_of(plan, tensors, self.fake)
+        with self.fake:
+            result = func(*tree_map(self._as_fake, args), **tree_map(self._as_fake, kwargs))
+        if key is not None:
+            plan = plan_of(result, tensors, self.fake)
+            if plan is not None:
+                _plans[key] = plan
         return result
 
     def _launch(self, lane, name, given, written, made=()):
@@ -382,6 +393,8 @@ class VirtualGpu(TorchDispatchMode):
 
 
 _present = None
+_plans = {}
+"""What an operation makes, by its :func:`signature`. It holds for every virtual device of this process."""
 _GENERATOR = torch.Generator
 
 
@@ -416,6 +429,7 @@ def _as_host(item):
     return torch.empty(0, dtype=item.dtype).set_(item.untyped_storage(), item.storage_offset(), item.shape, item.stride())
 
 
+@functools.cache
 def _only_names(func):
     """Says whether an operation makes or renames memory without touching what is in it."""
     return func.is_view or func._schema.name.removeprefix("aten::").startswith(("empty", "new_empty", "_unsafe_view"))
@@ -423,12 +437,19 @@ def _only_names(func):
 
 def _written(func, given, args, kwargs):
     """Return the arguments that an operation writes to."""
-    mutable = [a.name for a in func._schema.arguments if a.alias_info is not None and a.alias_info.is_write]
+    names, mutable = _names_of_arguments(func)
     if not mutable:
         return []
-    values = dict(zip((a.name for a in func._schema.arguments), args, strict=False)) | kwargs
+    values = dict(zip(names, args, strict=False)) | kwargs
     there = {id(tensor) for tensor in given}
     return [t for name in mutable for t in tree_iter(values.get(name)) if isinstance(t, torch.Tensor) and id(t) in there]
+
+
+@functools.cache
+def _names_of_arguments(func):
+    """Return the names of all arguments of an operation, and of those that it writes to."""
+    arguments = func._schema.arguments
+    return [a.name for a in arguments], [a.name for a in arguments if a.alias_info is not None and a.alias_info.is_write]
 
 
 def _spans(tensors):

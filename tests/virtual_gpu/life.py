@@ -15,6 +15,7 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.memory.parameters.residency import NEEDS, POLICY, REFERENCE
+from verl_memopt.models.packing_check import row_differences
 from verl_memopt.observe.byte_tracker import storages_of
 from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.rollout.sampling import train_sampling
@@ -60,6 +61,20 @@ def live(row, folder, world_size=1, attention=None, whole=True):
             worker.close()
     seen.life.ops = set(gpu.ops)
     return seen.life
+
+
+def compare_packed_rows(row, folder, world_size=1):
+    """Return how far packing changes a row of each model of a worker, as if the models had values. Raises: as :func:`live`."""
+    plan, _ = _plan(row, folder, world_size, None)
+    leave_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    with VirtualGpu():
+        worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
+        try:
+            shared = plan.settings.actor.use_prefix_grouper
+            return [row_differences(model, worker.device, shared) for model in (worker.policy.model, worker.reference)]
+        finally:
+            worker.close()
 
 
 def _plan(row, folder, world_size, attention):

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
 
 from verl_memopt.memory.parameters.resharding import reshard_units
 from verl_memopt.models.architecture import PACKED_LAYERS, layer_types, refused
@@ -97,7 +98,7 @@ def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype,
     Raises:
         ConfigError: naming the model type, and the layers that mix rows.
     """
-    if any(isinstance(parameter, FakeTensor) or parameter.is_meta for parameter in policy.parameters()):
+    if any(isinstance(_local(parameter), FakeTensor) or parameter.is_meta for parameter in policy.parameters()):
         return
     config = policy.lm.config
     try:
@@ -120,6 +121,11 @@ def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype,
             f"give a row in a pack log-probs that are {differences.packing:.2g} nats on average from those of the row alone; "
             f"rounding in {str(dtype).removeprefix('torch.')} explains {bound}. They compute {_mixing_layers(policy)}",
         )
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
 def _random_rows(policy: PolicyModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
