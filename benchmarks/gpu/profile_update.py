@@ -36,8 +36,9 @@ from verl_memopt.ladder.plan import Work
 from verl_memopt.models.tiny import SHAPES, make_tiny_model
 from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.worker import Worker, WorkerPlan
+from verl_memopt.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 

@@ -40,8 +40,9 @@ from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB, PhaseMemory
 from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.worker import Worker, WorkerPlan
+from verl_memopt.workers.worker import Worker
 
 FITS, OUT_OF_MEMORY, NO_HOST_MEMORY = "fits", "out of memory", "not enough host memory"
 CASES = ("0.6b/lora", "0.6b/full", "1.7b/lora", "1.7b/full", "4b/lora", "8b/lora", "4b/full_bf16", "4b/full", "8b/full")

@@ -19,8 +19,9 @@ from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.trainer.passes import budgets, cut_ranks, rows_per_rank
 from verl_memopt.workers.group import Placement
+from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.worker import Worker, WorkerPlan
+from verl_memopt.workers.worker import Worker
 
 STEPS = 3
 PROMPTS = [[40, 41, 42], [50], [60, 61]]

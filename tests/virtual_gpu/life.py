@@ -21,8 +21,9 @@ from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.trainer.passes import budgets, cut_ranks, rows_per_rank
 from verl_memopt.workers.group import Placement
+from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.worker import Worker, WorkerPlan
+from verl_memopt.workers.worker import Worker
 
 PROMPTS = [[40, 41, 42], [50], [60, 61]]
 SLACK_BYTES = 16 * 2**10

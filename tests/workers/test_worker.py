@@ -24,8 +24,9 @@ from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.ops import fused
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.workers.group import Placement
+from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.worker import Worker, WorkerPlan
+from verl_memopt.workers.worker import Worker
 
 AR = "actor_rollout_ref"
 ALL = ["model", "optimizer", "extra"]

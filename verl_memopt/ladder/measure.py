@@ -30,8 +30,9 @@ from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.worker import Worker, WorkerPlan
+from verl_memopt.workers.worker import Worker
 
 ROUNDS = 2
 """Optimizer steps of a row. The first, a short one, creates the optimizer state; the second is measured."""
