@@ -51,6 +51,12 @@ def test_a_resumed_run_goes_on_after_the_checkpoint_with_its_seed(settled):
         assert texts(resumed.loader.next_step()) == texts(whole.loader.next_step())
 
 
+def test_settings_with_seeds_are_used_as_they_are(settled):
+    """A copy would hide from a recorder of reads that the run reads them."""
+    settings = settled({f"{AR}.rollout.seed": 3})
+    assert build_run(settings).settings is settings
+
+
 def test_a_resumed_run_keeps_the_whole_runs_length(settled):
     settings = settled({"trainer.total_training_steps": None, "trainer.total_epochs": 2})
     leave_checkpoint(settings, 3)

@@ -98,8 +98,9 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         store = checkpoint_store(trainer, data.val_files is not None, environment.run_dir)
         checkpoint = find_checkpoint(trainer, actor.checkpoint.load_contents, store, unreadable)
         data, rollout = with_seeds(data, roles.rollout, None if checkpoint is None else checkpoint.driver["seed"])
-        roles = replace(roles, rollout=rollout)
-        settings = replace(settings, data=data, actor_rollout_ref=roles)
+        if rollout is not roles.rollout:
+            roles = replace(roles, rollout=rollout)
+            settings = replace(settings, data=data, actor_rollout_ref=roles)
         compare_settings(settings, environment.weights, checkpoint)
         train, validation = _datasets(data, environment, by_rules=settings.custom_reward_function.path is None)
         loader = _build_loader(data, train, checkpoint)

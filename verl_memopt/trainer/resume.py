@@ -99,8 +99,13 @@ def with_seeds(data: Data, rollout: Rollout, resumed_seed: int | None) -> tuple[
         data: its seed may be None.
         rollout: its seed may be None, and is then that of the data.
         resumed_seed: ``data.seed`` of the checkpoint; None for a fresh start.
+
+    Returns:
+        The very sections that were passed if both have a seed, else copies.
     """
     seed = data.seed
+    if seed is not None and rollout.seed is not None:
+        return data, rollout
     if seed is None:
         seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
         logger.info(
