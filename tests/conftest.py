@@ -1,9 +1,11 @@
 """What every test starts from: one thread a process, no network, a tiny model made once a session."""
 
+import fcntl
 import gc
 import os
 import signal
 import sys
+from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -20,14 +22,18 @@ settings.register_profile("no_clock", deadline=None)
 settings.load_profile("no_clock")
 
 
-LONGEST_FIRST = ("end_to_end", "faults", "benchmarks", "virtual_gpu", "rollout", "workers", "trainer", "gpu", "memory")
+LONGEST_FIRST = (
+    *("end_to_end", "faults", "benchmarks", "virtual_gpu", "rollout", "workers", "rewards", "docs", "ladder", "trainer", "gpu"),
+    *("memory", "knobs", "models", "architecture"),
+)  # fmt: skip
 """Rooms whose files take longest. What is handed out last should be short, or one process ends minutes after the other."""
 
 
 def pytest_collection_modifyitems(items):
-    """Puts the rooms that take longest first; within a room the order stays."""
+    """Put the rooms that take longest first; within a room the order stays."""
     order = {room: number for number, room in enumerate(LONGEST_FIRST)}
-    items.sort(key=lambda item: order.get(item.path.parent.name, len(order)))
+    tests = Path(__file__).parent
+    items.sort(key=lambda item: order.get(item.path.relative_to(tests).parts[0], len(order)))
 
 
 MANY_MODULES = 100
@@ -83,12 +89,15 @@ def untied_folder(tmp_path_factory):
 
 @pytest.fixture(scope="session")
 def toy(tmp_path_factory):
-    """The toy task as `verl-memopt toy` makes it, warm-up included."""
+    """The toy task as `verl-memopt toy` makes it, warm-up included. The processes of one session share it."""
     from verl_memopt.cli import main
 
-    folder = tmp_path_factory.mktemp("toy") / "toy"
-    assert main(["toy", str(folder), "--seed", "0"]) == 0
-    return folder
+    base = tmp_path_factory.getbasetemp()
+    shared = base.parent if "PYTEST_XDIST_WORKER" in os.environ else base
+    with open(shared / "toy.lock", "w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)
+        assert main(["toy", str(shared / "toy"), "--seed", "0"]) == 0
+    return shared / "toy"
 
 
 @pytest.fixture

@@ -77,7 +77,7 @@ class Checkout:
         """Return a command that has ended; its Python is forked from one that has imported torch."""
         command = command.replace(".venv/bin/verl-memopt", f"{PYTHON} -m verl_memopt").replace(".venv/bin/python", PYTHON)
         env = script_environment(DEVICE="cpu", HOME=str(self.home))
-        for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
+        for name in ("ARGS", "MAKEFLAGS", "MAKELEVEL", "MFLAGS"):
             env.pop(name, None)  # of the make that runs these tests: under it another make says where it is
         return subprocess.run(["bash", "-c", command], cwd=self.folder, env=env, capture_output=True, text=True, timeout=200)
 
