@@ -5,6 +5,7 @@ from __future__ import annotations
 from difflib import SequenceMatcher
 
 from verl_memopt.config.keys import leaf_keys
+from verl_memopt.knobs.index import knobs
 
 _AR = "actor_rollout_ref"
 
@@ -25,11 +26,8 @@ FOREIGN = {
     "num_iterations": f"{_AR}.actor.ppo_epochs",
     "num_mini_batches": f"{_AR}.actor.ppo_mini_batch_size (data.train_batch_size divided by it is that number)",
     "steps_per_generation": f"{_AR}.actor.ppo_mini_batch_size (data.train_batch_size divided by it is that number)",
-    "per_device_train_batch_size": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
-    "gradient_accumulation_steps": f"{_AR}.actor.ppo_micro_batch_size_per_gpu (accumulation follows from it)",
     "generation_batch_size": f"data.train_batch_size (prompts; times {_AR}.rollout.n samples)",
     "generation_aggregation_steps": "data.train_batch_size (a whole step is generated at once)",
-    "local_rollout_forward_batch_size": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
     "response_length": f"data.max_response_length (and {_AR}.rollout.ignore_eos to generate exactly that many)",
     "max_completion_length": "data.max_response_length",
     "max_prompt_length": "data.max_prompt_length (data.truncation says what happens beyond it)",
@@ -44,29 +42,11 @@ FOREIGN = {
     "missing_eos_penalty": "custom_reward_function.path (the penalty belongs in the reward function)",
     "reward_clip_range": "custom_reward_function.path (the clip belongs in the reward function)",
     "reward_funcs": "custom_reward_function.path",
-    "activation_offloading": f"{_AR}.model.enable_activation_offload",
-    "offload_untrained_models": f"{_AR}.ref.fsdp_config.param_offload",
-    "offload_optimizer": f"{_AR}.actor.fsdp_config.optimizer_offload",
-    "use_peft": f"{_AR}.model.lora_rank",
-    "use_lora": f"{_AR}.model.lora_rank",
-    "lora_r": f"{_AR}.model.lora_rank",
-    "lora_dropout": f"{_AR}.model.lora_rank (LoRA has no dropout here)",
-    "load_in_8bit": f"{_AR}.ref.quantization",
-    "load_in_4bit": f"{_AR}.ref.quantization",
-    "optim": f"{_AR}.actor.optim.state_dtype (8-bit and 4-bit AdamW), or {_AR}.actor.optim.optimizer",
     "vllm_mode": f"{_AR}.rollout.name (the engine always lives in the worker's process)",
     "use_vllm_server": f"{_AR}.rollout.name (the engine always lives in the worker's process)",
-    "gradient_checkpointing": f"{_AR}.model.enable_gradient_checkpointing",
-    "use_liger_kernel": f"{_AR}.model.logprob_chunk_tokens",
     "use_vllm": f"{_AR}.rollout.name",
     "use_ray": "trainer.worker_group",
-    "vllm_enable_sleep_mode": f"{_AR}.rollout.free_cache_engine",
-    "vllm_sleep_level": f"{_AR}.rollout.sleep_level",
-    "vllm_gpu_memory_utilization": f"{_AR}.rollout.gpu_memory_utilization",
-    "vllm_max_model_length": f"{_AR}.rollout.max_model_len",
-    "vllm_max_model_len": f"{_AR}.rollout.max_model_len",
     "vllm_tensor_parallel_size": f"{_AR}.rollout.tensor_model_parallel_size",
-    "bf16": f"{_AR}.actor.fsdp_config.dtype",
     "sft_model_path": f"{_AR}.model.path",
     "model_name_or_path": f"{_AR}.model.path",
     "exp_name": "trainer.experiment_name",
@@ -76,6 +56,7 @@ FOREIGN = {
     "save_steps": "trainer.save_freq",
     "eval_steps": "trainer.test_freq",
     "save_completions_probability": "trainer.rollout_data_dir",
+    **{name: key for knob in knobs() for name, key in knob.known_as.items()},
 }
 """Key of TRL or RLT -> what to set here. Hints only: none of these names is accepted."""
 

@@ -10,6 +10,7 @@ from verl_memopt.config.keys import flatten, leaf_keys
 from verl_memopt.config.plain import to_plain
 from verl_memopt.config.problems import shown
 from verl_memopt.config.schema import Settings
+from verl_memopt.knobs.index import knobs
 
 _AR = "actor_rollout_ref"
 _OPTIM = f"{_AR}.actor.optim"
@@ -54,11 +55,8 @@ HARMLESS_KEYS = {
     ),
     **dict.fromkeys(
         (
-            *(f"{_AR}.model.enable_gradient_checkpointing", f"{_AR}.model.gradient_checkpointing_mode"),
-            *(f"{_AR}.model.gradient_checkpointing_every", f"{_AR}.model.enable_activation_offload"),
-            *(f"{_AR}.model.activation_offload_min_bytes", f"{_AR}.model.activation_offload_in_flight"),
-            *(f"{_AR}.model.load_mode", f"{_AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes"),
-            *(f"{_AR}.{role}.fsdp_config.{key}" for role in ("actor", "ref") for key in ("param_offload", "forward_prefetch")),
+            *(key for knob in knobs() if knob.same_numbers for key in knob.keys),
+            *(f"{_AR}.{role}.fsdp_config.forward_prefetch" for role in ("actor", "ref")),
         ),
         "the same values are kept elsewhere, or computed again",
     ),

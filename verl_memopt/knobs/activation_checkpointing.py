@@ -42,6 +42,10 @@ KNOB = Knob(
     place=50,
     cost="one more forward",
     settings={"model": ActivationCheckpointing},
+    same_numbers=True,
+    known_as={
+        "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
+    },
     idle=(
         Idle(
             _MODE,

@@ -45,6 +45,10 @@ KNOB = Knob(
     place=60,
     cost="host memory, copies",
     settings={"model": ActivationOffload},
+    same_numbers=True,
+    known_as={
+        "activation_offloading": "actor_rollout_ref.model.enable_activation_offload",
+    },
     idle=(Idle(_LEAST, _is_off, _OFF), Idle(_IN_FLIGHT, _is_off, _OFF)),
     advice=(Advice("activations", _ON, True, phases=("update_actor",)),),
     claims=(Claim("update_actor", "activations", activation_saving),),

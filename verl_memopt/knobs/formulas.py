@@ -95,7 +95,7 @@ def _body(module: ModuleType, formula: ast.expr) -> ast.expr:
     # A function that makes the formula: its arguments stand for those of the call.
     assert isinstance(formula, ast.Call)
     given = {argument.arg: value for argument, value in zip(function.args.args, formula.args, strict=True)}
-    return _Replaced(given).visit(copy.deepcopy(returned.value.body))  # type: ignore[no-any-return]
+    return _Replaced(given).visit(copy.deepcopy(returned.value.body))
 
 
 class _Replaced(ast.NodeTransformer):

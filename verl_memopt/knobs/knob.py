@@ -135,6 +135,10 @@ class Knob:
     besides: tuple[str, ...] = ()
     """What turns it and is no key: a choice of a settings group, or an environment variable."""
     idle: tuple[Idle, ...] = ()
+    same_numbers: bool = False
+    """Whether no number of a run depends on it, to the last bit, so that a resumed run may change it."""
+    known_as: Mapping[str, str] = field(default_factory=dict)
+    """Name in another project -> key, for the error of an unknown key."""
     refuses: tuple[Refusal, ...] = ()
     advice: tuple[Advice, ...] = ()
     claims: tuple[Claim, ...] = ()

@@ -51,6 +51,7 @@ KNOB = Knob(
     place=230,
     cost="reads from disk",
     settings={"model": LoadMode},
+    same_numbers=True,
     refuses=(
         Refusal(
             (_KEY, _RANK),

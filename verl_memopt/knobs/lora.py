@@ -62,6 +62,12 @@ KNOB = Knob(
     place=190,
     cost="low-rank updates only",
     settings={"model": Lora},
+    known_as={
+        "use_peft": "actor_rollout_ref.model.lora_rank",
+        "use_lora": "actor_rollout_ref.model.lora_rank",
+        "lora_r": "actor_rollout_ref.model.lora_rank",
+        "lora_dropout": "actor_rollout_ref.model.lora_rank (LoRA has no dropout here)",
+    },
     refuses=(
         Refusal(
             (_RANK, _REFERENCE),

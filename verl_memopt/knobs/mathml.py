@@ -81,12 +81,12 @@ class Writer:
                 return self._attribute(node)
             case ast.Name():
                 return _name(node.id)
-            case ast.Constant(value=bool() | None):
-                return f"<mtext>{str(node.value).lower()}</mtext>"
-            case ast.Constant(value=int() | float()):
-                return f"<mn>{node.value:,}</mn>"
-            case ast.Constant(value=str()):
-                return f"<mtext>{escape(node.value)}</mtext>"
+            case ast.Constant(value=bool() | None as word):
+                return f"<mtext>{str(word).lower()}</mtext>"
+            case ast.Constant(value=int() | float() as number):
+                return f"<mn>{number:,}</mn>"
+            case ast.Constant(value=str() as text):
+                return f"<mtext>{escape(text)}</mtext>"
         return f"<mtext>{escape(ast.unparse(node))}</mtext>"
 
     def _factor(self, node: ast.expr) -> str:

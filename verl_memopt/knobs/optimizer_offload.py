@@ -31,6 +31,9 @@ KNOB = Knob(
     place=100,
     cost="host memory, copies per step",
     settings={"trained_fsdp": OptimizerOffload},
+    known_as={
+        "offload_optimizer": "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+    },
     refuses=only_with_adamw(_KEY, offloads_state),
     advice=(Advice("optimizer", _KEY, True),),
     claims=(Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),

@@ -37,6 +37,9 @@ KNOB = Knob(
     place=110,
     cost="inexact moments",
     settings={"optim": OptimizerStateDtype},
+    known_as={
+        "optim": "actor_rollout_ref.actor.optim.state_dtype (8-bit and 4-bit AdamW), or actor_rollout_ref.actor.optim.optimizer",
+    },
     refuses=only_with_adamw(_KEY, converts_state),
     claims=(Claim("update_actor", "host buffers", _saved),),
     row=LadderRow(180, on=(f"{_KEY}=int8",), off=(f"{_KEY}=null",)),

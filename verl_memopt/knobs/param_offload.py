@@ -34,6 +34,10 @@ KNOB = Knob(
     place=140,
     cost="host memory, copies per phase",
     settings={"fsdp": ParamOffload},
+    same_numbers=True,
+    known_as={
+        "offload_untrained_models": "actor_rollout_ref.ref.fsdp_config.param_offload",
+    },
     advice=(
         Advice("params", _KEYS[1], True, phases=WITHOUT_REFERENCE),
         Advice("params", _KEYS[0], True, phases=WITHOUT_ACTOR),

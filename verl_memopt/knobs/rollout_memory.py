@@ -81,6 +81,13 @@ KNOB = Knob(
     place=220,
     cost="a wake-up per step",
     settings={"rollout": RolloutMemory},
+    known_as={
+        "vllm_enable_sleep_mode": "actor_rollout_ref.rollout.free_cache_engine",
+        "vllm_sleep_level": "actor_rollout_ref.rollout.sleep_level",
+        "vllm_gpu_memory_utilization": "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "vllm_max_model_length": "actor_rollout_ref.rollout.max_model_len",
+        "vllm_max_model_len": "actor_rollout_ref.rollout.max_model_len",
+    },
     idle=tuple(_idle()),
     refuses=(
         Refusal(

@@ -126,6 +126,11 @@ KNOB = Knob(
     place=80,
     cost="more, smaller micro-batches",
     settings={"actor": UpdateBudget, "log_prob_pass": LogProbBudget},
+    known_as={
+        "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (accumulation follows from it)",
+        "local_rollout_forward_batch_size": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    },
     idle=(
         Idle(_ACTOR_ROWS, lambda s: s.actor_rollout_ref.actor.use_dynamic_bsz, "actor.use_dynamic_bsz packs by tokens"),
         Idle(BUDGET_KEY, lambda s: not s.actor_rollout_ref.actor.use_dynamic_bsz, "actor.use_dynamic_bsz is false"),

@@ -38,6 +38,7 @@ KNOB = Knob(
     place=210,
     cost="one collective per bucket",
     settings={"rollout": WeightBuckets},
+    same_numbers=True,
     advice=(Advice("sync bucket", _KEY, LOWER),),
     row=LadderRow(150, on=(f"{_KEY}=64",), off=(f"{_KEY}=2048",)),
     factors=(switch("sync", _KEY, large=2048, one=1),),

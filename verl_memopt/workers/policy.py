@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -16,7 +17,6 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.memory.activations.activation_offload import ActivationOffload
 from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.optimizer.optimizer_in_backward import StepInBackward
 from verl_memopt.memory.parameters.resharding import synced
@@ -59,6 +59,19 @@ class Updated:
     log_probs: Tensor
 
 
+class SavedTensorHooks(Protocol):
+    """What decides where the tensors rest that a forward saves for its backward."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return a context for the forward of one micro-batch."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was done since the last call."""
+
+    def close(self) -> None:
+        """Free what the next step does not need."""
+
+
 class Policy:
     """The trained model. All ranks call the same methods in the same order.
 
@@ -78,7 +91,7 @@ class Policy:
         optimizer_steps: int,
         world_size: int,
         device: torch.device,
-        offload: ActivationOffload | None = None,
+        offload: SavedTensorHooks | None = None,
     ) -> None:
         """Build optimizer and schedule."""
         self.model = model
@@ -129,7 +142,7 @@ class Policy:
         ]
         metrics = _over_steps(steps)
         if self.offload is not None:
-            metrics["memory/activation_offload/bytes_moved"] = float(self.offload.take_bytes_moved())
+            metrics |= self.offload.metrics()
         return metrics
 
     def update_on_policy(self, mini: MiniBatch, temperature: float) -> Updated:

@@ -41,17 +41,11 @@ from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, b
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import StopFile, never
 from verl_memopt.sync.full_weights import full_weights
+from verl_memopt.workers import scorer
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch, Policy, Updated
-from verl_memopt.workers.scorer import (
-    LogProbs,
-    build_policy,
-    compute_log_probs,
-    materialize,
-    materialize_mapped,
-    quantization_error,
-)
+from verl_memopt.workers.scorer import LogProbs
 
 logger = logging.getLogger(__name__)
 
@@ -182,7 +176,7 @@ class Worker:
             with adapters_off(self.policy.model):
                 return self.policy.compute_log_probs(batch, micro_batches, self._temperature, False)
         shared = self.settings.actor.use_prefix_grouper
-        return compute_log_probs(self.reference, batch, micro_batches, self._temperature, False, self.device, shared)
+        return scorer.compute_log_probs(self.reference, batch, micro_batches, self._temperature, False, self.device, shared)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics."""
@@ -308,7 +302,7 @@ class Worker:
         policy = self._sharded(actor.fsdp_config, "actor", actor.use_torch_compile, model.enable_gradient_checkpointing)
         if actor.use_prefix_grouper:
             refuse_sliding_window(policy.lm.config)
-        materialize(policy, Path(self.plan.folder), self.device, actor.fsdp_config.offload_policy)
+        scorer.materialize(policy, Path(self.plan.folder), self.device, actor.fsdp_config.offload_policy)
         if model.lora_adapter_path is not None:
             load_adapter(Path(model.lora_adapter_path), policy)
         else:
@@ -326,12 +320,12 @@ class Worker:
             self._make_deterministic(ref.fsdp_config)
             model = self._sharded(ref.fsdp_config, "ref", bool(ref.use_torch_compile), False).requires_grad_(False)
             if self.settings.model.load_mode == "mmap":
-                mapped = materialize_mapped(model, folder, self.device)
+                mapped = scorer.materialize_mapped(model, folder, self.device)
             else:
                 mapped = None
-                materialize(model, folder, self.device, ref.fsdp_config.offload_policy)
+                scorer.materialize(model, folder, self.device, ref.fsdp_config.offload_policy)
         if ref.quantization != "none":
-            mean, largest = quantization_error(model, folder, self.device, self._temperature)
+            mean, largest = scorer.quantization_error(model, folder, self.device, self._temperature)
             logger.info(
                 "actor_rollout_ref.ref.quantization=%s: log-probs differ from the unquantised reference's by %.2g nats on "
                 "average, %.2g at most (256 random tokens)", ref.quantization, mean, largest,
@@ -356,7 +350,7 @@ class Worker:
         key = f"actor_rollout_ref.{role}"
         trained = role == "actor"
         quantization = "none" if trained else self.settings.ref.quantization
-        return build_policy(
+        return scorer.build_policy(
             self.settings.model, fsdp, Path(str(folder)), mesh, self.device, key, compiles, recompute, trained, quantization
         )
 

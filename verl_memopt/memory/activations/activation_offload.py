@@ -76,6 +76,10 @@ class ActivationOffload:
         moved, self.bytes_moved = self.bytes_moved, 0
         return moved
 
+    def metrics(self) -> dict[str, float]:
+        """Return the bytes moved since the last call, as a metric of the step."""
+        return {"memory/activation_offload/bytes_moved": float(self.take_bytes_moved())}
+
     def close(self) -> None:
         """Free the host memory that no forward waiting for its backward uses."""
         self.arena.shrink()
