@@ -7,19 +7,20 @@ from pathlib import Path
 
 import torch
 
-from verl_memopt.models.attention_eager import tree_mask
+from verl_memopt.models.attention_eager import group_mask
 from verl_memopt.observe.drawing import figure, save, style
 
-TREE = (6, (3, 4, 2))
+GROUP = (6, (3, 4, 2))
 """A prompt of six tokens, and answers of three, four and two."""
 NAMES = ["prompt", "answer 1", "answer 2", "answer 3"]
 
 
-def main() -> None:
-    lengths = [TREE[0], *TREE[1]]
+def main(folder: Path) -> Path:
+    """Draw the picture into a folder and return its path."""
+    lengths = [GROUP[0], *GROUP[1]]
     total = sum(lengths)
-    shared = tree_mask(TREE, None, torch.device("cpu")).float()
-    repeated = torch.block_diag(*(torch.ones(TREE[0] + n, TREE[0] + n).tril() for n in TREE[1]))
+    shared = group_mask(GROUP, None, torch.device("cpu")).float()
+    repeated = torch.block_diag(*(torch.ones(GROUP[0] + n, GROUP[0] + n).tril() for n in GROUP[1]))
     drawing = figure(9.5, 5.2)
     whole, once = drawing.subplots(1, 2)
     count = repeated.shape[0]
@@ -30,7 +31,7 @@ def main() -> None:
         style(axes, title, "sees", "token")
         axes.grid(visible=False)
         axes.imshow(mask, cmap="Blues", vmin=0, vmax=1.6, interpolation="nearest")
-    for axes, blocks in ((whole, [part for n in TREE[1] for part in (TREE[0], n)]), (once, lengths)):
+    for axes, blocks in ((whole, [part for n in GROUP[1] for part in (GROUP[0], n)]), (once, lengths)):
         edges = torch.tensor([0, *blocks]).cumsum(0) - 0.5
         for edge in edges[1:-1]:
             axes.axhline(edge, color="#888888", linewidth=0.6)
@@ -39,8 +40,8 @@ def main() -> None:
         centres = (edges[1:] + edges[:-1]) / 2
         axes.set_yticks(centres.tolist(), names, fontsize=8)
         axes.set_xticks(centres.tolist(), names, fontsize=8, rotation=60, ha="right")
-    save(drawing, Path(__file__).parent / "images" / "shared_prompt_mask.png")
+    return save(drawing, folder / "shared_prompt_mask.png")
 
 
 if __name__ == "__main__":
-    main()
+    main(Path(__file__).parent / "images")

@@ -5,7 +5,7 @@ import re
 from functools import cache
 
 import pytest
-from verl_memopt.memory.limits.profiles import PROFILES
+from verl_memopt.knobs.profiles import PROFILES
 
 from tests.docs.pages import DOCS, README, SETTING, blocks, cells, page_name, without_blocks
 from verl_memopt.config.keys import leaf_types, section_keys
