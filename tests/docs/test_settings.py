@@ -5,12 +5,12 @@ import re
 from functools import cache
 
 import pytest
-from verl_memopt.knobs.profiles import PROFILES
 
 from tests.docs.pages import DOCS, README, SETTING, blocks, cells, page_name, without_blocks
 from verl_memopt.config.keys import leaf_types, section_keys
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
+from verl_memopt.knobs.profiles import PROFILES
 
 PAGES = [
     README,
