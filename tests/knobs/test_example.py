@@ -16,7 +16,7 @@ def test_the_example_names_knobs_alone():
     assert example().savings.keys() <= {knob.name for knob in knobs()}
 
 
-def test_the_largest_saving_is_taken_and_none_where_nothing_was_saved():
+def test_the_largest_saving_is_taken_and_none_where_nothing_was_measured():
     def row(knob, *amounts):
         savings = [
             {"phase": "update_actor", "kind": str(place), "measured_bytes": amount} for place, amount in enumerate(amounts)
@@ -26,7 +26,7 @@ def test_the_largest_saving_is_taken_and_none_where_nothing_was_saved():
     ladder = {
         "model": "m",
         "work": {"rows": 1, "prompt": 2, "response": 3},
-        "rungs": [row("all off"), row("a", 5, 7), row("b", 0)],
-        "branches": [row("c", -1)],
+        "rungs": [row("all off"), row("a", 5, 7), row("b", 0, None)],
+        "branches": [row("c", None)],
     }
-    assert example_of(ladder).savings == {"a": Saved("update_actor", "1", 7)}
+    assert example_of(ladder).savings == {"a": Saved("update_actor", "1", 7), "b": Saved("update_actor", "0", 0)}

@@ -32,7 +32,7 @@ class Example:
     work: str
     """Model and batch, in words."""
     savings: dict[str, Saved]
-    """Name of a knob -> its largest saving; a knob that saved nothing there is left out."""
+    """Name of a knob -> its largest saving, which may be 0 or less; a knob without a formula is left out."""
 
 
 @cache
@@ -46,13 +46,14 @@ def example_of(ladder: dict[str, Any]) -> Example:
     """Return the example of a ladder, as ``verl-memopt knobs --measure --json`` writes it."""
     work = ladder["work"]
     words = (
-        f"{ladder['model']}, {work['rows']} rows of {work['prompt']} + {work['response']} tokens that share a prompt, each knob "
-        "switched on after those above it in the ladder, on a CPU with fp32 compute"
+        f"{ladder['model']}, {work['rows']} rows of {work['prompt']} + {work['response']} tokens that share a prompt; each knob is "
+        "added to those before it in the ladder; on a CPU with fp32 compute"
     )
     savings = {}
     for row in (*ladder["rungs"], *ladder["branches"]):
-        largest = max(row["savings"], key=lambda saved: saved["measured_bytes"], default=None)
-        if largest is not None and largest["measured_bytes"] > 0:
+        measured = [saved for saved in row["savings"] if saved["measured_bytes"] is not None]
+        if measured:
+            largest = max(measured, key=lambda saved: saved["measured_bytes"])
             savings[row["knob"]] = Saved(largest["phase"], largest["kind"], largest["measured_bytes"])
     return Example(words, savings)
 
