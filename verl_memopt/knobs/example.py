@@ -46,8 +46,8 @@ def example_of(ladder: dict[str, Any]) -> Example:
     """Return the example of a ladder, as ``verl-memopt knobs --measure --json`` writes it."""
     work = ladder["work"]
     words = (
-        f"{ladder['model']}, {work['rows']} rows of {work['prompt']} + {work['response']} tokens that share a prompt; each knob is "
-        "added to those before it in the ladder; on a CPU with fp32 compute"
+        f"{ladder['model']}, {work['rows']} rows of {work['prompt']} + {work['response']} tokens that share a prompt; "
+        "each knob is added to those before it in the ladder; on a CPU with fp32 compute"
     )
     savings = {}
     for row in (*ladder["rungs"], *ladder["branches"]):
