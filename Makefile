@@ -31,7 +31,7 @@ types: setup
 # Tests that wait for a run leave cores idle. So mypy runs beside them, and there is one test process more than two cores need.
 test: lint
 	@mkdir -p build; .venv/bin/mypy > build/mypy.txt 2>&1 & types=$$!; \
-	$(RUN) -n 3 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
+	$(RUN) -n 2 --dist loadfile --no-loadscope-reorder $(ARGS); tests=$$?; \
 	wait $$types; types=$$?; cat build/mypy.txt; exit $$((tests ? tests : types))
 
 quick: setup

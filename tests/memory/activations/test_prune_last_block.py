@@ -209,5 +209,5 @@ def test_a_last_block_whose_attention_slides_computes_all_tokens(tmp_path, one_r
 
 
 def test_the_index_has_it_on_by_default():
-    assert knob_named("prune_last_block").off == ("actor_rollout_ref.model.prune_last_block=false",)
+    assert knob_named("prune_last_block").row.off == ("actor_rollout_ref.model.prune_last_block=false",)
     assert ActorRolloutRef().model.prune_last_block

@@ -244,4 +244,4 @@ def test_another_activation_is_left_alone_with_a_warning(caplog):
 
 
 def test_the_index_has_it_on_by_default():
-    assert knob_named("recompute_elementwise").off == ("actor_rollout_ref.model.recompute_elementwise=false",)
+    assert knob_named("recompute_elementwise").row.off == ("actor_rollout_ref.model.recompute_elementwise=false",)
