@@ -32,6 +32,8 @@ NAMES = {
     "climb": "ablation",
     "Rung": "Row",
     "rung": "row",
+    "unread": "skipped",
+    "branch_tokens": "suffix_tokens",
 }
 """Word that no code uses as a name -> the field's."""
 

@@ -89,8 +89,8 @@ def test_recomputed_norms_leave_the_last_block_four_moments_to_peak_at():
     attention = 10 * (2 * 8 + 3 * 8 + 2 * 4 + 2 * 2) + 10 * (2 * 4 + 3 * 2) + 10 * (3 * 4 + 2)
     assert few.attention_backward_bytes == 4 * attention
     # Answers that share a prompt have a call of their own: of 6 tokens, and the prompt's is of 4.
-    assert dataclasses.replace(few, branch_tokens=6).attention_backward_bytes == 4 * (attention - 4 * (3 * 4 + 2))
-    assert dataclasses.replace(few, branch_tokens=4).attention_backward_bytes == 4 * (attention - 4 * (3 * 4 + 2))
+    assert dataclasses.replace(few, suffix_tokens=6).attention_backward_bytes == 4 * (attention - 4 * (3 * 4 + 2))
+    assert dataclasses.replace(few, suffix_tokens=4).attention_backward_bytes == 4 * (attention - 4 * (3 * 4 + 2))
     many = dataclasses.replace(few, heads=40000, kv_heads=40000)
     assert many.activation_bytes == 3 * many.block_bytes + many.attention_backward_bytes
     # With one query head to a key head nothing is summed.

@@ -1,7 +1,7 @@
 """Skip those outputs of the last block that nothing reads: for most prompt tokens it computes keys and values only.
 
 Use it when: always; it is on. Set it to false only to compare.
-Saves: queries, attention output and the MLP of unread prompt tokens in the last block, in memory and in compute.
+Saves: queries, attention output and the MLP of skipped prompt tokens in the last block, in memory and in compute.
 Costs: nothing; where prompts are not shared, two attention calls in the last block in place of one.
 Works with: every knob. A last block with sliding-window attention, or of an unknown class, computes all tokens and logs a
     warning.

@@ -34,9 +34,9 @@ class Shapes:
     """T, computed in the largest micro-batch."""
     responses: int
     """R, response tokens of that micro-batch."""
-    branch_tokens: int = 0
+    suffix_tokens: int = 0
     """Those of its computed tokens that are answers sharing a prompt."""
-    unread: int = 0
+    skipped: int = 0
     """U, those of its computed tokens that ``prune_last_block`` leaves out of the last block."""
 
     @property
@@ -70,9 +70,9 @@ class Shapes:
 
     @property
     def activation_bytes(self) -> int:
-        """What blocks keep of a micro-batch when backward comes to its peak, and what that block holds beside it."""
+        """Bytes of activations at the peak of backward: what all blocks keep, and what the block in backward holds."""
         model, others = self.settings.model, self._of_others(self.layers - 1)
-        if self.unread and model.prune_last_block:
+        if self.skipped and model.prune_last_block:
             before = self._of_others(self.layers - 2) + self.backward_bytes if self.layers > 1 else 0
             return max(before, others + self.pruned_backward_bytes)
         if not model.recompute_elementwise:
@@ -88,42 +88,42 @@ class Shapes:
 
     @property
     def final_norm_bytes(self) -> int:
-        """What the last block keeps and the backward of the final norm holds, which reads the tokens that predict."""
+        """Bytes at the backward of the final norm, which covers the response tokens alone, with the last block's own."""
         kept = self.input_bytes if self.settings.model.enable_gradient_checkpointing else self.block_bytes
         return kept + 3 * self.responses * self.hidden * self.compute_bytes + ELEMENTWISE_BYTES
 
     @property
     def backward_bytes(self) -> int:
         """What a block holds at the peak of its own backward."""
-        model, wide, given = self.settings.model, self.tokens * self.mlp * self.compute_bytes, self.input_bytes
+        model, wide, inputs = self.settings.model, self.tokens * self.mlp * self.compute_bytes, self.input_bytes
         if model.recompute_elementwise:
             return max(self.mlp_backward_bytes, self.attention_backward_bytes)
         if not model.tiled_mlp.enabled:
-            return self.block_bytes + 2 * wide + 2 * given
-        return self.block_bytes + 6 * wide + 2 * given - self.tiled_bytes
+            return self.block_bytes + 2 * wide + 2 * inputs
+        return self.block_bytes + 6 * wide + 2 * inputs - self.tiled_bytes
 
     @property
     def pruned_backward_bytes(self) -> int:
         """What the last block holds at most, from the final norm on, where it computes keys and values alone of U tokens."""
         b, query, key, model = self.compute_bytes, self.heads * self.head_dim, self.kv_heads * self.head_dim, self.settings.model
-        read = replace(self, tokens=self.tokens - self.unread, unread=0)
+        queries = replace(self, tokens=self.tokens - self.skipped, skipped=0)
         if not model.recompute_elementwise:
             # The norm of the whole input, of which what is read is kept once more; norms of queries and keys keep nothing here.
-            norm = (4 + 2 * b) * self.unread * self.hidden + b * read.tokens * self.hidden
-            return read.backward_bytes + norm + 2 * b * self.unread * key - (4 + b) * read.tokens * (query + key)
-        beside = b * self.unread * (self.hidden + 2 * key)  # inputs, keys and values of U more
+            norm = (4 + 2 * b) * self.skipped * self.hidden + b * queries.tokens * self.hidden
+            return queries.backward_bytes + norm + 2 * b * self.skipped * key - (4 + b) * queries.tokens * (query + key)
+        beside = b * self.skipped * (self.hidden + 2 * key)  # inputs, keys and values of U more
         if model.enable_gradient_checkpointing:
             normal = self.input_bytes + 3 * self.responses * self.hidden * b + ELEMENTWISE_BYTES
         else:
-            normal = beside + read.final_norm_bytes
+            normal = beside + queries.final_norm_bytes
         # One head's: its keys turned, gradients of keys and values, over all tokens in place of those that are read.
-        head = b * self.head_dim * (3 * self.unread + 4 * read.tokens)
-        call = b * (3 * self.heads // self.kv_heads * self.head_dim) * max(self.unread - read.tokens, 0)
-        mlp = read.mlp_bytes(self.tokens if self.recomputes_mlp else read.tokens)
+        head = b * self.head_dim * (3 * self.skipped + 4 * queries.tokens)
+        call = b * (3 * self.heads // self.kv_heads * self.head_dim) * max(self.skipped - queries.tokens, 0)
+        mlp = queries.mlp_bytes(self.tokens if self.recomputes_mlp else queries.tokens)
         # At the products of keys and values: the input and its gradient, their gradients, rotary tables, and a tile of the norm.
         tile = -(-self.tokens // -(-self.tokens // ROWS_OF_BACKWARD))
-        last = b * (self.tokens * 2 * (self.hidden + key + self.head_dim) + (tile + 2 * read.tokens) * self.hidden)
-        return max(normal, beside + max(mlp, read.attention_backward_bytes + head + call), last + ELEMENTWISE_BYTES)
+        last = b * (self.tokens * 2 * (self.hidden + key + self.head_dim) + (tile + 2 * queries.tokens) * self.hidden)
+        return max(normal, beside + max(mlp, queries.attention_backward_bytes + head + call), last + ELEMENTWISE_BYTES)
 
     @property
     def recomputes_mlp(self) -> bool:
@@ -140,18 +140,18 @@ class Shapes:
     def mlp_bytes(self, cut: int) -> int:
         """Return the bytes held at the backward of the MLP, in tiles as ``cut`` tokens are cut.
 
-        A weight's gradient that is summed over tiles is among it; once given to its parameter it is of another kind.
+        A weight's gradient that is summed over tiles is among it; once inputs to its parameter it is of another kind.
         """
-        model, b, given = self.settings.model, self.compute_bytes, self.input_bytes
+        model, b, inputs = self.settings.model, self.compute_bytes, self.input_bytes
         least = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else 1
         tiles = max(-(-cut // ROWS_OF_BACKWARD), least if self.recomputes_mlp else 1)
         normal, wide = (round(self.tokens / tiles) * size * b for size in (self.hidden, self.mlp))
         whole = self.hidden * self.mlp * (b if tiles == 1 else max(b, 4))
         if self.recomputes_mlp:
             at_gate, at_norm = 3 * wide + normal + whole * (1 if tiles == 1 else 3), 2 * wide + normal + 3 * whole
-            return self.attention_bytes + 2 * given + max(at_gate, at_norm) + ELEMENTWISE_BYTES
+            return self.attention_bytes + 2 * inputs + max(at_gate, at_norm) + ELEMENTWISE_BYTES
         # Gradients of gate and up take their place.
-        return self.block_bytes + given + max(wide + whole, given + normal + 2 * whole) + ELEMENTWISE_BYTES
+        return self.block_bytes + inputs + max(wide + whole, inputs + normal + 2 * whole) + ELEMENTWISE_BYTES
 
     @property
     def attention_bytes(self) -> int:
@@ -166,7 +166,7 @@ class Shapes:
         # The place of the MLP's input is the gradient's now; the output has a gradient, and rotary tables are of two halves.
         whole = self.attention_bytes + self.tokens * self.compute_bytes * (query + 2 * self.head_dim)
         head = self.tokens * (2 * each + 3 * self.head_dim)
-        call = max(self.branch_tokens, self.tokens - self.branch_tokens) * (
+        call = max(self.suffix_tokens, self.tokens - self.suffix_tokens) * (
             3 * each + (self.head_dim if each > self.head_dim else 0)
         )
         return whole + self.compute_bytes * (head + call)
@@ -179,7 +179,7 @@ class Shapes:
         others = min(self.layers - 1, ahead) * self.input_bytes
         kept = (4 + 2 * b) * (self.hidden + query + key) + b * (query + key)
         passing = b * (self.hidden + 4 * query + 2 * key + 2 * self.head_dim)
-        return others + self.tokens * (kept + passing) + b * (self.branch_tokens * query + 2 * self.responses * self.hidden)
+        return others + self.tokens * (kept + passing) + b * (self.suffix_tokens * query + 2 * self.responses * self.hidden)
 
     @property
     def tiled_bytes(self) -> int:

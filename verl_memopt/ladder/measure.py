@@ -233,8 +233,8 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
         tied=policy.tied,
         tokens=tokens.cost(largest),
         responses=len(largest) * work.response,
-        branch_tokens=sum(tokens.answers[row] for row in largest) if budget.shared and len(largest) > 1 else 0,
-        unread=tokens.skipped(largest),
+        suffix_tokens=sum(tokens.answers[row] for row in largest) if budget.shared and len(largest) > 1 else 0,
+        skipped=tokens.skipped(largest),
     )
 
 

@@ -143,8 +143,8 @@ def shapes(batch, shared, **model):
     return Shapes(
         settings=given, layers=act.LAYERS, hidden=act.WIDTH, mlp=act.MLP, heads=act.H, kv_heads=act.KV, head_dim=act.D,
         vocab=act.SHAPE.vocab_size, params=1, block_params=1, tied=False, tokens=computed.cost(rows),
-        responses=sum(batch.responses.sizes()), branch_tokens=sum(computed.answers) if shared else 0,
-        unread=computed.skipped(rows),
+        responses=sum(batch.responses.sizes()), suffix_tokens=sum(computed.answers) if shared else 0,
+        skipped=computed.skipped(rows),
     )  # fmt: skip
 
 

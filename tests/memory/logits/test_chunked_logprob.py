@@ -246,8 +246,8 @@ def shapes(cut, tokens, dtype):
     fsdp = TrainedFsdp(dtype="fp32" if dtype == torch.float32 else "bfloat16")
     mode = PolicyLoss(loss_mode="vanilla" if cut.precomputed else "sequence")
     roles = ActorRolloutRef(model=model, actor=Actor(fsdp_config=fsdp, policy_loss=mode))
-    unread = dict.fromkeys(("layers", "hidden", "mlp", "heads", "kv_heads", "head_dim", "params", "block_params"), 0)
-    return Shapes(settings=roles, vocab=LARGE, tied=False, tokens=tokens, responses=tokens, **unread)
+    unused = dict.fromkeys(("layers", "hidden", "mlp", "heads", "kv_heads", "head_dim", "params", "block_params"), 0)
+    return Shapes(settings=roles, vocab=LARGE, tied=False, tokens=tokens, responses=tokens, **unused)
 
 
 @pytest.mark.parametrize("entropy", [False, True])

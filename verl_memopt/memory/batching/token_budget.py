@@ -15,8 +15,7 @@ from collections.abc import Sequence
 import numpy as np
 
 from verl_memopt.errors import ConfigError
-
-BUDGET_KEY = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
+from verl_memopt.knobs.token_budget import BUDGET_KEY
 
 REFINEMENT_WORK = 200_000
 """Most candidates looked at per call, over all refinements: 10,000 rows take 20 to 40 ms on one core."""
