@@ -16,8 +16,9 @@ from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import join_process_group, training_mesh
 from verl_memopt.models.build import named_weights
 from verl_memopt.trainer.passes import Budget
+from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.workers.micro_batches import MicroBatch, micro_batches_of
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import MicroBatch, build_policy, materialize, micro_batches_of
 
 KEY = "actor_rollout_ref.actor"
 

@@ -19,8 +19,9 @@ from verl_memopt.memory.activations.activation_offload import ActivationOffload
 from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.workers.micro_batches import micro_batches_of
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import build_policy, materialize, micro_batches_of
 
 FACTOR = 2.0
 """How much farther from fp32 on a CPU our model may be than transformers' own with whole logits, on one device in one dtype."""

@@ -18,7 +18,7 @@ from verl_memopt.models.folder import check_vocabulary, end_tokens, files_of_ind
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.trial_build import check_architecture
-from verl_memopt.workers.scorer import build_policy, materialize
+from verl_memopt.workers.build_policy import build_policy, materialize
 
 KEY = "actor_rollout_ref.model.path"
 

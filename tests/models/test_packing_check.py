@@ -15,7 +15,7 @@ from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, fill_from_folder, rebuild_buffers
 from verl_memopt.models.packing_check import MIXING_BOUND, check_packing, row_differences
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
-from verl_memopt.workers.scorer import build_policy, materialize
+from verl_memopt.workers.build_policy import build_policy, materialize
 
 CPU = torch.device("cpu")
 

@@ -12,7 +12,7 @@ from verl_memopt.models.build import named_weights
 from verl_memopt.models.pack import pack_groups, pack_rows
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.trial_build import check_architecture
-from verl_memopt.workers.scorer import build_policy, materialize
+from verl_memopt.workers.build_policy import build_policy, materialize
 
 CPU = torch.device("cpu")
 PROMPTS, ANSWERS, GROUPS = (17, 17, 5), (9, 6, 21), (0, 0, 1)

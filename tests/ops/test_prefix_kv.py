@@ -14,8 +14,8 @@ from verl_memopt.memory.batching.shared_prompt import chains
 from verl_memopt.models.pack import pack_prompt
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.ops.prefix_kv import PrefixKV, PrefixRecorder
+from verl_memopt.workers.micro_batches import micro_batches_of
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.scorer import micro_batches_of
 
 OWN = {"recompute_elementwise": True}
 BOUND = 2e-6

@@ -13,7 +13,7 @@ from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.experience import LogProbPass, compute_advantages, score_answers, to_batch
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget
-from verl_memopt.workers.scorer import LogProbs
+from verl_memopt.workers.log_probs import LogProbs
 
 
 def test_answers_are_scored_with_their_own_ground_truth():

@@ -19,7 +19,7 @@ from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.memory.activations.prune_last_block import can_prune
 from verl_memopt.models.decoder import class_name
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.scorer import micro_batch
+from verl_memopt.workers.micro_batches import micro_batch
 
 ON, OFF = {"prune_last_block": True}, {"prune_last_block": False}
 OWN, PLAIN = {"recompute_elementwise": True}, {"recompute_elementwise": False}

@@ -17,8 +17,8 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.batching.shared_prompt import RowTokens, pack_groups_under
 from verl_memopt.models.build import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+from verl_memopt.workers.micro_batches import micro_batch
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.scorer import micro_batch
 
 TOKENS = RowTokens(prompts=(10, 10, 10, 4, 0), answers=(3, 4, 5, 6, 0), groups=(0, 0, 0, 1, 1))
 
