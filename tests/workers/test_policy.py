@@ -74,7 +74,7 @@ def policy_for(folder, mesh, world_size, attention="sdpa", recompute=False, dtyp
 
 
 def shares(whole, world_size, budget):
-    tokens, sizes = whole.row_tokens(False), whole.responses.sizes()
+    tokens, sizes = whole.row_tokens(), whole.responses.sizes()
     rows = rows_per_rank(tokens, range(whole.num_rows), world_size, True)
     names = [[str(row) for row in own] for own in rows]
     micro = cut_ranks([tokens.select(own) for own in rows], names, Budget(True, budget, None, "key"))

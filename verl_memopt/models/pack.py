@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.batching.shared_prompt import skipped_if_many
+from verl_memopt.memory.batching.row_tokens import skipped_if_many
 from verl_memopt.models.prefix_layout import PrefixGroup, PrefixLayout
 
 

@@ -10,8 +10,8 @@ from torch import Tensor
 
 from verl_memopt.algorithms.advantages import ADVANTAGES, check_rewards, group_counts
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards
-from verl_memopt.config.schema import Algorithm
-from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.config.schema import Actor, Algorithm
+from verl_memopt.data.batch import RolloutBatch, rollout_batch, scatter_tokens
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.rewards.rows import RewardResult, RewardRow
@@ -102,7 +102,7 @@ class LogProbPass:
             batch: of the step.
             names: of the rows, for errors.
         """
-        tokens, sizes = batch.row_tokens(self.budget.shared), batch.responses.sizes()
+        tokens, sizes = batch.row_tokens(), batch.responses.sizes()
         shares = rows_per_rank(tokens, range(batch.num_rows), self.workers.world_size, self.balance)
         bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)
         arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
@@ -123,16 +123,22 @@ def score_answers(runner: RewardRunner, answers: Answers) -> list[RewardResult]:
     )
 
 
-def to_batch(answers: Answers, samples: int) -> RolloutBatch:
-    """Return the ragged batch of the answers, ``samples`` of each prompt."""
+def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
+    """Return the ragged batch of the answers.
+
+    Args:
+        answers: The rollouts of a step.
+        samples: Answers to each prompt.
+        actor: The ``actor`` section of the settings. It says how the passes compute prompts.
+    """
     generation = answers.generation
     log_probs = generation.log_probs
-    return RolloutBatch(
+    return rollout_batch(
         prompts=Ragged.from_rows(answers.prompt_ids, torch.int64),
         responses=Ragged.from_rows(generation.response_ids, torch.int64),
         group=torch.arange(len(answers.prompt_ids)) // samples,
+        actor=actor,
         rollout_log_probs=None if log_probs is None else Ragged.from_rows(log_probs, torch.float32).flat,
-        batch_size=[],
     )
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Ref, Rollout
-from verl_memopt.memory.batching.shared_prompt import RowTokens, pack_groups_under
+from verl_memopt.memory.batching.row_tokens import RowTokens, pack_groups_under
 from verl_memopt.memory.batching.token_budget import balance, pack_fixed, split_to_count
 
 
@@ -22,14 +22,12 @@ class Budget:
         max_tokens: hard limit.
         rows: of a micro-batch, without ``by_tokens``.
         key: setting that errors name.
-        shared: rows of a group share their prompt.
     """
 
     by_tokens: bool
     max_tokens: int
     rows: int | None
     key: str
-    shared: bool = False
 
     def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
         """Return the rows of each micro-batch of one rank.
@@ -55,7 +53,6 @@ def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
         actor.ppo_max_token_len_per_gpu,
         actor.ppo_micro_batch_size_per_gpu,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        actor.use_prefix_grouper,
     )
     return update, _log_prob_budget(update, roles.rollout, "rollout"), _log_prob_budget(update, roles.ref, "ref")
 

@@ -94,7 +94,7 @@ class Learner:
     def generate(self, prompts: StepPrompts, step: int) -> StepBatch:
         """Answer the prompts, ``rollout.n`` times each."""
         answers = self.generator.generate(prompts, step)
-        return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n))
+        return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.policy_update.actor))
 
     def reward(self, batch: StepBatch) -> StepBatch:
         """Score each answer."""

@@ -58,11 +58,11 @@ class PolicyUpdate:
 
     def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
         """Return each rank's rows of a mini-batch."""
-        return rows_per_rank(batch.row_tokens(self.budget.shared), rows, self.world_size, self.balance)
+        return rows_per_rank(batch.row_tokens(), rows, self.world_size, self.balance)
 
     def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
         """Return each rank's share of one mini-batch, which has these rows."""
-        tokens, sizes = batch.row_tokens(self.budget.shared), batch.responses.sizes()
+        tokens, sizes = batch.row_tokens(), batch.responses.sizes()
         counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
         shares = self.shares(batch, rows)
         bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)

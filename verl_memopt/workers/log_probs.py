@@ -48,7 +48,6 @@ def compute_log_probs(
     temperature: float,
     with_entropy: bool,
     device: torch.device,
-    shared: bool = False,
 ) -> LogProbs:
     """Return the log-probs of every response token, without gradients.
 
@@ -59,9 +58,8 @@ def compute_log_probs(
         temperature: Divides the logits.
         with_entropy: Compute entropies too.
         device: The device of the model.
-        shared: Rows of one group share their prompt.
     """
-    micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, shared, policy.supports_prefix_kv)]
+    micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, policy.supports_prefix_kv)]
     scored, prefix_kv = [], None
     for rows, micro in zip(micro_batches, micros, strict=True):
         if micro.prompt is not None and prefix_kv is None:

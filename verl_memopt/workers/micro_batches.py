@@ -9,8 +9,8 @@ import torch
 from torch import Tensor
 
 from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.memory.batching.shared_prompt import chains
-from verl_memopt.models.pack import Pack, pack_groups, pack_prompt, pack_rows, pack_suffixes
+from verl_memopt.memory.batching.row_tokens import chains
+from verl_memopt.models.pack import Pack, pack_groups, pack_prompt, pack_suffixes
 
 
 @dataclass(frozen=True)
@@ -39,40 +39,30 @@ class MicroBatch:
         return MicroBatch(self.pack.to(device), *flat, prompt, self.ends)
 
 
-def micro_batch(batch: RolloutBatch, rows: Sequence[int], shared: bool = False) -> MicroBatch:
-    """Return the micro-batch of the chosen rows, on the host. Only this function reads lengths from tensors.
-
-    Args:
-        batch: The batch.
-        rows: The chosen rows.
-        shared: Rows of one group share their prompt.
-    """
+def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
+    """Return the micro-batch of the chosen rows, on the host. Only this function reads lengths from tensors."""
     chosen = batch.select(rows)
     prompts, responses = chosen.prompts, chosen.responses
     tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
-    pack = pack_groups(*tokens, chosen.group.tolist()) if shared else pack_rows(*tokens)
+    pack = pack_groups(*tokens, chosen.prompt_groups())
     return MicroBatch(pack, chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages)
 
 
-def micro_batches_of(
-    batch: RolloutBatch, rows: Sequence[Sequence[int]], shared: bool, with_prefix_kv: bool
-) -> Iterator[MicroBatch]:
+def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
     """Yield the micro-batches of the chosen rows.
 
     Args:
         batch: The batch.
         rows: Rows of each micro-batch.
-        shared: Rows of one group share their prompt.
         with_prefix_kv: Compute one prompt for neighbouring micro-batches, as :func:`chains` groups them.
     """
-    tokens = batch.row_tokens(shared)
-    for chain in chains(rows, tokens) if shared and with_prefix_kv else [[some] for some in rows]:
+    for chain in chains(rows, batch.row_tokens()) if with_prefix_kv else [[single] for single in rows]:
         if len(chain) == 1:
-            yield micro_batch(batch, chain[0], shared)
+            yield micro_batch(batch, chain[0])
             continue
         prompt = pack_prompt(batch.select(chain[0][:1]).prompts.flat)
-        for some in chain:
-            chosen = batch.select(some)
+        for part in chain:
+            chosen = batch.select(part)
             pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
             flat = chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages
-            yield MicroBatch(pack, *flat, prompt, some is chain[-1])
+            yield MicroBatch(pack, *flat, prompt, part is chain[-1])

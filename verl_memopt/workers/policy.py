@@ -103,7 +103,6 @@ class Policy:
         self.offload = offload
         self.home: ParamHome | None = None
         self.actor = actor
-        self.shared = actor.use_prefix_grouper
         self.device = device
         self.world_size = world_size
         trained, fsdp = [parameter for parameter in model.parameters() if parameter.requires_grad], actor.fsdp_config
@@ -134,7 +133,7 @@ class Policy:
             temperature: Divides the logits.
             with_entropy: Compute entropies too.
         """
-        return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.device, self.shared)
+        return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.device)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics.
@@ -149,10 +148,9 @@ class Policy:
         """
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
-        options = self.shared, self.model.supports_prefix_kv
+        reuse = self.model.supports_prefix_kv
         steps = [
-            self.step(micro_batches_of(mini.batch, mini.micro_batches, *options), mini.counts, temperature)
-            for mini in mini_batches
+            self.step(micro_batches_of(mini.batch, mini.micro_batches, reuse), mini.counts, temperature) for mini in mini_batches
         ]
         metrics = _over_steps(steps)
         if self.offload is not None:

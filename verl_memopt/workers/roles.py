@@ -16,8 +16,7 @@ from verl_memopt.memory.activations.activation_offload import ActivationOffload
 from verl_memopt.memory.parameters.lora import initialize_adapters, load_adapter
 from verl_memopt.memory.parameters.param_offload import ParamHome
 from verl_memopt.memory.parameters.residency import POLICY, REFERENCE, Residency
-from verl_memopt.models.attention import refuse_sliding_window
-from verl_memopt.models.packing_check import check_packing
+from verl_memopt.models.packing_check import check_packing, refuse_sliding_window
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
 from verl_memopt.ops.fused import compiler_works
 from verl_memopt.workers.build_policy import build_policy, materialize, materialize_mapped
@@ -51,8 +50,7 @@ class RoleBuilder:
         actor, model = self.plan.settings.actor, self.plan.settings.model
         fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
         policy_model = self._sharded("actor", fsdp, folder, actor.use_torch_compile, model.enable_gradient_checkpointing, True)
-        if actor.use_prefix_grouper:
-            refuse_sliding_window(policy_model.lm.config)
+        refuse_sliding_window(policy_model.lm.config, actor)
         materialize(policy_model, folder, self.device, fsdp.offload_policy)
         if model.lora_adapter_path is not None:
             load_adapter(Path(model.lora_adapter_path), policy_model)
@@ -127,7 +125,7 @@ class RoleBuilder:
 
     def _check_packing(self, policy_model: PolicyModel, fsdp: Fsdp, folder: Path) -> None:
         dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
-        check_packing(policy_model, self.device, dtype, self.plan.settings.actor.use_prefix_grouper, str(folder))
+        check_packing(policy_model, self.device, dtype, self.plan.settings.actor, str(folder))
 
     def _log_quantization_error(self, reference: PolicyModel, folder: Path) -> None:
         settings = self.plan.settings

@@ -18,7 +18,7 @@ from verl_memopt.distributed.process_group import join_process_group, leave_proc
 from verl_memopt.errors import Stopped
 from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.memory.limits.allocators import limit_bytes, memory_limits
-from verl_memopt.memory.limits.out_of_memory import out_of_memory_told
+from verl_memopt.memory.limits.out_of_memory import out_of_memory_report
 from verl_memopt.memory.parameters.lora import adapters_off
 from verl_memopt.memory.parameters.residency import Residency
 from verl_memopt.memory.rollout.weight_buckets import weight_slices
@@ -164,8 +164,7 @@ class Worker:
             assert self.policy is not None
             with adapters_off(self.policy.model):
                 return self.policy.compute_log_probs(batch, micro_batches, self.temperature, False)
-        shared = self.settings.actor.use_prefix_grouper
-        return compute_log_probs(self.reference, batch, micro_batches, self.temperature, False, self.device, shared)
+        return compute_log_probs(self.reference, batch, micro_batches, self.temperature, False, self.device)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics."""
@@ -240,7 +239,7 @@ class Worker:
         )
 
     def _report_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
-        return out_of_memory_told(phase, self.device, self._resident, self.settings, self.device_limit)
+        return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit)
 
     @property
     def _counts_engine(self) -> bool:

@@ -1,11 +1,13 @@
-"""Activation offload: what a forward saves for its backward rests in host buffers in between.
+"""Activation offload: what a forward saves for its backward rests in host buffers until backward needs it.
 
-Bytes saved: with activation checkpointing (L - 1 - k) x T x h x b of device memory at the start of backward, k being
-``activation_offload_in_flight``, and one T x h x b less where the last block is pruned to so little that the peak is in the one
-before; between forward and backward all block inputs, the rotary tables and what the final norm keeps. Without checkpointing L x
-A, A being what one block keeps, less the (3 + k) x T x I x b that the MLP's backward reads and fetches ahead. Where an optimizer
-step has one micro-batch of fewer than b_g x N_l / (b x h x W) tokens, N_l being the parameters of a block, the peak is at the end
-of backward and nothing is saved with checkpointing.
+Bytes saved: let k be ``activation_offload_in_flight``, the number of tensors whose copies may be under way at once.
+
+* With activation checkpointing, the inputs of L - 1 - k blocks leave the device: T x h x b bytes each.
+* Without it, everything that L blocks keep leaves the device, except what is fetched ahead for the MLP's backward.
+* Between forward and backward also the rotary tables, and what the final norm keeps.
+
+Nothing is saved with checkpointing if one small micro-batch makes an optimizer step: gradients then set the peak, at the end of
+backward. ``docs/formulas.md`` has the whole formula.
 """
 
 from __future__ import annotations

@@ -192,5 +192,5 @@ def _tile_backward(
     norm.differentiate(normal, (x,), (weight,), (into,), (of_norm,))
 
 
-def _fours(some: Sequence[Any]) -> list[Sequence[Any]]:
-    return [some[place : place + 4] for place in range(0, len(some), 4)]
+def _fours(values: Sequence[Any]) -> list[Sequence[Any]]:
+    return [values[place : place + 4] for place in range(0, len(values), 4)]

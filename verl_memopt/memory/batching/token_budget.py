@@ -1,9 +1,9 @@
-"""Micro-batches packed by tokens under a hard cap.
+"""Micro-batches packed by tokens under a hard limit.
 
-Bytes saved: (T - t) x (L x A / T + 2 x (I + h) x b) bytes of activations, T being the tokens computed at once without a cap and t
-those of the fullest micro-batch under it, A / T what a block keeps of one token, and the rest what the backward of an MLP holds:
-no micro-batch ever has more tokens than the cap, whatever the lengths of its rows. Fewer micro-batches than fixed row counts, and
-no padding (fixed micro-batches padded to the longest row compute 4.9 to 9.2 times as many tokens).
+Bytes saved: let T be the tokens computed at once without a limit, and t those of the fullest micro-batch under it. Activations
+fall by (T - t) x (L x A / T + 2 x (I + h) x b) bytes. A / T is what a block keeps of one token. The second term is what the
+backward of an MLP holds. No micro-batch has more tokens than the limit, whatever the lengths of its rows. Fixed numbers of rows
+need more micro-batches. If they are padded to the longest row, they compute 4.9 to 9.2 times as many tokens.
 """
 
 from __future__ import annotations

@@ -1,7 +1,8 @@
-"""AdamW that walks the elements of all shards in buckets, so that what its step holds does not grow with the largest tensor.
+"""AdamW that walks the elements of all shards in buckets, so that its step holds as little for large tensors as for small ones.
 
-Bytes saved: the parameter-sized temporary (4 * N / W bytes) of torch's unfused step: with fp32 state on the device the step holds
-nothing of its own, as torch's fused AdamW; in every other combination at most three buckets of ``optim.bucket_megabytes``.
+Bytes saved: torch's unfused step holds a temporary as large as the parameters, 4 x N / W bytes. With fp32 state on the device
+this step holds nothing of its own, like torch's fused AdamW. In every other combination it holds at most three buckets of
+``optim.bucket_megabytes``.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""LoRA: the base is frozen, each chosen linear layer learns a low-rank addition; the reference is the same model without it.
+"""LoRA: the base is frozen, and each chosen linear layer learns a low-rank addition. The base alone is the reference.
 
-Bytes saved: with N parameters in the base and N_a in the adapters, gradients and optimizer state of N - N_a parameters: 12 bytes
-each with fp32 AdamW; and the whole second model where a KL asks for a reference (b_w x N / W). N_a is rank x (in + out) a layer.
-knobs are as without it. Source: LoRA, arXiv 2106.09685.
+Bytes saved: gradients and optimizer state of N - N_a parameters, 12 bytes each with fp32 AdamW, where N counts the parameters of
+the base and N_a those of the adapters: rank x (in + out) a layer. A KL against the reference also needs no second model, which
+saves b_w x N / W bytes. Source: LoRA, arXiv 2106.09685.
 """
 
 from __future__ import annotations

@@ -1,6 +1,7 @@
 """FSDP2's own CPU offload: shards, gradients and optimizer state live on the host, and the optimizer steps there.
 
-Bytes saved: all of (b_w + b_o + b_g) * N / W bytes of the device, 16 * N / W with fp32 AdamW: what is left is what is gathered.
+Bytes saved: all of (b_w + b_o + b_g) x N / W bytes of the device, 16 x N / W with fp32 AdamW. The device holds only the units
+that are gathered.
 """
 
 from __future__ import annotations

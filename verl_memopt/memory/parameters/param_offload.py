@@ -1,7 +1,7 @@
-"""Parameters rest on the host outside the phases that need them: one host buffer a model, used again at every move.
+"""Parameters rest on the host outside the phases that need them. Each model has one host buffer, used again at every move.
 
-Bytes saved: b_w * N / W bytes of device memory in every phase that does not need the model (b_w = 4 for fp32 masters, 2 for
-bfloat16; N parameters; W ranks in the shard group): rollout, the other model's log-probs, rewards, saving.
+Bytes saved: b_w x N / W bytes of device memory in every phase that does not need the model: rollout, the other model's log-probs,
+rewards, saving. b_w is 4 for fp32 masters and 2 for bfloat16, N counts the parameters and W the ranks in the shard group.
 """
 
 from __future__ import annotations

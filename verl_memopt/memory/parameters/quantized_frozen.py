@@ -1,10 +1,9 @@
-"""Frozen models in 8 or 4 bits: each linear layer of the blocks keeps codes and scales, and is a plain product for a moment.
+"""Frozen models in 8 or 4 bits: each linear layer of the blocks keeps codes and scales, and decodes its weight for each product.
 
-Bytes saved: of the N_b parameters in the blocks' linear layers, b_w - 1.03 bytes each with int8 (groups of 128), b_w - 0.56 with
+Bytes saved: b_w - 1.03 bytes for each parameter in the blocks' linear layers with int8 (groups of 128), and b_w - 0.56 with nf4
+(groups of 64). b_w is the width of the masters. Codes are sharded over ranks as weights are.
 
-nf4 (groups of 64), where b_w is the masters' width; codes are sharded over ranks as weights are.
-
-when the model is loaded, and logged.
+Not exact: the worker measures the error of the log-probs when it loads the model, and logs it.
 
 Source of the nf4 levels: QLoRA, arXiv 2305.14314.
 """

@@ -1,10 +1,10 @@
 """Weights from a sharded policy to the engine, a bucket at a time: cast on the shard, gathered, written in place row by row.
 
-Bytes saved: with W ranks in the shard group, what a sync holds beyond the two models falls from the largest gathered tensor in
-the masters' dtype (b_w * V * h for an embedding, 3.48 GiB in fp32 for an 8B) to one bucket, B = megabytes * 2^20 bytes, or to the
-whole model in the engine's dtype where that is smaller. A bucket is one buffer of B bytes, used again and again: W parts of B /
-(W + 1) that the ranks fill, and one more that this rank sends. A tensor larger than the bucket is sent in row ranges. On one rank
-nothing is held: the engine copies and casts straight from the shard.
+Bytes saved: without buckets a sync holds the largest gathered tensor in the masters' dtype: b_w x V x h bytes for an embedding,
+3.48 GiB in fp32 for an 8B model. With buckets it holds B = megabytes x 2^20 bytes, or the whole model in the engine's dtype if
+that is smaller. A bucket is one buffer that is used again and again. On W ranks it has W + 1 equal parts: one for each rank to
+fill, and one that this rank sends. A tensor larger than the bucket is sent in row ranges. One rank alone holds nothing, because
+the engine copies and casts straight from the shard.
 """
 
 from __future__ import annotations
