@@ -130,7 +130,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         try:
             fresh = type(module)(module.config)
         except Exception as error:  # the constructor of a module may raise anything
-            config = getattr(model, "lm", model).config
+            config: Any = getattr(model, "lm", model).config
             where = f"{', '.join(missing)} of {name.removeprefix('lm.')} ({type(module).__name__})"
             raise refused(
                 config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}"

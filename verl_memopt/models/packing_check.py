@@ -160,7 +160,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _random_rows(policy: PolicyModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
     """Return the prompts and answers, int64 each; rows of one group have the same prompt."""
-    vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
+    vocabulary = policy.embedding_weight.shape[0]
 
     def tokens(size: int) -> Tensor:
         return torch.randint(vocabulary, (size,), generator=generator)

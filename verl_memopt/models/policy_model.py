@@ -109,7 +109,7 @@ class PolicyModel(nn.Module):
             ConfigError: for a model without a list of decoder blocks, or whose head is no plain linear layer.
         """
         super().__init__()
-        head, source = lm.get_output_embeddings(), lm.config.name_or_path
+        head, source = lm.get_output_embeddings(), str(lm.config.name_or_path)
         if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
             raise refused(
                 lm.config, source, f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})"
@@ -131,7 +131,13 @@ class PolicyModel(nn.Module):
     @property
     def tied(self) -> bool:
         """Whether head and embedding are one tensor."""
-        return self.lm.get_output_embeddings().weight is self.lm.get_input_embeddings().weight
+        return self.lm.get_output_embeddings().weight is self.embedding_weight
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """Weight of the token embedding, [V, H]."""
+        embedding: Any = self.lm.get_input_embeddings()
+        return embedding.weight
 
     @property
     def decoder(self) -> nn.Module:
@@ -140,7 +146,8 @@ class PolicyModel(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """Return the decoder blocks in order."""
-        return list(self.decoder.layers)
+        layers: Any = self.decoder.layers
+        return list(layers)
 
     def forward(
         self,

@@ -59,7 +59,7 @@ def check_architecture(model: Model, folder: Path, longest: int, actor: Actor) -
             str(folder),
             f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)",
         )
-    embedding = policy.lm.get_input_embeddings().weight
+    embedding = policy.embedding_weight
     if policy.tied:
         check_tied_head(weights, next(name for name, parameter in named_weights(policy) if parameter is embedding), folder)
     return Checked(shapes, int(embedding.shape[0]))

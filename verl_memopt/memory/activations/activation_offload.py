@@ -209,7 +209,7 @@ class _Forward:
             return tensor.detach()
         stored = self._stored(tensor)
         self._order.append(weakref.ref(stored))
-        place, offset = len(self._order) - 1, tensor.storage_offset()
+        place, offset = len(self._order) - 1, int(tensor.storage_offset())
         return _Saved(stored, place, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:

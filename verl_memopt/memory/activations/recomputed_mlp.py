@@ -70,9 +70,8 @@ class _Linear:
         self.weight, self.scale = weight, scale
         learning = [one if wanted else None for one, wanted in zip(tensors, needed, strict=True)]
         self._of_bias = None if learning[1] is None else zeros_to_sum(learning[1])
-        self._of_weight, self._of_down, self._of_up = (
-            None if learning[place] is None else WeightSum(learning[place]) for place in (0, 2, 3)
-        )
+        weights = learning[0], learning[2], learning[3]
+        self._of_weight, self._of_down, self._of_up = (None if one is None else WeightSum(one) for one in weights)
 
     def output(self, x: Tensor) -> Tensor:
         """Return the output [t, m] over x [t, n]."""
@@ -97,7 +96,7 @@ class _Linear:
             self._of_weight.add(grad, x, alone)
         if self._of_bias is not None:
             self._of_bias.add_(grad.sum(0, dtype=self._of_bias.dtype))
-        if self.down is not None and self._of_down is not None:
+        if self.up is not None and self._of_down is not None:
             self._of_down.add(self._product(grad, self.up).mul_(self.scale), x, alone)
         if self.down is not None and self._of_up is not None:
             self._of_up.add(grad, self._product(x, self.down.t()).mul_(self.scale), alone)

@@ -81,7 +81,8 @@ class BucketedAdamW(Optimizer):
             seed: of the rounding.
         """
         # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
-        theirs = AdamW([torch.zeros(1)], lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
+        beta1, beta2 = betas
+        theirs = AdamW([torch.zeros(1)], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
         super().__init__(params, theirs.defaults)
         self._offload, self._stochastic, self._seed = offload, stochastic_rounding, seed
         self._num_steps = 0

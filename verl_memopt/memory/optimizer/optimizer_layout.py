@@ -124,7 +124,7 @@ def shard_place(parameter: Tensor) -> tuple[int, ...]:
     """Return which shard of a parameter this rank holds. Replicas of a shard have the same place; a plain parameter the first."""
     if not isinstance(parameter, DTensor):
         return (0,)
-    place = parameter.device_mesh.get_coordinate() or []
+    place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
     return tuple(at for at, placement in zip(place, parameter.placements, strict=True) if isinstance(placement, Shard))
 
 
