@@ -51,11 +51,11 @@ def run_ablation(
     """Measure the rows in order, first the ablation and then the alternatives, and yield each as soon as it is measured.
 
     Args:
-        model: folder or hub id.
-        work: the update that every row runs.
-        extra: further settings of every row, as ``key=value``.
-        only: knobs whose rows are measured, with the rows they are compared with; empty for all.
-        before: called with the knob of each row before it is measured.
+        model: Folder or hub id.
+        work: The update that every row runs.
+        extra: Further settings of every row, as ``key=value``.
+        only: Knobs whose rows are measured, with the rows they are compared with; empty for all.
+        before: Called with the knob of each row before it is measured.
 
     Raises:
         ConfigError: the model is not there, or the ladder does not have a knob of ``only``.
@@ -79,11 +79,11 @@ def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...],
     A row that runs out of device memory is a result too: its ``out_of_memory`` says where. Its memory is free again then.
 
     Args:
-        folder: of the model.
-        work: the update.
+        folder: Folder of the model.
+        work: The update.
         knob: name of the row.
-        overrides: settings of the row, as ``key=value``.
-        extra: further settings, which win.
+        overrides: Settings of the row, as ``key=value``.
+        extra: Further settings, which win.
     """
     settings = row_settings(str(folder), work, [*overrides, *extra])
     device = local_device(resolve_device(settings.trainer.device), 0)

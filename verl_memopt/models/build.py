@@ -32,8 +32,8 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     """Return the model's config with ``override_config`` merged in.
 
     Args:
-        model: settings of the model.
-        folder: of the model.
+        model: Settings of the model.
+        folder: Folder of the model.
 
     Raises:
         ConfigError: for a library that cannot be imported, a config that cannot be read, an override that the config does not
@@ -84,10 +84,10 @@ def empty_model(
     The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout.
 
     Args:
-        config: of the model.
-        attention: the kernel.
-        dtype: of the parameters at rest (the masters).
-        trust_remote_code: run code from the model's folder.
+        config: Config of the model.
+        attention: The kernel.
+        dtype: Dtype of the parameters at rest (the masters).
+        trust_remote_code: Run code from the model's folder.
 
     Raises:
         ConfigError: where transformers cannot build the model with attention over packs.
@@ -117,8 +117,8 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
     """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU.
 
     Args:
-        model: its parameters have storage.
-        device: where the buffers go.
+        model: Its parameters have storage.
+        device: Where the buffers go.
 
     Raises:
         ConfigError: naming a module whose buffers cannot be computed from its config alone.
@@ -175,8 +175,8 @@ class WeightFolder:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
         Args:
-            name: of the tensor.
-            region: a slice for each dimension; empty for the whole tensor.
+            name: Name of the tensor.
+            region: A slice for each dimension; empty for the whole tensor.
         """
         with mapping():
             part = self._files[self.names[name]].get_slice(name)
@@ -193,8 +193,8 @@ def fill_from_folder(model: nn.Module, folder: Path) -> None:
     """Copy each parameter's own shard from safetensors into a model, one tensor at a time.
 
     Args:
-        model: sharded or not, with storage.
-        folder: with safetensors files.
+        model: The model, sharded or not, with storage.
+        folder: Folder with safetensors files.
 
     Raises:
         ConfigError: listing every tensor that is missing, left over, or of another shape.
@@ -240,9 +240,9 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
     Such a head would be ignored. Many folders hold one that is equal.
 
     Args:
-        weights: of the folder.
+        weights: Weights of the folder.
         embedding: name of the embedding in it.
-        folder: for the message.
+        folder: For the message.
 
     Raises:
         ConfigError: naming the first rows that differ.
@@ -265,8 +265,8 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
     """Return each parameter's shard as a view of the mapped file. None of it is read yet.
 
     Args:
-        model: sharded or not.
-        folder: with safetensors files.
+        model: The model, sharded or not.
+        folder: Folder with safetensors files.
 
     Raises:
         ConfigError: as in :func:`fill_from_folder`, and where a file has another dtype than the model.

@@ -27,9 +27,9 @@ def resolve_folder(path: str, key: str, trust_remote_code: bool = False) -> Path
     """Return the folder of a model in Hugging Face format. A hub id is downloaded once, or read from the local cache.
 
     Args:
-        path: a folder or a hub id.
-        key: the setting, to name in errors.
-        trust_remote_code: download the repository's Python files as well.
+        path: A folder or a hub id.
+        key: The setting, to name in errors.
+        trust_remote_code: Download the repository's Python files as well.
 
     Raises:
         ConfigError: where there is no such folder, it has no config.json, or the hub cannot provide it.
@@ -62,9 +62,9 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     """Return the tokenizer of a folder, with ``model.custom_chat_template`` as its template if that is set.
 
     Args:
-        folder: with the tokenizer's files.
-        model: settings of the model.
-        trust_remote_code: let it run code from its folder, as ``model.trust_remote_code`` does too.
+        folder: Folder with the tokenizer's files.
+        model: Settings of the model.
+        trust_remote_code: Let it run code from its folder, as ``model.trust_remote_code`` does too.
 
     Raises:
         ConfigError: where it cannot be read, or has no token that ends a response.
@@ -95,8 +95,8 @@ def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
     """Refuse a tokenizer with tokens for which a model has no embedding.
 
     Args:
-        tokenizer: of the run.
-        rows: of the model's embedding.
+        tokenizer: Tokenizer of the run.
+        rows: Rows of the model's embedding.
         source: ``key=value`` of the setting that named the model.
 
     Raises:
@@ -146,8 +146,8 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Return the ids that end a response: those of generation_config.json, and the tokenizer's own.
 
     Args:
-        folder: of the model.
-        tokenizer: of the run.
+        folder: Folder of the model.
+        tokenizer: Tokenizer of the run.
 
     Raises:
         ConfigError: where generation_config.json cannot be read.

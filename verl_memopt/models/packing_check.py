@@ -54,8 +54,8 @@ class RowDifferences:
     """Mean differences of one row's log-probs in nats.
 
     Attributes:
-        mixing: between packs with other rows beside it.
-        packing: between a pack and the row alone, with eager attention and whole logits. Our decoder computes the row alone in
+        mixing: Between packs with other rows beside it.
+        packing: Between a pack and the row alone, with eager attention and whole logits. Our decoder computes the row alone in
             the Llama family, and transformers' own forward in any other.
     """
 

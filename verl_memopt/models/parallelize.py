@@ -45,15 +45,15 @@ def parallelize(
     """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
     Args:
-        policy: the model; its blocks already have their options.
-        model: settings of the model.
-        fsdp: settings of its sharding.
-        mesh: of the ranks.
-        dtypes: of the masters, of compute and of the gradient reduction.
-        key: the settings section to name in errors.
-        checkpoints: activation checkpointing is on.
-        trained: the policy, which has adapters where LoRA is asked for.
-        quantization: of a frozen model's blocks.
+        policy: The model; its blocks already have their options.
+        model: Settings of the model.
+        fsdp: Settings of its sharding.
+        mesh: Device mesh of the ranks.
+        dtypes: Dtypes of the masters, of compute and of the gradient reduction.
+        key: The settings section to name in errors.
+        checkpoints: Activation checkpointing is on.
+        trained: The policy, which has adapters where LoRA is asked for.
+        quantization: Quantization of a frozen model's blocks.
 
     Raises:
         ConfigError: for adapters or units that the model has no modules for.
@@ -85,10 +85,10 @@ def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bo
     A knob that such an architecture lacks is refused, or logged where the run is still correct without it.
 
     Args:
-        lm: as transformers made it.
-        model: settings of the model.
-        fsdp: settings of its sharding, whose units are what is checkpointed.
-        checkpoints: activation checkpointing is on.
+        lm: The model, as transformers made it.
+        model: Settings of the model.
+        fsdp: Settings of its sharding, whose units are what is checkpointed.
+        checkpoints: Activation checkpointing is on.
         trained: false for a model that only ever runs without gradients.
 
     Raises:

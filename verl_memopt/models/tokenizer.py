@@ -35,7 +35,7 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     used up at a few hundred tokens, so the tokenizer may have fewer than ``vocab_size``.
 
     Args:
-        vocab_size: at least ``SMALLEST_VOCABULARY``.
+        vocab_size: Size of the vocabulary, at least ``SMALLEST_VOCABULARY``.
 
     Raises:
         ValueError: for a smaller ``vocab_size``.

@@ -23,7 +23,7 @@ class Checked(NamedTuple):
 
     Attributes:
         weights: name -> shape of each weight, without adapters.
-        embedding_rows: rows of the token embedding.
+        embedding_rows: Rows of the token embedding.
     """
 
     weights: dict[str, tuple[int, ...]]

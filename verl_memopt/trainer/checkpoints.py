@@ -37,9 +37,9 @@ class Checkpoint:
     """A whole checkpoint.
 
     Attributes:
-        folder: on disk.
-        step: of the run.
-        driver: state of the driver: data position, seed, controllers, settings.
+        folder: Folder on disk.
+        step: Step of the run.
+        driver: State of the driver: data position, seed, controllers, settings.
         passed_over: ``folder: not whole (fault)`` of each newer checkpoint.
     """
 
@@ -56,9 +56,9 @@ class CheckpointStore:
         """Read nothing yet.
 
         Args:
-            root: the run folder.
-            keep: how many of the newest checkpoints to keep; None for all.
-            keep_best: also keep the checkpoint with the best validation score.
+            root: The run folder.
+            keep: How many of the newest checkpoints to keep; None for all.
+            keep_best: Also keep the checkpoint with the best validation score.
         """
         self.root = root
         self.keep = keep
@@ -95,11 +95,11 @@ class CheckpointStore:
         """Make the folder of :meth:`begin` the newest checkpoint, and remove older ones that are no longer kept.
 
         Args:
-            step: of the run.
-            driver: state of the driver.
-            world_size: ranks that wrote.
+            step: Step of the run.
+            driver: State of the driver.
+            world_size: Ranks that wrote.
             records: name -> record of the files that their writers hashed. The others are hashed here.
-            score: validation score of the step; None without a validation.
+            score: Validation score of the step; None without a validation.
 
         Raises:
             CheckpointError: a file cannot be written, or its size differs from its record. Earlier checkpoints stay as they are.
@@ -152,7 +152,7 @@ class CheckpointStore:
         Damaged checkpoints are skipped, and each is logged with its fault.
 
         Args:
-            unreadable: step -> fault of checkpoints that looked whole but could not be loaded.
+            unreadable: Step -> fault of checkpoints that looked whole but could not be loaded.
 
         Raises:
             CheckpointError: there are checkpoints, but none is whole.

@@ -36,11 +36,11 @@ class Trainer:
         """Build the learner and the validator.
 
         Args:
-            context: of the run.
-            workers: hold the models and the engines.
-            runner: scores answers.
-            reporter: writes the record of the run.
-            interrupts: the request to stop, if there is one.
+            context: Context of the run.
+            workers: Workers that hold the models and the engines.
+            runner: Scores the answers.
+            reporter: Writes the record of the run.
+            interrupts: The request to stop, if there is one.
         """
         self.context = context
         self.settings = context.settings.trainer

@@ -18,10 +18,10 @@ class Budget:
     """The size of a micro-batch in one pass.
 
     Attributes:
-        by_tokens: limit the tokens of a micro-batch, else its rows.
-        max_tokens: hard limit.
-        rows: of a micro-batch, without ``by_tokens``.
-        key: setting that errors name.
+        by_tokens: Limit the tokens of a micro-batch, else its rows.
+        max_tokens: Hard limit.
+        rows: Rows of a micro-batch, without ``by_tokens``.
+        key: Setting that errors name.
     """
 
     by_tokens: bool
@@ -33,8 +33,8 @@ class Budget:
         """Return the rows of each micro-batch of one rank.
 
         Args:
-            tokens: of the rank's rows.
-            names: of the rows, for errors.
+            tokens: Tokens of the rank's rows.
+            names: Names of the rows, for errors.
 
         Raises:
             ConfigError: one row alone is over the limit.
@@ -82,10 +82,10 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
     """Return the rows of each mini-batch. The rows of a group stay together.
 
     Args:
-        num_prompts: groups of the batch.
-        samples: rows of a group.
-        prompts_per_mini: groups of a mini-batch.
-        shuffle_seed: shuffles the groups; None keeps their order.
+        num_prompts: Groups of the batch.
+        samples: Rows of a group.
+        prompts_per_mini: Groups of a mini-batch.
+        shuffle_seed: Shuffles the groups; None keeps their order.
     """
     order = list(range(num_prompts))
     if shuffle_seed is not None:
@@ -98,10 +98,10 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
     """Return the rows of each rank, the same number on each. Rows of a group stay together as far as that allows.
 
     Args:
-        tokens: of every row of the batch.
-        rows: to distribute; whole groups, one after another.
+        tokens: Tokens of every row of the batch.
+        rows: The rows to distribute: whole groups, one after another.
         world_size: ranks.
-        even_out: give each rank about the same number of tokens.
+        even_out: Give each rank about the same number of tokens.
     """
     if world_size == 1:
         return [list(rows)]
@@ -125,9 +125,9 @@ def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str
     """Return the micro-batches of each rank. All ranks get the same number, since their collectives must match.
 
     Args:
-        tokens_per_rank: of the rows of each rank.
-        names: of the rows of each rank, for errors.
-        budget: size of a micro-batch.
+        tokens_per_rank: Tokens of the rows of each rank.
+        names: Names of the rows of each rank, for errors.
+        budget: Size of a micro-batch.
 
     Raises:
         ConfigError: one row alone is over the limit.

@@ -36,7 +36,7 @@ class RunLock:
         """Lock the folder.
 
         Args:
-            folder: of the run; it exists.
+            folder: Folder of the run. It exists.
 
         Raises:
             ConfigError: another process holds the lock. The message names its process id and start time.

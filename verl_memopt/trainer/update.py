@@ -22,12 +22,12 @@ class PolicyUpdate:
     """Plans the optimizer steps of a training step, and reads their results.
 
     Attributes:
-        world_size: ranks that share each mini-batch.
-        actor: settings of the update.
-        samples: responses to each prompt.
-        budget: how a rank's share of a mini-batch is cut into micro-batches.
-        balance: even out tokens over the ranks.
-        store: checkpoints, one of which an error names as the way back.
+        world_size: Ranks that share each mini-batch.
+        actor: Settings of the update.
+        samples: Responses to each prompt.
+        budget: How a rank's share of a mini-batch is cut into micro-batches.
+        balance: Even out tokens over the ranks.
+        store: Checkpoints, one of which an error names as the way back.
     """
 
     world_size: int
@@ -41,9 +41,9 @@ class PolicyUpdate:
         """Return for each rank its shares of the mini-batches, in the order of the optimizer steps.
 
         Args:
-            batch: of the training step.
-            names: of the rows, for errors.
-            step: number of the training step; seeds the shuffle.
+            batch: Batch of the training step.
+            names: Names of the rows, for errors.
+            step: Number of the training step; seeds the shuffle.
         """
         mini_batches = [self.mini_batches(batch, rows, names) for rows in self.mini_batch_rows(batch, step)]
         return [list(shares) for shares in zip(*mini_batches, strict=True)]

@@ -42,11 +42,11 @@ def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
     """Return the places of the blocks that are checkpointed, among ``num_blocks``.
 
     Args:
-        num_blocks: of the model.
+        num_blocks: Number of blocks of the model.
         mode: ``full``: every block keeps its input only. ``every_n``: one block in ``every`` does, counted back from the last
             but one, and the others keep everything. The last block would be recomputed at the peak, and save nothing.
             ``selective``: every block keeps its input and the outputs of products and attention.
-        every: of ``every_n``.
+        every: The n of ``every_n``.
     """
     assert mode in MODES, mode
     return range(num_blocks)[-2::-every] if mode == "every_n" else range(num_blocks)
@@ -92,9 +92,9 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: in
     stay outside the recomputed region.
 
     Args:
-        blocks: of the model.
-        mode: as in :func:`chosen_blocks`.
-        every: as in :func:`chosen_blocks`.
+        blocks: Blocks of the model.
+        mode: As in :func:`chosen_blocks`.
+        every: As in :func:`chosen_blocks`.
     """
     for place in chosen_blocks(len(blocks), mode, every):
         block, own = blocks[place], type(blocks[place])

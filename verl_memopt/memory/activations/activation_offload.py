@@ -40,11 +40,11 @@ class ActivationOffload:
         """Prepare the arena and the copy stream.
 
         Args:
-            model: whose activations are moved.
-            device: of its activations.
-            min_bytes: smaller storages stay on the device.
-            in_flight: storages copied at once, in either direction.
-            chunk_bytes: of the host arena.
+            model: Whose activations are moved.
+            device: Device of its activations.
+            min_bytes: Smaller storages stay on the device.
+            in_flight: Storages copied at once, in either direction.
+            chunk_bytes: Bytes of a chunk of the host arena.
         """
         self.arena = HostArena(device, "activations", chunk_bytes)
         self.stream = CopyStream(device)
@@ -110,8 +110,8 @@ class _Stored:
     """One storage at rest on the host.
 
     Attributes:
-        on_device: its bytes (uint8) while they are on the device too.
-        used: backward has asked for it.
+        on_device: Its bytes (uint8) while they are on the device too.
+        used: Backward has asked for it.
     """
 
     def __init__(self, offload: ActivationOffload, source: Tensor) -> None:

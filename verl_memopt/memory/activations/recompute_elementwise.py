@@ -36,7 +36,7 @@ def can_recompute(blocks: Iterable[nn.Module], trained: bool) -> bool:
     """Return whether all blocks of a Hugging Face model can recompute their cheap values; warn where one cannot.
 
     Args:
-        blocks: as transformers made them.
+        blocks: The blocks, as transformers made them.
         trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
     """
     unknown = next((reason for block in blocks if (reason := _unlike(block, trained))), None)
@@ -68,12 +68,12 @@ def recomputed_outputs(
     """Return the output [T, m] of each linear layer over one value, which backward computes again.
 
     Args:
-        recomputable: computes the value [T, n] from the sources [T, n] and the parameters [n].
-        sources: kept in place of the value.
-        parameters: of the recomputable.
-        layers: linear, with adapters or without; of any kind where no gradients are computed.
-        rows: the rows of ``row_layers``, which then return [R, m]; None for all.
-        row_layers: some of the layers.
+        recomputable: Computes the value [T, n] from the sources [T, n] and the parameters [n].
+        sources: What is kept in place of the value.
+        parameters: Parameters of the recomputable.
+        layers: Linear, with adapters or without; of any kind where no gradients are computed.
+        rows: The rows of ``row_layers``, which then return [R, m]; None for all.
+        row_layers: Some of the layers.
     """
     of_rows = [any(layer is one for one in row_layers) for layer in layers]
     if not torch.is_grad_enabled():

@@ -26,10 +26,10 @@ def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[An
 
     Args:
         x: [T, h].
-        norm: of the MLP's input.
+        norm: Norm of the MLP's input.
         weight: [h], of the norm.
-        layers: the linear layers gate, up and down, with adapters or without.
-        tiles: least number of tiles. There are more where a tile would have more rows than fast products need.
+        layers: The linear layers gate, up and down, with adapters or without.
+        tiles: Least number of tiles. There are more where a tile would have more rows than fast products need.
     """
     if not torch.is_grad_enabled():
         return _whole(x, norm, weight, layers, tiles)
@@ -59,9 +59,9 @@ class _Linear:
     """A linear layer [m, n] in an autograd function: its output over a tile, and its gradients summed over tiles.
 
     Args:
-        tensors: weight, bias, and an adapter's A and B; None for what the layer lacks.
-        scale: of the adapter.
-        needed: which of the tensors need a gradient.
+        tensors: Weight, bias, and an adapter's A and B; None for what the layer lacks.
+        scale: Scale of the adapter.
+        needed: Which of the tensors need a gradient.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool] = (False,) * 4) -> None:
@@ -90,7 +90,7 @@ class _Linear:
         Args:
             grad: [t, m], of the output.
             x: [t, n], the input.
-            alone: there is no other tile.
+            alone: There is no other tile.
         """
         if self._of_weight is not None:
             self._of_weight.add(grad, x, alone)

@@ -36,7 +36,7 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool) -> None:
     """Refuse blocks of a Hugging Face model whose MLPs cannot run over tiles.
 
     Args:
-        blocks: as transformers made them.
+        blocks: The blocks, as transformers made them.
         trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
 
     Raises:
@@ -66,9 +66,9 @@ def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
     """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x.
 
     Args:
-        mlp: has ``gate_proj``, ``up_proj`` and ``down_proj``, ``act_fn`` and ``gated``.
+        mlp: An MLP with ``gate_proj``, ``up_proj``, ``down_proj``, ``act_fn`` and ``gated``.
         x: [T, h].
-        num_shards: tiles of tokens.
+        num_shards: Tiles of tokens.
     """
     if torch.is_grad_enabled():
         names, weights = zip(*mlp.named_parameters(), strict=True)

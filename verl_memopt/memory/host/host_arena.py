@@ -37,9 +37,9 @@ class HostArena:
         """Start without chunks.
 
         Args:
-            device: whose bytes rest here.
-            kind: of these bytes, for the byte tracker.
-            chunk_bytes: a multiple of 512.
+            device: Whose bytes rest here.
+            kind: Kind of these bytes, for the byte tracker.
+            chunk_bytes: A multiple of 512.
         """
         assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
         self._device, self._kind, self._chunk_bytes = device, kind, chunk_bytes

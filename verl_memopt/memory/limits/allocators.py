@@ -71,8 +71,8 @@ class DeviceCap:
         """Wrap a part's going to sleep or waking.
 
         Args:
-            read: returns what sleeps afterwards.
-            refuse: raise where the process is over its limit afterwards.
+            read: Returns what sleeps afterwards.
+            refuse: Raise where the process is over its limit afterwards.
 
         Raises:
             torch.OutOfMemoryError: the process holds more than its limit afterwards, and ``refuse``.

@@ -34,9 +34,9 @@ class PartDoesNotFitError(torch.OutOfMemoryError):
     """A part of the engine could not wake.
 
     Attributes:
-        kind: what the part holds.
-        num_bytes: its size.
-        held_bytes: bytes of live tensors before it.
+        kind: What the part holds.
+        num_bytes: Its size.
+        held_bytes: Bytes of live tensors before it.
     """
 
     def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
@@ -70,12 +70,12 @@ def out_of_memory_report(
     The tensors of the body are freed. Its lines stay in the traceback.
 
     Args:
-        phase: of the step.
-        device: of the process.
-        resident: returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
+        phase: Phase of the step.
+        device: Device of the process.
+        resident: Returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
             include tensors that rest on the host.
-        settings: that advice is based on.
-        limit: bytes that the process may take; None for no limit.
+        settings: That advice is based on.
+        limit: Bytes that the process may take; None for no limit.
     """
     try:
         yield

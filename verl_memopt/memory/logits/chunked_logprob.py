@@ -54,14 +54,14 @@ def head_log_probs(
         weight: [V, H].
         bias: [V], or None.
         targets: int64 [R].
-        temperature: divides the logits in fp32.
-        chunk_tokens: tokens per chunk; 0 for all.
-        with_entropy: entropies are asked for.
-        compiled: compile the functions of a chunk.
-        vocab_tile: vocabulary entries per tile. 0 takes whole rows; but it takes ``FREE_TILE`` where chunks are asked for and the
+        temperature: Divides the logits in fp32.
+        chunk_tokens: Tokens per chunk; 0 for all.
+        with_entropy: Entropies are asked for.
+        compiled: Compile the functions of a chunk.
+        vocab_tile: Vocabulary entries per tile. 0 takes whole rows; but it takes ``FREE_TILE`` where chunks are asked for and the
             logits are computed both in forward and in backward, or in forward only.
-        token_gradient: gives the gradients in the forward. It is an assertion error if backward brings others.
-        in_place: add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), where they are
+        token_gradient: Gives the gradients in the forward. It is an assertion error if backward brings others.
+        in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), where they are
             leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
 
     Returns:

@@ -36,8 +36,8 @@ class StateLanes:
         waits for every write.
 
         Args:
-            resting: flat host tensors by name.
-            buckets: the range of each tensor, for each bucket.
+            resting: Flat host tensors by name.
+            buckets: The range of each tensor, for each bucket.
         """
         here = current_stream(self._device)
         slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]

@@ -60,12 +60,12 @@ class MomentFormat:
     """How the moments of some parameters are stored.
 
     Attributes:
-        planes: the stored tensors.
-        block: a bucket is cut at multiples of so many elements.
-        decodes: the moments need room in fp32.
-        scratch: number of fp32 tensors that encoding needs.
-        decode: returns the two moments in fp32.
-        encode: writes the moments back, with a generator for rounding.
+        planes: The stored tensors.
+        block: A bucket is cut at multiples of so many elements.
+        decodes: The moments need room in fp32.
+        scratch: Number of fp32 tensors that encoding needs.
+        decode: Returns the two moments in fp32.
+        encode: Writes the moments back, with a generator for rounding.
     """
 
     planes: tuple[Plane, ...]

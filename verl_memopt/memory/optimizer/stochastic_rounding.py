@@ -24,7 +24,7 @@ def round_to_bfloat16_(values: Tensor, noise: Tensor, generator: torch.Generator
     Args:
         values: fp32.
         noise: fp32, as many elements; overwritten.
-        generator: of the noise.
+        generator: Generator of the noise.
 
     Returns:
         ``values``.

@@ -34,7 +34,7 @@ class LoraLinear(nn.Linear):
     Attributes:
         lora_A: [rank, in].
         lora_B: [out, rank].
-        active: whether the adapter is on.
+        active: Whether the adapter is on.
     """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
@@ -58,12 +58,12 @@ def apply_lora(
     """Freeze a model and give each chosen linear layer an adapter. Call this before sharding.
 
     Args:
-        model: without shards.
-        rank: of the adapters.
-        alpha: the adapters are scaled by ``alpha / rank``.
+        model: Without shards.
+        rank: Rank of the adapters.
+        alpha: The adapters are scaled by ``alpha / rank``.
         target_modules: ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for the
             whole name.
-        exclude_modules: the same for layers to leave out.
+        exclude_modules: The same for layers to leave out.
 
     Returns:
         The names of the chosen layers.
@@ -148,7 +148,7 @@ def merged_weights(weights: Iterator[tuple[str, Tensor]], model: nn.Module) -> I
 
     Args:
         weights: (name, parameter) pairs, sharded or not.
-        model: with the adapters.
+        model: The model with the adapters.
     """
     layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
     for name, weight in weights:
@@ -176,12 +176,12 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
     Every rank gathers in step; the rank that ``writes`` writes.
 
     Args:
-        folder: to be written.
-        model: with the adapters.
+        folder: The folder to write.
+        model: The model with the adapters.
         base: name of the base model.
-        rank: of the adapters.
-        alpha: of the adapters.
-        writes: whether this rank writes.
+        rank: Rank of the adapters.
+        alpha: Alpha of the adapters.
+        writes: Whether this rank writes.
     """
     tensors = {}
     for name, layer in adapters(model).items():
@@ -206,8 +206,8 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
     """Fill the adapters from a folder in the peft format.
 
     Args:
-        folder: with adapter_model.safetensors.
-        model: with adapters.
+        folder: Folder with adapter_model.safetensors.
+        model: The model with the adapters.
 
     Raises:
         ConfigError: listing what is missing, left over or of another shape.

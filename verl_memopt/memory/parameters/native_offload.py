@@ -35,8 +35,8 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
     copies.
 
     Args:
-        model: sharded, without storage.
-        device: where it computes.
+        model: The model, sharded, without storage.
+        device: The device to compute on.
     """
     sharded = {id(param.sharded_param): param for param in _fsdp_params(model)}
     sizes = {id(parameter): _padded_numel(parameter, sharded) * parameter.itemsize for parameter in model.parameters()}

@@ -27,10 +27,10 @@ class _Place:
     """A storage and its place on the host, both uint8.
 
     Attributes:
-        flat: the storage.
-        frozen: its parameter is not trained.
-        slot: its place on the host; None before the first move.
-        copied: the host has its values already.
+        flat: The storage.
+        frozen: Its parameter is not trained.
+        slot: Its place on the host; None before the first move.
+        copied: The host has its values already.
     """
 
     flat: Tensor
@@ -52,10 +52,10 @@ class ParamHome:
         """Take note of the storages of a model's parameters.
 
         Args:
-            name: of the model.
-            parameters: all of the model's, on the device. Those without ``requires_grad`` are copied to the host once.
-            device: of the parameters.
-            mapped: the values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied to
+            name: Name of the model.
+            parameters: All of the model's, on the device. Those without ``requires_grad`` are copied to the host once.
+            device: Device of the parameters.
+            mapped: The values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied to
                 the host, and the parameters need not be filled.
         """
         self.name = name

@@ -30,8 +30,8 @@ class Format:
     """How a group of weights is stored.
 
     Attributes:
-        bits: of a code.
-        group: weights along the input that share an fp32 scale.
+        bits: Bits of a code.
+        group: Weights along the input that share an fp32 scale.
     """
 
     bits: int
@@ -118,8 +118,8 @@ def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
     The new layers hold no values until their bytes are filled.
 
     Args:
-        blocks: of the model.
-        kind: a key of ``FORMATS``.
+        blocks: Blocks of the model.
+        kind: A key of ``FORMATS``.
     """
     for block in blocks:
         layers = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
@@ -138,8 +138,8 @@ def exact_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[N
     """Make each layer compute with its unquantised weight inside the body. A weight is read when needed and dropped afterwards.
 
     Args:
-        model: with quantised layers.
-        read: returns a whole tensor by its name in the checkpoint.
+        model: The model with quantised layers.
+        read: Returns a whole tensor by its name in the checkpoint.
     """
     layers = quantized_layers(model)
     for name, layer in layers.items():

@@ -47,8 +47,8 @@ def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
     FSDP2 would keep the buffer until the next gather, beside the weight itself.
 
     Args:
-        unit: a module; nothing is done where it is no FSDP2 unit.
-        again_in_backward: whether backward reads the weight.
+        unit: A module; nothing is done where it is no FSDP2 unit.
+        again_in_backward: Whether backward reads the weight.
     """
     if not isinstance(unit, FSDPModule):
         return
@@ -66,9 +66,9 @@ def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) 
     A model that is not sharded reduces nothing.
 
     Args:
-        micro_batches: as many on all ranks.
-        model: sharded or not.
-        gradient_sync: every, or last.
+        micro_batches: Rows of each micro-batch. All ranks have the same number of them.
+        model: The model, sharded or not.
+        gradient_sync: Every, or last.
     """
     if not isinstance(model, FSDPModule):
         yield from micro_batches
