@@ -71,7 +71,7 @@ def recomputed_outputs(
         recomputable: Computes the value [T, n] from the sources [T, n] and the parameters [n].
         sources: What is kept in place of the value.
         parameters: Parameters of the recomputable.
-        layers: Linear, with adapters or without; of any kind where no gradients are computed.
+        layers: The linear layers, with adapters or without. Without gradients they may be of any kind.
         rows: The rows of ``row_layers``, which then return [R, m]; None for all.
         row_layers: Some of the layers.
     """

@@ -66,9 +66,9 @@ def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) 
     A model that is not sharded reduces nothing.
 
     Args:
-        micro_batches: Rows of each micro-batch. All ranks have the same number of them.
+        micro_batches: The micro-batches, as many on all ranks.
         model: The model, sharded or not.
-        gradient_sync: Every, or last.
+        gradient_sync: ``every`` or ``last``, as in the settings.
     """
     if not isinstance(model, FSDPModule):
         yield from micro_batches
