@@ -1,4 +1,4 @@
-"""One micro-batch as the model sees it: packed sequences in one row, and which log-probs are asked for."""
+"""One micro-batch as the model sees it: packed sequences in one row, and the log-probs to compute."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ def parallelize(
         dtypes: Dtypes of the masters, of compute and of the gradient reduction.
         key: The settings section to name in errors.
         checkpoints: Activation checkpointing is on.
-        trained: The policy, which has adapters where LoRA is asked for.
+        trained: The policy, which has adapters if LoRA is on.
         quantization: Quantization of a frozen model's blocks.
 
     Raises:
@@ -124,7 +124,7 @@ def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bo
 
 
 def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) -> list[nn.Module]:
-    """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the classes asked for.
+    """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the named classes.
 
     Raises:
         ConfigError: where the model has no module of these classes.

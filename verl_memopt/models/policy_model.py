@@ -59,7 +59,7 @@ class LogProbHead(nn.Module):
             hidden: [R, h].
             targets: int64 [R]; None returns the logits [..., V], for transformers.
             temperature: Temperature of the log-probs.
-            with_entropy: Entropies are asked for.
+            with_entropy: Compute entropies too.
             token_gradient: Gives the gradients of log-probs and entropies before backward.
         """
         if targets is None:
@@ -158,12 +158,12 @@ class PolicyModel(nn.Module):
         prefix_kv: Prefix | None = None,
         unpacked: bool = False,
     ) -> Any:
-        """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked.
+        """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] if requested.
 
         Args:
             pack: The tokens of a micro-batch, and its targets.
             temperature: Temperature of the log-probs.
-            with_entropy: Entropies are asked for.
+            with_entropy: Compute entropies too.
             token_gradient: Gives the gradient of each log-prob before backward, so the head computes its own in forward.
             prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns the
                 state of the last token [1, h] and ``PrefixRecorder.outputs`` instead.

@@ -24,10 +24,10 @@ class Head:
     Attributes:
         weight: [V, H].
         bias: [V], or None.
-        temperature: Of the log-probs.
+        temperature: Temperature of the log-probs.
         chunk_tokens: Tokens whose logits exist at once; 0 for all.
         vocab_tile: Vocabulary entries whose logits exist at once; 0 for all.
-        with_entropy: Entropies are asked for.
+        with_entropy: Compute entropies too.
         compiled: Compile what runs between the products.
     """
 
@@ -68,9 +68,9 @@ class Tokens:
     """Statistics of some tokens, fp32 [c] each.
 
     Attributes:
-        log_probs: Of the targets.
+        log_probs: Log-probs of the targets.
         log_normalizer: Log of the sum of exponentials of the logits.
-        entropy: Of the distribution, where it is asked for.
+        entropy: Entropy of the distribution. None = not requested.
     """
 
     log_probs: Tensor
@@ -116,7 +116,7 @@ class LogitTiles:
     def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
         """Return the statistics of a chunk of tokens.
 
-        With whole rows the buffer then holds log-probs where entropy is asked for, else probabilities, for :meth:`differentiate`.
+        With whole rows the buffer then holds log-probs if entropies are requested, else probabilities, for :meth:`differentiate`.
 
         Args:
             hidden: [c, H].
@@ -257,7 +257,7 @@ def log_softmax_(
         logits: [c, v].
         targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
         scratch: [c, any number of columns]; None to allocate it.
-        with_entropy: The entropy is asked for.
+        with_entropy: Compute the entropy too.
 
     Returns:
         The largest logit, the log of the sum of exponentials relative to it, the target's logit or 0, and the entropy or None,

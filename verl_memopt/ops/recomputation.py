@@ -122,7 +122,7 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
         x: [..., n], the norm's input.
         into: [..., n], may be ``grad``.
         weight: [n].
-        eps: Of the norm.
+        eps: The norm's epsilon.
         sums: [n] in fp32 or wider; None where the weight's gradient is not needed.
     """
     normal, inverse = normalized(x, eps)

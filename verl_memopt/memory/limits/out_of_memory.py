@@ -26,7 +26,7 @@ OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_A
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is about device memory, whoever asked for it."""
+    """Return whether an error is about device memory, whoever allocated it."""
     return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
 
 

@@ -45,7 +45,7 @@ def head_log_probs(
     token_gradient: TokenGradient | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target and, when asked, the entropy of its distribution.
+    """Return the log-prob of each target and, if requested, the entropy of its distribution.
 
     Gradients flow to hidden, weight and bias from both outputs.
 
@@ -56,13 +56,13 @@ def head_log_probs(
         targets: int64 [R].
         temperature: Divides the logits in fp32.
         chunk_tokens: Tokens per chunk; 0 for all.
-        with_entropy: Entropies are asked for.
+        with_entropy: Compute entropies too.
         compiled: Compile the functions of a chunk.
-        vocab_tile: Vocabulary entries per tile. 0 takes whole rows; but it takes ``FREE_TILE`` where chunks are asked for and the
-            logits are computed both in forward and in backward, or in forward only.
-        token_gradient: Gives the gradients in the forward. It is an assertion error if backward brings others.
-        in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), where they are
-            leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
+        vocab_tile: Vocabulary entries per tile. 0 takes the whole vocabulary if there are no chunks or if the forward computes the
+            gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``.
+        token_gradient: Computes the gradients in the forward. Backward asserts that it would have computed the same.
+        in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are leaves
+            without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
 
     Returns:
         Log-probs fp32 [R]; entropies fp32 [R], or None.
