@@ -58,11 +58,11 @@ def head_log_probs(
         chunk_tokens: Tokens per chunk; 0 for all.
         with_entropy: Compute entropies too.
         compiled: Compile the functions of a chunk.
-        vocab_tile: Vocabulary entries per tile. 0 takes the whole vocabulary if there are no chunks or if the forward computes the
-            gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``.
+        vocab_tile: Vocabulary entries per tile. 0 takes the whole vocabulary if there are no chunks or if the forward computes
+            the gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``.
         token_gradient: Computes the gradients in the forward. Backward asserts that it would have computed the same.
-        in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are leaves
-            without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
+        in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
+            leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
 
     Returns:
         Log-probs fp32 [R]; entropies fp32 [R], or None.
