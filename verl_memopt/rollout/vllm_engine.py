@@ -152,7 +152,7 @@ class VllmEngine:
             else:
                 copies = ((name, tensor.clone()) for name, tensor in joined(checked, self._dtype))
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
-            assert next(checked, None) is None, "vLLM left weights unread"
+            assert next(checked, None) is None, "vLLM left some weights out"
             self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
