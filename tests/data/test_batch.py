@@ -50,8 +50,10 @@ def test_scattered_tokens_are_fp32_whatever_torch_makes_by_default():
 def test_rows_share_a_prompt_by_group_and_only_where_prompts_are_shared():
     for shared, groups in ((True, (0, 0, 1)), (False, (0, 1, 2))):
         rows = batch()
-        made = rollout_batch(rows.prompts, rows.responses, rows.group, Actor(use_prefix_grouper=shared))
-        assert made.row_tokens().groups == groups
+        made = rollout_batch(rows.prompts, rows.responses, rows.group, Actor(use_prefix_grouper=shared), rows.advantages)
+        assert (made.row_tokens().groups, made.group.tolist(), made.prompt_group.dtype) == (groups, [0, 0, 1], torch.int64)
+        assert (made.prompts.sizes(), made.responses.sizes()) == ([2, 1, 3], [1, 0, 2])
+        assert torch.equal(made.rollout_log_probs, rows.advantages)
         assert made.select([2, 0]).prompt_groups() == [groups[2], groups[0]]
 
 
