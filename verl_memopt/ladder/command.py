@@ -51,7 +51,7 @@ class LadderRecord:
         """Add a measured row and write the files.
 
         Raises:
-            UserError: a file cannot be written.
+            UserError: A file cannot be written.
         """
         self.rows.append(row)
         if self._json_path is not None:
@@ -138,8 +138,8 @@ def measure_ladder(
         0 where the ladder ended, even if some rows ran out of memory; 130 or 143 where Ctrl-C or SIGTERM stopped it.
 
     Raises:
-        DeviceMemoryError: every row ran out of memory (exit code 1).
-        UserError: for what the user must mend.
+        DeviceMemoryError: Every row ran out of memory (exit code 1).
+        UserError: The user must change something.
     """
     total = len(choose_rows(work, only))
     with Interrupts(at_once=True) as interrupts:

@@ -58,7 +58,7 @@ def run_ablation(
         before: Called with the knob of each row before it is measured.
 
     Raises:
-        ConfigError: the model is not there, or the ladder does not have a knob of ``only``.
+        ConfigError: The model is not there, or the ladder does not have a knob of ``only``.
     """
     folder = resolve_folder(model, "--model")
     measured: dict[str, tuple[Row, Shapes]] = {}
@@ -81,7 +81,7 @@ def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...],
     Args:
         folder: Folder of the model.
         work: The update.
-        knob: name of the row.
+        knob: Name of the row.
         overrides: Settings of the row, as ``key=value``.
         extra: Further settings, which win.
     """

@@ -72,7 +72,7 @@ def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
         overrides: ``key=value``; they win over the settings that all rows share.
 
     Raises:
-        ConfigError: a setting is unknown or invalid.
+        ConfigError: A setting is unknown or invalid.
     """
     shared = {
         "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,

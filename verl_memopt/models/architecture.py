@@ -121,7 +121,7 @@ def check_lengths(config: PretrainedConfig, longest: int) -> None:
         longest: Tokens of the longest prompt and response together.
 
     Raises:
-        ConfigError: naming the kind of rotary embedding and the length it was trained for.
+        ConfigError: The rows are too long. The message names the kind of rotary embedding and the length it was trained for.
     """
     parameters: Any = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:

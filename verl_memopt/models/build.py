@@ -36,8 +36,8 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
         folder: Folder of the model.
 
     Raises:
-        ConfigError: for a library that cannot be imported, a config that cannot be read, an override that the config does not
-            have or take, or an architecture whose log-probs would be wrong.
+        ConfigError: A library cannot be imported, the config cannot be read or does not have or take an override, or log-probs
+            of this architecture would be wrong.
     """
     key = "actor_rollout_ref.model"
     if model.external_lib is not None:
@@ -90,7 +90,7 @@ def empty_model(
         trust_remote_code: Run code from the model's folder.
 
     Raises:
-        ConfigError: where transformers cannot build the model with attention over packs.
+        ConfigError: Transformers cannot build the model with attention over packs.
     """
     register_kernels()
     source = str(config.name_or_path)
@@ -121,7 +121,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         device: Where the buffers go.
 
     Raises:
-        ConfigError: naming a module whose buffers cannot be computed from its config alone.
+        ConfigError: A module's buffers cannot be computed from its config alone. The message names it.
     """
     for name, module in model.named_modules():
         missing = [key for key in module._non_persistent_buffers_set if getattr(module, key) is not None]
@@ -146,7 +146,7 @@ class WeightFolder:
         """Open the files of a folder.
 
         Raises:
-            ConfigError: where the folder holds no safetensors, or its index names a file that is missing or outside of it.
+            ConfigError: The folder holds no safetensors, or its index names a file that is missing or outside of it.
         """
         self.folder = folder
         index = folder / "model.safetensors.index.json"
@@ -197,7 +197,7 @@ def fill_from_folder(model: nn.Module, folder: Path) -> None:
         folder: Folder with safetensors files.
 
     Raises:
-        ConfigError: listing every tensor that is missing, left over, or of another shape.
+        ConfigError: A tensor is missing, left over, or of another shape. The message lists them all.
     """
     weights = WeightFolder(folder)
     parameters = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
@@ -241,11 +241,11 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
 
     Args:
         weights: Weights of the folder.
-        embedding: name of the embedding in it.
+        embedding: Name of the embedding in it.
         folder: For the message.
 
     Raises:
-        ConfigError: naming the first rows that differ.
+        ConfigError: The weights differ. The message names the first rows that do.
     """
     head = "lm_head.weight"
     if head not in weights.names or embedding not in weights.names:
@@ -269,7 +269,7 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
         folder: Folder with safetensors files.
 
     Raises:
-        ConfigError: as in :func:`fill_from_folder`, and where a file has another dtype than the model.
+        ConfigError: As in :func:`fill_from_folder`. Or a file has another dtype than the model.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
     _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder)

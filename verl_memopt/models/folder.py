@@ -32,7 +32,7 @@ def resolve_folder(path: str, key: str, trust_remote_code: bool = False) -> Path
         trust_remote_code: Download the repository's Python files as well.
 
     Raises:
-        ConfigError: where there is no such folder, it has no config.json, or the hub cannot provide it.
+        ConfigError: There is no such folder, it has no config.json, or the hub cannot provide it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -67,7 +67,7 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
         trust_remote_code: Let it run code from its folder, as ``model.trust_remote_code`` does too.
 
     Raises:
-        ConfigError: where it cannot be read, or has no token that ends a response.
+        ConfigError: The tokenizer cannot be read, or has no token that ends a response.
     """
     from transformers import AutoTokenizer
 
@@ -100,7 +100,7 @@ def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
         source: ``key=value`` of the setting that named the model.
 
     Raises:
-        ConfigError: naming both numbers and the first token without a row.
+        ConfigError: The tokenizer has tokens without a row. The message names both numbers and the first such token.
     """
     tokens = tokenizer.get_vocab()
     beyond = sorted((number, token) for token, number in tokens.items() if number >= rows)
@@ -118,7 +118,7 @@ def files_of_index(index: Path) -> set[str]:
     A file may be a link, as in the hub's cache; its name may not lead out of the folder.
 
     Raises:
-        ConfigError: the index cannot be read, is of another form, or names a file outside of its folder.
+        ConfigError: The index cannot be read, is of another form, or names a file outside of its folder.
     """
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -150,7 +150,7 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
         tokenizer: Tokenizer of the run.
 
     Raises:
-        ConfigError: where generation_config.json cannot be read.
+        ConfigError: generation_config.json cannot be read.
     """
     path = folder / "generation_config.json"
     try:

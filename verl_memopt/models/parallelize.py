@@ -56,7 +56,7 @@ def parallelize(
         quantization: Quantization of a frozen model's blocks.
 
     Raises:
-        ConfigError: for adapters or units that the model has no modules for.
+        ConfigError: The model has no modules for the adapters or units.
     """
     if trained and model.lora_rank > 0:
         apply_lora(policy.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
@@ -92,7 +92,7 @@ def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bo
         trained: false for a model that only ever runs without gradients.
 
     Raises:
-        ConfigError: for MLPs that cannot run over tiles.
+        ConfigError: MLPs cannot run over tiles.
     """
     blocks: Any = getattr(lm.get_decoder(), "layers", None)
     if not isinstance(blocks, nn.ModuleList):
@@ -127,7 +127,7 @@ def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) ->
     """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the named classes.
 
     Raises:
-        ConfigError: where the model has no module of these classes.
+        ConfigError: The model has no module of these classes.
     """
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap
     if wanted is None:

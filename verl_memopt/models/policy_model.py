@@ -106,7 +106,7 @@ class PolicyModel(nn.Module):
             supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
 
         Raises:
-            ConfigError: for a model without a list of decoder blocks, or whose head is no plain linear layer.
+            ConfigError: The model has no list of decoder blocks, or its head is no plain linear layer.
         """
         super().__init__()
         head, source = lm.get_output_embeddings(), str(lm.config.name_or_path)
@@ -249,7 +249,7 @@ def dtype_of(name: str, key: str) -> torch.dtype:
         key: The setting, to name in errors.
 
     Raises:
-        ConfigError: for an unknown dtype.
+        ConfigError: The dtype is unknown.
     """
     if name not in DTYPES:
         raise ConfigError(f"{key}={name}: unknown dtype. Use one of {', '.join(DTYPES)}.")

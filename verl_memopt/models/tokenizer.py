@@ -38,7 +38,7 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
         vocab_size: Size of the vocabulary, at least ``SMALLEST_VOCABULARY``.
 
     Raises:
-        ValueError: for a smaller ``vocab_size``.
+        ValueError: ``vocab_size`` is smaller.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

@@ -21,7 +21,7 @@ def check_folder(run_dir: Path) -> int:
         The exit code: 0 if all are whole, 1 if one is not.
 
     Raises:
-        UserError: the folder does not exist or has no checkpoint.
+        UserError: The folder does not exist or has no checkpoint.
     """
     store = CheckpointStore(run_dir, None)
     lineage = store.lineage()

@@ -74,7 +74,7 @@ class CheckpointStore:
         """Return an empty folder for the checkpoint of ``step``. It is no checkpoint until :meth:`commit`.
 
         Raises:
-            CheckpointError: the folder cannot be made.
+            CheckpointError: The folder cannot be made.
         """
         aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
@@ -102,7 +102,7 @@ class CheckpointStore:
             score: Validation score of the step; None without a validation.
 
         Raises:
-            CheckpointError: a file cannot be written, or its size differs from its record. Earlier checkpoints stay as they are.
+            CheckpointError: A file cannot be written, or its size differs from its record. Earlier checkpoints stay as they are.
         """
         aside, final = self._aside(step), self.folder(step)
         try:
@@ -155,7 +155,7 @@ class CheckpointStore:
             unreadable: Step -> fault of checkpoints that looked whole but could not be loaded.
 
         Raises:
-            CheckpointError: there are checkpoints, but none is whole.
+            CheckpointError: There are checkpoints, but none is whole.
         """
         lineage, faults = self.lineage(), dict(unreadable or {})
         if lineage.doubt is not None:
@@ -186,7 +186,7 @@ class CheckpointStore:
         newer one is proven are removed.
 
         Raises:
-            CheckpointError: the mark cannot be written.
+            CheckpointError: The mark cannot be written.
         """
         marker = self.folder(step) / PROVEN
         if step != self.present or not marker.parent.is_dir() or marker.exists():
@@ -289,7 +289,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a ``global_step_N`` folder. The path may be relative or have a ``~``.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, or it is not whole.
+        CheckpointError: The folder is no checkpoint, or it is not whole.
     """
     folder = folder.expanduser().resolve()
     if STEP_FOLDER.match(folder.name) is None or not folder.is_dir():

@@ -32,7 +32,7 @@ def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_li
         gpu_listed: Whether ``nvidia-smi`` lists a GPU.
 
     Raises:
-        ConfigError: the device is unknown, or it is cuda and PyTorch sees no GPU.
+        ConfigError: The device is unknown, or it is cuda and PyTorch sees no GPU.
     """
     if resolve_device(device) == "cpu":
         return _toy_on_cpu(gpu_unseen=gpu_listed and device == "auto")

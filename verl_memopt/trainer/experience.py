@@ -81,7 +81,7 @@ class LogProbPass:
 
     Attributes:
         workers: Workers that hold the model.
-        phase: name under which time and memory are recorded.
+        phase: Name under which time and memory are recorded.
         method: Method of the worker.
         budget: How a rank's rows are cut into micro-batches.
         balance: Even out tokens over the ranks.
@@ -155,7 +155,7 @@ def compute_advantages(
         controller: Coefficient of that KL.
 
     Raises:
-        RewardError: a score is infinite.
+        RewardError: A score is infinite.
     """
     valid = check_rewards(scores, addresses)
     rewards, kl_mean, row = scores, None, batch.response_row()

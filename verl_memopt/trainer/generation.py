@@ -104,7 +104,7 @@ def generate(
 
     Args:
         workers: Workers that hold the engines.
-        phase: name under which time and memory are recorded.
+        phase: Name under which time and memory are recorded.
         prompt_ids: Tokens of each prompt.
         seeds: Seeds of each prompt.
         sampling: How tokens are drawn.

@@ -92,7 +92,7 @@ class MismatchCheck:
             step: Number of the step, for the error.
 
         Raises:
-            RolloutError: the mean difference is above the limit.
+            RolloutError: The mean difference is above the limit.
         """
         if engine is None or not engine.numel():
             return {}

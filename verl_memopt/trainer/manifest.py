@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder.
 
     Raises:
-        ManifestError: it is missing, or a character differs from what was written.
+        ManifestError: It is missing, or a character differs from what was written.
     """
     path = folder / MANIFEST
     try:

@@ -37,7 +37,7 @@ class Budget:
             names: Names of the rows, for errors.
 
         Raises:
-            ConfigError: one row alone is over the limit.
+            ConfigError: One row alone is over the limit.
         """
         if self.by_tokens:
             return pack_groups_under(tokens, self.max_tokens, names, self.key)
@@ -130,7 +130,7 @@ def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str
         budget: Size of a micro-batch.
 
     Raises:
-        ConfigError: one row alone is over the limit.
+        ConfigError: One row alone is over the limit.
     """
     cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
     count = max(len(bins) for bins in cut)

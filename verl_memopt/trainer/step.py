@@ -77,8 +77,8 @@ class Learner:
         """Run step number ``step`` and return its result.
 
         Raises:
-            RewardError, WorkerError: a reward or a worker failed.
-            RolloutError: the engine's log-probs are too far from the trainer's.
+            RewardError, WorkerError: A reward or a worker failed.
+            RolloutError: The engine's log-probs are too far from the trainer's.
             Stopped: a stop was requested and the step abandoned. Only the position in the data has changed.
         """
         batch = self.generate(self.prompts.next(), step)

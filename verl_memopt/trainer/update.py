@@ -77,7 +77,7 @@ class PolicyUpdate:
         """Return the metrics of the update over all ranks.
 
         Raises:
-            TrainingError: a skipped update had already changed some weights.
+            TrainingError: A skipped update had already changed some weights.
         """
         metrics = global_metrics(per_rank)
         if metrics.pop(PARTIAL, 0.0):

@@ -40,7 +40,7 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool) -> None:
         trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
 
     Raises:
-        ConfigError: naming an MLP class, or a layer in it, whose mathematics this file does not know.
+        ConfigError: This file does not know the mathematics of an MLP class, or of a layer in it. The message names it.
     """
     for block in blocks:
         _check(block, getattr(block, "mlp", None), trained)

@@ -53,7 +53,7 @@ def pack(
         key: The setting, to name in errors.
 
     Raises:
-        ConfigError: naming ``key``, a row that exceeds the budget, its length and the smallest budget that works.
+        ConfigError: A row exceeds the budget. The message names ``key``, the row, its length and the smallest budget that works.
     """
     lengths = [int(length) for length in lengths]
     _check_cap(lengths, budget, names, key)

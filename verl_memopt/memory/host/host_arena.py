@@ -60,7 +60,7 @@ class HostArena:
         """Return the first free stretch of ``num_bytes``.
 
         Raises:
-            ConfigError: where the host limit allows no further chunk.
+            ConfigError: The host limit allows no further chunk.
         """
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         start = self._first_fit(size)

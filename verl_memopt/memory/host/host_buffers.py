@@ -63,7 +63,7 @@ class HostAllocator:
             kind: Kind of the data, for the byte tracker.
 
         Raises:
-            ConfigError: naming the limit and what is held already.
+            ConfigError: The limit is too small. The message names it and what is held already.
         """
         counted_bytes = num_bytes
         pages = -(-num_bytes // PAGE) * PAGE
@@ -93,7 +93,7 @@ class HostAllocator:
         """Check that the limit allows so many more bytes.
 
         Raises:
-            ConfigError: where it does not.
+            ConfigError: It does not.
         """
         if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
             raise ConfigError(
@@ -111,7 +111,7 @@ class HostAllocator:
             kind: Kind of its data, for errors.
 
         Raises:
-            ConfigError: where the limit does not allow it.
+            ConfigError: The limit does not allow it.
         """
         self.check_room(num_bytes, kind)
         self._count(num_bytes, pinned)

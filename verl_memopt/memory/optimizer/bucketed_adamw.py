@@ -133,7 +133,7 @@ class BucketedAdamW(Optimizer):
             state_dict: As :meth:`state_dict` or torch's AdamW returned it.
 
         Raises:
-            KeyError: naming what is missing, where the state was saved in another ``state_dtype``.
+            KeyError: The state was saved in another ``state_dtype``. The message names what is missing.
         """
         saved_groups = state_dict["param_groups"]
         for group, saved in zip(self.param_groups, saved_groups, strict=True):

@@ -43,7 +43,7 @@ class StepInBackward:
         """Check that gradients need not be summed over micro-batches.
 
         Raises:
-            ConfigError: where an optimizer step has several micro-batches.
+            ConfigError: An optimizer step has several micro-batches.
         """
         if num_micro_batches > 1:
             raise ConfigError(

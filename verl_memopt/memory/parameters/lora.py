@@ -69,7 +69,7 @@ def apply_lora(
         The names of the chosen layers.
 
     Raises:
-        ConfigError: where no layer is chosen.
+        ConfigError: No layer is chosen.
     """
     model.requires_grad_(False)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -178,7 +178,7 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
     Args:
         folder: The folder to write.
         model: The model with the adapters.
-        base: name of the base model.
+        base: Name of the base model.
         rank: Rank of the adapters.
         alpha: Alpha of the adapters.
         writes: Whether this rank writes.
@@ -210,7 +210,7 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
         model: The model with the adapters.
 
     Raises:
-        ConfigError: listing what is missing, left over or of another shape.
+        ConfigError: A tensor is missing, left over or of another shape. The message lists them.
     """
     key, path = f"{KEY}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():

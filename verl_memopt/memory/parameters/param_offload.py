@@ -79,7 +79,7 @@ class ParamHome:
         """Move the parameters to the host, and return the bytes freed on the device.
 
         Raises:
-            ConfigError: where the host limit leaves no room for them. They are still on the device then.
+            ConfigError: The host limit leaves no room for them. They are then still on the device.
         """
         if not self.on_device:
             return 0
