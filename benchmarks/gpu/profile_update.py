@@ -185,10 +185,11 @@ def updates(settings: Settings, folder: Path, device: torch.device, rows: Work) 
     """Yields a call that takes one optimizer step, its number of micro-batches, and the model's of layers."""
     group = start_local_group(functools.partial(Worker, _plan(settings, folder)), device.type)
     try:
-        batch, budget = make_batch(rows), budgets(settings.actor_rollout_ref)[0]
+        roles = settings.actor_rollout_ref
+        batch, budget = make_batch(rows, roles.actor), budgets(roles)[0]
         batch.old_log_probs = torch.zeros(batch.advantages.shape)
         names = [f"row {row}" for row in range(batch.num_rows)]
-        (cut,) = cut_ranks([batch.row_tokens(budget.shared)], [names], budget)
+        (cut,) = cut_ranks([batch.row_tokens()], [names], budget)
         counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
         minis = [MiniBatch(batch, cut, counts)]
         group.all("call", "gen", False, "release_engine")

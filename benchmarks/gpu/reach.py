@@ -226,10 +226,10 @@ class Prober:
             self._group = start_local_group(functools.partial(Worker, _plan(settings, self.folder)), self.device)
             # The first step makes the optimizer's state; a short one does.
             with measured(self._group, []) as call:
-                _round(call, settings, make_batch(self._work(8)), phase)
+                _round(call, settings, make_batch(self._work(8), settings.actor_rollout_ref.actor), phase)
         memories: list[PhaseMemory] = []
         with measured(self._group, memories) as call:
-            _round(call, settings, make_batch(self._work(response)), phase)
+            _round(call, settings, make_batch(self._work(response), settings.actor_rollout_ref.actor), phase)
         return memories
 
 
@@ -248,7 +248,7 @@ def measured(group: Any, memories: list[PhaseMemory]) -> Iterator[Any]:
 def _round(call: Any, settings: Settings, batch: Any, phase: list[str]) -> None:
     names = [f"row {row}" for row in range(batch.num_rows)]
     training, scoring, reference = (
-        cut_ranks([batch.row_tokens(budget.shared)], [names], budget)[0] for budget in budgets(settings.actor_rollout_ref)
+        cut_ranks([batch.row_tokens()], [names], budget)[0] for budget in budgets(settings.actor_rollout_ref)
     )
 
     def step(name: str, method: str, *args: Any) -> Any:
@@ -265,8 +265,8 @@ def _round(call: Any, settings: Settings, batch: Any, phase: list[str]) -> None:
 
 def largest_micro_batch(settings: Settings, work: Work) -> tuple[int, int]:
     """Gives the tokens computed in the update's largest micro-batch, and its answer tokens."""
-    update, batch = budgets(settings.actor_rollout_ref)[0], make_batch(work)
-    computed = batch.row_tokens(update.shared)
+    roles = settings.actor_rollout_ref
+    update, computed = budgets(roles)[0], make_batch(work, roles.actor).row_tokens()
     rows = max(update.micro_batches(computed, [""] * work.rows), key=computed.cost)
     return computed.cost(rows), len(rows) * work.response
 

@@ -23,7 +23,8 @@ from verl_memopt.models.pack import pack_rows
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.engine import EnginePlace, build_engine
 from verl_memopt.rollout.sampling import SamplingSettings
-from verl_memopt.workers.scorer import build_policy, materialize, pack_log_probs
+from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.workers.log_probs import pack_log_probs
 
 CPU = torch.device("cpu")
 

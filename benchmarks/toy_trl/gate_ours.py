@@ -23,8 +23,8 @@ from verl_memopt.models.build import named_weights
 from verl_memopt.trainer.build import build_run
 from verl_memopt.workers.group import Placement, free_port
 from verl_memopt.workers.local_group import LOOPBACK
+from verl_memopt.workers.micro_batches import micro_batch
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import micro_batch
 from verl_memopt.workers.worker import Worker
 
 

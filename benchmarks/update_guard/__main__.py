@@ -29,8 +29,9 @@ from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import local_device, synchronize
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.workers.micro_batches import MicroBatch
 from verl_memopt.workers.policy import SKIPPED, MiniBatch, Policy, on_host
-from verl_memopt.workers.scorer import MicroBatch, build_policy, materialize
 
 HEAD_DIM = 64
 KEY = "actor_rollout_ref.actor"

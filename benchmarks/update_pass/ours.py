@@ -16,8 +16,9 @@ from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import join_process_group, training_mesh
 from verl_memopt.models.build import named_weights
 from verl_memopt.trainer.passes import Budget
+from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.workers.micro_batches import MicroBatch, micro_batches_of
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import MicroBatch, build_policy, materialize, micro_batches_of
 
 KEY = "actor_rollout_ref.actor"
 
@@ -34,13 +35,13 @@ def build_ours(job: Job) -> Side:
 
 def cut(job: Job, shared: bool) -> list[MicroBatch]:
     """Gives the micro-batches as the trainer cuts and packs them; without a budget, of the rows that the others take."""
-    batch = to_batch(job)
+    batch = to_batch(job, shared)
     if job.work.token_budget is None:
         rows = [list(some) for some in job.cuts()]
     else:
-        budget = Budget(True, job.work.token_budget, None, f"{KEY}.ppo_max_token_len_per_gpu", shared)
-        rows = budget.micro_batches(batch.row_tokens(shared), [str(row) for row in range(batch.num_rows)])
-    return list(micro_batches_of(batch, rows, shared, with_prefix_kv=True))
+        budget = Budget(True, job.work.token_budget, None, f"{KEY}.ppo_max_token_len_per_gpu")
+        rows = budget.micro_batches(batch.row_tokens(), [str(row) for row in range(batch.num_rows)])
+    return list(micro_batches_of(batch, rows, with_prefix_kv=True))
 
 
 def _side(job: Job, micro_batches: Sequence[MicroBatch]) -> Side:
@@ -70,15 +71,17 @@ def sharded_policy(job: Job) -> Policy:
     return Policy(policy, actor, optimizer_steps=1, world_size=1, device=job.device)
 
 
-def to_batch(job: Job) -> RolloutBatch:
+def to_batch(job: Job, shared: bool = False) -> RolloutBatch:
     """Gives the rows as the trainer's batch. Old log-probs are absent: the policy is its own."""
     batch = job.batch
     answers = Ragged.from_rows(batch.answers, torch.int64)
     rows = range(len(batch.answers))
+    group = torch.arange(len(rows)) // batch.k
     return RolloutBatch(
         prompts=Ragged.from_rows([batch.prompt_of(row) for row in rows], torch.int64),
         responses=answers,
-        group=torch.arange(len(rows)) // batch.k,
+        group=group,
+        prompt_group=group if shared else None,
         advantages=torch.tensor(batch.advantages).repeat_interleave(answers.lengths),
         batch_size=[],
     )

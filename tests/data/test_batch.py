@@ -1,7 +1,8 @@
 import pytest
 import torch
 
-from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.config.schema import Actor
+from verl_memopt.data.batch import RolloutBatch, rollout_batch, scatter_tokens
 from verl_memopt.data.ragged import Ragged
 
 
@@ -16,7 +17,7 @@ def batch():
 
 
 def test_computed_tokens_leave_out_the_last_response_token_and_rows_without_a_response():
-    assert batch().row_tokens(shared=False).each() == [2, 0, 4]
+    assert batch().row_tokens().each() == [2, 0, 4]
 
 
 def test_response_row_names_the_row_of_each_response_token():
@@ -47,15 +48,25 @@ def test_scattered_tokens_are_fp32_whatever_torch_makes_by_default():
 
 
 def test_rows_share_a_prompt_by_group_and_only_where_prompts_are_shared():
-    assert batch().row_tokens(shared=True).groups == (0, 0, 1)
-    assert batch().row_tokens(shared=False).groups == (0, 1, 2)
+    for shared, groups in ((True, (0, 0, 1)), (False, (0, 1, 2))):
+        rows = batch()
+        made = rollout_batch(rows.prompts, rows.responses, rows.group, Actor(use_prefix_grouper=shared), rows.advantages)
+        assert (made.row_tokens().groups, made.group.tolist(), made.prompt_group.dtype) == (groups, [0, 0, 1], torch.int64)
+        assert (made.prompts.sizes(), made.responses.sizes()) == ([2, 1, 3], [1, 0, 2])
+        assert torch.equal(made.rollout_log_probs, rows.advantages)
+        assert made.select([2, 0]).prompt_groups() == [groups[2], groups[0]]
+
+
+def test_rows_of_a_batch_that_says_nothing_compute_their_own_prompts():
+    assert batch().row_tokens().groups == (0, 1, 2)
+    assert batch().select([2, 0]).prompt_group is None
 
 
 def test_a_batch_with_a_prompt_too_many_is_refused():
     torn = batch()
     torn.prompts = Ragged.from_rows([[1], [2], [3], [4]], torch.int64)
     with pytest.raises(ValueError, match="zip"):
-        torn.row_tokens(shared=False)
+        torn.row_tokens()
 
 
 def test_no_rows_can_be_selected():

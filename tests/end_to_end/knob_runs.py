@@ -15,6 +15,7 @@ from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.memory.batching.shared_prompt import prompt_groups
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.trainer.passes import budgets, cut_ranks, rows_per_rank
@@ -110,11 +111,12 @@ def _step(worker, settings, rank, world_size, seed):
     """Scores a batch under policy and reference, updates, and syncs the engine."""
     whole = batch(seed=seed)
     whole.prompts = whole.prompts.select([first for first in range(0, whole.num_rows, 4) for _ in range(4)])
+    whole.prompt_group = torch.tensor(prompt_groups(whole.group.tolist(), settings.actor_rollout_ref.actor))
     # In order, for a rank must have the same rows under every knob.
-    shares = rows_per_rank(whole.row_tokens(False), range(whole.num_rows), world_size, even_out=False)
+    shares = rows_per_rank(whole.row_tokens(), range(whole.num_rows), world_size, even_out=False)
 
     def cut(budget):
-        tokens = whole.row_tokens(budget.shared)
+        tokens = whole.row_tokens()
         names = [[f"row {row}" for row in rows] for rows in shares]
         return cut_ranks([tokens.select(rows) for rows in shares], names, budget)[rank]
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from tests.gpu import machine
-from tests.memory.batching.test_shared_prompt import counts_of, grouped
+from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.memory.optimizers import give_gradients, parameters
 from tests.tensors import whole_of
 from tests.workers.test_policy import ACTOR, SMALL, WHOLE, batch, micro_batches, naive_gradients, shares
@@ -19,8 +19,9 @@ from verl_memopt.memory.activations.activation_offload import ActivationOffload
 from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.workers.micro_batches import micro_batches_of
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import build_policy, materialize, micro_batches_of
 
 FACTOR = 2.0
 """How much farther from fp32 on a CPU our model may be than transformers' own with whole logits, on one device in one dtype."""
@@ -152,11 +153,11 @@ def test_the_host_waits_for_nothing_between_micro_batches(device, one_rank, fold
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("options", [{}, {"offload": (64, 2)}, {"dtype": "bfloat16"}], ids=["plain", "offloaded", "bfloat16"])
 def test_the_host_waits_for_nothing_where_a_prompt_is_kept(device, one_rank, folder, options):
-    policy, whole = policy_on(device, folder, one_rank, **options), grouped(40, [9, 5, 1, 12, 3, 7])
-    policy.model.supports_prefix_kv = policy.shared = True
+    policy, whole = policy_on(device, folder, one_rank, **options), sharing(grouped(40, [9, 5, 1, 12, 3, 7]))
+    policy.model.supports_prefix_kv = True
     parts = [[0, 1], [2, 3], [4, 5]]
-    policy.accumulate(micro_batches_of(whole, parts, True, True), counts_of(whole), 0.9)
-    micros, counts = list(micro_batches_of(whole, parts, True, True)), counts_of(whole)
+    policy.accumulate(micro_batches_of(whole, parts, True), counts_of(whole), 0.9)
+    micros, counts = list(micro_batches_of(whole, parts, True)), counts_of(whole)
     with machine.nothing_waits():
         policy.accumulate(micros, counts, 0.9)
     assert sum(micro.prompt is not None for micro in micros) >= 2
@@ -173,12 +174,12 @@ def test_a_wait_is_found(device):
 @pytest.mark.rehearsed
 @pytest.mark.parametrize("slow", ["copies", "both"])
 def test_a_prefix_kv_gives_the_gradients_of_one_computed_again(device, one_rank, folder, slow):
-    whole, parts, found = grouped(40, [9, 5, 1, 12, 3, 7]), [[0, 1], [2, 3], [4, 5]], []
+    whole, parts, found = sharing(grouped(40, [9, 5, 1, 12, 3, 7])), [[0, 1], [2, 3], [4, 5]], []
     for reuse in (False, True):
         policy = policy_on(device, folder, one_rank, offload=(64, 1) if reuse else None)
-        policy.model.supports_prefix_kv, policy.shared = reuse, True
+        policy.model.supports_prefix_kv = reuse
         with machine.Slowed(slow):
-            policy.accumulate(micro_batches_of(whole, parts, True, reuse), counts_of(whole), 0.9)
+            policy.accumulate(micro_batches_of(whole, parts, reuse), counts_of(whole), 0.9)
         found.append({name: whole_of(parameter.grad).cpu() for name, parameter in named_weights(policy.model)})
     assert largest(found[1], found[0]) <= machine.size(1.6e-5, 2e-6)
 

@@ -7,6 +7,7 @@ import pytest
 import torch
 import torch.distributed as dist
 
+from verl_memopt.config.schema import Actor
 from verl_memopt.errors import ConfigError
 from verl_memopt.ladder.measure import make_batch, measure_row, run_ablation
 from verl_memopt.ladder.plan import ABLATION, ALTERNATIVES, Work
@@ -31,7 +32,7 @@ def test_a_knob_that_is_not_on_the_ladder_is_refused_by_name(tiny_folder):
 
 
 def test_the_batch_is_the_same_for_the_same_work():
-    one, two = make_batch(WORK), make_batch(WORK)
+    one, two = make_batch(WORK, Actor()), make_batch(WORK, Actor())
     assert one.num_rows == 4
     assert one.prompts.sizes() == [24] * 4
     assert all(torch.equal(prompt, one.prompts.rows()[0]) for prompt in one.prompts.rows())

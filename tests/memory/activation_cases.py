@@ -19,8 +19,9 @@ from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 from verl_memopt.observe.fsdp_kinds import fsdp_kinds
 from verl_memopt.observe.kinds import optimizer_scope
+from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.workers.micro_batches import MicroBatch, micro_batch
 from verl_memopt.workers.policy import MiniBatch, Policy
-from verl_memopt.workers.scorer import MicroBatch, build_policy, materialize, micro_batch
 
 CPU = torch.device("cpu")
 ACTOR = Actor(use_prefix_grouper=False, use_dynamic_bsz=True, clip_ratio_low=0.2, clip_ratio_high=0.2, optim=Optim(lr=1e-2))

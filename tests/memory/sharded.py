@@ -14,8 +14,8 @@ from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.fsdp_kinds import fsdp_kinds
 from verl_memopt.observe.kinds import optimizer_scope
+from verl_memopt.workers.build_policy import build_policy, materialize
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.scorer import build_policy, materialize
 
 WHOLE, SMALL = 10_000, 60
 WIDE = TinyShape(vocab_size=4096, hidden_size=64, intermediate_size=256, num_layers=4, tie_embeddings=False)

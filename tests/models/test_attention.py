@@ -5,14 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
-from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
 from tests.models.attention_cases import HEADS, SIZES, agree, norm_error, random_inputs, with_gradients
 from tests.models.test_build import built, filled
 from tests.models.test_pack import packed
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activations.activation_offload import ActivationOffload
-from verl_memopt.models.attention import KERNELS, REGISTERED, AttentionArgs, choose_attention, refuse_sliding_window
+from verl_memopt.models.attention import KERNELS, REGISTERED, AttentionArgs, WindowOverPrefixError, choose_attention
 from verl_memopt.models.decoder import BlockOptions
 from verl_memopt.models.prefix_layout import PrefixLayout
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
@@ -163,34 +162,10 @@ def test_kernels_agree_on_rows_with_and_without_a_window(window):
 
 
 @pytest.mark.parametrize("name", ["sdpa", "varlen", "flash_attention_2"])
-def test_a_shared_prompt_under_a_sliding_window_is_refused_with_the_way_out(name):
+def test_a_shared_prompt_under_a_sliding_window_is_refused(name):
     layout = PrefixLayout.of(((3, (3, 2)),))  # each segment is within the window, a suffix's tokens behind the prompt are not
-    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=3.*use_prefix_grouper=false"):
+    with pytest.raises(WindowOverPrefixError, match="a sliding window of 3 tokens would cut the prefix"):
         attend(name, *random_inputs(layout, 2, 1), layout, window=3)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [
-        MistralConfig(sliding_window=64),
-        Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1, num_hidden_layers=2),
-        Qwen3Config(layer_types=["full_attention", "sliding_attention"], sliding_window=64, use_sliding_window=True,
-                    num_hidden_layers=2),
-    ],
-    ids=lambda config: config.model_type,
-)  # fmt: skip
-def test_a_model_with_a_sliding_window_is_refused_when_prompts_are_shared(config):
-    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=64.*use_prefix_grouper=false"):
-        refuse_sliding_window(config)
-
-
-@pytest.mark.parametrize(
-    "config",
-    [MistralConfig(sliding_window=None), Qwen2Config(use_sliding_window=False, sliding_window=64), Qwen3Config()],
-    ids=lambda config: config.model_type,
-)
-def test_a_model_without_sliding_layers_may_share_prompts(config):
-    assert refuse_sliding_window(config) is None
 
 
 def test_values_may_have_heads_of_another_size():

@@ -153,7 +153,7 @@ PATH = [
         for name in ("recompute_elementwise", "prune_last_block", "tiled_mlp", "recomputed_mlp")
     ),
     *(PACKAGE / "ops" / f"{name}.py" for name in ("prefix_kv", "recomputation", "rotary", "select_rows")),
-    PACKAGE / "workers" / "scorer.py",
+    *(PACKAGE / "workers" / f"{name}.py" for name in ("build_policy", "micro_batches", "log_probs")),
 ]  # fmt: skip
 
 

@@ -10,7 +10,7 @@ from huggingface_hub.utils import filter_repo_objects
 from transformers import AutoModelForCausalLM
 
 from tests.models.own_code import own_code, write_own_code
-from verl_memopt.config.schema import Fsdp, Model, TiledMlp
+from verl_memopt.config.schema import Actor, Fsdp, Model, TiledMlp
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.build import WeightFolder, named_weights
 from verl_memopt.models.export import export_folder
@@ -18,7 +18,7 @@ from verl_memopt.models.folder import check_vocabulary, end_tokens, files_of_ind
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.trial_build import check_architecture
-from verl_memopt.workers.scorer import build_policy, materialize
+from verl_memopt.workers.build_policy import build_policy, materialize
 
 KEY = "actor_rollout_ref.model.path"
 
@@ -156,10 +156,10 @@ def test_without_trust_no_code_is_fetched_and_with_it_all_of_it_is(repository):
 
 def trained(folder, mesh):
     settings, cpu = Model(path="someone/own", trust_remote_code=True), torch.device("cpu")
-    check_architecture(settings, folder, 64, True)
+    check_architecture(settings, folder, 64, Actor())
     policy = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, cpu, "actor_rollout_ref.actor", False, False)
     materialize(policy, folder, cpu)
-    check_packing(policy, cpu, torch.float32, True, str(folder))
+    check_packing(policy, cpu, torch.float32, Actor(), str(folder))
     return policy
 
 
@@ -190,7 +190,7 @@ def test_code_that_cannot_run_is_a_sentence(repository):
     (repository / "configuration_own.py").write_text("raise RuntimeError('too old')")
     folder = resolve_folder("someone/own", KEY, True)
     with pytest.raises(ConfigError, match=r"config\.json cannot be read: too old"):
-        check_architecture(Model(path="someone/own", trust_remote_code=True), folder, 64, True)
+        check_architecture(Model(path="someone/own", trust_remote_code=True), folder, 64, Actor())
 
 
 @pytest.mark.parametrize("by_data", [False, True], ids=["model.trust_remote_code", "data.trust_remote_code"])

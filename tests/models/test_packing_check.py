@@ -3,21 +3,24 @@ import dataclasses
 import pytest
 import torch
 from torch import nn
+from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
 from tests.models.architectures import tiny_config, tiny_folder
 from tests.ranks import run_ranks
-from verl_memopt.config.schema import Fsdp, Model, TiledMlp
+from verl_memopt.config.schema import Actor, Fsdp, Model, TiledMlp
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.batching.shared_prompt import prompt_groups
 from verl_memopt.memory.parameters.lora import initialize_adapters
 from verl_memopt.models import packing_check
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, fill_from_folder, rebuild_buffers
-from verl_memopt.models.packing_check import MIXING_BOUND, check_packing, row_differences
+from verl_memopt.models.packing_check import GROUPS, MIXING_BOUND, check_packing, refuse_sliding_window, row_differences
 from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
-from verl_memopt.workers.scorer import build_policy, materialize
+from verl_memopt.workers.build_policy import build_policy, materialize
 
 CPU = torch.device("cpu")
+SHARED = Actor(use_prefix_grouper=True)
 
 LFM2 = {"layer_types": ["conv", "full_attention", "conv", "full_attention"]}
 
@@ -55,7 +58,7 @@ def built(folder, mesh, dtype="fp32", trained=True, quantization="none", **setti
 def test_layers_that_mix_rows_are_refused_by_name(tmp_path, model_type, layers, more, shared):
     policy = unchecked(tmp_path / "model", model_type, **more)
     with pytest.raises(ConfigError, match=rf"=folder: models of type {model_type} mix the tokens of different rows in {layers}"):
-        check_packing(policy, CPU, torch.float32, shared, "folder")
+        check_packing(policy, CPU, torch.float32, Actor(use_prefix_grouper=shared), "folder")
 
 
 def test_mixing_is_seen_in_half_precision_at_the_smallest_usual_weights(tmp_path):
@@ -66,7 +69,7 @@ def test_mixing_is_seen_in_half_precision_at_the_smallest_usual_weights(tmp_path
     rebuild_buffers(policy, CPU)
     fill_from_folder(policy, folder)
     with pytest.raises(ConfigError, match="mix the tokens of different rows"):
-        check_packing(policy, CPU, torch.bfloat16, True, "folder")
+        check_packing(policy, CPU, torch.bfloat16, SHARED, "folder")
 
 
 def test_a_layer_without_a_name_in_the_config_is_refused_by_its_class(tmp_path, one_rank):
@@ -83,7 +86,7 @@ def test_a_layer_without_a_name_in_the_config_is_refused_by_its_class(tmp_path, 
     for block in policy.blocks():
         block.mlp = RunningMean()
     with pytest.raises(ConfigError, match=r"models of type olmo2 mix the tokens of different rows in blocks of .*RunningMean"):
-        check_packing(policy, CPU, torch.float32, True, "folder")
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
 
 
 @pytest.mark.parametrize("model", [{}, {"recompute_elementwise": False, "prune_last_block": False}], ids=str)
@@ -96,13 +99,13 @@ def test_rows_at_wrong_positions_are_refused(untied_folder, one_rank, monkeypatc
 
     monkeypatch.setattr(policy.decoder.rotary_emb, "forward", counted_on)
     with pytest.raises(ConfigError, match=r"give a row in a pack log-probs that are .* rounding in float32 explains 0\.0001"):
-        check_packing(policy, CPU, torch.float32, True, "folder")
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
 
 
 def test_a_model_whose_attention_gets_no_trees_is_refused_and_not_crashed(tmp_path):
     policy = unchecked(tmp_path / "model", "stablelm")
     with pytest.raises(ConfigError, match=r"models of type stablelm cannot compute packed rows"):
-        check_packing(policy, CPU, torch.float32, True, "folder")
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
 
 
 KNOBS = [
@@ -130,8 +133,9 @@ KNOBS = [
 def test_a_right_model_passes_under_every_knob_and_other_rows_change_nothing(untied_folder, one_rank, knobs, shared):
     policy = built(untied_folder, one_rank, **knobs)
     dtype = dtype_of(knobs.get("dtype", "fp32"), "dtype")
-    check_packing(policy, CPU, dtype, shared, "folder")
-    found = row_differences(policy, CPU, shared)
+    actor = Actor(use_prefix_grouper=shared)
+    check_packing(policy, CPU, dtype, actor, "folder")
+    found = row_differences(policy, CPU, prompt_groups(GROUPS, actor))
     assert found.mixing == 0
     assert found.packing < (1e-6 if dtype is torch.float32 else 1e-2)
 
@@ -140,7 +144,7 @@ def test_the_check_leaves_the_models_and_the_processs_state_alone(untied_folder,
     policy = built(untied_folder, one_rank, "bfloat16", model={"recompute_elementwise": False})
     policy.lm.get_output_embeddings().compiled = True
     before = torch.get_rng_state(), policy.lm.config._attn_implementation
-    check_packing(policy, CPU, torch.bfloat16, True, "folder")
+    check_packing(policy, CPU, torch.bfloat16, SHARED, "folder")
     assert torch.equal(torch.get_rng_state(), before[0])
     assert policy.lm.config._attn_implementation == before[1]
     assert policy.lm.get_output_embeddings().compiled
@@ -151,26 +155,59 @@ def test_the_check_leaves_the_models_and_the_processs_state_alone(untied_folder,
 def test_without_values_nothing_is_compared(tmp_path):
     config = tiny_config("qwen3_5_text")
     policy = PolicyModel(empty_model(config, choose_attention("sdpa", CPU, torch.float32), torch.float32, False), 0, False)
-    check_packing(policy, CPU, torch.float32, True, "folder")
+    check_packing(policy, CPU, torch.float32, SHARED, "folder")
 
 
 def test_rows_that_differ_by_the_bound_pass_and_by_more_are_refused(untied_folder, one_rank, monkeypatch):
     policy = built(untied_folder, one_rank)
-    found = row_differences(policy, CPU, True)
+    found = row_differences(policy, CPU, GROUPS)
     monkeypatch.setitem(packing_check.PACKING_BOUND, torch.float32, found.packing)
-    check_packing(policy, CPU, torch.float32, True, "folder")
+    check_packing(policy, CPU, torch.float32, SHARED, "folder")
     monkeypatch.setitem(packing_check.PACKING_BOUND, torch.float32, found.packing * 0.99)
     with pytest.raises(ConfigError, match="rounding in float32 explains"):
-        check_packing(policy, CPU, torch.float32, True, "folder")
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")
 
 
 def on_two_ranks(rank, folder):
     policy = built(folder, training_mesh("cpu", 2, -1), "bfloat16")
-    check_packing(policy, CPU, torch.bfloat16, True, "folder")
-    return dataclasses.asdict(row_differences(policy, CPU, True))
+    check_packing(policy, CPU, torch.bfloat16, SHARED, "folder")
+    return dataclasses.asdict(row_differences(policy, CPU, GROUPS))
 
 
 def test_two_ranks_find_the_same(untied_folder):
     one, other = run_ranks(on_two_ranks, 2, untied_folder)
     assert one == other
     assert one["mixing"] == 0 < MIXING_BOUND
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        MistralConfig(sliding_window=64),
+        Qwen2Config(use_sliding_window=True, sliding_window=64, max_window_layers=1, num_hidden_layers=2),
+        Qwen3Config(layer_types=["full_attention", "sliding_attention"], sliding_window=64, use_sliding_window=True,
+                    num_hidden_layers=2),
+    ],
+    ids=lambda config: config.model_type,
+)  # fmt: skip
+def test_a_model_with_a_sliding_window_is_refused_only_when_prompts_are_shared(config):
+    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=64.*use_prefix_grouper=false"):
+        refuse_sliding_window(config, SHARED)
+    assert refuse_sliding_window(config, Actor(use_prefix_grouper=False)) is None
+
+
+@pytest.mark.parametrize(
+    "config",
+    [MistralConfig(sliding_window=None), Qwen2Config(use_sliding_window=False, sliding_window=64), Qwen3Config()],
+    ids=lambda config: config.model_type,
+)
+def test_a_model_without_sliding_layers_may_share_prompts(config):
+    assert refuse_sliding_window(config, SHARED) is None
+
+
+def test_a_window_that_the_config_hides_is_refused_with_the_way_out(untied_folder, one_rank):
+    policy = built(untied_folder, one_rank)
+    for block in policy.blocks():
+        block.self_attn.window = 12
+    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true.*sliding_window=12.*use_prefix_grouper=false"):
+        check_packing(policy, CPU, torch.float32, SHARED, "folder")

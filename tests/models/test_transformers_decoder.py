@@ -15,7 +15,7 @@ from verl_memopt.models.attention import KERNELS
 from verl_memopt.models.decoder import Decoder
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.models.transformers_decoder import logits_of_row, own_attention, register_kernels, states_of_pack
-from verl_memopt.workers.scorer import build_policy, materialize
+from verl_memopt.workers.build_policy import build_policy, materialize
 
 CPU = torch.device("cpu")
 BOUND = 2e-6

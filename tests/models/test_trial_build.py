@@ -5,14 +5,14 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from tests.models.architectures import tiny_folder
-from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.config.schema import Actor, Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.architecture import TESTED
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.pack import pack_groups, pack_rows
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.trial_build import check_architecture
-from verl_memopt.workers.scorer import build_policy, materialize
+from verl_memopt.workers.build_policy import build_policy, materialize
 
 CPU = torch.device("cpu")
 PROMPTS, ANSWERS, GROUPS = (17, 17, 5), (9, 6, 21), (0, 0, 1)
@@ -66,10 +66,11 @@ def theirs(folder):
 def trained(folder, mesh, shared):
     """Gives log-probs [R] of the answers packed as in training, and the model, after both checks."""
     settings = Model(path=str(folder))
-    check_architecture(settings, folder, 64, shared)
+    actor = Actor(use_prefix_grouper=shared)
+    check_architecture(settings, folder, 64, actor)
     model = build_policy(settings, Fsdp(dtype="fp32"), folder, mesh, CPU, "actor_rollout_ref.actor", False, True, True)
     materialize(model, folder, CPU)
-    check_packing(model, CPU, torch.float32, shared, str(folder))
+    check_packing(model, CPU, torch.float32, actor, str(folder))
     prompts, answers = rows()
     tokens = torch.cat(prompts), PROMPTS, torch.cat(answers), ANSWERS
     log_probs, _ = model(pack_groups(*tokens, GROUPS) if shared else pack_rows(*tokens), 1.0, False)
@@ -101,7 +102,7 @@ def test_a_type_that_is_accepted_gives_transformers_log_probs_and_gradients(tmp_
 def test_a_window_is_refused_by_type_before_any_worker_starts_where_prompts_are_shared(tmp_path, model_type):
     folder = tiny_folder(tmp_path / "model", model_type, **fields_of(model_type))
     with pytest.raises(ConfigError, match=rf"use_prefix_grouper=true: the {model_type} model's sliding_window=8 would cut"):
-        check_architecture(Model(path=str(folder)), folder, 64, True)
+        check_architecture(Model(path=str(folder)), folder, 64, Actor(use_prefix_grouper=True))
 
 
 @pytest.mark.parametrize("model_type", REFUSED)
@@ -113,7 +114,7 @@ def test_any_other_type_is_refused_in_one_sentence_that_names_it(tmp_path, one_r
         trained(folder, one_rank, False)
     if model_type not in ("bart", "nemotron", "stablelm"):  # these show with the weights in place
         with pytest.raises(ConfigError, match="Types that are tested"):
-            check_architecture(Model(path=str(folder)), folder, 64, False)
+            check_architecture(Model(path=str(folder)), folder, 64, Actor(use_prefix_grouper=False))
 
 
 def test_a_damaged_file_shows_before_any_worker_starts(tiny_folder, tmp_path):
@@ -121,7 +122,7 @@ def test_a_damaged_file_shows_before_any_worker_starts(tiny_folder, tmp_path):
     shutil.copytree(tiny_folder, copy)
     (copy / "model.safetensors").write_bytes(b"torn")
     with pytest.raises(ConfigError, match="not a whole safetensors file"):
-        check_architecture(Model(path=str(copy)), copy, 64, True)
+        check_architecture(Model(path=str(copy)), copy, 64, Actor(use_prefix_grouper=True))
 
 
 def test_dropout_in_a_config_drops_nothing(tmp_path, one_rank):
@@ -131,9 +132,12 @@ def test_dropout_in_a_config_drops_nothing(tmp_path, one_rank):
 
 
 def test_a_head_that_the_config_ties_away_is_refused_and_the_rows_of_the_embedding_are_given(untied_folder, tmp_path):
-    assert check_architecture(Model(path=str(untied_folder)), untied_folder, 64, True).embedding_rows == 320
+    assert (
+        check_architecture(Model(path=str(untied_folder)), untied_folder, 64, Actor(use_prefix_grouper=True)).embedding_rows
+        == 320
+    )
     folder = shutil.copytree(untied_folder, tmp_path / "model")
     config = (folder / "config.json").read_text()
     (folder / "config.json").write_text(config.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
     with pytest.raises(ConfigError, match=r"lm_head\.weight that differs from model\.embed_tokens\.weight"):
-        check_architecture(Model(path=str(folder)), folder, 64, True)
+        check_architecture(Model(path=str(folder)), folder, 64, Actor(use_prefix_grouper=True))

@@ -75,7 +75,7 @@ def test_tiles_together_know_what_whole_rows_know(tile):
     weight, hidden = values.t().contiguous(), torch.eye(ROWS)
     weight[7] = -1e4  # a token that is never chosen
     head = Head(weight, None, 2.0, 0, tile, True, False)
-    found = LogitTiles(head, hidden).read(hidden, targets)
+    found = LogitTiles(head, hidden).statistics(hidden, targets)
     exact = (weight.t().double() / 2).log_softmax(-1)
     torch.testing.assert_close(found.log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(found.entropy, -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
@@ -97,7 +97,7 @@ def test_a_confident_token_keeps_its_small_gradient_in_half_precision():
     head = Head(weight, None, 1.0, 0, 0, False, False)
     into = Gradients(torch.empty_like(hidden), torch.zeros_like(weight), None)
     logits = LogitTiles(head, hidden)
-    found = logits.read(hidden, targets)
+    found = logits.statistics(hidden, targets)
     logits.differentiate(hidden, targets, found, torch.ones(1), None, into, True)
     other = 1 / (1 + torch.tensor(8.0).exp())
     torch.testing.assert_close(into.weight[:, 0].float(), torch.stack([other, -other]), rtol=2**-8, atol=0)
@@ -115,7 +115,7 @@ def test_compiled_functions_give_the_same_numbers():
         same = Head(head.weight, head.bias, 0.7, 0, 20, True, compiled)
         into = Gradients(torch.empty_like(hidden), torch.zeros_like(head.weight), torch.zeros_like(head.bias))
         tiles = LogitTiles(same, hidden)
-        found = tiles.read(hidden, targets)
+        found = tiles.statistics(hidden, targets)
         tiles.differentiate(hidden, targets, found, factor, factor.flip(0), into, True)
         results.append([found.log_probs, found.entropy, into.hidden, into.weight, into.bias])
     for one, other in zip(*results, strict=True):
@@ -178,7 +178,7 @@ def test_tiles_of_very_different_size_lose_no_digit(largest_first):
     shift = torch.where((torch.arange(COLUMNS) < COLUMNS // 2) == torch.tensor(largest_first), 1e4, 0.0)
     weight, hidden = (values + shift).t().contiguous(), torch.eye(ROWS)
     targets = shift.argmax() + targets % (COLUMNS // 2)
-    found = LogitTiles(Head(weight, None, 1.0, 0, COLUMNS // 2, False, False), hidden).read(hidden, targets)
+    found = LogitTiles(Head(weight, None, 1.0, 0, COLUMNS // 2, False, False), hidden).statistics(hidden, targets)
     exact = weight.t().double().log_softmax(-1).gather(-1, targets[:, None])[:, 0]
     torch.testing.assert_close(found.log_probs, exact.float(), rtol=1e-6, atol=2e-6)
 
@@ -228,7 +228,7 @@ def test_with_one_tile_the_gradient_of_the_hidden_states_is_written_where_it_goe
     head = Head(torch.randn(3, 64), None, 1.0, 0, 0, False, False)
     into = Gradients(torch.empty_like(hidden) if into_hidden else None, torch.zeros(3, 64), None)
     tiles = LogitTiles(head, hidden)
-    found = tiles.read(hidden, targets)
+    found = tiles.statistics(hidden, targets)
     with LargestNew(into.hidden if into_hidden else into.weight) as largest:
         tiles.differentiate(hidden, targets, found, torch.ones(ROWS), None, into, True)
     assert largest.elements < hidden.numel()

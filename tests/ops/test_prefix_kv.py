@@ -7,28 +7,27 @@ from hypothesis import strategies as st
 
 from benchmarks.update_pass.flops import count
 from tests.memory import activation_cases as act
-from tests.memory.batching.test_shared_prompt import counts_of, grouped
+from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.tensors import whole_of
 from tests.workers.test_policy import NothingWaits
-from verl_memopt.memory.batching.shared_prompt import chains
 from verl_memopt.models.pack import pack_prompt
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.ops.prefix_kv import PrefixKV, PrefixRecorder
+from verl_memopt.workers.micro_batches import micro_batches_of
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.scorer import micro_batches_of
 
 OWN = {"recompute_elementwise": True}
 BOUND = 2e-6
 """Of the difference of a gradient, relative to its norm, in fp32."""
 
-BATCH, PARTS = grouped(40, [9, 5, 1, 12, 3, 7]), [[0, 1], [2, 3], [4, 5]]
+BATCH, PARTS = sharing(grouped(40, [9, 5, 1, 12, 3, 7])), [[0, 1], [2, 3], [4, 5]]
 
 
 def results(policy, batch, parts, reuse):
     """Gives log-probs, entropies and every whole gradient, of parts that reuse the prefix KV or compute the prompt again."""
-    policy.model.supports_prefix_kv, policy.shared = reuse, True
+    policy.model.supports_prefix_kv = reuse
     scores = policy.compute_log_probs(batch, parts, 0.9, True)
-    metrics = policy.accumulate(micro_batches_of(batch, parts, True, reuse), counts_of(batch), 0.9)
+    metrics = policy.accumulate(micro_batches_of(batch, parts, reuse), counts_of(batch), 0.9)
     found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
     policy.optimizer.zero_grad()
     return [scores.log_probs, scores.entropy, metrics["actor/loss"], *found]
@@ -56,14 +55,14 @@ def test_log_probs_and_gradients_differ_by_rounding_only(untied_folder, one_rank
 
 def naive(policy, batch):
     """Gives every gradient of the rows side by side, each with its prompt."""
-    policy.accumulate(micro_batches_of(batch, [[*range(6)]], False, False), counts_of(batch), 0.9)
+    policy.accumulate(micro_batches_of(sharing(batch, False), [[*range(6)]], False), counts_of(batch), 0.9)
     return flat([whole_of(parameter.grad) for parameter in policy.model.parameters()])
 
 
 def test_under_fsdp_in_half_precision_gradients_are_as_near_to_the_truth_as_naive_ones(untied_folder, one_rank):
     plain, ratios = {"recompute_elementwise": False, "prune_last_block": False}, []
     for seed in range(10):
-        batch = grouped(40, [9, 5, 1, 12, 3, 7], seed=seed)
+        batch = sharing(grouped(40, [9, 5, 1, 12, 3, 7], seed=seed))
         truth = naive(act.build(untied_folder, one_rank, **plain), batch)
         rounded = naive(act.build(untied_folder, one_rank, dtype="bfloat16", **plain), batch)
         prefix_kv = flat(results(act.build(untied_folder, one_rank, dtype="bfloat16", **OWN), batch, PARTS, True)[3:])
@@ -80,7 +79,7 @@ def flat(tensors):
 @given(st.data())
 def test_of_any_answers_in_any_parts(tiny_folder, one_rank, data):
     answers = data.draw(st.lists(st.integers(0, 6), min_size=2, max_size=8).filter(lambda some: sum(some) > len(some)))
-    batch = grouped(data.draw(st.integers(8, 30)), answers, 2, seed=sum(answers))
+    batch = sharing(grouped(data.draw(st.integers(8, 30)), answers, 2, seed=sum(answers)))
     size, rows = data.draw(st.integers(1, 3)), list(range(len(answers)))
     parts = [[row + group * len(rows) for row in rows[at : at + size]] for group in range(2) for at in range(0, len(rows), size)]
     policy = act.build(tiny_folder, one_rank, **OWN)
@@ -94,7 +93,7 @@ def test_two_optimizer_steps_are_those_that_compute_the_prompt_again(untied_fold
     found = []
     for reuse in (False, True):
         policy = act.build(untied_folder, one_rank, **OWN)
-        policy.model.supports_prefix_kv, policy.shared = reuse, True
+        policy.model.supports_prefix_kv = reuse
         metrics = [policy.update([MiniBatch(BATCH, PARTS, counts_of(BATCH))], 0.9) for _ in range(2)]
         found.append([*map(torch.tensor, (value for step in metrics for value in step.values()))])
     assert act.largest_difference(*found) <= 1e-4  # Adam makes steps of the learning rate out of the smallest gradients
@@ -103,7 +102,7 @@ def test_two_optimizer_steps_are_those_that_compute_the_prompt_again(untied_fold
 @pytest.mark.parametrize("recompute", [False, True])
 def test_the_host_waits_for_nothing(untied_folder, one_rank, recompute):
     policy = act.build(untied_folder, one_rank, recompute=recompute, **OWN)
-    micros, counts = list(micro_batches_of(BATCH, PARTS, True, True)), counts_of(BATCH)
+    micros, counts = list(micro_batches_of(BATCH, PARTS, True)), counts_of(BATCH)
     assert micros[0].prompt is not None
     with NothingWaits():
         metrics = policy.step(micros, counts, 0.9)
@@ -113,20 +112,19 @@ def test_the_host_waits_for_nothing(untied_folder, one_rank, recompute):
 def test_the_prompt_is_computed_once(tmp_path, one_rank):
     shape = TinyShape(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
     policy, counted = act.build(make_tiny_model(tmp_path / "model", shape, seed=3), one_rank, **OWN), {}
-    policy.shared = True
     for name, reuse, parts in (("whole", False, [[*range(6)]]), ("cut", False, PARTS), ("prefix_kv", True, PARTS)):
-        micros = list(micro_batches_of(BATCH, parts, True, reuse))
+        micros = list(micro_batches_of(BATCH, parts, reuse))
         counted[name] = count(lambda micros=micros: policy.accumulate(micros, counts_of(BATCH), 0.9))
     assert counted["prefix_kv"] == counted["whole"] < counted["cut"]
 
 
 def test_beside_the_prompts_own_bytes_lie_keys_and_values(tmp_path, one_rank):
     shape = TinyShape(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=16)
-    folder, batch = make_tiny_model(tmp_path / "model", shape, seed=3), grouped(1024, [65] * 8)
+    folder, batch = make_tiny_model(tmp_path / "model", shape, seed=3), sharing(grouped(1024, [65] * 8))
     parts, peaks = [[0, 1, 2, 3], [4, 5, 6, 7]], {}
     for reuse in (False, True):
         policy = act.build(folder, one_rank, **OWN)
-        micros = list(micro_batches_of(batch, parts, True, reuse))
+        micros = list(micro_batches_of(batch, parts, reuse))
         assert (micros[0].prompt is not None) is reuse
         peaks[reuse] = act.tracked_step(policy, micros, counts_of(batch)).peaks[act.DEVICE].kinds["activations"]
     # Of 1,024 tokens, two of 32 channels in three blocks: beside the answers', and a gradient each.
@@ -163,11 +161,3 @@ def test_a_prompt_alone_asks_nothing_and_skips_all_but_its_last_token():
     assert pack.input_ids.tolist() == [list(range(10))]
     assert pack.targets.numel() == pack.row_lengths.numel() == 0
     assert pack.last_block.layout.skipped == (9,)
-
-
-def test_neighbours_of_one_group_no_longer_than_the_prompt_are_a_chain():
-    tokens = grouped(10, [6, 6, 12, 3, 1], groups=2).row_tokens(True)  # answers of 5, 5, 11, 2 and 0 computed tokens
-    assert chains([[0, 1], [3, 4], [5, 6], [8]], tokens) == [[[0, 1], [3, 4]], [[5, 6], [8]]]
-    assert chains([[0, 1], [2], [3]], tokens) == [[[0, 1]], [[2]], [[3]]]  # 11 are more than the prompt's 10
-    assert chains([[0, 5], [1, 6]], tokens) == [[[0, 5]], [[1, 6]]]
-    assert chains([[0], [4], [1]], tokens) == [[[0]], [[4]], [[1]]]  # nothing to compute for an answer of one token

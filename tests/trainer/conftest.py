@@ -8,6 +8,7 @@ import pytest
 import torch
 
 from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.config.schema import Actor
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rollout.engine import Generation
@@ -115,7 +116,7 @@ def alike(settled, base_context, base_workers):
 def batch_of(lengths, samples=2):
     responses = [[3 + row] * length for row, length in enumerate(lengths)]
     prompts = [[40 + row] * 3 for row in range(len(lengths))]
-    batch = to_batch(Answers([], prompts, Generation(responses, None, []), []), samples)
+    batch = to_batch(Answers([], prompts, Generation(responses, None, []), []), samples, Actor())
     batch.old_log_probs = torch.full((sum(lengths),), -5.0)
     batch.advantages = torch.ones(sum(lengths))
     return batch

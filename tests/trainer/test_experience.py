@@ -5,7 +5,7 @@ import torch
 
 from tests.trainer.conftest import Member, group_of
 from verl_memopt.algorithms.kl import KlController
-from verl_memopt.config.schema import Algorithm, CustomReward, KlControl
+from verl_memopt.config.schema import Actor, Algorithm, CustomReward, KlControl
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.runner import RewardRunner
@@ -13,7 +13,7 @@ from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.experience import LogProbPass, compute_advantages, score_answers, to_batch
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget
-from verl_memopt.workers.scorer import LogProbs
+from verl_memopt.workers.log_probs import LogProbs
 
 
 def test_answers_are_scored_with_their_own_ground_truth():
@@ -25,7 +25,7 @@ def test_answers_are_scored_with_their_own_ground_truth():
 
 def batch_of(responses, log_probs=None, samples=2):
     prompts = [[1] * (2 + row) for row in range(len(responses))]
-    return to_batch(Answers([], prompts, Generation(responses, log_probs, []), []), samples)
+    return to_batch(Answers([], prompts, Generation(responses, log_probs, []), []), samples, Actor(use_prefix_grouper=False))
 
 
 RESPONSES = [[5, 6], [], [7], [8, 9, 10]]
@@ -52,7 +52,7 @@ class Reader(Member):
 
     def read(self, batch, micro_batches, with_entropy=False):
         assert sorted(row for rows in micro_batches for row in rows) == list(range(batch.num_rows))
-        assert all(sum(batch.row_tokens(shared=False).each()[row] for row in rows) <= 8 for rows in micro_batches)
+        assert all(sum(batch.row_tokens().each()[row] for row in rows) <= 8 for rows in micro_batches)
         values = batch.responses.flat.float()
         return LogProbs(values, -values if with_entropy else None)
 

@@ -6,7 +6,7 @@ from hypothesis import strategies as st
 
 from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.batching.shared_prompt import RowTokens
+from verl_memopt.memory.batching.row_tokens import RowTokens
 from verl_memopt.trainer.passes import (
     Budget,
     budgets,

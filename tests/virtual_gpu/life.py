@@ -11,11 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.end_to_end.covering import settings_of
 from tests.virtual_gpu.device import VirtualGpu
 from verl_memopt.algorithms.reductions import GlobalCounts
-from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.batch import rollout_batch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.memory.batching.shared_prompt import prompt_groups
 from verl_memopt.memory.parameters.residency import NEEDS, POLICY, REFERENCE
-from verl_memopt.models.packing_check import row_differences
+from verl_memopt.models.packing_check import GROUPS, row_differences
 from verl_memopt.observe.byte_tracker import storages_of
 from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.rollout.sampling import train_sampling
@@ -72,8 +73,8 @@ def compare_packed_rows(row, folder, world_size=1):
     with VirtualGpu():
         worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
         try:
-            shared = plan.settings.actor.use_prefix_grouper
-            return [row_differences(model, worker.device, shared) for model in (worker.policy.model, worker.reference)]
+            groups = prompt_groups(GROUPS, plan.settings.actor)
+            return [row_differences(model, worker.device, groups) for model in (worker.policy.model, worker.reference)]
         finally:
             worker.close()
 
@@ -105,7 +106,7 @@ def _plan(row, folder, world_size, attention):
     return plan, dataclasses.replace(settings, actor_rollout_ref=ours)
 
 
-def _batch(seed):
+def _batch(seed, actor):
     """Return two groups of four answers, one of them empty, of few different lengths: each takes kernels of its own."""
     generator = torch.Generator().manual_seed(seed)
 
@@ -116,7 +117,8 @@ def _batch(seed):
     firsts = ids([6, 6]).select([0] * 4 + [1] * 4)
     tokens = int(responses.lengths.sum())
     fields = {name: torch.randn(tokens, generator=generator) for name in ("old_log_probs", "ref_log_probs", "advantages")}
-    return RolloutBatch(prompts=firsts, responses=responses, group=torch.arange(8) // 4, **fields, batch_size=[])
+    batch = rollout_batch(firsts, responses, torch.arange(8) // 4, actor)
+    return dataclasses.replace(batch, **fields)
 
 
 class _Witness:
@@ -185,11 +187,11 @@ class _Witness:
         return reply.value
 
     def _batch(self, seed):
-        whole = _batch(seed)
-        shares = rows_per_rank(whole.row_tokens(False), range(whole.num_rows), self.world_size, even_out=False)
+        whole = _batch(seed, self.settings.actor_rollout_ref.actor)
+        shares = rows_per_rank(whole.row_tokens(), range(whole.num_rows), self.world_size, even_out=False)
 
         def cut(budget):
-            tokens = whole.row_tokens(budget.shared)
+            tokens = whole.row_tokens()
             names = [[f"row {row}" for row in rows] for rows in shares]
             return cut_ranks([tokens.select(rows) for rows in shares], names, budget)[0]
 

@@ -9,8 +9,8 @@ from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
 from verl_memopt.memory.logits.chunked_logprob import head_log_probs
 from verl_memopt.models.pack import pack_rows
+from verl_memopt.workers.micro_batches import MicroBatch
 from verl_memopt.workers.objective import Objective
-from verl_memopt.workers.scorer import MicroBatch
 
 SIZES = [3, 0, 5, 1]
 TOKENS, COUNTS = sum(SIZES), GlobalCounts(31.0, 7.0)

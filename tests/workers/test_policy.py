@@ -23,8 +23,10 @@ from verl_memopt.models.build import named_weights
 from verl_memopt.observe.kinds import state_tensors
 from verl_memopt.sync.full_weights import full_weights
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
+from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.workers.log_probs import pack_log_probs
+from verl_memopt.workers.micro_batches import MicroBatch, micro_batch
 from verl_memopt.workers.policy import MiniBatch, Policy
-from verl_memopt.workers.scorer import MicroBatch, build_policy, materialize, micro_batch, pack_log_probs
 
 CPU = torch.device("cpu")
 ACTOR = Actor(
@@ -72,7 +74,7 @@ def policy_for(folder, mesh, world_size, attention="sdpa", recompute=False, dtyp
 
 
 def shares(whole, world_size, budget):
-    tokens, sizes = whole.row_tokens(False), whole.responses.sizes()
+    tokens, sizes = whole.row_tokens(), whole.responses.sizes()
     rows = rows_per_rank(tokens, range(whole.num_rows), world_size, True)
     names = [[str(row) for row in own] for own in rows]
     micro = cut_ranks([tokens.select(own) for own in rows], names, Budget(True, budget, None, "key"))

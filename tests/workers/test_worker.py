@@ -5,23 +5,18 @@ import weakref
 import pytest
 import torch
 import torch.distributed as dist
-from safetensors.torch import load_file
-from transformers import AutoTokenizer, PreTrainedModel
+from transformers import PreTrainedModel
 
-from tests.models.own_code import own_code, write_own_code
-from tests.ranks import run_ranks
 from tests.tensors import local_of, whole_of
 from tests.workers.test_policy import batch
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Memory
-from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.errors import CheckpointError, ConfigError, DeviceMemoryError, RolloutError
+from verl_memopt.errors import DeviceMemoryError, RolloutError
 from verl_memopt.memory.host.host_buffers import GIB, host_allocator
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.policy_model import PolicyModel
-from verl_memopt.ops import fused
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.plan import WorkerPlan
@@ -207,59 +202,6 @@ def test_the_start_is_counted_when_asked_for(made):
     assert memory.peak_allocated_bytes >= memory.allocated_bytes > 0
 
 
-def test_a_loaded_worker_goes_on_bit_for_bit(made, tmp_path):
-    worker = made()
-    call(worker, "update_actor", [mini_batch()])
-    call(worker, "save", str(tmp_path), ALL)
-    metrics = call(worker, "update_actor", [mini_batch()])
-    leave_process_group()
-    other = made()
-    call(other, "load", str(tmp_path), ALL)
-    assert call(other, "update_actor", [mini_batch()]) == metrics
-    assert same(weights(worker), weights(other))
-
-
-def test_a_checkpoint_holds_a_model_folder_with_weights_only_when_asked(made, tmp_path, tiny_folder):
-    worker = made()
-    call(worker, "save", str(tmp_path / "plain"), ALL)
-    call(worker, "save", str(tmp_path / "whole"), [*ALL, "hf_model"])
-    plain, whole = (tmp_path / name / "huggingface" for name in ("plain", "whole"))
-    for folder in (plain, whole):
-        assert (folder / "config.json").is_file()
-        assert (folder / "tokenizer.json").is_file()
-    assert not list(plain.glob("*.safetensors"))
-    assert same(load_file(whole / "model.safetensors"), weights(worker))
-
-
-@pytest.mark.parametrize("more", [{}, {f"{AR}.model.lora_rank": 2}])
-def test_a_save_answers_with_the_record_of_every_file(made, tmp_path, more):
-    assert call(made(more), "save", str(tmp_path), [*ALL, "hf_model"]) == record_folder(tmp_path, tmp_path)
-
-
-def test_a_saved_tokenizer_renders_prompts_as_the_run_did(made, tmp_path):
-    template = "{{ messages[0]['content'] }} ->"
-    call(made({f"{AR}.model.custom_chat_template": template}), "save", str(tmp_path), ["model"])
-    tokenizer = AutoTokenizer.from_pretrained(tmp_path / "huggingface")
-    assert tokenizer.apply_chat_template([{"role": "user", "content": "1+1="}], tokenize=False) == "1+1= ->"
-
-
-def test_a_model_folder_that_cannot_be_written_is_an_error_for_the_user(made, tmp_path):
-    worker = made()
-    (tmp_path / "huggingface").write_text("a file where a folder must be")
-    with pytest.raises(CheckpointError, match=r"the model could not be written: .*huggingface"):
-        call(worker, "save", str(tmp_path), ["model"])
-
-
-def test_full_determinism_and_the_seed_hold_for_the_worker(made):
-    before = torch.are_deterministic_algorithms_enabled()
-    try:
-        made({f"{AR}.actor.fsdp_config.full_determinism": True, f"{AR}.actor.fsdp_config.seed": 5})
-        assert torch.are_deterministic_algorithms_enabled()
-        assert torch.initial_seed() == 5
-    finally:
-        torch.use_deterministic_algorithms(before)
-
-
 def live_models():
     gc.collect()
     return {id(found) for found in gc.get_objects() if isinstance(found, PreTrainedModel | PolicyModel)}
@@ -309,35 +251,6 @@ def test_gradients_that_are_there_at_an_out_of_memory_error_are_told_as_gradient
     assert kinds.count("grads") == kinds.count("params") == len(list(worker.policy.model.parameters()))
 
 
-def two_ranks(rank, folder, out):
-    """Loads what one rank wrote, takes a step, saves and gives what this rank computed."""
-    worker = Worker(plan_of(folder), place(rank, 2))
-    worker.load(str(out / "one"), ALL)
-    whole = batch(rows=4)
-    counts = GlobalCounts(float(whole.responses.lengths.sum()), 4.0)
-    metrics = worker.update_actor([MiniBatch(whole.select([2 * rank, 2 * rank + 1]), [[0, 1]], counts)])
-    worker.save(str(out / "two"), ALL)
-    return metrics
-
-
-def test_another_number_of_ranks_goes_on_from_a_checkpoint_and_back(made, tiny_folder, tmp_path):
-    worker = made()
-    call(worker, "update_actor", [mini_batch()])
-    call(worker, "save", str(tmp_path / "one"), ALL)
-    expected = call(worker, "update_actor", [mini_batch()])
-    answers = run_ranks(two_ranks, 2, tiny_folder, tmp_path)
-    assert sum(answer["actor/loss"] for answer in answers) == pytest.approx(expected["actor/loss"], rel=1e-5)
-    for answer in answers:
-        assert answer["actor/grad_norm"] == pytest.approx(expected["actor/grad_norm"], rel=1e-5)
-        assert answer["actor/lr"] == expected["actor/lr"]
-    assert sorted(path.name for path in (tmp_path / "two").glob("extra*")) == ["extra_rank_0.pt", "extra_rank_1.pt"]
-    leave_process_group()
-    back = made()
-    call(back, "load", str(tmp_path / "two"), ALL)
-    for name, tensor in weights(back).items():
-        torch.testing.assert_close(tensor, weights(worker)[name], rtol=0, atol=2e-5)
-
-
 def test_a_phase_past_the_device_limit_is_an_error_that_names_it_and_the_worker_goes_on(made):
     worker = made(memory=Memory(device_limit_gb=0.0011), free_engine=True)
     counts = GlobalCounts(tokens=1.0, sequences=16.0)
@@ -353,28 +266,3 @@ def test_a_workers_host_limits_end_with_it(made):
     assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (2 * GIB, GIB)
     worker.close()
     assert (host_allocator().limit_bytes, host_allocator().pinned_limit_bytes) == (None, None)
-
-
-@pytest.mark.parametrize("role", ["policy", "reference"])
-def test_a_model_that_mixes_rows_is_refused_when_it_is_loaded(tiny_folder, untied_folder, tmp_path, monkeypatch, role):
-    own_code(monkeypatch, tmp_path)
-    own = str(write_own_code(untied_folder, tmp_path / "own", mixes=True))
-    policy, reference = (own, None) if role == "policy" else (tiny_folder, own)
-    plan = plan_of(policy, {f"{AR}.model.trust_remote_code": True}, reference_folder=reference)
-    with pytest.raises(ConfigError, match=rf"model\.path={own}: models of type own mix the tokens of different rows in"):
-        Worker(plan, place())
-    leave_process_group()
-
-
-def test_a_mapped_reference_has_its_values_when_its_rows_are_compared(made, tiny_folder):
-    mapped = {f"{AR}.actor.use_kl_loss": True, f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload": True}
-    worker = made(mapped, reference_folder=str(tiny_folder))
-    found = call(worker, "ref_log_probs", batch(rows=2), [[0, 1]])
-    assert torch.isfinite(found.log_probs).all()
-
-
-def test_a_worker_on_a_cpu_compiles_nothing(made):
-    worker = made({f"{AR}.actor.use_torch_compile": True})
-    assert not fused._on
-    call(worker, "update_actor", [mini_batch()])
-    assert not worker.policy.model.lm.get_output_embeddings().compiled

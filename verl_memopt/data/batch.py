@@ -8,8 +8,10 @@ import torch
 from tensordict import TensorClass
 from torch import Tensor
 
+from verl_memopt.config.schema import Actor
 from verl_memopt.data.ragged import Ragged, token_index
-from verl_memopt.memory.batching.shared_prompt import RowTokens
+from verl_memopt.memory.batching.row_tokens import RowTokens
+from verl_memopt.memory.batching.shared_prompt import prompt_groups
 
 TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
 """Fields that are flat over response tokens, in the order of ``responses.flat``."""
@@ -18,13 +20,15 @@ TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantag
 class RolloutBatch(TensorClass):
     """Prompts with n responses each. Row = prompt_index * n + sample_index.
 
-    ``group`` is int64 [B]: the prompt that each row answers. The optional fields are fp32 [R], one value for each response
-    token of all rows.
+    ``group`` is int64 [B]: the prompt that each row answers. ``prompt_group`` is int64 [B], or None: rows with the same number
+    compute their prompt once, together. None = each row computes its own. The other optional fields are fp32 [R], one value for
+    each response token of all rows.
     """
 
     prompts: Ragged
     responses: Ragged
     group: Tensor
+    prompt_group: Tensor | None = None
     rollout_log_probs: Tensor | None = None
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
@@ -35,17 +39,17 @@ class RolloutBatch(TensorClass):
         """Number of rows, B."""
         return int(self.group.shape[0])
 
-    def row_tokens(self, shared: bool) -> RowTokens:
-        """Return the number of tokens that a pass computes for each row.
+    def prompt_groups(self) -> Sequence[int]:
+        """Return a number for each row. Rows with the same number compute their prompt once, together."""
+        return range(self.num_rows) if self.prompt_group is None else self.prompt_group.tolist()
 
-        Args:
-            shared: Rows of one group compute their prompt once, together.
-        """
+    def row_tokens(self) -> RowTokens:
+        """Return the number of tokens that a pass computes for each row."""
         pairs = list(zip(self.prompts.sizes(), self.responses.sizes(), strict=True))
         return RowTokens(
             prompts=tuple(prompt if response else 0 for prompt, response in pairs),
             answers=tuple(max(response - 1, 0) for _, response in pairs),
-            groups=tuple(self.group.tolist()) if shared else tuple(range(len(pairs))),
+            groups=tuple(self.prompt_groups()),
         )
 
     def response_row(self) -> Tensor:
@@ -57,14 +61,38 @@ class RolloutBatch(TensorClass):
         if list(rows) == list(range(self.num_rows)):
             return self
         tokens = token_index(self.responses.sizes(), rows)
+        index = torch.as_tensor(rows, dtype=torch.int64)
         flat = {name: getattr(self, name) for name in TOKEN_FIELDS}
         return RolloutBatch(
             prompts=self.prompts.select(rows),
             responses=self.responses.select(rows),
-            group=self.group[torch.as_tensor(rows, dtype=torch.int64)],
+            group=self.group[index],
+            prompt_group=None if self.prompt_group is None else self.prompt_group[index],
             **{name: value[tokens] for name, value in flat.items() if value is not None},
             batch_size=[],
         )
+
+
+def rollout_batch(
+    prompts: Ragged, responses: Ragged, group: Tensor, actor: Actor, rollout_log_probs: Tensor | None = None
+) -> RolloutBatch:
+    """Return the batch of a step, with the rows that compute their prompt together as the settings say.
+
+    Args:
+        prompts: The prompt of each row.
+        responses: The response of each row.
+        group: int64 [B], the prompt that each row answers.
+        actor: The ``actor`` section of the settings.
+        rollout_log_probs: fp32 [R], the engine's log-probs.
+    """
+    return RolloutBatch(
+        prompts=prompts,
+        responses=responses,
+        group=group,
+        prompt_group=torch.tensor(prompt_groups(group.tolist(), actor), dtype=torch.int64),
+        rollout_log_probs=rollout_log_probs,
+        batch_size=[],
+    )
 
 
 def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Sequence[int]) -> Tensor:

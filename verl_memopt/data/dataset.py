@@ -49,7 +49,7 @@ class PromptDataset:
         files: One path or a list of paths.
         data: The ``data`` section of the settings.
         tokenizer: Renders the chat template and finds special tokens.
-        split: train or val. It selects ``{split}_max_samples`` and the keys that errors name.
+        split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
 
     Raises:
         DataError: A file or a row is wrong. The message names the row.

@@ -76,7 +76,7 @@ def as_row(address: str, record: dict[str, Any], split: str, index: int) -> dict
     Args:
         address: File and row of the record, for errors.
         record: Holds ``question`` and ``answer``.
-        split: train or test.
+        split: ``train`` or ``test``.
         index: Position of the record in its split.
 
     Raises:

@@ -200,7 +200,7 @@ def sync_folder(folder: Path) -> None:
 
 def _hashed(file: BinaryIO) -> FileRecord:
     digest, size, chunk = blake3(), 0, memoryview(bytearray(CHUNK_BYTES))
-    while got := file.readinto(chunk):  # type: ignore[attr-defined]
-        digest.update(chunk[:got])
-        size += got
+    while num_bytes := file.readinto(chunk):  # type: ignore[attr-defined]
+        digest.update(chunk[:num_bytes])
+        size += num_bytes
     return FileRecord(size, digest.hexdigest())

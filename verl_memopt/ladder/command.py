@@ -34,11 +34,11 @@ class LadderRecord:
         """Start without rows.
 
         Args:
-            name: of the model, for the files.
-            work: the update that every row runs.
-            json_path: file for the rows as JSON; None for none.
-            text_path: file for the tables; None for none.
-            png_path: file for the picture; None for none.
+            name: Name of the model, for the files.
+            work: The update that every row runs.
+            json_path: File for the rows as JSON; None for none.
+            text_path: File for the tables; None for none.
+            png_path: File for the picture; None for none.
         """
         self.rows: list[Row] = []
         self._name = name
@@ -51,7 +51,7 @@ class LadderRecord:
         """Add a measured row and write the files.
 
         Raises:
-            UserError: a file cannot be written.
+            UserError: A file cannot be written.
         """
         self.rows.append(row)
         if self._json_path is not None:
@@ -74,8 +74,8 @@ class LadderProgress(AbstractContextManager["LadderProgress"]):
         """Show nothing yet.
 
         Args:
-            total: rows to measure.
-            console: where to show it; None for standard error.
+            total: Rows to measure.
+            console: Where to show it. None = standard error.
         """
         self._console = console or Console(stderr=True, highlight=False)
         self._total = total
@@ -127,19 +127,19 @@ def measure_ladder(
     The rows that were measured are written, printed and drawn even where an error or a signal ends the command.
 
     Args:
-        model: folder of the model.
-        work: the update that every row runs.
-        extra: settings of every row, as ``key=value``.
-        only: knobs to measure; empty for all.
-        record: gets each row.
-        console: for the tables.
+        model: Folder of the model.
+        work: The update that every row runs.
+        extra: Settings of every row, as ``key=value``.
+        only: Knobs to measure; empty for all.
+        record: Gets each row.
+        console: For the tables.
 
     Returns:
         0 where the ladder ended, even if some rows ran out of memory; 130 or 143 where Ctrl-C or SIGTERM stopped it.
 
     Raises:
-        DeviceMemoryError: every row ran out of memory (exit code 1).
-        UserError: for what the user must mend.
+        DeviceMemoryError: Every row ran out of memory (exit code 1).
+        UserError: The user must change something.
     """
     total = len(choose_rows(work, only))
     with Interrupts(at_once=True) as interrupts:

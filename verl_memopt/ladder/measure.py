@@ -13,8 +13,8 @@ from typing import Any
 import torch
 
 from verl_memopt.algorithms.reductions import GlobalCounts
-from verl_memopt.config.schema import Settings
-from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.config.schema import Actor, Settings
+from verl_memopt.data.batch import RolloutBatch, rollout_batch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import empty_cache, local_device, resolve_device
 from verl_memopt.distributed.process_group import leave_process_group
@@ -51,14 +51,14 @@ def run_ablation(
     """Measure the rows in order, first the ablation and then the alternatives, and yield each as soon as it is measured.
 
     Args:
-        model: folder or hub id.
-        work: the update that every row runs.
-        extra: further settings of every row, as ``key=value``.
-        only: knobs whose rows are measured, with the rows they are compared with; empty for all.
-        before: called with the knob of each row before it is measured.
+        model: Folder or hub id.
+        work: The update that every row runs.
+        extra: Further settings of every row, as ``key=value``.
+        only: Knobs whose rows are measured, with the rows they are compared with; empty for all.
+        before: Called with the knob of each row before it is measured.
 
     Raises:
-        ConfigError: the model is not there, or the ladder does not have a knob of ``only``.
+        ConfigError: The model is not there, or the ladder does not have a knob of ``only``.
     """
     folder = resolve_folder(model, "--model")
     measured: dict[str, tuple[Row, Shapes]] = {}
@@ -79,11 +79,11 @@ def measure_row(folder: Path, work: Work, knob: str, overrides: tuple[str, ...],
     A row that runs out of device memory is a result too: its ``out_of_memory`` says where. Its memory is free again then.
 
     Args:
-        folder: of the model.
-        work: the update.
-        knob: name of the row.
-        overrides: settings of the row, as ``key=value``.
-        extra: further settings, which win.
+        folder: Folder of the model.
+        work: The update.
+        knob: Name of the row.
+        overrides: Settings of the row, as ``key=value``.
+        extra: Further settings, which win.
     """
     settings = row_settings(str(folder), work, [*overrides, *extra])
     device = local_device(resolve_device(settings.trainer.device), 0)
@@ -110,9 +110,9 @@ def _update(
     short = replace(work, prompt=min(SHORT, work.prompt), response=min(SHORT, work.response))
     group = start_local_group(functools.partial(Worker, _plan(settings, folder)), device)
     try:
-        _round(group, settings, make_batch(short), [])
+        _round(group, settings, make_batch(short, settings.actor_rollout_ref.actor), [])
         started = time.perf_counter()
-        metrics = _round(group, settings, make_batch(work), memories)
+        metrics = _round(group, settings, make_batch(work, settings.actor_rollout_ref.actor), memories)
         return time.perf_counter() - started, metrics
     finally:
         group.shutdown()
@@ -151,8 +151,13 @@ def _measured_row(
     )
 
 
-def make_batch(work: Work) -> RolloutBatch:
-    """Return rollouts of random tokens with random advantages, one prompt for each group. Equal work gives equal rollouts."""
+def make_batch(work: Work, actor: Actor) -> RolloutBatch:
+    """Return rollouts of random tokens with random advantages, one prompt for each group. Equal work gives equal rollouts.
+
+    Args:
+        work: The numbers of rows and tokens, and the seed.
+        actor: The ``actor`` section of the settings. It says how the passes compute prompts.
+    """
     generator = torch.Generator().manual_seed(work.seed)
 
     def random_ids(rows: int, length: int) -> torch.Tensor:
@@ -162,13 +167,10 @@ def make_batch(work: Work) -> RolloutBatch:
         return Ragged(flat=tokens.reshape(-1), lengths=torch.full((tokens.shape[0],), tokens.shape[1]), batch_size=[])
 
     advantages = torch.randn(work.rows, generator=generator).repeat_interleave(work.response)
-    return RolloutBatch(
-        prompts=ragged(random_ids(work.rows // work.group, work.prompt).repeat_interleave(work.group, 0)),
-        responses=ragged(random_ids(work.rows, work.response)),
-        group=torch.arange(work.rows) // work.group,
-        advantages=advantages,
-        batch_size=[],
-    )
+    prompts = ragged(random_ids(work.rows // work.group, work.prompt).repeat_interleave(work.group, 0))
+    batch = rollout_batch(prompts, ragged(random_ids(work.rows, work.response)), torch.arange(work.rows) // work.group, actor)
+    batch.advantages = advantages
+    return batch
 
 
 def _plan(settings: Settings, folder: Path) -> WorkerPlan:
@@ -192,7 +194,7 @@ def _plan(settings: Settings, folder: Path) -> WorkerPlan:
 def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[PhaseMemory]) -> dict[str, float]:
     """Run the phases of one update and return its metrics; each phase is appended to ``memories`` as it ends."""
     names = [f"row {index}" for index in range(batch.num_rows)]
-    bins = (cut_ranks([batch.row_tokens(budget.shared)], [names], budget)[0] for budget in budgets(settings.actor_rollout_ref))
+    bins = (cut_ranks([batch.row_tokens()], [names], budget)[0] for budget in budgets(settings.actor_rollout_ref))
     update_bins, old_bins, ref_bins = bins
 
     def call(phase: str, method: str, *args: Any) -> Any:
@@ -217,7 +219,7 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
     attention = choose_attention(model.attn_implementation, torch.device("cpu"), torch.float32)
     policy = PolicyModel(empty_model(config, attention, torch.float32, model.trust_remote_code), 0, False)
     budget = budgets(settings.actor_rollout_ref)[0]
-    tokens = make_batch(work).row_tokens(budget.shared)
+    tokens = make_batch(work, settings.actor_rollout_ref.actor).row_tokens()
     largest = max(budget.micro_batches(tokens, [""] * work.rows), key=tokens.cost)
     return Shapes(
         settings=settings.actor_rollout_ref,
@@ -233,7 +235,7 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
         tied=policy.tied,
         tokens=tokens.cost(largest),
         responses=len(largest) * work.response,
-        suffix_tokens=sum(tokens.answers[row] for row in largest) if budget.shared and len(largest) > 1 else 0,
+        suffix_tokens=tokens.suffixes(largest),
         skipped=tokens.skipped(largest),
     )
 

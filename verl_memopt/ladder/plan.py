@@ -30,10 +30,10 @@ class Work:
 
     Attributes:
         rows: rollouts.
-        prompt: tokens of each prompt.
-        response: tokens of each response.
-        group: rollouts of one prompt.
-        seed: of the tokens, the advantages and the run.
+        prompt: Tokens of each prompt.
+        response: Tokens of each response.
+        group: Rollouts of one prompt.
+        seed: Seed of the tokens, the advantages and the run.
     """
 
     rows: int = 8
@@ -53,9 +53,9 @@ class RowPlan:
     """A row to measure.
 
     Attributes:
-        knob: that the row switches on.
-        overrides: all settings of the row, as ``key=value``.
-        base: knob of the row that it is compared with; empty for the first.
+        knob: That the row switches on.
+        overrides: All settings of the row, as ``key=value``.
+        base: Knob of the row that it is compared with; empty for the first.
     """
 
     knob: str
@@ -67,12 +67,12 @@ def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
     """Return the settings of a row: one optimizer step over all rollouts, in this process, with transformers' generation.
 
     Args:
-        folder: of the model.
-        work: sizes and seed of the update.
+        folder: Folder of the model.
+        work: Sizes and seed of the update.
         overrides: ``key=value``; they win over the settings that all rows share.
 
     Raises:
-        ConfigError: a setting is unknown or invalid.
+        ConfigError: A setting is unknown or invalid.
     """
     shared = {
         "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,

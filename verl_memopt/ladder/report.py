@@ -45,8 +45,8 @@ def ladder_table(rows: Sequence[Row], all_off: Row | None = None) -> Table:
     A row that ran out of memory has no peak, but the peaks of the phases that ended before.
 
     Args:
-        rows: of the ladder.
-        all_off: the first row of the ladder; without its peak no share is shown.
+        rows: Rows of the ladder.
+        all_off: The first row of the ladder; without its peak no share is shown.
     """
     table = _table("+ knob")
     phases = list(dict.fromkeys(name for row in rows for name in row.phases))

@@ -24,9 +24,9 @@ class Saving:
     """One saving that a row's knob promises, beside the measured one.
 
     Attributes:
-        phase: of the update.
-        kind: of bytes, such as activations.
-        formula_bytes: by the knob's formula.
+        phase: Phase of the update.
+        kind: Kind of bytes, such as activations.
+        formula_bytes: Bytes that the knob's formula gives.
         measured_bytes: None where the row or the one it is compared with ran out of memory.
     """
 
@@ -41,10 +41,10 @@ class OutOfMemory:
     """Where a row ran out of device memory. A figure is None where the error does not have it.
 
     Attributes:
-        phase: of the update, or ``init`` while the model was loaded.
-        asked_bytes: size of the allocation that failed.
-        held_bytes: bytes in use at that moment.
-        limit_bytes: the limit that the allocation passed.
+        phase: Phase of the update, or ``init`` while the model was loaded.
+        asked_bytes: Size of the allocation that failed.
+        held_bytes: Bytes in use at that moment.
+        limit_bytes: The limit that the allocation passed.
     """
 
     phase: str
@@ -63,19 +63,19 @@ class Row:
     """One measured row of the ladder. A row that ran out of memory has None for every figure of the whole update.
 
     Attributes:
-        knob: that the row switches on.
-        overrides: all settings of the row, as ``key=value``.
-        phases: phase -> peak of live tensor bytes on the device, for each phase that ended.
-        kinds: kind -> bytes at the moment of the highest peak.
-        peak_device_bytes: the highest peak.
-        host_bytes: the most that was in host buffers.
-        seconds: of the whole update.
-        loss: of the update.
-        grad_norm: before clipping.
-        phase_kinds: phase -> kind -> the most bytes of that kind. The kinds of a phase peak at different moments.
-        savings: promised and measured.
-        base: knob of the row that this one is compared with.
-        out_of_memory: where the row ran out of memory; None where it fits.
+        knob: That the row switches on.
+        overrides: All settings of the row, as ``key=value``.
+        phases: Phase -> peak of live tensor bytes on the device, for each phase that ended.
+        kinds: Kind -> bytes at the moment of the highest peak.
+        peak_device_bytes: The highest peak.
+        host_bytes: The most that was in host buffers.
+        seconds: Seconds of the whole update.
+        loss: Loss of the update.
+        grad_norm: Before clipping.
+        phase_kinds: Phase -> kind -> the most bytes of that kind. The kinds of a phase peak at different moments.
+        savings: Promised and measured.
+        base: Knob of the row that this one is compared with.
+        out_of_memory: Where the row ran out of memory. None = it fits.
     """
 
     knob: str
@@ -102,10 +102,10 @@ def with_savings(row: Row, base: Row, before: Shapes, after: Shapes) -> Row:
     """Return a row with its savings over ``base``: what the knob's formulas promise and what was measured.
 
     Args:
-        row: the measured row.
-        base: the row that it is compared with.
-        before: sizes that the formulas read, under the settings of ``base``.
-        after: the same, under the settings of ``row``.
+        row: The measured row.
+        base: The row that it is compared with.
+        before: Sizes that the formulas read, under the settings of ``base``.
+        after: The same, under the settings of ``row``.
     """
     savings = [
         Saving(

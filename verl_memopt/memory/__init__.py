@@ -1,1 +1,1 @@
-"""What holds memory and how to hold less of it: one file a knob."""
+"""What holds memory, and how to hold less of it: one file for each technique."""

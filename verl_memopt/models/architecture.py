@@ -53,9 +53,9 @@ def refused(config: PretrainedConfig, source: str, reason: str) -> ConfigError:
     """Return the error for a model that cannot be trained.
 
     Args:
-        config: of the model.
-        source: the folder it was read from.
-        reason: continues "models of type X ...".
+        config: Config of the model.
+        source: The folder it was read from.
+        reason: Continues "models of type X ...".
     """
     return ConfigError(
         f"actor_rollout_ref.model.path={source}: models of type {config.model_type} {reason}. "
@@ -117,11 +117,11 @@ def check_lengths(config: PretrainedConfig, longest: int) -> None:
     """Refuse rows so long that the rotary frequencies of one row would depend on the other rows of its pack.
 
     Args:
-        config: of the model.
-        longest: tokens of the longest prompt and response together.
+        config: Config of the model.
+        longest: Tokens of the longest prompt and response together.
 
     Raises:
-        ConfigError: naming the kind of rotary embedding and the length it was trained for.
+        ConfigError: The rows are too long. The message names the kind of rotary embedding and the length it was trained for.
     """
     parameters: Any = getattr(config, "rope_parameters", None) or {}
     for rope in [parameters, *(part for part in parameters.values() if isinstance(part, dict))]:

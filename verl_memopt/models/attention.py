@@ -10,11 +10,9 @@ from typing import TypeAlias
 import torch
 from torch import Tensor
 from torch.nn.functional import pad
-from transformers import PretrainedConfig
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.architecture import window
 from verl_memopt.models.attention_dense import dense_attention
 from verl_memopt.models.attention_eager import eager_attention, windowed_attention
 from verl_memopt.models.attention_flash import flash_attention
@@ -37,25 +35,25 @@ class AttentionChoice:
     reason: str
 
 
-def choose_attention(asked: str, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
+def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
     """Choose the kernel for ``model.attn_implementation``.
 
     ``auto`` takes flash-attn where it is installed and supports device and dtype. Without flash-attn it takes torch's own flash
     kernels under the same conditions, and else SDPA's other kernels.
 
     Args:
-        asked: The setting.
+        name: The setting.
         device: Where the model computes.
         dtype: In which it computes.
 
     Raises:
         ConfigError: For an unknown name, or for a kernel that cannot run here.
     """
-    key = f"actor_rollout_ref.model.attn_implementation={asked}"
-    if asked not in ("auto", "flash_attention_2", "sdpa", "eager"):
+    key = f"actor_rollout_ref.model.attn_implementation={name}"
+    if name not in ("auto", "flash_attention_2", "sdpa", "eager"):
         raise ConfigError(f"{key}: unknown. Use auto, flash_attention_2, sdpa or eager.")
     installed, supported = importlib.util.find_spec("flash_attn") is not None, supports_flash(device, dtype)
-    if asked == "flash_attention_2":
+    if name == "flash_attention_2":
         if not installed:
             raise ConfigError(f"{key}: the package flash-attn is not installed. Install the extra flash-attn, or use auto.")
         if not supported:
@@ -63,8 +61,8 @@ def choose_attention(asked: str, device: torch.device, dtype: torch.dtype) -> At
                 f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto."
             )
         return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], "asked for")
-    if asked != "auto":
-        return AttentionChoice(asked, REGISTERED[asked], "asked for")
+    if name != "auto":
+        return AttentionChoice(name, REGISTERED[name], "asked for")
     if supported and installed:
         return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], f"installed, supports {device} {dtype}")
     if supported:
@@ -161,25 +159,22 @@ def _flat(tensor: Tensor) -> Tensor:
     return tensor[0].transpose(0, 1)  # [T, heads, D]
 
 
+class WindowOverPrefixError(NotImplementedError):
+    """Attention with a sliding window cannot share a prefix: the window would cut it.
+
+    Attributes:
+        window: The sliding window in tokens.
+    """
+
+    def __init__(self, window: int) -> None:
+        """Name the window in the message."""
+        super().__init__(f"a sliding window of {window} tokens would cut the prefix that sequences share")
+        self.window = window
+
+
 def _refuse_shared_prefix(args: AttentionArgs) -> None:
     if args.layout.prefix_spans and args.window is not None:
-        raise ConfigError(_no_sharing(args.window))
-
-
-def refuse_sliding_window(config: PretrainedConfig) -> None:
-    """Refuse to share prompts in a model whose sliding window would cut them.
-
-    Raises:
-        ConfigError: Where a layer of the model has a sliding window.
-    """
-    size = window(config)
-    if size is not None:
-        raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
-
-
-def _no_sharing(window: int, whose: str = "model's") -> str:
-    key = "actor_rollout_ref.actor.use_prefix_grouper"
-    return f"{key}=true: the {whose} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
+        raise WindowOverPrefixError(args.window)
 
 
 KERNELS: dict[str, Attend] = {

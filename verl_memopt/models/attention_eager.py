@@ -71,5 +71,5 @@ def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> 
         )
     )
     distance = place[:, None] - place
-    seen = ((segment[:, None] == segment) | (segment == 0)) & (distance >= 0)
-    return seen if window is None else seen & (distance < window)
+    visible = ((segment[:, None] == segment) | (segment == 0)) & (distance >= 0)
+    return visible if window is None else visible & (distance < window)

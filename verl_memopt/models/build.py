@@ -32,12 +32,12 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
     """Return the model's config with ``override_config`` merged in.
 
     Args:
-        model: settings of the model.
-        folder: of the model.
+        model: Settings of the model.
+        folder: Folder of the model.
 
     Raises:
-        ConfigError: for a library that cannot be imported, a config that cannot be read, an override that the config does not
-            have or take, or an architecture whose log-probs would be wrong.
+        ConfigError: A library cannot be imported, the config cannot be read or does not have or take an override, or log-probs
+            of this architecture would be wrong.
     """
     key = "actor_rollout_ref.model"
     if model.external_lib is not None:
@@ -84,13 +84,13 @@ def empty_model(
     The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout.
 
     Args:
-        config: of the model.
-        attention: the kernel.
-        dtype: of the parameters at rest (the masters).
-        trust_remote_code: run code from the model's folder.
+        config: Config of the model.
+        attention: The kernel.
+        dtype: Dtype of the parameters at rest (the masters).
+        trust_remote_code: Run code from the model's folder.
 
     Raises:
-        ConfigError: where transformers cannot build the model with attention over packs.
+        ConfigError: Transformers cannot build the model with attention over packs.
     """
     register_kernels()
     source = str(config.name_or_path)
@@ -117,11 +117,11 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
     """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU.
 
     Args:
-        model: its parameters have storage.
-        device: where the buffers go.
+        model: Its parameters have storage.
+        device: Where the buffers go.
 
     Raises:
-        ConfigError: naming a module whose buffers cannot be computed from its config alone.
+        ConfigError: A module's buffers cannot be computed from its config alone. The message names it.
     """
     for name, module in model.named_modules():
         missing = [key for key in module._non_persistent_buffers_set if getattr(module, key) is not None]
@@ -130,7 +130,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
         try:
             fresh = type(module)(module.config)
         except Exception as error:  # the constructor of a module may raise anything
-            config = getattr(model, "lm", model).config
+            config: Any = getattr(model, "lm", model).config
             where = f"{', '.join(missing)} of {name.removeprefix('lm.')} ({type(module).__name__})"
             raise refused(
                 config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}"
@@ -146,7 +146,7 @@ class WeightFolder:
         """Open the files of a folder.
 
         Raises:
-            ConfigError: where the folder holds no safetensors, or its index names a file that is missing or outside of it.
+            ConfigError: The folder holds no safetensors, or its index names a file that is missing or outside of it.
         """
         self.folder = folder
         index = folder / "model.safetensors.index.json"
@@ -175,8 +175,8 @@ class WeightFolder:
         """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
 
         Args:
-            name: of the tensor.
-            region: a slice for each dimension; empty for the whole tensor.
+            name: Name of the tensor.
+            region: A slice for each dimension; empty for the whole tensor.
         """
         with mapping():
             part = self._files[self.names[name]].get_slice(name)
@@ -193,11 +193,11 @@ def fill_from_folder(model: nn.Module, folder: Path) -> None:
     """Copy each parameter's own shard from safetensors into a model, one tensor at a time.
 
     Args:
-        model: sharded or not, with storage.
-        folder: with safetensors files.
+        model: The model, sharded or not, with storage.
+        folder: Folder with safetensors files.
 
     Raises:
-        ConfigError: listing every tensor that is missing, left over, or of another shape.
+        ConfigError: A tensor is missing, left over, or of another shape. The message lists them all.
     """
     weights = WeightFolder(folder)
     parameters = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
@@ -240,12 +240,12 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
     Such a head would be ignored. Many folders hold one that is equal.
 
     Args:
-        weights: of the folder.
-        embedding: name of the embedding in it.
-        folder: for the message.
+        weights: Weights of the folder.
+        embedding: Name of the embedding in it.
+        folder: For the message.
 
     Raises:
-        ConfigError: naming the first rows that differ.
+        ConfigError: The weights differ. The message names the first rows that do.
     """
     head = "lm_head.weight"
     if head not in weights.names or embedding not in weights.names:
@@ -265,11 +265,11 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
     """Return each parameter's shard as a view of the mapped file. None of it is read yet.
 
     Args:
-        model: sharded or not.
-        folder: with safetensors files.
+        model: The model, sharded or not.
+        folder: Folder with safetensors files.
 
     Raises:
-        ConfigError: as in :func:`fill_from_folder`, and where a file has another dtype than the model.
+        ConfigError: As in :func:`fill_from_folder`. Or a file has another dtype than the model.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
     _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder)

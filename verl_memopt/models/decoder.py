@@ -66,11 +66,11 @@ class Attention(nn.Module):
 
         Args:
             x: [T, h], before ``norm``.
-            norm: of the block's input.
-            tables: cos and sin of the T positions, [1, T, D] each.
-            layout: which of the T tokens share a prefix.
-            attend: the kernel.
-            prefix_kv: the prefix KV of these answers, or the recorder where this is the forward of a prefix.
+            norm: Norm of the block's input.
+            tables: Cos and sin of the T positions, [1, T, D] each.
+            layout: Which of the T tokens share a prefix.
+            attend: The kernel.
+            prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
         """
         rows = query_rows(layout, prefix_kv)
         if not self.options.recompute and rows is None:
@@ -132,8 +132,8 @@ class MLP(nn.Module):
 
         Args:
             x: [T, h], before ``norm``.
-            norm: of the MLP's input.
-            least_tiles: a recomputed MLP that runs over tiles has at least so many.
+            norm: Norm of the MLP's input.
+            least_tiles: A recomputed MLP that runs over tiles has at least so many.
         """
         tiles = self.options.mlp_tiles
         if not self.options.recompute:
@@ -177,10 +177,10 @@ class DecoderBlock(nn.Module):
         Args:
             hidden: [1, T, h].
             cos: [1, T, D], as ``sin``.
-            sin: of the T positions.
-            layout: which of the T tokens share a prefix.
-            attend: the attention kernel.
-            prefix_kv: the prefix KV of these answers, or the recorder where this is the forward of a prefix.
+            sin: Sines of the T positions.
+            layout: Which of the T tokens share a prefix.
+            attend: The attention kernel.
+            prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
         """
         # FSDP's hooks are outside of this call, so a block is gathered once for its second forward and its backward.
         if self.options.checkpoint is not None:
@@ -211,9 +211,9 @@ class Decoder(nn.Module):
         """Take over the submodules of a Hugging Face decoder.
 
         Args:
-            source: the decoder.
-            blocks: the options of each block.
-            attend: the attention kernel.
+            source: The decoder.
+            blocks: The options of each block.
+            attend: The attention kernel.
         """
         super().__init__()
         self.options = tuple(blocks)
@@ -236,10 +236,10 @@ class Decoder(nn.Module):
         Args:
             input_ids: int64 [1, T], packed sequences.
             position_ids: int64 [1, T].
-            layout: which of the T tokens share a prefix.
-            needed: the same with only Q tokens as queries, for a pruned last block; None for all tokens.
-            prefix_kv: the prefix KV of these answers, or the recorder where this is the forward of a prefix.
-            attend: another kernel than the decoder's own, for comparisons.
+            layout: Which of the T tokens share a prefix.
+            needed: The same with only Q tokens as queries, for a pruned last block; None for all tokens.
+            prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
+            attend: Another kernel than the decoder's own, for comparisons.
         """
         hidden = self.embed_tokens(input_ids)
         cos, sin = self.rotary_emb(hidden, position_ids=position_ids)

@@ -31,11 +31,11 @@ def export_folder(
     """Write config, generation config, tokenizer and, where given, weights.
 
     Args:
-        folder: to be written.
-        config: of the model.
-        tokenizer_folder: whose tokenizer files are copied.
+        folder: The folder to write.
+        config: Config of the model.
+        tokenizer_folder: Whose tokenizer files are copied.
         weights: (name, whole tensor) pairs, consumed by every rank in step; None for no weights.
-        writes: whether this rank writes anything.
+        writes: Whether this rank writes anything.
     """
     if writes:
         folder.mkdir(parents=True, exist_ok=True)

@@ -27,12 +27,12 @@ def resolve_folder(path: str, key: str, trust_remote_code: bool = False) -> Path
     """Return the folder of a model in Hugging Face format. A hub id is downloaded once, or read from the local cache.
 
     Args:
-        path: a folder or a hub id.
-        key: the setting, to name in errors.
-        trust_remote_code: download the repository's Python files as well.
+        path: A folder or a hub id.
+        key: The setting, to name in errors.
+        trust_remote_code: Download the repository's Python files as well.
 
     Raises:
-        ConfigError: where there is no such folder, it has no config.json, or the hub cannot provide it.
+        ConfigError: There is no such folder, it has no config.json, or the hub cannot provide it.
     """
     folder = Path(path).expanduser()
     if folder.is_dir():
@@ -62,12 +62,12 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     """Return the tokenizer of a folder, with ``model.custom_chat_template`` as its template if that is set.
 
     Args:
-        folder: with the tokenizer's files.
-        model: settings of the model.
-        trust_remote_code: let it run code from its folder, as ``model.trust_remote_code`` does too.
+        folder: Folder with the tokenizer's files.
+        model: Settings of the model.
+        trust_remote_code: Let it run code from its folder, as ``model.trust_remote_code`` does too.
 
     Raises:
-        ConfigError: where it cannot be read, or has no token that ends a response.
+        ConfigError: The tokenizer cannot be read, or has no token that ends a response.
     """
     from transformers import AutoTokenizer
 
@@ -95,12 +95,12 @@ def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:
     """Refuse a tokenizer with tokens for which a model has no embedding.
 
     Args:
-        tokenizer: of the run.
-        rows: of the model's embedding.
+        tokenizer: Tokenizer of the run.
+        rows: Rows of the model's embedding.
         source: ``key=value`` of the setting that named the model.
 
     Raises:
-        ConfigError: naming both numbers and the first token without a row.
+        ConfigError: The tokenizer has tokens without a row. The message names both numbers and the first such token.
     """
     tokens = tokenizer.get_vocab()
     beyond = sorted((number, token) for token, number in tokens.items() if number >= rows)
@@ -118,7 +118,7 @@ def files_of_index(index: Path) -> set[str]:
     A file may be a link, as in the hub's cache; its name may not lead out of the folder.
 
     Raises:
-        ConfigError: the index cannot be read, is of another form, or names a file outside of its folder.
+        ConfigError: The index cannot be read, is of another form, or names a file outside of its folder.
     """
     try:
         names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
@@ -146,11 +146,11 @@ def end_tokens(folder: Path, tokenizer: Any) -> tuple[int, ...]:
     """Return the ids that end a response: those of generation_config.json, and the tokenizer's own.
 
     Args:
-        folder: of the model.
-        tokenizer: of the run.
+        folder: Folder of the model.
+        tokenizer: Tokenizer of the run.
 
     Raises:
-        ConfigError: where generation_config.json cannot be read.
+        ConfigError: generation_config.json cannot be read.
     """
     path = folder / "generation_config.json"
     try:

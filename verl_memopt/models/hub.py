@@ -21,7 +21,7 @@ def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
     Args:
         repo_id: ``owner/name``.
         repo_type: ``model`` or ``dataset``.
-        wanted: glob patterns below the repository's root.
+        wanted: Glob patterns below the repository's root.
     """
     from huggingface_hub import snapshot_download
     from huggingface_hub.errors import LocalEntryNotFoundError
@@ -42,8 +42,8 @@ def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS,
     Args:
         repo_id: ``owner/name``.
         repo_type: ``model`` or ``dataset``.
-        seconds: how long to wait.
-        endpoint: the hub's address; None = HF_ENDPOINT, or the public hub.
+        seconds: How long to wait.
+        endpoint: The hub's address; None = HF_ENDPOINT, or the public hub.
     """
     from huggingface_hub import HfApi, constants
 

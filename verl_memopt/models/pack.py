@@ -1,4 +1,4 @@
-"""One micro-batch as the model sees it: packed sequences in one row, and which log-probs are asked for."""
+"""One micro-batch as the model sees it: packed sequences in one row, and the log-probs to compute."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_memopt.memory.batching.shared_prompt import skipped_if_many
+from verl_memopt.memory.batching.row_tokens import skipped_if_many
 from verl_memopt.models.prefix_layout import PrefixGroup, PrefixLayout
 
 

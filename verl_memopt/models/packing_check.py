@@ -6,15 +6,21 @@ the log-probs of a row depend on the rows before it. Nothing fails, and training
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
 
+from verl_memopt.config.schema import Actor
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.batching.shared_prompt import prompt_groups
 from verl_memopt.memory.parameters.resharding import reshard_units
-from verl_memopt.models.architecture import PACKED_LAYERS, layer_types, refused
+from verl_memopt.models.architecture import PACKED_LAYERS, layer_types, refused, window
+from verl_memopt.models.attention import WindowOverPrefixError
 from verl_memopt.models.decoder import class_name
 from verl_memopt.models.pack import Pack, pack_groups, pack_rows
 from verl_memopt.models.policy_model import PolicyModel
@@ -48,8 +54,8 @@ class RowDifferences:
     """Mean differences of one row's log-probs in nats.
 
     Attributes:
-        mixing: between packs with other rows beside it.
-        packing: between a pack and the row alone, with eager attention and whole logits. Our decoder computes the row alone in
+        mixing: Between packs with other rows beside it.
+        packing: Between a pack and the row alone, with eager attention and whole logits. Our decoder computes the row alone in
             the Llama family, and transformers' own forward in any other.
     """
 
@@ -57,13 +63,13 @@ class RowDifferences:
     packing: float
 
 
-def row_differences(policy: PolicyModel, device: torch.device, shared: bool) -> RowDifferences:
+def row_differences(policy: PolicyModel, device: torch.device, prompt_groups: Sequence[int]) -> RowDifferences:
     """Return how far packing changes one row, by three forwards of fewer than a hundred random tokens.
 
     Args:
-        policy: sharded and filled; all ranks call in step.
-        device: of its parameters.
-        shared: rows of one group share their prompt.
+        policy: The model, sharded and filled. All ranks call in step.
+        device: The device of its parameters.
+        prompt_groups: A number for each row. Rows with the same number compute their prompt once, together.
     """
     generator = torch.Generator().manual_seed(0)
     prompts, answers = _random_rows(policy, generator)
@@ -75,8 +81,8 @@ def row_differences(policy: PolicyModel, device: torch.device, shared: bool) -> 
     head = policy.lm.get_output_embeddings()
     compiled, head.compiled = head.compiled, False
     try:
-        packed = _watched(_log_probs_of(policy, _pack(prompts, answers, shared).to(device)))
-        beside_others = _watched(_log_probs_of(policy, _pack(changed_prompts, changed_answers, shared).to(device)))
+        packed = _watched(_log_probs_of(policy, _pack(prompts, answers, prompt_groups).to(device)))
+        beside_others = _watched(_log_probs_of(policy, _pack(changed_prompts, changed_answers, prompt_groups).to(device)))
         alone = pack_rows(prompts[WATCHED], PROMPTS[WATCHED : WATCHED + 1], answers[WATCHED], ANSWERS[WATCHED : WATCHED + 1])
         by_itself = _log_probs_of(policy, alone.to(device), unpacked=True)
     finally:
@@ -85,24 +91,28 @@ def row_differences(policy: PolicyModel, device: torch.device, shared: bool) -> 
     return RowDifferences(float((packed - beside_others).abs().mean()), float((packed - by_itself).abs().mean()))
 
 
-def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype, shared: bool, source: str) -> None:
+def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype, actor: Actor, source: str) -> None:
     """Refuse a model whose log-probs of a row depend on how rows are packed.
 
     Args:
-        policy: sharded and filled; all ranks call in step. Fake and meta tensors have no values: nothing is compared then.
-        device: of its parameters.
-        dtype: it computes in, which bounds what rounding may do.
-        shared: rows of one group share their prompt.
-        source: its folder, to name in errors.
+        policy: The model, sharded and filled. All ranks call in step. Fake and meta tensors have no values, so
+            nothing is compared.
+        device: The device of its parameters.
+        dtype: The dtype that the model computes in. It bounds what rounding may do.
+        actor: The ``actor`` section of the settings. It says whether rows share their prompt.
+        source: The folder of the model, for errors.
 
     Raises:
-        ConfigError: naming the model type, and the layers that mix rows.
+        ConfigError: Packing changes log-probs, or a sliding window would cut a shared prompt. The message names the model type
+            and the layers that mix rows, or the setting to change.
     """
     if any(isinstance(_local(parameter), FakeTensor) or parameter.is_meta for parameter in policy.parameters()):
         return
     config = policy.lm.config
     try:
-        differences = row_differences(policy, device, shared)
+        differences = row_differences(policy, device, prompt_groups(GROUPS, actor))
+    except WindowOverPrefixError as error:
+        raise ConfigError(_no_sharing(error.window)) from error
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
         raise refused(config, source, f"cannot compute packed rows ({type(error).__name__}: {reason})") from error
@@ -123,6 +133,26 @@ def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype,
         )
 
 
+def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
+    """Refuse to share prompts in a model whose sliding window would cut them.
+
+    Args:
+        config: The model's config.
+        actor: The ``actor`` section of the settings. It says whether rows share their prompt.
+
+    Raises:
+        ConfigError: A layer of the model has a sliding window, and rows share their prompt.
+    """
+    size = window(config)
+    if size is not None and actor.use_prefix_grouper:
+        raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
+
+
+def _no_sharing(window: int, whose: str = "model's") -> str:
+    key = "actor_rollout_ref.actor.use_prefix_grouper"
+    return f"{key}=true: the {whose} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
+
+
 def _local(parameter: Tensor) -> Tensor:
     """Return this rank's part of a parameter."""
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
@@ -130,7 +160,7 @@ def _local(parameter: Tensor) -> Tensor:
 
 def _random_rows(policy: PolicyModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
     """Return the prompts and answers, int64 each; rows of one group have the same prompt."""
-    vocabulary = policy.lm.get_input_embeddings().weight.shape[0]
+    vocabulary = policy.embedding_weight.shape[0]
 
     def tokens(size: int) -> Tensor:
         return torch.randint(vocabulary, (size,), generator=generator)
@@ -139,9 +169,8 @@ def _random_rows(policy: PolicyModel, generator: torch.Generator) -> tuple[list[
     return [by_group[group] for group in GROUPS], [tokens(size) for size in ANSWERS]
 
 
-def _pack(prompts: list[Tensor], answers: list[Tensor], shared: bool) -> Pack:
-    rows = torch.cat(prompts), PROMPTS, torch.cat(answers), ANSWERS
-    return pack_groups(*rows, GROUPS) if shared else pack_rows(*rows)
+def _pack(prompts: list[Tensor], answers: list[Tensor], prompt_groups: Sequence[int]) -> Pack:
+    return pack_groups(torch.cat(prompts), PROMPTS, torch.cat(answers), ANSWERS, prompt_groups)
 
 
 def _watched(log_probs: Tensor) -> Tensor:

@@ -45,18 +45,18 @@ def parallelize(
     """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
     Args:
-        policy: the model; its blocks already have their options.
-        model: settings of the model.
-        fsdp: settings of its sharding.
-        mesh: of the ranks.
-        dtypes: of the masters, of compute and of the gradient reduction.
-        key: the settings section to name in errors.
-        checkpoints: activation checkpointing is on.
-        trained: the policy, which has adapters where LoRA is asked for.
-        quantization: of a frozen model's blocks.
+        policy: The model; its blocks already have their options.
+        model: Settings of the model.
+        fsdp: Settings of its sharding.
+        mesh: Device mesh of the ranks.
+        dtypes: Dtypes of the masters, of compute and of the gradient reduction.
+        key: The settings section to name in errors.
+        checkpoints: Activation checkpointing is on.
+        trained: The policy, which has adapters if LoRA is on.
+        quantization: Quantization of a frozen model's blocks.
 
     Raises:
-        ConfigError: for adapters or units that the model has no modules for.
+        ConfigError: The model has no modules for the adapters or units.
     """
     if trained and model.lora_rank > 0:
         apply_lora(policy.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
@@ -85,14 +85,14 @@ def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bo
     A knob that such an architecture lacks is refused, or logged where the run is still correct without it.
 
     Args:
-        lm: as transformers made it.
-        model: settings of the model.
-        fsdp: settings of its sharding, whose units are what is checkpointed.
-        checkpoints: activation checkpointing is on.
+        lm: The model, as transformers made it.
+        model: Settings of the model.
+        fsdp: Settings of its sharding, whose units are what is checkpointed.
+        checkpoints: Activation checkpointing is on.
         trained: false for a model that only ever runs without gradients.
 
     Raises:
-        ConfigError: for MLPs that cannot run over tiles.
+        ConfigError: MLPs cannot run over tiles.
     """
     blocks: Any = getattr(lm.get_decoder(), "layers", None)
     if not isinstance(blocks, nn.ModuleList):
@@ -124,10 +124,10 @@ def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bo
 
 
 def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) -> list[nn.Module]:
-    """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the classes asked for.
+    """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the named classes.
 
     Raises:
-        ConfigError: where the model has no module of these classes.
+        ConfigError: The model has no module of these classes.
     """
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap
     if wanted is None:

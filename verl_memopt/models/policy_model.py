@@ -33,10 +33,10 @@ class LogProbHead(nn.Module):
         """Take over the weight and bias of a linear head.
 
         Args:
-            linear: the head.
-            chunk_tokens: response tokens per chunk, 0 = all.
-            compiled: compile the functions of a chunk.
-            vocab_tile: vocabulary entries per tile of a chunk, 0 = where they are free.
+            linear: The head.
+            chunk_tokens: Response tokens per chunk, 0 = all.
+            compiled: Compile the functions of a chunk.
+            vocab_tile: Vocabulary entries per tile of a chunk, 0 = where they are free.
         """
         super().__init__()
         self.weight = linear.weight
@@ -58,9 +58,9 @@ class LogProbHead(nn.Module):
         Args:
             hidden: [R, h].
             targets: int64 [R]; None returns the logits [..., V], for transformers.
-            temperature: of the log-probs.
-            with_entropy: entropies are asked for.
-            token_gradient: gives the gradients of log-probs and entropies before backward.
+            temperature: Temperature of the log-probs.
+            with_entropy: Compute entropies too.
+            token_gradient: Gives the gradients of log-probs and entropies before backward.
         """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
@@ -98,18 +98,18 @@ class PolicyModel(nn.Module):
         """Take over a model.
 
         Args:
-            lm: any causal LM with a decoder and a linear head.
-            chunk_tokens: response tokens per chunk of the head, 0 = all.
-            compiled: compile the per-chunk functions.
-            vocab_tile: vocabulary entries per tile of a chunk, 0 = where they are free.
-            blocks: what each block does to hold less memory, only in the Llama family; None for nothing.
-            supports_prefix_kv: answers may use the prefix KV of an earlier forward.
+            lm: Any causal LM with a decoder and a linear head.
+            chunk_tokens: Response tokens per chunk of the head, 0 = all.
+            compiled: Compile the per-chunk functions.
+            vocab_tile: Vocabulary entries per tile of a chunk, 0 = where they are free.
+            blocks: What each block does to hold less memory, only in the Llama family; None for nothing.
+            supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
 
         Raises:
-            ConfigError: for a model without a list of decoder blocks, or whose head is no plain linear layer.
+            ConfigError: The model has no list of decoder blocks, or its head is no plain linear layer.
         """
         super().__init__()
-        head, source = lm.get_output_embeddings(), lm.config.name_or_path
+        head, source = lm.get_output_embeddings(), str(lm.config.name_or_path)
         if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
             raise refused(
                 lm.config, source, f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})"
@@ -131,7 +131,13 @@ class PolicyModel(nn.Module):
     @property
     def tied(self) -> bool:
         """Whether head and embedding are one tensor."""
-        return self.lm.get_output_embeddings().weight is self.lm.get_input_embeddings().weight
+        return self.lm.get_output_embeddings().weight is self.embedding_weight
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """Weight of the token embedding, [V, H]."""
+        embedding: Any = self.lm.get_input_embeddings()
+        return embedding.weight
 
     @property
     def decoder(self) -> nn.Module:
@@ -140,7 +146,8 @@ class PolicyModel(nn.Module):
 
     def blocks(self) -> list[nn.Module]:
         """Return the decoder blocks in order."""
-        return list(self.decoder.layers)
+        layers: Any = self.decoder.layers
+        return list(layers)
 
     def forward(
         self,
@@ -151,16 +158,16 @@ class PolicyModel(nn.Module):
         prefix_kv: Prefix | None = None,
         unpacked: bool = False,
     ) -> Any:
-        """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] when asked.
+        """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] if requested.
 
         Args:
-            pack: the tokens of a micro-batch, and its targets.
-            temperature: of the log-probs.
-            with_entropy: entropies are asked for.
-            token_gradient: gives the gradient of each log-prob before backward, so the head computes its own in forward.
-            prefix_kv: the prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns the
+            pack: The tokens of a micro-batch, and its targets.
+            temperature: Temperature of the log-probs.
+            with_entropy: Compute entropies too.
+            token_gradient: Gives the gradient of each log-prob before backward, so the head computes its own in forward.
+            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns the
                 state of the last token [1, h] and ``PrefixRecorder.outputs`` instead.
-            unpacked: compute a pack of one row with eager attention and whole logits, for comparisons.
+            unpacked: Compute a pack of one row with eager attention and whole logits, for comparisons.
         """
         if unpacked:
             return self._unpacked(pack, temperature)
@@ -212,9 +219,9 @@ def allocate(policy: PolicyModel, device: torch.device, on_host: bool = False) -
     """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
 
     Args:
-        policy: a model without storage.
-        device: where it computes.
-        on_host: put the shards on the host.
+        policy: A model without storage.
+        device: The device to compute on.
+        on_host: Put the shards on the host.
     """
     tied = policy.tied
     if on_host:
@@ -238,11 +245,11 @@ def dtype_of(name: str, key: str) -> torch.dtype:
     """Return the torch dtype for a setting's spelling.
 
     Args:
-        name: the spelling.
-        key: the setting, to name in errors.
+        name: The spelling.
+        key: The setting, to name in errors.
 
     Raises:
-        ConfigError: for an unknown dtype.
+        ConfigError: The dtype is unknown.
     """
     if name not in DTYPES:
         raise ConfigError(f"{key}={name}: unknown dtype. Use one of {', '.join(DTYPES)}.")

@@ -92,8 +92,8 @@ class PrefixLayout:
 
     def map(self, change: Callable[[Tensor], Tensor]) -> PrefixLayout:
         """Return the same layout with ``change`` applied to each tensor."""
-        tensors = {name: value for name, value in vars(self).items() if isinstance(value, Tensor)}
-        return replace(self, **{name: change(tensor) for name, tensor in tensors.items()})
+        changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
 
     def at_queries(self, *tensors: Any) -> tuple[Any, ...]:
         """Return the rows of the queries from tensors of all keys, or the tensors themselves where every key is a query.

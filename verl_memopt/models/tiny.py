@@ -66,9 +66,9 @@ def make_tiny_model(folder: str | Path, shape: TinyShape | None = None, *, seed:
     complete. An older folder is replaced.
 
     Args:
-        folder: to be written.
+        folder: The folder to write.
         shape: None for the default.
-        seed: of the weights.
+        seed: Seed of the weights.
 
     Returns:
         The folder.

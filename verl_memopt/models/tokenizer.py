@@ -35,10 +35,10 @@ def build_tokenizer(vocab_size: int = 320) -> PreTrainedTokenizerFast:
     used up at a few hundred tokens, so the tokenizer may have fewer than ``vocab_size``.
 
     Args:
-        vocab_size: at least ``SMALLEST_VOCABULARY``.
+        vocab_size: Size of the vocabulary, at least ``SMALLEST_VOCABULARY``.
 
     Raises:
-        ValueError: for a smaller ``vocab_size``.
+        ValueError: ``vocab_size`` is smaller.
     """
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 

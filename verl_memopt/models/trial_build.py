@@ -7,10 +7,11 @@ from typing import NamedTuple
 
 import torch
 
-from verl_memopt.config.schema import Model
+from verl_memopt.config.schema import Actor, Model
 from verl_memopt.models.architecture import TESTED, check_lengths, refused
-from verl_memopt.models.attention import REGISTERED, AttentionChoice, refuse_sliding_window
+from verl_memopt.models.attention import REGISTERED, AttentionChoice
 from verl_memopt.models.build import WeightFolder, check_tied_head, empty_model, load_model_config, named_weights, rebuild_buffers
+from verl_memopt.models.packing_check import refuse_sliding_window
 from verl_memopt.models.policy_model import PolicyModel
 
 ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed")
@@ -22,30 +23,29 @@ class Checked(NamedTuple):
 
     Attributes:
         weights: name -> shape of each weight, without adapters.
-        embedding_rows: rows of the token embedding.
+        embedding_rows: Rows of the token embedding.
     """
 
     weights: dict[str, tuple[int, ...]]
     embedding_rows: int
 
 
-def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -> Checked:
+def check_architecture(model: Model, folder: Path, longest: int, actor: Actor) -> Checked:
     """Refuse a model that cannot be trained, as far as its files say without loading the weights, and return what they say.
 
     Args:
-        model: the settings of the policy's model; a reference is read with the same.
-        folder: of the policy or of the reference.
-        longest: tokens of the longest prompt and response together.
-        shared: rows of one group share their prompt.
+        model: The settings of the policy's model. A reference is read with the same.
+        folder: Folder of the policy or of the reference.
+        longest: Tokens of the longest prompt and response together.
+        actor: The ``actor`` section of the settings. It says how rows are packed.
 
     Raises:
-        ConfigError: naming the model type, what is not supported and the types that are tested; or what the folder lacks,
-            or a head of its own that the config ties to the embedding.
+        ConfigError: The model cannot be trained. The message names the model type, what is not supported and the types that are
+            tested. Or it names what the folder lacks, or a head of its own that the config ties to the embedding.
     """
     config = load_model_config(model, folder)
     check_lengths(config, longest)
-    if shared:
-        refuse_sliding_window(config)
+    refuse_sliding_window(config, actor)
     policy = PolicyModel(empty_model(config, ANY_ATTENTION, torch.float32, model.trust_remote_code), 0, False)
     rebuild_buffers(policy, torch.device("cpu"))
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(policy)}
@@ -59,7 +59,7 @@ def check_architecture(model: Model, folder: Path, longest: int, shared: bool) -
             str(folder),
             f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)",
         )
-    embedding = policy.lm.get_input_embeddings().weight
+    embedding = policy.embedding_weight
     if policy.tied:
         check_tied_head(weights, next(name for name, parameter in named_weights(policy) if parameter is embedding), folder)
     return Checked(shapes, int(embedding.shape[0]))

@@ -85,7 +85,13 @@ class Score:
 
 @dataclass
 class _State:
-    """State that a checkpoint stores. ``lowest`` and ``highest``: score of any answer so far. ``told``: warnings given."""
+    """State that a checkpoint stores.
+
+    Attributes:
+        lowest: Lowest score of any answer so far.
+        highest: Highest score of any answer so far.
+        warned: Kinds of the warnings given so far.
+    """
 
     first: Score = field(default_factory=Score)
     recent: list[Score] = field(default_factory=list)
@@ -95,7 +101,7 @@ class _State:
     zero_steps: int = 0
     zero_prompts: int = 0
     zero_with_advantages: int = 0
-    told: list[str] = field(default_factory=list)
+    warned: list[str] = field(default_factory=list)
 
 
 class Health:
@@ -164,7 +170,8 @@ class Health:
             "recent": [Score(**score) for score in state["recent"]],
             "validation": None if state["validation"] is None else Score(**state["validation"]),
         }
-        self._state = _State(**{**state, **scores})
+        others = {("warned" if name == "told" else name): value for name, value in state.items()}  # as old checkpoints say
+        self._state = _State(**{**others, **scores})
 
     def _count_zero(self, score: Score, metrics: Mapping[str, float]) -> None:
         state = self._state
@@ -197,8 +204,8 @@ class Health:
         return total if total.prompts >= WINDOW_PROMPTS else None
 
     def _new(self, warnings: Mapping[str, str]) -> list[str]:
-        new = {kind: text for kind, text in warnings.items() if kind not in self._state.told}
-        self._state.told += new
+        new = {kind: text for kind, text in warnings.items() if kind not in self._state.warned}
+        self._state.warned += new
         return list(new.values())
 
 

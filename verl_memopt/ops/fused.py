@@ -51,8 +51,8 @@ def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], 
 
     Args:
         statement: Takes tensors of some rows, then ``others``.
-        tensors: Of as many rows each, or None. The first is a tensor, whose size decides the tiles. Two tensors that share memory
-            must be the same rows of the same tensor.
+        tensors: Tensors with the same number of rows, or None. The first is a tensor, and its size decides the tiles. Two tensors
+            that share memory must be the same rows of the same tensor.
         others: Further arguments, the same for every tile.
         narrow: The statement creates nothing in fp32, so its tiles may be larger.
     """

@@ -24,10 +24,10 @@ class Head:
     Attributes:
         weight: [V, H].
         bias: [V], or None.
-        temperature: Of the log-probs.
+        temperature: Temperature of the log-probs.
         chunk_tokens: Tokens whose logits exist at once; 0 for all.
         vocab_tile: Vocabulary entries whose logits exist at once; 0 for all.
-        with_entropy: Entropies are asked for.
+        with_entropy: Compute entropies too.
         compiled: Compile what runs between the products.
     """
 
@@ -68,9 +68,9 @@ class Tokens:
     """Statistics of some tokens, fp32 [c] each.
 
     Attributes:
-        log_probs: Of the targets.
+        log_probs: Log-probs of the targets.
         log_normalizer: Log of the sum of exponentials of the logits.
-        entropy: Of the distribution, where it is asked for.
+        entropy: Entropy of the distribution. None = not requested.
     """
 
     log_probs: Tensor
@@ -113,16 +113,16 @@ class LogitTiles:
         self._soft = head.whole_rows and not head.with_entropy
         self._run: Callable[..., Callable[..., Any]] = _compiled if head.compiled else _plain
 
-    def read(self, hidden: Tensor, targets: Tensor) -> Tokens:
+    def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
         """Return the statistics of a chunk of tokens.
 
-        With whole rows the buffer then holds log-probs where entropy is asked for, else probabilities, for :meth:`differentiate`.
+        With whole rows the buffer then holds log-probs if entropies are requested, else probabilities, for :meth:`differentiate`.
 
         Args:
             hidden: [c, H].
             targets: int64 [c].
         """
-        parts = [self._read_tile(hidden, targets, columns) for columns in self.head.tiles()]
+        parts = [self._tile_statistics(hidden, targets, columns) for columns in self.head.tiles()]
         top, log_sum, picked, entropy = parts[0]
         for part in parts[1:]:
             top, log_sum, picked, entropy = _merged((top, log_sum, picked, entropy), part)
@@ -136,7 +136,7 @@ class LogitTiles:
         grad_log_probs: Tensor,
         grad_entropy: Tensor | None,
         into: Gradients,
-        just_read: bool,
+        in_buffer: bool,
     ) -> None:
         """Add the gradients of a chunk.
 
@@ -147,13 +147,13 @@ class LogitTiles:
             grad_log_probs: fp32 [c].
             grad_entropy: fp32 [c], or None.
             into: Where the gradients go.
-            just_read: The last call was :meth:`read` of this chunk, so whole rows need not be computed again.
+            in_buffer: The last call was :meth:`statistics` of this chunk, so whole rows are still in the buffer.
         """
         tiles = self.head.tiles()
         # Several tiles are added up in fp32 whatever the compute dtype.
         total = hidden.new_zeros(hidden.shape, dtype=torch.float32) if into.hidden is not None and len(tiles) > 1 else None
         for columns in tiles:
-            matrix = self._logit_gradient(hidden, targets, columns, tokens, grad_log_probs, grad_entropy, just_read)
+            matrix = self._logit_gradient(hidden, targets, columns, tokens, grad_log_probs, grad_entropy, in_buffer)
             weight = self.head.weight[columns]
             if total is not None:
                 total += torch.mm(matrix, weight)
@@ -167,7 +167,7 @@ class LogitTiles:
         if into.hidden is not None and total is not None:
             into.hidden.copy_(total)
 
-    def _read_tile(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _tile_statistics(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
         logits = self._logits(hidden, columns)
         local = targets if self.head.whole_rows else targets - columns.start
         scratch = self._scratch_for(logits)
@@ -202,10 +202,10 @@ class LogitTiles:
         tokens: Tokens,
         grad_log_probs: Tensor,
         grad_entropy: Tensor | None,
-        just_read: bool,
+        in_buffer: bool,
     ) -> Tensor:
         """Return the gradient of the undivided logits, [c, tile] in the compute dtype."""
-        still = just_read and self.head.whole_rows
+        still = in_buffer and self.head.whole_rows
         log_p = self._shaped(self._wide, hidden, columns) if still else self._logits(hidden, columns)
         assert log_p is not None
         if not still:
@@ -257,7 +257,7 @@ def log_softmax_(
         logits: [c, v].
         targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
         scratch: [c, any number of columns]; None to allocate it.
-        with_entropy: The entropy is asked for.
+        with_entropy: Compute the entropy too.
 
     Returns:
         The largest logit, the log of the sum of exponentials relative to it, the target's logit or 0, and the entropy or None,

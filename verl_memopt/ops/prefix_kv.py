@@ -71,7 +71,7 @@ class PrefixKV:
             block: Index of the block.
             key: [T, n], of the answers.
             value: [T, n], of the answers.
-            tables: cos and sin [1, T, D], of the answers.
+            tables: Cos and sin [1, T, D], of the answers.
         """
         keys, values = self._pairs[2 * block : 2 * block + 2]
         cos, sin = (torch.cat(pair, dim=1) for pair in zip(self._tables, tables, strict=True))

@@ -122,7 +122,7 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
         x: [..., n], the norm's input.
         into: [..., n], may be ``grad``.
         weight: [n].
-        eps: Of the norm.
+        eps: The norm's epsilon.
         sums: [n] in fp32 or wider; None where the weight's gradient is not needed.
     """
     normal, inverse = normalized(x, eps)
@@ -266,7 +266,9 @@ class _RecomputedProducts(torch.autograd.Function):
         first, second = recomputable.sources, recomputable.sources + parameters
         value = recomputable.compute(tensors[:first], tensors[first:second])
         part = value if rows is None else value[rows.index]
-        return tuple(torch.mm(part if some else value, weight.t()) for weight, some in zip(tensors[second:], marked, strict=True))
+        return tuple(
+            torch.mm(part if of_rows else value, weight.t()) for weight, of_rows in zip(tensors[second:], marked, strict=True)
+        )
 
     @staticmethod
     @once_differentiable
@@ -283,10 +285,10 @@ class _RecomputedProducts(torch.autograd.Function):
             cut = tuple(source[rows] for source in sources)
             value = recomputable.compute(cut, parameters)
             here, places = (rows, None) if ctx.rows is None else ctx.rows.within(rows)
-            above = [grad[here if some else rows] for grad, some in zip(grads, ctx.marked, strict=True)]
-            for grad, total, some in zip(above, weight_grads, ctx.marked, strict=True):
+            above = [grad[here if of_rows else rows] for grad, of_rows in zip(grads, ctx.marked, strict=True)]
+            for grad, total, of_rows in zip(above, weight_grads, ctx.marked, strict=True):
                 if total is not None:
-                    total.add(grad, value[places] if some else value, alone=len(cuts) == 1)
+                    total.add(grad, value[places] if of_rows else value, alone=len(cuts) == 1)
             if further:
                 _through(above, weights, ctx.marked, places, value)
                 recomputable.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums)
@@ -301,7 +303,7 @@ def _through(
 ) -> None:
     """Write the sum of the products of gradients and weights into ``out``; marked ones are of the rows at ``places``."""
     pairs = list(zip(grads, weights, marked, strict=True))
-    whole, part = ([(grad, weight) for grad, weight, some in pairs if some is wanted] for wanted in (False, True))
+    whole, part = ([(grad, weight) for grad, weight, of_rows in pairs if of_rows is wanted] for wanted in (False, True))
     torch.mm(*whole[0], out=out)
     for grad, weight in whole[1:]:
         torch.addmm(out, grad, weight, out=out)

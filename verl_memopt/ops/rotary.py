@@ -25,7 +25,7 @@ class Rotary:
         cos: [T, D].
         sin: [T, D].
         norms: Weights [D] of the norms of queries and of keys; None for no norm.
-        eps: Of both norms.
+        eps: Epsilon of both norms.
     """
 
     cos: Tensor
@@ -50,7 +50,7 @@ def rotary_embedding(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, 
     Args:
         x: [T, heads, D].
         weight: [D], of the norm; None for no norm.
-        eps: Of the norm.
+        eps: The norm's epsilon.
         cos: [T, D].
         sin: [T, D].
     """
@@ -85,7 +85,7 @@ def apply_rotary(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | Non
     Args:
         x: [T, heads, D] of any strides. Returned itself where there are no tables.
         weight: [D], of the norm; None for no norm.
-        eps: Of the norm.
+        eps: The norm's epsilon.
         cos: [T, D], or None.
         sin: [T, D], or None.
     """
@@ -112,7 +112,7 @@ def rotary_backward(
         grad: [T, heads, D], the gradient of the output.
         x: [T, heads, D], the input; read only where there is a norm.
         weight: [D], of the norm; None for no norm.
-        eps: Of the norm.
+        eps: The norm's epsilon.
         cos: [T, D], or None.
         sin: [T, D], or None.
         into: [T, heads, D], may be ``x``.

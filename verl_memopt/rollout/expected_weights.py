@@ -33,19 +33,21 @@ class ExpectedWeights:
         Raises:
             RolloutError: A name is unknown, has another shape, or repeats rows; or, at the end, a weight is missing.
         """
-        seen: dict[str, list[tuple[int, int]]] = {name: [] for name in self.shapes}
+        received: dict[str, list[tuple[int, int]]] = {name: [] for name in self.shapes}
         for part in map(as_slice, weights):
             if part.name in self.ignored:
                 continue
-            self._check(part, seen)
-            seen[part.name].append((part.start, part.stop))
+            self._check(part, received)
+            received[part.name].append((part.start, part.stop))
             yield part
-        missing = [name for name, rows in seen.items() if sum(stop - start for start, stop in rows) < num_rows(self.shapes[name])]
+        missing = [
+            name for name, rows in received.items() if sum(stop - start for start, stop in rows) < num_rows(self.shapes[name])
+        ]
         if missing:
             examples = ", ".join(missing[:5])
             raise RolloutError(f"weight sync: {len(missing)} weights are missing: {examples}. Send every parameter of the model.")
 
-    def _check(self, part: WeightSlice, seen: dict[str, list[tuple[int, int]]]) -> None:
+    def _check(self, part: WeightSlice, received: dict[str, list[tuple[int, int]]]) -> None:
         name = part.name
         if name not in self.shapes:
             raise RolloutError(
@@ -54,7 +56,7 @@ class ExpectedWeights:
         expected = self.shapes[name]
         if part.shape != expected:
             raise RolloutError(f"weight sync: {name} has shape {tuple(part.shape)}, the engine expects {tuple(expected)}.")
-        if any(part.start < stop and start < part.stop for start, stop in seen[name]):
+        if any(part.start < stop and start < part.stop for start, stop in received[name]):
             raise RolloutError(f"weight sync: {name} was sent twice. Trainer and engine must hold the same model.")
 
 

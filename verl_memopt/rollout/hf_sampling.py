@@ -41,7 +41,7 @@ class RowSampler:
             scores: [rows, vocab].
         """
         raw = scores.float()
-        logits = penalized(raw, self._seen(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)
+        logits = penalized(raw, self._present_tokens(input_ids, raw.shape[-1]), self._sampling.repetition_penalty)
         if self._sampling.do_sample:
             logits = filtered(logits / self._sampling.temperature, self._sampling.top_k, self._sampling.top_p)
         noisy = logits + self._noise(logits) if self._sampling.do_sample else logits
@@ -51,7 +51,7 @@ class RowSampler:
             self.log_probs.append(recorded.log_softmax(dim=-1).gather(-1, drawn)[:, 0])
         return noisy
 
-    def _seen(self, input_ids: Tensor, vocab: int) -> Tensor | None:
+    def _present_tokens(self, input_ids: Tensor, vocab: int) -> Tensor | None:
         if self._sampling.repetition_penalty == 1.0:
             return None
         mask = torch.ones_like(input_ids)
@@ -67,17 +67,17 @@ class RowSampler:
         return -noise.log()
 
 
-def penalized(logits: Tensor, seen: Tensor | None, penalty: float) -> Tensor:
-    """Return logits [rows, vocab] with those of seen tokens made smaller: divided by ``penalty`` if positive, else multiplied.
+def penalized(logits: Tensor, present: Tensor | None, penalty: float) -> Tensor:
+    """Return logits [rows, vocab] with those of present tokens made smaller: divided by ``penalty`` if positive, else multiplied.
 
     Args:
         logits: [rows, vocab].
-        seen: bool [rows, vocab], tokens of the row so far. None = no penalty.
+        present: bool [rows, vocab], True for the tokens of the row so far. None = no penalty.
         penalty: At least 1.
     """
-    if seen is None:
+    if present is None:
         return logits
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
+    return torch.where(present, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filtered(logits: Tensor, top_k: int, top_p: float) -> Tensor:

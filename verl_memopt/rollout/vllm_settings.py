@@ -95,7 +95,7 @@ def check_arrived(arguments: dict[str, Any], resolved: Any, log_stats: bool) -> 
 
     Args:
         arguments: The arguments of the start.
-        resolved: vLLM's config object after the start.
+        resolved: VLLM's config object after the start.
         log_stats: Whether its engine logs statistics.
 
     Raises:
@@ -165,7 +165,7 @@ def copies_in_place(model_config: Any) -> bool:
     each module. It then holds one module twice.
 
     Args:
-        model_config: vLLM's config of the model after the start.
+        model_config: VLLM's config of the model after the start.
     """
     return model_config.quantization is None and not model_config.is_moe and not model_config.use_mla
 

@@ -88,8 +88,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     actor, model = roles.actor, roles.model
     reference = str(roles.ref.model.path) if needs_reference(settings) and model.lora_rank == 0 else None
-    shared_prompts = actor.use_prefix_grouper
-    environment = resolve_environment(trainer, settings.ray_kwargs, data, model, roles.rollout, reference, shared_prompts)
+    environment = resolve_environment(trainer, settings.ray_kwargs, data, model, roles.rollout, reference, actor)
     # A validation alone has its own record, so that it changes nothing in the record of the run it validates.
     folder = environment.run_dir / VAL_ONLY if trainer.val_only else environment.run_dir
     stop_file = environment.run_dir / ".stop"

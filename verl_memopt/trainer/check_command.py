@@ -15,13 +15,13 @@ def check_folder(run_dir: Path) -> int:
     """Verify the checkpoints of a run folder and print one line for each, oldest step first.
 
     Args:
-        run_dir: folder of the run.
+        run_dir: Folder of the run.
 
     Returns:
         The exit code: 0 if all are whole, 1 if one is not.
 
     Raises:
-        UserError: the folder does not exist or has no checkpoint.
+        UserError: The folder does not exist or has no checkpoint.
     """
     store = CheckpointStore(run_dir, None)
     lineage = store.lineage()

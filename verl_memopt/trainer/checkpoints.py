@@ -37,9 +37,9 @@ class Checkpoint:
     """A whole checkpoint.
 
     Attributes:
-        folder: on disk.
-        step: of the run.
-        driver: state of the driver: data position, seed, controllers, settings.
+        folder: Folder on disk.
+        step: Step of the run.
+        driver: State of the driver: data position, seed, controllers, settings.
         passed_over: ``folder: not whole (fault)`` of each newer checkpoint.
     """
 
@@ -56,9 +56,9 @@ class CheckpointStore:
         """Read nothing yet.
 
         Args:
-            root: the run folder.
-            keep: how many of the newest checkpoints to keep; None for all.
-            keep_best: also keep the checkpoint with the best validation score.
+            root: The run folder.
+            keep: How many of the newest checkpoints to keep; None for all.
+            keep_best: Also keep the checkpoint with the best validation score.
         """
         self.root = root
         self.keep = keep
@@ -74,7 +74,7 @@ class CheckpointStore:
         """Return an empty folder for the checkpoint of ``step``. It is no checkpoint until :meth:`commit`.
 
         Raises:
-            CheckpointError: the folder cannot be made.
+            CheckpointError: The folder cannot be made.
         """
         aside = self._aside(step)
         shutil.rmtree(aside, ignore_errors=True)
@@ -95,14 +95,14 @@ class CheckpointStore:
         """Make the folder of :meth:`begin` the newest checkpoint, and remove older ones that are no longer kept.
 
         Args:
-            step: of the run.
-            driver: state of the driver.
-            world_size: ranks that wrote.
+            step: Step of the run.
+            driver: State of the driver.
+            world_size: Ranks that wrote.
             records: name -> record of the files that their writers hashed. The others are hashed here.
-            score: validation score of the step; None without a validation.
+            score: Validation score of the step; None without a validation.
 
         Raises:
-            CheckpointError: a file cannot be written, or its size differs from its record. Earlier checkpoints stay as they are.
+            CheckpointError: A file cannot be written, or its size differs from its record. Earlier checkpoints stay as they are.
         """
         aside, final = self._aside(step), self.folder(step)
         try:
@@ -152,10 +152,10 @@ class CheckpointStore:
         Damaged checkpoints are skipped, and each is logged with its fault.
 
         Args:
-            unreadable: step -> fault of checkpoints that looked whole but could not be loaded.
+            unreadable: Step -> fault of checkpoints that looked whole but could not be loaded.
 
         Raises:
-            CheckpointError: there are checkpoints, but none is whole.
+            CheckpointError: There are checkpoints, but none is whole.
         """
         lineage, faults = self.lineage(), dict(unreadable or {})
         if lineage.doubt is not None:
@@ -186,7 +186,7 @@ class CheckpointStore:
         newer one is proven are removed.
 
         Raises:
-            CheckpointError: the mark cannot be written.
+            CheckpointError: The mark cannot be written.
         """
         marker = self.folder(step) / PROVEN
         if step != self.present or not marker.parent.is_dir() or marker.exists():
@@ -289,7 +289,7 @@ def read_checkpoint(folder: Path) -> Checkpoint:
     """Return the checkpoint in a ``global_step_N`` folder. The path may be relative or have a ``~``.
 
     Raises:
-        CheckpointError: the folder is no checkpoint, or it is not whole.
+        CheckpointError: The folder is no checkpoint, or it is not whole.
     """
     folder = folder.expanduser().resolve()
     if STEP_FOLDER.match(folder.name) is None or not folder.is_dir():

@@ -26,13 +26,13 @@ def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_li
 
     Args:
         device: ``trainer.device``. The CPU always means the toy task.
-        model: hub id of the model to train on a GPU.
-        dataset: hub id of its data; None for the user's own files.
-        train_file: path of the hub's data once it is prepared.
-        gpu_listed: whether ``nvidia-smi`` lists a GPU.
+        model: Hub id of the model to train on a GPU.
+        dataset: Hub id of its data; None for the user's own files.
+        train_file: Path of the hub's data once it is prepared.
+        gpu_listed: Whether ``nvidia-smi`` lists a GPU.
 
     Raises:
-        ConfigError: the device is unknown, or it is cuda and PyTorch sees no GPU.
+        ConfigError: The device is unknown, or it is cuda and PyTorch sees no GPU.
     """
     if resolve_device(device) == "cpu":
         return _toy_on_cpu(gpu_unseen=gpu_listed and device == "auto")

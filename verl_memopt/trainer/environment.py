@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import Data, Model, RayKwargs, Rollout, Trainer
+from verl_memopt.config.schema import Actor, Data, Model, RayKwargs, Rollout, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
@@ -57,7 +57,7 @@ def resolve_environment(
     model: Model,
     rollout: Rollout,
     reference_path: str | None,
-    shared_prompts: bool,
+    actor: Actor,
 ) -> Environment:
     """Return what this machine has for a run.
 
@@ -68,7 +68,7 @@ def resolve_environment(
         model: names the folders of model and tokenizer.
         rollout: engine, and whether it releases its memory.
         reference_path: folder or hub id of the reference; None where the run needs no model for it.
-        shared_prompts: the update packs rows that share their prompt.
+        actor: how rows are packed, which not every model can.
 
     Raises:
         ConfigError: the machine cannot do what the settings ask for. No worker has started by then.
@@ -80,7 +80,7 @@ def resolve_environment(
     folder = _model_folder(model, data.trust_remote_code)
     # Build the model once without its weights, so that an architecture that cannot be trained shows before any worker starts.
     longest = data.max_prompt_length + data.max_response_length
-    checked = check_architecture(model, folder, longest, shared_prompts)
+    checked = check_architecture(model, folder, longest, actor)
     tokenizer_folder = _tokenizer_folder(model, folder, data.trust_remote_code)
     tokenizer = load_tokenizer(tokenizer_folder, model, data.trust_remote_code)
     check_vocabulary(tokenizer, checked.embedding_rows, f"actor_rollout_ref.model.path={folder}")
@@ -88,7 +88,7 @@ def resolve_environment(
     if reference_path is not None:
         reference = resolve_folder(reference_path, REFERENCE_PATH, model.trust_remote_code)
         if reference != folder:
-            checked_reference = check_architecture(model, reference, longest, shared_prompts)
+            checked_reference = check_architecture(model, reference, longest, actor)
             check_vocabulary(tokenizer, checked_reference.embedding_rows, f"{REFERENCE_PATH}={reference}")
     return Environment(
         device=device,

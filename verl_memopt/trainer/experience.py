@@ -10,8 +10,8 @@ from torch import Tensor
 
 from verl_memopt.algorithms.advantages import ADVANTAGES, check_rewards, group_counts
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards
-from verl_memopt.config.schema import Algorithm
-from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.config.schema import Actor, Algorithm
+from verl_memopt.data.batch import RolloutBatch, rollout_batch, scatter_tokens
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.rewards.rows import RewardResult, RewardRow
@@ -29,8 +29,8 @@ class Advantages:
         per_token: fp32 [R].
         per_row: fp32 [B].
         rewards: fp32 [B], with the KL subtracted where the settings say so.
-        kl_mean: mean of that KL; None without it.
-        counts: rows and groups from which nothing is learned, by reason.
+        kl_mean: Mean of that KL; None without it.
+        counts: Rows and groups from which nothing is learned, by reason.
     """
 
     per_token: Tensor
@@ -45,14 +45,14 @@ class StepBatch:
     """The rollouts of one step, with what each phase adds to them.
 
     Attributes:
-        step: number of the step, from 1.
-        prompts: of the step.
-        answers: prompts and responses as text and as lists of ids.
-        rows: the same as ragged tensors; log-probs and advantages are added to them.
-        results: reward of each row.
+        step: Number of the step, from 1.
+        prompts: Prompts of the step.
+        answers: Prompts and responses as text and as lists of ids.
+        rows: The same as ragged tensors; log-probs and advantages are added to them.
+        results: Reward of each row.
         entropy: fp32 [R]; None where the log-prob pass does not compute it.
         advantages: None before the phase that computes them.
-        metrics: of the phases so far.
+        metrics: Metrics of the phases so far.
     """
 
     step: int
@@ -80,12 +80,12 @@ class LogProbPass:
     """A forward pass over a whole batch that computes its log-probs, spread over the ranks.
 
     Attributes:
-        workers: hold the model.
-        phase: name under which time and memory are recorded.
-        method: of the worker.
-        budget: how a rank's rows are cut into micro-batches.
-        balance: even out tokens over the ranks.
-        options: further arguments of the method.
+        workers: Workers that hold the model.
+        phase: Name under which time and memory are recorded.
+        method: Method of the worker.
+        budget: How a rank's rows are cut into micro-batches.
+        balance: Even out tokens over the ranks.
+        options: Further arguments of the method.
     """
 
     workers: TimedGroup
@@ -99,10 +99,10 @@ class LogProbPass:
         """Return log-probs and entropies, both fp32 [R]; the entropies are None where the pass does not compute them.
 
         Args:
-            batch: of the step.
-            names: of the rows, for errors.
+            batch: Batch of the step.
+            names: Names of the rows, for errors.
         """
-        tokens, sizes = batch.row_tokens(self.budget.shared), batch.responses.sizes()
+        tokens, sizes = batch.row_tokens(), batch.responses.sizes()
         shares = rows_per_rank(tokens, range(batch.num_rows), self.workers.world_size, self.balance)
         bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)
         arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
@@ -123,16 +123,22 @@ def score_answers(runner: RewardRunner, answers: Answers) -> list[RewardResult]:
     )
 
 
-def to_batch(answers: Answers, samples: int) -> RolloutBatch:
-    """Return the ragged batch of the answers, ``samples`` of each prompt."""
+def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
+    """Return the ragged batch of the answers.
+
+    Args:
+        answers: The rollouts of a step.
+        samples: Answers to each prompt.
+        actor: The ``actor`` section of the settings. It says how the passes compute prompts.
+    """
     generation = answers.generation
     log_probs = generation.log_probs
-    return RolloutBatch(
+    return rollout_batch(
         prompts=Ragged.from_rows(answers.prompt_ids, torch.int64),
         responses=Ragged.from_rows(generation.response_ids, torch.int64),
         group=torch.arange(len(answers.prompt_ids)) // samples,
+        actor=actor,
         rollout_log_probs=None if log_probs is None else Ragged.from_rows(log_probs, torch.float32).flat,
-        batch_size=[],
     )
 
 
@@ -142,14 +148,14 @@ def compute_advantages(
     """Return the advantages of a batch.
 
     Args:
-        batch: with old and reference log-probs where the KL is part of the reward.
+        batch: The batch, with old and reference log-probs if the KL is part of the reward.
         scores: fp32 [B].
-        addresses: names of the rows, for errors.
-        algorithm: estimator of the advantages, and the KL in the reward.
-        controller: coefficient of that KL.
+        addresses: Names of the rows, for errors.
+        algorithm: Estimator of the advantages, and the KL in the reward.
+        controller: Coefficient of that KL.
 
     Raises:
-        RewardError: a score is infinite.
+        RewardError: A score is infinite.
     """
     valid = check_rewards(scores, addresses)
     rewards, kl_mean, row = scores, None, batch.response_row()

@@ -20,10 +20,10 @@ class Answers:
     """Prompts and their responses; row = prompt * n + sample.
 
     Attributes:
-        rows: dataset row of each response.
-        prompt_ids: tokens of each prompt.
-        generation: tokens and log-probs of the responses.
-        texts: responses, decoded without special tokens.
+        rows: Dataset row of each response.
+        prompt_ids: Tokens of each prompt.
+        generation: Tokens and log-probs of the responses.
+        texts: Responses, decoded without special tokens.
     """
 
     rows: list[PromptRow]
@@ -39,10 +39,10 @@ class Generator:
         """Keep what later calls need.
 
         Args:
-            rollout: how many samples of a prompt, and how they are drawn; with a concrete seed.
-            tokenizer: decodes the responses.
-            workers: hold the engines.
-            frees_engine: the engine releases its memory after each rollout.
+            rollout: How many samples of a prompt, and how they are drawn; with a concrete seed.
+            tokenizer: Decodes the responses.
+            workers: Workers that hold the engines.
+            frees_engine: The engine releases its memory after each rollout.
         """
         assert rollout.seed is not None
         self.rollout = rollout
@@ -71,9 +71,9 @@ class Generator:
         """Return ``val_kwargs.n`` answers to each held-out row.
 
         Args:
-            rows: of the validation set.
-            prompt_ids: tokens of the prompt of each sample; row = prompt * n + sample.
-            step: seeds the sampling.
+            rows: Rows of the validation set.
+            prompt_ids: Tokens of the prompt of each sample; row = prompt * n + sample.
+            step: Seeds the sampling.
         """
         samples = self.rollout.val_kwargs.n
         seeds = sampling_seeds(rows, samples, self.seed, step)
@@ -103,13 +103,13 @@ def generate(
     """Generate a response to each prompt, spread over the engines. The ranks of one engine get the same prompts.
 
     Args:
-        workers: hold the engines.
-        phase: name under which time and memory are recorded.
-        prompt_ids: tokens of each prompt.
-        seeds: of each prompt.
-        sampling: how tokens are drawn.
-        tensor_parallel: ranks of one engine.
-        may_stop: engines may abandon the rollout when a stop is requested.
+        workers: Workers that hold the engines.
+        phase: Name under which time and memory are recorded.
+        prompt_ids: Tokens of each prompt.
+        seeds: Seeds of each prompt.
+        sampling: How tokens are drawn.
+        tensor_parallel: Ranks of one engine.
+        may_stop: Engines may abandon the rollout when a stop is requested.
 
     Raises:
         Stopped: an engine abandoned the rollout.

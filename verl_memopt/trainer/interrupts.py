@@ -38,8 +38,8 @@ class Interrupts:
         """Set no handlers yet.
 
         Args:
-            at_once: the first signal raises KeyboardInterrupt too, for work that has nothing to finish.
-            watched: a SignalWatch handles the signals, so entering sets no handlers.
+            at_once: The first signal raises KeyboardInterrupt too, for work that has nothing to finish.
+            watched: A SignalWatch handles the signals, so entering sets no handlers.
         """
         self._at_once = at_once
         self._watched = watched
@@ -66,8 +66,8 @@ class Interrupts:
         """Note that from now on a stop has something to finish.
 
         Args:
-            deadline_seconds: from the signal to the end of the process.
-            on_request: called once, when a stop is requested, with the moment (seconds since the epoch) to abandon a rollout.
+            deadline_seconds: Time from the signal to the end of the process, in seconds.
+            on_request: Called once, when a stop is requested, with the moment (seconds since the epoch) to abandon a rollout.
         """
         self.deadline_seconds = deadline_seconds
         self._on_request = on_request

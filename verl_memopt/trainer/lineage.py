@@ -20,12 +20,12 @@ class Lineage:
     """The checkpoints of a folder, by step.
 
     Attributes:
-        commits: step -> commit number; None where the manifest cannot be read, 0 where it has none (format 1).
-        manifests: step -> manifest, where it can be read.
-        steps: of this run, oldest first, whole or not.
-        beyond: steps of an earlier run that this one does not continue.
-        last_commit: the largest commit number; 0 without any.
-        doubt: a warning where the tracker file and the commit numbers disagree; None where they agree.
+        commits: Step -> commit number; None where the manifest cannot be read, 0 where it has none (format 1).
+        manifests: Step -> manifest, where it can be read.
+        steps: Steps of this run, oldest first, whole or not.
+        beyond: Steps of an earlier run that this one does not continue.
+        last_commit: The largest commit number; 0 without any.
+        doubt: A warning where the tracker file and the commit numbers disagree; None where they agree.
     """
 
     commits: Mapping[int, int | None]
@@ -43,8 +43,8 @@ def read_lineage(root: Path, folders: Mapping[int, Path]) -> Lineage:
     step belongs to the present run unless an earlier step has a larger commit number, or it is beyond the newest step.
 
     Args:
-        root: the run folder.
-        folders: step -> folder of each checkpoint.
+        root: The run folder.
+        folders: Step -> folder of each checkpoint.
     """
     manifests: dict[int, Manifest] = {}
     for step, folder in folders.items():

@@ -47,8 +47,8 @@ def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
     """Return how log-probs and probabilities differ.
 
     Args:
-        engine: log-probs fp32 [R], R > 0.
-        trainer: the same.
+        engine: Log-probs fp32 [R], R > 0.
+        trainer: The same.
     """
     difference = (engine - trainer).abs()
     engine_probs, trainer_probs = engine.exp(), trainer.exp()
@@ -72,8 +72,8 @@ class MismatchCheck:
     """Compares the log-probs of each step.
 
     Attributes:
-        rollout: settings of the engine.
-        fsdp: dtypes of the trainer.
+        rollout: Settings of the engine.
+        fsdp: Dtypes of the trainer.
     """
 
     rollout: Rollout
@@ -89,10 +89,10 @@ class MismatchCheck:
         Args:
             engine: fp32 [R]; None where the engine returned none.
             trainer: fp32 [R], under the weights that the engine had.
-            step: number of the step, for the error.
+            step: Number of the step, for the error.
 
         Raises:
-            RolloutError: the mean difference is above the limit.
+            RolloutError: The mean difference is above the limit.
         """
         if engine is None or not engine.numel():
             return {}

@@ -36,11 +36,11 @@ class Trainer:
         """Build the learner and the validator.
 
         Args:
-            context: of the run.
-            workers: hold the models and the engines.
-            runner: scores answers.
-            reporter: writes the record of the run.
-            interrupts: the request to stop, if there is one.
+            context: Context of the run.
+            workers: Workers that hold the models and the engines.
+            runner: Scores the answers.
+            reporter: Writes the record of the run.
+            interrupts: The request to stop, if there is one.
         """
         self.context = context
         self.settings = context.settings.trainer
@@ -155,7 +155,7 @@ class Trainer:
         """Warn of problems that a finished step shows, each once.
 
         Raises:
-            TrainingError: too many steps in a row applied no update.
+            TrainingError: Too many steps in a row applied no update.
         """
         samples = self.context.settings.actor_rollout_ref.rollout.n
         scores = [answer.score for answer in result.results]
@@ -200,7 +200,7 @@ class Trainer:
         """Load the checkpoint from which the run continues. A fresh start moves the checkpoints of an earlier run aside.
 
         Raises:
-            UnreadableCheckpointError: the checkpoint cannot be loaded.
+            UnreadableCheckpointError: The checkpoint cannot be loaded.
         """
         checkpoint = self.context.checkpoint
         if checkpoint is None:
@@ -234,7 +234,7 @@ class Trainer:
         """Save the present step. Earlier checkpoints stay until this one is whole.
 
         Raises:
-            CheckpointError: a file cannot be written.
+            CheckpointError: A file cannot be written.
         """
         store, step = self.context.store, self.step
         contents = list(self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents)

@@ -13,7 +13,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run the training entry and return its exit code. A user's error is printed as its message, without a traceback.
 
     Args:
-        argv: the arguments. None takes them from the command line, and then also watches for signals until the process ends.
+        argv: The arguments. None takes them from the command line, and then also watches for signals until the process ends.
     """
     watch = SignalWatch() if argv is None else None
     try:

@@ -31,11 +31,11 @@ class Manifest:
     """The contents of one checkpoint.
 
     Attributes:
-        step: of the run.
-        commit: one more than the largest of the run folder when this one was committed; 0 in format 1.
-        world_size: ranks that wrote it.
-        torch: version that wrote it.
-        score: validation score of the step; None without a validation.
+        step: Step of the run.
+        commit: One more than the largest of the run folder when this one was committed; 0 in format 1.
+        world_size: Ranks that wrote it.
+        torch: Version that wrote it.
+        score: Validation score of the step; None without a validation.
         files: name -> size and checksum of each file.
         checksums: False in format 1, which has only the sizes.
     """
@@ -60,7 +60,7 @@ def read_manifest(folder: Path) -> Manifest:
     """Return the manifest of a folder.
 
     Raises:
-        ManifestError: it is missing, or a character differs from what was written.
+        ManifestError: It is missing, or a character differs from what was written.
     """
     path = folder / MANIFEST
     try:
@@ -83,8 +83,8 @@ def find_fault(folder: Path, contents: bool = True) -> str | None:
     """Return what is wrong with a checkpoint folder; None where every file is as its manifest says.
 
     Args:
-        folder: of one checkpoint.
-        contents: compare checksums too, and not only sizes.
+        folder: Folder of one checkpoint.
+        contents: Compare checksums too, and not only sizes.
     """
     try:
         manifest = read_manifest(folder)

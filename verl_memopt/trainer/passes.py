@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from itertools import groupby
 
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Ref, Rollout
-from verl_memopt.memory.batching.shared_prompt import RowTokens, pack_groups_under
+from verl_memopt.memory.batching.row_tokens import RowTokens, pack_groups_under
 from verl_memopt.memory.batching.token_budget import balance, pack_fixed, split_to_count
 
 
@@ -18,28 +18,26 @@ class Budget:
     """The size of a micro-batch in one pass.
 
     Attributes:
-        by_tokens: limit the tokens of a micro-batch, else its rows.
-        max_tokens: hard limit.
-        rows: of a micro-batch, without ``by_tokens``.
-        key: setting that errors name.
-        shared: rows of a group share their prompt.
+        by_tokens: Limit the tokens of a micro-batch, else its rows.
+        max_tokens: Hard limit.
+        rows: Rows of a micro-batch, without ``by_tokens``.
+        key: Setting that errors name.
     """
 
     by_tokens: bool
     max_tokens: int
     rows: int | None
     key: str
-    shared: bool = False
 
     def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
         """Return the rows of each micro-batch of one rank.
 
         Args:
-            tokens: of the rank's rows.
-            names: of the rows, for errors.
+            tokens: Tokens of the rank's rows.
+            names: Names of the rows, for errors.
 
         Raises:
-            ConfigError: one row alone is over the limit.
+            ConfigError: One row alone is over the limit.
         """
         if self.by_tokens:
             return pack_groups_under(tokens, self.max_tokens, names, self.key)
@@ -55,7 +53,6 @@ def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
         actor.ppo_max_token_len_per_gpu,
         actor.ppo_micro_batch_size_per_gpu,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
-        actor.use_prefix_grouper,
     )
     return update, _log_prob_budget(update, roles.rollout, "rollout"), _log_prob_budget(update, roles.ref, "ref")
 
@@ -85,10 +82,10 @@ def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuff
     """Return the rows of each mini-batch. The rows of a group stay together.
 
     Args:
-        num_prompts: groups of the batch.
-        samples: rows of a group.
-        prompts_per_mini: groups of a mini-batch.
-        shuffle_seed: shuffles the groups; None keeps their order.
+        num_prompts: Groups of the batch.
+        samples: Rows of a group.
+        prompts_per_mini: Groups of a mini-batch.
+        shuffle_seed: Shuffles the groups; None keeps their order.
     """
     order = list(range(num_prompts))
     if shuffle_seed is not None:
@@ -101,10 +98,10 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
     """Return the rows of each rank, the same number on each. Rows of a group stay together as far as that allows.
 
     Args:
-        tokens: of every row of the batch.
-        rows: to distribute; whole groups, one after another.
+        tokens: Tokens of every row of the batch.
+        rows: The rows to distribute: whole groups, one after another.
         world_size: ranks.
-        even_out: give each rank about the same number of tokens.
+        even_out: Give each rank about the same number of tokens.
     """
     if world_size == 1:
         return [list(rows)]
@@ -128,12 +125,12 @@ def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str
     """Return the micro-batches of each rank. All ranks get the same number, since their collectives must match.
 
     Args:
-        tokens_per_rank: of the rows of each rank.
-        names: of the rows of each rank, for errors.
-        budget: size of a micro-batch.
+        tokens_per_rank: Tokens of the rows of each rank.
+        names: Names of the rows of each rank, for errors.
+        budget: Size of a micro-batch.
 
     Raises:
-        ConfigError: one row alone is over the limit.
+        ConfigError: One row alone is over the limit.
     """
     cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
     count = max(len(bins) for bins in cut)

@@ -38,8 +38,8 @@ class Reporter:
         """Open the record, with the settings in it.
 
         Args:
-            context: of the run.
-            clock: has the times of the phases.
+            context: Context of the run.
+            clock: Has the times of the phases.
         """
         self.context = context
         self.clock = clock

@@ -36,11 +36,11 @@ class RunLock:
         """Lock the folder.
 
         Args:
-            folder: of the run; it exists.
+            folder: Folder of the run. It exists.
 
         Raises:
-            ConfigError: another process holds the lock. The message names its process id and start time.
-            UserError: the file cannot be written.
+            ConfigError: Another process holds the lock. The message names its process id and start time.
+            UserError: The file cannot be written.
         """
         self.folder = folder
         self.path = folder / LOCK
@@ -106,7 +106,7 @@ def hold(folder: Path) -> RunLock:
     """Return the lock of a run folder, and make the folder if needed. If this process holds the lock, return that one.
 
     Raises:
-        ConfigError: another process holds the lock.
+        ConfigError: Another process holds the lock.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = _HELD.get(folder / LOCK)

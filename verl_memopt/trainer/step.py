@@ -23,11 +23,11 @@ class StepResult:
     """The result of a step.
 
     Attributes:
-        metrics: under verl's names.
-        answers: of the rollout.
-        results: reward of each answer.
-        response_tokens: of all answers.
-        total_tokens: of all prompts and answers.
+        metrics: Metrics under verl's names.
+        answers: Answers of the rollout.
+        results: Reward of each answer.
+        response_tokens: Response tokens of all answers.
+        total_tokens: Total tokens of all prompts and answers.
     """
 
     metrics: dict[str, float]
@@ -46,18 +46,18 @@ class Learner:
     """Runs training steps, phase by phase.
 
     Attributes:
-        workers: hold the models and the engines.
-        prompts: of the next step.
-        generator: answers them.
-        rewards: scores the answers.
-        old_pass: log-probs before the update; None where the forward of the update gives them.
-        ref_pass: log-probs of the reference; None where the settings have no KL.
-        mismatch: compares the engine's log-probs with the trainer's.
-        algorithm: settings of the advantages.
-        kl_control: the coefficient of the KL in the reward, saved and restored with the run.
-        policy_update: cuts the batch for the optimizer steps, and reads their results.
-        step_metrics: describes the batch at the end.
-        before_update: called just before the update; it may raise Stopped. Until then a step can be abandoned.
+        workers: Workers that hold the models and the engines.
+        prompts: Prompts of the next step.
+        generator: Answers the prompts.
+        rewards: Scores the answers.
+        old_pass: Log-probs before the update; None where the forward of the update gives them.
+        ref_pass: Log-probs of the reference; None where the settings have no KL.
+        mismatch: Compares the engine's log-probs with the trainer's.
+        algorithm: Settings of the advantages.
+        kl_control: The coefficient of the KL in the reward, saved and restored with the run.
+        policy_update: Cuts the batch for the optimizer steps, and reads their results.
+        step_metrics: Describes the batch at the end.
+        before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
 
     workers: TimedGroup
@@ -77,8 +77,8 @@ class Learner:
         """Run step number ``step`` and return its result.
 
         Raises:
-            RewardError, WorkerError: a reward or a worker failed.
-            RolloutError: the engine's log-probs are too far from the trainer's.
+            RewardError, WorkerError: A reward or a worker failed.
+            RolloutError: The engine's log-probs are too far from the trainer's.
             Stopped: a stop was requested and the step abandoned. Only the position in the data has changed.
         """
         batch = self.generate(self.prompts.next(), step)
@@ -94,7 +94,7 @@ class Learner:
     def generate(self, prompts: StepPrompts, step: int) -> StepBatch:
         """Answer the prompts, ``rollout.n`` times each."""
         answers = self.generator.generate(prompts, step)
-        return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n))
+        return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.policy_update.actor))
 
     def reward(self, batch: StepBatch) -> StepBatch:
         """Score each answer."""

@@ -14,9 +14,9 @@ class StepMetrics:
     """Computes metrics from the batch of a finished step.
 
     Attributes:
-        max_prompt_length: limit of a prompt in tokens.
-        max_response_length: limit of a response in tokens.
-        truncates: prompts over the limit are cut, and the lost tokens are counted.
+        max_prompt_length: Limit of a prompt in tokens.
+        max_response_length: Limit of a response in tokens.
+        truncates: Prompts over the limit are cut, and the lost tokens are counted.
     """
 
     max_prompt_length: int
@@ -27,8 +27,8 @@ class StepMetrics:
         """Return metrics of rewards, advantages, lengths and counts.
 
         Args:
-            batch: of the step.
-            kl_coefficient: of the KL in the reward of this step.
+            batch: Batch of the step.
+            kl_coefficient: Coefficient of the KL in the reward of this step.
         """
         assert batch.rows.old_log_probs is not None
         metrics = {BAD_LOG_PROBS: float((~batch.rows.old_log_probs.isfinite()).sum())}

@@ -15,16 +15,16 @@ class TimedGroup:
     """A worker group with a clock.
 
     Attributes:
-        track: count live bytes on a CPU in the calls that follow.
+        track: Count live bytes on a CPU in the calls that follow.
     """
 
     def __init__(self, group: WorkerGroup, clock: PhaseClock, in_process: bool) -> None:
         """Record the memory of the start.
 
         Args:
-            group: the workers.
-            clock: times each call as a phase.
-            in_process: the worker runs in this process, so its figures include the driver's resident memory.
+            group: The workers.
+            clock: Times each call as a phase.
+            in_process: The worker runs in this process, so its figures include the driver's resident memory.
         """
         self.group = group
         self.clock = clock

@@ -22,12 +22,12 @@ class PolicyUpdate:
     """Plans the optimizer steps of a training step, and reads their results.
 
     Attributes:
-        world_size: ranks that share each mini-batch.
-        actor: settings of the update.
-        samples: responses to each prompt.
-        budget: how a rank's share of a mini-batch is cut into micro-batches.
-        balance: even out tokens over the ranks.
-        store: checkpoints, one of which an error names as the way back.
+        world_size: Ranks that share each mini-batch.
+        actor: Settings of the update.
+        samples: Responses to each prompt.
+        budget: How a rank's share of a mini-batch is cut into micro-batches.
+        balance: Even out tokens over the ranks.
+        store: Checkpoints, one of which an error names as the way back.
     """
 
     world_size: int
@@ -41,9 +41,9 @@ class PolicyUpdate:
         """Return for each rank its shares of the mini-batches, in the order of the optimizer steps.
 
         Args:
-            batch: of the training step.
-            names: of the rows, for errors.
-            step: number of the training step; seeds the shuffle.
+            batch: Batch of the training step.
+            names: Names of the rows, for errors.
+            step: Number of the training step; seeds the shuffle.
         """
         mini_batches = [self.mini_batches(batch, rows, names) for rows in self.mini_batch_rows(batch, step)]
         return [list(shares) for shares in zip(*mini_batches, strict=True)]
@@ -58,11 +58,11 @@ class PolicyUpdate:
 
     def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
         """Return each rank's rows of a mini-batch."""
-        return rows_per_rank(batch.row_tokens(self.budget.shared), rows, self.world_size, self.balance)
+        return rows_per_rank(batch.row_tokens(), rows, self.world_size, self.balance)
 
     def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
         """Return each rank's share of one mini-batch, which has these rows."""
-        tokens, sizes = batch.row_tokens(self.budget.shared), batch.responses.sizes()
+        tokens, sizes = batch.row_tokens(), batch.responses.sizes()
         counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
         shares = self.shares(batch, rows)
         bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)
@@ -77,7 +77,7 @@ class PolicyUpdate:
         """Return the metrics of the update over all ranks.
 
         Raises:
-            TrainingError: a skipped update had already changed some weights.
+            TrainingError: A skipped update had already changed some weights.
         """
         metrics = global_metrics(per_rank)
         if metrics.pop(PARTIAL, 0.0):

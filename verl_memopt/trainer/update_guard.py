@@ -27,10 +27,10 @@ class UpdateGuard:
         """Start to count.
 
         Args:
-            max_skipped_steps: steps in a row without any update that end the run.
-            lr: learning rate, which the error says to lower.
-            store: checkpoints of the run.
-            updates_per_step: optimizer steps of one training step.
+            max_skipped_steps: Steps in a row without any update that end the run.
+            lr: Learning rate, which the error says to lower.
+            store: Checkpoints of the run.
+            updates_per_step: Optimizer steps of one training step.
         """
         self._max_skipped_steps = max_skipped_steps
         self._lr = lr
@@ -46,9 +46,9 @@ class UpdateGuard:
         weights of the checkpoint before it, so that checkpoint is then proven. A gradient of exactly 0 proves nothing.
 
         Args:
-            step: number of the step.
-            metrics: of the step.
-            sound: the reward has not collapsed.
+            step: Number of the step.
+            metrics: Metrics of the step.
+            sound: The reward has not collapsed.
 
         Raises:
             TrainingError: ``trainer.max_skipped_steps`` steps in a row applied no update.

@@ -20,9 +20,9 @@ class Validation:
     """The result of a validation.
 
     Attributes:
-        metrics: under verl's names.
-        score: mean over all answers.
-        answers: with their rewards, call by call.
+        metrics: Metrics under verl's names.
+        score: Mean over all answers.
+        answers: Answers with their rewards, call by call.
     """
 
     metrics: dict[str, float]
@@ -35,12 +35,12 @@ class Validator:
     """Validates on the held-out rows.
 
     Attributes:
-        rows: the validation set.
-        batch_size: prompts of one call; None for all at once.
+        rows: The validation set.
+        batch_size: Prompts of one call; None for all at once.
         expansion: ``algorithm.expansion``: prompts are repeated as text or as tokens.
-        encoder: of the prompts.
-        generator: answers them.
-        rewards: scores the answers.
+        encoder: Encoder of the prompts.
+        generator: Answers the prompts.
+        rewards: Scores the answers.
     """
 
     rows: PromptDataset

@@ -12,7 +12,7 @@ from verl_memopt.algorithms.losses import TOKEN_LOCAL, LossAndMetrics, policy_lo
 from verl_memopt.algorithms.reductions import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor
 from verl_memopt.memory.logits.chunked_logprob import TokenGradient
-from verl_memopt.workers.scorer import MicroBatch
+from verl_memopt.workers.micro_batches import MicroBatch
 
 EVERYTHING = slice(None)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Protocol
@@ -19,13 +19,15 @@ from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.optimizer.optimizer_in_backward import StepInBackward
+from verl_memopt.memory.parameters.param_offload import ParamHome
 from verl_memopt.memory.parameters.resharding import synced
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.kinds import gradient_kinds, optimizer_scope
 from verl_memopt.ops.prefix_kv import PrefixKV
+from verl_memopt.workers.log_probs import LogProbs, compute_log_probs
+from verl_memopt.workers.micro_batches import MicroBatch, micro_batches_of
 from verl_memopt.workers.objective import Objective
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
-from verl_memopt.workers.scorer import LogProbs, MicroBatch, compute_log_probs, micro_batches_of
 
 SKIPPED = "actor/skipped_updates"
 PARTIAL = "actor/partial_updates"
@@ -82,6 +84,9 @@ class Policy:
         world_size: Number of ranks.
         device: The device of the model.
         offload: Offloads its activations. None = they stay on the device.
+
+    Attributes:
+        home: The place of the parameters on the host. None = they stay on the device.
     """
 
     def __init__(
@@ -96,8 +101,8 @@ class Policy:
         """Build optimizer and schedule."""
         self.model = model
         self.offload = offload
+        self.home: ParamHome | None = None
         self.actor = actor
-        self.shared = actor.use_prefix_grouper
         self.device = device
         self.world_size = world_size
         trained, fsdp = [parameter for parameter in model.parameters() if parameter.requires_grad], actor.fsdp_config
@@ -108,6 +113,14 @@ class Policy:
             assert isinstance(self.optimizer, BucketedAdamW), type(self.optimizer)
             self.in_backward = StepInBackward(self.optimizer)
         self.schedule = build_schedule(self.optimizer, actor.optim, optimizer_steps)
+
+    def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (kind, tensor) of what the policy holds between calls, on the device or on the host."""
+        parameters = list(self.model.parameters())
+        yield from (("params", parameter) for parameter in parameters)
+        yield from (("grads", parameter.grad) for parameter in parameters if parameter.grad is not None)
+        values = (value for state in self.optimizer.state.values() for value in state.values())
+        yield from (("optimizer", value) for value in values if isinstance(value, Tensor))
 
     def compute_log_probs(
         self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
@@ -120,7 +133,7 @@ class Policy:
             temperature: Divides the logits.
             with_entropy: Compute entropies too.
         """
-        return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.device, self.shared)
+        return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.device)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics.
@@ -135,10 +148,9 @@ class Policy:
         """
         if self.in_backward is not None:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
-        options = self.shared, self.model.supports_prefix_kv
+        reuse = self.model.supports_prefix_kv
         steps = [
-            self.step(micro_batches_of(mini.batch, mini.micro_batches, *options), mini.counts, temperature)
-            for mini in mini_batches
+            self.step(micro_batches_of(mini.batch, mini.micro_batches, reuse), mini.counts, temperature) for mini in mini_batches
         ]
         metrics = _over_steps(steps)
         if self.offload is not None:

@@ -8,7 +8,7 @@ from torch import nn
 
 from benchmarks.update_pass.flops import count
 from tests.memory import activation_cases as act
-from tests.memory.batching.test_shared_prompt import counts_of, grouped
+from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
@@ -19,7 +19,7 @@ from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.memory.activations.prune_last_block import can_prune
 from verl_memopt.models.decoder import class_name
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.scorer import micro_batch
+from verl_memopt.workers.micro_batches import micro_batch
 
 ON, OFF = {"prune_last_block": True}, {"prune_last_block": False}
 OWN, PLAIN = {"recompute_elementwise": True}, {"recompute_elementwise": False}
@@ -35,9 +35,9 @@ RAGGED = grouped(20, [5, 1, 9, 0, 3], groups=2)
 
 def gradients(policy, batch, shared):
     """Gives the log-probs of a batch in one pack, and every whole gradient."""
-    rows = list(range(batch.num_rows))
+    batch, rows = sharing(batch, shared), list(range(batch.num_rows))
     scores = policy.compute_log_probs(batch, [rows], 0.9, True)
-    policy.accumulate([micro_batch(batch, rows, shared)], counts_of(batch), 0.9)
+    policy.accumulate([micro_batch(batch, rows)], counts_of(batch), 0.9)
     found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
     policy.optimizer.zero_grad()
     return [scores.log_probs, scores.entropy, *found]
@@ -103,7 +103,7 @@ def test_in_half_precision_gradients_are_as_near_to_the_truth(untied_folder, one
 
 @pytest.mark.parametrize("block", [OWN, PLAIN], ids=["own", "plain"])
 def test_a_quantised_reference_leaves_it_out_as_well(untied_folder, one_rank, block):
-    pack, found = micro_batch(RAGGED, list(range(RAGGED.num_rows)), True).pack, []
+    pack, found = micro_batch(sharing(RAGGED), list(range(RAGGED.num_rows))).pack, []
     for own in (OFF, ON):
         model = act.quantised(untied_folder, one_rank, "int8", **block, **own)
         with torch.no_grad():
@@ -120,10 +120,10 @@ SHAPE = TinyShape(hidden_size=64, intermediate_size=96, num_layers=3, num_heads=
 def test_of_the_last_block_queries_attention_and_mlp_run_for_what_is_read(tmp_path, one_rank, recompute):
     folder, counted = make_tiny_model(tmp_path / "model", SHAPE, seed=3), []
     prompt, answers = 30, [11] * 4
-    batch = grouped(prompt, answers)
+    batch = sharing(grouped(prompt, answers))
     for own in (OFF, ON):
         policy = act.build(folder, one_rank, recompute=recompute, **OWN, **own)
-        micro = [micro_batch(batch, list(range(4)), True)]
+        micro = [micro_batch(batch, list(range(4)))]
         counted.append(count(lambda policy=policy, micro=micro: policy.accumulate(micro, counts_of(batch), 0.9)))
     skipped, query = prompt - 1, SHAPE.num_heads * SHAPE.head_dim
     down = 2 * SHAPE.hidden_size * SHAPE.intermediate_size
@@ -135,15 +135,15 @@ def test_of_the_last_block_queries_attention_and_mlp_run_for_what_is_read(tmp_pa
     assert counted[0] - counted[1] == saved + (2 * (forwards - 2) + 5) * 2 * query * pairs
 
 
-def shapes(batch, shared, **model):
+def shapes(batch, **model):
     actor = replaced(ActorRolloutRef().actor, {"fsdp_config": replaced(ActorRolloutRef().actor.fsdp_config, {"dtype": "fp32"})})
     given = replaced(ActorRolloutRef(), {"actor": actor, "model": replaced(ActorRolloutRef().model, model)})
-    computed = batch.row_tokens(shared)
+    computed = batch.row_tokens()
     rows = range(batch.num_rows)
     return Shapes(
         settings=given, layers=act.LAYERS, hidden=act.WIDTH, mlp=act.MLP, heads=act.H, kv_heads=act.KV, head_dim=act.D,
         vocab=act.SHAPE.vocab_size, params=1, block_params=1, tied=False, tokens=computed.cost(rows),
-        responses=sum(batch.responses.sizes()), suffix_tokens=sum(computed.answers) if shared else 0,
+        responses=sum(batch.responses.sizes()), suffix_tokens=computed.suffixes(rows),
         skipped=computed.skipped(rows),
     )  # fmt: skip
 
@@ -158,13 +158,13 @@ def folder(tmp_path_factory):
     ("prompt", "answers", "shared"), [(1024, [64] * 8, True), (512, [256] * 8, True), (1024, [64] * 4, False)]
 )
 def test_activations_fall_by_what_the_formula_says(folder, prompt, answers, shared, recompute):
-    batch, peaks, formula = grouped(prompt, answers), [], []
+    batch, peaks, formula = sharing(grouped(prompt, answers), shared), [], []
     with act.fake_ranks(2) as mesh:
         for own in (OFF, ON):
             policy = act.build(folder, mesh, recompute=recompute, **OWN, **own)
-            tracker = act.tracked_step(policy, [micro_batch(batch, list(range(len(answers))), shared)], counts_of(batch))
+            tracker = act.tracked_step(policy, [micro_batch(batch, list(range(len(answers))))], counts_of(batch))
             peaks.append(tracker.peaks[act.DEVICE].kinds["activations"])
-            formula.append(shapes(batch, shared, enable_gradient_checkpointing=recompute, **OWN, **own).activation_bytes)
+            formula.append(shapes(batch, enable_gradient_checkpointing=recompute, **OWN, **own).activation_bytes)
     assert act.close(peaks[0] - peaks[1], formula[0] - formula[1])
     assert peaks[1] < peaks[0]
 

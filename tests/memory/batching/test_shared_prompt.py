@@ -10,87 +10,29 @@ from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.workers.test_policy import ACTOR, NothingWaits, policy_for
 from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.errors import ConfigError
-from verl_memopt.memory.batching.shared_prompt import RowTokens, pack_groups_under
+from verl_memopt.memory.batching.shared_prompt import prompt_groups
 from verl_memopt.models.build import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
+from verl_memopt.workers.micro_batches import micro_batch
 from verl_memopt.workers.policy import MiniBatch
-from verl_memopt.workers.scorer import micro_batch
-
-TOKENS = RowTokens(prompts=(10, 10, 10, 4, 0), answers=(3, 4, 5, 6, 0), groups=(0, 0, 0, 1, 1))
 
 
-def test_a_group_costs_its_prompt_once_and_every_answer():
-    assert TOKENS.cost([0, 1, 2]) == 10 + 3 + 4 + 5
-    assert TOKENS.cost([0, 3, 4]) == 10 + 3 + 4 + 6
-    assert TOKENS.cost([4]) == 0
-    assert TOKENS.each() == [13, 14, 15, 10, 0]
+def test_rows_of_a_group_compute_their_prompt_together_only_where_the_settings_say_so():
+    assert list(prompt_groups([4, 4, 7], Actor(use_prefix_grouper=True))) == [4, 4, 7]
+    assert list(prompt_groups([4, 4, 7], Actor(use_prefix_grouper=False))) == [0, 1, 2]
 
 
-def test_rows_that_share_nothing_cost_their_sum():
-    assert RowTokens.alone([7, 8]).cost([0, 1]) == 15
-
-
-def test_groups_stay_whole_where_the_budget_allows():
-    assert sorted(pack_groups_under(TOKENS, 22, "abcde")) == [[0, 1, 2], [3, 4]]
-    assert pack_groups_under(TOKENS, 32, "abcde") == [[0, 1, 2, 3, 4]]
-
-
-def test_a_group_over_the_budget_is_cut_and_each_part_pays_the_prompt():
-    bins = pack_groups_under(TOKENS, 18, "abcde")
-    assert sorted(bins) == [[0, 2], [1], [3, 4]]
-
-
-def test_parts_of_a_group_that_one_prompt_is_kept_to_stay_neighbours():
-    tokens = RowTokens(prompts=(10,) * 6, answers=(4, 4, 4, 5, 5, 3), groups=(0, 0, 0, 1, 1, 2))
-    assert pack_groups_under(tokens, 18, "abcdef") == [[5], [0, 1], [2], [3], [4]]
-
-
-def test_a_row_over_the_budget_is_named():
-    with pytest.raises(ConfigError, match=r"ppo_max_token_len_per_gpu=14: c has 15 tokens.*Raise it to at least 15"):
-        pack_groups_under(TOKENS, 14, "abcde")
-
-
-FAMILY = RowTokens(prompts=(10, 10), answers=(3, 5), groups=(0, 0))
-
-
-def test_a_group_that_fills_the_budget_to_the_last_token_stays_whole_and_one_token_more_is_cut():
-    assert pack_groups_under(FAMILY, 18, "ab") == [[0, 1]]
-    assert sorted(pack_groups_under(FAMILY, 17, "ab")) == [[0], [1]]
-
-
-def test_the_longest_row_of_a_group_may_fill_the_budget_and_one_token_more_is_refused():
-    assert sorted(pack_groups_under(FAMILY, 15, "ab")) == [[0], [1]]
-    with pytest.raises(ConfigError, match=r"=14: b has 15 tokens.*Raise it to at least 15"):
-        pack_groups_under(FAMILY, 14, "ab")
-
-
-def test_a_row_without_others_of_its_group_may_fill_the_budget_and_one_token_more_is_refused():
-    tokens = RowTokens(prompts=(10, 2), answers=(5, 1), groups=(0, 1))
-    assert sorted(pack_groups_under(tokens, 15, "ab")) == [[0], [1]]
-    with pytest.raises(ConfigError, match=r"=14: a has 15 tokens"):
-        pack_groups_under(tokens, 14, "ab")
-
-
-def test_answers_of_one_token_to_a_prompt_as_long_as_the_budget_fit_together():
-    tokens = RowTokens(prompts=(10, 10), answers=(0, 0), groups=(0, 0))
-    assert pack_groups_under(tokens, 10, "ab") == [[0, 1]]
-
-
-@given(st.lists(st.tuples(st.integers(1, 30), st.lists(st.integers(0, 20), min_size=1, max_size=6)), min_size=1, max_size=8))
-def test_no_micro_batch_computes_more_than_the_budget_and_every_row_is_in_one(groups):
-    rows = [(prompt, answer, number) for number, (prompt, answers) in enumerate(groups) for answer in answers]
-    tokens = RowTokens(*(tuple(part) for part in zip(*rows, strict=True)))
-    bins = pack_groups_under(tokens, 50, [str(row) for row in range(len(rows))])
-    assert sorted(row for members in bins for row in members) == list(range(len(rows)))
-    assert all(tokens.cost(members) <= 50 for members in bins)
+def sharing(batch, shared=True):
+    """Gives the same batch, in which the rows of a group compute their prompt together, or each its own."""
+    return dataclasses.replace(batch, prompt_group=batch.group if shared else None)
 
 
 def grouped(prompt, answers, groups=1, seed=0):
-    """Gives ``groups`` groups: a random prompt each, and answers of the given lengths."""
+    """Gives ``groups`` groups: a random prompt each, and answers of the given lengths. Each row computes its own prompt."""
     generator = torch.Generator().manual_seed(seed)
     prompts = [torch.randint(256, (prompt,), generator=generator) for _ in range(groups)]
     responses = [torch.randint(256, (length,), generator=generator) for _ in range(groups) for length in answers]
@@ -112,7 +54,7 @@ def counts_of(batch):
 
 def gradients(policy, batch, bins, shared):
     """Gives the loss and every whole gradient of one mini-batch."""
-    micros = [micro_batch(batch, rows, shared) for rows in bins]
+    micros = [micro_batch(sharing(batch, shared), rows) for rows in bins]
     metrics = policy.accumulate(micros, counts_of(batch), 0.9)
     found = {name: whole_of(weight.grad).clone() for name, weight in named_weights(policy.model)}
     policy.optimizer.zero_grad()
@@ -145,10 +87,9 @@ def test_loss_and_gradients_are_those_of_the_repeated_prompt(untied_folder, one_
 
 
 def test_scores_of_split_groups_are_those_of_whole_ones(tiny_folder, one_rank):
-    batch = grouped(12, [4, 1, 0, 7], groups=2)
-    shared = policy_for(tiny_folder, one_rank, 1, actor=dataclasses.replace(ACTOR, use_prefix_grouper=True))
-    whole = shared.compute_log_probs(batch, [list(range(8))], 0.9, True)
-    split = shared.compute_log_probs(batch, [[0, 5], [1, 4, 6], [2, 3, 7]], 0.9, True)
+    batch, policy = sharing(grouped(12, [4, 1, 0, 7], groups=2)), policy_for(tiny_folder, one_rank, 1)
+    whole = policy.compute_log_probs(batch, [list(range(8))], 0.9, True)
+    split = policy.compute_log_probs(batch, [[0, 5], [1, 4, 6], [2, 3, 7]], 0.9, True)
     torch.testing.assert_close(whole.log_probs, split.log_probs, rtol=0, atol=3e-6)
     torch.testing.assert_close(whole.entropy, split.entropy, rtol=0, atol=3e-6)
 
@@ -172,7 +113,7 @@ def test_activations_fall_by_those_of_the_repeated_prompts(deep, one_rank):
             tracker.mark("params", policy.model.parameters())
             for name in ("first", "second"):
                 tracker.enter(name)
-                policy.accumulate([micro_batch(batch, rows, shared) for rows in mini.micro_batches], mini.counts, 0.9)
+                policy.accumulate([micro_batch(sharing(batch, shared), rows) for rows in mini.micro_batches], mini.counts, 0.9)
             peaks[shared] = tracker.peaks[DEVICE].bytes
         policy.optimizer.zero_grad()
     heads, kv = SHAPE.num_heads * SHAPE.head_dim, SHAPE.num_kv_heads * SHAPE.head_dim
@@ -183,19 +124,6 @@ def test_activations_fall_by_those_of_the_repeated_prompts(deep, one_rank):
     passing = FP32 * (SHAPE.intermediate_size + WIDTH)
     saved = 3 * prompt * (LAYERS * kept + passing)
     assert peaks[False] - peaks[True] == pytest.approx(saved, rel=0.05)
-
-
-def test_a_model_whose_window_slides_is_refused_by_name(tmp_path):
-    from transformers import AutoConfig
-
-    from verl_memopt.models.attention import refuse_sliding_window
-    from verl_memopt.models.tiny import TinyShape, make_tiny_model
-
-    folder = make_tiny_model(tmp_path / "mistral", TinyShape(model_type="mistral"))
-    config = AutoConfig.from_pretrained(folder)
-    config.sliding_window = 64
-    with pytest.raises(ConfigError, match=r"use_prefix_grouper=true: .*sliding_window=64.*use_prefix_grouper=false"):
-        refuse_sliding_window(config)
 
 
 def two_rank_differences(rank, folder):
@@ -211,7 +139,7 @@ def two_rank_differences(rank, folder):
         bins = [list(range(rows // 2 + 1)), list(range(rows // 2 + 1, rows))]
         gradients = []
         for shared in (False, True):
-            policy.accumulate([micro_batch(batch, some, shared) for some in bins], counts, 0.9)
+            policy.accumulate([micro_batch(sharing(batch, shared), some) for some in bins], counts, 0.9)
             gradients.append([whole_of(parameter.grad).clone() for parameter in policy.model.parameters()])
             policy.optimizer.zero_grad()
         found += [float((one - two).norm() / (two.norm() or 1.0)) for two, one in zip(*gradients, strict=True)]
@@ -223,8 +151,8 @@ def test_gradients_of_two_ranks_are_those_of_the_repeated_prompt(untied_folder):
 
 
 def test_the_host_waits_for_nothing_between_micro_batches_of_shared_prompts(tiny_folder, one_rank):
-    policy, rows = policy_for(tiny_folder, one_rank, 1), grouped(12, [4, 1, 0, 7], groups=4)
-    micros = [micro_batch(rows, bins, True) for bins in ([0, 1, 2, 3, 4], [5, 6, 7], list(range(8, 16)))]
+    policy, rows = policy_for(tiny_folder, one_rank, 1), sharing(grouped(12, [4, 1, 0, 7], groups=4))
+    micros = [micro_batch(rows, bins) for bins in ([0, 1, 2, 3, 4], [5, 6, 7], list(range(8, 16)))]
     counts = counts_of(rows)
     with NothingWaits():
         metrics = policy.step(micros, counts, 0.9)

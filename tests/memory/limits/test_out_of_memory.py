@@ -12,12 +12,12 @@ from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, Rollout
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.host.host_buffers import GIB, host_buffer
 from verl_memopt.memory.limits.out_of_memory import (
-    _asked,
     _bytes_by_kind,
     _error,
+    _requested_bytes,
     advice,
-    out_of_memory_told,
-    waking_told,
+    out_of_memory_report,
+    wake_report,
 )
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError, mark, scope
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
@@ -33,7 +33,7 @@ def told(body, limit=1000, phase="update_actor", settings=SETTINGS):
     probe = MemoryProbe(CPU, lambda: [("params", kept)], limit)
     with (
         pytest.raises(DeviceMemoryError) as caught,
-        out_of_memory_told(phase, CPU, list, settings, limit),
+        out_of_memory_report(phase, CPU, list, settings, limit),
         probe.phase(phase, track=True),
     ):
         body()
@@ -87,7 +87,7 @@ def fake(size):
 
 
 def told_on_gpu(error, resident, phase="update_actor", settings=SETTINGS, limit=None):
-    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_told(phase, GPU, lambda: resident, settings, limit):
+    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_report(phase, GPU, lambda: resident, settings, limit):
         raise error
     return str(caught.value)
 
@@ -127,7 +127,7 @@ def test_memory_that_runs_out_beside_the_allocator_is_told_as_well(device, says)
 
 @pytest.mark.parametrize("says", ["CUDA error: an illegal memory access was encountered", "shapes do not match"])
 def test_another_runtime_error_on_a_gpu_passes_unchanged(device, says):
-    with pytest.raises(RuntimeError, match=says), out_of_memory_told("gen", GPU, list, SETTINGS, None):
+    with pytest.raises(RuntimeError, match=says), out_of_memory_report("gen", GPU, list, SETTINGS, None):
         raise RuntimeError(says)
 
 
@@ -143,11 +143,11 @@ def test_a_cache_that_cannot_wake_is_told_with_the_key_that_makes_it_smaller(dev
     held = device.empty(20 * GIB)
 
     def body():
-        with waking_told("kv", 16 * GIB, GPU):
+        with wake_report("kv", 16 * GIB, GPU):
             raise RuntimeError(VLLM_SAYS)
 
     resident = [("params", fake(7 * GIB)), ("optimizer", fake(9 * GIB))]
-    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_told("gen", GPU, lambda: resident, settings, None):
+    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_report("gen", GPU, lambda: resident, settings, None):
         body()
     message = str(caught.value)
     assert message.startswith("gen: out of device memory at 36 of 32 GiB (waking kv, 16 GiB: CUDA Error: out of memory")
@@ -158,7 +158,7 @@ def test_a_cache_that_cannot_wake_is_told_with_the_key_that_makes_it_smaller(dev
 
 
 def test_an_error_of_another_kind_while_a_part_wakes_passes_unchanged(device):
-    with pytest.raises(RuntimeError, match="invalid argument"), waking_told("kv", GIB, GPU):
+    with pytest.raises(RuntimeError, match="invalid argument"), wake_report("kv", GIB, GPU):
         raise RuntimeError("CUDA Error: invalid argument at /workspace/csrc/cumem_allocator.cpp:174")
 
 
@@ -172,7 +172,7 @@ def test_what_the_phase_held_is_let_go_of_while_its_error_lives(device, where):
         alive.append(weakref.ref(held))
         raise DeviceLimitError(1, {}, "op", 1) if where == CPU else torch.OutOfMemoryError("CUDA out of memory.")
 
-    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_told("gen", where, list, SETTINGS, None):
+    with pytest.raises(DeviceMemoryError) as caught, out_of_memory_report("gen", where, list, SETTINGS, None):
         body()
     assert alive[0]() is None
     assert caught.value is not None
@@ -191,9 +191,9 @@ def test_running_out_in_backward_is_told_as_well():
 
 
 def test_other_errors_pass_unchanged():
-    with pytest.raises(ConfigError), out_of_memory_told("gen", CPU, list, SETTINGS, None):
+    with pytest.raises(ConfigError), out_of_memory_report("gen", CPU, list, SETTINGS, None):
         raise ConfigError("x")
-    with pytest.raises(torch.OutOfMemoryError), out_of_memory_told("gen", CPU, list, SETTINGS, None):
+    with pytest.raises(torch.OutOfMemoryError), out_of_memory_report("gen", CPU, list, SETTINGS, None):
         raise torch.OutOfMemoryError("not the tracker's")
 
 
@@ -209,7 +209,7 @@ def test_the_error_carries_what_was_held_and_asked_for():
     probe = MemoryProbe(CPU, lambda: [("params", kept)], 400)
     with (
         pytest.raises(DeviceMemoryError) as caught,
-        out_of_memory_told("ref", CPU, list, SETTINGS, 400),
+        out_of_memory_report("ref", CPU, list, SETTINGS, 400),
         probe.phase("ref", True),
     ):
         torch.zeros(51)
@@ -222,8 +222,8 @@ def test_the_error_carries_what_was_held_and_asked_for():
 )
 def test_what_torch_says_it_tried_to_allocate_is_read(size, num_bytes):
     message = f"CUDA out of memory. Tried to allocate {size}. GPU 0 has a total capacity of 31.50 GiB of which 1.10 GiB is free."
-    assert _asked(message) == num_bytes
-    assert _asked("CUDA error: out of memory") is None
+    assert _requested_bytes(message) == num_bytes
+    assert _requested_bytes("CUDA error: out of memory") is None
 
 
 KINDS = (

@@ -12,7 +12,8 @@ from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.memory.parameters.param_offload import ParamHome
 from verl_memopt.memory.parameters.residency import REFERENCE
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
-from verl_memopt.workers.scorer import build_policy, compute_log_probs, materialize, materialize_mapped
+from verl_memopt.workers.build_policy import build_policy, materialize, materialize_mapped
+from verl_memopt.workers.log_probs import compute_log_probs
 
 CPU = torch.device("cpu")
 MAPPED = {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload": True, f"{AR}.actor.use_kl_loss": True}

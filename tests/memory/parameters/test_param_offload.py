@@ -178,7 +178,7 @@ def test_a_return_that_fails_half_way_leaves_nothing_on_the_device():
 def test_a_cycle_runs_on_fake_tensors(untied_folder):
     with fake_ranks(4) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ByteTracker() as tracker:
         from verl_memopt.config.schema import Model
-        from verl_memopt.workers.scorer import build_policy
+        from verl_memopt.workers.build_policy import build_policy
 
         settings = Model(path=str(untied_folder), attn_implementation="sdpa")
         model = build_policy(settings, TrainedFsdp(dtype="fp32"), untied_folder, mesh, CPU, "key", False, False)

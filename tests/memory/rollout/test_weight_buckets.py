@@ -17,7 +17,7 @@ from verl_memopt.models.policy_model import allocate
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.rollout.hf_engine import HfEngine
-from verl_memopt.workers.scorer import build_policy
+from verl_memopt.workers.build_policy import build_policy
 
 CPU = torch.device("cpu")
 WHOLE = {

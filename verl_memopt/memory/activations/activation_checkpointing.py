@@ -1,13 +1,15 @@
-"""Activation checkpointing: a decoder block keeps its input only and computes the rest again in backward.
+"""Activation checkpointing: a decoder block keeps its input only, and backward computes the rest again.
 
-Bytes saved: with A the bytes a block keeps for its backward and X = T x h x b those of its input: ``full`` saves (L - 1) x (A -
-X), the block whose backward runs being whole again; ``every_n`` saves ((L - 2) // n + 1) x (A - X), one block in n being computed
-again; ``selective`` keeps Y = T x ((2 x H x D + 2 x K x D + 2 x h + 2 x I) x b + 4 x H) beside the input and saves (L - 1) x (A -
-X - Y). In Qwen3, with H heads and K key heads of size D and MLP width I, A = T x ((4 + 2 x b) x (2 x h + H x D + K x D) + b x (K
-x D + H x D + 4 x I)); models without norms of queries and keys keep less. Where norms are recomputed (``recompute_elementwise``,
-which has its A and the moments of the last block) a block that is computed again never holds its gate and up whole: ``full`` then
-saves up to 2 x T x I x b in the last block too. Where answers share a prompt, ``selective`` keeps H x D x b + 4 x H more for each
-of their tokens.
+Bytes saved: let A be the bytes that a block keeps for its backward, and X the bytes of its input.
+
+* ``full``: every block keeps X instead of A. The block whose backward runs is whole again, so the peak falls by (L - 1) x (A -
+  X).
+* ``every_n``: only one block in n keeps X instead of A.
+* ``selective``: blocks also keep the outputs of their matrix products and of attention, so they save less and compute less
+  again.
+
+With ``recompute_elementwise`` a block that is computed again never holds its gate and up whole. ``full`` then saves up to 2 x T
+x I x b more in the last block. ``docs/formulas.md`` has A, X and the whole formula.
 """
 
 from __future__ import annotations
@@ -40,11 +42,11 @@ def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
     """Return the places of the blocks that are checkpointed, among ``num_blocks``.
 
     Args:
-        num_blocks: of the model.
+        num_blocks: Number of blocks of the model.
         mode: ``full``: every block keeps its input only. ``every_n``: one block in ``every`` does, counted back from the last
             but one, and the others keep everything. The last block would be recomputed at the peak, and save nothing.
             ``selective``: every block keeps its input and the outputs of products and attention.
-        every: of ``every_n``.
+        every: The n of ``every_n``.
     """
     assert mode in MODES, mode
     return range(num_blocks)[-2::-every] if mode == "every_n" else range(num_blocks)
@@ -90,9 +92,9 @@ def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: in
     stay outside the recomputed region.
 
     Args:
-        blocks: of the model.
-        mode: as in :func:`chosen_blocks`.
-        every: as in :func:`chosen_blocks`.
+        blocks: Blocks of the model.
+        mode: As in :func:`chosen_blocks`.
+        every: As in :func:`chosen_blocks`.
     """
     for place in chosen_blocks(len(blocks), mode, every):
         block, own = blocks[place], type(blocks[place])

@@ -1,11 +1,13 @@
-"""Activation offload: what a forward saves for its backward rests in host buffers in between.
+"""Activation offload: what a forward saves for its backward rests in host buffers until backward needs it.
 
-Bytes saved: with activation checkpointing (L - 1 - k) x T x h x b of device memory at the start of backward, k being
-``activation_offload_in_flight``, and one T x h x b less where the last block is pruned to so little that the peak is in the one
-before; between forward and backward all block inputs, the rotary tables and what the final norm keeps. Without checkpointing L x
-A, A being what one block keeps, less the (3 + k) x T x I x b that the MLP's backward reads and fetches ahead. Where an optimizer
-step has one micro-batch of fewer than b_g x N_l / (b x h x W) tokens, N_l being the parameters of a block, the peak is at the end
-of backward and nothing is saved with checkpointing.
+Bytes saved: let k be ``activation_offload_in_flight``, the number of tensors whose copies may be under way at once.
+
+* With activation checkpointing, the inputs of L - 1 - k blocks leave the device: T x h x b bytes each.
+* Without it, everything that L blocks keep leaves the device, except what is fetched ahead for the MLP's backward.
+* Between forward and backward also the rotary tables, and what the final norm keeps.
+
+Nothing is saved with checkpointing if one small micro-batch makes an optimizer step: gradients then set the peak, at the end of
+backward. ``docs/formulas.md`` has the whole formula.
 """
 
 from __future__ import annotations
@@ -38,11 +40,11 @@ class ActivationOffload:
         """Prepare the arena and the copy stream.
 
         Args:
-            model: whose activations are moved.
-            device: of its activations.
-            min_bytes: smaller storages stay on the device.
-            in_flight: storages copied at once, in either direction.
-            chunk_bytes: of the host arena.
+            model: Whose activations are moved.
+            device: Device of its activations.
+            min_bytes: Smaller storages stay on the device.
+            in_flight: Storages copied at once, in either direction.
+            chunk_bytes: Bytes of a chunk of the host arena.
         """
         self.arena = HostArena(device, "activations", chunk_bytes)
         self.stream = CopyStream(device)
@@ -108,8 +110,8 @@ class _Stored:
     """One storage at rest on the host.
 
     Attributes:
-        on_device: its bytes (uint8) while they are on the device too.
-        used: backward has asked for it.
+        on_device: Its bytes (uint8) while they are on the device too.
+        used: Backward has asked for it.
     """
 
     def __init__(self, offload: ActivationOffload, source: Tensor) -> None:
@@ -207,7 +209,7 @@ class _Forward:
             return tensor.detach()
         stored = self._stored(tensor)
         self._order.append(weakref.ref(stored))
-        place, offset = len(self._order) - 1, tensor.storage_offset()
+        place, offset = len(self._order) - 1, int(tensor.storage_offset())
         return _Saved(stored, place, tensor.dtype, tensor.shape, tensor.stride(), offset)
 
     def unpack(self, saved: Tensor | _Saved) -> Tensor:

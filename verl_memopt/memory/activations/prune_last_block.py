@@ -1,12 +1,11 @@
-"""The last block computes what is read of it: the tokens from whose state something is predicted, and keys and values of all.
+"""The last block computes only what the head reads: the tokens that predict something, and keys and values of all tokens.
 
-Bytes saved: with U of a micro-batch's T computed tokens unread (those of prompts but for the last; none where U < T / 8),
-queries, attention, its output product and the MLP of U tokens in the last block, forward and backward, which is U / (T x L) of
-what blocks compute but for keys and values. With recomputed norms that block keeps U x b x (h + 2 x H x D + 2 x I) less. That is
-what the peak falls by without activation checkpointing, or less where its backward holds least; with it the peak falls to that of
-the block before, with the input of one block less beside it: by T x h x b.
+Bytes saved: nothing reads the last block's output at U of the T tokens: those of the prompts, except the last of each. The last
+block skips queries, attention, its output product and the MLP of these tokens, forward and backward. With recomputed norms it
+keeps U x b x (h + 2 x H x D + 2 x I) bytes less. With activation checkpointing the peak falls to that of the block before.
+Where U is less than an eighth of T, nothing is skipped. ``docs/formulas.md`` has the whole formula.
 
-Exact: what it leaves out is read by nothing, in no pass; gradients differ by the order of sums.
+Exact: no pass reads what is skipped. Gradients differ by the order of sums.
 """
 
 from __future__ import annotations

@@ -26,10 +26,10 @@ def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[An
 
     Args:
         x: [T, h].
-        norm: of the MLP's input.
+        norm: Norm of the MLP's input.
         weight: [h], of the norm.
-        layers: the linear layers gate, up and down, with adapters or without.
-        tiles: least number of tiles. There are more where a tile would have more rows than fast products need.
+        layers: The linear layers gate, up and down, with adapters or without.
+        tiles: Least number of tiles. There are more where a tile would have more rows than fast products need.
     """
     if not torch.is_grad_enabled():
         return _whole(x, norm, weight, layers, tiles)
@@ -59,9 +59,9 @@ class _Linear:
     """A linear layer [m, n] in an autograd function: its output over a tile, and its gradients summed over tiles.
 
     Args:
-        tensors: weight, bias, and an adapter's A and B; None for what the layer lacks.
-        scale: of the adapter.
-        needed: which of the tensors need a gradient.
+        tensors: Weight, bias, and an adapter's A and B; None for what the layer lacks.
+        scale: Scale of the adapter.
+        needed: Which of the tensors need a gradient.
     """
 
     def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool] = (False,) * 4) -> None:
@@ -70,9 +70,8 @@ class _Linear:
         self.weight, self.scale = weight, scale
         learning = [one if wanted else None for one, wanted in zip(tensors, needed, strict=True)]
         self._of_bias = None if learning[1] is None else zeros_to_sum(learning[1])
-        self._of_weight, self._of_down, self._of_up = (
-            None if learning[place] is None else WeightSum(learning[place]) for place in (0, 2, 3)
-        )
+        weights = learning[0], learning[2], learning[3]
+        self._of_weight, self._of_down, self._of_up = (None if one is None else WeightSum(one) for one in weights)
 
     def output(self, x: Tensor) -> Tensor:
         """Return the output [t, m] over x [t, n]."""
@@ -91,13 +90,13 @@ class _Linear:
         Args:
             grad: [t, m], of the output.
             x: [t, n], the input.
-            alone: there is no other tile.
+            alone: There is no other tile.
         """
         if self._of_weight is not None:
             self._of_weight.add(grad, x, alone)
         if self._of_bias is not None:
             self._of_bias.add_(grad.sum(0, dtype=self._of_bias.dtype))
-        if self.down is not None and self._of_down is not None:
+        if self.up is not None and self._of_down is not None:
             self._of_down.add(self._product(grad, self.up).mul_(self.scale), x, alone)
         if self.down is not None and self._of_up is not None:
             self._of_up.add(grad, self._product(x, self.down.t()).mul_(self.scale), alone)
@@ -192,5 +191,5 @@ def _tile_backward(
     norm.differentiate(normal, (x,), (weight,), (into,), (of_norm,))
 
 
-def _fours(some: Sequence[Any]) -> list[Sequence[Any]]:
-    return [some[place : place + 4] for place in range(0, len(some), 4)]
+def _fours(values: Sequence[Any]) -> list[Sequence[Any]]:
+    return [values[place : place + 4] for place in range(0, len(values), 4)]

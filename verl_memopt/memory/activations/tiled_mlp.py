@@ -1,16 +1,14 @@
-"""Tiled MLP: each MLP runs over tiles of tokens, again in backward, so that its wide tensors exist for one tile at a time.
+"""Tiled MLP: each MLP runs over tiles of tokens, and again in backward, so its wide tensors exist for one tile at a time.
 
-Bytes saved: 6 x T x I x b x (1 - 1 / n) at the MLP's backward (gate, activation, up, their product and two gradients), less 2 x h
-x I x b + T x h x b x (1 + 1 / n), since tiles sum the gradients of three weights and of the input side by side; I is the MLP
-width, n ``tiled_mlp.num_shards``; and no more than takes the peak down to the next one, when the backward of attention comes to
-the norm of the queries: with H heads and K key heads of size D, in fp32, T x b x (4 x h + 8 x H x D + 6 x K x D + 2 x D) beside
-the inputs of other blocks, H x D x b for each token of an answer that shares its prompt, and 2 x R x h x b of the head's. Without
-activation checkpointing also the 4 x T x I x b that each of the other L - 1 blocks keeps. In passes without gradients 3 x T x I x
-b x (1 - 1 / n), less T x h x b. Where norms are recomputed (``recompute_elementwise``) gate and up alone are kept, so that it
-saves 2 x T x I x b of each of L - 1 blocks, and in the last what lies between that knob's moments: tiles are of min(T / n, 2,048)
-tokens, and none is kept at the MLP's backward.
+Bytes saved: let I be the width of the MLP and n ``tiled_mlp.num_shards``. At the MLP's backward six tensors of T x I x b bytes
+(gate, activation, up, their product and two gradients) shrink to one tile each. That is 6 x T x I x b x (1 - 1 / n), less the
+sums of the gradients of three weights and of the input. The peak can then move to the backward of attention, which limits the
+saving. Without activation checkpointing the other L - 1 blocks also keep 4 x T x I x b less each. Passes without gradients save
+3 x T x I x b x (1 - 1 / n), less T x h x b. With ``recompute_elementwise`` a block keeps only gate and up, so less is left to
+save. ``docs/formulas.md`` has the whole formula.
 
-Exact: outputs and gradients of inputs are those of the whole; gradients of weights differ by the order of one sum over tokens.
+Exact: outputs and gradients of inputs are those of the whole MLP. Gradients of weights differ by the order of one sum over
+tokens.
 """
 
 from __future__ import annotations
@@ -38,11 +36,11 @@ def check_mlps(blocks: Iterable[nn.Module], trained: bool) -> None:
     """Refuse blocks of a Hugging Face model whose MLPs cannot run over tiles.
 
     Args:
-        blocks: as transformers made them.
+        blocks: The blocks, as transformers made them.
         trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
 
     Raises:
-        ConfigError: naming an MLP class, or a layer in it, whose mathematics this file does not know.
+        ConfigError: This file does not know the mathematics of an MLP class, or of a layer in it. The message names it.
     """
     for block in blocks:
         _check(block, getattr(block, "mlp", None), trained)
@@ -68,9 +66,9 @@ def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
     """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x.
 
     Args:
-        mlp: has ``gate_proj``, ``up_proj`` and ``down_proj``, ``act_fn`` and ``gated``.
+        mlp: An MLP with ``gate_proj``, ``up_proj``, ``down_proj``, ``act_fn`` and ``gated``.
         x: [T, h].
-        num_shards: tiles of tokens.
+        num_shards: Tiles of tokens.
     """
     if torch.is_grad_enabled():
         names, weights = zip(*mlp.named_parameters(), strict=True)

@@ -1,139 +1,28 @@
 """The prompt of a group is computed once for all its answers, in every pass.
 
-Bytes saved: of the tokens of a group of k answers to a prompt of P tokens, (k - 1) x P of the k x P + sum(R_i - 1) that a pass
-computes, and what each of them holds where the group is one micro-batch: (k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes of
-activations, A / T being what a block keeps of one token and the rest what the backward of an MLP holds. Under a token budget the
-peak stays, and there are fewer micro-batches.
+This file decides which rows compute their prompt together. The batch of a step carries that to whatever counts tokens
+(``row_tokens.py``), packs rows (``models/pack.py``) or computes a prompt ahead of its answers (``workers/micro_batches.py``).
 
-Exact for causal attention over the whole sequence; a model whose window slides is refused.
+Bytes saved: let k answers of R_i tokens follow one prompt of P tokens. Apart from each other they compute k x P + sum(R_i - 1)
+tokens. Together they compute (k - 1) x P fewer. If the group is one micro-batch, activations fall by
+(k - 1) x P x (L x A / T + 2 x (I + h) x b) bytes. A / T is what a block keeps of one token. The second term is what the backward
+of an MLP holds. Under a token budget the peak stays the same, and there are fewer micro-batches.
+
+Exact for causal attention over the whole sequence. A model with a sliding window is refused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
 
-from verl_memopt.memory.batching.token_budget import BUDGET_KEY, pack
-
-SKIPPED_SHARE = 1 / 8
-"""Least share of a pack's tokens that is worth skipping. Below it, copies of the other tokens cost more bytes than it saves."""
+from verl_memopt.config.schema import Actor
 
 
-def skipped_if_many(skipped: int, tokens: int) -> int:
-    """Return ``skipped`` where skipping so many of a pack's tokens in the last block pays, else 0."""
-    return skipped if skipped and skipped >= tokens * SKIPPED_SHARE else 0
-
-
-@dataclass(frozen=True)
-class RowTokens:
-    """The tokens that rows make a pass compute, one entry a row.
-
-    Attributes:
-        prompts: tokens of the prompt. This and ``answers`` are 0 for a row with an empty response, which is not computed.
-        answers: tokens of the response without its last, which predicts nothing.
-        groups: rows with the same number share their prompt.
-    """
-
-    prompts: tuple[int, ...]
-    answers: tuple[int, ...]
-    groups: tuple[int, ...]
-
-    @classmethod
-    def alone(cls, tokens: Sequence[int]) -> RowTokens:
-        """Return rows that share nothing."""
-        return cls(tuple(tokens), (0,) * len(tokens), tuple(range(len(tokens))))
-
-    def __len__(self) -> int:
-        """Return the number of rows."""
-        return len(self.prompts)
-
-    def select(self, rows: Sequence[int]) -> RowTokens:
-        """Return the chosen rows, in the order of the choice."""
-        parts = (self.prompts, self.answers, self.groups)
-        return RowTokens(*(tuple(part[row] for row in rows) for part in parts))
-
-    def cost(self, rows: Sequence[int]) -> int:
-        """Return the tokens computed for some rows together: each group's prompt once, and every answer."""
-        prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
-        return sum(prompts.values()) + sum(self.answers[row] for row in rows)
-
-    def skipped(self, rows: Iterable[int]) -> int:
-        """Return how many computed tokens of some rows the last block skips: all of a prompt but its last; 0 if few."""
-        prompts = {self.groups[row]: self.prompts[row] for row in rows if self.prompts[row]}
-        return skipped_if_many(sum(prompts.values()) - len(prompts), self.cost(list(rows)))
-
-    def each(self) -> list[int]:
-        """Return the tokens of each row computed by itself."""
-        return [prompt + answer for prompt, answer in zip(self.prompts, self.answers, strict=True)]
-
-    def families(self) -> list[list[int]]:
-        """Return the rows of each group. Groups are in the order of their first row."""
-        members: dict[int, list[int]] = {}
-        for row, group in enumerate(self.groups):
-            members.setdefault(group, []).append(row)
-        return list(members.values())
-
-
-def pack_groups_under(tokens: RowTokens, budget: int, names: Sequence[str], key: str = BUDGET_KEY) -> list[list[int]]:
-    """Return micro-batches, as lists of rows, that compute at most ``budget`` tokens each.
-
-    A group stays whole where it fits. Otherwise it is cut into as few parts as its answers allow, each with the prompt.
+def prompt_groups(groups: Sequence[int], actor: Actor) -> Sequence[int]:
+    """Return a number for each row. Rows with the same number compute their prompt once, together.
 
     Args:
-        tokens: of the rows.
-        budget: tokens of a micro-batch.
-        names: of the rows, for errors.
-        key: the setting, to name in errors.
-
-    Raises:
-        ConfigError: naming ``key`` and a row that alone exceeds the budget.
+        groups: A number for each row. Rows with the same number have the same prompt.
+        actor: The ``actor`` section of the settings.
     """
-    units: list[list[int]] = []
-    chained: list[list[int]] = []
-    for family in tokens.families():
-        parts = _parts(tokens, family, budget, names, key)
-        # Parts that reuse one prefix KV stay neighbours, and share no micro-batch with others.
-        (chained if len(parts) > 1 and chains(parts, tokens) == [parts] else units).extend(parts)
-    costs = [tokens.cost(unit) for unit in units]
-    bins = pack(costs, budget, 0 if chained else 1, names=[names[unit[0]] for unit in units], key=key)
-    return [sorted(row for unit in chosen for row in units[unit]) for chosen in bins] + chained
-
-
-def chains(micro_batches: Sequence[Sequence[int]], tokens: RowTokens) -> list[list[Sequence[int]]]:
-    """Return micro-batches in order, with those together that reuse one prefix KV.
-
-    A chain consists of neighbours of one group whose answers are no longer than the prompt, so that each would compute more
-    prompt than answers.
-
-    Args:
-        micro_batches: rows of each.
-        tokens: of the rows.
-    """
-
-    def prompt_of(rows: Sequence[int]) -> int | None:
-        groups = {tokens.groups[row] for row in rows}
-        answers = sum(tokens.answers[row] for row in rows)
-        return groups.pop() if len(groups) == 1 and 0 < answers <= max(tokens.prompts[row] for row in rows) else None
-
-    chained: list[list[Sequence[int]]] = []
-    before: int | None = None
-    for rows in micro_batches:
-        group = prompt_of(rows)
-        if chained and group is not None and group == before:
-            chained[-1].append(rows)
-        else:
-            chained.append([rows])
-        before = group
-    return chained
-
-
-def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[str], key: str) -> list[list[int]]:
-    if len(family) == 1 or tokens.cost(family) <= budget:
-        return [family]
-    alone = tokens.each()
-    pack([alone[row] for row in family], budget, names=[names[row] for row in family], key=key)
-    prompt = max(tokens.prompts[row] for row in family)
-    answers = [tokens.answers[row] for row in family]
-    if not any(answers):
-        return [family]
-    return [[family[place] for place in places] for places in pack(answers, budget - prompt, key=key)]
+    return groups if actor.use_prefix_grouper else range(len(groups))

@@ -1,9 +1,9 @@
-"""Micro-batches packed by tokens under a hard cap.
+"""Micro-batches packed by tokens under a hard limit.
 
-Bytes saved: (T - t) x (L x A / T + 2 x (I + h) x b) bytes of activations, T being the tokens computed at once without a cap and t
-those of the fullest micro-batch under it, A / T what a block keeps of one token, and the rest what the backward of an MLP holds:
-no micro-batch ever has more tokens than the cap, whatever the lengths of its rows. Fewer micro-batches than fixed row counts, and
-no padding (fixed micro-batches padded to the longest row compute 4.9 to 9.2 times as many tokens).
+Bytes saved: let T be the tokens computed at once without a limit, and t those of the fullest micro-batch under it. Activations
+fall by (T - t) x (L x A / T + 2 x (I + h) x b) bytes. A / T is what a block keeps of one token. The second term is what the
+backward of an MLP holds. No micro-batch has more tokens than the limit, whatever the lengths of its rows. Fixed numbers of rows
+need more micro-batches. If they are padded to the longest row, they compute 4.9 to 9.2 times as many tokens.
 """
 
 from __future__ import annotations
@@ -46,14 +46,14 @@ def pack(
     singles and pairs allow, and the fewest bins win. Rows ascend inside a bin. Equal lengths give equal bins.
 
     Args:
-        lengths: tokens of each row.
-        budget: tokens of a bin.
-        num_bins_at_least: with fewer rows than this the last bins are empty.
-        names: of the rows, for errors; None for their indices.
-        key: the setting, to name in errors.
+        lengths: Tokens of each row.
+        budget: Tokens of a bin.
+        num_bins_at_least: Least number of bins. With fewer rows than this the last bins are empty.
+        names: Names of the rows, for errors. None = their indices.
+        key: The setting, to name in errors.
 
     Raises:
-        ConfigError: naming ``key``, a row that exceeds the budget, its length and the smallest budget that works.
+        ConfigError: A row exceeds the budget. The message names ``key``, the row, its length and the smallest budget that works.
     """
     lengths = [int(length) for length in lengths]
     _check_cap(lengths, budget, names, key)
@@ -82,9 +82,9 @@ def split_to_count(bins: Sequence[Sequence[int]], count: int, lengths: Sequence[
     A bin of one row cannot be split: with fewer rows than ``count`` the last bins are empty lists.
 
     Args:
-        bins: rows of each.
-        count: at least the number of bins.
-        lengths: of the rows. The size of a bin is their sum, or its number of rows if None.
+        bins: Rows of each.
+        count: Number of bins, at least as many as there are.
+        lengths: Lengths of the rows. The size of a bin is their sum, or its number of rows if None.
     """
     assert count >= len(bins), (count, len(bins))
     result = [list(rows) for rows in bins]
@@ -135,9 +135,9 @@ def balance(costs: Sequence[float], num_parts: int, group: int = 1) -> list[list
     log-normal rows; this leaves under 0.1 %.)
 
     Args:
-        costs: of the rows. Their number must be a multiple of ``num_parts * group``.
-        num_parts: number of ranks.
-        group: so many consecutive rows (the samples of one prompt) stay together.
+        costs: Costs of the rows. Their number must be a multiple of ``num_parts * group``.
+        num_parts: Number of ranks.
+        group: Number of consecutive rows (the samples of one prompt) that stay together.
     """
     assert len(costs) % (num_parts * group) == 0, (len(costs), num_parts, group)
     weights = [float(sum(costs[start : start + group])) for start in range(0, len(costs), group)]

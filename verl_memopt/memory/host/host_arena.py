@@ -37,9 +37,9 @@ class HostArena:
         """Start without chunks.
 
         Args:
-            device: whose bytes rest here.
-            kind: of these bytes, for the byte tracker.
-            chunk_bytes: a multiple of 512.
+            device: Whose bytes rest here.
+            kind: Kind of these bytes, for the byte tracker.
+            chunk_bytes: A multiple of 512.
         """
         assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
         self._device, self._kind, self._chunk_bytes = device, kind, chunk_bytes
@@ -60,7 +60,7 @@ class HostArena:
         """Return the first free stretch of ``num_bytes``.
 
         Raises:
-            ConfigError: where the host limit allows no further chunk.
+            ConfigError: The host limit allows no further chunk.
         """
         size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
         start = self._first_fit(size)

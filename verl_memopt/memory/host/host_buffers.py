@@ -43,8 +43,8 @@ class HostAllocator:
         """Start with nothing allocated.
 
         Args:
-            limit_bytes: most bytes held at once; None for no limit.
-            pinned_limit_bytes: most page-locked bytes among them. A buffer beyond it is ordinary memory, whose copies block.
+            limit_bytes: Most bytes held at once; None for no limit.
+            pinned_limit_bytes: Most page-locked bytes among them. A buffer beyond it is ordinary memory, whose copies block.
         """
         self.limit_bytes = limit_bytes
         self.pinned_limit_bytes = pinned_limit_bytes
@@ -58,12 +58,12 @@ class HostAllocator:
         Its bytes (whole pages if locked) count until the last tensor on it is gone. Then the system gets them back.
 
         Args:
-            num_bytes: size of the buffer.
-            device: whose data it will hold.
-            kind: of the data, for the byte tracker.
+            num_bytes: Size of the buffer.
+            device: Whose data it will hold.
+            kind: Kind of the data, for the byte tracker.
 
         Raises:
-            ConfigError: naming the limit and what is held already.
+            ConfigError: The limit is too small. The message names it and what is held already.
         """
         counted_bytes = num_bytes
         pages = -(-num_bytes // PAGE) * PAGE
@@ -93,7 +93,7 @@ class HostAllocator:
         """Check that the limit allows so many more bytes.
 
         Raises:
-            ConfigError: where it does not.
+            ConfigError: It does not.
         """
         if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
             raise ConfigError(
@@ -106,12 +106,12 @@ class HostAllocator:
         """Count host memory that others allocate, until the returned function is called.
 
         Args:
-            num_bytes: of that memory.
-            pinned: it is page-locked.
-            kind: of its data, for errors.
+            num_bytes: Number of bytes of that memory.
+            pinned: It is page-locked.
+            kind: Kind of its data, for errors.
 
         Raises:
-            ConfigError: where the limit does not allow it.
+            ConfigError: The limit does not allow it.
         """
         self.check_room(num_bytes, kind)
         self._count(num_bytes, pinned)

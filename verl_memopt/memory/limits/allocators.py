@@ -1,10 +1,10 @@
 """Limits of a process's device and host memory, and the allocators behind them.
 
-Bytes saved: nothing by itself. ``memory.device_limit_gb`` makes any card as small as the one that is meant: on a GPU the caching
-allocator refuses what goes beyond (``set_per_process_memory_fraction``) and the engine's share is taken from the limit; on a CPU
-the byte tracker refuses it in the phases whose bytes are counted (``trainer.track_memory_every_steps``). What sleeps is not
-inside the limit, nor is the CUDA context. ``memory.host_limit_gb`` bounds all host buffers of a worker, and
-``memory.pinned_limit_gb`` the page-locked ones.
+Bytes saved: none by itself. ``memory.device_limit_gb`` makes a large card behave like a small one. On a GPU the caching allocator
+refuses what goes beyond it (``set_per_process_memory_fraction``), and the engine's share is taken from it. On a CPU the byte
+tracker refuses it, in the phases whose bytes are counted (``trainer.track_memory_every_steps``). Sleeping memory and the CUDA
+context do not count. ``memory.host_limit_gb`` limits all host buffers of a worker, and ``memory.pinned_limit_gb`` the page-locked
+ones.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ class DeviceCap:
         """Wrap a part's going to sleep or waking.
 
         Args:
-            read: returns what sleeps afterwards.
-            refuse: raise where the process is over its limit afterwards.
+            read: Returns what sleeps afterwards.
+            refuse: Raise where the process is over its limit afterwards.
 
         Raises:
             torch.OutOfMemoryError: the process holds more than its limit afterwards, and ``refuse``.

@@ -26,7 +26,7 @@ OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_A
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Return whether an error is about device memory, whoever asked for it."""
+    """Return whether an error is about device memory, whoever allocated it."""
     return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
 
 
@@ -34,9 +34,9 @@ class PartDoesNotFitError(torch.OutOfMemoryError):
     """A part of the engine could not wake.
 
     Attributes:
-        kind: what the part holds.
-        num_bytes: its size.
-        held_bytes: bytes of live tensors before it.
+        kind: What the part holds.
+        num_bytes: Its size.
+        held_bytes: Bytes of live tensors before it.
     """
 
     def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
@@ -46,7 +46,7 @@ class PartDoesNotFitError(torch.OutOfMemoryError):
 
 
 @contextmanager
-def waking_told(kind: str, num_bytes: int, device: torch.device) -> Iterator[None]:
+def wake_report(kind: str, num_bytes: int, device: torch.device) -> Iterator[None]:
     """Turn an out-of-memory error while ``num_bytes`` of ``kind`` wake into a PartDoesNotFitError."""
     held = ledger_of(device).allocated() if is_gpu(device) else 0
     try:
@@ -58,7 +58,7 @@ def waking_told(kind: str, num_bytes: int, device: torch.device) -> Iterator[Non
 
 
 @contextmanager
-def out_of_memory_told(
+def out_of_memory_report(
     phase: str,
     device: torch.device,
     resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
@@ -70,18 +70,18 @@ def out_of_memory_told(
     The tensors of the body are freed. Its lines stay in the traceback.
 
     Args:
-        phase: of the step.
-        device: of the process.
-        resident: returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
+        phase: Phase of the step.
+        device: Device of the process.
+        resident: Returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
             include tensors that rest on the host.
-        settings: that advice is based on.
-        limit: bytes that the process may take; None for no limit.
+        settings: That advice is based on.
+        limit: Bytes that the process may take; None for no limit.
     """
     try:
         yield
     except DeviceLimitError as error:
-        asked = error.asked_bytes
-        report = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, asked, error.num_bytes - asked)
+        requested = error.asked_bytes
+        report = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, requested, error.num_bytes - requested)
         release_frames(error)
         raise report from None
     except RuntimeError as error:
@@ -105,14 +105,14 @@ def _allocator_error(
     if not isinstance(error, PartDoesNotFitError):
         held = ledger_of(device).peak_allocated()
         kinds["activations"] += max(held - sum(kinds.values()), 0)
-        return _error(phase, kinds, held, cap, str(error).split(". ")[0], settings, _asked(str(error)), held)
-    asked, before = error.num_bytes, error.held_bytes
+        return _error(phase, kinds, held, cap, str(error).split(". ")[0], settings, _requested_bytes(str(error)), held)
+    requested, before = error.num_bytes, error.held_bytes
     kinds["activations"] += max(before - sum(kinds.values()), 0)
-    kinds[error.kind] += asked
-    return _error(phase, kinds, before + asked, cap, str(error), settings, asked, before, first=error.kind)
+    kinds[error.kind] += requested
+    return _error(phase, kinds, before + requested, cap, str(error), settings, requested, before, first=error.kind)
 
 
-def _asked(message: str) -> int | None:
+def _requested_bytes(message: str) -> int | None:
     """Return the bytes that torch's out-of-memory message says it tried to allocate, or None where it says nothing."""
     match = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
     return None if match is None else round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[match[2]])
@@ -128,11 +128,11 @@ def release_frames(error: BaseException | None) -> None:
 def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> Counter[str]:
     """Return the bytes on the device by kind. Each storage counts once, under the first kind that names it."""
     kinds: Counter[str] = Counter()
-    seen: set[int] = set()
+    counted: set[int] = set()
     for kind, tensor in resident:
         for storage in device_storages(tensor, device):
-            if storage._cdata not in seen:
-                seen.add(storage._cdata)
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
                 kinds[kind] += storage.nbytes()
     return kinds
 
@@ -144,7 +144,7 @@ def _error(
     limit: int | None,
     what: str,
     settings: schema.ActorRolloutRef,
-    asked: int | None = None,
+    requested: int | None = None,
     held_before: int | None = None,
     first: str | None = None,
 ) -> DeviceMemoryError:
@@ -157,7 +157,7 @@ def _error(
     more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
     of = "" if limit is None else f" of {_gib(limit)}"
     text = f"{phase}: out of device memory at {_gib(held)}{of} GiB ({what}): {terms} GiB.{out}{more}"
-    return DeviceMemoryError(text, phase, asked, held_before, limit)
+    return DeviceMemoryError(text, phase, requested, held_before, limit)
 
 
 def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef) -> list[str]:

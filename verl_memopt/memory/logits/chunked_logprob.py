@@ -1,12 +1,17 @@
 """Log-probs and entropy from hidden states, chunk by chunk: the [tokens, vocabulary] logits never exist.
 
-Bytes saved: with R response tokens of a micro-batch, V vocabulary entries, c = chunk, t = ``logprob_vocab_tile`` and b bytes of
-the compute dtype, the logits of a pass are one buffer of min(R, c) * min(V, t) * (4 + n) bytes, n = 0 in fp32 and b below it;
-where entropy is asked for, and on a GPU where t < V and functions are not compiled, also min(R, c) * min(V, t, 4,096) * 4. c = 0
-is R. t = 0 is V in an update whose loss is one of tokens or strictly on-policy, and wherever c = 0; it is 16,384 in log-prob
-passes and in other updates. So from c = 0 to a chunk the update falls by (R - c) * V * (4 + n), leaving 0.43 GiB at 512 x 151,936
-in bfloat16, a log-prob pass by (R * V - c * 16,384) * (4 + n), leaving 48 MiB. Gradients of the head's weight are added where
-they stay: V * h * b less wherever there is one already (a second micro-batch before the reduction).
+Bytes saved: let R be the response tokens of a micro-batch, V the vocabulary, c = ``logprob_chunk_tokens`` and t =
+``logprob_vocab_tile``. The logits of a pass are one buffer of min(R, c) x min(V, t) x (4 + n) bytes. n is 0 in fp32, else the b
+bytes of the compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so does a GPU where t <
+V and functions are not compiled.
+
+``logprob_chunk_tokens=0`` disables chunking. ``logprob_vocab_tile=0`` then takes the whole vocabulary. With chunks it chooses
+by the pass: an update whose loss has a gradient per token, or that is strictly on-policy, takes the whole vocabulary; log-prob
+passes and other updates take 16,384 entries.
+
+An update with chunks saves (R - c) x V x (4 + n) bytes. It keeps 0.43 GiB at 512 x 151,936 in bfloat16. A log-prob pass saves
+(R x V - c x 16,384) x (4 + n) bytes and keeps 48 MiB. The gradient of the head's weight is added in place, which saves another
+V x h x b bytes if there is a gradient already, as in the second micro-batch of a step.
 """
 
 from __future__ import annotations
@@ -40,7 +45,7 @@ def head_log_probs(
     token_gradient: TokenGradient | None = None,
     in_place: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return the log-prob of each target and, when asked, the entropy of its distribution.
+    """Return the log-prob of each target and, if requested, the entropy of its distribution.
 
     Gradients flow to hidden, weight and bias from both outputs.
 
@@ -49,14 +54,14 @@ def head_log_probs(
         weight: [V, H].
         bias: [V], or None.
         targets: int64 [R].
-        temperature: divides the logits in fp32.
-        chunk_tokens: tokens per chunk; 0 for all.
-        with_entropy: entropies are asked for.
-        compiled: compile the functions of a chunk.
-        vocab_tile: vocabulary entries per tile. 0 takes whole rows; but it takes ``FREE_TILE`` where chunks are asked for and the
-            logits are computed both in forward and in backward, or in forward only.
-        token_gradient: gives the gradients in the forward. It is an assertion error if backward brings others.
-        in_place: add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), where they are
+        temperature: Divides the logits in fp32.
+        chunk_tokens: Tokens per chunk; 0 for all.
+        with_entropy: Compute entropies too.
+        compiled: Compile the functions of a chunk.
+        vocab_tile: Vocabulary entries per tile. 0 takes the whole vocabulary if there are no chunks or if the forward computes
+            the gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``.
+        token_gradient: Computes the gradients in the forward. Backward asserts that it would have computed the same.
+        in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
             leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
 
     Returns:
@@ -79,7 +84,7 @@ def _without_gradients(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Ten
     with scope(kind="logits"):
         logits = LogitTiles(head, hidden)
         for rows in head.chunks(hidden.shape[0]):
-            _keep(logits.read(hidden[rows], targets[rows]), tokens, rows)
+            _keep(logits.statistics(hidden[rows], targets[rows]), tokens, rows)
     return tokens.log_probs, tokens.entropy
 
 
@@ -94,7 +99,7 @@ class _Recomputed(torch.autograd.Function):
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
-                _keep(logits.read(hidden[rows], targets[rows]), tokens, rows)
+                _keep(logits.statistics(hidden[rows], targets[rows]), tokens, rows)
         entropy = _or_nothing(tokens.entropy, hidden)
         # Without the weight: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
         ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
@@ -134,7 +139,7 @@ class _PrecomputedGradient(torch.autograd.Function):
         with scope(kind="logits"):
             logits = LogitTiles(head, hidden)
             for rows in head.chunks(hidden.shape[0]):
-                statistics = logits.read(hidden[rows], targets[rows])
+                statistics = logits.statistics(hidden[rows], targets[rows])
                 grad_log_probs, grad_entropy = _gradient_of(token_gradient, rows, statistics)
                 logits.differentiate(hidden[rows], targets[rows], statistics, grad_log_probs, grad_entropy, _at(into, rows), True)
                 _keep(statistics, tokens, rows)

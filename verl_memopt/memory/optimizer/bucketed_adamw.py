@@ -1,7 +1,8 @@
-"""AdamW that walks the elements of all shards in buckets, so that what its step holds does not grow with the largest tensor.
+"""AdamW that walks the elements of all shards in buckets, so that its step holds as little for large tensors as for small ones.
 
-Bytes saved: the parameter-sized temporary (4 * N / W bytes) of torch's unfused step: with fp32 state on the device the step holds
-nothing of its own, as torch's fused AdamW; in every other combination at most three buckets of ``optim.bucket_megabytes``.
+Bytes saved: torch's unfused step holds a temporary as large as the parameters, 4 x N / W bytes. With fp32 state on the device
+this step holds nothing of its own, like torch's fused AdamW. In every other combination it holds at most three buckets of
+``optim.bucket_megabytes``.
 """
 
 from __future__ import annotations
@@ -69,18 +70,19 @@ class BucketedAdamW(Optimizer):
 
         Args:
             params: fp32 or bfloat16, plain or sharded on their first dimension.
-            lr: as in torch's AdamW.
-            betas: as in torch's AdamW.
-            eps: as in torch's AdamW.
-            weight_decay: as in torch's AdamW.
-            state_dtype: of the moments.
-            offload: the state rests on the host.
-            stochastic_rounding: of bfloat16 weights.
-            bucket_megabytes: size of a bucket in MiB.
-            seed: of the rounding.
+            lr: As in torch's AdamW.
+            betas: As in torch's AdamW.
+            eps: As in torch's AdamW.
+            weight_decay: As in torch's AdamW.
+            state_dtype: Dtype of the moments.
+            offload: The state rests on the host.
+            stochastic_rounding: Round bfloat16 weights stochastically.
+            bucket_megabytes: Size of a bucket in MiB.
+            seed: Seed of the rounding.
         """
         # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
-        theirs = AdamW([torch.zeros(1)], lr=lr, betas=tuple(betas), eps=eps, weight_decay=weight_decay, fused=True)
+        beta1, beta2 = betas
+        theirs = AdamW([torch.zeros(1)], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
         super().__init__(params, theirs.defaults)
         self._offload, self._stochastic, self._seed = offload, stochastic_rounding, seed
         self._num_steps = 0
@@ -112,7 +114,7 @@ class BucketedAdamW(Optimizer):
         """Update one parameter before :meth:`step`, which must then not find its gradient any more.
 
         Args:
-            parameter: with a gradient.
+            parameter: A parameter with a gradient.
             stopped: fp32 scalar on the device. Where it is 1, parameter and state stay as they are.
         """
         section, member = self._section_of[id(parameter)]
@@ -128,10 +130,10 @@ class BucketedAdamW(Optimizer):
         """Copy saved values into the state where it rests. Parameters are matched by their order.
 
         Args:
-            state_dict: as :meth:`state_dict` or torch's AdamW returned it.
+            state_dict: As :meth:`state_dict` or torch's AdamW returned it.
 
         Raises:
-            KeyError: naming what is missing, where the state was saved in another ``state_dtype``.
+            KeyError: The state was saved in another ``state_dtype``. The message names what is missing.
         """
         saved_groups = state_dict["param_groups"]
         for group, saved in zip(self.param_groups, saved_groups, strict=True):
@@ -242,8 +244,8 @@ class BucketedAdamW(Optimizer):
         """Return the elements of a bucket, so that slots, decoded moments and scratch together are three buckets.
 
         Args:
-            section: of the bucket.
-            may_stop: the previous state is scratch too, where encoding it again would change it.
+            section: Section of the bucket.
+            may_stop: The previous state is scratch too, where encoding it again would change it.
         """
         itemsize = torch.float32.itemsize
         room = itemsize * (2 * section.format.decodes + self._scratch_count(section))

@@ -1,8 +1,9 @@
 """Each FSDP unit is updated inside backward, as soon as its gradient is reduced, and the gradient is freed at once.
 
-Bytes saved: b_g * (N - N_u) / W bytes (b_g = 4 for fp32 gradients, N parameters, N_u those of the largest unit, W ranks in the
-shard group): at no time is there more than one unit's gradient; of a matrix that head and embedding share there are two, which
-meet in backward. Without it all of them lie there from the end of backward to the end of the optimizer step.
+Bytes saved: b_g x (N - N_u) / W bytes, where b_g is 4 for fp32 gradients, N counts the parameters, N_u those of the largest unit,
+and W the ranks in the shard group. At no time is there more than one unit's gradient. The exception is a matrix that head and
+embedding share: its two gradients meet in backward. Without the knob all gradients exist from the end of backward to the end of
+the optimizer step.
 """
 
 from __future__ import annotations
@@ -42,7 +43,7 @@ class StepInBackward:
         """Check that gradients need not be summed over micro-batches.
 
         Raises:
-            ConfigError: where an optimizer step has several micro-batches.
+            ConfigError: An optimizer step has several micro-batches.
         """
         if num_micro_batches > 1:
             raise ConfigError(

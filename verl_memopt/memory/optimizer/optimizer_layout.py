@@ -24,9 +24,9 @@ class Member:
     """One parameter of a section.
 
     Attributes:
-        parameter: sharded or not.
-        start: of its local elements among those of the section.
-        numel: number of its local elements.
+        parameter: The parameter, sharded or not.
+        start: Start of its local elements among those of the section.
+        numel: Number of its local elements.
     """
 
     parameter: nn.Parameter
@@ -48,11 +48,11 @@ class Section:
     """Parameters of one group with one dtype and one format of moments: one flat range of elements.
 
     Attributes:
-        group: of the optimizer.
-        format: of the moments.
-        dtype: of the parameters.
-        members: the parameters, in order.
-        planes: the flat tensors of their state.
+        group: Group of the optimizer.
+        format: Format of the moments.
+        dtype: Dtype of the parameters.
+        members: The parameters, in order.
+        planes: The flat tensors of their state.
     """
 
     group: dict[str, Any]
@@ -81,9 +81,9 @@ def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list
     """Return consecutive buckets of at most ``elements`` elements. Each is one unbroken range of its section.
 
     Args:
-        members: of the section. A bucket takes as many of them as fit.
-        elements: of a bucket.
-        cut: members are cut at multiples of so many of their elements.
+        members: Members of the section. A bucket takes as many of them as fit.
+        elements: Number of elements of a bucket.
+        cut: Members are cut at multiples of so many of their elements.
     """
     buckets: list[list[Slice]] = []
     room, following = 0, -1
@@ -124,7 +124,7 @@ def shard_place(parameter: Tensor) -> tuple[int, ...]:
     """Return which shard of a parameter this rank holds. Replicas of a shard have the same place; a plain parameter the first."""
     if not isinstance(parameter, DTensor):
         return (0,)
-    place = parameter.device_mesh.get_coordinate() or []
+    place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
     return tuple(at for at, placement in zip(place, parameter.placements, strict=True) if isinstance(placement, Shard))
 
 

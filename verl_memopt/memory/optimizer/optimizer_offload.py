@@ -1,8 +1,8 @@
 """Optimizer state rests in one host buffer and passes over the device bucket by bucket inside ``step()``.
 
-Bytes saved: b_o * N / W bytes of device memory outside the step (b_o = 8 for fp32 moments, N parameters, W ranks in the shard
-group), and in it all but three buckets: one that arrives, one that is updated, one that leaves. It is made where it rests, so the
-first step costs what every other does.
+Bytes saved: outside the step all of the state, b_o x N / W bytes, where b_o is 8 for fp32 moments, N counts the parameters and W
+the ranks in the shard group. Inside the step all but three buckets: one arrives, one is updated, one leaves. The state is
+allocated on the host, so the first step costs no more than the others.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ class StateLanes:
         waits for every write.
 
         Args:
-            resting: flat host tensors by name.
-            buckets: the range of each tensor, for each bucket.
+            resting: Flat host tensors by name.
+            buckets: The range of each tensor, for each bucket.
         """
         here = current_stream(self._device)
         slots = [self._slot(resting, buckets) for _ in range(min(SLOTS, len(buckets)))]

@@ -1,13 +1,15 @@
-"""The two moments of AdamW in fewer bits than fp32; each bucket is decoded to fp32, updated, and encoded again.
+"""The two moments of AdamW in fewer bits than fp32. Each bucket is decoded to fp32, updated, and encoded again.
 
-Bytes saved: of the 8 bytes a parameter that two fp32 moments take: bfloat16 4; int8 8 - 2 x (1 + 4 / 256) = 5.97; int4 8 - 2 x
-(1/2 + 4 / 128) = 6.94. Blocks are as long as the largest even divisor of a row, up to 256 (int8) or 128 (int4) elements;
-parameters whose rows have no such block of at least 32 (norms, biases) keep fp32 moments.
+Bytes saved: two fp32 moments take 8 bytes a parameter. bfloat16 saves 4 of them, int8 8 - 2 x (1 + 4 / 256) = 5.97, and int4 8
+- 2 x (1/2 + 4 / 128) = 6.94. A block is as long as the largest even divisor of a row, up to 256 (int8) or 128 (int4) elements.
+Parameters whose rows have no such block of at least 32 elements, such as norms and biases, keep fp32 moments.
 
-A code c stands for scale x sign(c) x (c / levels)^2 with one fp32 scale a block, the largest magnitude in it: squaring spends
-codes on small values. All encodings round stochastically, because a moment is a running mean: at beta2 = 0.999 one step
-changes exp_avg_sq by a thousandth, which rounding to nearest drops for ever. A second moment never becomes 0 by encoding, so
-its square root never leaves the update unbounded. Blocks do not cross rows, so a shard holds whole blocks on any number of ranks.
+A code c stands for scale x sign(c) x (c / levels)^2. Each block has one fp32 scale, the largest magnitude in it. The square
+spends codes on small values. All encodings round stochastically, because a moment is a running mean: at beta2 = 0.999 one step
+changes exp_avg_sq by a thousandth, which rounding to nearest would always drop. A second moment never becomes 0 by encoding, so
+its square root never makes the update unbounded. Blocks do not cross rows, so a shard holds whole blocks on any number of
+ranks.
+
 Source: block-wise states are those of Dettmers et al., arXiv 2110.02861; 4 bits without a zero, Li et al., arXiv 2309.01507.
 """
 
@@ -58,12 +60,12 @@ class MomentFormat:
     """How the moments of some parameters are stored.
 
     Attributes:
-        planes: the stored tensors.
-        block: a bucket is cut at multiples of so many elements.
-        decodes: the moments need room in fp32.
-        scratch: number of fp32 tensors that encoding needs.
-        decode: returns the two moments in fp32.
-        encode: writes the moments back, with a generator for rounding.
+        planes: The stored tensors.
+        block: A bucket is cut at multiples of so many elements.
+        decodes: The moments need room in fp32.
+        scratch: Number of fp32 tensors that encoding needs.
+        decode: Returns the two moments in fp32.
+        encode: Writes the moments back, with a generator for rounding.
     """
 
     planes: tuple[Plane, ...]

@@ -1,10 +1,10 @@
-"""Stochastic rounding to bfloat16, so that weights which rest in bfloat16 move by less than their spacing, on average.
+"""Stochastic rounding to bfloat16: weights in bfloat16 can move by less than their spacing, on average.
 
-Bytes saved: 2 + 2 bytes a parameter against fp32 masters (weights 4 -> 2, gradients 4 -> 2); with bf16 moments the training state
-is 8 bytes a parameter in place of 16.
+Bytes saved: against fp32 masters 4 bytes a parameter, 2 of the weight and 2 of its gradient. With bf16 moments the training state
+takes 8 bytes a parameter instead of 16.
 
-The expected value of the rounded number is the number itself (Gupta et al., arXiv 1502.02551): the bits that are cut off are
-the chance, in units of 2^-16, to go up.
+The expected value of the rounded number is the number itself (Gupta et al., arXiv 1502.02551). The bits that are cut off are the
+chance to round up, in units of 2^-16.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ def round_to_bfloat16_(values: Tensor, noise: Tensor, generator: torch.Generator
     Args:
         values: fp32.
         noise: fp32, as many elements; overwritten.
-        generator: of the noise.
+        generator: Generator of the noise.
 
     Returns:
         ``values``.

@@ -6,7 +6,7 @@ existing gradient.
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 from torch import Tensor, nn
@@ -34,7 +34,7 @@ class TrainedEmbedding(nn.Embedding):
         return _LookUp.apply(input, self.weight, self.padding_idx)
 
 
-def is_plain(embedding: nn.Module) -> bool:
+def is_plain(embedding: nn.Module) -> TypeGuard[nn.Embedding]:
     """Return whether :class:`TrainedEmbedding` can replace a module."""
     plain = type(embedding) is nn.Embedding
     return plain and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse

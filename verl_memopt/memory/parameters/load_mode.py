@@ -1,9 +1,9 @@
-"""How weights come from their files: streamed shard by shard, or left in the mapped file until the device asks for them.
+"""How weights come from their files: streamed shard by shard, or left in the mapped file until the device needs them.
 
-Bytes saved: either way no rank holds more of a model than its shard, on the device, and on the host nothing of its own: a file is
-mapped, and each tensor's part of it is copied straight to where it belongs. ``mmap`` also saves the b_w * N / W bytes of host
-buffer in which a reference with ``param_offload`` rests: the file is its place, and the system may drop its pages when memory is
-short. A rank's slice of a mapped tensor keeps the address range of all of it, and no memory.
+Bytes saved: in both modes no rank holds more of a model than its shard. The host holds no copy, because each file is mapped, and
+each tensor's part of it is copied straight to its place. ``mmap`` also saves the host buffer in which a reference with
+``param_offload`` would rest, b_w x N / W bytes. The file takes its place, and the system may drop its pages when memory is short.
+A rank's slice of a mapped tensor reserves the addresses of the whole tensor, but no memory.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
-"""LoRA: the base is frozen, each chosen linear layer learns a low-rank addition; the reference is the same model without it.
+"""LoRA: the base is frozen, and each chosen linear layer learns a low-rank addition. The base alone is the reference.
 
-Bytes saved: with N parameters in the base and N_a in the adapters, gradients and optimizer state of N - N_a parameters: 12 bytes
-each with fp32 AdamW; and the whole second model where a KL asks for a reference (b_w x N / W). N_a is rank x (in + out) a layer.
-knobs are as without it. Source: LoRA, arXiv 2106.09685.
+Bytes saved: gradients and optimizer state of N - N_a parameters, 12 bytes each with fp32 AdamW, where N counts the parameters of
+the base and N_a those of the adapters: rank x (in + out) a layer. A KL against the reference also needs no second model, which
+saves b_w x N / W bytes. Source: LoRA, arXiv 2106.09685.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class LoraLinear(nn.Linear):
     Attributes:
         lora_A: [rank, in].
         lora_B: [out, rank].
-        active: whether the adapter is on.
+        active: Whether the adapter is on.
     """
 
     def __init__(self, base: nn.Linear, rank: int, scale: float) -> None:
@@ -58,18 +58,18 @@ def apply_lora(
     """Freeze a model and give each chosen linear layer an adapter. Call this before sharding.
 
     Args:
-        model: without shards.
-        rank: of the adapters.
-        alpha: the adapters are scaled by ``alpha / rank``.
+        model: Without shards.
+        rank: Rank of the adapters.
+        alpha: The adapters are scaled by ``alpha / rank``.
         target_modules: ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for the
             whole name.
-        exclude_modules: the same for layers to leave out.
+        exclude_modules: The same for layers to leave out.
 
     Returns:
         The names of the chosen layers.
 
     Raises:
-        ConfigError: where no layer is chosen.
+        ConfigError: No layer is chosen.
     """
     model.requires_grad_(False)
     head = getattr(model, "get_output_embeddings", lambda: None)()
@@ -148,7 +148,7 @@ def merged_weights(weights: Iterator[tuple[str, Tensor]], model: nn.Module) -> I
 
     Args:
         weights: (name, parameter) pairs, sharded or not.
-        model: with the adapters.
+        model: The model with the adapters.
     """
     layers = {f"{name}.weight": layer for name, layer in adapters(model).items()}
     for name, weight in weights:
@@ -176,12 +176,12 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
     Every rank gathers in step; the rank that ``writes`` writes.
 
     Args:
-        folder: to be written.
-        model: with the adapters.
-        base: name of the base model.
-        rank: of the adapters.
-        alpha: of the adapters.
-        writes: whether this rank writes.
+        folder: The folder to write.
+        model: The model with the adapters.
+        base: Name of the base model.
+        rank: Rank of the adapters.
+        alpha: Alpha of the adapters.
+        writes: Whether this rank writes.
     """
     tensors = {}
     for name, layer in adapters(model).items():
@@ -206,11 +206,11 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
     """Fill the adapters from a folder in the peft format.
 
     Args:
-        folder: with adapter_model.safetensors.
-        model: with adapters.
+        folder: Folder with adapter_model.safetensors.
+        model: The model with the adapters.
 
     Raises:
-        ConfigError: listing what is missing, left over or of another shape.
+        ConfigError: A tensor is missing, left over or of another shape. The message lists them.
     """
     key, path = f"{KEY}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():

@@ -1,6 +1,7 @@
 """FSDP2's own CPU offload: shards, gradients and optimizer state live on the host, and the optimizer steps there.
 
-Bytes saved: all of (b_w + b_o + b_g) * N / W bytes of the device, 16 * N / W with fp32 AdamW: what is left is what is gathered.
+Bytes saved: all of (b_w + b_o + b_g) x N / W bytes of the device, 16 x N / W with fp32 AdamW. The device holds only the units
+that are gathered.
 """
 
 from __future__ import annotations
@@ -34,8 +35,8 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
     copies.
 
     Args:
-        model: sharded, without storage.
-        device: where it computes.
+        model: The model, sharded, without storage.
+        device: The device to compute on.
     """
     sharded = {id(param.sharded_param): param for param in _fsdp_params(model)}
     sizes = {id(parameter): _padded_numel(parameter, sharded) * parameter.itemsize for parameter in model.parameters()}

@@ -1,7 +1,7 @@
-"""Parameters rest on the host outside the phases that need them: one host buffer a model, used again at every move.
+"""Parameters rest on the host outside the phases that need them. Each model has one host buffer, used again at every move.
 
-Bytes saved: b_w * N / W bytes of device memory in every phase that does not need the model (b_w = 4 for fp32 masters, 2 for
-bfloat16; N parameters; W ranks in the shard group): rollout, the other model's log-probs, rewards, saving.
+Bytes saved: b_w x N / W bytes of device memory in every phase that does not need the model: rollout, the other model's log-probs,
+rewards, saving. b_w is 4 for fp32 masters and 2 for bfloat16, N counts the parameters and W the ranks in the shard group.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ class _Place:
     """A storage and its place on the host, both uint8.
 
     Attributes:
-        flat: the storage.
-        frozen: its parameter is not trained.
-        slot: its place on the host; None before the first move.
-        copied: the host has its values already.
+        flat: The storage.
+        frozen: Its parameter is not trained.
+        slot: Its place on the host; None before the first move.
+        copied: The host has its values already.
     """
 
     flat: Tensor
@@ -52,10 +52,10 @@ class ParamHome:
         """Take note of the storages of a model's parameters.
 
         Args:
-            name: of the model.
-            parameters: all of the model's, on the device. Those without ``requires_grad`` are copied to the host once.
-            device: of the parameters.
-            mapped: the values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied to
+            name: Name of the model.
+            parameters: All of the model's, on the device. Those without ``requires_grad`` are copied to the host once.
+            device: Device of the parameters.
+            mapped: The values of each parameter in a mapped file, for a model that is frozen as a whole. They are never copied to
                 the host, and the parameters need not be filled.
         """
         self.name = name
@@ -79,7 +79,7 @@ class ParamHome:
         """Move the parameters to the host, and return the bytes freed on the device.
 
         Raises:
-            ConfigError: where the host limit leaves no room for them. They are still on the device then.
+            ConfigError: The host limit leaves no room for them. They are then still on the device.
         """
         if not self.on_device:
             return 0

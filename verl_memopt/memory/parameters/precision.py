@@ -1,9 +1,8 @@
-"""In which precision parameters rest, are computed with and have their gradients reduced.
+"""The precision of parameters at rest, of compute, and of the reduction of gradients.
 
-Bytes saved: ``model_dtype`` bfloat16 in place of fp32 halves masters and gradients at rest, (4 + 4) * N / W bytes (the
-optimizer's moments have a precision of their own, ``optim.state_dtype``). ``dtype`` bfloat16 halves activations and gathered
-parameters, b_c * N_u for each copy of the unit in use. ``reduce_dtype`` bfloat16 halves the input of the largest unit's
-reduction: 2 * N_u * (1 - 1/W) bytes, as its output is cast into the gradient.
+Bytes saved: ``model_dtype=bfloat16`` halves masters and gradients at rest, (4 + 4) x N / W bytes with fp32. The optimizer's
+moments have a precision of their own, ``optim.state_dtype``. ``dtype=bfloat16`` halves activations and gathered parameters.
+``reduce_dtype=bfloat16`` halves the input of the largest unit's reduction, and so saves 2 x N_u x (1 - 1/W) bytes.
 """
 
 from __future__ import annotations

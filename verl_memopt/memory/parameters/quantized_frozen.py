@@ -1,10 +1,9 @@
-"""Frozen models in 8 or 4 bits: each linear layer of the blocks keeps codes and scales, and is a plain product for a moment.
+"""Frozen models in 8 or 4 bits: each linear layer of the blocks keeps codes and scales, and decodes its weight for each product.
 
-Bytes saved: of the N_b parameters in the blocks' linear layers, b_w - 1.03 bytes each with int8 (groups of 128), b_w - 0.56 with
+Bytes saved: b_w - 1.03 bytes for each parameter in the blocks' linear layers with int8 (groups of 128), and b_w - 0.56 with nf4
+(groups of 64). b_w is the width of the masters. Codes are sharded over ranks as weights are.
 
-nf4 (groups of 64), where b_w is the masters' width; codes are sharded over ranks as weights are.
-
-when the model is loaded, and logged.
+Not exact: the worker measures the error of the log-probs when it loads the model, and logs it.
 
 Source of the nf4 levels: QLoRA, arXiv 2305.14314.
 """
@@ -31,8 +30,8 @@ class Format:
     """How a group of weights is stored.
 
     Attributes:
-        bits: of a code.
-        group: weights along the input that share an fp32 scale.
+        bits: Bits of a code.
+        group: Weights along the input that share an fp32 scale.
     """
 
     bits: int
@@ -119,8 +118,8 @@ def quantize_blocks(blocks: list[nn.Module], kind: str) -> None:
     The new layers hold no values until their bytes are filled.
 
     Args:
-        blocks: of the model.
-        kind: a key of ``FORMATS``.
+        blocks: Blocks of the model.
+        kind: A key of ``FORMATS``.
     """
     for block in blocks:
         layers = [(name, module) for name, module in block.named_modules() if isinstance(module, nn.Linear)]
@@ -139,8 +138,8 @@ def exact_weights(model: nn.Module, read: Callable[[str], Tensor]) -> Iterator[N
     """Make each layer compute with its unquantised weight inside the body. A weight is read when needed and dropped afterwards.
 
     Args:
-        model: with quantised layers.
-        read: returns a whole tensor by its name in the checkpoint.
+        model: The model with quantised layers.
+        read: Returns a whole tensor by its name in the checkpoint.
     """
     layers = quantized_layers(model)
     for name, layer in layers.items():

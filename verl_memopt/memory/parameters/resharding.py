@@ -1,11 +1,13 @@
 """What FSDP2 keeps between a unit's forward and its backward, over how many ranks it shards, and when it reduces gradients.
 
-Bytes saved: ``reshard_after_forward`` true frees b_c * (N - N_u) bytes of gathered parameters between forward and backward (b_c =
-2 for bfloat16 compute; N_u parameters of the unit in use and, on several ranks, of the one gathered ahead), on one device too,
-where the gathered copy is the cast one. The root's own, a tied head among them, stay: backward begins with them. A number k keeps
-b_c * (N - N_u) / k of them. ``fsdp_size`` F in place of W keeps (b_w + b_o + b_g) * N / F instead of N / W.
-``gradient_sync=every`` frees b_r * N * (1 - 1/W) bytes against ``last``, which holds whole gradients until the last micro-batch
-(b_r = 4 for fp32 reduction).
+Bytes saved: let N count the parameters, N_u those of the units that are gathered at once, and W the ranks.
+
+* ``reshard_after_forward=true`` frees b_c x (N - N_u) bytes of gathered parameters between forward and backward (b_c is 2 for
+  bfloat16 compute), on one device too, where the gathered copy is the cast one. The root's own parameters stay, a tied head among
+  them: backward begins with them. A number k keeps b_c x (N - N_u) / k of the bytes.
+* ``fsdp_size=F`` keeps (b_w + b_o + b_g) x N / F bytes instead of N / W.
+* ``gradient_sync=every`` saves b_r x N x (1 - 1/W) bytes against ``last``, which holds whole gradients until the last micro-batch
+  (b_r is 4 for fp32 reduction).
 """
 
 from __future__ import annotations
@@ -45,8 +47,8 @@ def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
     FSDP2 would keep the buffer until the next gather, beside the weight itself.
 
     Args:
-        unit: a module; nothing is done where it is no FSDP2 unit.
-        again_in_backward: whether backward reads the weight.
+        unit: A module; nothing is done where it is no FSDP2 unit.
+        again_in_backward: Whether backward reads the weight.
     """
     if not isinstance(unit, FSDPModule):
         return
@@ -64,9 +66,9 @@ def synced(micro_batches: Iterable[Item], model: nn.Module, gradient_sync: str) 
     A model that is not sharded reduces nothing.
 
     Args:
-        micro_batches: as many on all ranks.
-        model: sharded or not.
-        gradient_sync: every, or last.
+        micro_batches: The micro-batches, as many on all ranks.
+        model: The model, sharded or not.
+        gradient_sync: ``every`` or ``last``, as in the settings.
     """
     if not isinstance(model, FSDPModule):
         yield from micro_batches

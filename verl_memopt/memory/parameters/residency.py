@@ -61,7 +61,7 @@ class Residency:
         """Start without parts."""
         self._device = device
         self._parts: list[tuple[Part, frozenset[str]]] = []
-        self._told: set[str] = set()
+        self._logged: set[str] = set()
 
     def add(self, part: Part, also: Iterable[str] = ()) -> None:
         """Add a part. It is needed where the table says its name, or one of the names in ``also``."""
@@ -79,10 +79,10 @@ class Residency:
         """
         needed = NEEDS[name]
         left = self._leave(needed)
-        came = sum(part.to_device() for part, names in self._parts if names & needed)
-        if (left or came) and name not in self._told:
-            self._told.add(name)
-            logger.info("%s: %.1f MiB to the device, %.1f MiB off it, from now on once a step", name, came / MIB, left / MIB)
+        arrived = sum(part.to_device() for part, names in self._parts if names & needed)
+        if (left or arrived) and name not in self._logged:
+            self._logged.add(name)
+            logger.info("%s: %.1f MiB to the device, %.1f MiB off it, from now on once a step", name, arrived / MIB, left / MIB)
         yield
 
     def _leave(self, needed: frozenset[str]) -> int:

@@ -1,10 +1,11 @@
 """Embedding and LM head are FSDP units of their own: each is gathered while it computes, not for the whole pass.
 
-Bytes saved: b_c * (V * h + N_l) bytes in a log-prob pass, twice that where several ranks gather (V vocabulary, h hidden, N_l
-parameters of a block, b_c = 2 for bfloat16 compute), less a chunk of logits: 9 % off the log-prob peak of an 8B over 8 devices
-(predicted, fake run). In an update b_c * (4 * V * h + N_l) - V * h * (b_c + b_r + b_r / W) where the gather of both matrices is
-the peak, and the reduction of the head's gradient after it (b_r = 4 for fp32 reduction over W ranks). The chunked head gathers
-once an update, not once a chunk, and the embedding too: neither is read in backward.
+Bytes saved: in a log-prob pass b_c x (V x h + N_l) bytes, twice that where several ranks gather, less a chunk of logits. V is the
+vocabulary, h the hidden size, N_l the parameters of a block, and b_c is 2 for bfloat16 compute. That is 9 % of the log-prob peak
+of an 8B model over 8 devices (predicted by a run on fake tensors). In an update b_c x (4 x V x h + N_l) -
+V x h x (b_c + b_r + b_r / W) bytes, if the gather of both matrices was the peak and the reduction of the head's gradient is the
+peak after it (b_r is 4 for fp32 reduction over W ranks). The chunked head is gathered once an update, not once a chunk. So is the
+embedding. Backward reads neither.
 """
 
 from __future__ import annotations

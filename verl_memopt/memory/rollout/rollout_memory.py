@@ -1,14 +1,18 @@
 """What the rollout engine holds: its weights, its KV cache and the scratch of a step, and when it gives them back.
 
-Bytes saved: by key. Let k = 2 * L * max(kv_heads / TP, 1) * head_dim * b_kv be the bytes of one token in the KV cache
-(:func:`kv_bytes_per_token`), N parameters, b_r bytes per element of ``rollout.dtype``, V the vocabulary.
-``gpu_memory_utilization`` u: the engine takes u * device bytes; what N * b_r / TP and a step's scratch leave is KV cache.
-``kv_cache_memory_gb``: exactly that many GiB of KV cache, so that many * 2^30 / k tokens. ``kv_cache_dtype`` fp8: b_kv = 1 in
-place of 2 (4 for an fp32 engine), so twice the tokens or half the bytes. ``max_model_len``: no bytes of the cache, but at least
-max_model_len * k must fit; the start says so otherwise. ``max_num_seqs`` s: logits and their sorted copies, a few times s * V * 4
-bytes; with name=hf it is the number of rows generated at once, and s * (P + R) * k bytes of cache. ``max_num_batched_tokens`` t:
-activations of a prefill, about t * (2 * h + 3 * I / TP) * b_r bytes. ``enforce_eager``: no CUDA graphs, 0.5 to 2 GiB that
-sleeping does not free (reported). ``free_cache_engine``: N * b_r / TP and the whole cache, while the trainer computes.
+Let k = 2 x L x max(kv_heads / TP, 1) x head_dim x b_kv be the bytes of one token in the KV cache (:func:`kv_bytes_per_token`), N
+the parameters, b_r the bytes of an element of ``rollout.dtype``, and V the vocabulary. By key:
+
+* ``gpu_memory_utilization=u``: the engine takes the share u of the device. What weights (N x b_r / TP) and the scratch of a step
+  leave of it is KV cache.
+* ``kv_cache_memory_gb``: exactly that many GiB of KV cache.
+* ``kv_cache_dtype=fp8``: b_kv is 1 instead of 2 (4 in an fp32 engine), so twice the tokens or half the bytes.
+* ``max_model_len``: does not shrink the cache, but max_model_len x k bytes must fit. If they do not, the start says so.
+* ``max_num_seqs=s``: logits and their sorted copies take a few times s x V x 4 bytes. With name=hf it is the number of rows
+  generated at once, with s x (P + R) x k bytes of cache.
+* ``max_num_batched_tokens=t``: activations of a prefill take about t x (2 x h + 3 x I / TP) x b_r bytes.
+* ``enforce_eager``: no CUDA graphs, which hold 0.5 to 2 GiB that sleeping does not free (as others report).
+* ``free_cache_engine``: frees N x b_r / TP bytes and the whole cache while the trainer computes.
 """
 
 from __future__ import annotations

@@ -1,10 +1,10 @@
 """Weights from a sharded policy to the engine, a bucket at a time: cast on the shard, gathered, written in place row by row.
 
-Bytes saved: with W ranks in the shard group, what a sync holds beyond the two models falls from the largest gathered tensor in
-the masters' dtype (b_w * V * h for an embedding, 3.48 GiB in fp32 for an 8B) to one bucket, B = megabytes * 2^20 bytes, or to the
-whole model in the engine's dtype where that is smaller. A bucket is one buffer of B bytes, used again and again: W parts of B /
-(W + 1) that the ranks fill, and one more that this rank sends. A tensor larger than the bucket is sent in row ranges. On one rank
-nothing is held: the engine copies and casts straight from the shard.
+Bytes saved: without buckets a sync holds the largest gathered tensor in the masters' dtype: b_w x V x h bytes for an embedding,
+3.48 GiB in fp32 for an 8B model. With buckets it holds B = megabytes x 2^20 bytes, or the whole model in the engine's dtype if
+that is smaller. A bucket is one buffer that is used again and again. On W ranks it has W + 1 equal parts: one for each rank to
+fill, and one that this rank sends. A tensor larger than the bucket is sent in row ranges. One rank alone holds nothing, because
+the engine copies and casts straight from the shard.
 """
 
 from __future__ import annotations
@@ -63,11 +63,11 @@ class _Part:
     """Some rows of every rank's shard of one tensor in a bucket.
 
     Attributes:
-        name: of the tensor.
-        weight: the tensor.
-        shard_rows: rows of the largest shard.
-        first: first of these rows in a shard.
-        rows: number of these rows.
+        name: Name of the tensor.
+        weight: The tensor.
+        shard_rows: Rows of the largest shard.
+        first: First of these rows in a shard.
+        rows: Number of these rows.
     """
 
     name: str
@@ -91,9 +91,9 @@ def weight_slices(weights: Iterable[tuple[str, Tensor]], dtype: torch.dtype, buc
     A slice may share memory with the parameter or with the bucket, so use it before asking for the next.
 
     Args:
-        weights: named parameters, sharded on their first dimension (DTensor) or plain. All ranks consume in step.
-        dtype: of gathered slices, which are cast before they are sent. Others keep their dtype, and the receiver casts them.
-        bucket_megabytes: size of the buffer in MiB.
+        weights: Named parameters, sharded on their first dimension (DTensor) or plain. All ranks consume in step.
+        dtype: Dtype of gathered slices, which are cast before they are sent. The receiver casts the others.
+        bucket_megabytes: Size of the buffer in MiB.
     """
     bucket: _Bucket | None = None
     for name, weight in weights:
@@ -115,10 +115,10 @@ class _Bucket:
     """Parts that are gathered together.
 
     Args:
-        group: of the ranks.
-        ranks: their number.
-        dtype: of the buffer.
-        limit: elements of the buffer, sent and received ones together.
+        group: Group of the ranks.
+        ranks: Their number.
+        dtype: Dtype of the buffer.
+        limit: Elements of the buffer, sent and received ones together.
     """
 
     def __init__(self, group: dist.ProcessGroup | None, ranks: int, dtype: torch.dtype, limit: int) -> None:
@@ -147,7 +147,7 @@ class _Bucket:
         """Gather what was added and yield it, the ranks' rows of one tensor after another.
 
         Args:
-            expected: elements a later bucket may hold, for which the first one makes room.
+            expected: Elements a later bucket may hold, for which the first one makes room.
         """
         if not self._parts:
             return

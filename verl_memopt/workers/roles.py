@@ -1,0 +1,155 @@
+"""Build the roles of a worker: each a sharded model, filled from its folder, with a place on the host if it may rest there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from verl_memopt.config.schema import Fsdp
+from verl_memopt.distributed.device import is_gpu
+from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.memory.activations.activation_offload import ActivationOffload
+from verl_memopt.memory.parameters.lora import initialize_adapters, load_adapter
+from verl_memopt.memory.parameters.param_offload import ParamHome
+from verl_memopt.memory.parameters.residency import POLICY, REFERENCE, Residency
+from verl_memopt.models.packing_check import check_packing, refuse_sliding_window
+from verl_memopt.models.policy_model import PolicyModel, dtype_of
+from verl_memopt.ops.fused import compiler_works
+from verl_memopt.workers.build_policy import build_policy, materialize, materialize_mapped
+from verl_memopt.workers.group import Placement
+from verl_memopt.workers.log_probs import scoring_temperature
+from verl_memopt.workers.plan import WorkerPlan
+from verl_memopt.workers.policy import Policy
+from verl_memopt.workers.quantization_error import quantization_error
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class RoleBuilder:
+    """Builds the roles of one worker. All members of a group build the same roles in step.
+
+    Attributes:
+        plan: What to build.
+        placement: The worker's place in its group.
+        device: The device of the worker.
+        residency: Gets each part that may rest on the host.
+    """
+
+    plan: WorkerPlan
+    placement: Placement
+    device: torch.device
+    residency: Residency
+
+    def policy(self) -> Policy:
+        """Return the policy with its optimizer."""
+        actor, model = self.plan.settings.actor, self.plan.settings.model
+        fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
+        policy_model = self._sharded("actor", fsdp, folder, actor.use_torch_compile, model.enable_gradient_checkpointing, True)
+        refuse_sliding_window(policy_model.lm.config, actor)
+        materialize(policy_model, folder, self.device, fsdp.offload_policy)
+        if model.lora_adapter_path is not None:
+            load_adapter(Path(model.lora_adapter_path), policy_model)
+        else:
+            initialize_adapters(policy_model, fsdp.seed)
+        self._check_packing(policy_model, fsdp, folder)
+        offload = None
+        if model.enable_activation_offload:
+            min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
+            offload = ActivationOffload(policy_model, self.device, min_bytes, in_flight)
+        world_size = self.placement.world_size
+        policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
+        if fsdp.param_offload:
+            policy.home = ParamHome(POLICY, policy_model.parameters(), self.device)
+            # With LoRA the reference is the policy without its adapters.
+            self.residency.add(policy.home, (REFERENCE,) if model.lora_rank > 0 else ())
+        return policy
+
+    def reference(self, folder: Path) -> PolicyModel:
+        """Return the frozen reference.
+
+        Args:
+            folder: Folder of its model.
+        """
+        ref, model = self.plan.settings.ref, self.plan.settings.model
+        fsdp = ref.fsdp_config
+        with torch.random.fork_rng(devices=[]):
+            make_deterministic(fsdp, self.placement.rank)
+            reference = self._sharded("ref", fsdp, folder, bool(ref.use_torch_compile), quantization=ref.quantization)
+            reference.requires_grad_(False)
+            if model.load_mode == "mmap":
+                mapped = materialize_mapped(reference, folder, self.device)
+            else:
+                mapped = None
+                materialize(reference, folder, self.device, fsdp.offload_policy)
+        if ref.quantization != "none":
+            self._log_quantization_error(reference, folder)
+        if fsdp.param_offload:
+            home = ParamHome(REFERENCE, reference.parameters(), self.device, mapped)
+            self.residency.add(home)
+            if mapped is not None:  # the device has no values yet
+                home.to_host()
+                home.to_device()
+        self._check_packing(reference, fsdp, folder)
+        return reference
+
+    def _sharded(
+        self,
+        role: str,
+        fsdp: Fsdp,
+        folder: Path,
+        compiled: bool,
+        recompute: bool = False,
+        trained: bool = False,
+        quantization: str = "none",
+    ) -> PolicyModel:
+        """Return the sharded model of a role without weights.
+
+        Args:
+            role: Section of the role, for errors.
+            fsdp: The ``fsdp_config`` section of the role.
+            folder: Folder of its model.
+            compiled: The settings ask for compiled functions.
+            recompute: Gradient checkpointing.
+            trained: Add adapters if LoRA is on.
+            quantization: Quantization of a frozen model's blocks.
+        """
+        mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
+        key, compiles = f"actor_rollout_ref.{role}", compiles_functions(compiled, fsdp, self.device)
+        model = self.plan.settings.model
+        return build_policy(model, fsdp, folder, mesh, self.device, key, compiles, recompute, trained, quantization)
+
+    def _check_packing(self, policy_model: PolicyModel, fsdp: Fsdp, folder: Path) -> None:
+        dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
+        check_packing(policy_model, self.device, dtype, self.plan.settings.actor, str(folder))
+
+    def _log_quantization_error(self, reference: PolicyModel, folder: Path) -> None:
+        settings = self.plan.settings
+        mean, largest = quantization_error(reference, folder, self.device, scoring_temperature(settings.rollout))
+        logger.info(
+            "actor_rollout_ref.ref.quantization=%s: log-probs differ from the unquantised reference's by %.2g nats on "
+            "average, %.2g at most (256 random tokens)", settings.ref.quantization, mean, largest,
+        )  # fmt: skip
+
+
+def compiles_functions(requested: bool, fsdp: Fsdp, device: torch.device) -> bool:
+    """Return whether small functions are compiled: on a GPU with a working compiler, without full determinism.
+
+    Args:
+        requested: The role's ``use_torch_compile``.
+        fsdp: The ``fsdp_config`` section of the role.
+        device: The device of the worker.
+    """
+    return requested and is_gpu(device) and not fsdp.full_determinism and compiler_works(device)
+
+
+def make_deterministic(fsdp: Fsdp, rank: int) -> None:
+    """Seed torch's generators for this rank. With ``full_determinism`` also use deterministic kernels alone."""
+    torch.manual_seed(fsdp.seed + rank)
+    if fsdp.full_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
