@@ -62,19 +62,17 @@ def find_checkpoint(
     return checkpoint
 
 
-def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint | None) -> None:
+def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint) -> None:
     """Log how the settings differ from those of the checkpoint, one line for each key.
 
     Args:
         settings: of the run, with concrete seeds.
         weights: name -> shape of each weight of the model that the run trains.
-        checkpoint: from which the run continues; None for a fresh start.
+        checkpoint: from which the run continues.
 
     Raises:
         ConfigError: the run cannot continue with such a change.
     """
-    if checkpoint is None:
-        return
     driver, place = checkpoint.driver, checkpoint.folder
     _check_seed(settings, checkpoint)
     if "settings" not in driver:
