@@ -68,8 +68,8 @@ GLOBAL_MICRO_BATCHES = {
 """Sequences over all devices -> sequences per device."""
 
 MET_BY_CHUNKING = frozenset(
-    f"{_AR}.{place}"
-    for place in (
+    f"{_AR}.{key}"
+    for key in (
         "model.use_fused_kernels",
         *(
             f"{role}.{below}{name}"
@@ -113,13 +113,11 @@ def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         Dotted key -> value, and the problems: two spellings of one key that disagree, a spelling whose value means nothing, and a
         key of a feature that does not exist here.
     """
-    flat = flatten(given, our_key)
+    flat = {key: value for key, value in flatten(given, our_key).items() if value != REQUIRED}
     flat |= _without_attention(flat.get(_OVERRIDES))
     spellings: dict[str, dict[str, Any]] = {}  # our key -> {spelling of it: our value}
     problems: list[Problem] = []
     for key, value in flat.items():
-        if value == REQUIRED:
-            continue
         name, meant = our_key(key), value
         if name in _MEANINGS:
             name, meant, faults = _MEANINGS[name](key, value, flat)

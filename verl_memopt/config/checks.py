@@ -57,8 +57,8 @@ def check(values: Mapping[str, Any], given: frozenset[str], wrong: set[str]) -> 
     for rule in (*RULES, *(refusal for knob in knobs() for refusal in knob.refuses)):
         arguments = [values[key] for key in rule.reads]
         if wrong.isdisjoint(rule.reads) and rule.when(*arguments):
-            shown_values = {key: values[key] for key in rule.keys}
-            problems.append(problem(shown_values, rule.reason_for(*arguments), rule.way_out_for(*arguments)))
+            address = {key: values[key] for key in rule.keys}
+            problems.append(problem(address, rule.reason_for(*arguments), rule.way_out_for(*arguments)))
     return problems + [each for each in _set_twice(values[_ENGINE_ARGUMENTS]) if wrong.isdisjoint(each.keys)]
 
 
@@ -67,9 +67,9 @@ def _set_twice(arguments: Mapping[str, Any]) -> Iterator[Problem]:
     for name, value in arguments.items():
         if name in ENGINE_NAMES:
             key = ENGINE_NAMES[name]
-            what = f"{key} sets this argument already"
-            told = problem({f"{_ENGINE_ARGUMENTS}.{name}": value}, what, f"Use {key} alone.")
-            yield Problem((_ENGINE_ARGUMENTS, key), told.text)
+            address = {f"{_ENGINE_ARGUMENTS}.{name}": value}
+            text = problem(address, f"{key} sets this argument already", f"Use {key} alone.").text
+            yield Problem((_ENGINE_ARGUMENTS, key), text)
 
 
 def _uneven(number: int, parts: int) -> bool:

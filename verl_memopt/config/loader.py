@@ -123,7 +123,7 @@ def _folder(config_name: str, config_dir: str | None) -> Path:
     folder = PACKAGED if config_dir is None else Path(config_dir).resolve()
     if not folder.is_dir():
         raise ConfigError(f"config_dir={config_dir}: no such folder. Give the folder that holds {config_name}.yaml.")
-    names = sorted({file.stem for place in (folder, PACKAGED) for file in place.glob("*.yaml")})
+    names = sorted({file.stem for each in (folder, PACKAGED) for file in each.glob("*.yaml")})
     if config_name.removesuffix(".yaml") not in names:
         raise ConfigError(f"config_name={config_name}: no such config. Choose one of {', '.join(names)}.")
     return folder
@@ -155,7 +155,7 @@ def _sign(override: Override, folder: Path) -> str | None:
 
 def _groups(folder: Path) -> set[str]:
     """Return the names of the config groups in a folder: its subfolders, as Hydra writes them."""
-    return {place.relative_to(folder).as_posix() for place in folder.rglob("*") if place.is_dir()}
+    return {below.relative_to(folder).as_posix() for below in folder.rglob("*") if below.is_dir()}
 
 
 def _part(tree: Any, keys: Any) -> Any:

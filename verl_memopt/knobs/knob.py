@@ -86,8 +86,8 @@ class Advice:
     key: str
     value: object
     """The value to set, or ``LOWER``."""
-    when: Condition = lambda _: True
-    """Whether it would help, asked of the settings below ``actor_rollout_ref``."""
+    when: Callable[..., bool] = lambda _: True
+    """Return whether it would help, from the settings below ``actor_rollout_ref``."""
     phases: tuple[str, ...] = ()
     """Phases in which it helps; () = all."""
 

@@ -101,8 +101,8 @@ def _advice() -> Iterator[Advice]:
         for phase, role in (("old_log_prob", "rollout"), ("ref", "ref"), ("update_actor", "actor")):
             rows, by_tokens, tokens = _keys(role)
             name = by_tokens.rpartition(".")[2]
-            yield Advice(kind, tokens, LOWER, lambda ours, r=role, n=name: bool(getattr(getattr(ours, r), n)), (phase,))
-            yield Advice(kind, rows, LOWER, lambda ours, r=role, n=name: not getattr(getattr(ours, r), n), (phase,))
+            yield Advice(kind, tokens, LOWER, lambda roles, r=role, n=name: bool(getattr(getattr(roles, r), n)), (phase,))
+            yield Advice(kind, rows, LOWER, lambda roles, r=role, n=name: not getattr(getattr(roles, r), n), (phase,))
 
 
 def _log_prob_factor(role: str, name: str) -> Factor:

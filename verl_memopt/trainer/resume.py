@@ -73,19 +73,19 @@ def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint
     Raises:
         ConfigError: the run cannot continue with such a change.
     """
-    driver, place = checkpoint.driver, checkpoint.folder
+    driver, folder = checkpoint.driver, checkpoint.folder
     _check_seed(settings, checkpoint)
     if "settings" not in driver:
-        logger.warning("%s: written by an earlier version, without its settings; changes of settings are not known", place)
+        logger.warning("%s: written by an earlier version, without its settings; changes of settings are not known", folder)
         return
     differences = changes(driver["settings"], settings)
     for change in differences:
-        logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", place.name, change)
+        logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", folder.name, change)
     refused = [f"{change.key}={change.new}: {change}" for change in differences if change.kind == REFUSED]
     different = _different(driver["weights"], weights)
     if different:
         model = settings.actor_rollout_ref.model
-        refused.append(f"actor_rollout_ref.model.path={model.path}: its weights are not those of {place} ({different})")
+        refused.append(f"actor_rollout_ref.model.path={model.path}: its weights are not those of {folder} ({different})")
     if refused:
         raise ConfigError(f"{'. '.join(refused)}. {WAY_OUT}")
 
