@@ -96,8 +96,10 @@ def check_values(values: Mapping[str, Any]) -> list[Problem]:
         value = values[key]
         if value is not None and not limits.holds(value):
             problems.append(problem({key: value}, limits.text, way_out))
+    wrong = {key for each in problems for key in each.keys}
     for key, value in values.items():
-        if isinstance(value, str | list | tuple | dict) and not all(map(_is_writable, _texts(value))):
+        is_text = isinstance(value, str | list | tuple | dict) and key not in wrong
+        if is_text and not all(map(_is_writable, _texts(value))):
             problems.append(problem({key: ascii(value)}, "it holds a character that no file can hold", "Remove it."))
     wrong = {key for each in problems for key in each.keys}
     repeated = {key for key, target in LINKS.items() if target in wrong and values[key] == values[target]}

@@ -53,23 +53,26 @@ def _keys(role: str) -> tuple[str, str, str]:
     return rows, by_tokens, tokens
 
 
-def _is_checked(sizes: tuple[Any, ...], *others: Any) -> bool:
-    """Return whether a role's sizes are checked: it is the actor, or it runs with other sizes than the actor's.
+def _has_own_size(rows: int | None, by_tokens: bool, tokens: int, *others: Any) -> bool:
+    """Return whether another role than the actor runs, with other sizes than the actor's, which are checked already.
 
     Args:
-        sizes: rows, choice and tokens of the role.
-        *others: of another role than the actor: the sizes of the actor, then, of the reference, whether there is a KL.
+        rows: most sequences of a micro-batch.
+        by_tokens: whether tokens are counted in place of sequences.
+        tokens: most tokens of a micro-batch.
+        *others: the same three values of the actor; for the reference also the values of the keys that ask for a KL.
     """
-    actor_sizes, kl = others[:3], others[3:]
-    return not others or (sizes != actor_sizes and (not kl or any(kl)))
+    kl = others[3:]
+    return (rows, by_tokens, tokens) != others[:3] and (not kl or any(kl))
 
 
-def _has_no_size(rows: int | None, by_tokens: bool, tokens: int, *others: Any) -> bool:
-    return not by_tokens and rows is None and _is_checked((rows, by_tokens, tokens), *others)
+def _has_no_size(rows: int | None, by_tokens: bool, *others: Any) -> bool:
+    return not by_tokens and rows is None and (not others or _has_own_size(rows, by_tokens, *others))
 
 
-def _is_too_small(tokens: int, prompt: int, response: int, rows: int | None, by_tokens: bool, *others: Any) -> bool:
-    return by_tokens and tokens < prompt + response and _is_checked((rows, by_tokens, tokens), *others)
+def _is_too_small(tokens: int, prompt: int, response: int, by_tokens: bool, *others: Any) -> bool:
+    too_small = by_tokens and tokens < prompt + response
+    return too_small and (not others or _has_own_size(others[0], by_tokens, tokens, *others[1:]))
 
 
 def _longest_sample(_: int, prompt: int, response: int, *others: Any) -> str:
@@ -90,9 +93,16 @@ def _refusals() -> Iterator[Refusal]:
             _has_no_size,
             "a micro-batch has no size",
             f"Set {rows}, or {by_tokens}=true.",
-            about=(tokens, *others),
+            about=(tokens, *others) if others else (),
         )
-        yield Refusal((tokens,), _is_too_small, longest, _raise_it, _longest_sample, about=(*LENGTHS, rows, by_tokens, *others))
+        yield Refusal(
+            (tokens,),
+            _is_too_small,
+            longest,
+            _raise_it,
+            _longest_sample,
+            about=(*LENGTHS, by_tokens, *((rows, *others) if others else ())),
+        )
 
 
 def _advice() -> Iterator[Advice]:
