@@ -10,9 +10,11 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 from verl_memopt.config.allowed import LARGEST_SCORE, check_values
-from verl_memopt.config.idle import warn_idle
-from verl_memopt.config.links import followers_of
+from verl_memopt.config.idle import IDLE, warn_idle
+from verl_memopt.config.keys import leaf_values
+from verl_memopt.config.links import LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
+from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.conditions import DEVICES, KL
 from verl_memopt.knobs.index import knobs
 from verl_memopt.knobs.knob import Refusal
@@ -53,7 +55,10 @@ def check(values: Mapping[str, Any], given: frozenset[str], wrong: set[str]) -> 
     wrong = followers_of(wrong)
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
-    warn_idle(values, given - wrong)
+    if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
+    for key in (key for key in IDLE if key in given and key not in wrong):
+        if IDLE[key].when(*(values[other] for other in IDLE[key].under)):
+            warn_idle(IDLE[key], values[key], if_not_given[key])
     for rule in (*RULES, *(refusal for knob in knobs() for refusal in knob.refuses)):
         arguments = [values[key] for key in rule.reads]
         if wrong.isdisjoint(rule.reads) and rule.when(*arguments):

@@ -3,13 +3,10 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from typing import Any
 
-from verl_memopt.config.keys import leaf_values
-from verl_memopt.config.links import LINKS
 from verl_memopt.config.problems import shown
-from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.index import knobs
 from verl_memopt.knobs.knob import Idle
 
@@ -69,18 +66,13 @@ IDLE = {idle.key: idle for idle in (*_idle(), *(idle for knob in knobs() for idl
 """Key -> when giving it asks for something that does not happen, and why."""
 
 
-def warn_idle(values: Mapping[str, Any], given: frozenset[str]) -> None:
-    """Log a warning for each key that the user set and that has no effect.
+def warn_idle(idle: Idle, value: Any, if_not_given: Any) -> None:
+    """Log that a key which the user set has no effect, unless it holds what it would hold anyway.
 
     Args:
-        values: dotted key -> value, of every key.
-        given: the keys that the user set.
+        idle: says why the key has no effect.
+        value: of the key.
+        if_not_given: what the key would hold if the user had not set it.
     """
-    defaults = leaf_values(Settings())
-    for key, idle in IDLE.items():
-        if key not in given:
-            continue
-        value_if_not_given = values[LINKS[key]] if key in LINKS else defaults[key]
-        changes_nothing = values[key] == value_if_not_given and key != _NAMED_ON_SIGHT
-        if not changes_nothing and idle.when(*(values[other] for other in idle.under)):
-            logger.warning("%s=%s has no effect here: %s.", key, shown(values[key]), idle.because)
+    if value != if_not_given or idle.key == _NAMED_ON_SIGHT:
+        logger.warning("%s=%s has no effect here: %s.", idle.key, shown(value), idle.because)
