@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import argparse
 import json
+import pkgutil
 import sys
 import tempfile
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -15,13 +16,8 @@ from verl_memopt.errors import UserError
 from verl_memopt.trainer.signal_watch import SignalWatch
 
 
-def _train(arguments: Sequence[str]) -> int:
-    from verl_memopt.trainer.run import build_parser, run
-
-    return run(build_parser("verl-memopt train").parse_intermixed_args(arguments))
-
-
-def _report(arguments: Sequence[str]) -> int:
+def report_command(arguments: Sequence[str]) -> int:
+    """Run ``verl-memopt report``."""
     parser = argparse.ArgumentParser(
         prog="verl-memopt report", description="Make a run's summary and charts again, or compare runs."
     )
@@ -34,7 +30,8 @@ def _report(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _check(arguments: Sequence[str]) -> int:
+def check_command(arguments: Sequence[str]) -> int:
+    """Run ``verl-memopt check``."""
     parser = argparse.ArgumentParser(
         prog="verl-memopt check",
         description="Verify every checkpoint of a run, file by file. The exit code is 1 where one is not whole.",
@@ -46,7 +43,8 @@ def _check(arguments: Sequence[str]) -> int:
     return check_folder(parsed.run_dir)
 
 
-def _toy(arguments: Sequence[str]) -> int:
+def toy_command(arguments: Sequence[str]) -> int:
+    """Run ``verl-memopt toy``."""
     parser = argparse.ArgumentParser(
         prog="verl-memopt toy", description="Make the toy task: a tiny warmed-up model and its data."
     )
@@ -61,7 +59,8 @@ def _toy(arguments: Sequence[str]) -> int:
     return 0
 
 
-def _knobs(arguments: Sequence[str]) -> int:
+def knobs_command(arguments: Sequence[str]) -> int:
+    """Run ``verl-memopt knobs``."""
     parser = argparse.ArgumentParser(prog="verl-memopt knobs", description="List the memory knobs, or measure them on a model.")
     parser.add_argument(
         "--json",
@@ -88,7 +87,7 @@ def _knobs(arguments: Sequence[str]) -> int:
     # argparse gives --only every word that follows it. No knob's name has a "=", so such a word is a setting.
     parsed.words += [word for word in parsed.only if "=" in word]
     parsed.only = [word for word in parsed.only if "=" not in word]
-    return knobs_command(parsed, parser)
+    return _measure_knobs(parsed, parser) if parsed.measure else _show_knobs(parsed, parser)
 
 
 def _size(text: str) -> int:
@@ -98,10 +97,7 @@ def _size(text: str) -> int:
     return int(text)
 
 
-def knobs_command(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
-    """Run ``verl-memopt knobs``."""
-    if parsed.measure:
-        return _measure_knobs(parsed, parser)
+def _show_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rich.console import Console
 
     from verl_memopt.knobs.console import print_knob, print_knobs
@@ -164,13 +160,14 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
         yield make_tiny_model(Path(parent) / "model", shape)
 
 
-COMMANDS: dict[str, tuple[Callable[[Sequence[str]], int], str]] = {
-    "train": (_train, "train a policy (Hydra overrides: key=value)"),
-    "report": (_report, "make a run's summary and charts again, or compare several runs"),
-    "check": (_check, "verify every checkpoint of a run"),
-    "knobs": (_knobs, "list the memory knobs, or measure them on a model"),
-    "toy": (_toy, "make the toy task: a tiny model and its data, locally"),
+COMMANDS = {
+    "train": ("verl_memopt.trainer.run:run", "train a policy (Hydra overrides: key=value)"),
+    "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
+    "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
+    "knobs": ("verl_memopt.cli:knobs_command", "list the memory knobs, or measure them on a model"),
+    "toy": ("verl_memopt.cli:toy_command", "make the toy task: a tiny model and its data, locally"),
 }
+"""Command -> the function that runs it, which takes the arguments and is imported on use, and the line of the help."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -185,7 +182,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     arguments = list(sys.argv[1:] if argv is None else argv)
     if arguments and arguments[0] in COMMANDS:
         try:
-            return COMMANDS[arguments[0]][0](arguments[1:])
+            exit_code: int = pkgutil.resolve_name(COMMANDS[arguments[0]][0])(arguments[1:])
+            return exit_code
         except UserError as error:
             sys.stderr.write(f"{type(error).__name__}: {error}\n")
             return error.exit_code

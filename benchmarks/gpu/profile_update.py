@@ -35,7 +35,7 @@ from verl_memopt.ladder.measure import make_batch
 from verl_memopt.ladder.plan import Work
 from verl_memopt.models.tiny import SHAPES, make_tiny_model
 from verl_memopt.trainer.passes import budgets, cut_ranks
-from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.local_group import LocalGroup
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker
@@ -183,7 +183,7 @@ def settings_of(asked: argparse.Namespace, folder: Path, name: str, compiled: st
 @contextmanager
 def updates(settings: Settings, folder: Path, device: torch.device, rows: Work) -> Iterator[tuple[Callable[[], Any], int, int]]:
     """Yields a call that takes one optimizer step, its number of micro-batches, and the model's of layers."""
-    group = start_local_group(functools.partial(Worker, _plan(settings, folder)), device.type)
+    group = LocalGroup(functools.partial(Worker, _plan(settings, folder)), device.type)
     try:
         roles = settings.actor_rollout_ref
         batch, budget = make_batch(rows, roles.actor), budgets(roles)[0]

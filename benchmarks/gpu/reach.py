@@ -39,7 +39,7 @@ from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB, PhaseMemory
 from verl_memopt.trainer.passes import budgets, cut_ranks
-from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.local_group import LocalGroup
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker
@@ -223,7 +223,7 @@ class Prober:
 
     def _update(self, settings: Settings, response: int, phase: list[str]) -> list[PhaseMemory]:
         if self._group is None:
-            self._group = start_local_group(functools.partial(Worker, _plan(settings, self.folder)), self.device)
+            self._group = LocalGroup(functools.partial(Worker, _plan(settings, self.folder)), self.device)
             # The first step makes the optimizer's state; a short one does.
             with measured(self._group, []) as call:
                 _round(call, settings, make_batch(self._work(8), settings.actor_rollout_ref.actor), phase)

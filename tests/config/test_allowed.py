@@ -1,7 +1,8 @@
 import pytest
 
 from verl_memopt.config.allowed import WHY_NOT, check_values, choices, ranges
-from verl_memopt.config.keys import leaf_keys, leaf_types, replaced
+from verl_memopt.config.keys import leaf_keys, leaf_types, leaf_values
+from verl_memopt.config.links import with_links
 from verl_memopt.config.schema import Settings
 
 AR = "actor_rollout_ref"
@@ -9,8 +10,9 @@ AR = "actor_rollout_ref"
 
 def complaints(**values):
     """Gives the texts of what is wrong with settings that differ from the defaults in the given keys."""
-    settings = replaced(Settings(), {key.replace("__", "."): value for key, value in values.items()})
-    return [found.text for found in check_values(settings) if set(found.keys) <= {key.replace("__", ".") for key in values}]
+    given = {key.replace("__", "."): value for key, value in values.items()}
+    problems = check_values(with_links(leaf_values(Settings()) | given))
+    return [problem.text for problem in problems if set(problem.keys) <= set(given)]
 
 
 def test_choices_and_ranges_are_of_keys_that_exist_and_never_of_the_same():

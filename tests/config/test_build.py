@@ -49,7 +49,7 @@ def test_a_value_of_another_type_is_refused(kind, value):
 
 @pytest.mark.parametrize("key", [key for key, kind in leaf_types().items() if kind in (int, float, bool, str)])
 def test_every_typed_key_refuses_a_mapping_and_names_itself(key):
-    _, problems = build({key: {"a": 1}})
+    _, _, problems = build({key: {"a": 1}})
     assert any(found.keys == (key,) and found.text.startswith(f"{key}={{'a': 1}}: expected ") for found in problems)
 
 
@@ -64,13 +64,13 @@ def test_a_number_for_a_text_key_is_told_to_be_quoted(complaint):
 
 
 def test_keys_not_given_keep_their_defaults_unless_they_follow_another():
-    settings, _ = build({"data.seed": 3})
+    settings, _, _ = build({"data.seed": 3})
     for key in set(leaf_keys()) - {"data.seed", *LINKS, *DERIVED}:
         assert value_at(settings, key) == value_at(Settings(), key)
 
 
 def test_exactly_the_keys_marked_required_are_missing_from_an_empty_config():
-    _, problems = build({})
+    _, _, problems = build({})
     required = [key for key in leaf_keys() if value_at(Settings(), key) == REQUIRED]
     assert [found.keys for found in problems] == [(key,) for key in required]
     assert required == [

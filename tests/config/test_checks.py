@@ -1,9 +1,12 @@
+import inspect
+
 import pytest
 
 from verl_memopt.config.allowed import WHY_NOT, choices, ranges
-from verl_memopt.config.checks import ENGINE_NAMES
+from verl_memopt.config.checks import ENGINE_NAMES, RULES
 from verl_memopt.config.keys import leaf_keys, leaf_types, value_at
 from verl_memopt.config.schema import Settings
+from verl_memopt.knobs.index import knobs
 
 AR = "actor_rollout_ref"
 
@@ -11,6 +14,18 @@ AR = "actor_rollout_ref"
 def test_every_rule_about_one_key_is_about_a_key_that_exists():
     assert {*choices(), *ranges(), *(key for key, _ in WHY_NOT)} <= set(leaf_keys())
     assert set(ENGINE_NAMES.values()) <= set(leaf_keys())
+
+
+@pytest.mark.parametrize(
+    "rule",
+    [*RULES, *(refusal for knob in knobs() for refusal in knob.refuses)],
+    ids=lambda rule: f"{rule.keys[0]} {rule.because}",
+)
+def test_a_rule_is_asked_about_keys_that_exist_with_as_many_values(rule):
+    assert set(rule.reads) <= set(leaf_keys())
+    for function in (rule.when, rule.because_here, rule.way_out):
+        if callable(function):
+            inspect.signature(function).bind(*rule.reads)
 
 
 def test_every_number_has_a_range():

@@ -5,22 +5,12 @@ import pytest
 from verl_memopt.config.allowed import choices
 from verl_memopt.config.objective import log_objective, objective
 
-
-def sections(settings):
-    return settings.algorithm, settings.actor_rollout_ref.actor
-
-
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 
 
 def test_estimator_loss_and_both_kls_are_named(settled):
-    both = {
-        "algorithm.use_kl_in_reward": True,
-        "algorithm.kl_ctrl.kl_coef": 0.02,
-        "actor_rollout_ref.actor.use_kl_loss": True,
-        "actor_rollout_ref.actor.kl_loss_type": "mse",
-    }
-    assert objective(*sections(settled(both | {LOSS: "gspo"}))) == (
+    in_reward = {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.02}
+    assert objective(settled(in_reward).algorithm, "gspo", "0.001 x mse") == (
         "advantages rloo, loss gspo (one clipped ratio per sequence, length-normalised), "
         "KL in the loss 0.001 x mse, KL in the reward 0.02 x kl"
     )
@@ -28,14 +18,14 @@ def test_estimator_loss_and_both_kls_are_named(settled):
 
 @pytest.mark.parametrize("loss", choices()[LOSS])
 def test_every_loss_has_its_words(settled, loss):
-    assert objective(*sections(settled({LOSS: loss}))).endswith("), no KL")
+    assert objective(settled({}).algorithm, loss, None).endswith("), no KL")
 
 
 @pytest.mark.parametrize(
     ("estimator", "loss", "warns"), [("grpo", "sequence", True), ("grpo", "vanilla", False), ("rloo", "sequence", False)]
 )
 def test_grpo_with_the_loss_of_rloo_earns_a_warning(settled, caplog, estimator, loss, warns):
-    settings = settled({"algorithm.adv_estimator": estimator, LOSS: loss})
+    settings = settled({"algorithm.adv_estimator": estimator})
     with caplog.at_level(logging.INFO):
-        log_objective(*sections(settings))
+        log_objective(settings.algorithm, loss, None)
     assert [record.levelname for record in caplog.records] == ["INFO", *["WARNING"] * warns]

@@ -42,10 +42,8 @@ KNOB = Knob(
     place=15,
     cost="a toy's worth",
     settings={"model": Toy},
-    idle=(Idle(KEY, lambda s: s.actor_rollout_ref.model.toy_tiles == 5, "five is right out"),),
-    refuses=(
-        Refusal((KEY, CHUNK), lambda s: s.actor_rollout_ref.model.logprob_chunk_tokens == 7, "seven does not tile", "Set 8."),
-    ),
+    idle=(Idle(KEY, (KEY,), lambda tiles: tiles == 5, "five is right out"),),
+    refuses=(Refusal((KEY, CHUNK), lambda tiles, chunk: chunk == 7, "seven does not tile", "Set 8."),),
     advice=(Advice("toys", KEY, LOWER),),
     claims=(Claim("update_actor", "toys", lambda before, after: 1),),
     row=LadderRow(15, on=(f"{KEY}=8",), off=(f"{KEY}=1",)),

@@ -4,6 +4,8 @@ import sys
 from collections.abc import Iterator
 from io import StringIO
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 from rich.console import Console
@@ -19,7 +21,7 @@ from verl_memopt.observe.run_folder import RunFolder
 def place(tmp_path: Path) -> Iterator[LoggingPlace]:
     folder = RunFolder(tmp_path)
     with RunConsole(10, console=Console(file=StringIO(), width=80)) as console:
-        yield LoggingPlace(folder, console, "project", "experiment", {"trainer": {}}, None)
+        yield LoggingPlace(folder, console, "project", "experiment", None)
 
 
 def test_an_unknown_logger_is_refused_with_those_there_are() -> None:
@@ -45,7 +47,7 @@ def test_tensorboard_forgets_the_steps_a_resumed_run_makes_again(place: LoggingP
     for step in (1, 2, 3):
         first.log(step, {"critic/score/mean": float(step), "text": "not a number"})
     first.close()
-    resumed = build_loggers("tensorboard", LoggingPlace(place.folder, place.console, "p", "e", {}, resumed_step=1))
+    resumed = build_loggers("tensorboard", LoggingPlace(place.folder, place.console, "p", "e", resumed_step=1))
     resumed.log(2, {"critic/score/mean": 20.0})
     resumed.close()
     events = EventAccumulator(str(place.folder.tensorboard)).Reload()
@@ -56,6 +58,16 @@ def test_wandb_that_is_not_installed_is_a_config_error(place: LoggingPlace, monk
     monkeypatch.setitem(sys.modules, "wandb", None)
     with pytest.raises(ConfigError, match="pip install wandb"):
         build_loggers("wandb", place)
+
+
+def test_wandb_gets_the_settings_that_the_folder_records(place: LoggingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[dict[str, Any]] = []
+    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **arguments: started.append(arguments)))
+    place.folder.begin("trainer: {device: cpu}\nactor_rollout_ref: {actor: {optim: {lr: 1.0e-06}}}\n", None)
+    build_loggers("wandb", place)
+    assert [arguments["config"] for arguments in started] == [
+        {"trainer": {"device": "cpu"}, "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}}}
+    ]
 
 
 def test_no_logger_is_imported_before_it_is_used() -> None:

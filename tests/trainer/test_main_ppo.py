@@ -29,10 +29,14 @@ def test_another_entry_brings_its_own_loss(capsys):
     assert yaml.safe_load(capsys.readouterr().out)["actor_rollout_ref"]["actor"]["policy_loss"]["loss_mode"] == "sequence"
 
 
-def test_what_is_trained_is_logged_and_the_settings_alone_are_printed(capsys):
-    assert main([*LEAST, "--cfg", "job"]) == 0
+@pytest.mark.parametrize(
+    ("more", "kl"),
+    [([], "no KL"), (["actor_rollout_ref.actor.use_kl_loss=true"], "KL in the loss 0.001 x low_var_kl")],
+)
+def test_what_is_trained_is_logged_and_the_settings_alone_are_printed(more, kl, capsys):
+    assert main([*LEAST, *more, "--cfg", "job"]) == 0
     shown = capsys.readouterr()
-    assert "objective: advantages rloo, loss vanilla (one clipped ratio per token), no KL" in shown.err
+    assert f"objective: advantages rloo, loss vanilla (one clipped ratio per token), {kl}" in shown.err
     assert "objective" not in shown.out
 
 

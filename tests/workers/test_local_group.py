@@ -4,7 +4,7 @@ import pytest
 
 from verl_memopt.errors import RolloutError
 from verl_memopt.workers.group import WorkerGroup, free_port
-from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.local_group import LocalGroup
 
 
 class Recorder:
@@ -29,7 +29,7 @@ class Recorder:
 
 @pytest.fixture
 def group():
-    group = start_local_group(Recorder, "cpu")
+    group = LocalGroup(Recorder, "cpu")
     yield group
     group.shutdown()
 
@@ -63,7 +63,7 @@ def test_shutdown_closes_the_worker_once_and_restores_the_environment(monkeypatc
     monkeypatch.setenv("RANK", "7")
     monkeypatch.delenv("MASTER_PORT", raising=False)
     made = []
-    group = start_local_group(lambda placement: made.append(Recorder(placement)) or made[0], "cpu")
+    group = LocalGroup(lambda placement: made.append(Recorder(placement)) or made[0], "cpu")
     group.shutdown()
     group.shutdown()
     assert made[0].closed
@@ -74,7 +74,7 @@ def test_shutdown_closes_the_worker_once_and_restores_the_environment(monkeypatc
 def test_a_factory_that_raises_leaves_the_environment_as_it_was(monkeypatch):
     monkeypatch.delenv("RANK", raising=False)
     with pytest.raises(ZeroDivisionError):
-        start_local_group(lambda placement: 1 // placement.rank, "cpu")
+        LocalGroup(lambda placement: 1 // placement.rank, "cpu")
     assert "RANK" not in os.environ
 
 

@@ -1,21 +1,25 @@
 """Spellings of verl that mean one of our keys: each is read as that key, and a conflict between two is a problem.
 
-Rows are (spelling, our key). A spelling may carry a value of another unit or vocabulary; :func:`translated` says what it means.
+Rows are (spelling, our key). A spelling may carry a value of another unit or vocabulary.
 """
 
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from verl_memopt.config.keys import flatten
 from verl_memopt.config.problems import Problem, problem, shown
-from verl_memopt.config.schema import Model, Trainer
+from verl_memopt.config.refusals import refusal_of, refuse
+from verl_memopt.config.schema import REQUIRED, Model, Trainer
 
 logger = logging.getLogger(__name__)
 
 _AR = "actor_rollout_ref"
 _CHUNK = f"{_AR}.model.logprob_chunk_tokens"
+_LOSS_MODE = f"{_AR}.actor.policy_loss.loss_mode"
+_OVERRIDES, _ATTENTION = f"{_AR}.model.override_config", "attn_implementation"
 
 RENAMED = {
     f"{_AR}.actor.ppo_infer_max_token_len_per_gpu": f"{_AR}.rollout.log_prob_max_token_len_per_gpu",
@@ -64,8 +68,8 @@ GLOBAL_MICRO_BATCHES = {
 """Sequences over all devices -> sequences per device."""
 
 MET_BY_CHUNKING = frozenset(
-    f"{_AR}.{place}"
-    for place in (
+    f"{_AR}.{key}"
+    for key in (
         "model.use_fused_kernels",
         *(
             f"{role}.{below}{name}"
@@ -97,40 +101,51 @@ VALUES = {
 """Our key -> {spelling of a value: our value}."""
 
 
-def apply_aliases(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the given dotted keys under our names with our values, and two spellings that disagree as problems."""
+def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the given settings under our names and with our values, and what is wrong with them.
+
+    A key without effect here is left out, with a warning.
+
+    Args:
+        given: nested or with dotted keys.
+
+    Returns:
+        Dotted key -> value, and the problems: two spellings of one key that disagree, a spelling whose value means nothing, and a
+        key of a feature that does not exist here.
+    """
+    flat = {key: value for key, value in flatten(given, our_key).items() if value != REQUIRED}
+    flat |= _without_attention(flat.get(_OVERRIDES))
+    spellings: dict[str, dict[str, Any]] = {}  # our key -> {spelling of it: our value}
     problems: list[Problem] = []
-    spellings: dict[str, list[tuple[str, Any, Any]]] = {}
-    for key, value in _lifted(given).items():
-        outcome = translated(key, value, given)
-        if isinstance(outcome, Problem):
-            problems.append(outcome)
-        elif outcome is not None:
-            spellings.setdefault(outcome[0], []).append((key, value, outcome[1]))
-    for canonical, found in spellings.items():
-        if any(meant != found[0][2] for _, _, meant in found):
-            asked = {key: value for key, value, _ in found}
-            problems.append(problem(asked, "spellings of one key with different values", f"Keep one; the name is {canonical}."))
-    return {canonical: found[0][2] for canonical, found in spellings.items()}, problems
+    for key, value in flat.items():
+        name, meant = our_key(key), value
+        if name in _MEANINGS:
+            name, meant, faults = _MEANINGS[name](key, value, flat)
+            problems += faults
+            if meant is None:
+                continue
+        elif name in VALUES or name == _LOSS_MODE:
+            meant = _our_words(name, value)
+        if name != key or meant != value:
+            logger.info("%s=%s is read as %s=%s", key, shown(value), name, shown(meant))
+        spellings.setdefault(name, {})[key] = meant
 
-
-def translated(key: str, value: Any, given: Mapping[str, Any]) -> tuple[str, Any] | Problem | None:
-    """Our key and value for a spelling; None when it asks for nothing; a Problem when its value cannot be read."""
-    canonical = our_key(key)
-    if canonical in MET_BY_CHUNKING:
-        return _met_by_chunking(key, value, given)
-    if canonical in GLOBAL_MICRO_BATCHES:
-        return _per_device(canonical, value, given)
-    if canonical == REMOVE_PREVIOUS:
-        return _keep_one(value)
-    meant = _our_value(canonical, value)
-    if canonical != key or meant != value:
-        logger.info("%s=%s is read as %s=%s", key, shown(value), canonical, shown(meant))
-    return canonical, meant
+    values: dict[str, Any] = {}
+    for name, meanings in spellings.items():
+        meant, *others = meanings.values()
+        if any(other != meant for other in others):
+            written = {key: flat[key] for key in meanings}
+            problems.append(problem(written, "spellings of one key with different values", f"Keep one; the name is {name}."))
+        refusal = refusal_of(name)
+        if refusal is None:
+            values[name] = meant
+        else:
+            problems += refuse(name, meant, refusal)
+    return values, problems
 
 
 def our_key(key: str) -> str:
-    """Our name for a key, which is the key itself when it is no alias."""
+    """Return our name for a key: the key itself where it is no other spelling."""
     if key in RENAMED:
         return RENAMED[key]
     for section, ours in RENAMED_SECTIONS.items():
@@ -139,58 +154,69 @@ def our_key(key: str) -> str:
     return key
 
 
-def _lifted(given: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the given keys with an attention implementation taken out of ``model.override_config``."""
-    place, name = f"{_AR}.model.override_config", "attn_implementation"
-    opened = given.get(place)
-    if not isinstance(opened, Mapping) or name not in opened:
-        return dict(given)
-    rest = {key: value for key, value in opened.items() if key != name}
-    return {**given, place: rest, f"{place}.{name}": opened[name]}
+def _without_attention(overrides: Any) -> dict[str, Any]:
+    """Return ``model.override_config`` and an attention implementation taken out of it as two keys; {} where there is none."""
+    if not isinstance(overrides, Mapping) or _ATTENTION not in overrides:
+        return {}
+    others = {key: value for key, value in overrides.items() if key != _ATTENTION}
+    return {_OVERRIDES: others, f"{_OVERRIDES}.{_ATTENTION}": overrides[_ATTENTION]}
 
 
-def _our_value(key: str, value: Any) -> Any:
-    names = VALUES.get(key, {})
+def _our_words(key: str, value: Any) -> Any:
     if isinstance(value, list | tuple):
-        return [_our_value(key, item) for item in value] if names else value
-    if key == f"{_AR}.actor.policy_loss.loss_mode" and isinstance(value, str):
-        return value.replace("-", "_")
-    return names.get(value, value) if isinstance(value, str) else value
+        return [_our_words(key, item) for item in value]
+    if not isinstance(value, str):
+        return value
+    return value.replace("-", "_") if key == _LOSS_MODE else VALUES[key].get(value, value)
 
 
-def _met_by_chunking(key: str, value: Any, given: Mapping[str, Any]) -> Problem | None:
+_Meaning = tuple[str, Any, list[Problem]]
+"""Our key, our value (None where nothing is asked for), and what is wrong with the value of the spelling."""
+
+
+def _met_by_chunking(key: str, value: Any, given: Mapping[str, Any]) -> _Meaning:
     if value not in (None, True, False):
-        return problem({key: value}, "expected true or false", f"Remove it: {_CHUNK} decides.")
+        return _CHUNK, None, [problem({key: value}, "expected true or false", f"Remove it: {_CHUNK} decides.")]
     chunk = given.get(_CHUNK, Model.logprob_chunk_tokens)
     if value and chunk == 0:
-        return problem({key: value, _CHUNK: chunk}, "one asks for chunking, the other switches it off", "Keep one of the two.")
+        what = "one asks for chunking, the other switches it off"
+        return _CHUNK, None, [problem({key: value, _CHUNK: chunk}, what, "Keep one of the two.")]
     if value is not None:
         logger.info("%s=%s: log-probs and entropy are chunked by %s=%s, whatever this key says", key, shown(value), _CHUNK, chunk)
-    return None
+    return _CHUNK, None, []
 
 
-def _per_device(key: str, value: Any, given: Mapping[str, Any]) -> tuple[str, Any] | Problem | None:
+def _per_device(key: str, value: Any, given: Mapping[str, Any]) -> _Meaning:
     ours = GLOBAL_MICRO_BATCHES[key]
     if value is None:
-        return None
+        return ours, None, []
     counts = [given.get("trainer.nnodes", Trainer.nnodes), given.get("trainer.n_gpus_per_node", Trainer.n_gpus_per_node)]
     if not all(_is_count(number) for number in (value, *counts)):
-        return problem({key: value}, "expected a whole number of sequences over all devices", f"Set {ours} instead.")
+        what = "expected a whole number of sequences over all devices"
+        return ours, None, [problem({key: value}, what, f"Set {ours} instead.")]
     devices = counts[0] * counts[1]
     if value % devices:
-        return problem({key: value}, f"not divisible by the {devices} devices", f"Set {ours} instead.")
-    logger.info("%s=%s is read as %s=%s", key, value, ours, value // devices)
-    return ours, value // devices
+        return ours, None, [problem({key: value}, f"not divisible by the {devices} devices", f"Set {ours} instead.")]
+    return ours, value // devices, []
 
 
 def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _keep_one(value: Any) -> tuple[str, Any] | Problem | None:
+def _keep_one(key: str, value: Any, given: Mapping[str, Any]) -> _Meaning:
+    ours = "trainer.max_actor_ckpt_to_keep"
     if value not in (None, True, False):
-        return problem({REMOVE_PREVIOUS: value}, "expected true or false", "Set trainer.max_actor_ckpt_to_keep instead.")
-    return ("trainer.max_actor_ckpt_to_keep", 1) if value else None
+        return ours, None, [problem({key: value}, "expected true or false", f"Set {ours} instead.")]
+    return ours, 1 if value else None, []
+
+
+_MEANINGS: dict[str, Callable[[str, Any, Mapping[str, Any]], _Meaning]] = {
+    **dict.fromkeys(MET_BY_CHUNKING, _met_by_chunking),
+    **dict.fromkeys(GLOBAL_MICRO_BATCHES, _per_device),
+    REMOVE_PREVIOUS: _keep_one,
+}
+"""Spelling whose value has another unit -> what it means, from the spelling, its value and all given keys."""
 
 
 def spelled() -> Iterable[tuple[str, str]]:

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import cache
 from typing import Any, Literal, get_args, get_origin
 
-from verl_memopt.config.keys import annotated_types, leaf_types, value_at
+from verl_memopt.config.keys import annotated_types, leaf_types
+from verl_memopt.config.links import DERIVED, LINKS, derived
 from verl_memopt.config.problems import Problem, problem, shown
-from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.ranges import Range, Words
 
 _AR = "actor_rollout_ref"
@@ -73,19 +73,53 @@ def _marks() -> Iterator[tuple[str, Any]]:
             yield key, mark
 
 
-def check_values(settings: Settings) -> Iterator[Problem]:
-    """Yield every key whose value is no choice of it or out of its range; null is left to the key's type."""
-    for key in leaf_types():
-        value = value_at(settings, key)
+def check_values(values: Mapping[str, Any]) -> list[Problem]:
+    """Return a problem for each value that is no choice of its key, out of its range, or a text that no file can hold.
+
+    Null is left to the type of the key. A key that takes a wrong value from another key is not reported again.
+
+    Args:
+        values: dotted key -> typed value, of every key; each follower has its value.
+    """
+    way_out = "Change the value, or leave it out for the default."
+    problems: list[Problem] = []
+    for key, value in values.items():
         if isinstance(value, int) and value > LARGEST:
-            yield problem({key: value}, f"must be at most {LARGEST}", "Change the value, or leave it out for the default.")
+            problems.append(problem({key: value}, f"must be at most {LARGEST}", way_out))
     for key, words in choices().items():
-        value = value_at(settings, key)
+        value = values[key]
         for item in value if isinstance(value, list | tuple) else [value]:
             if item is not None and item not in words:
                 why = WHY_NOT.get((key, item) if isinstance(item, str) else (key, ""), f"{shown(item)} is no choice")
-                yield problem({key: value}, why, f"Set {' or '.join(words)}.")
+                problems.append(problem({key: value}, why, f"Set {' or '.join(words)}."))
     for key, limits in ranges().items():
-        value = value_at(settings, key)
+        value = values[key]
         if value is not None and not limits.holds(value):
-            yield problem({key: value}, limits.text, "Change the value, or leave it out for the default.")
+            problems.append(problem({key: value}, limits.text, way_out))
+    wrong = {key for each in problems for key in each.keys}
+    for key, value in values.items():
+        is_text = isinstance(value, str | list | tuple | dict) and key not in wrong
+        if is_text and not all(map(_is_writable, _texts(value))):
+            problems.append(problem({key: ascii(value)}, "it holds a character that no file can hold", "Remove it."))
+    wrong = {key for each in problems for key in each.keys}
+    repeated = {key for key, target in LINKS.items() if target in wrong and values[key] == values[target]}
+    repeated |= {key for key, parts in DERIVED.items() if wrong.intersection(parts) and values[key] == derived(key, values)}
+    return [each for each in problems if repeated.isdisjoint(each.keys)]
+
+
+def _texts(value: Any) -> Iterator[str]:
+    """Yield every text in a value, however deep."""
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, dict):
+        yield from _texts([*value.keys(), *value.values()])
+    elif isinstance(value, list | tuple):
+        for item in value:
+            yield from _texts(item)
+
+
+def _is_writable(text: str) -> bool:
+    try:
+        return "\0" not in text and text.encode("utf-8") is not None
+    except UnicodeEncodeError:
+        return False

@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 import types
 from collections.abc import Mapping
+from contextlib import suppress
 from typing import Any, Literal, Union, get_args, get_origin
 
 from verl_memopt.config.foreign import hint
-from verl_memopt.config.keys import leaf_types, leaf_values, replaced, section_keys
-from verl_memopt.config.links import with_links
+from verl_memopt.config.keys import leaf_types, leaf_values, section_keys, walk
+from verl_memopt.config.links import LINKED, with_links
 from verl_memopt.config.problems import Problem, problem
 from verl_memopt.config.schema import REQUIRED, Settings
 
@@ -23,36 +24,36 @@ class MismatchError(Exception):
     """A value is not of a key's type; the message says what was expected."""
 
 
-def build(given: Mapping[str, Any]) -> tuple[Settings, list[Problem]]:
-    """Return the typed sections, and what is wrong with the given values.
+def build(given: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[Problem]]:
+    """Return the typed sections, the value of every key, and what is wrong with the given values.
 
-    Every key that is not given has its default, or the value of the key that it follows. A key with a problem counts as not
-    given, so that the checks that follow can look at all the others.
+    A key that is not given has its default, or the value of the key that it follows. A key with a problem counts as not given,
+    so that the checks that follow can look at all the others.
 
     Args:
         given: dotted key -> value, under our names. None given for a section, an unknown key, a value of a wrong type and a
             missing required key are problems.
     """
-    typed, problems = _typed(given)
-    values = leaf_values(Settings()) | typed
-    named = {key for found in problems for key in found.keys}
-    missing = [key for key, value in values.items() if value == REQUIRED and key not in named]
-    problems += [Problem((key,), f"{key}: required, and not set. Set {key}=<value>.") for key in missing]
-    return replaced(Settings(), with_links(values)), problems
-
-
-def _typed(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    values: dict[str, Any] = {}
+    known, values = leaf_types(), leaf_values(Settings())
     problems: list[Problem] = []
     for key, value in given.items():
-        if key not in leaf_types():
+        if key not in known:
             problems.append(_no_such_key(key, value))
             continue
         try:
-            values[key] = convert(value, leaf_types()[key])
+            values[key] = convert(value, known[key])
         except MismatchError as mismatch:
             problems.append(problem({key: value}, f"expected {mismatch}, got {_kind(value)}", _type_hint(key, value)))
-    return values, problems
+    wrong = {key for each in problems for key in each.keys}
+    missing = [key for key, value in values.items() if value == REQUIRED and key not in wrong]
+    problems += [Problem((key,), f"{key}: required, and not set. Set {key}=<value>.") for key in missing]
+    values |= with_links({key: values[key] for key in LINKED})
+
+    fields: dict[str, dict[str, Any]] = {}  # dotted key of a section -> its fields
+    for key, kind in reversed(list(walk())):  # a section comes after all its fields
+        section, _, name = key.rpartition(".")
+        fields.setdefault(section, {})[name] = values[key] if key in known else kind(**fields[key])
+    return Settings(**fields[""]), values, problems
 
 
 def convert(value: Any, kind: Any) -> Any:
@@ -61,9 +62,10 @@ def convert(value: Any, kind: Any) -> Any:
     Raises:
         MismatchError: the value is of another type.
     """
+    kind = _word_type(kind)
+    origin, arguments = get_origin(kind), get_args(kind)
     if kind is Any:
         return value
-    origin, arguments = get_origin(kind), get_args(kind)
     if origin in (Union, types.UnionType):
         return _one_of(value, arguments)
     if origin is dict:
@@ -72,7 +74,14 @@ def convert(value: Any, kind: Any) -> Any:
         raise MismatchError("a mapping with text keys")
     if origin in (list, tuple):
         return _sequence(value, origin, arguments)
-    return _scalar(value, _word_type(kind))
+    if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
+        with suppress(ValueError, OverflowError):
+            number = float(value)
+            if math.isfinite(number):
+                return number
+    elif isinstance(value, kind) and (kind is bool or not isinstance(value, bool)):
+        return value
+    raise MismatchError(EXPECTED[kind])
 
 
 def _word_type(kind: Any) -> Any:
@@ -100,24 +109,6 @@ def _sequence(value: Any, origin: Any, arguments: tuple[Any, ...]) -> Any:
         return origin(convert(item, arguments[0]) for item in value)
     except MismatchError:
         raise MismatchError(expected) from None
-
-
-def _scalar(value: Any, kind: type) -> Any:
-    if kind is float:
-        return _number(value)
-    if not isinstance(value, kind) or (isinstance(value, bool) and kind is not bool):
-        raise MismatchError(EXPECTED[kind])
-    return value
-
-
-def _number(value: Any) -> float:
-    try:
-        number = math.nan if isinstance(value, bool) else float(value)
-    except (TypeError, ValueError):
-        number = math.nan
-    if not math.isfinite(number):
-        raise MismatchError("a number")
-    return number
 
 
 def _kind(value: Any) -> str:

@@ -1,4 +1,4 @@
-"""What an unknown key was meant to be: the nearest of ours, or the one that plays the part of TRL's or RLT's."""
+"""Suggest a key for an unknown one: the nearest known key, or the one that does what a key of TRL or RLT does."""
 
 from __future__ import annotations
 

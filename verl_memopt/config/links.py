@@ -34,34 +34,40 @@ DERIVED = {
 """Follower -> the keys it is computed from while it is null."""
 
 
+LINKED = frozenset({*LINKS, *LINKS.values(), *DERIVED, *(part for parts in DERIVED.values() for part in parts)})
+"""Every key that follows another or is followed."""
+
+
 def with_links(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the value of every key, each follower that is null set to what it follows.
+    """Return the values with each follower that is null set to what it follows.
 
     Args:
-        values: dotted key -> typed value, of all keys of the schema. Nothing in it is changed.
+        values: dotted key -> typed value, of the keys of :data:`LINKED` at least. Nothing in it is changed.
     """
     linked = dict(values)
     for follower, target in LINKS.items():
         if linked[follower] is None:
             value = linked[target]
             linked[follower] = list(value) if isinstance(value, list) else value
-    for follower, parts in DERIVED.items():
+    for follower in DERIVED:
         if linked[follower] is None:
-            linked[follower] = _derived(follower, [linked[part] for part in parts])
+            linked[follower] = derived(follower, linked)
     return linked
 
 
-def _derived(key: str, parts: list[Any]) -> Any:
+def derived(key: str, values: Mapping[str, Any]) -> Any:
+    """Return what a key of :data:`DERIVED` is while it is null, from the values of the keys that it is computed from."""
+    parts = [values[part] for part in DERIVED[key]]
     return sum(parts) if key.endswith("max_model_len") else "/".join(["checkpoints", *parts])
 
 
 def followers_of(keys: Iterable[str]) -> set[str]:
     """Return the keys whose value depends on one of the given keys."""
-    found = set(keys)
+    dependent = set(keys)
     for follower, target in LINKS.items():
-        if target in found:
-            found.add(follower)
+        if target in dependent:
+            dependent.add(follower)
     for follower, parts in DERIVED.items():
-        if found.intersection(parts):
-            found.add(follower)
-    return found
+        if dependent.intersection(parts):
+            dependent.add(follower)
+    return dependent

@@ -16,18 +16,16 @@ from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, OverrideType
 from hydra.errors import HydraException
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_memopt.config.aliases import apply_aliases, our_key
+from verl_memopt.config.aliases import translate
 from verl_memopt.config.build import build
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import flatten
-from verl_memopt.config.links import followers_of
 from verl_memopt.config.plain import to_plain
 from verl_memopt.config.problems import Problem, raise_together, shown
-from verl_memopt.config.refusals import drop_inert
-from verl_memopt.config.schema import REQUIRED, Settings
+from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -53,128 +51,131 @@ def load_settings(config_name: str, overrides: list[str], config_dir: str | None
 
 
 def settings_from_mapping(given: Mapping[str, Any]) -> Settings:
-    """Return the settings of a nested mapping that holds only the keys that differ from the defaults.
+    """Return the settings of a mapping, nested or with dotted keys, that holds only the keys that differ from the defaults.
 
     Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
 
     Raises:
         ConfigError: one, that lists everything wrong.
     """
-    values, problems = _in_our_words(given)
-    settings, mistyped = build(values)
+    translated, problems = translate(given)
+    settings, values, mistyped = build(translated)
     problems += mistyped
-    doubtful = {key for found in problems for key in found.keys}
-    doubtful |= followers_of(doubtful)
-    problems += [found for found in check(settings, frozenset(values)) if not doubtful.intersection(found.keys)]
+    wrong = {key for each in problems for key in each.keys}
+    problems += check(values, frozenset(translated), wrong)
     raise_together(problems)
     return settings
 
 
-def _in_our_words(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return dotted key -> value under our names and with our values, without keys that have no effect here."""
-    flat = {key: value for key, value in flatten(given, our_key).items() if value != REQUIRED}
-    ours, conflicts = apply_aliases(flat)
-    kept, refused = drop_inert(ours)
-    return kept, conflicts + refused
-
-
 def compose_mapping(config_name: str, overrides: list[str], config_dir: str | None = None) -> dict[str, Any]:
-    """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping."""
+    """Return what Hydra makes of a config name and overrides, interpolations resolved, as a plain nested mapping.
+
+    Args:
+        config_name: a packaged config, or a file of ``config_dir``.
+        overrides: ``key=value`` as on a command line.
+        config_dir: a recipe's folder.
+
+    Raises:
+        ConfigError: there is no such config, or Hydra cannot read the config or an override.
+    """
     folder = _folder(config_name, config_dir)
-    prepared: list[str] = []
+    signed: list[str] = []
+    profiles: dict[str, Any] = {}
     problems: list[Problem] = []
-    for override in overrides:
+    for line in overrides:
         try:
-            prepared.append(_prepared(override, folder))
+            override = OverridesParser.create().parse_override(line)
+            sign = _sign(override, folder)
+        except HydraException as error:
+            mend = "Write key=value, and quote text with special characters."
+            problems.append(Problem((), f"{line}: {_one_line(error)}. {mend}"))
         except ConfigError as error:
-            problems.append(Problem((), str(error)))
+            problems.append(Problem((), f"{line}: {error}"))
+        else:
+            signed.append(line if sign is None else sign + line.lstrip("+"))
+            if override.key_or_group in LAST:
+                profiles[override.key_or_group] = override.value()
     raise_together(problems)
-    composed = _composed(folder, config_name, prepared)
-    _log_profile(overrides, composed)
-    return composed
 
-
-def _composed(folder: Path, config_name: str, overrides: list[str]) -> dict[str, Any]:
-    quoted = str(PACKAGED).replace("\\", "\\\\").replace("'", "\\'")
+    packaged = str(PACKAGED).replace("\\", "\\\\").replace("'", "\\'")
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):
-            return _resolved(compose(config_name, [*overrides, f"hydra.searchpath=['file://{quoted}']"]))
+            config = compose(config_name, [*signed, f"hydra.searchpath=['file://{packaged}']"])
+        # An interpolation may name a key that only the defaults have.
+        resolved = OmegaConf.to_container(OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config), resolve=True)
     except _COMPOSE_ERRORS as error:
         raise ConfigError(f"{config_name}: {_one_line(error)}. Mend the override or the file it names.") from error
     finally:
         GlobalHydra.instance().clear()
+    composed: dict[str, Any] = _part(resolved, OmegaConf.to_container(config, resolve=False))
+    for group, name in profiles.items():
+        _log_profile(group, name, composed)
+    return composed
 
 
 def _folder(config_name: str, config_dir: str | None) -> Path:
+    """Return the folder of a config.
+
+    Raises:
+        ConfigError: there is no such folder, or no such config in it.
+    """
     folder = PACKAGED if config_dir is None else Path(config_dir).resolve()
     if not folder.is_dir():
         raise ConfigError(f"config_dir={config_dir}: no such folder. Give the folder that holds {config_name}.yaml.")
-    names = sorted({file.stem for place in (folder, PACKAGED) for file in place.glob("*.yaml")})
+    names = sorted({file.stem for each in (folder, PACKAGED) for file in each.glob("*.yaml")})
     if config_name.removesuffix(".yaml") not in names:
         raise ConfigError(f"config_name={config_name}: no such config. Choose one of {', '.join(names)}.")
     return folder
 
 
-def _prepared(line: str, folder: Path) -> str:
-    """Return the override as Hydra takes it for a key that the YAML may omit."""
-    override = _parsed(line)
-    key = override.key_or_group
+def _sign(override: Override, folder: Path) -> str | None:
+    """Return the sign with which Hydra takes an override, whether or not a file sets its key; None = as it is written.
+
+    Raises:
+        ConfigError: the override cannot have an effect.
+    """
+    key, packaged = override.key_or_group, _groups(PACKAGED)
     if key.split(".")[0] == "hydra":
-        raise ConfigError(f"{line}: Hydra only composes the settings here, its own keys have no effect. Remove the override.")
+        raise ConfigError("Hydra only composes the settings here, its own keys have no effect. Remove the override.")
     if override.is_sweep_override():
-        raise ConfigError(f"{line}: several values for one key. Write a list as {key}=[a,b]; sweeps are not available.")
+        raise ConfigError(f"several values for one key. Write a list as {key}=[a,b]; sweeps are not available.")
     if not key:
-        raise ConfigError(f"{line}: no key before the sign. Write key=value.")
-    if key not in _groups(PACKAGED) | _groups(folder):
-        return line if override.type is OverrideType.DEL or override.package else "++" + line.lstrip("+")
-    if override.type is not OverrideType.DEL and not isinstance(override.value(), str | list):
-        raise ConfigError(f"{line}: a group takes the name of one of its files. Write {key}=<name>.")
-    if key in LAST and override.type is not OverrideType.DEL:
-        # Appended, it stands after the recipe's own keys; a command line's keys still come after it.
-        return "+" + line.lstrip("+")
-    return line.lstrip("+") if key in _groups(PACKAGED) else line
-
-
-def _log_profile(overrides: list[str], composed: dict[str, Any]) -> None:
-    """Say which keys a memory profile set, and which of its keys the command line set otherwise."""
-    chosen = {parsed.key_or_group: parsed.value() for parsed in map(_parsed, overrides)}
-    for group in LAST & chosen.keys():
-        profile = flatten(yaml.safe_load((PACKAGED / group / f"{chosen[group]}.yaml").read_text()) or {})
-        final = flatten(composed)
-        kept = [f"{key}={shown(value)}" for key, value in profile.items() if key in final and final[key] == value]
-        other = [
-            f"{key}={shown(final[key])} (profile: {shown(value)})"
-            for key, value in profile.items()
-            if key in final and final[key] != value
-        ]
-        logger.info("%s=%s sets %s", group, chosen[group], ", ".join(kept) or "nothing")
-        if other:
-            logger.info("%s=%s: the command line says %s", group, chosen[group], ", ".join(other))
+        raise ConfigError("no key before the sign. Write key=value.")
+    is_deleted = override.type is OverrideType.DEL
+    if key not in packaged | _groups(folder):
+        return None if is_deleted or override.package else "++"
+    if not is_deleted and not isinstance(override.value(), str | list):
+        raise ConfigError(f"a group takes the name of one of its files. Write {key}=<name>.")
+    if key in LAST and not is_deleted:
+        # Appended, a profile stands after the recipe's own keys. A command line's keys still come after it.
+        return "+"
+    return "" if key in packaged else None
 
 
 def _groups(folder: Path) -> set[str]:
     """Return the names of the config groups in a folder: its subfolders, as Hydra writes them."""
-    return {place.relative_to(folder).as_posix() for place in folder.rglob("*") if place.is_dir()}
+    return {below.relative_to(folder).as_posix() for below in folder.rglob("*") if below.is_dir()}
 
 
-def _parsed(line: str) -> Override:
-    try:
-        return OverridesParser.create().parse_override(line)
-    except HydraException as error:
-        raise ConfigError(f"{line}: {_one_line(error)}. Write key=value, and quote text with special characters.") from error
+def _part(tree: Any, keys: Any) -> Any:
+    """Return the part of a nested mapping that has the keys of another."""
+    return {name: _part(tree[name], below) for name, below in keys.items()} if isinstance(keys, dict) else tree
 
 
-def _resolved(config: DictConfig) -> dict[str, Any]:
-    """Return the composed keys alone, their interpolations resolved against the defaults as well."""
-    whole = OmegaConf.merge(OmegaConf.create(to_plain(Settings())), config)
-    resolved: Any = OmegaConf.to_container(whole, resolve=True)
-    picked: dict[str, Any] = _pick(resolved, OmegaConf.to_container(config, resolve=False))
-    return picked
-
-
-def _pick(resolved: Any, shape: Any) -> Any:
-    return {name: _pick(resolved[name], below) for name, below in shape.items()} if isinstance(shape, dict) else resolved
+def _log_profile(group: str, name: str, composed: Mapping[str, Any]) -> None:
+    """Log which keys a memory profile set, and which of its keys the command line set otherwise."""
+    profile = flatten(yaml.safe_load((PACKAGED / group / f"{name}.yaml").read_text()) or {})
+    final = flatten(composed)
+    kept = [f"{key}={shown(value)}" for key, value in profile.items() if key in final and final[key] == value]
+    other = [
+        f"{key}={shown(final[key])} (profile: {shown(value)})"
+        for key, value in profile.items()
+        if key in final and final[key] != value
+    ]
+    logger.info("%s=%s sets %s", group, name, ", ".join(kept) or "nothing")
+    if other:
+        logger.info("%s=%s: the command line says %s", group, name, ", ".join(other))
 
 
 def _one_line(error: Exception) -> str:

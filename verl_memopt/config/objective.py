@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from verl_memopt.config.schema import Actor, Algorithm
+from verl_memopt.config.schema import Algorithm
 
 logger = logging.getLogger(__name__)
 
@@ -15,21 +15,32 @@ _RATIO = {
 }
 
 
-def objective(algorithm: Algorithm, actor: Actor) -> str:
-    """Return the estimator, the loss and every KL of a run."""
-    loss = actor.policy_loss.loss_mode
+def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
+    """Return the estimator, the loss and every KL of a run, in words.
+
+    Args:
+        algorithm: says how advantages are estimated, and whether the reward has a KL.
+        loss: ``policy_loss.loss_mode``.
+        kl_in_loss: coefficient and kind of the KL in the loss; None = there is none.
+    """
     parts = [f"advantages {algorithm.adv_estimator}", f"loss {loss} ({_RATIO[loss]})"]
-    if actor.use_kl_loss:
-        parts.append(f"KL in the loss {actor.kl_loss_coef:g} x {actor.kl_loss_type}")
+    if kl_in_loss is not None:
+        parts.append(f"KL in the loss {kl_in_loss}")
     if algorithm.use_kl_in_reward:
         parts.append(f"KL in the reward {algorithm.kl_ctrl.kl_coef:g} x {algorithm.kl_penalty}")
     return ", ".join([*parts, *(["no KL"] if len(parts) == 2 else [])])
 
 
-def log_objective(algorithm: Algorithm, actor: Actor) -> None:
-    """Log the objective, and a warning where GRPO's advantages meet the loss that the RLOO recipe sets."""
-    logger.info("objective: %s", objective(algorithm, actor))
-    if algorithm.adv_estimator == "grpo" and actor.policy_loss.loss_mode == "sequence":
+def log_objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> None:
+    """Log the objective, and a warning where GRPO's advantages meet the loss that the RLOO recipe sets.
+
+    Args:
+        algorithm: as in :func:`objective`, like the others.
+        loss: ``policy_loss.loss_mode``.
+        kl_in_loss: coefficient and kind of the KL in the loss.
+    """
+    logger.info("objective: %s", objective(algorithm, loss, kl_in_loss))
+    if algorithm.adv_estimator == "grpo" and loss == "sequence":
         logger.warning(
             "algorithm.adv_estimator=grpo with actor_rollout_ref.actor.policy_loss.loss_mode=sequence, which is RLOO's loss and "
             "what rloo_trainer sets. For GRPO's loss set it to vanilla, or use --config-name grpo_trainer."

@@ -11,18 +11,14 @@ from verl_memopt.config.keys import field_types
 from verl_memopt.config.schema import Settings
 
 
-def to_plain(settings: Any) -> dict[str, Any]:
-    """Return a section as nested dicts and lists that YAML and JSON can hold; does not count as reading its keys."""
-    values = vars(settings)
-    return {name: _plain(values[name]) for name in field_types(settings.__class__)}
-
-
-def _plain(value: Any) -> Any:
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return to_plain(value)
+def to_plain(value: Any) -> Any:
+    """Return a section as nested dicts and lists that YAML and JSON can hold. This does not count as reading its keys."""
+    if dataclasses.is_dataclass(value):
+        values = vars(value)
+        return {name: to_plain(values[name]) for name in field_types(value.__class__)}
     if isinstance(value, dict):
-        return {key: _plain(item) for key, item in value.items()}
-    return [_plain(item) for item in value] if isinstance(value, list | tuple) else value
+        return {key: to_plain(item) for key, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
 
 
 def to_yaml(settings: Settings) -> str:

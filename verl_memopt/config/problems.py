@@ -36,7 +36,7 @@ def shown(value: Any) -> str:
 
 def raise_together(problems: Iterable[Problem]) -> None:
     """Raise one ConfigError with a line for each problem; do nothing when there is none."""
-    lines = list(dict.fromkeys(found.text for found in problems))
+    lines = list(dict.fromkeys(each.text for each in problems))
     if len(lines) == 1:
         raise ConfigError(lines[0])
     if lines:

@@ -261,21 +261,14 @@ def refusal_of(key: str) -> Refusal | None:
     return None
 
 
-def drop_inert(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the given keys without those that have no effect here: each is a warning, or a problem if it asks for more."""
-    kept: dict[str, Any] = {}
-    problems: list[Problem] = []
-    for key, value in given.items():
-        refusal = refusal_of(key)
-        if refusal is None:
-            kept[key] = value
-        elif value is None or refusal.inert is ANY or _is_one_of(value, refusal.inert):
-            logger.warning("%s=%s does nothing here: %s.", key, shown(value), refusal.reason)
-        else:
-            problems.append(problem({key: value}, refusal.reason, ""))
-    return kept, problems
+def refuse(key: str, value: Any, refusal: Refusal) -> list[Problem]:
+    """Return the problem of a value that asks for something. Log a warning for a value that asks for nothing."""
+    if value is not None and refusal.inert is not ANY and not _is_one_of(value, refusal.inert):
+        return [problem({key: value}, refusal.reason, "")]
+    logger.warning("%s=%s does nothing here: %s.", key, shown(value), refusal.reason)
+    return []
 
 
 def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
-    """Membership in which 0 is not false and 1 is not true."""
+    """Return whether a value is one of the inert ones. 0 is not false, and 1 is not true."""
     return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in inert)

@@ -49,15 +49,14 @@ KNOB = Knob(
     idle=(
         Idle(
             _MODE,
-            lambda s: not s.actor_rollout_ref.model.enable_gradient_checkpointing,
+            (_ON,),
+            lambda on: not on,
             "model.enable_gradient_checkpointing is false",
         ),
         Idle(
             _EVERY,
-            lambda s: (
-                not s.actor_rollout_ref.model.enable_gradient_checkpointing
-                or s.actor_rollout_ref.model.gradient_checkpointing_mode != "every_n"
-            ),
+            (_ON, _MODE),
+            lambda on, mode: not on or mode != "every_n",
             "model.gradient_checkpointing_mode is not every_n",
         ),
     ),

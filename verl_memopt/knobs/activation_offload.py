@@ -11,7 +11,6 @@ Works with: activation checkpointing, several micro-batches per optimizer step, 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
 from verl_memopt.knobs.knob import Advice, Claim, Factor, Idle, Knob, LadderRow
 from verl_memopt.knobs.ranges import NaturalInt, PositiveInt
@@ -36,10 +35,6 @@ class ActivationOffload:
     """Tensors whose copies may be under way at once, either way; more hides copies better and holds as many on the device."""
 
 
-def _is_off(settings: Any) -> bool:
-    return not settings.actor_rollout_ref.model.enable_activation_offload
-
-
 KNOB = Knob(
     name="activation_offload",
     place=60,
@@ -49,7 +44,7 @@ KNOB = Knob(
     known_as={
         "activation_offloading": "actor_rollout_ref.model.enable_activation_offload",
     },
-    idle=(Idle(_LEAST, _is_off, _OFF), Idle(_IN_FLIGHT, _is_off, _OFF)),
+    idle=tuple(Idle(key, (_ON,), lambda on: not on, _OFF) for key in (_LEAST, _IN_FLIGHT)),
     advice=(Advice("activations", _ON, True, phases=("update_actor",)),),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(90, on=(f"{_ON}=true",), off=(f"{_ON}=false",)),

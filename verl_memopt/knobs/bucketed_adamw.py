@@ -19,6 +19,8 @@ from verl_memopt.knobs.ranges import PositiveFloat
 _OPTIM = "actor_rollout_ref.actor.optim"
 OPTIMIZER, IMPL, OVERRIDES = (f"{_OPTIM}.{name}" for name in ("optimizer", "optimizer_impl", "override_optimizer_config"))
 _BUCKET = f"{_OPTIM}.bucket_megabytes"
+STATE_AND_MASTERS = (f"{_OPTIM}.state_dtype", "actor_rollout_ref.actor.fsdp_config.model_dtype")
+"""The dtype of the optimizer state, and that of the parameters."""
 _ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
 
 
@@ -37,46 +39,23 @@ class BucketedAdamW:
     most. Lower it when the step sets the peak; a few MiB are enough to keep a bus busy."""
 
 
-def offloads_state(settings: Any) -> bool:
-    """Return whether optimizer state rests on the host."""
-    return bool(settings.actor_rollout_ref.actor.fsdp_config.optimizer_offload)
-
-
-def converts_state(settings: Any) -> bool:
-    """Return whether optimizer state has another dtype than the parameters."""
-    actor = settings.actor_rollout_ref.actor
-    return bool(actor.optim.state_dtype != actor.fsdp_config.model_dtype)
-
-
-def rounds_weights(settings: Any) -> bool:
-    """Return whether updated weights are rounded stochastically."""
-    return bool(settings.actor_rollout_ref.actor.optim.stochastic_rounding)
-
-
-def steps_in_backward(settings: Any) -> bool:
-    """Return whether the optimizer steps inside backward."""
-    return bool(settings.actor_rollout_ref.actor.optim.in_backward)
-
-
-def _needs_no_bucket(settings: Any) -> bool:
-    asked = (offloads_state, converts_state, rounds_weights, steps_in_backward)
-    return not any(condition(settings) for condition in asked)
-
-
-def only_with_adamw(key: str, asked: Condition) -> tuple[Refusal, ...]:
+def only_with_adamw(key: str, is_on: Condition = bool, about: tuple[str, ...] = ()) -> tuple[Refusal, ...]:
     """Return the refusals of a knob that only this AdamW can do.
 
     Args:
         key: of the knob.
-        asked: whether the knob is on.
+        is_on: whether the knob is on, from the values of ``key`` and ``about``.
+        about: further keys that decide it.
     """
 
-    def another_class(settings: Any) -> bool:
-        optim = settings.actor_rollout_ref.actor.optim
-        return asked(settings) and (optim.optimizer, optim.optimizer_impl) != ("AdamW", "torch.optim")
+    def another_class(value: Any, optimizer: str, module: str, *others: Any) -> bool:
+        return is_on(value, *others) and (optimizer, module) != ("AdamW", "torch.optim")
 
-    def unknown(settings: Any) -> list[str]:
-        return sorted(set(settings.actor_rollout_ref.actor.optim.override_optimizer_config or {}) - _ARGUMENTS)
+    def another_argument(value: Any, arguments: Any, *others: Any) -> bool:
+        return is_on(value, *others) and bool(_unknown(arguments))
+
+    def without_them(_: Any, arguments: Any, *others: Any) -> str:
+        return f"Remove {', '.join(_unknown(arguments))} from {OVERRIDES}."
 
     return (
         Refusal(
@@ -84,28 +63,30 @@ def only_with_adamw(key: str, asked: Condition) -> tuple[Refusal, ...]:
             another_class,
             "only AdamW of torch.optim can",
             f"Remove {key}, or {OPTIMIZER} and optimizer_impl.",
+            about=about,
         ),
         Refusal(
             (key, OVERRIDES),
-            lambda settings: asked(settings) and bool(unknown(settings)),
+            another_argument,
             f"AdamW with {key} takes lr, betas, eps and weight_decay",
-            lambda settings: f"Remove {', '.join(unknown(settings))} from {OVERRIDES}.",
+            without_them,
+            about=about,
         ),
     )
 
 
-def _is_torchao(settings: Any) -> bool:
-    return bool(settings.actor_rollout_ref.actor.optim.optimizer_impl == "torchao.optim")
+def _unknown(arguments: dict[str, Any] | None) -> list[str]:
+    """Return the names of arguments that AdamW with buckets does not take."""
+    return sorted(set(arguments or {}) - _ARGUMENTS)
 
 
-def _not_resumable(settings: Any) -> bool:
+def _does_not_shard(module: str, optimizer: str) -> bool:
     """Return whether torchao's optimizer does not update sharded parameters (0.18 with torch 2.13)."""
-    return _is_torchao(settings) and settings.actor_rollout_ref.actor.optim.optimizer not in ("AdamW8bit", "Adam8bit")
+    return module == "torchao.optim" and optimizer not in ("AdamW8bit", "Adam8bit")
 
 
-def _compiled_while_counted(settings: Any) -> bool:
-    trainer = settings.trainer
-    return _is_torchao(settings) and trainer.device != "cuda" and trainer.track_memory_every_steps > 0
+def _is_compiled_while_counted(module: str, _: str, device: str, track_every: int) -> bool:
+    return module == "torchao.optim" and device != "cuda" and track_every > 0
 
 
 KNOB = Knob(
@@ -116,20 +97,26 @@ KNOB = Knob(
     idle=(
         Idle(
             _BUCKET,
-            _needs_no_bucket,
+            (
+                "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+                f"{_OPTIM}.stochastic_rounding",
+                f"{_OPTIM}.in_backward",
+                *STATE_AND_MASTERS,
+            ),
+            lambda offloaded, rounded, in_backward, state, masters: not (offloaded or rounded or in_backward or state != masters),
             "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
         ),
     ),
     refuses=(
         Refusal(
             (IMPL, OPTIMIZER),
-            _not_resumable,
+            _does_not_shard,
             "it does not update sharded parameters",
             f"Remove both and set {_OPTIM}.state_dtype=int4 (or int8), or set {OPTIMIZER}=AdamW8bit.",
         ),
         Refusal(
             (IMPL, OPTIMIZER, "trainer.device", "trainer.track_memory_every_steps"),
-            _compiled_while_counted,
+            _is_compiled_while_counted,
             "its step is compiled, and compiled steps do not run while bytes are counted on a CPU",
             f"Set trainer.track_memory_every_steps=0, or remove both and set {_OPTIM}.state_dtype=int8.",
         ),

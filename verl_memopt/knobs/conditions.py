@@ -1,22 +1,22 @@
-"""Facts about settings that the conditions of several knobs ask for."""
+"""Groups of keys that the conditions of several knobs depend on, and what they mean together."""
 
 from __future__ import annotations
 
-from typing import Any
-
 LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+"""Their sum is the longest sample in tokens."""
+
+DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
+"""Their product is the number of devices of the run, which is also the number of ranks that share a batch."""
+
+KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
+"""Either of them asks for a KL to the reference."""
 
 
-def world_size(settings: Any) -> int:
-    """Return the number of devices of the run, which is also the number of ranks that share a batch."""
-    return int(settings.trainer.nnodes * settings.trainer.n_gpus_per_node)
+def needs_reference(use_kl_in_reward: bool, use_kl_loss: bool) -> bool:
+    """Return whether the run needs the log-probs of a reference.
 
-
-def needs_reference(settings: Any) -> bool:
-    """Return whether a KL to the reference is asked for anywhere."""
-    return bool(settings.algorithm.use_kl_in_reward or settings.actor_rollout_ref.actor.use_kl_loss)
-
-
-def trained_roles(settings: Any) -> tuple[str, ...]:
-    """Return the roles whose models are built: the actor, and the reference where there is a KL."""
-    return ("actor", "ref") if needs_reference(settings) else ("actor",)
+    Args:
+        use_kl_in_reward: the reward has a KL to the reference.
+        use_kl_loss: the loss has one.
+    """
+    return use_kl_in_reward or use_kl_loss

@@ -1,7 +1,7 @@
 """What a knob's file declares. ``config/`` builds settings, checks and errors from it, the index and the docs read it.
 
-Conditions are functions of the whole settings (:class:`verl_memopt.config.schema.Settings`), typed ``Any`` because this room
-stands before ``config/``. Every condition is evaluated each time settings are loaded, so a misspelt name cannot hide.
+A condition is a function of the values of the keys that stand beside it, in their order. It sees no other setting, and a key
+that does not exist is found when settings are loaded.
 """
 
 from __future__ import annotations
@@ -13,8 +13,8 @@ from typing import Any, get_type_hints
 
 from verl_memopt.knobs.shapes import Shapes
 
-Condition = Callable[[Any], bool]
-"""A question about the whole settings."""
+Condition = Callable[..., bool]
+"""A question about the values of some keys, which are its arguments."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("actor_rollout_ref.model",),
@@ -38,7 +38,10 @@ class Idle:
     """When a key has no effect. A user who sets it then gets a warning."""
 
     key: str
+    under: tuple[str, ...]
+    """The keys that decide it."""
     when: Condition
+    """Return whether the key has no effect, from the values of ``under``."""
     because: str
     """The setting that is the reason, as a sentence without a full stop."""
 
@@ -50,22 +53,28 @@ class Refusal:
     keys: tuple[str, ...]
     """The keys that the error shows with their values; the knob's own comes first."""
     when: Condition
+    """Return whether the values are refused. This and the other functions get the values of ``keys``, then those of ``about``."""
     because: str
     """Why it is refused, as a sentence without a full stop."""
-    way_out: str | Callable[[Any], str]
-    """What to set in its place: a sentence, or a function of the settings that returns one."""
-    because_here: Callable[[Any], str] | None = None
+    way_out: str | Callable[..., str]
+    """What to set in its place: a sentence, or a function of the values that returns one."""
+    because_here: Callable[..., str] | None = None
     """Return the reason with the numbers of the settings, for the error; None = ``because`` serves both."""
     about: tuple[str, ...] = ()
-    """Further keys that the refusal depends on. A key that is wrong by itself silences it."""
+    """Further keys that the refusal depends on."""
 
-    def reason_for(self, settings: Any) -> str:
-        """Return why these settings are refused."""
-        return self.because if self.because_here is None else self.because_here(settings)
+    @property
+    def reads(self) -> tuple[str, ...]:
+        """The keys whose values it depends on. It is not asked where one of them is wrong by itself."""
+        return (*self.keys, *self.about)
 
-    def way_out_for(self, settings: Any) -> str:
-        """Return the way out for these settings."""
-        return self.way_out if isinstance(self.way_out, str) else self.way_out(settings)
+    def reason_for(self, *values: Any) -> str:
+        """Return why these values of the keys are refused."""
+        return self.because if self.because_here is None else self.because_here(*values)
+
+    def way_out_for(self, *values: Any) -> str:
+        """Return the way out for these values of the keys."""
+        return self.way_out if isinstance(self.way_out, str) else self.way_out(*values)
 
 
 @dataclass(frozen=True)
@@ -77,8 +86,8 @@ class Advice:
     key: str
     value: object
     """The value to set, or ``LOWER``."""
-    when: Condition = lambda _: True
-    """Whether it would help, asked of the settings below ``actor_rollout_ref``."""
+    when: Callable[..., bool] = lambda _: True
+    """Return whether it would help, from the settings below ``actor_rollout_ref``."""
     phases: tuple[str, ...] = ()
     """Phases in which it helps; () = all."""
 

@@ -10,9 +10,9 @@ Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from verl_memopt.knobs.conditions import needs_reference
+from verl_memopt.knobs.conditions import KL, needs_reference
 from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
 
 _KEY, _RANK = "actor_rollout_ref.model.load_mode", "actor_rollout_ref.model.lora_rank"
@@ -29,21 +29,10 @@ class LoadMode:
     safetensors file, mapped, and takes no host memory of its own."""
 
 
-def _is_mapped(settings: Any) -> bool:
-    return bool(settings.actor_rollout_ref.model.load_mode == "mmap")
-
-
-def _with_lora(settings: Any) -> bool:
-    return _is_mapped(settings) and settings.actor_rollout_ref.model.lora_rank > 0
-
-
-def _with_native_offload(settings: Any) -> bool:
-    return _is_mapped(settings) and not _with_lora(settings) and settings.actor_rollout_ref.ref.fsdp_config.offload_policy
-
-
-def _without_reference(settings: Any) -> bool:
-    rests = settings.actor_rollout_ref.ref.fsdp_config.param_offload and needs_reference(settings)
-    return _is_mapped(settings) and not (rests or _with_lora(settings) or _with_native_offload(settings))
+def _without_reference(mode: str, offloaded: bool, rank: int, native: bool, in_reward: bool, in_loss: bool) -> bool:
+    """Return whether no reference rests on the host for another reason than LoRA or offload_policy, which are refused above."""
+    rests = offloaded and needs_reference(in_reward, in_loss)
+    return mode == "mmap" and not (rests or rank > 0 or native)
 
 
 KNOB = Knob(
@@ -55,25 +44,27 @@ KNOB = Knob(
     refuses=(
         Refusal(
             (_KEY, _RANK),
-            _with_lora,
+            lambda mode, rank: mode == "mmap" and rank > 0,
             "with LoRA the reference is the policy's own base, and no other rests in a file",
             f"Set {_KEY}=stream.",
         ),
         Refusal(
             (_KEY, _NATIVE),
-            _with_native_offload,
+            lambda mode, native, rank: mode == "mmap" and native and rank == 0,
             "with offload_policy the reference never leaves its host buffer, and none rests in a file",
             f"Set {_OFFLOAD}=true in place of offload_policy, or {_KEY}=stream.",
+            about=(_RANK,),
         ),
         Refusal(
             (_KEY, _OFFLOAD),
             _without_reference,
             "a mapped file is where a reference rests, and no reference rests on the host",
             f"Set {_OFFLOAD}=true (with a KL), or {_KEY}=stream.",
+            about=(_RANK, _NATIVE, *KL),
         ),
         Refusal(
             (_KEY, _QUANTIZATION),
-            lambda s: _is_mapped(s) and s.actor_rollout_ref.ref.quantization != "none",
+            lambda mode, quantization: mode == "mmap" and quantization != "none",
             "the mapped file holds the unquantised weights",
             f"Set {_KEY}=stream.",
         ),

@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.knobs.conditions import needs_reference
+from verl_memopt.knobs.conditions import KL, needs_reference
 from verl_memopt.knobs.knob import Claim, Factor, Knob, LadderRow, Refusal
 from verl_memopt.knobs.ranges import NaturalInt, PositiveFloat
 from verl_memopt.knobs.shapes import Shapes
@@ -40,14 +40,8 @@ class Lora:
     """Folder in the peft format to start the adapters from."""
 
 
-def is_on(settings: Any) -> bool:
-    """Return whether adapters are trained."""
-    return bool(settings.actor_rollout_ref.model.lora_rank > 0)
-
-
-def _has_another_reference(settings: Any) -> bool:
-    roles = settings.actor_rollout_ref
-    return is_on(settings) and needs_reference(settings) and roles.ref.model.path != roles.model.path
+def _has_another_reference(rank: int, reference: str, policy: str, in_reward: bool, in_loss: bool) -> bool:
+    return rank > 0 and needs_reference(in_reward, in_loss) and reference != policy
 
 
 def adapter_params(shapes: Shapes) -> int:
@@ -74,16 +68,17 @@ KNOB = Knob(
             _has_another_reference,
             "with LoRA the reference is the base with its adapters off",
             f"Leave {_REFERENCE} out, or set {_RANK}=0.",
+            about=(f"{_MODEL}.path", *KL),
         ),
         Refusal(
             (_RANK, _QUANTIZATION),
-            lambda s: is_on(s) and s.actor_rollout_ref.ref.quantization != "none",
+            lambda rank, quantization: rank > 0 and quantization != "none",
             "with LoRA the reference is the policy's own base",
             f"Leave {_QUANTIZATION} out.",
         ),
         Refusal(
             (_RANK, _PATH),
-            lambda s: not is_on(s) and s.actor_rollout_ref.model.lora_adapter_path is not None,
+            lambda rank, path: rank == 0 and path is not None,
             "adapters are given and none are asked for",
             f"Set {_RANK} to their rank.",
         ),

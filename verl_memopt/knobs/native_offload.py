@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from verl_memopt.knobs.conditions import trained_roles
+from verl_memopt.knobs.conditions import KL
 from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, for_roles
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.offload_policy" for role in ("actor", "ref"))
@@ -28,16 +28,13 @@ class NativeOffload:
 
 
 def _refusal(role: str, name: str) -> Refusal:
-    def both(settings):  # type: ignore[no-untyped-def]
-        section = getattr(settings.actor_rollout_ref, role).fsdp_config
-        return role in trained_roles(settings) and section.offload_policy and getattr(section, name)
-
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
     return Refusal(
         (f"{prefix}.offload_policy", f"{prefix}.{name}"),
-        both,
+        lambda native, other, *kl: native and other and (not kl or any(kl)),
         "with offload_policy parameters and optimizer state never leave the host",
         f"Set one of the two to false; {name} is the faster one.",
+        about=KL if role == "ref" else (),
     )
 
 

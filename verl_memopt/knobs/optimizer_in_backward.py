@@ -11,16 +11,16 @@ Works with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
 
-from verl_memopt.knobs.bucketed_adamw import only_with_adamw, steps_in_backward
-from verl_memopt.knobs.conditions import world_size
+from verl_memopt.knobs.bucketed_adamw import only_with_adamw
+from verl_memopt.knobs.conditions import DEVICES
 from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
 from verl_memopt.knobs.shapes import Shapes
 
 _ACTOR = "actor_rollout_ref.actor"
 _KEY, _CLIP = f"{_ACTOR}.optim.in_backward", f"{_ACTOR}.optim.clip_grad"
 _ROWS, _MINI = f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ACTOR}.ppo_mini_batch_size"
+_BATCHING = (f"{_ACTOR}.use_dynamic_bsz", "actor_rollout_ref.rollout.n", *DEVICES)
 
 
 @dataclass(frozen=True)
@@ -38,24 +38,21 @@ def _saved(_: Shapes, after: Shapes) -> float:
     return after.master_bytes * (after.params - largest)
 
 
-def _sequences(settings: Any) -> int:
+def _sequences(prompts: int, n: int, nodes: int, devices: int) -> int:
     """Return the sequences of one device per optimizer step."""
-    roles = settings.actor_rollout_ref
-    return int(roles.actor.ppo_mini_batch_size * roles.rollout.n // world_size(settings))
+    return prompts * n // (nodes * devices)
 
 
-def _accumulates(settings: Any) -> bool:
-    actor = settings.actor_rollout_ref.actor
-    rows = actor.ppo_micro_batch_size_per_gpu or 0
-    return steps_in_backward(settings) and not actor.use_dynamic_bsz and 0 < rows < _sequences(settings)
+def _accumulates(on: bool, rows: int | None, prompts: int, by_tokens: bool, *rest: int) -> bool:
+    return on and not by_tokens and 0 < (rows or 0) < _sequences(prompts, *rest)
 
 
-def _too_many(settings: Any) -> str:
-    return f"a device has {_sequences(settings)} sequences per optimizer step, so gradients would have to accumulate"
+def _too_many(on: bool, rows: int, prompts: int, by_tokens: bool, *rest: int) -> str:
+    return f"a device has {_sequences(prompts, *rest)} sequences per optimizer step, so gradients would have to accumulate"
 
 
-def _take_all_rows(settings: Any) -> str:
-    return f"Set {_ROWS}={_sequences(settings)}, lower ppo_mini_batch_size, or set {_KEY}=false."
+def _take_all_rows(on: bool, rows: int, prompts: int, by_tokens: bool, *rest: int) -> str:
+    return f"Set {_ROWS}={_sequences(prompts, *rest)}, lower ppo_mini_batch_size, or set {_KEY}=false."
 
 
 KNOB = Knob(
@@ -65,10 +62,10 @@ KNOB = Knob(
     settings={"optim": OptimizerInBackward},
     shared_keys=(_CLIP,),
     refuses=(
-        *only_with_adamw(_KEY, steps_in_backward),
+        *only_with_adamw(_KEY),
         Refusal(
             (_KEY, _CLIP),
-            lambda s: steps_in_backward(s) and s.actor_rollout_ref.actor.optim.clip_grad is not None,
+            lambda on, clip: on and clip is not None,
             "clipping needs the norm of all gradients, and each is gone once it is used",
             f"Set {_CLIP}=null, or {_KEY}=false.",
         ),
@@ -78,6 +75,7 @@ KNOB = Knob(
             "gradients of several micro-batches would have to accumulate",
             _take_all_rows,
             _too_many,
+            about=_BATCHING,
         ),
     ),
     claims=(Claim("update_actor", "grads", _saved),),

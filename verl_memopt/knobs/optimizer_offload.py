@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.bucketed_adamw import offloads_state, only_with_adamw
+from verl_memopt.knobs.bucketed_adamw import only_with_adamw
 from verl_memopt.knobs.knob import Advice, Claim, Knob, LadderRow, for_roles
 
 _KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
@@ -34,7 +34,7 @@ KNOB = Knob(
     known_as={
         "offload_optimizer": "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
     },
-    refuses=only_with_adamw(_KEY, offloads_state),
+    refuses=only_with_adamw(_KEY),
     advice=(Advice("optimizer", _KEY, True),),
     claims=(Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),
     row=LadderRow(110, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),

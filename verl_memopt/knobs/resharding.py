@@ -10,9 +10,9 @@ Works with: activation checkpointing, which gathers a block once for recomputati
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import Literal
 
-from verl_memopt.knobs.conditions import trained_roles, world_size
+from verl_memopt.knobs.conditions import DEVICES, KL
 from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Refusal, for_roles
 from verl_memopt.knobs.ranges import CountOrMinusOne
 
@@ -41,29 +41,37 @@ class GradientSync:
     collectives for 4 bytes a parameter (fp32 reduction) less this rank's share."""
 
 
-def _group(settings: Any, role: str) -> int:
+def _ranks(fsdp_size: int, nodes: int, devices: int) -> int:
     """Return the ranks of a shard group."""
-    size = getattr(settings.actor_rollout_ref, role).fsdp_config.fsdp_size
-    return int(world_size(settings) if size == -1 else size)
+    return nodes * devices if fsdp_size == -1 else fsdp_size
+
+
+def _does_not_divide(number: bool | int, fsdp_size: int, nodes: int, devices: int, *kl: bool) -> bool:
+    if isinstance(number, bool) or (kl and not any(kl)):
+        return False
+    ranks = _ranks(fsdp_size, nodes, devices)
+    return not (1 < number < ranks and ranks % number == 0)
+
+
+def _reason(_: int, fsdp_size: int, nodes: int, devices: int, *kl: bool) -> str:
+    return f"does not divide the {_ranks(fsdp_size, nodes, devices)} ranks of a shard group into smaller ones"
+
+
+def _way_out(_: int, fsdp_size: int, nodes: int, devices: int, *kl: bool) -> str:
+    ranks = _ranks(fsdp_size, nodes, devices)
+    return f"Set true, false, or a divisor of {ranks} between 1 and {ranks}."
 
 
 def _refusal(role: str) -> Refusal:
-    def does_not_divide(settings: Any) -> bool:
-        number = getattr(settings.actor_rollout_ref, role).fsdp_config.reshard_after_forward
-        if role not in trained_roles(settings) or isinstance(number, bool):
-            return False
-        return not (1 < number < _group(settings, role) and _group(settings, role) % number == 0)
-
-    def way_out(settings: Any) -> str:
-        ranks = _group(settings, role)
-        return f"Set true, false, or a divisor of {ranks} between 1 and {ranks}."
-
-    def because(settings: Any) -> str:
-        return f"does not divide the {_group(settings, role)} ranks of a shard group into smaller ones"
-
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
-    keys = (f"{prefix}.reshard_after_forward", f"{prefix}.fsdp_size")
-    return Refusal(keys, does_not_divide, "does not divide the ranks of a shard group into smaller ones", way_out, because)
+    return Refusal(
+        (f"{prefix}.reshard_after_forward", f"{prefix}.fsdp_size"),
+        _does_not_divide,
+        "does not divide the ranks of a shard group into smaller ones",
+        _way_out,
+        _reason,
+        about=DEVICES + (KL if role == "ref" else ()),
+    )
 
 
 KNOB = Knob(

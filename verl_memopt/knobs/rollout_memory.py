@@ -13,13 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal, switch
 from verl_memopt.knobs.ranges import POSITIVE, PositiveInt, PositiveShare, Range
 from verl_memopt.knobs.shapes import width
 
 _ROLLOUT = "actor_rollout_ref.rollout"
+_ENGINE = f"{_ROLLOUT}.name"
 _SLEEP, _LEVEL, _SEQUENCES = f"{_ROLLOUT}.free_cache_engine", f"{_ROLLOUT}.sleep_level", f"{_ROLLOUT}.max_num_seqs"
 _SHARE, _CACHE, _CACHE_DTYPE = (f"{_ROLLOUT}.{key}" for key in ("gpu_memory_utilization", "kv_cache_memory_gb", "kv_cache_dtype"))
 _VLLM_ALONE = ("gpu_memory_utilization", "kv_cache_memory_gb", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching")
@@ -53,18 +54,16 @@ class RolloutMemory:
     """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2: a sync brings all weights."""
 
 
-def _is_hf(settings: Any) -> bool:
-    return bool(settings.actor_rollout_ref.rollout.name == "hf")
-
-
 def _idle() -> Iterator[Idle]:
     yield Idle(
         _LEVEL,
-        lambda s: s.actor_rollout_ref.rollout.free_cache_engine is False,
+        (_SLEEP,),
+        lambda sleeps: sleeps is False,
         "actor_rollout_ref.rollout.free_cache_engine is false",
     )
     for key in _VLLM_ALONE:
-        yield Idle(f"{_ROLLOUT}.{key}", _is_hf, "it belongs to actor_rollout_ref.rollout.name=vllm")
+        because = "it belongs to actor_rollout_ref.rollout.name=vllm"
+        yield Idle(f"{_ROLLOUT}.{key}", (_ENGINE,), lambda engine: engine == "hf", because)
 
 
 def _advice() -> Iterator[Advice]:
@@ -91,10 +90,10 @@ KNOB = Knob(
     idle=tuple(_idle()),
     refuses=(
         Refusal(
-            (f"{_ROLLOUT}.name", _CACHE_DTYPE),
-            lambda s: _is_hf(s) and s.actor_rollout_ref.rollout.kv_cache_dtype != "auto",
+            (_ENGINE, _CACHE_DTYPE),
+            lambda engine, dtype: engine == "hf" and dtype != "auto",
             "this engine's cache has the dtype of its model",
-            f"Set {_ROLLOUT}.name=vllm, or auto.",
+            f"Set {_ENGINE}=vllm, or auto.",
         ),
     ),
     advice=tuple(_advice()),

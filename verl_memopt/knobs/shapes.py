@@ -58,10 +58,10 @@ class Shapes:
     @property
     def state_bytes(self) -> float:
         """b_o, of both moments of a parameter; without a dtype of their own they have the masters'."""
-        asked, coded = self.settings.actor.optim.state_dtype, {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}
-        if asked is None:
+        dtype, quantized = self.settings.actor.optim.state_dtype, {"int8": 1 + 4 / 256, "int4": 0.5 + 4 / 128}
+        if dtype is None:
             return 2.0 * self.master_bytes
-        return 2 * coded[asked] if asked in coded else 2.0 * width(asked)
+        return 2 * quantized[dtype] if dtype in quantized else 2.0 * width(dtype)
 
     @property
     def input_bytes(self) -> int:

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.bucketed_adamw import only_with_adamw, rounds_weights
+from verl_memopt.knobs.bucketed_adamw import only_with_adamw
 from verl_memopt.knobs.knob import Factor, Knob, LadderRow, Refusal
 
 _KEY, _MASTERS = "actor_rollout_ref.actor.optim.stochastic_rounding", "actor_rollout_ref.actor.fsdp_config.model_dtype"
@@ -33,10 +33,10 @@ KNOB = Knob(
     cost="weights rounded by chance",
     settings={"optim": StochasticRounding},
     refuses=(
-        *only_with_adamw(_KEY, rounds_weights),
+        *only_with_adamw(_KEY),
         Refusal(
             (_KEY, _MASTERS),
-            lambda s: rounds_weights(s) and s.actor_rollout_ref.actor.fsdp_config.model_dtype != "bfloat16",
+            lambda on, masters: on and masters != "bfloat16",
             "fp32 weights are not rounded",
             f"Set {_MASTERS}=bfloat16, or remove stochastic_rounding.",
         ),

@@ -45,7 +45,8 @@ KNOB = Knob(
     idle=(
         Idle(
             f"{_KEY}.num_shards",
-            lambda s: not s.actor_rollout_ref.model.tiled_mlp.enabled,
+            (f"{_KEY}.enabled",),
+            lambda enabled: not enabled,
             "model.tiled_mlp.enabled is false",
         ),
     ),

@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
-from verl_memopt.knobs.conditions import LENGTHS, needs_reference
-from verl_memopt.knobs.knob import LOWER, Advice, Claim, Condition, Factor, Idle, Knob, LadderRow, Refusal
+from verl_memopt.knobs.conditions import KL, LENGTHS
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal
 from verl_memopt.knobs.ranges import POSITIVE, PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -53,55 +53,56 @@ def _keys(role: str) -> tuple[str, str, str]:
     return rows, by_tokens, tokens
 
 
-def _sizes(settings: Any, role: str) -> tuple[int | None, bool, int]:
-    section = getattr(settings.actor_rollout_ref, role)
-    names = (key.rpartition(".")[2] for key in _keys(role))
-    rows, by_tokens, tokens = (getattr(section, name) for name in names)
-    return rows, by_tokens, tokens
+def _has_own_size(rows: int | None, by_tokens: bool, tokens: int, *others: Any) -> bool:
+    """Return whether another role than the actor runs, with other sizes than the actor's, which are checked already.
+
+    Args:
+        rows: most sequences of a micro-batch.
+        by_tokens: whether tokens are counted in place of sequences.
+        tokens: most tokens of a micro-batch.
+        *others: the same three values of the actor; for the reference also the values of the keys that ask for a KL.
+    """
+    kl = others[3:]
+    return (rows, by_tokens, tokens) != others[:3] and (not kl or any(kl))
 
 
-def _looked_at(settings: Any, role: str) -> bool:
-    """Return whether a role has sizes of its own to check: it runs, and does not repeat the actor's."""
-    if role == "actor":
-        return True
-    runs = role == "rollout" or needs_reference(settings)
-    return runs and _sizes(settings, role) != _sizes(settings, "actor")
+def _has_no_size(rows: int | None, by_tokens: bool, *others: Any) -> bool:
+    return not by_tokens and rows is None and (not others or _has_own_size(rows, by_tokens, *others))
 
 
-def _longest(settings: Any) -> int:
-    return int(settings.data.max_prompt_length + settings.data.max_response_length)
+def _is_too_small(tokens: int, prompt: int, response: int, by_tokens: bool, *others: Any) -> bool:
+    too_small = by_tokens and tokens < prompt + response
+    return too_small and (not others or _has_own_size(others[0], by_tokens, tokens, *others[1:]))
 
 
-def _has_no_size(role: str) -> Condition:
-    def condition(settings: Any) -> bool:
-        rows, by_tokens, _ = _sizes(settings, role)
-        return _looked_at(settings, role) and not by_tokens and rows is None
-
-    return condition
+def _longest_sample(_: int, prompt: int, response: int, *others: Any) -> str:
+    return f"a sample may have {prompt + response} tokens (data.max_prompt_length + data.max_response_length)"
 
 
-def _is_too_small(role: str) -> Condition:
-    def condition(settings: Any) -> bool:
-        _, by_tokens, tokens = _sizes(settings, role)
-        return _looked_at(settings, role) and by_tokens and tokens < _longest(settings)
-
-    return condition
-
-
-def _longest_sample(settings: Any) -> str:
-    return f"a sample may have {_longest(settings)} tokens (data.max_prompt_length + data.max_response_length)"
-
-
-def _raise_it(settings: Any) -> str:
-    return f"Raise it to at least {_longest(settings)}, or lower one of the two lengths."
+def _raise_it(_: int, prompt: int, response: int, *others: Any) -> str:
+    return f"Raise it to at least {prompt + response}, or lower one of the two lengths."
 
 
 def _refusals() -> Iterator[Refusal]:
-    for role in ("actor", "rollout", "ref"):
+    longest = "a sample may have more tokens (data.max_prompt_length + data.max_response_length)"
+    actor = _keys("actor")
+    for role, others in (("actor", ()), ("rollout", actor), ("ref", (*actor, *KL))):
         rows, by_tokens, tokens = _keys(role)
-        yield Refusal((rows, by_tokens), _has_no_size(role), "a micro-batch has no size", f"Set {rows}, or {by_tokens}=true.")
-        longest = "a sample may have more tokens (data.max_prompt_length + data.max_response_length)"
-        yield Refusal((tokens,), _is_too_small(role), longest, _raise_it, _longest_sample, about=(by_tokens, *LENGTHS))
+        yield Refusal(
+            (rows, by_tokens),
+            _has_no_size,
+            "a micro-batch has no size",
+            f"Set {rows}, or {by_tokens}=true.",
+            about=(tokens, *others) if others else (),
+        )
+        yield Refusal(
+            (tokens,),
+            _is_too_small,
+            longest,
+            _raise_it,
+            _longest_sample,
+            about=(*LENGTHS, by_tokens, *((rows, *others) if others else ())),
+        )
 
 
 def _advice() -> Iterator[Advice]:
@@ -110,8 +111,8 @@ def _advice() -> Iterator[Advice]:
         for phase, role in (("old_log_prob", "rollout"), ("ref", "ref"), ("update_actor", "actor")):
             rows, by_tokens, tokens = _keys(role)
             name = by_tokens.rpartition(".")[2]
-            yield Advice(kind, tokens, LOWER, lambda ours, r=role, n=name: bool(getattr(getattr(ours, r), n)), (phase,))  # type: ignore[misc]
-            yield Advice(kind, rows, LOWER, lambda ours, r=role, n=name: not getattr(getattr(ours, r), n), (phase,))  # type: ignore[misc]
+            yield Advice(kind, tokens, LOWER, lambda roles, r=role, n=name: bool(getattr(getattr(roles, r), n)), (phase,))
+            yield Advice(kind, rows, LOWER, lambda roles, r=role, n=name: not getattr(getattr(roles, r), n), (phase,))
 
 
 def _log_prob_factor(role: str, name: str) -> Factor:
@@ -132,8 +133,8 @@ KNOB = Knob(
         "local_rollout_forward_batch_size": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     },
     idle=(
-        Idle(_ACTOR_ROWS, lambda s: s.actor_rollout_ref.actor.use_dynamic_bsz, "actor.use_dynamic_bsz packs by tokens"),
-        Idle(BUDGET_KEY, lambda s: not s.actor_rollout_ref.actor.use_dynamic_bsz, "actor.use_dynamic_bsz is false"),
+        Idle(_ACTOR_ROWS, (_ACTOR_BY_TOKENS,), lambda by_tokens: by_tokens, "actor.use_dynamic_bsz packs by tokens"),
+        Idle(BUDGET_KEY, (_ACTOR_BY_TOKENS,), lambda by_tokens: not by_tokens, "actor.use_dynamic_bsz is false"),
     ),
     refuses=tuple(_refusals()),
     advice=tuple(_advice()),

@@ -29,7 +29,7 @@ from verl_memopt.models.folder import resolve_folder
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.passes import budgets, cut_ranks
-from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.local_group import LocalGroup
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
 from verl_memopt.workers.worker import Worker
@@ -108,7 +108,7 @@ def _update(
 ) -> tuple[float, dict[str, float]]:
     """Run both rounds and return seconds and metrics of the second; its phases are appended to ``memories``."""
     short = replace(work, prompt=min(SHORT, work.prompt), response=min(SHORT, work.response))
-    group = start_local_group(functools.partial(Worker, _plan(settings, folder)), device)
+    group = LocalGroup(functools.partial(Worker, _plan(settings, folder)), device)
     try:
         _round(group, settings, make_batch(short, settings.actor_rollout_ref.actor), [])
         started = time.perf_counter()

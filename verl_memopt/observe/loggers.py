@@ -7,7 +7,9 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Protocol
+
+import yaml
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.console import ConsoleLogger, RunConsole
@@ -33,8 +35,6 @@ class LoggingPlace:
     console: RunConsole
     project_name: str
     experiment_name: str
-    config: Mapping[str, Any]
-    """The resolved settings as a plain mapping."""
     resumed_step: int | None
     """The step after which the run continues. None = a new run."""
 
@@ -111,7 +111,7 @@ class WandbLogger:
         self._run = wandb.init(
             project=place.project_name,
             name=place.experiment_name,
-            config=dict(place.config),
+            config=yaml.safe_load(place.folder.config.read_text(encoding="utf-8")),
             dir=str(place.folder.path),
             id=id_file.read_text(encoding="utf-8"),
             resume="allow",

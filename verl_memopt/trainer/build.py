@@ -87,7 +87,8 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     """
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     actor, model = roles.actor, roles.model
-    reference = str(roles.ref.model.path) if needs_reference(settings) and model.lora_rank == 0 else None
+    with_reference = needs_reference(settings.algorithm.use_kl_in_reward, actor.use_kl_loss)
+    reference = str(roles.ref.model.path) if with_reference and model.lora_rank == 0 else None
     environment = resolve_environment(trainer, settings.ray_kwargs, data, model, roles.rollout, reference, actor)
     # A validation alone has its own record, so that it changes nothing in the record of the run it validates.
     folder = environment.run_dir / VAL_ONLY if trainer.val_only else environment.run_dir
@@ -100,7 +101,8 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         if rollout is not roles.rollout:
             roles = replace(roles, rollout=rollout)
             settings = replace(settings, data=data, actor_rollout_ref=roles)
-        compare_settings(settings, environment.weights, checkpoint)
+        if checkpoint is not None:
+            compare_settings(settings, environment.weights, checkpoint)
         train, validation = _datasets(data, environment, by_rules=settings.custom_reward_function.path is None)
         loader = _build_loader(data, train, checkpoint)
         total_steps = _total_steps(trainer, loader)
@@ -204,7 +206,7 @@ def build_learner(context: RunContext, workers: TimedGroup, rewards: RewardRunne
         generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine),
         rewards=rewards,
         old_pass=None if on_policy else old_pass,
-        ref_pass=ref_pass if needs_reference(settings) else None,
+        ref_pass=ref_pass if needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss) else None,
         mismatch=MismatchCheck(rollout, actor.fsdp_config),
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),

@@ -17,9 +17,9 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     watch = SignalWatch() if argv is None else None
     try:
-        from verl_memopt.trainer.run import build_parser, run
+        from verl_memopt.trainer.run import run
 
-        return run(build_parser("python -m verl_memopt.trainer.main_ppo").parse_intermixed_args(argv))
+        return run(argv, prog="python -m verl_memopt.trainer.main_ppo")
     except UserError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from verl_memopt.config.plain import to_plain, to_yaml
+from verl_memopt.config.plain import to_yaml
 from verl_memopt.observe.charts import draw_charts
 from verl_memopt.observe.console import RunConsole, print_end
 from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
@@ -48,9 +48,7 @@ class Reporter:
         resumed = None if context.checkpoint is None or trainer.val_only else context.checkpoint.step
         self.folder.begin(to_yaml(context.settings), resumed)
         self.console = RunConsole(context.total_steps, resumed or 0, trainer.table_every_steps)
-        place = LoggingPlace(
-            self.folder, self.console, trainer.project_name, trainer.experiment_name, to_plain(context.settings), resumed
-        )
+        place = LoggingPlace(self.folder, self.console, trainer.project_name, trainer.experiment_name, resumed)
         self._carried: dict[str, float] = {}
         self.loggers: StepLoggers = build_loggers(trainer.logger, place)
 

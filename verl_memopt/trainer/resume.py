@@ -62,32 +62,30 @@ def find_checkpoint(
     return checkpoint
 
 
-def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint | None) -> None:
+def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint) -> None:
     """Log how the settings differ from those of the checkpoint, one line for each key.
 
     Args:
         settings: of the run, with concrete seeds.
         weights: name -> shape of each weight of the model that the run trains.
-        checkpoint: from which the run continues; None for a fresh start.
+        checkpoint: from which the run continues.
 
     Raises:
         ConfigError: the run cannot continue with such a change.
     """
-    if checkpoint is None:
-        return
-    driver, place = checkpoint.driver, checkpoint.folder
+    driver, folder = checkpoint.driver, checkpoint.folder
     _check_seed(settings, checkpoint)
     if "settings" not in driver:
-        logger.warning("%s: written by an earlier version, without its settings; changes of settings are not known", place)
+        logger.warning("%s: written by an earlier version, without its settings; changes of settings are not known", folder)
         return
     differences = changes(driver["settings"], settings)
     for change in differences:
-        logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", place.name, change)
+        logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", folder.name, change)
     refused = [f"{change.key}={change.new}: {change}" for change in differences if change.kind == REFUSED]
     different = _different(driver["weights"], weights)
     if different:
         model = settings.actor_rollout_ref.model
-        refused.append(f"actor_rollout_ref.model.path={model.path}: its weights are not those of {place} ({different})")
+        refused.append(f"actor_rollout_ref.model.path={model.path}: its weights are not those of {folder} ({different})")
     if refused:
         raise ConfigError(f"{'. '.join(refused)}. {WAY_OUT}")
 

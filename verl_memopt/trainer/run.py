@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import logging
 import sys
+from collections.abc import Sequence
 
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.objective import log_objective
@@ -27,18 +28,25 @@ def build_parser(prog: str) -> argparse.ArgumentParser:
     return parser
 
 
-def run(arguments: argparse.Namespace) -> int:
+def run(arguments: Sequence[str] | None, prog: str = "verl-memopt train") -> int:
     """Run the training entry and return its exit code.
+
+    Args:
+        arguments: of the command line; None = those of this process.
+        prog: name of the program in its help.
 
     Raises:
         UserError: for what the user must mend.
     """
     from verl_memopt.observe.log_setup import setup_logging
 
+    parsed = build_parser(prog).parse_intermixed_args(arguments)
     setup_logging(level=logging.INFO)
-    settings = load_settings(arguments.config_name, arguments.overrides, arguments.config_dir)
-    log_objective(settings.algorithm, settings.actor_rollout_ref.actor)
-    if arguments.cfg is not None or settings.debug.mode == "dry":
+    settings = load_settings(parsed.config_name, parsed.overrides, parsed.config_dir)
+    actor = settings.actor_rollout_ref.actor
+    kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
+    log_objective(settings.algorithm, actor.policy_loss.loss_mode, kl_in_loss)
+    if parsed.cfg is not None or settings.debug.mode == "dry":
         sys.stdout.write(to_yaml(settings))
         return 0
     return train(settings)

@@ -14,7 +14,7 @@ from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.build import RunContext
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.group import WorkerGroup
-from verl_memopt.workers.local_group import start_local_group
+from verl_memopt.workers.local_group import LocalGroup
 from verl_memopt.workers.ray_group import RayGroup, start_ray_group
 from verl_memopt.workers.worker import Worker
 
@@ -50,7 +50,7 @@ def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup
     group: WorkerGroup
     with clock.phase("init"):
         if is_local:
-            group = start_local_group(build_worker, device)
+            group = LocalGroup(build_worker, device)
         else:
             group = start_ray_group(
                 build_worker,

@@ -11,24 +11,22 @@ from verl_memopt.workers.group import Placement, WorkerFactory, free_port, proce
 LOOPBACK = "127.0.0.1"
 
 
-def start_local_group(factory: WorkerFactory, device: str) -> LocalGroup:
-    """Return a group of one, built here. The worker's errors come through unchanged, so a debugger stops at their cause."""
-    placement = Placement(0, 1, 0, LOOPBACK, free_port(LOOPBACK), device)
-    return LocalGroup(factory, placement)
-
-
 class LocalGroup:
     """One worker in the driver's process. Its environment variables are set for as long as the group lives.
 
+    The worker's errors come through unchanged, so a debugger stops at their cause.
+
     Args:
         factory: Builds the worker.
-        placement: Its place.
+        device: Kind of its device.
     """
 
     world_size = 1
 
-    def __init__(self, factory: WorkerFactory, placement: Placement) -> None:
+    def __init__(self, factory: WorkerFactory, device: str) -> None:
         """Set the environment variables and build the worker."""
+        port = free_port(LOOPBACK)
+        placement = Placement(rank=0, world_size=1, local_rank=0, master_addr=LOOPBACK, master_port=port, device=device)
         variables = process_environment(placement, local_world_size=1)
         self._before = {name: os.environ.get(name) for name in variables}
         self._worker: Any = None
