@@ -40,17 +40,27 @@ MANY_MODULES = 100
 """A file of tests that has imported so many has left a heap that is worth freezing."""
 
 _modules_when_frozen = 0
+_is_thawed = False
+_unfreeze = gc.unfreeze
 
 
 def _freeze():
     """Keep what is there out of every later garbage collection, which would look at millions of objects each time."""
-    global _modules_when_frozen
+    global _modules_when_frozen, _is_thawed
     gc.collect()
     gc.freeze()
-    _modules_when_frozen = len(sys.modules)
+    _modules_when_frozen, _is_thawed = len(sys.modules), False
+
+
+def _thaw():
+    """Thaw the heap as vLLM asks, and remember it. ``gc.get_freeze_count`` would count all objects before each test."""
+    global _is_thawed
+    _unfreeze()
+    _is_thawed = True
 
 
 def pytest_collection_finish():
+    gc.unfreeze = _thaw
     _freeze()
 
 
@@ -59,7 +69,7 @@ def pytest_runtest_setup(item):
     """Freeze the heap again where vLLM's shutdown has thawed it, and between two files where many modules were imported."""
     first_of_file = _files[-1:] != [item.path]
     _files[:] = [item.path]
-    if not gc.get_freeze_count() or (first_of_file and len(sys.modules) > _modules_when_frozen + MANY_MODULES):
+    if _is_thawed or (first_of_file and len(sys.modules) > _modules_when_frozen + MANY_MODULES):
         _freeze()
 
 
@@ -68,6 +78,7 @@ _files = []
 
 
 def pytest_unconfigure():
+    gc.unfreeze = _unfreeze
     gc.unfreeze()
 
 
