@@ -58,7 +58,7 @@ def test_twenty_steps_teach_the_toy_task(alone):
     assert metrics(alone)[20][score] >= 0.9
 
 
-@pytest.mark.parametrize(("runs", "steps"), [("alone", 20), ("apart", 5), ("shared", 5)])
+@pytest.mark.parametrize(("runs", "steps"), [("alone", 20), pytest.param("apart", 5, marks=pytest.mark.slow), ("shared", 5)])
 def test_vllm_and_the_trainer_agree_in_every_step(runs, steps, request):
     rows = metrics(request.getfixturevalue(runs))
     differences = [row["rollout/logprob_diff_max"] for step, row in rows.items() if step > 0]
@@ -66,13 +66,14 @@ def test_vllm_and_the_trainer_agree_in_every_step(runs, steps, request):
     assert max(differences) <= 1e-4
 
 
-@pytest.mark.parametrize("runs", ["apart", "shared", "without_ray"])
+@pytest.mark.parametrize("runs", [pytest.param("apart", marks=pytest.mark.slow), "shared", "without_ray"])
 def test_the_first_step_is_the_same_wherever_its_workers_live_and_whatever_they_share(alone, runs, request):
     one, other = (metrics(run_dir)[1] for run_dir in (alone, request.getfixturevalue(runs)))
     for name in ("critic/score/mean", "actor/grad_norm"):
         assert other[name] == pytest.approx(one[name], rel=1e-4), name
 
 
+@pytest.mark.slow  # test_stops does the like, to all processes, in every run of the tests
 def test_ctrl_c_on_ray_finishes_the_step_saves_and_leaves_no_process(interrupted):
     code, output, left, run_dir = interrupted
     assert code == 130, output[-3000:]

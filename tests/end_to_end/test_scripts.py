@@ -10,6 +10,7 @@ import pytest
 import yaml
 
 from tests.end_to_end.runs import RECIPES, ROOT, script_environment
+from tests.forked import PYTHON
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.plain import to_plain
 
@@ -124,9 +125,13 @@ exec {python} -m tests.end_to_end.gpu_in_sight "$@"
 @pytest.fixture
 def gpu(tmp_path):
     """A machine with a GPU: what nvidia-smi and PyTorch say there, and a hub cache that holds nothing."""
-    executable(tmp_path / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: a card (UUID: GPU-0)'\n")
-    python = executable(tmp_path / "python", GPU_IN_SIGHT.format(python=sys.executable))
-    return {"PYTHON": python, "HF_HUB_CACHE": str(tmp_path / "hub")}
+    return gpu_machine(tmp_path, PYTHON)
+
+
+def gpu_machine(folder, python):
+    """Gives the environment of a machine with a GPU. The hub's client reads them only in a new interpreter."""
+    executable(folder / "nvidia-smi", "#!/bin/sh\necho 'GPU 0: a card (UUID: GPU-0)'\n")
+    return {"PYTHON": executable(folder / "python", GPU_IN_SIGHT.format(python=python)), "HF_HUB_CACHE": str(folder / "hub")}
 
 
 def in_cache(hub, kind, name, *files):
@@ -140,7 +145,8 @@ def in_cache(hub, kind, name, *files):
         path.write_text("{}")
 
 
-def test_a_gpu_takes_the_gsm8k_recipe_and_its_model(resolved, tmp_path, gpu):
+def test_a_gpu_takes_the_gsm8k_recipe_and_its_model(resolved, tmp_path):
+    gpu = gpu_machine(tmp_path, sys.executable)
     in_cache(tmp_path / "hub", "model", "Qwen/Qwen2.5-0.5B-Instruct", "config.json", "model.safetensors")
     settings = resolved(**FILES, **gpu)
     assert settings[f"{AR}.model.path"] == "Qwen/Qwen2.5-0.5B-Instruct"

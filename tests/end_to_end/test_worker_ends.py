@@ -54,6 +54,7 @@ def test_a_worker_that_is_killed_in_the_middle_of_a_run_ends_it_and_is_named(sta
     assert 1 in metrics(tmp_path / "run")
 
 
+@pytest.mark.slow  # tests/workers/test_ray_group.py does the like in every run of the tests
 def test_a_worker_that_raises_ends_the_run_with_its_own_traceback(started, tmp_path):
     (tmp_path / "explodes.py").write_text(EXPLODES)
     own = ["actor_rollout_ref.actor.optim.optimizer_impl=explodes", "actor_rollout_ref.actor.optim.optimizer=Explodes"]
@@ -68,7 +69,10 @@ def test_a_worker_that_raises_ends_the_run_with_its_own_traceback(started, tmp_p
     assert sorted(metrics(tmp_path / "run")) == [1, 2]
 
 
-@pytest.mark.parametrize(("part", "named"), [("gcs_server", "Ray's head process"), ("raylet", "Ray's node process")])
+@pytest.mark.parametrize(
+    ("part", "named"),
+    [("gcs_server", "Ray's head process"), pytest.param("raylet", "Ray's node process", marks=pytest.mark.slow)],
+)
 def test_a_lost_ray_process_ends_the_run_with_one_sentence_and_leaves_nothing(started, tmp_path, part, named):
     process, relatives = started("trainer.save_freq=1")
     (lost,) = [relative for relative in relatives if relative.name() == part]

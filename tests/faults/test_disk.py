@@ -23,7 +23,7 @@ def assert_survives(machine, toy, run_dir, uninterrupted, changes):
     assert [learned(row) for row in one.values()] == [learned(row) for row in other.values()], changes
 
 
-@pytest.mark.parametrize("changes", FEW)
+@pytest.mark.parametrize("changes", [pytest.param(each, marks=pytest.mark.slow if FEW.index(each) % 2 else ()) for each in FEW])
 def test_a_disk_that_is_full_is_named_and_a_rerun_with_room_ends_as_if_it_never_was(
     healthy, toy, run_dir, uninterrupted, changes
 ):

@@ -332,9 +332,10 @@ for group in reversed(groups):
     group.shutdown()
 """
 
+OWN_ORDER = "a node where the user shows four of eight in an order of their own"
 NODES = {
     "a node whose GPUs are all visible": ({}, ["0", "1", "2", "3"]),
-    "a node where the user shows four of eight in an order of their own": ({VISIBLE_DEVICES: "7,5,6,4"}, ["7", "5", "6", "4"]),
+    OWN_ORDER: ({VISIBLE_DEVICES: "7,5,6,4"}, ["7", "5", "6", "4"]),
     "a node that Ray is told to leave alone": (
         {VISIBLE_DEVICES: "GPU-a,GPU-b,GPU-c,GPU-d", "RAY_EXPERIMENTAL_NOSET_CUDA_VISIBLE_DEVICES": "1"},
         ["GPU-a", "GPU-b", "GPU-c", "GPU-d"],
@@ -343,7 +344,7 @@ NODES = {
 """What the environment of the node says -> the names of its four GPUs in the order of Ray's slots."""
 
 
-@pytest.mark.parametrize("node", NODES)
+@pytest.mark.parametrize("node", [pytest.param(node, marks=() if node == OWN_ORDER else pytest.mark.slow) for node in NODES])
 def test_two_groups_on_one_node_use_gpus_of_their_own_each_worker_another(tmp_path, node):
     """Four GPUs that are declared and not there; a worker's device is the one of its local rank among those it sees."""
     variables, names = NODES[node]
