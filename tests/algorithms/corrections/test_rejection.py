@@ -27,6 +27,17 @@ def naive_rejection(rows, name, lower, upper):
     return flags
 
 
+def statistics_of(rows, name):
+    """A list of the compared number for each row, once a token."""
+    level, kind = name.rsplit("_", 1)
+    result = []
+    for row in rows:
+        values = [K[kind](x) for x in row]
+        total = {"seq_sum": sum, "seq_mean": lambda v: sum(v) / len(v), "seq_max": max}.get(level)
+        result.append([total(values)] * len(values) if total and values else values)
+    return result
+
+
 def threshold_of(name):
     return "0.6_1.5" if name.endswith("k1") else 0.2
 
@@ -48,6 +59,28 @@ def test_a_rejection_keeps_what_its_definition_keeps(name):
         for head in (prefix, "rollout_rs_"):
             assert metrics[f"{head}masked_fraction"] == pytest.approx(share)
             assert metrics[f"{head}seq_masked_fraction"] == pytest.approx(touched)
+        if filled:
+            spread = torch.tensor([stat for row in statistics_of(sample.lists(log_ratio), name) for stat in row])
+            rows = [statistics.fmean(row) for row in statistics_of(sample.lists(log_ratio), name) if row]
+            compared = spread.tolist() if name.startswith("token") else rows
+            held = spread.clamp(lower if name.endswith("k1") else 0.0, upper)
+            expected = {
+                "mean": statistics.fmean(spread.tolist()),
+                "std": statistics.pstdev(held.tolist()),
+                "max": max(compared),
+                "min": min(compared),
+                "fraction_high": statistics.fmean(value > upper for value in compared),
+                "fraction_low": statistics.fmean(value < lower for value in compared),
+                "seq_mean": statistics.fmean(rows),
+                "seq_std": statistics.stdev(rows) if len(rows) > 1 else 0.0,
+                "seq_max": max(rows),
+                "seq_min": min(rows),
+                "seq_max_deviation": max(map(abs, rows)),
+                "seq_fraction_high": statistics.fmean(value > upper for value in rows),
+            }
+            if name.endswith("k1"):
+                expected["seq_fraction_low"] = statistics.fmean(value < lower for value in rows)
+            assert {key: metrics[prefix + key] for key in expected} == pytest.approx(expected, rel=1e-5, abs=1e-6)
         if filled and not name.startswith("token"):
             assert metrics[f"{prefix}fraction_high"] + metrics[f"{prefix}fraction_low"] == pytest.approx(touched)
 

@@ -115,8 +115,10 @@ def rejection(
         keeps = (statistic >= lower) & (statistic <= upper)
         token_keeps = keeps if level == "token" else keeps[row]
         kept = kept & token_keeps
-        known = statistic if level == "token" else statistic[lengths > 0]
-        metrics |= _rejection_metrics(f"rollout_rs_{name}", known, lower, upper)
+        token_statistic = values if level == "token" else statistic[row]
+        row_statistic = row_means(token_statistic, row, lengths)[lengths > 0]
+        compared = token_statistic if level == "token" else row_statistic
+        metrics |= _rejection_metrics(f"rollout_rs_{name}", token_statistic, row_statistic, compared, lower, upper)
         metrics |= _masked_shares(f"rollout_rs_{name}_", token_keeps, row, lengths)
     return kept, metrics | _masked_shares("rollout_rs_", kept, row, lengths)
 
@@ -132,17 +134,33 @@ def kept_lengths(kept: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
     return row_sums(kept.long(), row, lengths.shape[0])
 
 
-def _rejection_metrics(prefix: str, statistic: Tensor, lower: float, upper: float) -> dict[str, float]:
-    """Return the distribution of one statistic over tokens, or over rows with tokens."""
-    if not statistic.numel():
+def _rejection_metrics(
+    prefix: str, per_token: Tensor, per_row: Tensor, compared: Tensor, lower: float, upper: float
+) -> dict[str, float]:
+    """Return the distribution of one statistic, under verl's names: its mean over tokens, and ``seq`` over rows with tokens.
+
+    ``compared`` is the one of the two to which the bounds apply. k2 and k3 count nothing below their bound.
+    """
+    if not per_token.numel():
         return {}
-    return {
-        f"{prefix}_mean": float(statistic.mean()),
-        f"{prefix}_max": float(statistic.max()),
-        f"{prefix}_min": float(statistic.min()),
-        f"{prefix}_fraction_high": float((statistic > upper).double().mean()),
-        f"{prefix}_fraction_low": float((statistic < lower).double().mean()),
+    held = per_token.clamp(max(lower, 0.0) if math.isinf(lower) else lower, upper)
+    metrics = {
+        "mean": per_token.mean(),
+        "std": held.std(correction=0),
+        "max": compared.max(),
+        "min": compared.min(),
+        "fraction_high": (compared > upper).double().mean(),
+        "fraction_low": (compared < lower).double().mean(),
+        "seq_mean": per_row.mean(),
+        "seq_std": per_row.std() if per_row.numel() > 1 else torch.zeros(()),
+        "seq_max": per_row.max(),
+        "seq_min": per_row.min(),
+        "seq_max_deviation": per_row.abs().max(),
+        "seq_fraction_high": (per_row > upper).double().mean(),
     }
+    if not math.isinf(lower):
+        metrics["seq_fraction_low"] = (per_row < lower).double().mean()
+    return {f"{prefix}_{name}": float(value) for name, value in metrics.items()}
 
 
 def _masked_shares(prefix: str, kept: Tensor, row: Tensor, lengths: Tensor) -> dict[str, float]:
