@@ -25,8 +25,10 @@ from verl_memopt.config.schema import KlControl
 Values = dict[str, Any]
 Case = Callable[[Batch], Values]
 ALONE = ", groups of one"
+UNSCORED = ", a row without a reward"
 NO_DUAL_CLIP, NO_LOWER_CLIP = " without dual clip", " without lower clip"
 """TRL has neither."""
+TRLS_ADVANTAGES = ("rloo", "grpo, no std")
 TRLS_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 GROUPED = ("rloo", "rloo_vectorized", "grpo", "grpo_vectorized", "reinforce_plus_plus_baseline", "opo")
 SEQUENCE_MODES = ("sequence", "gspo", "geo_mean")
@@ -40,12 +42,23 @@ def advantages(name: str, by_std: bool = True) -> Case:
     def values(batch: Batch) -> Values:
         result = ESTIMATORS[name](
             AdvantageInputs(
-                batch.scores, batch.group, torch.ones_like(batch.scores, dtype=torch.bool), batch.row, batch.lengths,
+                batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
                 batch.token_rewards, GAMMA, LAM, by_std, batch.values, batch.baselines, batch.old_log_probs,
                 batch.sum_pi_squared,
             )
         )  # fmt: skip
         return {"advantages": result.per_token, "returns": result.returns}
+
+    return values
+
+
+def unscored(case: Case) -> Case:
+    """Gives a case on the same batch, in which one row has no reward."""
+
+    def values(batch: Batch) -> Values:
+        scores = batch.scores.clone()
+        scores[1] = torch.nan
+        return case(replace(batch, scores=scores))
 
     return values
 
@@ -181,6 +194,9 @@ def weights_of_pf_ppo(method: str) -> Case:
 CASES: dict[str, Case] = {
     **{f"advantages {name}": advantages(name) for name in ESTIMATORS if not name.startswith("tir_")},
     "advantages grpo, no std": advantages("grpo", by_std=False),
+    **{
+        f"advantages {name}{UNSCORED}": unscored(advantages(name.split(",")[0], "no std" not in name)) for name in TRLS_ADVANTAGES
+    },
     **{f"advantages {name}{ALONE}": advantages(name) for name in GROUPED},
     **{f"loss {mode}, {agg_mode}": policy(mode, agg_mode) for mode in sorted(TOKEN_LOCAL) for agg_mode in LOSS_AGG_MODES},
     **{f"loss {mode}": policy(mode, "seq-mean-token-mean") for mode in SEQUENCE_MODES},

@@ -20,6 +20,7 @@ REASONS: dict[tuple[str, str], str] = {
         "a group of one is its own mean: 0 here, its reward is whitened in verl"
     ),
     ("verl", "advantages gpg"): "alpha counts rows whose group has a gradient (the paper), in verl rows whose score is not 0",
+    ("trl", "advantages grpo"): "TRL adds 1e-4 to the standard deviation, verl and this project 1e-6",
 }
 """(peer, case) -> why the two differ by definition."""
 

@@ -1,11 +1,12 @@
-"""TRL's policy losses, from ``_compute_loss`` of its trainers, on padded rows.
+"""TRL's advantages and policy losses, from the methods of its trainers, on padded rows.
 
-The method is called with a stand-in for the trainer that holds the settings which it reads and gives log-probs in place of a
-model's. TRL computes advantages inside its generation step, so that there is no function of its own to call for them.
+The methods are called with a stand-in for the trainer. It holds the settings that they read and gives log-probs, responses and
+rewards in place of a model's. TRL computes advantages inside its generation step, which then generates nothing.
 """
 
 from __future__ import annotations
 
+import inspect
 import types
 import warnings
 from collections import defaultdict
@@ -15,8 +16,8 @@ from typing import Any
 import torch
 from accelerate import Accelerator
 
-from benchmarks.estimators.batch import CLIP_HIGH, CLIP_LOW, SCALE_FACTOR, Batch, with_gradient
-from benchmarks.estimators.ours import NO_DUAL_CLIP, NO_LOWER_CLIP, Case, Values
+from benchmarks.estimators.batch import CLIP_HIGH, CLIP_LOW, GROUP_SIZE, SCALE_FACTOR, Batch, with_gradient
+from benchmarks.estimators.ours import NO_DUAL_CLIP, NO_LOWER_CLIP, UNSCORED, Case, Values, unscored
 
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")
@@ -26,10 +27,44 @@ with warnings.catch_warnings():
 VERSION = version("trl")
 
 
+class StandIn:
+    """A trainer whose settings are off unless they are given."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.__dict__.update(settings)
+
+    def __getattr__(self, name: str) -> None:
+        if name.startswith("__"):
+            raise AttributeError(name)
+
+
+def advantages(trainer: type, scale_rewards: str = "none") -> Case:
+    def values(batch: Batch) -> Values:
+        rows = len(batch.scores)
+        ids, texts = [[1]] * rows, ["x"] * rows
+        generated = (ids, ids, texts) if trainer is RLOOTrainer else (ids, ids, None, texts, None, {}, None, None)
+        stand_in = StandIn(
+            accelerator=Accelerator(cpu=True), model=types.SimpleNamespace(training=True, is_gradient_checkpointing=False),
+            args=StandIn(per_device_train_batch_size=rows, gradient_accumulation_steps=1, steps_per_generation=1),
+            _generate=lambda prompts: generated, _tokenizer=types.SimpleNamespace(pad_token_id=0, eos_token_id=2),
+            _get_per_token_logps_and_entropies=lambda *_, **__: (torch.zeros(rows, 1), None, None),
+            _calculate_rewards=lambda *_: batch.scores[:, None], reward_weights=torch.ones(1, dtype=batch.scores.dtype),
+            reward_funcs=[None], reward_func_names=["score"], num_generations=GROUP_SIZE, num_iterations=1, beta=0.0,
+            scale_rewards=scale_rewards, multi_objective_aggregation="sum_then_normalize", chat_template_kwargs={},
+            _metrics=defaultdict(lambda: defaultdict(list)), _pending_extra_logs={}, _pending_metrics={},
+            _logs={"prompt": [], "completion": [], "rewards": defaultdict(list), "advantages": [], "extra": defaultdict(list)},
+        )  # fmt: skip
+        compute = inspect.unwrap(trainer._generate_and_score_completions)
+        per_token = compute(stand_in, [{"prompt": "p"}] * rows)["advantages"][batch.row]
+        return {"advantages": per_token, "returns": per_token}
+
+    return values
+
+
 def policy(trainer: type, loss_type: str = "grpo", level: str = "token", high: float = CLIP_HIGH) -> Case:
     def values(batch: Batch) -> Values:
         leaf = batch.pad(batch.log_probs).requires_grad_()
-        stand_in = types.SimpleNamespace(
+        stand_in = StandIn(
             _get_per_token_logps_and_entropies=lambda *_, **__: (leaf, torch.zeros_like(leaf), None),
             accelerator=Accelerator(cpu=True), model=types.SimpleNamespace(training=True), aux_loss_enabled=False,
             top_entropy_quantile=1.0, off_policy_mask_threshold=None, importance_sampling_level=level, beta=0.0,
@@ -52,6 +87,11 @@ def policy(trainer: type, loss_type: str = "grpo", level: str = "token", high: f
 
 
 VALUES: dict[str, Case] = {
+    "advantages rloo": advantages(RLOOTrainer),
+    "advantages grpo": advantages(GRPOTrainer, "group"),
+    "advantages grpo, no std": advantages(GRPOTrainer),
+    f"advantages rloo{UNSCORED}": unscored(advantages(RLOOTrainer)),
+    f"advantages grpo, no std{UNSCORED}": unscored(advantages(GRPOTrainer)),
     f"loss vanilla{NO_DUAL_CLIP}, seq-mean-token-mean": policy(GRPOTrainer, "grpo"),
     f"loss vanilla{NO_DUAL_CLIP}, token-mean": policy(GRPOTrainer, "dapo"),
     f"loss vanilla{NO_DUAL_CLIP}, seq-mean-token-sum-norm": policy(GRPOTrainer, "dr_grpo"),

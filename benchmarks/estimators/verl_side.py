@@ -25,6 +25,7 @@ from benchmarks.estimators.ours import (
     COV_UPPER,
     NO_DUAL_CLIP,
     NO_LOWER_CLIP,
+    UNSCORED,
     VALUE_CLIP,
     Case,
     Values,
@@ -177,6 +178,8 @@ class _Handed(Exception):  # noqa: N818 - ends a call whose argument is all that
 
 def _case(name: str) -> Case | None:
     """Gives verl's values of a case by its name, None where verl has no such function."""
+    if name.endswith(UNSCORED):
+        return None
     kind, _, rest = name.removesuffix(ALONE).partition(" ")
     if name == "correction presets":
         return presets
