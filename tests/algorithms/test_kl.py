@@ -2,9 +2,11 @@ import math
 
 import pytest
 import torch
+from hypothesis import given
 from torch._subclasses import FakeTensorMode
 
-from verl_memopt.algorithms.kl import KL_ESTIMATORS, KlController, kl_estimate, shaped_rewards
+from tests.algorithms.ragged import Ragged, ragged
+from verl_memopt.algorithms.kl import KL_ESTIMATORS, KlController, kl_estimate, shaped_rewards, token_level_rewards
 from verl_memopt.config.schema import KlControl
 
 POLICY, REFERENCE = [-1.0, -2.0, -0.5], [-1.5, -1.0, -0.5]
@@ -99,3 +101,26 @@ def test_a_token_the_policy_nearly_excludes_has_no_gradient_under_k3():
     log_probs = torch.tensor([-200.0], requires_grad=True)
     kl_estimate(log_probs, torch.tensor([0.0]), "k3").sum().backward()
     assert log_probs.grad.tolist() == [0.0]
+
+
+@given(ragged())
+def test_token_rewards_are_the_score_at_the_end_of_a_row_minus_the_kl_everywhere(sample):
+    scores, kl = sample.rows(0), sample.tokens(1)
+    expected = []
+    for score, row in zip(scores.tolist(), sample.lists(kl), strict=True):
+        rewards = [-0.3 * value for value in row]
+        if rewards:
+            rewards[-1] += score
+        expected += rewards
+    rewards = token_level_rewards(scores, sample.row, sample.lengths, kl.requires_grad_(), 0.3)
+    torch.testing.assert_close(rewards, torch.tensor(expected, dtype=torch.float64), rtol=1e-12, atol=1e-14)
+    assert not rewards.requires_grad
+    sums = shaped_rewards(scores, kl, sample.row, 0.3)
+    for score, part in zip(sums.tolist(), sample.lists(rewards), strict=True):
+        assert not part or sum(part) == pytest.approx(score, rel=1e-12, abs=1e-12)
+
+
+def test_token_rewards_without_a_kl_are_the_scores_alone():
+    sample = Ragged((2, 0, 1), 0)
+    rewards = token_level_rewards(torch.tensor([1.0, 2.0, 3.0]), sample.row, sample.lengths)
+    assert rewards.tolist() == [0.0, 1.0, 3.0]

@@ -14,6 +14,8 @@ def naive_loss(rows, mode):
     if mode == "token-mean":
         tokens = [loss for row in rows for loss in row]
         return sum(tokens) / len(tokens)
+    if mode == "token-sum":
+        return sum(map(sum, rows))
     per_row = [sum(row) / (len(row) or 1) if mode == "seq-mean-token-mean" else sum(row) for row in rows]
     return sum(per_row) / len(rows) / (SCALE if mode == "seq-mean-token-sum-norm" else 1)
 

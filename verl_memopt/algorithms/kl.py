@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.reductions import row_sums
+from verl_memopt.algorithms.rows import is_last
 from verl_memopt.config.schema import KlControl
 
 MAX_LOG_RATIO = 20.0
@@ -76,6 +77,25 @@ def shaped_rewards(scores: Tensor, kl: Tensor, row: Tensor, beta: float) -> Tens
         beta: Coefficient of the KL.
     """
     return scores - beta * row_sums(kl.detach(), row, scores.shape[0])
+
+
+def token_level_rewards(scores: Tensor, row: Tensor, lengths: Tensor, kl: Tensor | None = None, beta: float = 0.0) -> Tensor:
+    """Return the reward of each token: the score at the last token of a row, minus ``beta * kl`` at every token.
+
+    A row without tokens has no place for its score. Source: Ziegler et al., arXiv 1909.08593, and ``apply_kl_penalty`` in verl.
+
+    Args:
+        scores: fp32 [rows].
+        row: int64 [R].
+        lengths: int64 [rows].
+        kl: fp32 [R], the per-token estimates; None without a KL in the reward.
+        beta: Coefficient of the KL.
+
+    Returns:
+        fp32 [R], without a gradient.
+    """
+    rewards = torch.where(is_last(row, lengths), scores[row], 0.0)
+    return rewards if kl is None else rewards - beta * kl.detach()
 
 
 class KlController:

@@ -39,9 +39,9 @@ def aggregate(
 
     The shares of all micro-batches and ranks add up to the loss.
 
-    ``token-mean``: sum / tokens. ``seq-mean-token-sum``: sum / sequences. ``seq-mean-token-mean``: row means / sequences.
-    ``seq-mean-token-sum-norm``: sum / (sequences * ``scale_factor``), with one constant length for all rows (Dr. GRPO, arXiv
-    2503.20783).
+    ``token-mean``: sum / tokens. ``token-sum``: the sum. ``seq-mean-token-sum``: sum / sequences. ``seq-mean-token-mean``: row
+    means / sequences. ``seq-mean-token-sum-norm``: sum / (sequences * ``scale_factor``), with one constant length for all rows
+    (Dr. GRPO, arXiv 2503.20783).
 
     Args:
         token_losses: fp32 [R].
@@ -54,6 +54,8 @@ def aggregate(
     assert mode in LOSS_AGG_MODES, mode
     if mode == "token-mean":
         return token_losses.sum() / counts.tokens
+    if mode == "token-sum":
+        return token_losses.sum()
     if mode == "seq-mean-token-mean":
         return row_means(token_losses, row, lengths).sum() / counts.sequences
     if mode == "seq-mean-token-sum":
@@ -62,5 +64,5 @@ def aggregate(
     return token_losses.sum() / (counts.sequences * scale_factor)
 
 
-LOSS_AGG_MODES = ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+LOSS_AGG_MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
 """Values of ``actor.loss_agg_mode``."""

@@ -6,13 +6,16 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tests.tensors import row_of_each_token
-from verl_memopt.algorithms.losses import LOSSES, policy_loss
+from verl_memopt.algorithms.losses.covariance import SELECTIONS
+from verl_memopt.algorithms.losses.policy import LOSSES, TOKEN_LOCAL, policy_loss
 from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
 
 LENGTHS = [3, 1, 4, 2]
 ADVANTAGES = [1.0, -0.5, 2.0, -1.5]
 COUNTS = GlobalCounts(tokens=sum(LENGTHS), sequences=len(LENGTHS))
+WITH_PPO_RATIO = ("vanilla", "sequence", "gspo")
+EACH = torch.tensor([True, False, False, True, False, True, False, False, True, True])  # tokens that a selection might take
 ACTOR = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5, loss_scale_factor=4)
 
 
@@ -26,16 +29,43 @@ def ppo_term(ratio, advantage, dual_clip):
     return -max(objective, 1.5 * advantage) if dual_clip and advantage < 0 else -objective
 
 
+def token_term(mode, ratio, log_prob, advantage, selected):
+    """The loss of one token, from the formulas of the papers."""
+    if mode == "vanilla":
+        return ppo_term(ratio, advantage, dual_clip=True)
+    if mode == "cispo":
+        return -min(max(ratio, 0.8), 1.3) * advantage * log_prob
+    if mode == "gpg":
+        return -advantage * log_prob
+    if mode == "kl_cov":
+        return -advantage * ratio + (0.7 * abs(math.log(ratio)) if selected else 0.0)
+    loss = ppo_term(ratio, advantage, dual_clip=False)
+    return 0.0 if selected and loss == -ratio * advantage else loss
+
+
+def geo_mean_term(ratios, advantage):
+    """Ratios clipped to [e^-0.2, e^0.3] where that makes the objective smaller, and their geometric mean."""
+    held = [min(max(r, math.exp(-0.2)), math.exp(0.3)) for r in ratios]
+    bound = min if advantage > 0 else max
+    return -advantage * math.prod(bound(r, h) for r, h in zip(ratios, held, strict=True)) ** (1 / len(ratios))
+
+
 def naive_loss(new, old, mode, agg):
     """Row by row from lists of per-token log-probs."""
     ratios = [[math.exp(n - o) for n, o in zip(ns, os, strict=True)] for ns, os in zip(new, old, strict=True)]
-    if mode != "vanilla":
+    if mode in ("sequence", "gspo"):
         power = (lambda row: 1 / len(row)) if mode == "gspo" else (lambda row: 1)
         terms = [ppo_term(math.prod(r) ** power(r), a, dual_clip=False) for r, a in zip(ratios, ADVANTAGES, strict=True)]
         return sum(terms) / len(terms)
-    rows = [[ppo_term(r, a, dual_clip=True) for r in row] for row, a in zip(ratios, ADVANTAGES, strict=True)]
-    if agg == "token-mean":
-        return sum(map(sum, rows)) / sum(LENGTHS)
+    if mode == "geo_mean":
+        return sum(geo_mean_term(row, a) for row, a in zip(ratios, ADVANTAGES, strict=True)) / len(ratios)
+    selected = iter(EACH.tolist())
+    rows = [
+        [token_term(mode, r, n, a, next(selected)) for r, n in zip(row, ns, strict=True)]
+        for row, ns, a in zip(ratios, new, ADVANTAGES, strict=True)
+    ]
+    if agg in ("token-mean", "token-sum"):
+        return sum(map(sum, rows)) / (sum(LENGTHS) if agg == "token-mean" else 1)
     per_row = [sum(row) / len(row) if agg == "seq-mean-token-mean" else sum(row) for row in rows]
     return sum(per_row) / len(rows) / (4 if agg == "seq-mean-token-sum-norm" else 1)
 
@@ -53,10 +83,11 @@ def run(new, old, indices, settings):
     cut = [torch.cat([values.split(LENGTHS)[i] for i in indices]) for values in (new, old)]
     row = row_of_each_token(lengths, len(cut[0]))
     advantages = torch.tensor([ADVANTAGES[i] for i in indices], dtype=torch.float64)[row]
-    return policy_loss(*cut, advantages, row, lengths, COUNTS, settings)
+    selected = torch.cat([EACH.split(LENGTHS)[i] for i in indices])
+    return policy_loss(*cut, advantages, row, lengths, COUNTS, settings, selected=selected, ppo_kl_coef=0.7)
 
 
-MODES = [("vanilla", agg) for agg in LOSS_AGG_MODES] + [("sequence", "token-mean"), ("gspo", "token-mean")]
+MODES = [(mode, agg) for mode in LOSSES for agg in (LOSS_AGG_MODES if mode in TOKEN_LOCAL else ["token-mean"])]
 
 
 @pytest.mark.parametrize(("mode", "agg"), MODES)
@@ -94,11 +125,12 @@ def gradient_at(mode, log_ratio, advantage):
     new = torch.tensor([log_ratio], requires_grad=True)
     one = torch.tensor([1])
     counts = GlobalCounts(1, 1)
-    policy_loss(new, torch.zeros(1), torch.tensor([advantage]), torch.tensor([0]), one, counts, actor(mode))[0].backward()
+    arguments = (torch.zeros(1), torch.tensor([advantage]), torch.tensor([0]), one, counts, actor(mode))
+    policy_loss(new, *arguments, selected=torch.tensor([False]))[0].backward()
     return new.grad.item()
 
 
-@pytest.mark.parametrize("mode", LOSSES)
+@pytest.mark.parametrize("mode", [*WITH_PPO_RATIO, "geo_mean", "clip_cov"])
 def test_the_clip_stops_the_gradient_only_on_the_side_that_binds(mode):
     assert gradient_at(mode, math.log(1.4), advantage=1.0) == 0
     assert gradient_at(mode, math.log(1.4), advantage=-1.0) != 0
@@ -134,8 +166,10 @@ def test_a_summed_log_ratio_beyond_20_is_clamped_and_counted():
 @pytest.mark.parametrize("mode", LOSSES)
 def test_a_row_with_an_empty_response_adds_nothing(mode):
     row, lengths = torch.tensor([0, 2]), torch.tensor([1, 0, 1])
-    with_empty = policy_loss(*[torch.ones(2)] * 3, row, lengths, GlobalCounts(2, 3), actor(mode))[0]
-    without = policy_loss(*[torch.ones(2)] * 3, torch.tensor([0, 1]), torch.tensor([1, 1]), GlobalCounts(2, 3), actor(mode))[0]
+    options = {"selected": torch.tensor([True, False]), "ppo_kl_coef": 1.0}
+    tokens, counts = [torch.ones(2)] * 3, GlobalCounts(2, 3)
+    with_empty = policy_loss(*tokens, row, lengths, counts, actor(mode), **options)[0]
+    without = policy_loss(*tokens, torch.tensor([0, 1]), torch.tensor([1, 1]), counts, actor(mode), **options)[0]
     assert with_empty.item() == without.item()
 
 
@@ -145,7 +179,8 @@ def test_losses_run_on_fake_tensors(mode):
         log_probs = torch.zeros(6, requires_grad=True)
         lengths = torch.full((3,), 2)
         row = row_of_each_token(lengths, 6)
-        loss, metrics = policy_loss(log_probs, torch.zeros(6), torch.zeros(6), row, lengths, GlobalCounts(6, 3), actor(mode))
+        arguments = (torch.zeros(6), torch.zeros(6), row, lengths, GlobalCounts(6, 3), actor(mode))
+        loss, metrics = policy_loss(log_probs, *arguments, selected=torch.zeros(6, dtype=torch.bool), ppo_kl_coef=1.0)
         loss.backward()
     assert loss.shape == ()
     assert all(not metric.requires_grad for metric in metrics.values())
@@ -187,7 +222,7 @@ def test_the_kl_of_a_token_is_counted_up_to_20(log_ratio, kl):
     assert one_token(log_ratio, 1.0, actor("vanilla"))[1]["ppo_kl"].item() == kl
 
 
-@pytest.mark.parametrize("mode", LOSSES)
+@pytest.mark.parametrize("mode", WITH_PPO_RATIO)
 def test_a_log_ratio_below_minus_20_counts_as_minus_20_and_has_no_gradient(mode):
     loss, metrics, new = one_token(-30.0, 1.0, actor(mode))
     loss.backward()
@@ -204,3 +239,97 @@ def test_settings_that_were_not_loaded_are_refused(side):
 @pytest.mark.parametrize("log_ratio", [20.0, -20.0])
 def test_a_log_ratio_of_exactly_20_is_not_clamped(log_ratio):
     assert one_token(log_ratio, 1.0, actor("vanilla"))[1]["ratio_clamped"].item() == 0
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_the_gradient_equals_that_of_differences_of_the_row_by_row_definition(mode):
+    new, old = random_log_probs()
+    leaf = new.clone().requires_grad_()
+    run(leaf, old, range(4), actor(mode))[0].backward()
+    old_rows, step = [row.tolist() for row in old.split(LENGTHS)], 1e-6
+    # The factor of CISPO has no gradient: it stays as it is while the log-prob moves.
+    factors = [min(max(math.exp(n - o), 0.8), 1.3) for n, o in zip(new.tolist(), old.tolist(), strict=True)]
+    advantages = [a for a, size in zip(ADVANTAGES, LENGTHS, strict=True) for _ in range(size)]
+    for place in range(sum(LENGTHS)):
+        if mode == "cispo":
+            expected = -factors[place] * advantages[place] / sum(LENGTHS)
+        else:
+            moved = [new.clone() for _ in range(2)]
+            moved[0][place] += step
+            moved[1][place] -= step
+            up, down = (naive_loss([r.tolist() for r in m.split(LENGTHS)], old_rows, mode, "token-mean") for m in moved)
+            expected = (up - down) / (2 * step)
+        assert leaf.grad[place].item() == pytest.approx(expected, rel=1e-6, abs=1e-9)
+
+
+@pytest.mark.parametrize("mode", LOSSES)
+def test_local_modes_alone_have_gradients_that_ignore_the_other_tokens(mode):
+    old = random_log_probs()[1]
+    gradients = []
+    for shift in (0.0, 0.05):  # of a token of the third row; no ratio is clipped
+        leaf = old + 0.01
+        leaf[5] += shift
+        leaf.requires_grad_()
+        run(leaf, old, range(4), actor(mode))[0].backward()
+        gradients.append(leaf.grad[[4, 6, 7]].tolist())
+    assert (gradients[0] == gradients[1]) == (mode in TOKEN_LOCAL)
+
+
+@pytest.mark.parametrize("mode", sorted(TOKEN_LOCAL))
+def test_importance_weights_multiply_the_loss_of_each_token(mode):
+    new, old = random_log_probs()
+    weights = torch.rand(10, generator=torch.Generator().manual_seed(9), dtype=torch.float64) + 0.5
+    row, lengths = row_of_each_token(torch.tensor(LENGTHS), 10), torch.tensor(LENGTHS)
+    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
+    leaves = [new.clone().requires_grad_() for _ in range(2)]
+    options = {"selected": EACH, "ppo_kl_coef": 0.7}
+    arguments = (old, advantages, row, lengths, COUNTS, actor(mode))
+    weighted = policy_loss(leaves[0], *arguments, **options, weights=weights)[0]
+    plain = policy_loss(leaves[1], *arguments, **options)[0]
+    weighted.backward()
+    plain.backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad * weights, rtol=1e-12, atol=1e-15)
+    assert weighted.item() != plain.item()
+
+
+@pytest.mark.parametrize("mode", ["sequence", "gspo", "geo_mean"])
+def test_one_importance_weight_a_row_multiplies_the_loss_of_that_row(mode):
+    new, old = random_log_probs()
+    row, lengths = row_of_each_token(torch.tensor(LENGTHS), 10), torch.tensor(LENGTHS)
+    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
+    factors = torch.tensor([0.5, 1.0, 2.0, 1.5], dtype=torch.float64)
+    leaves = [new.clone().requires_grad_() for _ in range(2)]
+    policy_loss(leaves[0], old, advantages, row, lengths, COUNTS, actor(mode), weights=factors[row])[0].backward()
+    policy_loss(leaves[1], old, advantages, row, lengths, COUNTS, actor(mode))[0].backward()
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad * factors[row], rtol=1e-9, atol=1e-12)
+
+
+@pytest.mark.parametrize(("mode", "agg"), MODES)
+def test_rejected_tokens_might_as_well_not_be_there(mode, agg):
+    new, old = random_log_probs()
+    kept = torch.tensor([True, False, True, False, True, True, False, True, True, True])  # of rows with 3, 1, 4 and 2 tokens
+    lengths = torch.tensor([2, 0, 3, 2])
+    row = row_of_each_token(torch.tensor(LENGTHS), 10)
+    advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
+    counts = GlobalCounts(tokens=7, sequences=4)
+    leaves = [new.clone().requires_grad_() for _ in range(2)]
+    options = {"ppo_kl_coef": 0.7}
+    masked, metrics = policy_loss(
+        leaves[0], old, advantages, row, lengths, counts, actor(mode, agg), kept=kept, selected=EACH, **options
+    )
+    cut, cut_metrics = policy_loss(
+        leaves[1][kept], old[kept], advantages[kept], row[kept], lengths, counts, actor(mode, agg), selected=EACH[kept], **options
+    )
+    masked.backward()
+    cut.backward()
+    assert masked.item() == pytest.approx(cut.item(), rel=1e-12)
+    torch.testing.assert_close(leaves[0].grad, leaves[1].grad, rtol=1e-12, atol=1e-15)
+    assert {name: value.item() for name, value in metrics.items()} == pytest.approx(
+        {name: value.item() for name, value in cut_metrics.items()}, rel=1e-12, abs=1e-15
+    )
+
+
+@pytest.mark.parametrize("mode", SELECTIONS)
+def test_a_mode_that_needs_selected_tokens_says_so(mode):
+    with pytest.raises(AssertionError, match=f"^{mode} needs the tokens that {SELECTIONS[mode].__name__} chose"):
+        one_token(0.0, 1.0, actor(mode))

@@ -7,15 +7,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
-from verl_memopt.algorithms.advantages import (
+from tests.algorithms.ragged import ragged
+from verl_memopt.algorithms.advantages.outcome import (
     ADVANTAGES,
-    check_rewards,
-    group_counts,
-    group_statistics,
+    STD_OPTION,
+    gpg_advantages,
     grpo_advantages,
+    grpo_passk_advantages,
+    opo_advantages,
     rloo_advantages,
 )
-from verl_memopt.errors import RewardError
 
 NAN = float("nan")
 
@@ -41,6 +42,39 @@ def naive_grpo(rewards, groups, valid, by_std):
     return result
 
 
+def naive_passk(rewards, groups, valid, by_std):
+    """Sorts each group: the first gets its lead over the second."""
+    result = [0.0] * len(rewards)
+    for name in set(groups):
+        members = sorted((i for i, group in enumerate(groups) if group == name and valid[i]), key=lambda i: -rewards[i])
+        if len(members) > 1 and rewards[members[0]] > rewards[members[1]]:
+            scale = statistics.stdev(rewards[i] for i in members) + 1e-6 if by_std else 1.0
+            result[members[0]] = (rewards[members[0]] - rewards[members[1]]) / scale
+    return result
+
+
+def naive_gpg(rewards, groups, valid):
+    centred = naive_grpo(rewards, groups, valid, by_std=False)
+    taught = sum(
+        len({rewards[j] for j in range(len(rewards)) if valid[j] and groups[j] == groups[i]}) > 1
+        for i in range(len(rewards))
+        if valid[i]
+    )
+    return [sum(valid) / taught * value if taught else 0.0 for value in centred]
+
+
+def naive_opo(rewards, groups, valid, lengths):
+    result = []
+    for i, reward in enumerate(rewards):
+        members = [j for j in range(len(rewards)) if groups[j] == groups[i] and valid[j]]
+        if not valid[i] or len({rewards[j] for j in members}) < 2:
+            result.append(0.0)
+            continue
+        tokens = sum(lengths[j] for j in members)
+        result.append(reward - (sum(lengths[j] * rewards[j] for j in members) / tokens if tokens else 0.0))
+    return result
+
+
 def tensors(rewards, groups, valid=None):
     valid = [not math.isnan(reward) for reward in rewards] if valid is None else valid
     return torch.tensor(rewards), torch.tensor(groups), torch.tensor(valid, dtype=torch.bool)
@@ -61,9 +95,41 @@ def test_advantages_equal_the_row_by_row_definitions_for_any_order_of_rows_and_a
         (rloo_advantages(*arguments), naive_rloo(rewards, groups, valid)),
         (grpo_advantages(*arguments), naive_grpo(rewards, groups, valid, by_std=True)),
         (grpo_advantages(*arguments, normalize_by_std=False), naive_grpo(rewards, groups, valid, by_std=False)),
+        (grpo_passk_advantages(*arguments), naive_passk(rewards, groups, valid, by_std=True)),
+        (grpo_passk_advantages(*arguments, normalize_by_std=False), naive_passk(rewards, groups, valid, by_std=False)),
+        (gpg_advantages(*arguments), naive_gpg(rewards, groups, valid)),
     ]:
         assert ours.dtype == torch.float32
         torch.testing.assert_close(ours, torch.tensor(naive), rtol=1e-6, atol=1e-6)
+
+
+@given(ragged())
+def test_opo_equals_the_reward_minus_the_length_weighted_mean(sample):
+    rewards, groups, valid = sample.rows(0), sample.groups(1), sample.rows(2, (0.0, 1.0, 1.0)).bool()
+    expected = naive_opo(rewards.tolist(), groups.tolist(), valid.tolist(), list(sample.sizes))
+    advantages = opo_advantages(rewards.float(), groups, valid, sample.lengths)
+    torch.testing.assert_close(advantages, torch.tensor(expected), rtol=1e-6, atol=1e-6)
+
+
+def test_opo_of_equal_rewards_and_of_groups_of_one_is_exactly_zero():
+    rewards, groups, valid = tensors([0.1, 0.1, 0.1, 7.0, NAN, 3.0], [0, 0, 0, 1, 2, 2])
+    assert torch.equal(opo_advantages(rewards, groups, valid, torch.tensor([3, 1, 7, 2, 5, 5])), torch.zeros(6))
+
+
+def test_two_best_answers_have_no_lead():
+    assert grpo_passk_advantages(*tensors([1.0, 1.0, 0.0], [0, 0, 0])).tolist() == [0.0, 0.0, 0.0]
+
+
+def test_gpg_makes_up_for_groups_that_teach_nothing():
+    # 2 of 4 rows have a gradient: alpha = 2
+    assert gpg_advantages(*tensors([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])).tolist() == [1.0, -1.0, 0.0, 0.0]
+
+
+def test_options_are_named_for_the_estimators_that_take_them():
+    for name, estimate in ADVANTAGES.items():
+        if name in STD_OPTION:
+            raw, scaled = (estimate(*tensors([1.0, 0.0], [0, 0]), normalize_by_std=by_std) for by_std in (False, True))
+            assert not torch.equal(raw, scaled)
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)
@@ -78,7 +144,7 @@ def test_equal_rewards_that_do_not_sum_exactly_give_exactly_zero(name):
     assert torch.equal(ADVANTAGES[name](*tensors([0.1] * 3 + [1 / 3] * 7, [0] * 3 + [1] * 7)), torch.zeros(10))
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", sorted(ADVANTAGES.keys() - {"gpg"}))  # whose factor counts the rows of the whole batch
 def test_a_group_with_one_valid_member_gets_zero_and_an_invalid_row_changes_no_other(name):
     alone = ADVANTAGES[name](*tensors([5.0, NAN, 1.0, 0.0], [0, 0, 1, 1]))
     assert torch.equal(alone[:2], torch.zeros(2))
@@ -111,29 +177,3 @@ def test_advantages_run_on_fake_tensors(name):
     with FakeTensorMode():
         advantages = ADVANTAGES[name](torch.zeros(6), torch.zeros(6, dtype=torch.long), torch.ones(6, dtype=torch.bool))
     assert advantages.shape == (6,)
-
-
-@pytest.mark.parametrize("reward", [math.inf, -math.inf])
-def test_an_infinite_reward_is_an_error_that_names_its_row(reward):
-    with pytest.raises(RewardError, match=r"train\.jsonl:2: the reward is -?inf"):
-        check_rewards(torch.tensor([0.0, reward]), ["train.jsonl:1", "train.jsonl:2"])
-
-
-def test_a_nan_reward_makes_its_row_invalid():
-    assert check_rewards(torch.tensor([0.0, NAN, -1.0]), ["a", "b", "c"]).tolist() == [True, False, True]
-
-
-def test_groups_that_teach_nothing_are_counted_by_their_reason():
-    counts = group_counts(*tensors([1.0, 1.0, 0.0, 1.0, NAN, 3.0, NAN, NAN], [0, 0, 1, 1, 2, 2, 3, 3]))
-    assert counts == {"invalid_rows": 3.0, "single_valid_groups": 1.0, "equal_groups_share": 0.75}
-
-
-def test_no_rows_have_no_equal_groups():
-    nothing = torch.zeros(0)
-    assert group_counts(nothing, nothing.long(), nothing.bool())["equal_groups_share"] == 0.0
-
-
-def test_a_single_valid_member_is_its_groups_mean_and_has_no_deviation():
-    stats = group_statistics(*tensors([5.0, NAN], [0, 0]))
-    assert (stats.count.tolist(), stats.mean.tolist(), stats.std.tolist()) == ([1, 1], [5, 5], [0, 0])
-    assert stats.informative.tolist() == [False, False]

@@ -1,0 +1,214 @@
+"""This project's values, one function a case."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import asdict, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from benchmarks.estimators.batch import CLIP_C, CLIP_HIGH, CLIP_LOW, GAMMA, LAM, SCALE_FACTOR, Batch, with_gradient
+from verl_memopt.algorithms.advantages import ESTIMATORS, AdvantageInputs
+from verl_memopt.algorithms.corrections import PRESETS, REJECTIONS, bypass_loss, correct, preset
+from verl_memopt.algorithms.corrections.presets import CorrectionSettings
+from verl_memopt.algorithms.kl import KlController, kl_estimate
+from verl_memopt.algorithms.losses import LOSSES, LossSettings, LossTokens, value_loss
+from verl_memopt.algorithms.losses.covariance import select_clip_cov, select_kl_cov
+from verl_memopt.algorithms.losses.policy import TOKEN_LOCAL
+from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts, aggregate
+from verl_memopt.algorithms.shaping import PF_PPO_METHODS, pf_ppo_weights
+from verl_memopt.config.schema import KlControl
+
+Values = dict[str, Any]
+Case = Callable[[Batch], Values]
+ALONE = ", groups of one"
+UNSCORED = ", a row without a reward"
+NO_DUAL_CLIP, NO_LOWER_CLIP = " without dual clip", " without lower clip"
+"""TRL has neither."""
+TRLS_ADVANTAGES = ("rloo", "grpo, no std")
+TRLS_AGGREGATIONS = ("token-mean", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+GROUPED = ("rloo", "rloo_vectorized", "grpo", "grpo_vectorized", "reinforce_plus_plus_baseline", "opo")
+SEQUENCE_MODES = ("sequence", "gspo", "geo_mean")
+COV_RATIO, COV_LOWER, COV_UPPER, COV_COEF = 0.1, 0.05, 5.0, 1.0
+KL_KINDS = ("k1", "k2", "k3", "abs")
+VALUE_CLIP = 0.5
+THRESHOLDS = {"k1": "0.7_1.4", "k2": 0.1, "k3": 0.1}
+
+
+def advantages(name: str, by_std: bool = True) -> Case:
+    def values(batch: Batch) -> Values:
+        result = ESTIMATORS[name](
+            AdvantageInputs(
+                batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
+                batch.token_rewards, GAMMA, LAM, by_std, batch.values, batch.baselines, batch.old_log_probs,
+                batch.sum_pi_squared,
+            )
+        )  # fmt: skip
+        return {"advantages": result.per_token, "returns": result.returns}
+
+    return values
+
+
+def unscored(case: Case) -> Case:
+    """Gives a case on the same batch, in which one row has no reward."""
+
+    def values(batch: Batch) -> Values:
+        scores = batch.scores.clone()
+        scores[1] = torch.nan
+        return case(replace(batch, scores=scores))
+
+    return values
+
+
+def counts(batch: Batch) -> GlobalCounts:
+    return GlobalCounts(float(batch.lengths.sum()), float(len(batch.lengths)))
+
+
+def tokens(batch: Batch, log_probs: Tensor, **options: Any) -> LossTokens:
+    per_token = batch.advantages[batch.row]
+    return LossTokens(log_probs, batch.old_log_probs, per_token, batch.row, batch.lengths, counts(batch), **options)
+
+
+def settings(agg: str, **changes: float) -> LossSettings:
+    return replace(LossSettings(CLIP_LOW, CLIP_HIGH, CLIP_C, agg, SCALE_FACTOR, COV_COEF), **changes)
+
+
+def policy(mode: str, agg: str, **changes: float) -> Case:
+    def values(batch: Batch) -> Values:
+        near = mode.endswith("_cov")
+        leaf = (batch.near_log_probs if near else batch.log_probs).clone().requires_grad_()
+        per_token, selected = batch.advantages[batch.row], None
+        if mode == "clip_cov":
+            generator = torch.Generator().manual_seed(0)
+            selected = select_clip_cov(leaf, per_token, COV_RATIO, COV_LOWER, COV_UPPER, generator)
+        elif mode == "kl_cov":
+            selected = select_kl_cov(leaf, per_token, COV_RATIO)
+        return with_gradient(batch, LOSSES[mode](tokens(batch, leaf, selected=selected), settings(agg, **changes))[0], leaf)
+
+    return values
+
+
+def kl(kind: str) -> Case:
+    def values(batch: Batch) -> Values:
+        leaf = batch.log_probs.clone().requires_grad_()
+        return with_gradient(batch, kl_estimate(leaf, batch.ref_log_probs, kind).sum(), leaf)
+
+    return values
+
+
+def kl_control(kind: str) -> Case:
+    def values(batch: Batch) -> Values:
+        controller = KlController(KlControl(type=kind, kl_coef=0.2, horizon=100, target_kl=0.1))
+        coefficients = []
+        for mean_kl in (0.5, 0.101, 0.02):
+            controller.update(mean_kl, 12)
+            coefficients.append(controller.coefficient)
+        return {"coefficients": torch.tensor(coefficients, dtype=torch.float64)}
+
+    return values
+
+
+def aggregation(mode: str) -> Case:
+    def values(batch: Batch) -> Values:
+        return {"loss": aggregate(batch.values, batch.row, batch.lengths, mode, counts(batch), SCALE_FACTOR)}
+
+    return values
+
+
+def value(mode: str) -> Case:
+    def values(batch: Batch) -> Values:
+        leaf = batch.predictions.clone().requires_grad_()
+        loss, _ = value_loss(
+            leaf, batch.values, batch.returns, batch.row, batch.lengths, counts(batch), VALUE_CLIP, mode, SCALE_FACTOR
+        )
+        return with_gradient(batch, loss, leaf)
+
+    return values
+
+
+def correction_settings(**options: Any) -> CorrectionSettings:
+    base = {
+        "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
+        "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip",
+    }  # fmt: skip
+    return CorrectionSettings(**base | options)
+
+
+CORRECTIONS: dict[str, dict[str, Any]] = {
+    "weights token": {"rollout_is": "token"},
+    "weights sequence": {"rollout_is": "sequence"},
+    "weights token, normalized": {"rollout_is": "token", "rollout_is_batch_normalize": True},
+    "weights sequence, normalized": {"rollout_is": "sequence", "rollout_is_batch_normalize": True},
+    "weights token, IcePop": {"rollout_is": "token", "rollout_is_threshold": "0.8_1.3"},
+    **{f"rejection {name}": {"rollout_rs": name, "rollout_rs_threshold": THRESHOLDS[name[-2:]]} for name in REJECTIONS},
+    "rejection token_k1,seq_max_k2": {"rollout_rs": "token_k1,seq_max_k2", "rollout_rs_threshold": "0.6_1.6,0.4"},
+}
+
+
+def correction(name: str) -> Case:
+    def values(batch: Batch) -> Values:
+        result = correct(
+            batch.old_log_probs, batch.rollout_log_probs, batch.row, batch.lengths, correction_settings(**CORRECTIONS[name])
+        )
+        found: Values = {key: torch.tensor(number, dtype=torch.float64) for key, number in result.metrics.items()}
+        if result.weights is not None:
+            found["weights"] = result.weights
+        found["kept"] = torch.ones(len(batch.row)) if result.kept is None else result.kept.double()
+        return found
+
+    return values
+
+
+BYPASS: dict[str, dict[str, Any]] = {
+    "bypass ppo_clip": {},
+    "bypass ppo_clip, rejection": {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.08},
+    "bypass reinforce": {"rollout_is": "sequence", "loss_type": "reinforce"},
+    "bypass reinforce, normalized": {"rollout_is": "token", "rollout_is_batch_normalize": True, "loss_type": "reinforce"},
+}
+
+
+def bypass(name: str) -> Case:
+    def values(batch: Batch) -> Values:
+        leaf = batch.log_probs.clone().requires_grad_()
+        options = correction_settings(**BYPASS[name], bypass_mode=True)
+        return with_gradient(batch, bypass_loss(tokens(batch, leaf), settings("token-mean"), options)[0], leaf)
+
+    return values
+
+
+def presets(batch: Batch) -> Values:
+    return {name: asdict(preset(name)) for name in PRESETS}
+
+
+def weights_of_pf_ppo(method: str) -> Case:
+    def values(batch: Batch) -> Values:
+        weights = pf_ppo_weights(batch.scores - 0.3, torch.ones_like(batch.scores, dtype=torch.bool), method, 2.0)
+        return {"weights": weights}
+
+    return values
+
+
+CASES: dict[str, Case] = {
+    **{f"advantages {name}": advantages(name) for name in ESTIMATORS if not name.startswith("tir_")},
+    "advantages grpo, no std": advantages("grpo", by_std=False),
+    **{
+        f"advantages {name}{UNSCORED}": unscored(advantages(name.split(",")[0], "no std" not in name)) for name in TRLS_ADVANTAGES
+    },
+    **{f"advantages {name}{ALONE}": advantages(name) for name in GROUPED},
+    **{f"loss {mode}, {agg_mode}": policy(mode, agg_mode) for mode in sorted(TOKEN_LOCAL) for agg_mode in LOSS_AGG_MODES},
+    **{f"loss {mode}": policy(mode, "seq-mean-token-mean") for mode in SEQUENCE_MODES},
+    **{f"loss vanilla{NO_DUAL_CLIP}, {agg}": policy("vanilla", agg, clip_ratio_c=math.inf) for agg in TRLS_AGGREGATIONS},
+    f"loss cispo{NO_LOWER_CLIP}, token-mean": policy("cispo", "token-mean", clip_ratio_low=1.0),
+    **{f"aggregation {mode}": aggregation(mode) for mode in LOSS_AGG_MODES},
+    **{f"value loss, {mode}": value(mode) for mode in LOSS_AGG_MODES},
+    **{f"kl {kind}{plus}": kl(f"{kind}{plus}") for kind in KL_KINDS for plus in ("", "+")},
+    **{f"kl control {kind}": kl_control(kind) for kind in ("fixed", "adaptive")},
+    **{f"correction {name}": correction(name) for name in CORRECTIONS},
+    **{f"loss {name}": bypass(name) for name in BYPASS},
+    "correction presets": presets,
+    **{f"weights of pf_ppo {method}": weights_of_pf_ppo(method) for method in PF_PPO_METHODS},
+}
+"""Name of a case -> this project's values. Names with ``ALONE`` read the batch in which every row is a group."""

@@ -1,0 +1,203 @@
+"""verl's values, from its own functions, on padded rows."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import types
+import warnings
+from importlib.metadata import version
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from benchmarks.estimators.batch import CLIP_C, CLIP_HIGH, CLIP_LOW, GAMMA, LAM, SCALE_FACTOR, Batch, with_gradient
+from benchmarks.estimators.ours import (
+    ALONE,
+    BYPASS,
+    CASES,
+    CORRECTIONS,
+    COV_COEF,
+    COV_LOWER,
+    COV_RATIO,
+    COV_UPPER,
+    NO_DUAL_CLIP,
+    NO_LOWER_CLIP,
+    UNSCORED,
+    VALUE_CLIP,
+    Case,
+    Values,
+)
+from benchmarks.update_pass.ray_stand_in import ray_or_stand_in
+
+with warnings.catch_warnings(), ray_or_stand_in():
+    warnings.simplefilter("ignore")
+    from verl.trainer.config import AlgoConfig
+    from verl.trainer.config.algorithm import RolloutCorrectionConfig
+    from verl.trainer.ppo import core_algos, rollout_corr_helper
+    from verl.workers.config import ActorConfig, PolicyLossConfig
+
+VERSION = version("verl")
+
+
+def advantages(name: str, by_std: bool = True) -> Case:
+    def values(batch: Batch) -> Values:
+        function = core_algos.get_adv_estimator_fn(name)
+        given = {
+            "token_level_rewards": batch.pad(batch.token_rewards), "response_mask": batch.mask, "index": batch.group.numpy(),
+            "values": batch.pad(batch.values), "gamma": GAMMA, "lam": LAM, "norm_adv_by_std_in_grpo": by_std,
+            "config": AlgoConfig(gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std), "reward_baselines": batch.baselines,
+            "old_log_probs": batch.pad(batch.old_log_probs), "sum_pi_squared": batch.pad(batch.sum_pi_squared),
+        }  # fmt: skip
+        names = inspect.signature(function).parameters
+        found = function(**{key: value for key, value in given.items() if key in names})
+        return dict(zip(("advantages", "returns"), map(batch.flat, found), strict=True))
+
+    return values
+
+
+def actor(agg: str, batch: Batch, correction: dict[str, Any] | None = None) -> ActorConfig:
+    config = ActorConfig(
+        strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=CLIP_LOW, clip_ratio_high=CLIP_HIGH,
+        clip_ratio_c=CLIP_C, loss_agg_mode=agg, loss_scale_factor=SCALE_FACTOR,
+        policy_loss=PolicyLossConfig(
+            clip_cov_ratio=COV_RATIO, clip_cov_lb=COV_LOWER, clip_cov_ub=COV_UPPER, kl_cov_ratio=COV_RATIO, ppo_kl_coef=COV_COEF,
+            **({} if correction is None else {"rollout_correction": correction}),
+        ),
+    )  # fmt: skip
+    config.global_batch_info.update(info(batch))
+    return config
+
+
+def info(batch: Batch) -> dict[str, Any]:
+    rows, tokens = len(batch.lengths), int(batch.lengths.sum())
+    return {"dp_size": 1, "batch_num_tokens": tokens, "global_batch_size": rows, "loss_scale_factor": SCALE_FACTOR}
+
+
+def policy(mode: str, agg: str, log_probs: str = "log_probs", correction: dict[str, Any] | None = None) -> Case:
+    def values(batch: Batch) -> Values:
+        leaf = batch.pad(getattr(batch, log_probs)).requires_grad_()
+        torch.manual_seed(0)
+        # clip_cov draws from the global generator.
+        loss, _ = core_algos.get_policy_loss_fn(mode)(
+            old_log_prob=batch.pad(batch.old_log_probs), log_prob=leaf, advantages=batch.advantages[:, None] * batch.mask,
+            response_mask=batch.mask, loss_agg_mode=agg, config=actor(agg, batch, correction), rollout_is_weights=None,
+        )  # fmt: skip
+        return with_gradient(batch, loss, leaf)
+
+    return values
+
+
+def kl(kind: str) -> Case:
+    def values(batch: Batch) -> Values:
+        leaf = batch.log_probs.clone().requires_grad_()
+        return with_gradient(batch, core_algos.kl_penalty(leaf, batch.ref_log_probs, kind).sum(), leaf)
+
+    return values
+
+
+def kl_control(kind: str) -> Case:
+    def values(batch: Batch) -> Values:
+        options = types.SimpleNamespace(type=kind, kl_coef=0.2, horizon=100, target_kl=0.1)
+        controller = core_algos.get_kl_controller(options)
+        coefficients = []
+        for mean_kl in (0.5, 0.101, 0.02):
+            controller.update(mean_kl, 12)
+            coefficients.append(float(controller.value))
+        return {"coefficients": torch.tensor(coefficients, dtype=torch.float64)}
+
+    return values
+
+
+def agg(mode: str) -> Case:
+    def values(batch: Batch) -> Values:
+        return {"loss": core_algos.agg_loss(batch.pad(batch.values), batch.mask, mode, **info(batch))}
+
+    return values
+
+
+def value(mode: str) -> Case:
+    def values(batch: Batch) -> Values:
+        leaf = batch.pad(batch.predictions).requires_grad_()
+        loss, _ = core_algos.compute_value_loss(
+            leaf, batch.pad(batch.returns), batch.pad(batch.values), batch.mask, VALUE_CLIP, mode, **info(batch)
+        )
+        return with_gradient(batch, loss, leaf)
+
+    return values
+
+
+def correction(name: str) -> Case:
+    def values(batch: Batch) -> Values:
+        weights, mask, metrics = rollout_corr_helper.compute_rollout_correction_and_rejection_mask(
+            batch.pad(batch.old_log_probs), batch.pad(batch.rollout_log_probs), batch.mask, **CORRECTIONS[name]
+        )
+        found: Values = {key: torch.tensor(number, dtype=torch.float64) for key, number in metrics.items()}
+        if weights is not None:
+            found["weights"] = batch.flat(weights.batch["rollout_is_weights"])
+        found["kept"] = batch.flat(mask)
+        return found
+
+    return values
+
+
+def presets(batch: Batch) -> Values:
+    names = [name for name, member in vars(RolloutCorrectionConfig).items() if isinstance(member, classmethod)]
+    fields = RolloutCorrectionConfig.__dataclass_fields__
+    return {
+        name: {field: getattr(getattr(RolloutCorrectionConfig, name)(), field) for field in fields if not field.startswith("_")}
+        for name in names
+    }
+
+
+def weights_of_pf_ppo(method: str) -> Case:
+    """Gives the weights that verl hands to its draw."""
+
+    def values(batch: Batch) -> Values:
+        data = types.SimpleNamespace(
+            batch={"token_level_scores": (batch.scores - 0.3)[:, None]}, non_tensor_batch={}, meta_info={}
+        )
+        handed: list[Tensor] = []
+
+        def draw(weights: Tensor, *_: Any, **__: Any) -> Tensor:
+            handed.append(weights)
+            raise _Handed
+
+        with mock.patch.object(torch, "multinomial", draw), contextlib.suppress(_Handed):
+            core_algos.compute_pf_ppo_reweight_data(data, method, 2.0)
+        return {"weights": handed[0]}
+
+    return values
+
+
+class _Handed(Exception):  # noqa: N818 - ends a call whose argument is all that is wanted
+    pass
+
+
+def _case(name: str) -> Case | None:
+    """Gives verl's values of a case by its name, None where verl has no such function."""
+    if name.endswith(UNSCORED):
+        return None
+    kind, _, rest = name.removesuffix(ALONE).partition(" ")
+    if name == "correction presets":
+        return presets
+    if name.startswith("kl control "):
+        return kl_control(rest.removeprefix("control "))
+    if name.startswith("weights of pf_ppo "):
+        return weights_of_pf_ppo(name.rsplit(" ", 1)[1])
+    if kind == "advantages":
+        return advantages(rest.removesuffix(", no std"), "no std" not in rest)
+    if name.startswith("loss bypass "):
+        return policy("bypass_mode", "token-mean", correction=BYPASS[rest])
+    if kind == "loss":
+        mode, _, agg_mode = rest.partition(", ")
+        if mode == "sequence" or mode.endswith((NO_DUAL_CLIP, NO_LOWER_CLIP)):
+            return None
+        return policy(mode, agg_mode or "seq-mean-token-mean", "near_log_probs" if mode.endswith("_cov") else "log_probs")
+    makers = {"aggregation": agg, "kl": kl, "correction": correction}
+    return value(rest.removeprefix("loss, ")) if kind == "value" else makers[kind](rest)
+
+
+VALUES: dict[str, Case] = {name: case for name in CASES if (case := _case(name)) is not None}

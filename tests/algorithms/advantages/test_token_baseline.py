@@ -1,0 +1,71 @@
+import math
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.algorithms.ragged import Ragged, ragged
+from verl_memopt.algorithms.advantages.token_baseline import optimal_token_baseline_advantages
+
+NAN = float("nan")
+
+
+def naive_baseline(sample, rewards, groups, valid, log_probs, squares, weights, zero_tail):
+    """Row by row and place by place, from lists: A = G - sum(G W) / sum(W) over the rows of the group that are as long."""
+    count = len(sample.sizes)
+    parts = zip(*(sample.lists(values) for values in (rewards, log_probs, squares, weights)), strict=True)
+    gains, energies = [], []
+    for row_rewards, row_log_probs, row_squares, row_weights in parts:
+        gains.append([sum(row_rewards[t:]) for t in range(len(row_rewards))])
+        terms = [(1 - 2 * math.exp(p) + s) * w**2 for p, s, w in zip(row_log_probs, row_squares, row_weights, strict=True)]
+        energies.append([sum(terms[: t + 1]) for t in range(len(terms))])
+    result = []
+    for i in range(count):
+        members = [j for j in range(count) if groups[j] == groups[i] and valid[j]]
+        for t in range(sample.sizes[i]):
+            here = [j for j in members if sample.sizes[j] > t]
+            if not valid[i] or len(members) < 2:
+                result.append(0.0)
+            elif len({gains[j][t] for j in here}) == 1:
+                result.append(gains[i][t] if zero_tail and len(here) == 1 else 0.0)
+            else:
+                total = sum(energies[j][t] for j in here)
+                result.append(gains[i][t] - sum(gains[j][t] * energies[j][t] for j in here) / total)
+    return torch.tensor(result, dtype=torch.float32)
+
+
+@given(ragged(), st.booleans(), st.booleans())
+def test_the_baseline_equals_the_weighted_mean_of_each_group_at_each_place(sample, zero_tail, weighted):
+    rewards, groups, valid = sample.tokens(0), sample.groups(1, 3), sample.rows(2, (0.0, 1.0, 1.0)).bool()
+    log_probs = -sample.tokens(3).abs() - 0.1
+    squares = log_probs.exp().square() + 0.1 * sample.tokens(4).abs()
+    weights = sample.tokens(5).exp() if weighted else torch.ones_like(rewards)
+    ours, _ = optimal_token_baseline_advantages(
+        rewards.where(valid[sample.row], NAN), groups, valid, sample.row, sample.lengths, log_probs, squares,
+        weights if weighted else None, zero_tail,
+    )  # fmt: skip
+    expected = naive_baseline(sample, rewards, groups, valid, log_probs, squares, weights, zero_tail)
+    torch.testing.assert_close(ours, expected, rtol=1e-6, atol=1e-6)
+
+
+@pytest.mark.parametrize("zero_tail", [True, False])
+def test_equal_rewards_and_groups_of_one_give_exactly_zero(zero_tail):
+    sample = Ragged((2, 2, 3), 0)
+    rewards = torch.tensor([0.0, 0.1, 0.0, 0.1, 0.0, 0.0, 0.7])
+    advantages, returns = optimal_token_baseline_advantages(
+        rewards, torch.tensor([0, 0, 1]), torch.ones(3, dtype=torch.bool), sample.row, sample.lengths, torch.full((7,), -1.3),
+        torch.full((7,), 0.4), None, zero_tail,
+    )  # fmt: skip
+    assert torch.equal(advantages, torch.zeros(7))
+    torch.testing.assert_close(returns, torch.tensor([0.1, 0.1, 0.1, 0.1, 0.7, 0.7, 0.7]))
+
+
+def test_a_tail_that_one_row_reaches_has_no_baseline_or_no_advantage():
+    sample = Ragged((1, 3), 0)
+    arguments = (
+        torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), sample.row,
+        sample.lengths, torch.full((4,), -1.0), torch.full((4,), 0.5), None,
+    )  # fmt: skip
+    assert optimal_token_baseline_advantages(*arguments, True)[0].tolist() == [0.25, -0.25, 0.5, 0.5]
+    assert optimal_token_baseline_advantages(*arguments, False)[0].tolist() == [0.25, -0.25, 0.0, 0.0]

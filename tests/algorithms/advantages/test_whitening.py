@@ -1,0 +1,30 @@
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+
+from tests.algorithms.ragged import ragged
+from verl_memopt.algorithms.advantages.whitening import whiten
+
+NAN = float("nan")
+
+
+@given(ragged())
+def test_valid_tokens_have_mean_zero_and_deviation_one_and_others_are_zero(sample):
+    values, valid = sample.tokens(0, 3.0), sample.tokens(1) > -1
+    known = values[valid].tolist()
+    result = whiten(values.where(valid, NAN), valid)
+    assert result[~valid].tolist() == [0.0] * int((~valid).sum())
+    if len(known) < 2:
+        assert result.abs().sum() == 0
+        return
+    scale = (statistics.variance(known) + 1e-8) ** 0.5
+    expected = torch.tensor([(value - statistics.fmean(known)) / scale for value in known], dtype=torch.float64)
+    torch.testing.assert_close(result[valid], expected, rtol=1e-9, atol=1e-9)
+
+
+@pytest.mark.parametrize("values", [[], [5.0], [0.1] * 7])
+def test_values_that_cannot_be_compared_are_exactly_zero(values):
+    values = torch.tensor(values, dtype=torch.float64)
+    assert torch.equal(whiten(values, torch.ones_like(values, dtype=torch.bool)), torch.zeros_like(values))

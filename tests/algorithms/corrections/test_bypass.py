@@ -1,0 +1,78 @@
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.algorithms.ragged import Ragged
+from verl_memopt.algorithms.corrections.bypass import bypass_loss
+from verl_memopt.algorithms.corrections.presets import preset
+from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens
+from verl_memopt.algorithms.losses.vanilla import vanilla_loss
+from verl_memopt.algorithms.reductions import GlobalCounts
+
+SAMPLE = Ragged((3, 2, 4), 6)
+ENGINE = -SAMPLE.tokens(0).abs()
+NEW = ENGINE + 0.4 * SAMPLE.tokens(1)
+ADVANTAGES = SAMPLE.rows(2, (1.0, -0.5))[SAMPLE.row]
+COUNTS = GlobalCounts(9, 3)
+SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None)
+
+
+def tokens(leaf):
+    return LossTokens(leaf, ENGINE, ADVANTAGES, SAMPLE.row, SAMPLE.lengths, COUNTS)
+
+
+def gradient(settings, correction, mean_weight=None):
+    leaf = NEW.clone().requires_grad_()
+    loss, _, metrics = bypass_loss(tokens(leaf), settings, correction, mean_weight)
+    loss.backward()
+    return loss.item(), leaf.grad, metrics
+
+
+def test_with_the_clip_it_is_ppos_loss_whatever_weights_are_asked_for():
+    expected = vanilla_loss(tokens(NEW), SETTINGS)[0].item()
+    for correction in (preset("bypass_ppo_clip"), replace(preset("bypass_ppo_clip"), rollout_is="token")):
+        assert gradient(SETTINGS, correction)[0] == expected
+
+
+@pytest.mark.parametrize("level", ["token", "sequence"])
+def test_reinforce_weighs_each_token_by_its_present_ratio_to_the_engine(level):
+    correction = replace(preset("bypass_pg_is"), rollout_is=level)
+    loss, grad, metrics = gradient(SETTINGS, correction)
+    expected, weights = [], []
+    for new, old, advantages in zip(*map(SAMPLE.lists, (NEW, ENGINE, ADVANTAGES)), strict=True):
+        logs = [n - o for n, o in zip(new, old, strict=True)]
+        logs = logs if level == "token" else [sum(logs)] * len(logs)
+        weights += [min(math.exp(log), 2.0) for log in logs]
+        expected += advantages
+    expected = [-a * w / 9 for a, w in zip(expected, weights, strict=True)]
+    assert grad.tolist() == pytest.approx(expected, rel=1e-6)
+    assert loss == pytest.approx(sum(g * n for g, n in zip(expected, NEW.tolist(), strict=True)), rel=1e-6)
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(sum(weights) / 9)
+
+
+@pytest.mark.parametrize("name", ["bypass_ppo_clip_k3_rs", "bypass_pg_geo_rs"])
+def test_rejected_rows_have_no_gradient_and_the_loss_divides_by_all_tokens(name):
+    geometric = "geo" in name
+    correction = replace(preset(name), rollout_rs_threshold="0.85_1.18" if geometric else 0.19)
+    _, grad, metrics = gradient(SETTINGS, correction)
+    free = gradient(SETTINGS, replace(correction, rollout_rs=None))[1]
+    kept = []
+    for new, old in zip(SAMPLE.lists(NEW), SAMPLE.lists(ENGINE), strict=True):
+        logs = [n - o for n, o in zip(new, old, strict=True)]
+        k3 = sum(math.exp(log) - 1 - log for log in logs) / len(logs)
+        kept.append(0.85 <= math.exp(-sum(logs) / len(logs)) <= 1.18 if geometric else k3 <= 0.19)
+    assert 0 < sum(kept) < 3
+    assert free.abs().sum() > grad.abs().sum() > 0
+    for is_kept, part, whole in zip(kept, grad.split([3, 2, 4]), free.split([3, 2, 4]), strict=True):
+        assert torch.equal(part, whole if is_kept else torch.zeros_like(whole))
+    assert metrics["rollout_corr/rollout_rs_seq_masked_fraction"] == pytest.approx(1 - sum(kept) / 3)
+
+
+def test_a_mean_weight_that_is_given_replaces_that_of_the_micro_batch():
+    normalized = replace(preset("bypass_pg_is"), rollout_is="token", rollout_is_batch_normalize=True)
+    plain = gradient(SETTINGS, replace(normalized, rollout_is_batch_normalize=False))
+    mean = plain[2]["rollout_corr/rollout_is_mean"]
+    torch.testing.assert_close(gradient(SETTINGS, normalized)[1], plain[1] / mean, rtol=1e-6, atol=0)
+    torch.testing.assert_close(gradient(SETTINGS, normalized, 4.0)[1], plain[1] / 4, rtol=1e-6, atol=0)

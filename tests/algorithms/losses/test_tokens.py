@@ -1,0 +1,58 @@
+from dataclasses import replace
+
+import pytest
+import torch
+
+from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens, beyond_clamp, clipped_loss, safe_ratio
+from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import Actor
+
+
+def tokens(**options):
+    values = torch.tensor([1.0, 2.0, 4.0])
+    row, lengths = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
+    return LossTokens(values, torch.zeros(3), torch.ones(3), row, lengths, GlobalCounts(3, 2), **options)
+
+
+def test_weights_and_rejection_apply_to_values_shares_and_means():
+    kept = torch.tensor([True, False, True])
+    plain, masked = tokens(), replace(tokens(weights=torch.tensor([2.0, 3.0, 5.0]), kept=kept), lengths=torch.tensor([1, 1]))
+    values = torch.tensor([1.0, 2.0, 4.0])
+    assert plain.weighted(values).tolist() == [1, 2, 4]
+    assert masked.masked(values).tolist() == [1, 0, 4]
+    assert masked.weighted(values).tolist() == [2, 0, 20]
+    assert plain.row_means(values).tolist() == [1.5, 4]
+    assert masked.row_means(values).tolist() == [1, 4]
+    assert plain.share(values > 1).item() == pytest.approx(2 / 3)
+    assert masked.share(values > 1).item() == pytest.approx(1 / 3)
+
+
+def test_a_rejected_token_may_hold_anything():
+    masked = tokens(kept=torch.tensor([True, False, True]))
+    assert masked.masked(torch.tensor([1.0, float("nan"), 2.0])).tolist() == [1, 0, 2]
+
+
+def test_settings_come_from_the_actors_section():
+    actor = Actor(clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=4.0, loss_agg_mode="token-mean", loss_scale_factor=5)
+    settings = LossSettings.of(actor, 0.5)
+    assert settings == LossSettings(0.1, 0.3, 4.0, "token-mean", 5, 0.5)
+    assert settings.bounds == (0.1, 0.3)
+    assert settings.aggregate(torch.ones(3), tokens()).item() == 1
+
+
+@pytest.mark.parametrize(("log_ratio", "gradient"), [(0.0, 1.0), (20.5, 0.0), (-20.5, 0.0)])
+def test_a_ratio_is_safe_beyond_20_and_has_no_gradient_there(log_ratio, gradient):
+    leaf = torch.tensor([log_ratio], requires_grad=True)
+    safe_ratio(leaf).sum().backward()
+    assert leaf.grad.item() == gradient
+    assert beyond_clamp(leaf).item() == (gradient == 0)
+
+
+@pytest.mark.parametrize(
+    ("ratio", "advantage", "loss", "clipped"),
+    [(1.5, 1.0, -1.3, True), (1.5, -1.0, 1.5, False), (0.5, -1.0, 0.8, True), (0.5, 1.0, -0.5, False), (1.1, 2.0, -2.2, False)],
+)
+def test_the_clip_binds_where_the_objective_would_gain_from_leaving(ratio, advantage, loss, clipped):
+    value, flag = clipped_loss(torch.tensor([ratio]), torch.tensor([advantage]), (0.2, 0.3))
+    assert value.item() == pytest.approx(loss)
+    assert flag.item() == clipped

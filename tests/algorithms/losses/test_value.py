@@ -1,0 +1,72 @@
+import statistics
+
+import pytest
+import torch
+from hypothesis import given
+
+from tests.algorithms.ragged import Ragged, ragged
+from verl_memopt.algorithms.losses.value import explained_variance, value_loss
+from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
+
+
+def naive_value_loss(predictions, values, returns, mode, clip):
+    """Row by row from lists."""
+    rows, scale = [], 4
+    for row in zip(predictions, values, returns, strict=True):
+        terms = []
+        for prediction, value, target in zip(*row, strict=True):
+            held = min(max(prediction, value - clip), value + clip)
+            terms.append(0.5 * max((prediction - target) ** 2, (held - target) ** 2))
+        rows.append(terms)
+    if mode in ("token-mean", "token-sum"):
+        return sum(map(sum, rows)) / (max(sum(map(len, rows)), 1) if mode == "token-mean" else 1)
+    sums = [sum(row) / (max(len(row), 1) if mode == "seq-mean-token-mean" else 1) for row in rows]
+    return sum(sums) / len(rows) / (scale if mode == "seq-mean-token-sum-norm" else 1)
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_the_value_loss_equals_the_row_by_row_definition_however_rows_are_cut(mode):
+    @given(ragged())
+    def check(sample):
+        values, targets = sample.tokens(0), sample.tokens(2)
+        predictions = values + sample.tokens(1)
+        lists = [sample.lists(flat) for flat in (predictions, values, targets)]
+        counts = GlobalCounts(max(len(values), 1), len(sample.sizes))
+        whole, metrics = value_loss(predictions, values, targets, sample.row, sample.lengths, counts, 0.5, mode, 4)
+        assert whole.item() == pytest.approx(naive_value_loss(*lists, mode, 0.5), rel=1e-10, abs=1e-12)
+        parts = zip(*(flat.split(list(sample.sizes)) for flat in (predictions, values, targets)), strict=True)
+        zero, shares = torch.zeros(1, dtype=torch.int64), []
+        for part in parts:
+            row, lengths = zero.expand(len(part[0])), torch.tensor([len(part[0])])
+            shares.append(value_loss(*part, row, lengths, counts, 0.5, mode, 4))
+        assert sum(loss for loss, _ in shares).item() == pytest.approx(whole.item(), rel=1e-10, abs=1e-12)
+        for name, value in metrics.items():
+            assert sum(m[name] for _, m in shares).item() == pytest.approx(value.item(), rel=1e-6, abs=1e-7)
+
+    check()
+
+
+@pytest.mark.parametrize(
+    ("prediction", "target", "gradient", "clipped"),
+    [(0.3, 1.0, -0.7, 0), (0.9, 2.0, 0.0, 1), (0.9, 0.6, 0.3, 0), (-0.9, -2.0, 0.0, 1)],
+)
+def test_a_prediction_that_went_far_towards_its_target_has_no_gradient(prediction, target, gradient, clipped):
+    leaf, zero = torch.tensor([prediction], requires_grad=True), torch.tensor([0])
+    loss, metrics = value_loss(
+        leaf, torch.zeros(1), torch.tensor([target]), zero, zero + 1, GlobalCounts(1, 1), 0.5, "token-mean"
+    )
+    loss.backward()
+    assert leaf.grad.item() == pytest.approx(gradient)
+    assert metrics["vf_clipfrac"].item() == clipped
+    assert metrics["vpred_mean"].item() == pytest.approx(prediction)
+
+
+def test_explained_variance_is_one_for_the_returns_zero_for_a_constant_and_negative_beyond():
+    sample = Ragged((30,), 0)
+    returns = sample.tokens(0)
+    assert explained_variance(returns, returns) == 1
+    assert explained_variance(torch.zeros(30), returns) == pytest.approx(0, abs=1e-4)
+    values = sample.tokens(1)
+    errors, spread = statistics.variance((returns - values).tolist()), statistics.variance(returns.tolist())
+    assert explained_variance(values, returns) == pytest.approx(1 - errors / (spread + 1e-5))
+    assert explained_variance(torch.ones(1), torch.ones(1)) == 0

@@ -1,0 +1,173 @@
+"""Rejection: tokens or whole responses that trainer and rollout engine see too differently are left out of the update.
+
+Log-ratios are log trainer - log engine, fp32 ``[R]``, flat, row after row. With r = trainer / engine, k1 = -log r,
+k2 = (log r)^2 / 2 and k3 = r - 1 - log r. k1 has a lower and an upper bound, given as bounds of a ratio. k2 and k3 have
+an upper one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.corrections.presets import KEY
+from verl_memopt.algorithms.kl import MAX_LOG_RATIO
+from verl_memopt.algorithms.reductions import row_means, row_sums
+from verl_memopt.errors import ConfigError
+
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": lambda log_ratio: log_ratio.exp() - 1 - log_ratio,
+}
+"""Name of a divergence -> its value per token from the log-ratio."""
+
+
+def _row_max(values: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
+    return values.new_zeros(lengths.shape[0]).scatter_reduce(0, row, values, "amax", include_self=False)
+
+
+LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "seq_sum": lambda values, row, lengths: row_sums(values, row, lengths.shape[0]),
+    "seq_mean": row_means,
+    "seq_max": _row_max,
+}
+"""Name of a level -> one value per row from one per token."""
+
+REJECTIONS = (
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
+    "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
+"""Values of ``rollout_rs``, of which several may stand in one setting."""
+
+
+def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tuple[float, float]]:
+    """Return the lower and the upper bound of each rejection, in the units of its divergence.
+
+    k1 reads ``lower_upper`` as bounds of a ratio, and one number as an upper bound whose reciprocal is the lower one. k2 and k3
+    read one number; their lower bound is minus infinity.
+
+    Args:
+        names: ``rollout_rs``, names separated by commas.
+        threshold: ``rollout_rs_threshold``, one for each name or one for all.
+
+    Raises:
+        ConfigError: A name is unknown, a bound is missing, is not a positive number or is in the wrong form.
+    """
+    rejections = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
+    unknown = [name for name in rejections if name not in REJECTIONS]
+    if unknown or not rejections:
+        raise ConfigError(f"{KEY}.rollout_rs={names}: give names out of {', '.join(REJECTIONS)}, separated by commas.")
+    specs = [part.strip() for part in str(threshold).split(",") if part.strip()]
+    if threshold is None or len(specs) not in (1, len(rejections)):
+        raise ConfigError(
+            f"{KEY}.rollout_rs_threshold={threshold}: give one threshold for all of {names}, or one for each, "
+            "separated by commas."
+        )
+    specs = specs * len(rejections) if len(specs) == 1 else specs
+    return {name: _bounds(name, spec) for name, spec in zip(rejections, specs, strict=True)}
+
+
+def _bounds(name: str, spec: str) -> tuple[float, float]:
+    """Return the bounds of one rejection from its part of the setting."""
+    try:
+        numbers = [float(part) for part in spec.split("_")]
+    except ValueError:
+        numbers = []
+    ratio = name.endswith("k1")
+    fits = len(numbers) in ((1, 2) if ratio else (1,)) and all(0 < number < math.inf for number in numbers)
+    if not fits or numbers[0] > numbers[-1] or (ratio and len(numbers) == 1 and numbers[0] < 1):
+        form = "lower_upper with lower <= upper, as 0.5_2.0, or one number of at least 1" if ratio else "one positive number"
+        raise ConfigError(f"{KEY}.rollout_rs_threshold={spec}: {name} needs {form}.")
+    if not ratio:
+        return -math.inf, numbers[0]
+    lower = numbers[0] if len(numbers) == 2 else 1 / numbers[0]
+    return math.log(lower), math.log(numbers[-1])
+
+
+def rejection(
+    log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, threshold: float | str | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Return True for the tokens that every rejection keeps, bool [R], and the metrics of the rejections.
+
+    A rejection per response keeps or drops all its tokens. The source is ``compute_rollout_rejection_mask`` in verl.
+
+    Args:
+        log_ratio: fp32 [R].
+        row: int64 [R].
+        lengths: int64 [rows].
+        names: ``rollout_rs``.
+        threshold: ``rollout_rs_threshold``.
+
+    Raises:
+        ConfigError: The names or the thresholds cannot be read.
+    """
+    exact = log_ratio.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    kept = torch.ones_like(row, dtype=torch.bool)
+    metrics: dict[str, float] = {}
+    for name, (lower, upper) in rejection_bounds(names, threshold).items():
+        level, divergence = name.rsplit("_", 1)
+        values = DIVERGENCES[divergence](exact)
+        statistic = values if level == "token" else LEVELS[level](values, row, lengths)
+        keeps = (statistic >= lower) & (statistic <= upper)
+        token_keeps = keeps if level == "token" else keeps[row]
+        kept = kept & token_keeps
+        token_statistic = values if level == "token" else statistic[row]
+        row_statistic = row_means(token_statistic, row, lengths)[lengths > 0]
+        compared = token_statistic if level == "token" else row_statistic
+        metrics |= _rejection_metrics(f"rollout_rs_{name}", token_statistic, row_statistic, compared, lower, upper)
+        metrics |= _masked_shares(f"rollout_rs_{name}_", token_keeps, row, lengths)
+    return kept, metrics | _masked_shares("rollout_rs_", kept, row, lengths)
+
+
+def kept_lengths(kept: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
+    """Return the number of kept tokens of each row, int64 [rows].
+
+    Args:
+        kept: bool [R].
+        row: int64 [R].
+        lengths: int64 [rows].
+    """
+    return row_sums(kept.long(), row, lengths.shape[0])
+
+
+def _rejection_metrics(
+    prefix: str, per_token: Tensor, per_row: Tensor, compared: Tensor, lower: float, upper: float
+) -> dict[str, float]:
+    """Return the distribution of one statistic, under verl's names: its mean over tokens, and ``seq`` over rows with tokens.
+
+    ``compared`` is the one of the two to which the bounds apply. k2 and k3 count nothing below their bound.
+    """
+    if not per_token.numel():
+        return {}
+    held = per_token.clamp(max(lower, 0.0) if math.isinf(lower) else lower, upper)
+    metrics = {
+        "mean": per_token.mean(),
+        "std": held.std(correction=0),
+        "max": compared.max(),
+        "min": compared.min(),
+        "fraction_high": (compared > upper).double().mean(),
+        "fraction_low": (compared < lower).double().mean(),
+        "seq_mean": per_row.mean(),
+        "seq_std": per_row.std() if per_row.numel() > 1 else torch.zeros(()),
+        "seq_max": per_row.max(),
+        "seq_min": per_row.min(),
+        "seq_max_deviation": per_row.abs().max(),
+        "seq_fraction_high": (per_row > upper).double().mean(),
+    }
+    if not math.isinf(lower):
+        metrics["seq_fraction_low"] = (per_row < lower).double().mean()
+    return {f"{prefix}_{name}": float(value) for name, value in metrics.items()}
+
+
+def _masked_shares(prefix: str, kept: Tensor, row: Tensor, lengths: Tensor) -> dict[str, float]:
+    """Return the share of tokens that are rejected, and the share of rows that lose one."""
+    filled = lengths > 0
+    touched = kept_lengths(kept, row, lengths)[filled] < lengths[filled]
+    return {
+        f"{prefix}masked_fraction": float((~kept).double().mean()) if kept.numel() else 0.0,
+        f"{prefix}seq_masked_fraction": float(touched.double().mean()) if touched.numel() else 0.0,
+    }
