@@ -43,9 +43,6 @@ NAMES = {
 EMPTY_LOCALS = frozenset({"found", "given", "taken", "asks", "asked", "told", "seen", "some", "got", "came"})
 """Names of variables and arguments that say nothing about what they hold."""
 
-NOT_YET = ("config", "knobs", "cli.py")
-"""Rooms whose variables are still to be renamed."""
-
 ON_NO_PAGE = ("trunk", "rung", "rungs", "climb", "climbs", "crew", "stepper", "carried prompt", "carried prompts", "made again")
 MOST_LINES, MOST_LINES_OF_CONFIG = 400, 300
 
@@ -73,10 +70,7 @@ def variables(path):
             yield node.arg
 
 
-NAMED_WELL = [path for path in FILES if path.relative_to(PACKAGE).parts[0] not in NOT_YET]
-
-
-@pytest.mark.parametrize("path", NAMED_WELL, ids=lambda path: path.relative_to(PACKAGE).as_posix())
+@pytest.mark.parametrize("path", FILES, ids=lambda path: path.relative_to(PACKAGE).as_posix())
 def test_a_variable_says_what_it_holds(path):
     assert EMPTY_LOCALS.isdisjoint(variables(path))
 

@@ -101,19 +101,19 @@ VALUES = {
 """Our key -> {spelling of a value: our value}."""
 
 
-def translate(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Return the given settings under our names and with our values, and what is wrong with them.
 
     A key without effect here is left out, with a warning.
 
     Args:
-        given: nested or with dotted keys.
+        tree: settings, nested or with dotted keys.
 
     Returns:
         Dotted key -> value, and the problems: two spellings of one key that disagree, a spelling whose value means nothing, and a
         key of a feature that does not exist here.
     """
-    flat = {key: value for key, value in flatten(given, our_key).items() if value != REQUIRED}
+    flat = {key: value for key, value in flatten(tree, our_key).items() if value != REQUIRED}
     flat |= _without_attention(flat.get(_OVERRIDES))
     spellings: dict[str, dict[str, Any]] = {}  # our key -> {spelling of it: our value}
     problems: list[Problem] = []
@@ -174,10 +174,10 @@ _Meaning = tuple[str, Any, list[Problem]]
 """Our key, our value (None where nothing is asked for), and what is wrong with the value of the spelling."""
 
 
-def _met_by_chunking(key: str, value: Any, given: Mapping[str, Any]) -> _Meaning:
+def _met_by_chunking(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     if value not in (None, True, False):
         return _CHUNK, None, [problem({key: value}, "expected true or false", f"Remove it: {_CHUNK} decides.")]
-    chunk = given.get(_CHUNK, Model.logprob_chunk_tokens)
+    chunk = flat.get(_CHUNK, Model.logprob_chunk_tokens)
     if value and chunk == 0:
         what = "one asks for chunking, the other switches it off"
         return _CHUNK, None, [problem({key: value, _CHUNK: chunk}, what, "Keep one of the two.")]
@@ -186,11 +186,11 @@ def _met_by_chunking(key: str, value: Any, given: Mapping[str, Any]) -> _Meaning
     return _CHUNK, None, []
 
 
-def _per_device(key: str, value: Any, given: Mapping[str, Any]) -> _Meaning:
+def _per_device(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     ours = GLOBAL_MICRO_BATCHES[key]
     if value is None:
         return ours, None, []
-    counts = [given.get("trainer.nnodes", Trainer.nnodes), given.get("trainer.n_gpus_per_node", Trainer.n_gpus_per_node)]
+    counts = [flat.get("trainer.nnodes", Trainer.nnodes), flat.get("trainer.n_gpus_per_node", Trainer.n_gpus_per_node)]
     if not all(_is_count(number) for number in (value, *counts)):
         what = "expected a whole number of sequences over all devices"
         return ours, None, [problem({key: value}, what, f"Set {ours} instead.")]
@@ -204,7 +204,7 @@ def _is_count(value: Any) -> bool:
     return isinstance(value, int) and not isinstance(value, bool) and value > 0
 
 
-def _keep_one(key: str, value: Any, given: Mapping[str, Any]) -> _Meaning:
+def _keep_one(key: str, value: Any, flat: Mapping[str, Any]) -> _Meaning:
     ours = "trainer.max_actor_ckpt_to_keep"
     if value not in (None, True, False):
         return ours, None, [problem({key: value}, "expected true or false", f"Set {ours} instead.")]

@@ -24,19 +24,19 @@ class MismatchError(Exception):
     """A value is not of a key's type; the message says what was expected."""
 
 
-def build(given: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[Problem]]:
+def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[Problem]]:
     """Return the typed sections, the value of every key, and what is wrong with the given values.
 
     A key that is not given has its default, or the value of the key that it follows. A key with a problem counts as not given,
     so that the checks that follow can look at all the others.
 
     Args:
-        given: dotted key -> value, under our names. None given for a section, an unknown key, a value of a wrong type and a
+        overrides: dotted key -> value, under our names. None for a section, an unknown key, a value of a wrong type and a
             missing required key are problems.
     """
     known, values = leaf_types(), leaf_values(Settings())
     problems: list[Problem] = []
-    for key, value in given.items():
+    for key, value in overrides.items():
         if key not in known:
             problems.append(_no_such_key(key, value))
             continue

@@ -42,21 +42,21 @@ ENGINE_NAMES = {
 """Argument of vLLM -> the key that sets it."""
 
 
-def check(values: Mapping[str, Any], given: frozenset[str], wrong: set[str]) -> list[Problem]:
+def check(values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str]) -> list[Problem]:
     """Return what is wrong with the settings, all at once, and log a warning for each given key that has no effect.
 
     A value that is wrong by itself is reported alone: no rule about several keys looks at it.
 
     Args:
         values: dotted key -> typed value, of every key.
-        given: the keys that the user set.
+        user_keys: the keys that the user set.
         wrong: keys that have a problem already.
     """
     wrong = followers_of(wrong)
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
-    for key in (key for key in IDLE if key in given and key not in wrong):
+    for key in (key for key in IDLE if key in user_keys and key not in wrong):
         if IDLE[key].when(*(values[other] for other in IDLE[key].under)):
             warn_idle(IDLE[key], values[key], if_not_given[key])
     for rule in (*RULES, *(refusal for knob in knobs() for refusal in knob.refuses)):

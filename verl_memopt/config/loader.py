@@ -50,7 +50,7 @@ def load_settings(config_name: str, overrides: list[str], config_dir: str | None
     return settings_from_mapping(compose_mapping(config_name, overrides, config_dir))
 
 
-def settings_from_mapping(given: Mapping[str, Any]) -> Settings:
+def settings_from_mapping(tree: Mapping[str, Any]) -> Settings:
     """Return the settings of a mapping, nested or with dotted keys, that holds only the keys that differ from the defaults.
 
     Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
@@ -58,7 +58,7 @@ def settings_from_mapping(given: Mapping[str, Any]) -> Settings:
     Raises:
         ConfigError: one, that lists everything wrong.
     """
-    translated, problems = translate(given)
+    translated, problems = translate(tree)
     settings, values, mistyped = build(translated)
     problems += mistyped
     wrong = {key for each in problems for key in each.keys}

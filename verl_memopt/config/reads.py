@@ -27,21 +27,21 @@ def record_reads(settings: Any) -> Iterator[set[str]]:
     sections = dict(_sections(settings, ""))
     prefixes = {id(section): prefix for prefix, section in sections.items()}
     assert len(prefixes) == len(sections), "one section object stands under two keys"
-    seen: set[str] = set()
+    read_keys: set[str] = set()
     with ExitStack() as undo:
         for kind in {type(section) for section in sections.values()}:
-            setattr(kind, "__getattribute__", _recording(prefixes, seen))  # noqa: B010 - on the class, for a while
+            setattr(kind, "__getattribute__", _recording(prefixes, read_keys))  # noqa: B010 - on the class, for a while
             undo.callback(delattr, kind, "__getattribute__")
-        yield seen
+        yield read_keys
 
 
-def _recording(prefixes: dict[int, str], seen: set[str]) -> Callable[[Any, str], Any]:
+def _recording(prefixes: dict[int, str], read_keys: set[str]) -> Callable[[Any, str], Any]:
     def read(self: Any, name: str) -> Any:
         value = object.__getattribute__(self, name)
         prefix = prefixes.get(id(self))
         silent = sys._getframe(1).f_globals["__name__"].startswith(_SILENT_CALLERS)
         if prefix is not None and not silent and not name.startswith("_") and not dataclasses.is_dataclass(value):
-            seen.add(prefix + name)
+            read_keys.add(prefix + name)
         return value
 
     return read

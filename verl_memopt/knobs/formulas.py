@@ -94,16 +94,16 @@ def _body(module: ModuleType, formula: ast.expr) -> ast.expr:
         return returned.value
     # A function that makes the formula: its arguments stand for those of the call.
     assert isinstance(formula, ast.Call)
-    given = {argument.arg: value for argument, value in zip(function.args.args, formula.args, strict=True)}
-    return _Replaced(given).visit(copy.deepcopy(returned.value.body))
+    arguments = {argument.arg: value for argument, value in zip(function.args.args, formula.args, strict=True)}
+    return _Replaced(arguments).visit(copy.deepcopy(returned.value.body))
 
 
 class _Replaced(ast.NodeTransformer):
-    def __init__(self, given: dict[str, ast.expr]) -> None:
-        self._given = given
+    def __init__(self, arguments: dict[str, ast.expr]) -> None:
+        self._arguments = arguments
 
     def visit_Name(self, node: ast.Name) -> ast.expr:
-        return self._given.get(node.id, node)
+        return self._arguments.get(node.id, node)
 
 
 def _definitions() -> Iterator[str]:

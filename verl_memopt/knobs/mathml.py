@@ -107,10 +107,10 @@ class Writer:
         function = node.func.attr if isinstance(node.func, ast.Attribute) else ast.unparse(node.func)
         if function in CONVERSIONS and len(node.args) == 1:
             return self.write(node.args[0])
-        given = [*node.args, *(keyword.value for keyword in node.keywords)]
-        if any(isinstance(argument, ast.GeneratorExp | ast.Starred) for argument in given) or function == "replace":
+        arguments = [*node.args, *(keyword.value for keyword in node.keywords)]
+        if any(isinstance(argument, ast.GeneratorExp | ast.Starred) for argument in arguments) or function == "replace":
             return f"<mtext>{escape(ast.unparse(node))}</mtext>"
-        return f"{_name(function)}<mo>(</mo>{'<mo>,</mo>'.join(map(self.write, given))}<mo>)</mo>"
+        return f"{_name(function)}<mo>(</mo>{'<mo>,</mo>'.join(map(self.write, arguments))}<mo>)</mo>"
 
     def _attribute(self, node: ast.Attribute) -> str:
         subject = node.value.id if isinstance(node.value, ast.Name) else ""

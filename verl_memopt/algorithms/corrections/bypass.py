@@ -31,8 +31,8 @@ def bypass_loss(
     Returns:
         The loss with gradient, shares to sum over micro-batches, and numbers under ``rollout_corr/``.
     """
-    given = correction if mean_weight is None else replace(correction, rollout_is_batch_normalize=False)
-    result = correct(tokens.log_probs.detach(), tokens.old_log_probs, tokens.row, tokens.lengths, given)
+    unnormalised = correction if mean_weight is None else replace(correction, rollout_is_batch_normalize=False)
+    result = correct(tokens.log_probs.detach(), tokens.old_log_probs, tokens.row, tokens.lengths, unnormalised)
     weights = result.weights
     if weights is not None and mean_weight is not None and correction.rollout_is_batch_normalize:
         weights = weights / mean_weight
