@@ -76,3 +76,16 @@ def test_a_mean_weight_that_is_given_replaces_that_of_the_micro_batch():
     mean = plain[2]["rollout_corr/rollout_is_mean"]
     torch.testing.assert_close(gradient(SETTINGS, normalized)[1], plain[1] / mean, rtol=1e-6, atol=0)
     torch.testing.assert_close(gradient(SETTINGS, normalized, 4.0)[1], plain[1] / 4, rtol=1e-6, atol=0)
+
+
+def test_a_mean_over_the_tokens_of_a_row_is_over_those_that_are_kept():
+    settings = replace(SETTINGS, loss_agg_mode="seq-mean-token-mean")
+    correction = replace(preset("bypass_pg_is"), rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.8_1.25")
+    _, grad, _ = gradient(settings, correction)
+    expected, lost = [], 0
+    for new, old, advantages in zip(*map(SAMPLE.lists, (NEW, ENGINE, ADVANTAGES)), strict=True):
+        kept = [0.8 <= math.exp(o - n) <= 1.25 for n, o in zip(new, old, strict=True)]
+        lost += len(kept) - sum(kept)
+        expected += [-a / sum(kept) / 3 if keep else 0.0 for a, keep in zip(advantages, kept, strict=True)]
+    assert 0 < lost < 9
+    assert grad.tolist() == pytest.approx(expected, rel=1e-9)

@@ -3,8 +3,8 @@
 ``rewards [B]`` is fp32. ``group [B]`` is int64: equal for the samples of one prompt, with any values in any order. ``valid [B]``
 is bool: a row that is not valid gets advantage 0 and counts in no sum. Arithmetic is fp64, results are fp32.
 
-A group that cannot compare gets exactly 0: one valid member, or valid members with equal rewards. verl gives the reward itself
-to a group of one, which teaches the model to repeat whatever it said.
+A group that cannot compare gets exactly 0: one valid member, or valid members with equal rewards. verl gives a group of one its
+reward itself as advantage.
 """
 
 from __future__ import annotations
