@@ -10,6 +10,7 @@ MOST_FILES = 4
 
 WORDS = {
     "shared_prompt": {"use_prefix_grouper", "shared_prompt", "shared_prompts"},
+    "optimizer_offload": {"optimizer_offload", "StateLanes"},
     "activation_offload": {"enable_activation_offload", "activation_offload", "ActivationOffload"},
 }
 """Knob -> names by which code knows it."""

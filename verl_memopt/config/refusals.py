@@ -10,7 +10,9 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl_memopt.config.keys import field_types
 from verl_memopt.config.problems import Problem, problem, shown
+from verl_memopt.config.schema import Fsdp, TrainedFsdp
 
 logger = logging.getLogger(__name__)
 
@@ -240,7 +242,10 @@ REFUSED: dict[str, Refusal] = {
     **_below(f"{_AR}.ref", _PROFILER | _below("fsdp_config", _FSDP)),
     **_below(f"{_AR}.rollout", _ROLLOUT | _PROFILER),
     **_below(_AR, _PROFILER),
-    f"{_AR}.ref.fsdp_config.optimizer_offload": Refusal((False,), "the reference is not trained. Remove the key"),
+    **{
+        f"{_AR}.ref.fsdp_config.{name}": Refusal((getattr(TrainedFsdp, name),), "the reference is not trained. Remove the key")
+        for name in field_types(TrainedFsdp).keys() - field_types(Fsdp).keys()
+    },
     f"{_AR}.ref.strategy": Refusal(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
     f"{_AR}.actor.megatron.*": Refusal((), _ONE_BACKEND),
     f"{_AR}.ref.megatron.*": Refusal((), _ONE_BACKEND),

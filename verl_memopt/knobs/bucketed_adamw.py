@@ -13,12 +13,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-from verl_memopt.knobs.knob import LOWER, Advice, Claim, Condition, Factor, Idle, Knob, LadderRow, Refusal, switch
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Condition, Factor, Knob, LadderRow, Refusal, switch
 from verl_memopt.knobs.ranges import PositiveFloat
 
 _OPTIM = "actor_rollout_ref.actor.optim"
 OPTIMIZER, IMPL, OVERRIDES = (f"{_OPTIM}.{name}" for name in ("optimizer", "optimizer_impl", "override_optimizer_config"))
-_BUCKET = f"{_OPTIM}.bucket_megabytes"
+BUCKET = f"{_OPTIM}.bucket_megabytes"
 STATE_AND_MASTERS = (f"{_OPTIM}.state_dtype", "actor_rollout_ref.actor.fsdp_config.model_dtype")
 """The dtype of the optimizer state, and that of the parameters."""
 _ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
@@ -94,19 +94,6 @@ KNOB = Knob(
     place=90,
     cost="nothing",
     settings={"optim": BucketedAdamW},
-    idle=(
-        Idle(
-            _BUCKET,
-            (
-                "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
-                f"{_OPTIM}.stochastic_rounding",
-                f"{_OPTIM}.in_backward",
-                *STATE_AND_MASTERS,
-            ),
-            lambda offloaded, rounded, in_backward, state, masters: not (offloaded or rounded or in_backward or state != masters),
-            "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
-        ),
-    ),
     refuses=(
         Refusal(
             (IMPL, OPTIMIZER),
@@ -121,12 +108,12 @@ KNOB = Knob(
             f"Set trainer.track_memory_every_steps=0, or remove both and set {_OPTIM}.state_dtype=int8.",
         ),
     ),
-    advice=(Advice("optimizer scratch", _BUCKET, LOWER),),
+    advice=(Advice("optimizer scratch", BUCKET, LOWER),),
     claims=(Claim("update_actor", "optimizer scratch", lambda _, after: 4 * after.params),),
     row=LadderRow(30, on=(f"{OVERRIDES}={{}}",), off=(f"{OVERRIDES}={{foreach: true, fused: false}}",)),
     factors=(
         Factor("optimizer", {"torch": {}, "torchao": {OPTIMIZER: "AdamW8bit", IMPL: "torchao.optim"}}, lossy=True),
-        switch("bucket", _BUCKET, large=64, small=0.01),
+        switch("bucket", BUCKET, large=64, small=0.01),
     ),
     no_factor={OVERRIDES: "any arguments; every run here gives one"},
 )

@@ -9,7 +9,6 @@ Works with: few, large micro-batches. It refuses ``param_offload`` and ``optimiz
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from dataclasses import dataclass
 
 from verl_memopt.knobs.conditions import KL
@@ -27,7 +26,13 @@ class NativeOffload:
     The last resort; not together with ``param_offload`` or ``optimizer_offload``."""
 
 
-def _refusal(role: str, name: str) -> Refusal:
+def not_beside_native_offload(role: str, name: str) -> Refusal:
+    """Return the refusal of another offload beside this one.
+
+    Args:
+        role: actor or ref.
+        name: the other offload's setting in ``fsdp_config``.
+    """
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
     return Refusal(
         (f"{prefix}.offload_policy", f"{prefix}.{name}"),
@@ -38,18 +43,12 @@ def _refusal(role: str, name: str) -> Refusal:
     )
 
 
-def _refusals() -> Iterator[Refusal]:
-    yield _refusal("actor", "param_offload")
-    yield _refusal("actor", "optimizer_offload")
-    yield _refusal("ref", "param_offload")
-
-
 KNOB = Knob(
     name="native_offload",
     place=150,
     cost="host memory, slow steps",
     settings={"fsdp": NativeOffload},
-    refuses=tuple(_refusals()),
+    refuses=tuple(not_beside_native_offload(role, "param_offload") for role in ("actor", "ref")),
     claims=(
         Claim("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),
         Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),

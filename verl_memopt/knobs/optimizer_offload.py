@@ -11,10 +11,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.bucketed_adamw import only_with_adamw
-from verl_memopt.knobs.knob import Advice, Claim, Knob, LadderRow, for_roles
+from verl_memopt.knobs.bucketed_adamw import BUCKET, STATE_AND_MASTERS, only_with_adamw
+from verl_memopt.knobs.knob import Advice, Claim, Idle, Knob, LadderRow, for_roles
+from verl_memopt.knobs.native_offload import not_beside_native_offload
 
-_KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
+_KEY, _OPTIM = "actor_rollout_ref.actor.fsdp_config.optimizer_offload", "actor_rollout_ref.actor.optim"
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,15 @@ KNOB = Knob(
     known_as={
         "offload_optimizer": "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
     },
-    refuses=only_with_adamw(_KEY),
+    idle=(
+        Idle(
+            BUCKET,
+            (_KEY, f"{_OPTIM}.stochastic_rounding", f"{_OPTIM}.in_backward", *STATE_AND_MASTERS),
+            lambda offloaded, rounded, in_backward, state, masters: not (offloaded or rounded or in_backward or state != masters),
+            "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
+        ),
+    ),
+    refuses=(*only_with_adamw(_KEY), not_beside_native_offload("actor", "optimizer_offload")),
     advice=(Advice("optimizer", _KEY, True),),
     claims=(Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),
     row=LadderRow(110, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
