@@ -244,7 +244,7 @@ REFUSED: dict[str, Refusal] = {
     **_below(_AR, _PROFILER),
     **{
         f"{_AR}.ref.fsdp_config.{name}": Refusal((getattr(TrainedFsdp, name),), "the reference is not trained. Remove the key")
-        for name in field_types(TrainedFsdp).keys() - field_types(Fsdp).keys()
+        for name in sorted(field_types(TrainedFsdp).keys() - field_types(Fsdp).keys())
     },
     f"{_AR}.ref.strategy": Refusal(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
     f"{_AR}.actor.megatron.*": Refusal((), _ONE_BACKEND),
