@@ -37,6 +37,7 @@ RENAMED = {
         for spelling, key in {
             "ulysses_sequence_parallel_size": "fsdp_config.ulysses_sequence_parallel_size",
             "fsdp_config.use_torch_compile": "use_torch_compile",
+            "fsdp_config.strategy": "strategy",
             "fsdp_config.mixed_precision.param_dtype": "fsdp_config.dtype",
         }.items()
     },
@@ -57,6 +58,7 @@ RENAMED = {
 RENAMED_SECTIONS = {
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_model.": "reward_model.",
+    "reward.reward_kwargs.": "reward_model.reward_kwargs.",
 }
 """Every key below the one section stands for the same key below the other."""
 
@@ -91,6 +93,8 @@ VALUES = {
     "algorithm.kl_penalty": _KL_TYPES,
     f"{_AR}.actor.kl_loss_type": _KL_TYPES | {f"{short}+": f"{name}+" for short, name in _KL_TYPES.items()},
     f"{_AR}.actor.optim.state_dtype": _PRECISIONS | {"8bit": "int8", "4bit": "int4"},
+    "reward_model.reward_manager": {"dapo": "naive"},
+    f"{_AR}.rollout.load_format": {"safetensors": "auto"},
     f"{_AR}.rollout.dtype": _PRECISIONS | {"float16": "fp16", "half": "fp16"},
     **{
         f"{_AR}.{role}.fsdp_config.{key}": _PRECISIONS

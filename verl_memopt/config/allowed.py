@@ -28,6 +28,9 @@ WHY_NOT: dict[tuple[str, str], str] = {
         for name in ("reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "opo", "gpg", "rloo_lm")
     },
     ("algorithm.adv_estimator", "gae"): _NO_GAE,
+    ("reward_model.reward_manager", "prime"): (
+        "prime gives score 0 where a function fails. Set custom_reward_function.on_error=score for that"
+    ),
     (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
     **{("algorithm.expansion", name): "this way of expansion is not available" for name in ("lazy", "repeat_sampler")},

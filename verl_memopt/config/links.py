@@ -29,6 +29,7 @@ LINKS = {
 
 DERIVED = {
     f"{_AR}.rollout.max_model_len": (f"{_AR}.rollout.prompt_length", f"{_AR}.rollout.response_length"),
+    f"{_AR}.rollout.val_kwargs.do_sample": (f"{_AR}.rollout.val_kwargs.temperature",),
     "trainer.default_local_dir": ("trainer.project_name", "trainer.experiment_name"),
 }
 """Follower -> the keys it is computed from while it is null."""
@@ -58,6 +59,8 @@ def with_links(values: Mapping[str, Any]) -> dict[str, Any]:
 def derived(key: str, values: Mapping[str, Any]) -> Any:
     """Return what a key of :data:`DERIVED` is while it is null, from the values of the keys that it is computed from."""
     parts = [values[part] for part in DERIVED[key]]
+    if key.endswith("do_sample"):
+        return parts[0] > 0
     return sum(parts) if key.endswith("max_model_len") else "/".join(["checkpoints", *parts])
 
 

@@ -31,6 +31,8 @@ from verl_memopt.errors import ConfigError
 logger = logging.getLogger(__name__)
 
 PACKAGED = Path(__file__).parent / "yaml"
+VERLS_OWN = Path("config")
+"""What verl's scripts give as ``--config-path`` for verl's packaged configs."""
 LAST = frozenset({"memory"})
 """Groups of profiles: they win over a recipe's keys, and the command line over theirs."""
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
@@ -121,6 +123,9 @@ def _folder(config_name: str, config_dir: str | None) -> Path:
         ConfigError: there is no such folder, or no such config in it.
     """
     folder = PACKAGED if config_dir is None else Path(config_dir).resolve()
+    if not folder.is_dir() and Path(config_dir or "") == VERLS_OWN:
+        logger.info("config_dir=%s is read as the packaged configs: verl looks for it in its own package", config_dir)
+        folder = PACKAGED
     if not folder.is_dir():
         raise ConfigError(f"config_dir={config_dir}: no such folder. Give the folder that holds {config_name}.yaml.")
     names = sorted({file.stem for each in (folder, PACKAGED) for file in each.glob("*.yaml")})

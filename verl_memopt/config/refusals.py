@@ -1,6 +1,7 @@
-"""Keys of verl that have no effect here: a value that asks for nothing passes with a warning, any other is a problem.
+"""Keys of verl that have no effect here. A row leaves this table in the change that gives the key its effect.
 
-A row leaves this table in the change that gives the key its effect.
+A value passes with a warning if it asks for nothing, or only for another way to the same numbers: the warning says what happens
+instead. Any other value would change the result, and is a problem.
 """
 
 from __future__ import annotations
@@ -26,30 +27,35 @@ class Refusal:
     inert: tuple[Any, ...] | None
     """Values that pass; null always passes; None = every value passes."""
     reason: str
-    """What the user reads after ``key=value``: a fact that is true whatever else is set, then the way out."""
+    """What the user reads after ``key=value``: a fact that is true whatever else is set, then the way out if there is one."""
 
 
 ANY = None
+EITHER = (True, False)
 _NO_CRITIC = "RLOO and GRPO have no critic. Remove the critic keys"
 _NO_REWARD_MODEL = "rules and functions score, no model does. Use custom_reward_function.path"
 _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
 _FSDP1 = "it exists in FSDP1 only, and fsdp2 is the one strategy. Remove the key"
+_PARAMETERS_KEPT = "it belongs to FSDP1; fsdp2 always keeps each parameter as a tensor of its own"
 _NO_MISMATCH = "no sample is weighted by how far the engine's log-probs are off. Watch rollout/logprob_diff_mean"
 _ONE_BACKEND = "fsdp2 is the one strategy. Remove the key"
 _NO_BYPASS = (
     "the engine's log-probs never stand in for the policy's own. Use actor_rollout_ref.actor.old_log_prob_pass=auto, which "
     "leaves their pass out where the update computes the same numbers"
 )
-_CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens sets the chunk. Remove the key"
+_CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens bounds the memory of logits"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
 _STEP = "one batch is generated per step. Set data.train_batch_size"
-_PACKED = "rows are always packed, no pad token is computed. Remove the key"
+_PACKED = "rows are always packed, so no pad token is computed"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
 _TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSOR_PARALLEL}"
-_PHASE_TABLE = "each phase is measured without a profiler. Use trainer.track_memory_every_steps and the phase table"
+_PHASE_TABLE = "no profile is written. The phase table of every run shows the seconds and the peak bytes of each phase"
+_OVERLONG = "long responses lose no reward. Use custom_reward_function.path with a function that takes it off"
+_OVERLONG_PART = "it belongs to overlong_buffer_cfg.enable, which only passes as false"
+_NO_SAPO = "it belongs to the loss sapo, which does not exist here"
 _OWN_REWARD = "a reward class of your own is not loaded. Use custom_reward_function.path with a function"
-_WRAP = "decoder blocks are the units. Use wrap_policy.transformer_layer_cls_to_wrap for others"
+_WRAP = "decoder blocks are sharded as units, whatever their size. wrap_policy.transformer_layer_cls_to_wrap chooses others"
 _LORA_DROPOUT = (
     "LoRA has no dropout here: old log-probs and update would use different masks, so their ratio would compare two models. "
     "Set 0, or remove the key"
@@ -57,40 +63,43 @@ _LORA_DROPOUT = (
 _LORA_KEYS = "of the LoRA settings, rank, alpha, target_modules, exclude_modules and adapter_path have an effect. Remove this one"
 
 _FSDP = {
-    "wrap_policy.min_num_params": Refusal((0,), _WRAP),
+    "wrap_policy.min_num_params": Refusal(ANY, _WRAP),
     "ulysses_sequence_parallel_size": Refusal((1,), "a sequence is not split over devices. Set 1"),
-    "use_orig_params": Refusal((False,), _FSDP1),
+    "use_orig_params": Refusal(EITHER, _PARAMETERS_KEPT),
     "mixed_precision.buffer_dtype": Refusal(("fp32", "float32"), _FSDP1),
     "forward_only": Refusal(ANY, "the role decides. Remove the key"),
 }
 
 _MODEL = {
-    "use_remove_padding": Refusal((True,), _PACKED),
+    "use_remove_padding": Refusal(EITHER, _PACKED),
+    "torch_dtype": Refusal(ANY, f"{_UNREAD}. actor_rollout_ref.actor.fsdp_config.model_dtype is the dtype of the weights"),
     "lora.dropout": Refusal((0, 0.0), _LORA_DROPOUT),
     "lora_dropout": Refusal((0, 0.0), _LORA_DROPOUT),
     "lora.type": Refusal(("lora",), "low-rank adapters of linear layers are the one kind. Set lora"),
-    "lora.merge": Refusal((True, False), "the engine always gets merged weights. Remove the key"),
+    "lora.merge": Refusal(EITHER, "the engine always gets merged weights. Remove the key"),
     "lora.dtype": Refusal((), "adapters rest in the policy's dtype. Use actor_rollout_ref.actor.fsdp_config.model_dtype"),
     "lora.dropout_position": Refusal(("pre", "post"), _LORA_DROPOUT),
     "lora.lora_A_init_method": Refusal(("kaiming", "xavier"), "A is drawn Kaiming uniform, as peft draws it. Remove the key"),
     "lora.lora_B_init_method": Refusal(("zero",), "B starts at zero, so that training starts at the base model. Set zero"),
-    "lora.freeze_vision_model": Refusal((True, False), _TEXT_ONLY),
-    "lora.freeze_vision_projection": Refusal((True, False), _TEXT_ONLY),
+    "lora.freeze_vision_model": Refusal(EITHER, _TEXT_ONLY),
+    "lora.freeze_vision_projection": Refusal(EITHER, _TEXT_ONLY),
     "lora.freeze_language_model": Refusal((True,), "with LoRA the base is always frozen. Set true, or remove the key"),
     "lora.*": Refusal((False,), _LORA_KEYS),
-    "use_liger": Refusal((False,), f"Liger's kernels are not used; the log-prob is chunked without them. {_CHUNKED}"),
-    "fused_kernel_options.impl_backend": Refusal(("torch",), f"the chunked log-prob is plain PyTorch. {_CHUNKED}"),
+    "use_liger": Refusal(EITHER, f"the model is computed without Liger's kernels. {_CHUNKED}"),
+    "fused_kernel_options.impl_backend": Refusal(("torch", "triton"), f"the log-prob is computed with PyTorch. {_CHUNKED}"),
     "mtp.enable": Refusal((False,), _NOT_HERE),
     "mtp.*": Refusal(ANY, _NOT_HERE),
-    "use_shm": Refusal((False,), "it costs host memory, and weights are streamed. Remove the key"),
+    "use_shm": Refusal(EITHER, "weights are streamed from the model folder, which is not copied to shared memory"),
 }
 
 _ACTOR = {
     "freeze_vision_tower": Refusal((False,), _TEXT_ONLY),
     "router_replay.mode": Refusal(("disabled",), _NOT_HERE),
     "router_replay.*": Refusal((), _NOT_HERE),
-    "tau_pos": Refusal((1.0,), _NOT_HERE),
-    "tau_neg": Refusal((1.05,), _NOT_HERE),
+    "tau_pos": Refusal(ANY, _NO_SAPO),
+    "tau_neg": Refusal(ANY, _NO_SAPO),
+    "policy_loss.tau_pos": Refusal(ANY, _NO_SAPO),
+    "policy_loss.tau_neg": Refusal(ANY, _NO_SAPO),
     "calculate_sum_pi_squared": Refusal((False,), _NOT_HERE),
     "sum_pi_squared_checkpointing": Refusal((False,), _NOT_HERE),
     "qat.enable": Refusal((False,), _NOT_HERE),
@@ -100,20 +109,17 @@ _ACTOR = {
     "policy_loss.clip_cov_ub": Refusal((5.0,), _NOT_HERE),
     "policy_loss.kl_cov_ratio": Refusal((0.0002,), _NOT_HERE),
     "policy_loss.ppo_kl_coef": Refusal((0.1,), _NOT_HERE),
-    "checkpoint.async_save": Refusal((False,), "a checkpoint is written before the next step. Set false"),
+    "checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step"),
 }
 
-_PROFILER = {
-    "profiler.enable": Refusal((False,), _PHASE_TABLE),
-    "profiler.*": Refusal(ANY, _PHASE_TABLE),
-}
+_PROFILER = {"profiler.*": Refusal(ANY, _PHASE_TABLE)}
 
 _ROLLOUT = {
     "data_parallel_size": Refusal((1,), f"every tensor-parallel group is a replica already. {_USE_TENSOR_PARALLEL}"),
     "enable_sleep_mode": Refusal(
         (True,), "actor_rollout_ref.rollout.free_cache_engine decides whether the engine sleeps. Use it"
     ),
-    "layered_summon": Refusal((True, False), "weights always move tensor by tensor, with LoRA too. Remove the key"),
+    "layered_summon": Refusal(EITHER, "weights always move tensor by tensor, with LoRA too"),
     "skip_rollout": Refusal((False,), "stored rollouts are not replayed. Remove the key"),
     "skip_dump_dir": Refusal(ANY, "stored rollouts are not replayed. Use trainer.rollout_data_dir to write them"),
     "checkpoint_engine.backend": Refusal(("naive",), "trainer and engine share a process. Remove the key"),
@@ -140,12 +146,12 @@ _ROLLOUT = {
 }
 
 _DATA = {
-    "dataloader_num_workers": Refusal((0, 8), "rows are read in the driver's process. Set 0 or remove the key"),
-    "filter_overlong_prompts_workers": Refusal((1,), "prompts are measured in one tokenizer call. Remove the key"),
+    "dataloader_num_workers": Refusal(ANY, "rows are read in the driver's process"),
+    "filter_overlong_prompts_workers": Refusal(ANY, "prompts are measured in one tokenizer call"),
     "image_key": Refusal(("images",), _TEXT_ONLY),
     "video_key": Refusal(("videos",), _TEXT_ONLY),
     "image_patch_size": Refusal((14,), _TEXT_ONLY),
-    "return_multi_modal_inputs": Refusal((True, False), _TEXT_ONLY),
+    "return_multi_modal_inputs": Refusal(EITHER, _TEXT_ONLY),
     "tool_config_path": Refusal((), _NOT_HERE),
     "datagen.*": Refusal((), "rows come from files. Use data.custom_cls.path"),
     "gen_batch_size": Refusal((), _STEP),
@@ -153,12 +159,13 @@ _DATA = {
     "return_raw_chat": Refusal(ANY, _UNREAD),
     "return_raw_input_ids": Refusal(ANY, _UNREAD),
     "return_full_prompt": Refusal(ANY, _UNREAD),
-    "use_shm": Refusal((False,), "files are read where they are. Remove the key"),
+    "use_shm": Refusal(EITHER, "files are read where they are, and not copied to shared memory"),
 }
 
 _ALGORITHM = {
     "gamma": Refusal((1, 1.0), "RLOO and GRPO score whole responses, nothing is discounted. Set 1.0"),
     "lam": Refusal((1, 1.0), "RLOO and GRPO score whole responses, no value is estimated. Set 1.0"),
+    "gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo, which does not exist here"),
     "use_pf_ppo": Refusal((False,), _NOT_HERE),
     "pf_ppo.*": Refusal(ANY, _NOT_HERE),
     "filter_groups.enable": Refusal((False,), _NOT_HERE),
@@ -188,11 +195,14 @@ _CRITIC = {
 
 _REWARD_MODEL = {
     "enable": Refusal((False,), _NO_REWARD_MODEL),
-    "launch_reward_fn_async": Refusal((False,), "rewards are computed in processes of their own, after the rollout. Set false"),
+    "launch_reward_fn_async": Refusal(EITHER, "rewards are always computed in processes of their own, after the rollout"),
     "enable_resource_pool": Refusal((False,), _NO_REWARD_MODEL),
     "nnodes": Refusal((0,), _NO_REWARD_MODEL),
     "n_gpus_per_node": Refusal((0, 8), _NO_REWARD_MODEL),
-    "use_reward_loop": Refusal((True,), "reward functions run in reward_model.num_workers processes. Remove the key"),
+    "use_reward_loop": Refusal(EITHER, "reward functions always run in reward_model.num_workers processes"),
+    "reward_kwargs.overlong_buffer_cfg.enable": Refusal((False,), _OVERLONG),
+    "reward_kwargs.overlong_buffer_cfg.*": Refusal(ANY, _OVERLONG_PART),
+    "reward_kwargs.max_resp_len": Refusal(ANY, _OVERLONG_PART),
     "reward_loop_source": Refusal(("register",), _NO_REWARD_MODEL),
     "reward_loop_module_path": Refusal((), _NO_REWARD_MODEL),
     "reward_loop_class_name": Refusal((), _NO_REWARD_MODEL),
@@ -219,9 +229,11 @@ _TRAINER = {
 _TOP = {
     "reward_manager.source": Refusal(("register",), _OWN_REWARD),
     "reward_manager.module.*": Refusal((), _OWN_REWARD),
+    "distillation.enabled": Refusal((False,), _NOT_HERE),
+    "distillation.*": Refusal(ANY, _NOT_HERE),
+    "model_engine": Refusal(("dp",), _ONE_BACKEND),
     "transfer_queue.enable": Refusal((False,), _NOT_HERE),
     "transfer_queue.*": Refusal(ANY, _NOT_HERE),
-    "global_profiler.tool": Refusal((), _PHASE_TABLE),
     "global_profiler.*": Refusal(ANY, _PHASE_TABLE),
 }
 
@@ -243,7 +255,7 @@ REFUSED: dict[str, Refusal] = {
     **_below(f"{_AR}.rollout", _ROLLOUT | _PROFILER),
     **_below(_AR, _PROFILER),
     **{
-        f"{_AR}.ref.fsdp_config.{name}": Refusal((getattr(TrainedFsdp, name),), "the reference is not trained. Remove the key")
+        f"{_AR}.ref.fsdp_config.{name}": Refusal(ANY, "the reference is not trained, so it has no optimizer")
         for name in sorted(field_types(TrainedFsdp).keys() - field_types(Fsdp).keys())
     },
     f"{_AR}.ref.strategy": Refusal(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),

@@ -67,7 +67,7 @@ def validation_sampling(rollout: schema.Rollout) -> SamplingSettings:
             top_k=val.top_k,
             top_p=val.top_p,
             repetition_penalty=rollout.repetition_penalty,
-            do_sample=val.do_sample,
+            do_sample=bool(val.do_sample),
             max_tokens=_cap(rollout),
             ignore_eos=rollout.ignore_eos,
             log_probs=False,

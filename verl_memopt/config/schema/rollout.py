@@ -27,10 +27,10 @@ class ValKwargs:
 
     n: PositiveInt = 1
     """Samples per validation prompt."""
-    do_sample: bool = False
-    """false = greedy."""
+    do_sample: bool | None = None
+    """false = greedy; null = samples if the temperature is above 0, as verl does."""
     temperature: NaturalFloat = 0.0
-    """Temperature when sampling."""
+    """Temperature when sampling; 0 = greedy."""
     top_p: PositiveShare = 1.0
     """Nucleus when sampling."""
     top_k: CountOrMinusOne = -1
