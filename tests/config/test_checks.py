@@ -248,7 +248,7 @@ WRONG = {
         f"{AR}.hybrid_engine=false: trainer and engine always share their devices",
     ),
     "greedy validation with a temperature": (
-        {f"{AR}.rollout.val_kwargs.temperature": 0.6},
+        {f"{AR}.rollout.val_kwargs.do_sample": False, f"{AR}.rollout.val_kwargs.temperature": 0.6},
         f"{AR}.rollout.val_kwargs.do_sample=false, {AR}.rollout.val_kwargs.temperature=0.6: greedy decoding has no",
     ),
     "sampled validation without a temperature": (
@@ -363,7 +363,9 @@ LIMITS = {
         ONE_STEP | {"data.train_batch_size": 2, f"{AR}.actor.ppo_mini_batch_size": 2},
         f"{AR}.actor.ppo_micro_batch_size_per_gpu", [8, 9], [7],
     ),
-    "greedy validation has no temperature": ({}, f"{AR}.rollout.val_kwargs.temperature", [0.0], [1e-9]),
+    "greedy validation has no temperature": (
+        {f"{AR}.rollout.val_kwargs.do_sample": False}, f"{AR}.rollout.val_kwargs.temperature", [0.0], [1e-9],
+    ),
     "sampled validation has a temperature": (
         {f"{AR}.rollout.val_kwargs.do_sample": True}, f"{AR}.rollout.val_kwargs.temperature", [1e-9], [0.0],
     ),

@@ -69,6 +69,14 @@ def test_longest_sequence_and_run_folder_are_computed(settled):
     assert (own.actor_rollout_ref.rollout.max_model_len, own.trainer.default_local_dir) == (4096, "here")
 
 
+@pytest.mark.parametrize(("temperature", "samples"), [(0.0, False), (0.7, True)])
+def test_validation_samples_if_it_has_a_temperature_unless_that_is_given(settled, temperature, samples):
+    val = f"{AR}.rollout.val_kwargs"
+    assert settled({f"{val}.temperature": temperature}).actor_rollout_ref.rollout.val_kwargs.do_sample is samples
+    own = settled({f"{val}.temperature": 0.7, f"{val}.do_sample": True}).actor_rollout_ref.rollout.val_kwargs
+    assert (own.do_sample, own.temperature) == (True, 0.7)
+
+
 def test_no_follower_stays_null_but_those_of_null_targets(settled):
     settings = settled({})
     open_targets = {"data.seed", f"{AR}.actor.ppo_micro_batch_size_per_gpu"}

@@ -257,6 +257,15 @@ def test_a_recipe_folder_may_hold_groups_and_odd_letters(tmp_path):
     assert load_settings("recipe", [*LEAST, "+size=small"], str(folder)).data.train_batch_size == 256
 
 
+def test_the_config_path_of_verls_scripts_is_the_packaged_one(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    for path in ("config", "./config"):
+        assert compose_mapping("rloo_trainer.yaml", [], path) == compose_mapping("rloo_trainer", [])
+    (tmp_path / "config").mkdir()
+    (tmp_path / "config" / "mine.yaml").write_text("trainer:\n  nnodes: 3\n")
+    assert compose_mapping("mine", [], "config") == {"trainer": {"nnodes": 3}}
+
+
 def test_a_missing_recipe_folder_is_named(tmp_path):
     assert refused([], "recipe", tmp_path / "absent").startswith(f"config_dir={tmp_path / 'absent'}: no such folder")
 

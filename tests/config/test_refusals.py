@@ -1,3 +1,4 @@
+import logging
 import re
 
 import pytest
@@ -146,6 +147,44 @@ def test_zero_is_not_false(complaint, key, value):
     assert key in complaint({key: value})
 
 
+WAYS = {
+    f"{AR}.model.use_remove_padding": False,
+    f"{AR}.model.use_shm": True,
+    f"{AR}.model.use_liger": True,
+    f"{AR}.model.fused_kernel_options.impl_backend": "triton",
+    f"{AR}.model.torch_dtype": "bfloat16",
+    f"{AR}.actor.use_remove_padding": False,
+    f"{AR}.actor.fsdp_config.use_orig_params": True,
+    f"{AR}.actor.fsdp_config.wrap_policy.min_num_params": 1000,
+    f"{AR}.actor.profiler.enable": True,
+    f"{AR}.ref.fsdp_config.optimizer_offload": True,
+    f"{AR}.rollout.layered_summon": True,
+    f"{AR}.rollout.profiler.tool_config.torch.discrete": True,
+    "data.filter_overlong_prompts_workers": 64,
+    "data.dataloader_num_workers": 4,
+    "data.use_shm": True,
+    "global_profiler.tool": "nsys",
+    "reward_model.use_reward_loop": False,
+    "reward_model.launch_reward_fn_async": True,
+}
+"""Keys of verl's scripts that ask for another way to the same numbers."""
+
+
+@pytest.mark.parametrize("key", WAYS)
+def test_another_way_to_the_same_numbers_passes_with_one_notice(settled, caplog, key):
+    caplog.set_level(logging.INFO)
+    assert settled({key: WAYS[key]}) == settled({})
+    (notice,) = caplog.messages
+    assert notice.startswith(f"{key}={shown(WAYS[key])} does nothing here: ")
+
+
+def test_the_reward_manager_of_dapo_passes_without_its_penalty_alone(settled, complaint):
+    penalty = "reward_model.reward_kwargs.overlong_buffer_cfg"
+    dapo = {"reward_model.reward_manager": "dapo", f"{penalty}.len": 64, "reward_model.reward_kwargs.max_resp_len": 256}
+    assert settled(dapo | {f"{penalty}.enable": False}) == settled({})
+    assert complaint(dapo | {f"{penalty}.enable": True}).startswith(f"{penalty}.enable=true: long responses lose no reward")
+
+
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
@@ -155,6 +194,7 @@ def test_zero_is_not_false(complaint, key, value):
         ("actor_rollout_ref.rollout.mode", "sync", "Set async."),
         ("algorithm.adv_estimator", "gae", "Set rloo or grpo."),
         ("algorithm.expansion", "lazy", "Set string or token."),
+        ("reward_model.reward_manager", "prime", "custom_reward_function.on_error=score"),
         ("actor_rollout_ref.actor.fsdp_config.dtype", "fp16", "loss scaling"),
     ],
 )

@@ -130,7 +130,7 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
                 continue
         elif name in VALUES or name == _LOSS_MODE:
             meant = _our_words(name, value)
-        if name != key or meant != value:
+        if refusal_of(name) is None and (name != key or meant != value):
             logger.info("%s=%s is read as %s=%s", key, shown(value), name, shown(meant))
         spellings.setdefault(name, {})[key] = meant
 
@@ -144,7 +144,7 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         if refusal is None:
             values[name] = meant
         else:
-            problems += refuse(name, meant, refusal)
+            problems += refuse(next(iter(meanings)), meant, refusal)
     return values, problems
 
 

@@ -29,7 +29,8 @@ class Lora:
     """Settings of LoRA."""
 
     lora_rank: NaturalInt = 0
-    """Rank of the adapters of a frozen base; 0 = train every weight. Use it when gradients and optimizer do not fit."""
+    """Rank of the adapters of a frozen base; 0 = train every weight. Use it when gradients and optimizer do not fit. If it is not
+    given, it comes from the ``adapter_config.json`` of ``lora_adapter_path``, with the other LoRA settings that are not given."""
     lora_alpha: PositiveFloat = 16
     """Adapters are scaled by lora_alpha / lora_rank."""
     target_modules: Any = "all-linear"
@@ -80,7 +81,7 @@ KNOB = Knob(
             (_RANK, _PATH),
             lambda rank, path: rank == 0 and path is not None,
             "adapters are given and none are asked for",
-            f"Set {_RANK} to their rank.",
+            f"Set {_RANK} to their rank, or give a folder with adapter_config.json.",
         ),
     ),
     claims=(

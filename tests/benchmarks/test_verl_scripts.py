@@ -1,0 +1,138 @@
+import json
+from pathlib import PurePath
+
+import pytest
+
+from benchmarks.verl_scripts.__main__ import main, refusals
+from benchmarks.verl_scripts.recorder import RecordError, record
+from benchmarks.verl_scripts.scope import outside
+from benchmarks.verl_scripts.table import COMPOSES, NOT_COUNTED, REFUSED, Row, render
+
+AR = "actor_rollout_ref"
+LEAST = (
+    f"data.train_files=$HOME/train.parquet data.val_files=$HOME/test.parquet {AR}.model.path=a/model {AR}.rollout.name=vllm "
+    f"{AR}.rollout.n=4 {AR}.actor.use_dynamic_bsz=True algorithm.adv_estimator=grpo"
+)
+HEAD = "#!/usr/bin/env bash\nset -xeuo pipefail\n"
+
+
+@pytest.fixture
+def script(tmp_path):
+    """A way to write a script."""
+
+    def write(text, name="run.sh"):
+        file = tmp_path / "examples" / name
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(HEAD + text)
+        return file
+
+    return write
+
+
+def test_every_argument_of_a_call_is_recorded_word_for_word(script):
+    text = 'python3 -m verl.trainer.main_ppo \\\n  a.b=\'["x","y z"]\' empty= "home=$HOME" "$@" 2>&1 | tee log.txt\n'
+    assert record(script(text)) == [['a.b=["x","y z"]', "empty=", "home=/home"]]
+
+
+@pytest.mark.parametrize(
+    "start",
+    [
+        "python3 -m verl.trainer.main_ppo",
+        "python verl/trainer/main_ppo.py",
+        "ray job submit --address=here -- python3 -m verl.trainer.main_ppo",
+        "uv run --extra vllm python3 -m verl.trainer.main_ppo",
+        "srun --nodes=2 python3 -m verl.trainer.main_ppo",
+        "env A=1 python3 -m verl.trainer.main_ppo",
+    ],
+)
+def test_a_call_is_found_behind_each_launcher(script, start):
+    assert record(script(f"{start} a=1\n")) == [["a=1"]]
+
+
+def test_only_calls_of_the_trainer_count_and_all_of_them(script):
+    text = "python3 -c 'import main_ppo'\npython3 make_data.py\nfor n in 1 2; do python3 -m verl.trainer.main_ppo n=$n; done\n"
+    assert record(script(text + "python3 -m verl.trainer.main_ppo_sync n=3\n")) == [["n=1"], ["n=2"]]
+
+
+def test_what_a_machine_lacks_ends_no_script(script, tmp_path):
+    missing = tmp_path / "outside"
+    text = f"source /no/such/set_env.sh\nulimit -n 99999999\nconda activate x\nmkdir -p logs {missing}\nnvidia-smi\n"
+    text += "python3 -m verl.trainer.main_ppo a=1 > logs/out.txt\n"
+    assert record(script(text)) == [["a=1"]]
+    assert not missing.exists()
+
+
+def test_nothing_of_the_caller_reaches_a_script_but_what_is_set(script, monkeypatch):
+    monkeypatch.setenv("SECRET", "1")
+    text = "python3 -m verl.trainer.main_ppo secret=${SECRET:-none} rank=$RANK\n"
+    assert record(script(text), variables={"RANK": "7"}) == [["secret=none", "rank=7"]]
+    assert record(script(text)) == []
+
+
+def test_a_script_that_does_not_end_is_named(script):
+    with pytest.raises(RecordError, match=r"run\.sh: it ran longer than 0\.2 seconds"):
+        record(script("while true; do :; done\n"), seconds=0.2)
+
+
+@pytest.mark.parametrize(
+    ("name", "argument", "reason"),
+    [
+        ("a.sh", f"{AR}.actor.strategy=megatron", "backend megatron"),
+        ("a.sh", f"{AR}.actor.strategy=fsdp_turbo", "backend fsdp_turbo"),
+        ("a.sh", "--config-name=ppo_megatron_trainer.yaml", "backend megatron"),
+        ("a.sh", "model_engine=veomni", "backend veomni"),
+        ("a.sh", f"{AR}.rollout.name=sglang", "engine sglang"),
+        ("a.sh", f"+{AR}.rollout.multi_turn.enable=True", "several turns"),
+        ("a.sh", "data.image_key=images", "images or video"),
+        ("ascend/a.sh", "a=1", "an NPU"),
+        ("a.sh", "trainer.device=npu", "an NPU"),
+        ("a.sh", f"{AR}.actor.strategy=fsdp2", ""),
+        ("a.sh", f"{AR}.rollout.name=hf", ""),
+    ],
+)
+def test_what_is_not_counted_is_told_from_the_arguments(name, argument, reason):
+    assert outside(PurePath(name), ["data.train_batch_size=8", argument]) == reason
+
+
+def test_a_call_composes_or_every_key_that_stops_it_is_named():
+    least = LEAST.split()
+    assert refusals([*least, "--config-path=config", "--config-name=ppo_trainer"]) == []
+    stopped = refusals([*least, "no.such_key=1", f"{AR}.rollout.mode=sync"])
+    assert [reason.partition(": ")[0] for reason in stopped] == ["no.such_key", f"{AR}.rollout.mode=sync"]
+    assert len(refusals([*least, "--nonsense"])) == 1
+
+
+def test_a_folder_becomes_a_table(script, tmp_path, capsys):
+    call = "python3 -m verl.trainer.main_ppo"
+    script(f"{call} {LEAST}\n", "a/fits.sh")
+    script(f"{call} {LEAST} algorithm.adv_estimator=$ESTIMATOR\n", "a/refused.sh")
+    script(f"{call} {LEAST} {AR}.rollout.name=sglang\n", "b/engine.sh")
+    script(f"if [ -e /no/such/file ]; then {call}; fi\n", "b/no_call.sh")
+    script("echo nothing\n", "b/another.sh")
+    table, rows = tmp_path / "table.txt", tmp_path / "rows.json"
+    argv = [str(tmp_path / "examples"), "--set", "ESTIMATOR=no_such", "--source", "a made-up verl"]
+    assert main([*argv, "--text", str(table), "--json", str(rows)]) == 0
+    assert [(row["script"], row["verdict"]) for row in json.loads(rows.read_text())] == [
+        ("a/fits.sh", COMPOSES),
+        ("a/refused.sh", REFUSED),
+        ("b/engine.sh", NOT_COUNTED),
+        ("b/no_call.sh", NOT_COUNTED),
+    ]
+    text = table.read_text()
+    assert capsys.readouterr().out == text
+    assert text.startswith("a made-up verl: 1 of 2 scripts compose\n")
+    assert f"{1:8}{1:7}  algorithm.adv_estimator=no_such: " in text
+    assert str(tmp_path) not in text
+
+
+def test_a_reason_counts_scripts_and_those_that_it_stops_alone():
+    many = Row("b.sh", REFUSED, ("k=1: no", "l=2: no"))
+    text = render([Row("a.sh", REFUSED, ("k=1: no",)), many, Row("c.sh", COMPOSES)], "some")
+    assert "some: 1 of 3 scripts compose" in text
+    assert f"{2:8}{1:7}  k=1: no" in text
+    assert f"{1:8}{0:7}  l=2: no" in text
+
+
+def test_a_folder_without_scripts_is_an_error(tmp_path, capsys):
+    assert main([str(tmp_path)]) == 2
+    assert "no script that calls main_ppo" in capsys.readouterr().err

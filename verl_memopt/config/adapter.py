@@ -1,0 +1,52 @@
+"""What the folder of trained adapters says about them: LoRA settings that the user leaves out are read from it, as in verl."""
+
+from __future__ import annotations
+
+import json
+import logging
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.config.problems import Problem, problem, shown
+
+logger = logging.getLogger(__name__)
+
+_MODEL = "actor_rollout_ref.model"
+_PATH, _RANK = f"{_MODEL}.lora_adapter_path", f"{_MODEL}.lora_rank"
+_READ = {
+    "r": _RANK,
+    "lora_alpha": f"{_MODEL}.lora_alpha",
+    "target_modules": f"{_MODEL}.target_modules",
+    "exclude_modules": f"{_MODEL}.exclude_modules",
+}
+"""Name in adapter_config.json -> our key."""
+_OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+"""Names in adapter_config.json whose value must be empty or false: with any other the adapters compute something else."""
+
+
+def with_adapter(values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the given settings and the LoRA settings of the adapter folder, and what is wrong with the folder.
+
+    The folder is read if ``lora_adapter_path`` is given, ``lora_rank`` is not, and the folder has an ``adapter_config.json``. A
+    key that is given keeps its value.
+
+    Args:
+        values: our dotted key -> value, of the given keys.
+    """
+    path = values.get(_PATH)
+    if not isinstance(path, str) or _RANK in values or not (file := Path(path) / "adapter_config.json").is_file():
+        return dict(values), []
+    try:
+        config = json.loads(file.read_text())
+        kinds = [name for name in _OTHER_KINDS if config.get(name)]
+    except (OSError, ValueError, AttributeError):
+        return dict(values), [problem({_PATH: path}, "its adapter_config.json is no JSON object", f"Set {_RANK}.")]
+    if kinds:
+        what = f"its adapter_config.json asks for {', '.join(kinds)}; adapters here have one rank and the scale lora_alpha / rank"
+        return dict(values), [problem({_PATH: path}, what, "Give adapters without them.")]
+    if config.get("lora_dropout"):
+        logger.warning("%s=%s: the adapters were trained with dropout, and are trained on without it", _PATH, path)
+    of_folder = {key: config[name] for name, key in _READ.items() if config.get(name) is not None and key not in values}
+    logger.info("%s=%s sets %s", _PATH, path, ", ".join(f"{key}={shown(value)}" for key, value in of_folder.items()))
+    return {**values, **of_folder}, []
