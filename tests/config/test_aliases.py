@@ -88,6 +88,7 @@ def test_whole_reward_sections_are_read_as_ours(settled):
     assert settings.custom_reward_function.path == "score.py"
     assert settings.custom_reward_function.reward_kwargs == {"scale": 2}
     assert our_key("reward.reward_model.enable") == "reward_model.enable"
+    assert our_key("reward.reward_kwargs.max_resp_len") == "reward_model.reward_kwargs.max_resp_len"
 
 
 @pytest.mark.parametrize("alias", GLOBAL_MICRO_BATCHES)

@@ -257,6 +257,10 @@ def test_a_recipe_folder_may_hold_groups_and_odd_letters(tmp_path):
     assert load_settings("recipe", [*LEAST, "+size=small"], str(folder)).data.train_batch_size == 256
 
 
+def test_an_argument_of_spaces_is_shown_in_quotes():
+    assert refused([" "]).startswith("' ': ")
+
+
 def test_the_config_path_of_verls_scripts_is_the_packaged_one(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     for path in ("config", "./config"):

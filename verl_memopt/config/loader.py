@@ -92,7 +92,7 @@ def compose_mapping(config_name: str, overrides: list[str], config_dir: str | No
             sign = _sign(override, folder)
         except HydraException as error:
             mend = "Write key=value, and quote text with special characters."
-            problems.append(Problem((), f"{line}: {_one_line(error)}. {mend}"))
+            problems.append(Problem((), f"{shown(line)}: {_one_line(error)}. {mend}"))
         except ConfigError as error:
             problems.append(Problem((), f"{line}: {error}"))
         else:
