@@ -40,7 +40,7 @@ The word on the left is read as the one on the right, for that key only.
 _REFUSED = """## verl keys without effect
 
 A value passes with one warning if it asks for nothing, or for another way to the same numbers: the last column says what happens
-instead. Any other value would change the result and is an error. `null` always passes. `.*` covers every key below.
+instead. Any other value asks for what does not exist here and is an error. `null` always passes. `.*` covers every key below.
 """
 
 

@@ -1,7 +1,7 @@
 """Keys of verl that have no effect here. A row leaves this table in the change that gives the key its effect.
 
 A value passes with a warning if it asks for nothing, or only for another way to the same numbers: the warning says what happens
-instead. Any other value would change the result, and is a problem.
+instead. Any other value asks for what does not exist here, and is a problem.
 """
 
 from __future__ import annotations
