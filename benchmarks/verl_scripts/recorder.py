@@ -33,6 +33,7 @@ _BEFORE = r"""
 command_not_found_handle() { printf '%s\0' "$(($# - 1))" "${@:2}" >> "$ARGUMENTS_FILE"; }
 source() { [ ! -f "$1" ] || builtin source "$@"; }
 ulimit() { :; }
+tee() { cat > /dev/null; }
 mkdir() {
     for path; do
         case "$path" in "$HOME"/* | [!/-]*) command mkdir -p "$path" ;; esac
@@ -40,7 +41,8 @@ mkdir() {
 }
 """
 """Read by every bash before a script. A missing command or file, or a limit that cannot be raised, does not end the script.
-Folders are made at home and in the working folder only."""
+Folders are made at home and in the working folder only. ``tee`` writes no file, but reads its input to the end, so that nothing
+before it in a pipe ends early."""
 
 _MODULE = "main_ppo"
 

@@ -49,6 +49,12 @@ def test_a_call_is_found_behind_each_launcher(script, start):
     assert record(script(f"{start} a=1\n")) == [["a=1"]]
 
 
+def test_a_launcher_that_prints_into_a_pipe_is_recorded_whole(script, tmp_path):
+    printing = "for n in {1..20000}; do echo $n; done; python3 -m verl.trainer.main_ppo a=1"
+    assert record(script(f"{{ {printing}; }} 2>&1 | tee {tmp_path}/log.txt\n")) == [["a=1"]]
+    assert not (tmp_path / "log.txt").exists()
+
+
 def test_only_calls_of_the_trainer_count_and_all_of_them(script):
     text = "python3 -c 'import main_ppo'\npython3 make_data.py\nfor n in 1 2; do python3 -m verl.trainer.main_ppo n=$n; done\n"
     assert record(script(text + "python3 -m verl.trainer.main_ppo_sync n=3\n")) == [["n=1"], ["n=2"]]
