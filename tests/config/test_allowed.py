@@ -26,7 +26,7 @@ def test_a_reason_is_of_a_word_that_is_no_choice():
 
 def test_a_word_of_another_project_is_refused_with_its_reason():
     (text,) = complaints(algorithm__adv_estimator="remax")
-    assert text == "algorithm.adv_estimator=remax: only RLOO and GRPO are available. Set rloo or grpo."
+    assert text.startswith("algorithm.adv_estimator=remax: it needs a greedy response to each prompt, which is not generated.")
 
 
 def test_an_unknown_word_is_no_choice():

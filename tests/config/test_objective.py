@@ -22,9 +22,10 @@ def test_every_loss_has_its_words(settled, loss):
 
 
 @pytest.mark.parametrize(
-    ("estimator", "loss", "warns"), [("grpo", "sequence", True), ("grpo", "vanilla", False), ("rloo", "sequence", False)]
+    ("estimator", "loss", "warns"),
+    [("grpo", "sequence", True), ("opo", "sequence", True), ("grpo", "vanilla", False), ("rloo", "sequence", False)],
 )
-def test_grpo_with_the_loss_of_rloo_earns_a_warning(settled, caplog, estimator, loss, warns):
+def test_another_estimator_with_the_loss_of_rloo_earns_a_warning(settled, caplog, estimator, loss, warns):
     settings = settled({"algorithm.adv_estimator": estimator})
     with caplog.at_level(logging.INFO):
         log_objective(settings.algorithm, loss, None)

@@ -153,7 +153,7 @@ def test_zero_is_not_false(complaint, key, value):
         ("actor_rollout_ref.actor.strategy", "megatron", "Set fsdp2."),
         ("actor_rollout_ref.rollout.name", "sglang", "Set vllm or hf."),
         ("actor_rollout_ref.rollout.mode", "sync", "Set async."),
-        ("algorithm.adv_estimator", "gae", "Set rloo or grpo."),
+        ("algorithm.adv_estimator", "gae", "Set rloo or grpo or "),
         ("algorithm.expansion", "lazy", "Set string or token."),
         ("actor_rollout_ref.actor.fsdp_config.dtype", "fp16", "loss scaling"),
     ],

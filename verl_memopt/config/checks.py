@@ -15,7 +15,7 @@ from verl_memopt.config.keys import leaf_values
 from verl_memopt.config.links import LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.conditions import DEVICES, KL
+from verl_memopt.knobs.conditions import DEVICES, KL, WITHOUT_GROUPS
 from verl_memopt.knobs.index import knobs
 from verl_memopt.knobs.knob import Refusal
 
@@ -127,7 +127,7 @@ def _batches() -> Iterator[Refusal]:
     prompt, response, longest = (f"{_ROLLOUT}.{key}" for key in ("prompt_length", "response_length", "max_model_len"))
     yield Refusal(
         (n, "algorithm.adv_estimator"),
-        lambda samples, _: samples < 2,
+        lambda samples, estimator: samples < 2 and estimator not in WITHOUT_GROUPS,
         "a group of one has no baseline to compare with",
         f"Set {n} to 2 or more.",
     )
@@ -162,6 +162,18 @@ def _batches() -> Iterator[Refusal]:
         "prompt and response need more tokens",
         lambda prompts, responses, _: f"Raise {longest} to at least {prompts + responses}, or remove it.",
         lambda prompts, responses, _: f"prompt and response need {prompts + responses} tokens",
+    )
+
+
+def _losses() -> Iterator[Refusal]:
+    """Yield the rules of the policy's loss."""
+    loss = f"{_AR}.actor.policy_loss"
+    yield Refusal(
+        (f"{loss}.clip_cov_lb", f"{loss}.clip_cov_ub"),
+        lambda lower, upper, mode: mode == "clip_cov" and lower >= upper,
+        "no covariance lies between the bounds",
+        f"Set {loss}.clip_cov_lb below clip_cov_ub.",
+        about=(f"{loss}.loss_mode",),
     )
 
 
@@ -261,5 +273,5 @@ def _runs() -> Iterator[Refusal]:
     )
 
 
-RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *_devices(), *_runs())
+RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *_losses(), *_devices(), *_runs())
 """The rules that belong to no knob."""

@@ -95,11 +95,6 @@ _ACTOR = {
     "sum_pi_squared_checkpointing": Refusal((False,), _NOT_HERE),
     "qat.enable": Refusal((False,), _NOT_HERE),
     "qat.*": Refusal(ANY, _NOT_HERE),
-    "policy_loss.clip_cov_ratio": Refusal((0.0002,), _NOT_HERE),
-    "policy_loss.clip_cov_lb": Refusal((1.0,), _NOT_HERE),
-    "policy_loss.clip_cov_ub": Refusal((5.0,), _NOT_HERE),
-    "policy_loss.kl_cov_ratio": Refusal((0.0002,), _NOT_HERE),
-    "policy_loss.ppo_kl_coef": Refusal((0.1,), _NOT_HERE),
     "checkpoint.async_save": Refusal((False,), "a checkpoint is written before the next step. Set false"),
 }
 
@@ -157,8 +152,7 @@ _DATA = {
 }
 
 _ALGORITHM = {
-    "gamma": Refusal((1, 1.0), "RLOO and GRPO score whole responses, nothing is discounted. Set 1.0"),
-    "lam": Refusal((1, 1.0), "RLOO and GRPO score whole responses, no value is estimated. Set 1.0"),
+    "lam": Refusal((1, 1.0), "GAE alone reads it, which needs a critic, and there is none. Set 1.0"),
     "use_pf_ppo": Refusal((False,), _NOT_HERE),
     "pf_ppo.*": Refusal(ANY, _NOT_HERE),
     "filter_groups.enable": Refusal((False,), _NOT_HERE),

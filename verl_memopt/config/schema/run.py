@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from verl_memopt.config.schema.actor import KlEstimator
 from verl_memopt.knobs.index import knob_settings
-from verl_memopt.knobs.ranges import POSITIVE, CountOrMinusOne, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range, Words
+from verl_memopt.knobs.ranges import (
+    POSITIVE,
+    CountOrMinusOne,
+    NaturalFloat,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Share,
+    Words,
+)
 
 VERLS_DEFAULT: Any = "gae"
 """verl's default estimator, which no run can have: it needs a critic."""
@@ -33,10 +43,18 @@ class KlControl:
 class Algorithm:
     """Advantages and the KL in the reward."""
 
-    adv_estimator: Literal["rloo", "grpo"] = VERLS_DEFAULT
-    """rloo or grpo. The default is verl's: gae needs a critic, which is not available, so that one of the two must be given."""
+    adv_estimator: Literal["rloo", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"] = (
+        VERLS_DEFAULT
+    )
+    """rloo = reward minus the mean of the others in the group; grpo = minus the group's mean, over its standard deviation;
+    grpo_passk = the best of a group gets its lead over the second; opo = minus the mean weighted by length; gpg = minus the
+    mean, scaled up for groups without a signal; reinforce_plus_plus = discounted rewards of each token, whitened over the batch,
+    without groups; reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch. The default is verl's:
+    gae needs a critic, which is not available, so that one of the others must be given."""
+    gamma: Share = 1.0
+    """Discount of one token; reinforce_plus_plus only."""
     norm_adv_by_std_in_grpo: bool = True
-    """GRPO: divide by the group's standard deviation."""
+    """grpo and grpo_passk: divide by the group's standard deviation."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward."""
     kl_penalty: KlEstimator = "kl"
