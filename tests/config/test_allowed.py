@@ -75,6 +75,7 @@ ABOVE_0 = [
 FROM_0 = [
     *("data.seed", f"{AR}.model.activation_offload_min_bytes", f"{AR}.model.lora_rank", f"{AR}.model.logprob_chunk_tokens"),
     *(f"{AR}.model.logprob_vocab_tile", f"{AR}.actor.entropy_coeff", f"{AR}.actor.kl_loss_coef"),
+    f"{AR}.actor.policy_loss.ppo_kl_coef",
     *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
     *("trainer.track_memory_every_steps", "trainer.log_val_generations"),
@@ -83,8 +84,11 @@ ABOVE_0_OR_MINUS_1 = [
     *("data.train_max_samples", "data.val_max_samples", f"{AR}.actor.optim.total_training_steps", *roles("fsdp_size")),
     *(f"{AR}.rollout.top_k", f"{AR}.rollout.val_kwargs.top_k", "trainer.save_freq", "trainer.test_freq"),
 ]
-UP_TO_1 = [f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_ratio"]
-ABOVE_0_UP_TO_1 = [f"{AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")]
+UP_TO_1 = [f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_ratio", "algorithm.gamma"]
+ABOVE_0_UP_TO_1 = [
+    *(f"{AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")),
+    *(f"{AR}.actor.policy_loss.{key}" for key in ("clip_cov_ratio", "kl_cov_ratio")),
+]
 
 
 def least_step(key):
