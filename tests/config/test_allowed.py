@@ -55,6 +55,7 @@ def roles(*keys):
 
 ABOVE_0 = [
     *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.val_batch_size"),
+    "data.gen_batch_size",
     *(f"{AR}.nccl_timeout", f"{AR}.model.gradient_checkpointing_every", f"{AR}.model.activation_offload_in_flight"),
     *(f"{AR}.model.tiled_mlp.num_shards", f"{AR}.model.lora_alpha"),
     *(f"{AR}.actor.{key}" for key in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")),
@@ -78,7 +79,7 @@ FROM_0 = [
     f"{AR}.actor.policy_loss.ppo_kl_coef",
     *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
-    *("trainer.track_memory_every_steps", "trainer.log_val_generations"),
+    *("trainer.track_memory_every_steps", "trainer.log_val_generations", "algorithm.filter_groups.max_num_gen_batches"),
 ]
 ABOVE_0_OR_MINUS_1 = [
     *("data.train_max_samples", "data.val_max_samples", f"{AR}.actor.optim.total_training_steps", *roles("fsdp_size")),

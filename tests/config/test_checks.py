@@ -328,15 +328,6 @@ FOUR = {"trainer.n_gpus_per_node": 4}
 ONE_STEP = {f"{AR}.actor.optim.in_backward": True, f"{AR}.actor.optim.clip_grad": None, f"{AR}.actor.use_dynamic_bsz": False}
 LIMITS = {
     "a group has two answers": ({"algorithm.adv_estimator": "rloo"}, f"{AR}.rollout.n", [2], [1]),
-    **{
-        f"a group of {name} has two answers": ({"algorithm.adv_estimator": name}, f"{AR}.rollout.n", [2], [1])
-        for name in choices()["algorithm.adv_estimator"]
-        if name not in ("rloo", "reinforce_plus_plus")
-    },
-    "REINFORCE++ compares no group": ({"algorithm.adv_estimator": "reinforce_plus_plus"}, f"{AR}.rollout.n", [1, 2], []),
-    "a covariance lies between the bounds": (
-        {f"{AR}.actor.policy_loss.loss_mode": "clip_cov"}, f"{AR}.actor.policy_loss.clip_cov_lb", [4.9, -1.0], [5.0, 6.0],
-    ),
     "a step is whole mini-batches": ({f"{AR}.actor.ppo_mini_batch_size": 64}, "data.train_batch_size", [64, 128], [63, 65, 127]),
     "a mini-batch divides a step": ({"data.train_batch_size": 64}, f"{AR}.actor.ppo_mini_batch_size", [32, 64], [33, 63, 65]),
     "rows divide over devices": (

@@ -8,6 +8,13 @@ AR = "actor_rollout_ref"
 IDLE_CASES = {
     "algorithm.norm_adv_by_std_in_grpo": ({}, True, {"algorithm.adv_estimator": "grpo"}),
     "algorithm.gamma": ({}, 0.5, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
+    "algorithm.filter_groups.enable": (
+        {"algorithm.adv_estimator": "reinforce_plus_plus", f"{AR}.rollout.n": 1},
+        True,
+        {f"{AR}.rollout.n": 2},
+    ),
+    "algorithm.filter_groups.metric": ({}, "acc", {"algorithm.filter_groups.enable": True}),
+    "algorithm.filter_groups.max_num_gen_batches": ({}, 5, {"algorithm.filter_groups.enable": True}),
     "algorithm.kl_penalty": ({}, "abs", {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.type": ({}, "adaptive", {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.kl_coef": ({}, 0.5, {"algorithm.use_kl_in_reward": True}),

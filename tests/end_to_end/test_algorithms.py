@@ -49,3 +49,24 @@ def test_reinforce_plus_plus_trains_with_one_response_to_a_prompt_and_the_kl_at_
     assert first["critic/returns/max"] == pytest.approx(1.0, abs=1e-5)  # the first step: the policy is the reference
     assert first["critic/returns/mean"] != pytest.approx(first["critic/advantages/mean"], abs=1e-3)
     assert second["actor/reward_kl_penalty"] != 0
+
+
+def test_groups_without_a_signal_are_replaced(toy, tmp_path):
+    more = ["algorithm.adv_estimator=grpo", f"{ACTOR}.policy_loss.loss_mode=vanilla", "algorithm.filter_groups.enable=true"]
+    more += ["algorithm.filter_groups.metric=acc", "data.gen_batch_size=12", "actor_rollout_ref.rollout.temperature=1.5"]
+    more += [f"custom_reward_function.path={_reward(tmp_path)}"]
+    assert train_here(toy, tmp_path / "run", *SHORT, *more) == 0
+    for row in updates(tmp_path / "run"):
+        assert row["reward/equal_groups_share"] == 0
+        assert row["train/num_gen_batches"] >= 1
+        assert 0 <= row["reward/filtered_groups_share"] < 1
+
+
+def _reward(folder):
+    """Writes a reward that returns whether the answer is right beside the score."""
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    right = float(solution_str.strip() == str(ground_truth))\n"
+        "    return {'score': right, 'acc': right}\n"
+    )
+    return folder / "reward.py"

@@ -71,6 +71,7 @@ def runs(toy, folder):
     plugins.write_text(PLUGINS)
     plain = [
         "actor_rollout_ref.actor.use_dynamic_bsz=true", "algorithm.use_kl_in_reward=true", "data.truncation=left",
+        "algorithm.filter_groups.enable=true",
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "trainer.total_training_steps=2",
     ]  # fmt: skip
     other = [

@@ -75,7 +75,7 @@ def test_an_off_policy_ratio_of_sequences_waits_for_backward(loss_mode):
 
 
 def test_every_loss_and_every_mean_can_be_chosen():
-    assert choices()["actor_rollout_ref.actor.policy_loss.loss_mode"] == tuple(LOSSES)
+    assert set(choices()["actor_rollout_ref.actor.policy_loss.loss_mode"]) == LOSSES.keys()
     assert choices()["actor_rollout_ref.actor.loss_agg_mode"] == LOSS_AGG_MODES
     assert set(LOSSES) - TOKEN_LOCAL == set(LOSSES_OF_SEQUENCES)
 

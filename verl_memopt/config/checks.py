@@ -9,13 +9,14 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.allowed import LARGEST_SCORE, check_values
 from verl_memopt.config.idle import IDLE, warn_idle
 from verl_memopt.config.keys import leaf_values
 from verl_memopt.config.links import LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.conditions import DEVICES, KL, WITHOUT_GROUPS
+from verl_memopt.knobs.conditions import DEVICES, KL
 from verl_memopt.knobs.index import knobs
 from verl_memopt.knobs.knob import Refusal
 
@@ -126,12 +127,6 @@ def _batches() -> Iterator[Refusal]:
     batch, mini, n = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size", f"{_ROLLOUT}.n"
     prompt, response, longest = (f"{_ROLLOUT}.{key}" for key in ("prompt_length", "response_length", "max_model_len"))
     yield Refusal(
-        (n, "algorithm.adv_estimator"),
-        lambda samples, estimator: samples < 2 and estimator not in WITHOUT_GROUPS,
-        "a group of one has no baseline to compare with",
-        f"Set {n} to 2 or more.",
-    )
-    yield Refusal(
         (batch, mini), _uneven, "the prompts of a step do not divide into mini-batches", f"Set {mini} to a divisor of {batch}."
     )
     for key in (batch, mini):
@@ -162,18 +157,6 @@ def _batches() -> Iterator[Refusal]:
         "prompt and response need more tokens",
         lambda prompts, responses, _: f"Raise {longest} to at least {prompts + responses}, or remove it.",
         lambda prompts, responses, _: f"prompt and response need {prompts + responses} tokens",
-    )
-
-
-def _losses() -> Iterator[Refusal]:
-    """Yield the rules of the policy's loss."""
-    loss = f"{_AR}.actor.policy_loss"
-    yield Refusal(
-        (f"{loss}.clip_cov_lb", f"{loss}.clip_cov_ub"),
-        lambda lower, upper, mode: mode == "clip_cov" and lower >= upper,
-        "no covariance lies between the bounds",
-        f"Set {loss}.clip_cov_lb below clip_cov_ub.",
-        about=(f"{loss}.loss_mode",),
     )
 
 
@@ -273,5 +256,5 @@ def _runs() -> Iterator[Refusal]:
     )
 
 
-RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *_losses(), *_devices(), *_runs())
+RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *ALGORITHM_RULES, *_devices(), *_runs())
 """The rules that belong to no knob."""

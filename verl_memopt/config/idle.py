@@ -20,6 +20,7 @@ _WITHOUT_CLIP = ("gpg", "kl_cov")
 _ENGINE, _SAMPLES, _AGG_MODE = f"{_AR}.rollout.name", f"{_AR}.rollout.do_sample", f"{_AR}.actor.loss_agg_mode"
 _LOSS_MODE, _KL_LOSS = f"{_AR}.actor.policy_loss.loss_mode", f"{_AR}.actor.use_kl_loss"
 _ESTIMATOR = "algorithm.adv_estimator"
+_FILTER, _RESPONSES = "algorithm.filter_groups", f"{_AR}.rollout.n"
 _DIVIDED_BY_STD = ("grpo", "grpo_passk")
 _DISCOUNTED = ("reinforce_plus_plus",)
 _KL_REWARD, _KL_TYPE = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.type"
@@ -32,6 +33,9 @@ def _idle() -> Iterator[Idle]:
     """Yield what the settings say that belong to no knob."""
     yield Idle(_NAMED_ON_SIGHT, (_ESTIMATOR,), lambda name: name not in _DIVIDED_BY_STD, "it belongs to grpo and grpo_passk")
     yield Idle("algorithm.gamma", (_ESTIMATOR,), lambda name: name not in _DISCOUNTED, "it belongs to reinforce_plus_plus")
+    yield Idle(f"{_FILTER}.enable", (_RESPONSES,), lambda n: n < 2, "a group of one is always kept")
+    for key in ("metric", "max_num_gen_batches"):
+        yield Idle(f"{_FILTER}.{key}", (f"{_FILTER}.enable",), lambda on: not on, f"{_FILTER}.enable is false")
     for key in ("algorithm.kl_penalty", _KL_TYPE, "algorithm.kl_ctrl.kl_coef"):
         yield Idle(key, (_KL_REWARD,), lambda on: not on, f"{_KL_REWARD} is false")
     for key in ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"):

@@ -43,7 +43,6 @@ _NO_BYPASS = (
 )
 _CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens sets the chunk. Remove the key"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
-_STEP = "one batch is generated per step. Set data.train_batch_size"
 _PACKED = "rows are always packed, no pad token is computed. Remove the key"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
 _TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSOR_PARALLEL}"
@@ -143,7 +142,6 @@ _DATA = {
     "return_multi_modal_inputs": Refusal((True, False), _TEXT_ONLY),
     "tool_config_path": Refusal((), _NOT_HERE),
     "datagen.*": Refusal((), "rows come from files. Use data.custom_cls.path"),
-    "gen_batch_size": Refusal((), _STEP),
     "tokenizer": Refusal(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),
     "return_raw_chat": Refusal(ANY, _UNREAD),
     "return_raw_input_ids": Refusal(ANY, _UNREAD),
@@ -155,8 +153,6 @@ _ALGORITHM = {
     "lam": Refusal((1, 1.0), "GAE alone reads it, which needs a critic, and there is none. Set 1.0"),
     "use_pf_ppo": Refusal((False,), _NOT_HERE),
     "pf_ppo.*": Refusal(ANY, _NOT_HERE),
-    "filter_groups.enable": Refusal((False,), _NOT_HERE),
-    "filter_groups.*": Refusal(ANY, _NOT_HERE),
     "rollout_correction.rollout_is": Refusal((), _NO_MISMATCH),
     "rollout_correction.rollout_is_threshold": Refusal((2.0,), _NO_MISMATCH),
     "rollout_correction.rollout_is_batch_normalize": Refusal((False,), _NO_MISMATCH),

@@ -40,6 +40,21 @@ class KlControl:
 
 
 @dataclass(frozen=True)
+class FilterGroups:
+    """Dynamic sampling (DAPO): a step learns from groups with a signal only."""
+
+    enable: bool = False
+    """Leave out the groups whose responses all score the same, and answer more prompts until ``data.train_batch_size`` groups
+    differ. Groups beyond that are dropped. A step then reads more prompts than ``data.train_batch_size``; ``total_epochs`` still
+    counts steps."""
+    metric: str | None = None
+    """What must differ inside a group: score (seq_reward and seq_final_reward mean the same), or the name of another number that
+    the reward function returns; null = score."""
+    max_num_gen_batches: NaturalInt = 0
+    """Rounds of generation after which a step that is not full stops the run; 0 = no limit."""
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """Advantages and the KL in the reward."""
 
@@ -61,6 +76,8 @@ class Algorithm:
     """Estimator of that KL: kl, abs, mse, low_var_kl."""
     kl_ctrl: KlControl = field(default_factory=KlControl)
     """Its coefficient."""
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
+    """Dynamic sampling."""
     expansion: Literal["string", "token"] = "string"
     """How a prompt becomes ``rollout.n`` rows: string (as text, before one tokenization) or token (as ids)."""
 
