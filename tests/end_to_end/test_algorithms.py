@@ -21,6 +21,16 @@ WAYS = [
 ]
 
 
+def graded(folder):
+    """Writes a reward with many values, whose ``acc`` says whether the answer is right."""
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    right = solution_str.strip() == str(ground_truth)\n"
+        "    return {'score': right + sum(map(ord, solution_str)) % 97 / 96, 'acc': right}\n"
+    )
+    return folder / "reward.py"
+
+
 def updates(run_dir):
     """Gives the metrics of both steps, each of which has changed the weights."""
     rows = metrics(run_dir)
@@ -34,8 +44,9 @@ def updates(run_dir):
 @pytest.mark.parametrize(("estimator", "loss", "more"), WAYS)
 def test_two_steps_train_with(toy, tmp_path, estimator, loss, more):
     chosen = [f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}"]
-    assert train_here(toy, tmp_path, *SHORT, *chosen, *(f"{ACTOR}.{setting}" for setting in more)) == 0
-    first, _ = updates(tmp_path)
+    chosen += [f"custom_reward_function.path={graded(tmp_path)}", "actor_rollout_ref.rollout.temperature=1.5"]
+    assert train_here(toy, tmp_path / "run", *SHORT, *chosen, *(f"{ACTOR}.{setting}" for setting in more)) == 0
+    first, _ = updates(tmp_path / "run")
     assert ("actor/ppo_kl_abs" in first) == (loss == "kl_cov")
     if loss == "clip_cov":
         assert first["actor/pg_clipfrac"] == pytest.approx(0.1, abs=0.05)
@@ -54,19 +65,9 @@ def test_reinforce_plus_plus_trains_with_one_response_to_a_prompt_and_the_kl_at_
 def test_groups_without_a_signal_are_replaced(toy, tmp_path):
     more = ["algorithm.adv_estimator=grpo", f"{ACTOR}.policy_loss.loss_mode=vanilla", "algorithm.filter_groups.enable=true"]
     more += ["algorithm.filter_groups.metric=acc", "data.gen_batch_size=12", "actor_rollout_ref.rollout.temperature=1.5"]
-    more += [f"custom_reward_function.path={_reward(tmp_path)}"]
+    more += [f"custom_reward_function.path={graded(tmp_path)}"]
     assert train_here(toy, tmp_path / "run", *SHORT, *more) == 0
     for row in updates(tmp_path / "run"):
         assert row["reward/equal_groups_share"] == 0
         assert row["train/num_gen_batches"] >= 1
         assert 0 <= row["reward/filtered_groups_share"] < 1
-
-
-def _reward(folder):
-    """Writes a reward that returns whether the answer is right beside the score."""
-    (folder / "reward.py").write_text(
-        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
-        "    right = float(solution_str.strip() == str(ground_truth))\n"
-        "    return {'score': right, 'acc': right}\n"
-    )
-    return folder / "reward.py"
