@@ -12,6 +12,8 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.batching.row_tokens import chains
 from verl_memopt.models.pack import Pack, pack_groups, pack_prompt, pack_suffixes
 
+TokenTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
@@ -36,7 +38,7 @@ class MicroBatch:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        flat = [moved(tensor) for tensor in (self.old_log_probs, self.ref_log_probs, self.advantages, self.selected)]
+        flat = moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages), moved(self.selected)
         prompt = None if self.prompt is None else self.prompt.to(device)
         return MicroBatch(self.pack.to(device), *flat, prompt, self.ends)
 
@@ -69,6 +71,6 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
             yield MicroBatch(pack, *_flat(chosen), prompt, part is chain[-1])
 
 
-def _flat(batch: RolloutBatch) -> tuple[Tensor | None, ...]:
+def _flat(batch: RolloutBatch) -> TokenTensors:
     """Return the tensors with one value per response token, in the order of the fields of :class:`MicroBatch`."""
     return batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.selected
