@@ -115,8 +115,9 @@ FILTER = {"algorithm.filter_groups.enable": True, "data.gen_batch_size": 3, f"{A
 
 def test_a_step_trains_on_groups_that_differ_alone_and_goes_on_where_its_prompts_ended(settled):
     results, states = [], []
-    for _ in range(2):
-        with running(settled(FILTER)) as learner:
+    for frees_engine in (False, True):  # an engine that slept between two rounds would refuse the second
+        with running(settled(FILTER | {f"{AR}.rollout.free_cache_engine": frees_engine})) as learner:
+            assert learner.generator.frees_engine == frees_engine
             results.append([learner.train_step(step) for step in (1, 2)])
             states.append(learner.prompts.state_dict())
     for result in results[0]:
