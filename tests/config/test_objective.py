@@ -16,6 +16,11 @@ def test_estimator_loss_and_both_kls_are_named(settled):
     )
 
 
+def test_groups_that_are_left_out_are_named(settled):
+    algorithm = settled({"algorithm.filter_groups.enable": True}).algorithm
+    assert objective(algorithm, "vanilla", None).endswith("no KL, groups whose responses agree in score left out")
+
+
 @pytest.mark.parametrize("loss", choices()[LOSS])
 def test_every_loss_has_its_words(settled, loss):
     assert objective(settled({}).algorithm, loss, None).endswith("), no KL")

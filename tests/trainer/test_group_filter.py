@@ -120,6 +120,7 @@ def test_a_step_trains_on_groups_that_differ_alone_and_goes_on_where_its_prompts
             assert learner.generator.frees_engine == frees_engine
             results.append([learner.train_step(step) for step in (1, 2)])
             states.append(learner.prompts.state_dict())
+            assert learner.workers.group._worker.engine._state.is_awake("kv_cache") != frees_engine
     for result in results[0]:
         scores = [each.score for each in result.results]
         assert len(scores) == 8

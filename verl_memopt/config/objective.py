@@ -21,10 +21,10 @@ _RATIO = {
 
 
 def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
-    """Return the estimator, the loss and every KL of a run, in words.
+    """Return the estimator, the loss and every KL of a run, and whether groups are left out, in words.
 
     Args:
-        algorithm: says how advantages are estimated, and whether the reward has a KL.
+        algorithm: The section ``algorithm``.
         loss: ``policy_loss.loss_mode``.
         kl_in_loss: coefficient and kind of the KL in the loss; None = there is none.
     """
@@ -33,7 +33,11 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
         parts.append(f"KL in the loss {kl_in_loss}")
     if algorithm.use_kl_in_reward:
         parts.append(f"KL in the reward {algorithm.kl_ctrl.kl_coef:g} x {algorithm.kl_penalty}")
-    return ", ".join([*parts, *(["no KL"] if len(parts) == 2 else [])])
+    if len(parts) == 2:
+        parts.append("no KL")
+    if algorithm.filter_groups.enable:
+        parts.append(f"groups whose responses agree in {algorithm.filter_groups.metric or 'score'} left out")
+    return ", ".join(parts)
 
 
 def log_objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> None:
