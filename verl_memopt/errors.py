@@ -38,7 +38,7 @@ class RolloutError(UserError):
 
 
 class TrainingError(UserError):
-    """Training cannot continue: the gradient norm stays infinite or NaN, or an update has damaged the weights."""
+    """Training cannot continue: gradient norms are not finite, an update has damaged the weights, or no group has a signal."""
 
     exit_code = 1
 

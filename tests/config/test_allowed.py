@@ -26,7 +26,7 @@ def test_a_reason_is_of_a_word_that_is_no_choice():
 
 def test_a_word_of_another_project_is_refused_with_its_reason():
     (text,) = complaints(algorithm__adv_estimator="remax")
-    assert text == "algorithm.adv_estimator=remax: only RLOO and GRPO are available. Set rloo or grpo."
+    assert text.startswith("algorithm.adv_estimator=remax: it needs a greedy response to each prompt, which is not generated.")
 
 
 def test_an_unknown_word_is_no_choice():
@@ -55,6 +55,7 @@ def roles(*keys):
 
 ABOVE_0 = [
     *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.val_batch_size"),
+    "data.gen_batch_size",
     *(f"{AR}.nccl_timeout", f"{AR}.model.gradient_checkpointing_every", f"{AR}.model.activation_offload_in_flight"),
     *(f"{AR}.model.tiled_mlp.num_shards", f"{AR}.model.lora_alpha"),
     *(f"{AR}.actor.{key}" for key in ("ppo_mini_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu")),
@@ -75,16 +76,20 @@ ABOVE_0 = [
 FROM_0 = [
     *("data.seed", f"{AR}.model.activation_offload_min_bytes", f"{AR}.model.lora_rank", f"{AR}.model.logprob_chunk_tokens"),
     *(f"{AR}.model.logprob_vocab_tile", f"{AR}.actor.entropy_coeff", f"{AR}.actor.kl_loss_coef"),
+    f"{AR}.actor.policy_loss.ppo_kl_coef",
     *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
-    *("trainer.track_memory_every_steps", "trainer.log_val_generations"),
+    *("trainer.track_memory_every_steps", "trainer.log_val_generations", "algorithm.filter_groups.max_num_gen_batches"),
 ]
 ABOVE_0_OR_MINUS_1 = [
     *("data.train_max_samples", "data.val_max_samples", f"{AR}.actor.optim.total_training_steps", *roles("fsdp_size")),
     *(f"{AR}.rollout.top_k", f"{AR}.rollout.val_kwargs.top_k", "trainer.save_freq", "trainer.test_freq"),
 ]
-UP_TO_1 = [f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_ratio"]
-ABOVE_0_UP_TO_1 = [f"{AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")]
+UP_TO_1 = [f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_ratio", "algorithm.gamma"]
+ABOVE_0_UP_TO_1 = [
+    *(f"{AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")),
+    *(f"{AR}.actor.policy_loss.{key}" for key in ("clip_cov_ratio", "kl_cov_ratio")),
+]
 
 
 def least_step(key):

@@ -7,6 +7,14 @@ AR = "actor_rollout_ref"
 
 IDLE_CASES = {
     "algorithm.norm_adv_by_std_in_grpo": ({}, True, {"algorithm.adv_estimator": "grpo"}),
+    "algorithm.gamma": ({}, 0.5, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
+    "algorithm.filter_groups.enable": (
+        {"algorithm.adv_estimator": "reinforce_plus_plus", f"{AR}.rollout.n": 1},
+        True,
+        {f"{AR}.rollout.n": 2},
+    ),
+    "algorithm.filter_groups.metric": ({}, "acc", {"algorithm.filter_groups.enable": True}),
+    "algorithm.filter_groups.max_num_gen_batches": ({}, 5, {"algorithm.filter_groups.enable": True}),
     "algorithm.kl_penalty": ({}, "abs", {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.type": ({}, "adaptive", {"algorithm.use_kl_in_reward": True}),
     "algorithm.kl_ctrl.kl_coef": ({}, 0.5, {"algorithm.use_kl_in_reward": True}),
@@ -26,6 +34,24 @@ IDLE_CASES = {
         "seq-mean-token-sum",
         {f"{AR}.actor.entropy_coeff": 0.1},
     ),
+    **{
+        f"{AR}.actor.{key}": (
+            {f"{AR}.actor.policy_loss.loss_mode": "gpg"},
+            0.1,
+            {f"{AR}.actor.policy_loss.loss_mode": "cispo"},
+        )
+        for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+    },
+    **{
+        f"{AR}.actor.policy_loss.{key}": ({}, 0.5, {f"{AR}.actor.policy_loss.loss_mode": loss})
+        for key, loss in {
+            "clip_cov_ratio": "clip_cov",
+            "clip_cov_lb": "clip_cov",
+            "kl_cov_ratio": "kl_cov",
+            "ppo_kl_coef": "kl_cov",
+        }.items()
+    },
+    f"{AR}.actor.policy_loss.clip_cov_ub": ({}, 2.0, {f"{AR}.actor.policy_loss.loss_mode": "clip_cov"}),
     f"{AR}.actor.ppo_micro_batch_size_per_gpu": ({}, 5, {f"{AR}.actor.use_dynamic_bsz": False}),
     f"{AR}.actor.ppo_max_token_len_per_gpu": (
         {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.rollout.log_prob_use_dynamic_bsz": False}
@@ -33,7 +59,7 @@ IDLE_CASES = {
         5000,
         {f"{AR}.actor.use_dynamic_bsz": True, f"{AR}.actor.ppo_micro_batch_size_per_gpu": None},
     ),
-    f"{AR}.rollout.do_sample": ({}, False, None),
+    f"{AR}.rollout.do_sample": ({}, False, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     "custom_reward_function.name": ({}, "mine", {"custom_reward_function.path": "mine.py"}),
     "custom_reward_function.fallback_score": ({}, 1.0, {"custom_reward_function.on_error": "score"}),
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),

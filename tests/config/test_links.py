@@ -6,6 +6,7 @@ from verl_memopt.config.schema import Settings
 
 AR = "actor_rollout_ref"
 OTHER = {
+    "data.train_batch_size": 512,
     f"{AR}.actor.clip_ratio": 0.3,
     "data.max_response_length": 99,
     f"{AR}.actor.checkpoint.save_contents": ["model"],
@@ -20,6 +21,7 @@ OTHER = {
 }
 """Target -> a value that is not its default."""
 OWN = {
+    "data.gen_batch_size": 768,
     f"{AR}.actor.clip_ratio_low": 0.1,
     f"{AR}.actor.clip_ratio_high": 0.4,
     f"{AR}.actor.loss_scale_factor": 7,
@@ -50,7 +52,8 @@ def test_a_follower_takes_the_value_of_its_target(settled, follower):
 @pytest.mark.parametrize("follower", LINKS)
 def test_a_follower_that_is_given_keeps_its_own_value(settled, follower):
     target = LINKS[follower]
-    more = {key: value for key, value in MICRO.items() if key != follower}
+    around = MICRO | {"algorithm.filter_groups.enable": True}
+    more = {key: value for key, value in around.items() if key != follower}
     assert value_at(settled(more | {target: OTHER[target], follower: OWN[follower]}), follower) == OWN[follower]
 
 

@@ -16,15 +16,21 @@ def test_estimator_loss_and_both_kls_are_named(settled):
     )
 
 
+def test_groups_that_are_left_out_are_named(settled):
+    algorithm = settled({"algorithm.filter_groups.enable": True}).algorithm
+    assert objective(algorithm, "vanilla", None).endswith("no KL, groups whose responses agree in score left out")
+
+
 @pytest.mark.parametrize("loss", choices()[LOSS])
 def test_every_loss_has_its_words(settled, loss):
     assert objective(settled({}).algorithm, loss, None).endswith("), no KL")
 
 
 @pytest.mark.parametrize(
-    ("estimator", "loss", "warns"), [("grpo", "sequence", True), ("grpo", "vanilla", False), ("rloo", "sequence", False)]
+    ("estimator", "loss", "warns"),
+    [("grpo", "sequence", True), ("opo", "sequence", True), ("grpo", "vanilla", False), ("rloo", "sequence", False)],
 )
-def test_grpo_with_the_loss_of_rloo_earns_a_warning(settled, caplog, estimator, loss, warns):
+def test_another_estimator_with_the_loss_of_rloo_earns_a_warning(settled, caplog, estimator, loss, warns):
     settings = settled({"algorithm.adv_estimator": estimator})
     with caplog.at_level(logging.INFO):
         log_objective(settings.algorithm, loss, None)

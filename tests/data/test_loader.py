@@ -63,6 +63,8 @@ def test_without_shuffle_the_rows_come_as_they_stand() -> None:
 def test_a_batch_larger_than_the_dataset_is_refused_with_both_numbers() -> None:
     with pytest.raises(DataError, match=r"data\.train_batch_size=9: an epoch has only 8 rows"):
         StepLoader(rows(8), 9, True, 0)
+    with pytest.raises(DataError, match=r"data\.gen_batch_size=9: an epoch has only 8 rows"):
+        StepLoader(rows(8), 9, True, 0, key="data.gen_batch_size")
 
 
 def test_a_state_of_another_dataset_is_refused_with_both_numbers() -> None:

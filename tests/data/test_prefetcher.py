@@ -75,6 +75,19 @@ def test_an_error_in_the_thread_is_the_callers():
     prefetcher.close()
 
 
+def test_further_prompts_of_a_step_are_given_back_with_it(prefetcher):
+    take_steps(prefetcher, 1)
+    before = prefetcher.state_dict()
+    first, *others = prefetcher.next().prompts, prefetcher.more().prompts, prefetcher.more().prompts
+    resumed = loader()
+    resumed.load_state_dict(prefetcher.state_dict())
+    fourth = resumed.next_step()
+    prefetcher.give_back()
+    assert prefetcher.state_dict() == before
+    resumed.load_state_dict(prefetcher.state_dict())
+    assert [resumed.next_step() for _ in range(4)] == [first, *others, fourth]
+
+
 def test_a_step_that_is_given_back_is_the_next_one_of_whoever_goes_on(prefetcher):
     take_steps(prefetcher, 2)
     before, epoch = prefetcher.state_dict(), prefetcher.epoch

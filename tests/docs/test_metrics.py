@@ -15,7 +15,8 @@ OFF_POLICY = [
     *(f"{AR}.actor.ppo_mini_batch_size=2", f"{AR}.actor.calculate_entropy=true", f"{AR}.actor.use_kl_loss=true"),
     *("algorithm.use_kl_in_reward=true", "data.truncation=left", f"{AR}.model.enable_activation_offload=true"),
     *(f"{AR}.rollout.val_kwargs.n=2", f"{AR}.rollout.val_kwargs.do_sample=true", f"{AR}.rollout.val_kwargs.temperature=1.0"),
-    "custom_reward_function.path={reward}",
+    *("custom_reward_function.path={reward}", "algorithm.filter_groups.enable=true"),
+    f"{AR}.actor.policy_loss.loss_mode=kl_cov",
 ]
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):

@@ -71,6 +71,7 @@ def runs(toy, folder):
     plugins.write_text(PLUGINS)
     plain = [
         "actor_rollout_ref.actor.use_dynamic_bsz=true", "algorithm.use_kl_in_reward=true", "data.truncation=left",
+        "algorithm.filter_groups.enable=true",
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "trainer.total_training_steps=2",
     ]  # fmt: skip
     other = [
@@ -82,6 +83,7 @@ def runs(toy, folder):
         f"data.custom_cls.path={plugins}", "data.custom_cls.name=Rows",
         "actor_rollout_ref.model.enable_activation_offload=true", "actor_rollout_ref.model.tiled_mlp.enabled=true",
         f"data.sampler.class_path={plugins}", "data.sampler.class_name=Backwards",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
         f"custom_reward_function.path={plugins}", "custom_reward_function.name=score", "custom_reward_function.on_error=score",
     ]  # fmt: skip
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/other/global_step_1"]
@@ -89,6 +91,7 @@ def runs(toy, folder):
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other)
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other + resumed)
     lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
+    lora += ["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
     yield load_settings("rloo_trainer", common(toy, folder / "lora") + plain + lora)
 
 

@@ -22,9 +22,8 @@ def test_advantages_are_averaged_over_tokens_and_scores_over_rows() -> None:
     metrics = critic_metrics(
         scores=torch.tensor([1.0, 0.0]),
         rewards=torch.tensor([0.5, 0.0]),
-        advantages=torch.tensor([1.0, -1.0]),
-        returns=torch.tensor([2.0, 4.0]),
-        lengths=torch.tensor([3, 1]),
+        advantages=torch.tensor([1.0, 1.0, 1.0, -1.0]),
+        returns=torch.tensor([2.0, 2.0, 2.0, 4.0]),
     )
     assert metrics["critic/score/mean"] == 0.5
     assert metrics["critic/rewards/max"] == 0.5
@@ -33,9 +32,9 @@ def test_advantages_are_averaged_over_tokens_and_scores_over_rows() -> None:
     assert len(metrics) == 12
 
 
-def test_an_empty_response_has_no_token_to_weigh_in_advantages() -> None:
-    assert summary_of("a", torch.tensor([9.0, 1.0]), torch.tensor([0, 2])) == {"a/mean": 1.0, "a/max": 1.0, "a/min": 1.0}
-    assert summary_of("a", torch.tensor([9.0]), torch.tensor([0])) == {}
+def test_a_batch_without_a_token_has_no_summary_of_advantages() -> None:
+    assert summary_of("a", torch.tensor([9.0, 1.0])) == {"a/mean": 5.0, "a/max": 9.0, "a/min": 1.0}
+    assert summary_of("a", torch.zeros(0)) == {}
 
 
 def test_lengths_report_caps_and_aborted_rows() -> None:

@@ -4,7 +4,10 @@ import pytest
 import torch
 
 from tests.trainer.conftest import Member, group_of
+from verl_memopt.algorithms.advantages import ESTIMATORS, NEEDS
 from verl_memopt.algorithms.kl import KlController
+from verl_memopt.config.aliases import VALUES
+from verl_memopt.config.allowed import choices
 from verl_memopt.config.schema import Actor, Algorithm, CustomReward, KlControl
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.errors import RewardError
@@ -85,8 +88,8 @@ def shaped(batch, scores, algorithm=RLOO, controller=None):
 
 def test_every_token_of_a_response_gets_the_advantage_of_its_row():
     advantages = shaped(batch_of(RESPONSES), [1.0, 0.0, 0.25, 1.0])
-    assert advantages.per_row.tolist() == [1.0, -1.0, -0.75, 0.75]  # of two samples: own score minus the other's
-    assert advantages.per_token.tolist() == [1.0, 1.0, -0.75, 0.75, 0.75, 0.75]
+    assert advantages.per_token.tolist() == [1.0, 1.0, -0.75, 0.75, 0.75, 0.75]  # of two: own score minus the other's
+    assert advantages.returns.tolist() == advantages.per_token.tolist()
     assert advantages.rewards.tolist() == [1.0, 0.0, 0.25, 1.0]
     assert advantages.kl_mean is None
 
@@ -94,9 +97,10 @@ def test_every_token_of_a_response_gets_the_advantage_of_its_row():
 def test_grpo_divides_by_the_groups_spread_unless_told_not_to():
     scores = [1.0, 0.0, 0.25, 1.0]
     advantages = shaped(batch_of(RESPONSES), scores, Algorithm(adv_estimator="grpo"))
-    assert advantages.per_row.tolist() == pytest.approx([0.5**0.5, -(0.5**0.5)] * 1 + [-(0.5**0.5), 0.5**0.5], rel=4e-6)
+    half = 0.5**0.5
+    assert advantages.per_token.tolist() == pytest.approx([half, half, -half, half, half, half], rel=4e-6)
     plain = shaped(batch_of(RESPONSES), scores, Algorithm(adv_estimator="grpo", norm_adv_by_std_in_grpo=False))
-    assert plain.per_row.tolist() == [0.5, -0.5, -0.375, 0.375]
+    assert plain.per_token.tolist() == [0.5, 0.5, -0.375, 0.375, 0.375, 0.375]
 
 
 def test_the_kl_to_the_reference_is_taken_off_each_rows_reward():
@@ -106,8 +110,53 @@ def test_the_kl_to_the_reference_is_taken_off_each_rows_reward():
     controller = KlController(KlControl(kl_coef=0.25))
     advantages = shaped(batch, [1.0, 0.0, 0.25, 1.0], Algorithm("rloo", use_kl_in_reward=True), controller)
     assert advantages.rewards.tolist() == [0.75, 0.0, 0.25, 0.75]  # sums of kl by row: 1, 0, 0, 1
-    assert advantages.per_row.tolist() == [0.75, -0.75, -0.5, 0.5]
+    assert advantages.per_token.tolist() == [0.75, 0.75, -0.5, 0.5, 0.5, 0.5]
     assert advantages.kl_mean == pytest.approx(2 / 6, rel=1e-6)
+
+
+def whitened(values):
+    """Gives the values with mean 0 and unbiased standard deviation 1."""
+    mean = sum(values) / len(values)
+    variance = sum((value - mean) ** 2 for value in values) / (len(values) - 1)
+    return [(value - mean) / math.sqrt(variance + 1e-8) for value in values]
+
+
+def test_reinforce_plus_plus_discounts_the_kl_and_the_score_of_each_later_token():
+    batch = batch_of(RESPONSES)
+    batch.old_log_probs = torch.tensor([0.5, 1.0, 0.0, 1.0, 0.0, 2.0])
+    batch.ref_log_probs = torch.zeros(6)
+    controller = KlController(KlControl(kl_coef=0.25))
+    settings = Algorithm("reinforce_plus_plus", use_kl_in_reward=True, gamma=0.5)
+    advantages = shaped(batch, [1.0, 0.0, 0.25, 1.0], settings, controller)
+    # Token rewards by row: (-0.125, 1 - 0.25), (), (0.25), (-0.25, 0, 1 - 0.5). Returns from the last token back:
+    returns = [-0.125 + 0.5 * 0.75, 0.75, 0.25, -0.25 + 0.5 * 0.25, 0.5 * 0.5, 0.5]
+    assert advantages.returns.tolist() == pytest.approx(returns, abs=1e-7)
+    assert advantages.per_token.tolist() == pytest.approx(whitened(returns), abs=1e-6)
+    assert advantages.rewards.tolist() == pytest.approx([1 - 0.375, 0.0, 0.25, 1 - 0.75])
+
+
+def test_a_group_of_one_has_an_advantage_under_reinforce_plus_plus():
+    advantages = shaped(batch_of(RESPONSES, samples=1), [1.0, 0.0, 0.25, 1.0], Algorithm("reinforce_plus_plus"))
+    assert advantages.per_token.tolist() == pytest.approx(whitened([1.0, 1.0, 0.25, 1.0, 1.0, 1.0]), abs=1e-6)
+
+
+BY_HAND = {
+    "reinforce_plus_plus_baseline": whitened([0.5, 0.5, -0.375, 0.375, 0.375, 0.375]),
+    "opo": [0.0, 0.0, -0.5625, 0.1875, 0.1875, 0.1875],  # baselines by length: 1 and (0.25 + 3 * 1) / 4
+    "gpg": [0.5, 0.5, -0.375, 0.375, 0.375, 0.375],  # both groups have a signal, so alpha is 1
+    "grpo_passk": [0.5**0.5 * 2, 0.5**0.5 * 2, 0.0, 0.5**0.5 * 2, 0.5**0.5 * 2, 0.5**0.5 * 2],  # lead / std = sqrt(2)
+}
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_advantages_are_those_of_the_estimator_that_the_settings_name(name):
+    advantages = shaped(batch_of(RESPONSES), [1.0, 0.0, 0.25, 1.0], Algorithm(name))
+    assert advantages.per_token.tolist() == pytest.approx(BY_HAND[name], abs=4e-6)
+
+
+def test_every_estimator_without_a_pass_of_its_own_can_be_chosen():
+    available = set(ESTIMATORS) - set(NEEDS) - set(VALUES["algorithm.adv_estimator"])
+    assert set(choices()["algorithm.adv_estimator"]) == available
 
 
 def test_a_batch_without_a_token_has_a_kl_of_zero():

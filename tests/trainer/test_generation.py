@@ -117,6 +117,16 @@ def test_a_rollout_answers_each_prompt_n_times_and_then_the_engine_releases_its_
     assert (engine.may_stop, methods(engine)) == (True, ["generate", "release_engine"])
 
 
+def test_a_further_round_of_a_step_has_seeds_of_its_own_and_the_engine_may_stay_awake():
+    engine = Engine(0)
+    generator = generator_of(engine)
+    for earlier_rounds in range(3):
+        generator.generate(PROMPTS, 3, earlier_rounds, stays_awake=True)
+    seeds = [seed for _, _, _, (_, seeds, *_) in engine.asked for seed in seeds]
+    assert len(set(seeds)) == 3 * 4
+    assert methods(engine) == ["generate"] * 3
+
+
 def test_an_engine_that_keeps_its_memory_is_not_asked_to_release_it():
     engine = Engine(0)
     generator_of(engine, frees_engine=False).generate(PROMPTS, 3)

@@ -167,6 +167,9 @@ def test_a_row_over_a_budget_is_told_under_the_key_of_its_pass(settled, which, k
         ({"algorithm.use_kl_in_reward": True}, False),
         ({f"{AR}.actor.calculate_entropy": True}, False),
         ({f"{AR}.actor.use_kl_loss": True}, True),
+        ({f"{AR}.actor.policy_loss.loss_mode": "cispo"}, True),
+        ({f"{AR}.actor.policy_loss.loss_mode": "clip_cov"}, False),
+        ({f"{AR}.actor.policy_loss.loss_mode": "kl_cov"}, False),
     ],
 )
 def test_the_old_pass_is_left_out_where_one_update_follows_a_rollout_and_nothing_else_reads_it(settled, more, left_out):

@@ -17,9 +17,9 @@ def described(truncates=False, kl_mean=None, entropy=None, old_log_prob=-5.0):
     rows = batch_of([4, 1, 0, 3])
     rows.old_log_probs[0] = old_log_prob
     results = [RewardResult(1.0, {}), RewardResult(0.0, {}), RewardResult(0.5, {}), RewardResult(0.5, {}, failed=True)]
-    per_row = torch.tensor([1.0, -1.0, 0.0, 0.0])
+    per_token = torch.tensor([1.0, -1.0, 0.0, 0.0])[rows.response_row()]
     scores = torch.tensor([result.score for result in results])
-    advantages = Advantages(per_row[rows.response_row()], per_row, scores - 0.25, kl_mean, {"groups": 2.0})
+    advantages = Advantages(per_token, per_token + 0.5, scores - 0.25, kl_mean, {"groups": 2.0})
     answers = Answers([], [], Generation([], None, [], cached_tokens=6), [])
     prompts = StepPrompts([], [], rows_truncated=2, tokens_dropped=9)
     batch = StepBatch(3, prompts, answers, rows, results, entropy, advantages)
@@ -31,6 +31,7 @@ def test_rewards_are_averaged_over_rows_and_advantages_over_tokens():
     assert metrics["critic/score/mean"] == 0.5
     assert metrics["critic/rewards/mean"] == 0.25
     assert metrics["critic/advantages/mean"] == pytest.approx((4 - 1) / 8)
+    assert metrics["critic/returns/mean"] == pytest.approx((4 - 1) / 8 + 0.5)
 
 
 def test_lengths_are_compared_with_their_caps():

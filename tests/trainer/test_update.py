@@ -5,13 +5,17 @@ import pytest
 import torch
 
 from tests.trainer.conftest import AR, Member, batch_of, group_of
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.losses import LOSSES, TOKEN_LOCAL, policy_loss
+from verl_memopt.algorithms.losses.covariance import select_clip_cov, select_kl_cov
+from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.errors import TrainingError
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.experience import StepBatch
 from verl_memopt.trainer.generation import Answers
+from verl_memopt.workers.micro_batches import micro_batches_of
+from verl_memopt.workers.objective import Objective
 
 
 def test_a_mini_batch_knows_its_tokens_and_sequences_over_all_ranks(alike):
@@ -108,3 +112,77 @@ def test_weights_that_one_rank_has_updated_in_part_stop_the_run_with_the_way_bac
         TrainingError, match=r"in_backward=true: in step 3 a gradient .* cannot be taken back.*trainer\.resume_mode=disable"
     ):
         updated(alike, {f"{AR}.actor.ppo_mini_batch_size": 4}, ranks=2, step=3)
+
+
+LENGTHS = [4, 1, 0, 3, 2, 2, 4, 4]
+SELECTING = {
+    "clip_cov_ratio": 0.25,
+    "clip_cov_lb": -0.05,
+    "clip_cov_ub": 10.0,
+    "kl_cov_ratio": 0.25,
+    "ppo_kl_coef": 0.7,
+}
+
+
+def random_batch():
+    """Gives a batch that has, in place of the reference's log-probs, those of the policy during the update."""
+    batch, generator = batch_of(LENGTHS), torch.Generator().manual_seed(5)
+    old, change, advantages = (torch.randn(sum(LENGTHS), generator=generator) for _ in range(3))
+    batch.old_log_probs, batch.ref_log_probs, batch.advantages = old - 3, old - 3 + 0.3 * change, advantages
+    return batch
+
+
+def selecting_update(alike, ranks, **actor):
+    loss = {f"{AR}.actor.policy_loss.{name}": value for name, value in SELECTING.items()}
+    settings = {f"{AR}.actor.{name.replace('__', '.')}": value for name, value in actor.items()}
+    return alike(loss | settings, group_of(*map(Member, range(ranks)))).policy_update
+
+
+def whole_loss(batch, rows, actor, seed):
+    """Gives the loss of a mini-batch from one call with all its tokens."""
+    chosen = batch.select(rows)
+    old, advantages, selected = chosen.old_log_probs, chosen.advantages, None
+    if actor.policy_loss.loss_mode == "clip_cov":
+        selected = select_clip_cov(old, advantages, 0.25, -0.05, 10.0, torch.Generator().manual_seed(seed))
+    elif actor.policy_loss.loss_mode == "kl_cov":
+        selected = select_kl_cov(old, advantages, 0.25)
+    counts = GlobalCounts(float(chosen.responses.lengths.sum()), float(len(rows)))
+    row, lengths = chosen.response_row(), chosen.responses.lengths
+    return policy_loss(chosen.ref_log_probs, old, advantages, row, lengths, counts, actor, selected=selected)[0].item()
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize("rows_of_micro_batch", [1, 3])
+@pytest.mark.parametrize("mode", LOSSES)
+def test_shares_of_micro_batches_and_ranks_add_up_to_the_loss_of_the_whole_mini_batch(alike, mode, rows_of_micro_batch, ranks):
+    sizes = {"use_dynamic_bsz": False, "ppo_micro_batch_size_per_gpu": rows_of_micro_batch}
+    for mean in LOSS_AGG_MODES if mode in TOKEN_LOCAL else LOSS_AGG_MODES[:1]:
+        update = selecting_update(alike, ranks, policy_loss__loss_mode=mode, loss_agg_mode=mean, shuffle=True, **sizes)
+        batch, losses = random_batch(), []
+        for minis in zip(*update.cut(batch, "abcdefgh", 3), strict=True):
+            micros = [micro for mini in minis for micro in micro_batches_of(mini.batch, mini.micro_batches, False)]
+            assert len(micros) >= 2
+            shares = [Objective(micro, minis[0].counts, update.actor).loss(micro.ref_log_probs, None)[0] for micro in micros]
+            losses.append(sum(share.item() for share in shares))
+        expected = [
+            whole_loss(batch, rows, update.actor, update.seed(3, index))
+            for index, rows in enumerate(update.mini_batch_rows(batch, 3))
+        ]
+        assert losses == pytest.approx(expected, rel=1e-5, abs=1e-7)
+
+
+def test_tokens_are_selected_anew_in_each_pass_and_alike_in_each_start(alike):
+    update = selecting_update(alike, 1, policy_loss__loss_mode="clip_cov", ppo_mini_batch_size=4, ppo_epochs=6)
+    batch = random_batch()
+    (first,), (again,) = (update.cut(batch, "abcdefgh", 3) for _ in range(2))
+    selected = [mini.batch.selected.tolist() for mini in first]
+    assert [sum(tokens) for tokens in selected] == [5] * 6
+    assert len(set(map(str, selected))) > 1
+    assert selected == [mini.batch.selected.tolist() for mini in again]
+    assert selected != [mini.batch.selected.tolist() for mini in update.cut(batch, "abcdefgh", 4)[0]]
+    assert batch.selected is None
+
+
+def test_a_loss_that_acts_on_all_tokens_selects_none(alike):
+    update = selecting_update(alike, 1, policy_loss__loss_mode="cispo")
+    assert [mini.batch.selected for mini in update.cut(random_batch(), "abcdefgh", 3)[0]] == [None, None]

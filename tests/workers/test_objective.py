@@ -4,9 +4,11 @@ import pytest
 import torch
 
 from verl_memopt.algorithms.kl import KL_ESTIMATORS
-from verl_memopt.algorithms.losses import LOSSES, SELECTIONS, TOKEN_LOCAL
+from verl_memopt.algorithms.losses import LOSSES, TOKEN_LOCAL
 from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
+from verl_memopt.config.allowed import choices
 from verl_memopt.config.schema import Actor, PolicyLoss
+from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES
 from verl_memopt.memory.logits.chunked_logprob import head_log_probs
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.workers.micro_batches import MicroBatch
@@ -14,8 +16,8 @@ from verl_memopt.workers.objective import Objective
 
 SIZES = [3, 0, 5, 1]
 TOKENS, COUNTS = sum(SIZES), GlobalCounts(31.0, 7.0)
+SELECTED = torch.tensor([True, False, True, False, False, True, True, False, True])
 VOCAB, WIDTH, CHUNK, SCALE = 29, 4, 2, 3
-MODES = [mode for mode in LOSSES if mode not in SELECTIONS]
 KL = [None, *KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)]
 
 
@@ -35,7 +37,7 @@ def objective(loss_mode, agg_mode, kl, entropy_coeff, off_policy):
         kl_loss_type=kl or "k1",
         policy_loss=PolicyLoss(loss_mode=loss_mode),
     )
-    micro = MicroBatch(pack, old * 0.3 - 3.4 if off_policy else None, reference * 0.3 - 3.4, advantages)
+    micro = MicroBatch(pack, old * 0.3 - 3.4 if off_policy else None, reference * 0.3 - 3.4, advantages, SELECTED)
     return Objective(micro, COUNTS, actor)
 
 
@@ -52,7 +54,7 @@ def step(whole, fused):
 
 
 @pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
-@pytest.mark.parametrize("loss_mode", MODES)
+@pytest.mark.parametrize("loss_mode", LOSSES)
 def test_gradients_told_ahead_are_those_of_the_loss(loss_mode, agg_mode):
     for kl, entropy_coeff, off_policy in itertools.product(KL, (0.0, 0.01), (False, True)):
         if off_policy and loss_mode not in TOKEN_LOCAL:
@@ -65,11 +67,17 @@ def test_gradients_told_ahead_are_those_of_the_loss(loss_mode, agg_mode):
             assert (one - other).norm() <= 1e-6 * other.norm(), (kl, entropy_coeff, off_policy)
 
 
-@pytest.mark.parametrize("loss_mode", MODES)
+@pytest.mark.parametrize("loss_mode", LOSSES)
 def test_an_off_policy_ratio_of_sequences_waits_for_backward(loss_mode):
     gradient = objective(loss_mode, "token-mean", None, 0.0, True).token_gradient(1.0)
-    assert (gradient is None) == (loss_mode in {"sequence", "gspo", "geo_mean"})
+    assert (gradient is None) == (loss_mode in LOSSES_OF_SEQUENCES)
     assert objective(loss_mode, "token-mean", None, 0.0, False).token_gradient(1.0) is not None
+
+
+def test_every_loss_and_every_mean_can_be_chosen():
+    assert set(choices()["actor_rollout_ref.actor.policy_loss.loss_mode"]) == LOSSES.keys()
+    assert choices()["actor_rollout_ref.actor.loss_agg_mode"] == LOSS_AGG_MODES
+    assert set(LOSSES) - TOKEN_LOCAL == set(LOSSES_OF_SEQUENCES)
 
 
 def test_a_penalty_is_in_the_loss_with_its_coefficient():

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.allowed import LARGEST_SCORE, check_values
 from verl_memopt.config.idle import IDLE, warn_idle
 from verl_memopt.config.keys import leaf_values
@@ -125,12 +126,6 @@ def _batches() -> Iterator[Refusal]:
     """Yield the rules of prompts, samples and tokens."""
     batch, mini, n = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size", f"{_ROLLOUT}.n"
     prompt, response, longest = (f"{_ROLLOUT}.{key}" for key in ("prompt_length", "response_length", "max_model_len"))
-    yield Refusal(
-        (n, "algorithm.adv_estimator"),
-        lambda samples, _: samples < 2,
-        "a group of one has no baseline to compare with",
-        f"Set {n} to 2 or more.",
-    )
     yield Refusal(
         (batch, mini), _uneven, "the prompts of a step do not divide into mini-batches", f"Set {mini} to a divisor of {batch}."
     )
@@ -261,5 +256,5 @@ def _runs() -> Iterator[Refusal]:
     )
 
 
-RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *_devices(), *_runs())
+RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *ALGORITHM_RULES, *_devices(), *_runs())
 """The rules that belong to no knob."""

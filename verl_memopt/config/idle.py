@@ -7,6 +7,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from verl_memopt.config.problems import shown
+from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES, WITHOUT_GROUPS
 from verl_memopt.knobs.index import knobs
 from verl_memopt.knobs.knob import Idle
 
@@ -14,9 +15,14 @@ logger = logging.getLogger(__name__)
 
 _AR = "actor_rollout_ref"
 
-_PER_SEQUENCE = "actor.policy_loss.loss_mode clips one ratio per sequence"
+_PER_SEQUENCE = "actor.policy_loss.loss_mode averages over sequences"
+_WITHOUT_CLIP = ("gpg", "kl_cov")
 _ENGINE, _SAMPLES, _AGG_MODE = f"{_AR}.rollout.name", f"{_AR}.rollout.do_sample", f"{_AR}.actor.loss_agg_mode"
 _LOSS_MODE, _KL_LOSS = f"{_AR}.actor.policy_loss.loss_mode", f"{_AR}.actor.use_kl_loss"
+_ESTIMATOR = "algorithm.adv_estimator"
+_FILTER, _RESPONSES = "algorithm.filter_groups", f"{_AR}.rollout.n"
+_DIVIDED_BY_STD = ("grpo", "grpo_passk")
+_DISCOUNTED = ("reinforce_plus_plus",)
 _KL_REWARD, _KL_TYPE = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.type"
 _REWARD = "custom_reward_function"
 _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
@@ -25,7 +31,11 @@ _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 
 def _idle() -> Iterator[Idle]:
     """Yield what the settings say that belong to no knob."""
-    yield Idle(_NAMED_ON_SIGHT, ("algorithm.adv_estimator",), lambda name: name != "grpo", "it belongs to GRPO")
+    yield Idle(_NAMED_ON_SIGHT, (_ESTIMATOR,), lambda name: name not in _DIVIDED_BY_STD, "it belongs to grpo and grpo_passk")
+    yield Idle("algorithm.gamma", (_ESTIMATOR,), lambda name: name not in _DISCOUNTED, "it belongs to reinforce_plus_plus")
+    yield Idle(f"{_FILTER}.enable", (_RESPONSES,), lambda n: n < 2, "a group of one is always kept")
+    for key in ("metric", "max_num_gen_batches"):
+        yield Idle(f"{_FILTER}.{key}", (f"{_FILTER}.enable",), lambda on: not on, f"{_FILTER}.enable is false")
     for key in ("algorithm.kl_penalty", _KL_TYPE, "algorithm.kl_ctrl.kl_coef"):
         yield Idle(key, (_KL_REWARD,), lambda on: not on, f"{_KL_REWARD} is false")
     for key in ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"):
@@ -38,15 +48,28 @@ def _idle() -> Iterator[Idle]:
         lambda mode: mode != "seq-mean-token-sum-norm",
         "actor.loss_agg_mode is not seq-mean-token-sum-norm",
     )
-    yield Idle(f"{_AR}.actor.clip_ratio_c", (_LOSS_MODE,), lambda mode: mode != "vanilla", _PER_SEQUENCE)
+    yield Idle(f"{_AR}.actor.clip_ratio_c", (_LOSS_MODE,), lambda mode: mode != "vanilla", f"it belongs to {_LOSS_MODE}=vanilla")
+    for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
+        yield Idle(f"{_AR}.actor.{key}", (_LOSS_MODE,), lambda mode: mode in _WITHOUT_CLIP, "this loss has no clip")
+    for owner, names in (
+        ("clip_cov", ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")),
+        ("kl_cov", ("kl_cov_ratio", "ppo_kl_coef")),
+    ):
+        for name in names:
+            yield Idle(
+                f"{_AR}.actor.policy_loss.{name}",
+                (_LOSS_MODE,),
+                lambda mode, owner=owner: mode != owner,
+                f"it belongs to {_LOSS_MODE}={owner}",
+            )
     yield Idle(
         _AGG_MODE,
         (_LOSS_MODE, _KL_LOSS, f"{_AR}.actor.entropy_coeff"),
-        lambda mode, kl, entropy: mode != "vanilla" and not kl and entropy == 0,
+        lambda mode, kl, entropy: mode in LOSSES_OF_SEQUENCES and not kl and entropy == 0,
         _PER_SEQUENCE,
     )
     alike = "greedy samples of one prompt are all alike, so every advantage is 0"
-    yield Idle(_SAMPLES, (_SAMPLES,), lambda samples: not samples, alike)
+    yield Idle(_SAMPLES, (_SAMPLES, _ESTIMATOR), lambda samples, name: not samples and name not in WITHOUT_GROUPS, alike)
     for key in ("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"):
         yield Idle(f"{_AR}.rollout.{key}", (_ENGINE,), lambda name: name == "hf", f"it belongs to {_ENGINE}=vllm")
     yield Idle(f"{_REWARD}.name", (f"{_REWARD}.path",), lambda path: path is None, f"{_REWARD}.path is null")

@@ -8,6 +8,7 @@ from typing import Any
 _AR = "actor_rollout_ref"
 
 LINKS = {
+    "data.gen_batch_size": "data.train_batch_size",
     f"{_AR}.actor.clip_ratio_low": f"{_AR}.actor.clip_ratio",
     f"{_AR}.actor.clip_ratio_high": f"{_AR}.actor.clip_ratio",
     f"{_AR}.actor.loss_scale_factor": "data.max_response_length",

@@ -46,7 +46,6 @@ _NO_BYPASS = (
 )
 _CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens bounds the memory of logits"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
-_STEP = "one batch is generated per step. Set data.train_batch_size"
 _PACKED = "rows are always packed, so no pad token is computed"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
 _TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSOR_PARALLEL}"
@@ -104,11 +103,6 @@ _ACTOR = {
     "sum_pi_squared_checkpointing": Refusal((False,), _NOT_HERE),
     "qat.enable": Refusal((False,), _NOT_HERE),
     "qat.*": Refusal(ANY, _NOT_HERE),
-    "policy_loss.clip_cov_ratio": Refusal((0.0002,), _NOT_HERE),
-    "policy_loss.clip_cov_lb": Refusal((1.0,), _NOT_HERE),
-    "policy_loss.clip_cov_ub": Refusal((5.0,), _NOT_HERE),
-    "policy_loss.kl_cov_ratio": Refusal((0.0002,), _NOT_HERE),
-    "policy_loss.ppo_kl_coef": Refusal((0.1,), _NOT_HERE),
     "checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step"),
 }
 
@@ -154,7 +148,6 @@ _DATA = {
     "return_multi_modal_inputs": Refusal(EITHER, _TEXT_ONLY),
     "tool_config_path": Refusal((), _NOT_HERE),
     "datagen.*": Refusal((), "rows come from files. Use data.custom_cls.path"),
-    "gen_batch_size": Refusal((), _STEP),
     "tokenizer": Refusal(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),
     "return_raw_chat": Refusal(ANY, _UNREAD),
     "return_raw_input_ids": Refusal(ANY, _UNREAD),
@@ -163,13 +156,10 @@ _DATA = {
 }
 
 _ALGORITHM = {
-    "gamma": Refusal((1, 1.0), "RLOO and GRPO score whole responses, nothing is discounted. Set 1.0"),
-    "lam": Refusal((1, 1.0), "RLOO and GRPO score whole responses, no value is estimated. Set 1.0"),
+    "lam": Refusal((1, 1.0), "GAE alone reads it, which needs a critic, and there is none. Set 1.0"),
     "gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo, which does not exist here"),
     "use_pf_ppo": Refusal((False,), _NOT_HERE),
     "pf_ppo.*": Refusal(ANY, _NOT_HERE),
-    "filter_groups.enable": Refusal((False,), _NOT_HERE),
-    "filter_groups.*": Refusal(ANY, _NOT_HERE),
     "rollout_correction.rollout_is": Refusal((), _NO_MISMATCH),
     "rollout_correction.rollout_is_threshold": Refusal((2.0,), _NO_MISMATCH),
     "rollout_correction.rollout_is_batch_normalize": Refusal((False,), _NO_MISMATCH),

@@ -13,7 +13,7 @@ from verl_memopt.data.ragged import Ragged, token_index
 from verl_memopt.memory.batching.row_tokens import RowTokens
 from verl_memopt.memory.batching.shared_prompt import prompt_groups
 
-TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages")
+TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected")
 """Fields that are flat over response tokens, in the order of ``responses.flat``."""
 
 
@@ -21,8 +21,8 @@ class RolloutBatch(TensorClass):
     """Prompts with n responses each. Row = prompt_index * n + sample_index.
 
     ``group`` is int64 [B]: the prompt that each row answers. ``prompt_group`` is int64 [B], or None: rows with the same number
-    compute their prompt once, together. None = each row computes its own. The other optional fields are fp32 [R], one value for
-    each response token of all rows.
+    compute their prompt once, together. None = each row computes its own. ``selected`` is bool [R]: the tokens that the losses
+    ``clip_cov`` and ``kl_cov`` act on. The other optional fields are fp32 [R], one value for each response token of all rows.
     """
 
     prompts: Ragged
@@ -33,6 +33,7 @@ class RolloutBatch(TensorClass):
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
+    selected: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

@@ -44,13 +44,23 @@ class StepLoader:
         shuffle: Shuffle each epoch. Has no effect where ``sampler`` is given.
         seed: Seed of the order.
         sampler: Returns the row indices of an epoch.
+        key: Setting of ``batch_size``, for errors.
 
     Raises:
         DataError: An epoch has fewer rows than a batch.
     """
 
-    def __init__(self, dataset: PromptDataset, batch_size: int, shuffle: bool, seed: int, sampler: Sampler | None = None) -> None:
+    def __init__(
+        self,
+        dataset: PromptDataset,
+        batch_size: int,
+        shuffle: bool,
+        seed: int,
+        sampler: Sampler | None = None,
+        key: str = "data.train_batch_size",
+    ) -> None:
         """Start at the first row of epoch 0."""
+        self._key = key
         self._dataset = dataset
         self._batch_size = batch_size
         self._sampler = sampler if sampler is not None else shuffled if shuffle else in_order
@@ -94,7 +104,7 @@ class StepLoader:
             raise DataError(f"data.sampler: epoch {epoch} has an index outside of 0..{num_rows - 1}. Correct the sampler.")
         if len(order) < self._batch_size:
             raise DataError(
-                f"data.train_batch_size={self._batch_size}: an epoch has only {len(order)} rows. "
+                f"{self._key}={self._batch_size}: an epoch has only {len(order)} rows. "
                 f"Lower it to at most {len(order)}, or add more data."
             )
         return order

@@ -51,14 +51,22 @@ class PromptPrefetcher:
         Raises:
             DataError: As the loader and the encoder raise it.
         """
-        prepared = self._thread.submit(self._prepare) if self._prepared is None else self._prepared
         self._before = self._state, self.epoch
+        return self.more()
+
+    def more(self) -> StepPrompts:
+        """Return further prompts for the same step. :meth:`give_back` undoes them with the :meth:`next` before them.
+
+        Raises:
+            DataError: As the loader and the encoder raise it.
+        """
+        prepared = self._thread.submit(self._prepare) if self._prepared is None else self._prepared
         step, self._state, self.epoch = prepared.result()
         self._prepared = self._thread.submit(self._prepare)
         return step
 
     def give_back(self) -> None:
-        """Undo the last :meth:`next` in :meth:`state_dict`, because that step was abandoned.
+        """Undo the last :meth:`next`, and :meth:`more` after it, in :meth:`state_dict`, because that step was abandoned.
 
         No further step may be requested after this.
         """

@@ -12,6 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES
 from verl_memopt.knobs.knob import Advice, Claim, Factor, Knob, LadderRow, switch
 from verl_memopt.knobs.ranges import NaturalInt
 from verl_memopt.knobs.shapes import Shapes
@@ -39,7 +40,7 @@ def logit_bytes(shapes: Shapes, update: bool) -> int:
     """Return the bytes of the logits of an update with old log-probs, or of a log-prob pass, without entropy."""
     model, actor = shapes.settings.model, shapes.settings.actor
     chunk = model.logprob_chunk_tokens
-    whole_rows = chunk == 0 or (update and actor.policy_loss.loss_mode == "vanilla")
+    whole_rows = chunk == 0 or (update and actor.policy_loss.loss_mode not in LOSSES_OF_SEQUENCES)
     tile = model.logprob_vocab_tile or (shapes.vocab if whole_rows else FREE_TILE)
     narrow = 0 if shapes.compute_bytes == 4 else shapes.compute_bytes
     return int(min(shapes.responses, chunk or shapes.responses) * min(shapes.vocab, tile) * (4 + narrow))

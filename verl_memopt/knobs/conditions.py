@@ -8,6 +8,12 @@ LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 """Their product is the number of devices of the run, which is also the number of ranks that share a batch."""
 
+WITHOUT_GROUPS = ("reinforce_plus_plus",)
+"""Values of ``algorithm.adv_estimator`` that do not compare the responses to one prompt, so that a single one is enough."""
+
+LOSSES_OF_SEQUENCES = ("sequence", "gspo", "geo_mean")
+"""Values of ``actor.policy_loss.loss_mode`` with one ratio per sequence: a token's gradient depends on its whole sequence."""
+
 KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
 """Either of them asks for a KL to the reference."""
 

@@ -29,6 +29,7 @@ from verl_memopt.models.folder import resolve_folder
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.passes import budgets, cut_ranks
+from verl_memopt.trainer.update import with_selection
 from verl_memopt.workers.local_group import LocalGroup
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import MiniBatch
@@ -205,6 +206,7 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
     group.all("call", "gen", False, "release_engine")
     batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, old_bins, False).log_probs
     batch.ref_log_probs = call("ref", "ref_log_probs", batch, ref_bins).log_probs
+    batch = with_selection(batch, range(batch.num_rows), settings.actor_rollout_ref.actor.policy_loss, seed=0)
     counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
     metrics: dict[str, float] = call("update_actor", "update_actor", [MiniBatch(batch, update_bins, counts)])
     call("update_weights", "update_weights")

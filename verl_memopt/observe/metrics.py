@@ -9,25 +9,21 @@ import torch
 from verl_memopt.observe.phase import GIB, PhaseMemory
 
 
-def summary_of(name: str, values: torch.Tensor | Sequence[float], weights: torch.Tensor | None = None) -> dict[str, float]:
+def summary_of(name: str, values: torch.Tensor | Sequence[float]) -> dict[str, float]:
     """Return ``name/{mean,max,min}`` of values; empty if there are none.
 
     Args:
         name: Prefix of the metrics.
         values: [N].
-        weights: [N], for example response lengths. The mean is weighted, and values with weight 0 are ignored.
     """
     numbers = torch.as_tensor(values, dtype=torch.float64)
-    counts = torch.ones_like(numbers) if weights is None else torch.as_tensor(weights, dtype=torch.float64)
-    numbers, counts = numbers[counts > 0], counts[counts > 0]
     if not numbers.numel():
         return {}
-    mean = (numbers * counts).sum() / counts.sum()
-    return {f"{name}/mean": mean.item(), f"{name}/max": numbers.max().item(), f"{name}/min": numbers.min().item()}
+    return {f"{name}/mean": numbers.mean().item(), f"{name}/max": numbers.max().item(), f"{name}/min": numbers.min().item()}
 
 
 def critic_metrics(
-    scores: torch.Tensor, rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor, lengths: torch.Tensor
+    scores: torch.Tensor, rewards: torch.Tensor, advantages: torch.Tensor, returns: torch.Tensor
 ) -> dict[str, float]:
     """Return ``critic/{score,rewards,advantages,returns}/{mean,max,min}``.
 
@@ -36,15 +32,14 @@ def critic_metrics(
     Args:
         scores: [B], one value per row.
         rewards: [B].
-        advantages: [B].
-        returns: [B].
-        lengths: [B], response tokens of each row.
+        advantages: [R], one value per response token.
+        returns: [R].
     """
     return (
         summary_of("critic/score", scores)
         | summary_of("critic/rewards", rewards)
-        | summary_of("critic/advantages", advantages, lengths)
-        | summary_of("critic/returns", returns, lengths)
+        | summary_of("critic/advantages", advantages)
+        | summary_of("critic/returns", returns)
     )
 
 

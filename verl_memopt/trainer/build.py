@@ -10,7 +10,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from verl_memopt.algorithms.kl import KlController
-from verl_memopt.config.schema import Data, Model, Settings, Trainer
+from verl_memopt.config.schema import Data, FilterGroups, Model, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.loader import StepLoader, load_sampler
@@ -25,6 +25,7 @@ from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
 from verl_memopt.trainer.environment import Environment, resolve_environment
 from verl_memopt.trainer.experience import LogProbPass
 from verl_memopt.trainer.generation import Generator
+from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs, updates_per_step
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, with_seeds
@@ -147,7 +148,9 @@ def _datasets(data: Data, environment: Environment, by_rules: bool) -> tuple[Pro
 def _build_loader(data: Data, rows: PromptDataset, checkpoint: Checkpoint | None) -> StepLoader:
     """Return the loader of training prompts, at the position of the checkpoint."""
     assert data.seed is not None
-    loader = StepLoader(rows, data.train_batch_size, data.shuffle, data.seed, load_sampler(data.sampler))
+    prompts = data.gen_batch_size or data.train_batch_size
+    key = "data.train_batch_size" if prompts == data.train_batch_size else "data.gen_batch_size"
+    loader = StepLoader(rows, prompts, data.shuffle, data.seed, load_sampler(data.sampler), key)
     if checkpoint is not None:
         loader.load_state_dict(checkpoint.driver["loader"])
     return loader
@@ -191,6 +194,11 @@ def _build_prefetcher(data: Data, loader: StepLoader, environment: Environment, 
     return PromptPrefetcher(loader, n, expansion, encoder)
 
 
+def _build_group_filter(settings: FilterGroups, num_prompts: int, samples: int) -> GroupFilter | None:
+    """Return what leaves out groups without a signal; None where all are kept."""
+    return GroupFilter(num_prompts, samples, settings.metric, settings.max_num_gen_batches) if settings.enable else None
+
+
 def build_learner(context: RunContext, workers: TimedGroup, rewards: RewardRunner) -> Learner:
     """Return what runs the training steps. Each part gets the settings that it reads."""
     settings, environment = context.settings, context.environment
@@ -205,6 +213,7 @@ def build_learner(context: RunContext, workers: TimedGroup, rewards: RewardRunne
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
         generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine),
         rewards=rewards,
+        group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
         old_pass=None if on_policy else old_pass,
         ref_pass=ref_pass if needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss) else None,
         mismatch=MismatchCheck(rollout, actor.fsdp_config),

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.advantages import ADVANTAGES, check_rewards, group_counts
-from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards
+from verl_memopt.algorithms.advantages import ESTIMATORS, AdvantageInputs, check_rewards, group_counts
+from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards, token_level_rewards
 from verl_memopt.config.schema import Actor, Algorithm
 from verl_memopt.data.batch import RolloutBatch, rollout_batch, scatter_tokens
 from verl_memopt.data.prefetcher import StepPrompts
@@ -27,14 +27,14 @@ class Advantages:
 
     Attributes:
         per_token: fp32 [R].
-        per_row: fp32 [B].
+        returns: fp32 [R], the rewards from each token on; equal to ``per_token`` where an estimator scores whole responses.
         rewards: fp32 [B], with the KL subtracted where the settings say so.
         kl_mean: Mean of that KL; None without it.
         counts: Rows and groups from which nothing is learned, by reason.
     """
 
     per_token: Tensor
-    per_row: Tensor
+    returns: Tensor
     rewards: Tensor
     kl_mean: float | None
     counts: dict[str, float]
@@ -147,6 +147,8 @@ def compute_advantages(
 ) -> Advantages:
     """Return the advantages of a batch.
 
+    An estimator that reads rewards per token finds the KL at each token, and the score at the last one.
+
     Args:
         batch: The batch, with old and reference log-probs if the KL is part of the reward.
         scores: fp32 [B].
@@ -158,13 +160,23 @@ def compute_advantages(
         RewardError: A score is infinite.
     """
     valid = check_rewards(scores, addresses)
-    rewards, kl_mean, row = scores, None, batch.response_row()
+    row, lengths, beta = batch.response_row(), batch.responses.lengths, controller.coefficient
+    rewards, kl, kl_mean = scores, None, None
     if algorithm.use_kl_in_reward:
         assert batch.old_log_probs is not None, "the KL in the reward needs old log-probs"
         assert batch.ref_log_probs is not None, "the KL in the reward needs the reference's log-probs"
         kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
-        rewards = shaped_rewards(scores, kl, row, controller.coefficient)
+        rewards = shaped_rewards(scores, kl, row, beta)
         kl_mean = float(kl.mean()) if kl.numel() else 0.0
-    options = {"normalize_by_std": algorithm.norm_adv_by_std_in_grpo} if algorithm.adv_estimator == "grpo" else {}
-    per_row = ADVANTAGES[algorithm.adv_estimator](rewards, batch.group, valid, **options)
-    return Advantages(per_row[row], per_row, rewards, kl_mean, group_counts(rewards, batch.group, valid))
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        group=batch.group,
+        valid=valid,
+        row=row,
+        lengths=lengths,
+        token_rewards=token_level_rewards(scores, row, lengths, kl, beta),
+        gamma=algorithm.gamma,
+        normalize_by_std=algorithm.norm_adv_by_std_in_grpo,
+    )
+    estimated = ESTIMATORS[algorithm.adv_estimator](inputs)
+    return Advantages(estimated.per_token, estimated.returns, rewards, kl_mean, group_counts(rewards, batch.group, valid))

@@ -51,21 +51,29 @@ class Generator:
         self.frees_engine = frees_engine
         self.seed: int = rollout.seed
 
-    def generate(self, prompts: StepPrompts, step: int) -> Answers:
+    def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> Answers:
         """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
+
+        Args:
+            prompts: The prompts.
+            step: Seeds the sampling.
+            earlier_rounds: Calls before this one in the same step. A prompt that returns is answered with other seeds.
+            stays_awake: The engine keeps its memory, because another round may follow.
 
         Raises:
             Stopped: a stop was requested and the rollout abandoned.
         """
-        seeds = sampling_seeds(prompts.prompts, self.rollout.n, self.seed, step)
+        n = self.rollout.n
+        seeds = sampling_seeds(prompts.prompts, n, self.seed, step, first_sample=earlier_rounds * n)
         sampling, tensor_parallel = train_sampling(self.rollout), self.rollout.tensor_model_parallel_size
         try:
             generation = generate(self.workers, "gen", prompts.prompt_ids, seeds, sampling, tensor_parallel, may_stop=True)
         except Stopped:
             self.release_engine()
             raise
-        self.release_engine()
-        return self._decoded(prompts.prompts, self.rollout.n, prompts.prompt_ids, generation)
+        if not stays_awake:
+            self.release_engine()
+        return self._decoded(prompts.prompts, n, prompts.prompt_ids, generation)
 
     def generate_validation(self, rows: Sequence[PromptRow], prompt_ids: list[list[int]], step: int) -> Answers:
         """Return ``val_kwargs.n`` answers to each held-out row.
@@ -129,6 +137,15 @@ def generate(
     )
 
 
-def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int) -> list[int]:
-    """Return one seed for each sample of each row. It depends only on the run's seed, the step, the prompt and the sample."""
-    return [row_seed(seed, step, row.index, sample) for row in rows for sample in range(samples)]
+def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int, first_sample: int = 0) -> list[int]:
+    """Return one seed for each sample of each row. It depends only on the run's seed, the step, the prompt and the sample.
+
+    Args:
+        rows: The prompts.
+        samples: Samples of each prompt.
+        seed: Of the run.
+        step: Number of the step.
+        first_sample: Number of a prompt's first sample; above 0 where earlier rounds of the step may have had the prompt.
+    """
+    numbers = range(first_sample, first_sample + samples)
+    return [row_seed(seed, step, row.index, sample) for row in rows for sample in numbers]

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from verl_memopt.algorithms.losses import SELECTIONS
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Ref, Rollout
 from verl_memopt.memory.batching.row_tokens import RowTokens, pack_groups_under
 from verl_memopt.memory.batching.token_budget import balance, pack_fixed, split_to_count
@@ -70,7 +71,8 @@ def _log_prob_budget(update: Budget, role: Rollout | Ref, name: str) -> Budget:
 def update_gives_old_log_probs(actor: Actor, train_batch_size: int, kl_in_reward: bool) -> bool:
     """Return whether the forward of the only optimizer step computes the old log-probs, so that they need no own pass."""
     once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
-    return actor.old_log_prob_pass == "auto" and once and not (kl_in_reward or actor.calculate_entropy)
+    read_before = kl_in_reward or actor.calculate_entropy or actor.policy_loss.loss_mode in SELECTIONS
+    return actor.old_log_prob_pass == "auto" and once and not read_before
 
 
 def updates_per_step(train_batch_size: int, mini_batch_size: int, epochs: int) -> int:

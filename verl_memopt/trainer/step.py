@@ -12,6 +12,7 @@ from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, score_answers, to_batch
 from verl_memopt.trainer.generation import Answers, Generator
+from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
@@ -50,6 +51,7 @@ class Learner:
         prompts: Prompts of the next step.
         generator: Answers the prompts.
         rewards: Scores the answers.
+        group_filter: Leaves out groups without a signal; None to keep all.
         old_pass: Log-probs before the update; None where the forward of the update gives them.
         ref_pass: Log-probs of the reference; None where the settings have no KL.
         mismatch: Compares the engine's log-probs with the trainer's.
@@ -64,6 +66,7 @@ class Learner:
     prompts: PromptPrefetcher
     generator: Generator
     rewards: RewardRunner
+    group_filter: GroupFilter | None
     old_pass: LogProbPass | None
     ref_pass: LogProbPass | None
     mismatch: MismatchCheck
@@ -78,11 +81,11 @@ class Learner:
 
         Raises:
             RewardError, WorkerError: A reward or a worker failed.
+            TrainingError: Too few groups have a signal.
             RolloutError: The engine's log-probs are too far from the trainer's.
             Stopped: a stop was requested and the step abandoned. Only the position in the data has changed.
         """
-        batch = self.generate(self.prompts.next(), step)
-        batch = self.reward(batch)
+        batch = self.scored(step)
         batch = self.log_probs(batch)
         batch = self.advantages(batch)
         self.before_update()
@@ -91,9 +94,23 @@ class Learner:
         batch = self.metrics(batch)
         return self.result(batch)
 
-    def generate(self, prompts: StepPrompts, step: int) -> StepBatch:
-        """Answer the prompts, ``rollout.n`` times each."""
-        answers = self.generator.generate(prompts, step)
+    def scored(self, step: int) -> StepBatch:
+        """Answer and score the prompts of a step. With a group filter, further prompts follow until the step is full."""
+        if self.group_filter is None:
+            return self.reward(self.generate(self.prompts.next(), step))
+
+        def one_round(earlier_rounds: int) -> StepBatch:
+            prompts = self.prompts.more() if earlier_rounds else self.prompts.next()
+            return self.reward(self.generate(prompts, step, earlier_rounds, stays_awake=True))
+
+        kept, metrics = self.group_filter.fill(one_round, step)
+        self.generator.release_engine()
+        rows = to_batch(kept.answers, self.generator.rollout.n, self.policy_update.actor)
+        return StepBatch(step, kept.prompts, kept.answers, rows, kept.results, metrics=metrics)
+
+    def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> StepBatch:
+        """Answer the prompts, ``rollout.n`` times each. Arguments as in :meth:`Generator.generate`."""
+        answers = self.generator.generate(prompts, step, earlier_rounds, stays_awake)
         return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.policy_update.actor))
 
     def reward(self, batch: StepBatch) -> StepBatch:

@@ -49,7 +49,6 @@ class StepMetrics:
     def _rewards_and_lengths(self, batch: StepBatch) -> dict[str, float]:
         advantages, lengths = batch.advantages, batch.rows.responses.lengths
         assert advantages is not None
-        per_row = advantages.per_row
-        metrics = critic_metrics(batch.scores, advantages.rewards, per_row, per_row, lengths)
+        metrics = critic_metrics(batch.scores, advantages.rewards, advantages.per_token, advantages.returns)
         metrics |= length_metrics(batch.rows.prompts.lengths, lengths, self.max_prompt_length, self.max_response_length)
         return metrics | {f"reward/{name}": value for name, value in advantages.counts.items()}

@@ -5,16 +5,22 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
+from verl_memopt.algorithms.losses import SELECTIONS
 from verl_memopt.algorithms.reductions import GlobalCounts
-from verl_memopt.config.schema import Actor
+from verl_memopt.config.schema import Actor, PolicyLoss
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.data.ragged import token_index
 from verl_memopt.errors import TrainingError
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank
 from verl_memopt.trainer.update_guard import way_back
 from verl_memopt.workers.policy import PARTIAL, SAME_ON_ALL_RANKS, SKIPPED, MiniBatch
+
+SEEDS = 2**63
+"""Number of seeds that a generator takes."""
 
 
 @dataclass(frozen=True)
@@ -45,16 +51,23 @@ class PolicyUpdate:
             names: Names of the rows, for errors.
             step: Number of the training step; seeds the shuffle.
         """
-        mini_batches = [self.mini_batches(batch, rows, names) for rows in self.mini_batch_rows(batch, step)]
+        mini_batches = [
+            self.mini_batches(with_selection(batch, rows, self.actor.policy_loss, self.seed(step, index)), rows, names)
+            for index, rows in enumerate(self.mini_batch_rows(batch, step))
+        ]
         return [list(shares) for shares in zip(*mini_batches, strict=True)]
 
     def mini_batch_rows(self, batch: RolloutBatch, step: int) -> list[list[int]]:
         """Return the rows of each mini-batch, over all passes over the batch."""
         actor, rows = self.actor, []
         for epoch in range(actor.ppo_epochs):
-            seed = actor.data_loader_seed * 1_000_003 + step * 1_009 + epoch if actor.shuffle else None
+            seed = self.seed(step, epoch) if actor.shuffle else None
             rows += mini_batch_rows(batch.num_rows // self.samples, self.samples, actor.ppo_mini_batch_size, seed)
         return rows
+
+    def seed(self, step: int, index: int) -> int:
+        """Return the seed of what is drawn for one part of a training step. Every start of a run draws alike."""
+        return self.actor.data_loader_seed * 1_000_003 + step * 1_009 + index
 
     def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
         """Return each rank's rows of a mini-batch."""
@@ -89,6 +102,30 @@ class PolicyUpdate:
         if self.actor.use_kl_loss:
             metrics["actor/kl_coef"] = self.actor.kl_loss_coef
         return metrics
+
+
+def with_selection(batch: RolloutBatch, rows: Sequence[int], loss: PolicyLoss, seed: int) -> RolloutBatch:
+    """Return the batch with the tokens of one mini-batch that its loss acts on, or the batch itself if the loss selects none.
+
+    The tokens are chosen here, from the whole mini-batch, so that they depend neither on micro-batches nor on ranks.
+
+    Args:
+        batch: Batch of the training step, with old log-probs and advantages.
+        rows: Rows of the mini-batch.
+        loss: The section ``actor.policy_loss``.
+        seed: Seed of a random choice.
+    """
+    if loss.loss_mode not in SELECTIONS:
+        return batch
+    assert batch.old_log_probs is not None, f"{loss.loss_mode} selects tokens by their old log-probs"
+    assert batch.advantages is not None
+    tokens = token_index(batch.responses.sizes(), rows)
+    generator = torch.Generator().manual_seed(seed % SEEDS)
+    selected = torch.zeros(batch.advantages.shape[0], dtype=torch.bool)
+    selected[tokens] = SELECTIONS[loss.loss_mode](batch.old_log_probs[tokens], batch.advantages[tokens], loss, generator)
+    marked: RolloutBatch = batch.clone(recurse=False)
+    marked.selected = selected
+    return marked
 
 
 def global_metrics(per_rank: Sequence[dict[str, float]]) -> dict[str, float]:

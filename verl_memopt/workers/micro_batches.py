@@ -12,11 +12,14 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.batching.row_tokens import chains
 from verl_memopt.models.pack import Pack, pack_groups, pack_prompt, pack_suffixes
 
+TokenTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+
 
 @dataclass(frozen=True)
 class MicroBatch:
-    """The input of one forward of some rows. The optional tensors are fp32 [R], in the order of ``pack.targets``.
+    """The input of one forward of some rows. The optional tensors have one value per target, in the order of ``pack.targets``.
 
+    ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. The others are fp32 [R].
     ``prompt`` is the prompt to compute before the first of its responses, if the pack contains responses alone. ``ends`` is True
     if the last of its responses is in this micro-batch.
     """
@@ -25,6 +28,7 @@ class MicroBatch:
     old_log_probs: Tensor | None = None
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
+    selected: Tensor | None = None
     prompt: Pack | None = None
     ends: bool = True
 
@@ -34,7 +38,7 @@ class MicroBatch:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        flat = moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages)
+        flat = moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages), moved(self.selected)
         prompt = None if self.prompt is None else self.prompt.to(device)
         return MicroBatch(self.pack.to(device), *flat, prompt, self.ends)
 
@@ -45,7 +49,7 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
     prompts, responses = chosen.prompts, chosen.responses
     tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
     pack = pack_groups(*tokens, chosen.prompt_groups())
-    return MicroBatch(pack, chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages)
+    return MicroBatch(pack, *_flat(chosen))
 
 
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
@@ -64,5 +68,9 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
         for part in chain:
             chosen = batch.select(part)
             pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
-            flat = chosen.old_log_probs, chosen.ref_log_probs, chosen.advantages
-            yield MicroBatch(pack, *flat, prompt, part is chain[-1])
+            yield MicroBatch(pack, *_flat(chosen), prompt, part is chain[-1])
+
+
+def _flat(batch: RolloutBatch) -> TokenTensors:
+    """Return the tensors with one value per response token, in the order of the fields of :class:`MicroBatch`."""
+    return batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.selected

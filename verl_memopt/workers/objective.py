@@ -78,9 +78,11 @@ class Objective:
         return gradient
 
     def _policy(self, log_probs: Tensor, old: Tensor, rows: slice) -> LossAndMetrics:
-        pack, advantages = self.micro.pack, self.micro.advantages
+        pack, advantages, selected = self.micro.pack, self.micro.advantages, self.micro.selected
         assert advantages is not None
-        return policy_loss(log_probs, old, advantages[rows], pack.row[rows], pack.row_lengths, self.counts, self.actor)
+        selected = None if selected is None else selected[rows]
+        row, lengths = pack.row[rows], pack.row_lengths
+        return policy_loss(log_probs, old, advantages[rows], row, lengths, self.counts, self.actor, selected=selected)
 
     def _old(self, log_probs: Tensor, rows: slice) -> Tensor:
         old = self.micro.old_log_probs

@@ -20,7 +20,7 @@ ACTOR = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5, loss_sc
 
 
 def actor(mode, agg="token-mean"):
-    return replace(ACTOR, policy_loss=PolicyLoss(loss_mode=mode), loss_agg_mode=agg)
+    return replace(ACTOR, policy_loss=PolicyLoss(loss_mode=mode, ppo_kl_coef=0.7), loss_agg_mode=agg)
 
 
 def ppo_term(ratio, advantage, dual_clip):
@@ -84,7 +84,7 @@ def run(new, old, indices, settings):
     row = row_of_each_token(lengths, len(cut[0]))
     advantages = torch.tensor([ADVANTAGES[i] for i in indices], dtype=torch.float64)[row]
     selected = torch.cat([EACH.split(LENGTHS)[i] for i in indices])
-    return policy_loss(*cut, advantages, row, lengths, COUNTS, settings, selected=selected, ppo_kl_coef=0.7)
+    return policy_loss(*cut, advantages, row, lengths, COUNTS, settings, selected=selected)
 
 
 MODES = [(mode, agg) for mode in LOSSES for agg in (LOSS_AGG_MODES if mode in TOKEN_LOCAL else ["token-mean"])]
@@ -166,7 +166,7 @@ def test_a_summed_log_ratio_beyond_20_is_clamped_and_counted():
 @pytest.mark.parametrize("mode", LOSSES)
 def test_a_row_with_an_empty_response_adds_nothing(mode):
     row, lengths = torch.tensor([0, 2]), torch.tensor([1, 0, 1])
-    options = {"selected": torch.tensor([True, False]), "ppo_kl_coef": 1.0}
+    options = {"selected": torch.tensor([True, False])}
     tokens, counts = [torch.ones(2)] * 3, GlobalCounts(2, 3)
     with_empty = policy_loss(*tokens, row, lengths, counts, actor(mode), **options)[0]
     without = policy_loss(*tokens, torch.tensor([0, 1]), torch.tensor([1, 1]), counts, actor(mode), **options)[0]
@@ -180,7 +180,7 @@ def test_losses_run_on_fake_tensors(mode):
         lengths = torch.full((3,), 2)
         row = row_of_each_token(lengths, 6)
         arguments = (torch.zeros(6), torch.zeros(6), row, lengths, GlobalCounts(6, 3), actor(mode))
-        loss, metrics = policy_loss(log_probs, *arguments, selected=torch.zeros(6, dtype=torch.bool), ppo_kl_coef=1.0)
+        loss, metrics = policy_loss(log_probs, *arguments, selected=torch.zeros(6, dtype=torch.bool))
         loss.backward()
     assert loss.shape == ()
     assert all(not metric.requires_grad for metric in metrics.values())
@@ -282,10 +282,9 @@ def test_importance_weights_multiply_the_loss_of_each_token(mode):
     row, lengths = row_of_each_token(torch.tensor(LENGTHS), 10), torch.tensor(LENGTHS)
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
     leaves = [new.clone().requires_grad_() for _ in range(2)]
-    options = {"selected": EACH, "ppo_kl_coef": 0.7}
     arguments = (old, advantages, row, lengths, COUNTS, actor(mode))
-    weighted = policy_loss(leaves[0], *arguments, **options, weights=weights)[0]
-    plain = policy_loss(leaves[1], *arguments, **options)[0]
+    weighted = policy_loss(leaves[0], *arguments, selected=EACH, weights=weights)[0]
+    plain = policy_loss(leaves[1], *arguments, selected=EACH)[0]
     weighted.backward()
     plain.backward()
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad * weights, rtol=1e-12, atol=1e-15)
@@ -313,12 +312,9 @@ def test_rejected_tokens_might_as_well_not_be_there(mode, agg):
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
     counts = GlobalCounts(tokens=7, sequences=4)
     leaves = [new.clone().requires_grad_() for _ in range(2)]
-    options = {"ppo_kl_coef": 0.7}
-    masked, metrics = policy_loss(
-        leaves[0], old, advantages, row, lengths, counts, actor(mode, agg), kept=kept, selected=EACH, **options
-    )
+    masked, metrics = policy_loss(leaves[0], old, advantages, row, lengths, counts, actor(mode, agg), kept=kept, selected=EACH)
     cut, cut_metrics = policy_loss(
-        leaves[1][kept], old[kept], advantages[kept], row[kept], lengths, counts, actor(mode, agg), selected=EACH[kept], **options
+        leaves[1][kept], old[kept], advantages[kept], row[kept], lengths, counts, actor(mode, agg), selected=EACH[kept]
     )
     masked.backward()
     cut.backward()
@@ -331,5 +327,5 @@ def test_rejected_tokens_might_as_well_not_be_there(mode, agg):
 
 @pytest.mark.parametrize("mode", SELECTIONS)
 def test_a_mode_that_needs_selected_tokens_says_so(mode):
-    with pytest.raises(AssertionError, match=f"^{mode} needs the tokens that {SELECTIONS[mode].__name__} chose"):
+    with pytest.raises(AssertionError, match=f"^{mode} needs the tokens that select_{mode} chose"):
         one_token(0.0, 1.0, actor(mode))

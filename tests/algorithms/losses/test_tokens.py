@@ -5,7 +5,7 @@ import torch
 
 from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens, beyond_clamp, clipped_loss, safe_ratio
 from verl_memopt.algorithms.reductions import GlobalCounts
-from verl_memopt.config.schema import Actor
+from verl_memopt.config.schema import Actor, PolicyLoss
 
 
 def tokens(**options):
@@ -33,8 +33,15 @@ def test_a_rejected_token_may_hold_anything():
 
 
 def test_settings_come_from_the_actors_section():
-    actor = Actor(clip_ratio_low=0.1, clip_ratio_high=0.3, clip_ratio_c=4.0, loss_agg_mode="token-mean", loss_scale_factor=5)
-    settings = LossSettings.of(actor, 0.5)
+    actor = Actor(
+        clip_ratio_low=0.1,
+        clip_ratio_high=0.3,
+        clip_ratio_c=4.0,
+        loss_agg_mode="token-mean",
+        loss_scale_factor=5,
+        policy_loss=PolicyLoss(ppo_kl_coef=0.5),
+    )
+    settings = LossSettings.of(actor)
     assert settings == LossSettings(0.1, 0.3, 4.0, "token-mean", 5, 0.5)
     assert settings.bounds == (0.1, 0.3)
     assert settings.aggregate(torch.ones(3), tokens()).item() == 1

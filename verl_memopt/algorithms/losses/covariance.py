@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.losses.tokens import LossAndMetrics, LossSettings, LossTokens, clipped_loss, safe_ratio
+from verl_memopt.config.schema import PolicyLoss
 
 
 def token_covariance(log_probs: Tensor, advantages: Tensor) -> Tensor:
@@ -99,5 +100,17 @@ def kl_cov_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
     return settings.aggregate(losses, tokens), {"ppo_kl_abs": tokens.share(distance)}
 
 
-SELECTIONS: dict[str, Callable[..., Tensor]] = {"clip_cov": select_clip_cov, "kl_cov": select_kl_cov}
-"""Modes that need ``LossTokens.selected``, with the function that chooses it over a mini-batch."""
+def _clip_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
+    return select_clip_cov(log_probs, advantages, loss.clip_cov_ratio, loss.clip_cov_lb, loss.clip_cov_ub, generator)
+
+
+def _kl_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
+    return select_kl_cov(log_probs, advantages, loss.kl_cov_ratio)
+
+
+SELECTIONS: dict[str, Callable[[Tensor, Tensor, PolicyLoss, torch.Generator], Tensor]] = {
+    "clip_cov": _clip_cov,
+    "kl_cov": _kl_cov,
+}
+"""Modes that need ``LossTokens.selected``, with the function that chooses it from the old log-probs and the advantages of all
+tokens of a mini-batch, the section ``actor.policy_loss`` and a generator on the host."""

@@ -41,7 +41,6 @@ def policy_loss(
     weights: Tensor | None = None,
     kept: Tensor | None = None,
     selected: Tensor | None = None,
-    ppo_kl_coef: float | None = None,
 ) -> LossAndMetrics:
     """Return the loss that ``actor.policy_loss.loss_mode`` names (scalar, with gradient) and its metrics (scalars, without).
 
@@ -61,9 +60,8 @@ def policy_loss(
         weights: fp32 [R], importance weights of the rollout correction.
         kept: bool [R], False for tokens that the rollout correction rejects.
         selected: bool [R], required by the modes in ``SELECTIONS``.
-        ppo_kl_coef: Weight of the penalty, required by ``kl_cov``.
     """
     tokens = LossTokens(log_probs, old_log_probs, advantages, row, lengths, counts, weights, kept, selected)
-    loss, metrics = LOSSES[actor.policy_loss.loss_mode](tokens, LossSettings.of(actor, ppo_kl_coef))
+    loss, metrics = LOSSES[actor.policy_loss.loss_mode](tokens, LossSettings.of(actor))
     token_kl = (-tokens.log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return loss, {"pg_loss": loss.detach(), "ppo_kl": tokens.share(token_kl), **metrics}

@@ -68,19 +68,18 @@ class LossSettings:
     loss_agg_mode: str
     loss_scale_factor: int | None
     ppo_kl_coef: float | None = None
-    """Weight of the penalty in ``kl_cov``; None where no such loss runs."""
+    """``policy_loss.ppo_kl_coef``, the weight of the penalty in ``kl_cov``."""
 
     @classmethod
-    def of(cls, actor: Actor, ppo_kl_coef: float | None = None) -> LossSettings:
+    def of(cls, actor: Actor) -> LossSettings:
         """Take the settings from their section.
 
         Args:
             actor: The section ``actor_rollout_ref.actor``.
-            ppo_kl_coef: The key ``policy_loss.ppo_kl_coef``.
         """
         return cls(
             actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c, actor.loss_agg_mode, actor.loss_scale_factor,
-            ppo_kl_coef,
+            actor.policy_loss.ppo_kl_coef,
         )  # fmt: skip
 
     @property

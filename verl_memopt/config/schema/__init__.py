@@ -18,6 +18,7 @@ from verl_memopt.config.schema.run import (
     Algorithm,
     CustomReward,
     Debug,
+    FilterGroups,
     KlControl,
     Memory,
     RayKwargs,
@@ -32,9 +33,9 @@ from verl_memopt.knobs.weight_buckets import BucketEngine
 
 __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "CustomClass",
-    "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "Fsdp", "KlControl", "Memory", "MixedPrecision",
-    "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout", "Settings", "TiledMlp",
-    "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
+    "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "FilterGroups", "Fsdp", "KlControl", "Memory",
+    "MixedPrecision", "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout", "Settings",
+    "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
 ]  # fmt: skip
 
 

@@ -7,7 +7,7 @@ from typing import Annotated, Any, Literal
 
 from verl_memopt.config.schema.training import Fsdp, Optim, TrainedFsdp
 from verl_memopt.knobs.index import knob_settings
-from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range
+from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, PositiveShare, Range
 
 KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
 KlWithGradient = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"]
@@ -17,11 +17,24 @@ ABOVE_ONE = Range("must be above 1", lambda value: value > 1)
 
 @dataclass(frozen=True)
 class PolicyLoss:
-    """The clipped objective."""
+    """The loss of the policy, and the settings of single losses."""
 
-    loss_mode: Literal["vanilla", "sequence", "gspo"] = "vanilla"
-    """vanilla = clipped ratio per token; sequence = per sequence, exp of the summed log-ratio (RLOO);
-    gspo = per sequence, length-normalised."""
+    loss_mode: Literal["vanilla", "sequence", "gspo", "geo_mean", "cispo", "gpg", "clip_cov", "kl_cov"] = "vanilla"
+    """One ratio per token: vanilla = clipped (PPO); cispo = the clipped ratio weighs the log-prob and has no gradient;
+    clip_cov = clipped, and without the gradient of some tokens whose log-prob and advantage vary together; kl_cov = unclipped,
+    and a KL penalty on such tokens. No ratio: gpg = log-prob times advantage (REINFORCE, GPG). One ratio per sequence, always
+    averaged over sequences: sequence = exp of the summed log-ratio (RLOO); gspo = length-normalised; geo_mean = geometric mean
+    of ratios clipped per token (GMPO)."""
+    clip_cov_ratio: PositiveShare = 0.0002
+    """clip_cov: share of the tokens of a mini-batch that lose their gradient, at least one."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: such tokens have a covariance of log-prob and advantage above this."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: and below this."""
+    kl_cov_ratio: PositiveShare = 0.0002
+    """kl_cov: share of the tokens of a mini-batch that get the penalty, at least one: those with the largest covariance."""
+    ppo_kl_coef: NaturalFloat = 0.1
+    """kl_cov: weight of the penalty, the absolute log-ratio of a token."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +60,8 @@ class Actor(_ActorKnobs):
     """Prompts per optimizer step."""
     old_log_prob_pass: Literal["always", "auto"] = "auto"
     """always, or auto: left out where the update's own forward gives the same log-probs, which is with one optimizer step a
-    rollout and neither ``algorithm.use_kl_in_reward`` nor ``calculate_entropy``."""
+    rollout and neither ``algorithm.use_kl_in_reward`` nor ``calculate_entropy`` nor the losses clip_cov and kl_cov, which select
+    tokens before the update."""
     clip_ratio: PositiveFloat = 0.2
     """Clip of the ratio on both sides."""
     clip_ratio_low: Annotated[float | None, POSITIVE] = None
@@ -56,8 +70,11 @@ class Actor(_ActorKnobs):
     """Upper clip; follows ``clip_ratio``."""
     clip_ratio_c: Annotated[float, ABOVE_ONE] = 3.0
     """Dual clip: bound of the loss for negative advantages; above 1."""
-    loss_agg_mode: Literal["token-mean", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = "token-mean"
-    """token-mean, seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm; always over the global mini-batch."""
+    loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
+        "token-mean"
+    )
+    """token-mean, token-sum (grows with the batch), seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm; always over
+    the global mini-batch."""
     loss_scale_factor: Annotated[int | None, POSITIVE] = None
     """Divisor of seq-mean-token-sum-norm; follows ``data.max_response_length``."""
     entropy_coeff: NaturalFloat = 0.0
@@ -78,9 +95,9 @@ class Actor(_ActorKnobs):
     shuffle: bool = False
     """Shuffle groups before they are cut into mini-batches."""
     data_loader_seed: NaturalInt = 42
-    """Seed of that shuffle."""
+    """Seed of that shuffle, and of the tokens that the loss clip_cov draws."""
     policy_loss: PolicyLoss = field(default_factory=PolicyLoss)
-    """The clipped objective."""
+    """The loss of the policy."""
     optim: Optim = field(default_factory=Optim)
     """Optimizer and schedule."""
     fsdp_config: TrainedFsdp = field(default_factory=TrainedFsdp)

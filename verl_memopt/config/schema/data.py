@@ -49,6 +49,8 @@ class Data:
     """Hard cap of a response in tokens."""
     train_batch_size: PositiveInt = 1024
     """Prompts per step (each is answered ``rollout.n`` times)."""
+    gen_batch_size: Annotated[int | None, POSITIVE] = None
+    """Prompts of one round of generation under ``algorithm.filter_groups``; follows ``train_batch_size``."""
     val_batch_size: Annotated[int | None, POSITIVE] = None
     """Prompts per validation call; null = the whole validation set at once."""
     shuffle: bool = True

@@ -7,7 +7,17 @@ from typing import Annotated, Any, Literal
 
 from verl_memopt.config.schema.actor import KlEstimator
 from verl_memopt.knobs.index import knob_settings
-from verl_memopt.knobs.ranges import POSITIVE, CountOrMinusOne, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range, Words
+from verl_memopt.knobs.ranges import (
+    POSITIVE,
+    CountOrMinusOne,
+    NaturalFloat,
+    NaturalInt,
+    PositiveFloat,
+    PositiveInt,
+    Range,
+    Share,
+    Words,
+)
 
 VERLS_DEFAULT: Any = "gae"
 """verl's default estimator, which no run can have: it needs a critic."""
@@ -30,19 +40,44 @@ class KlControl:
 
 
 @dataclass(frozen=True)
+class FilterGroups:
+    """Dynamic sampling (DAPO): a step learns from groups with a signal only."""
+
+    enable: bool = False
+    """Leave out the groups whose responses all score the same, and answer more prompts until ``data.train_batch_size`` groups
+    differ. Groups beyond that are dropped. A step then reads more prompts than ``data.train_batch_size``; ``total_epochs`` still
+    counts steps."""
+    metric: str | None = None
+    """What must differ inside a group: score (seq_reward and seq_final_reward mean the same), or the name of another number that
+    the reward function returns; null = score."""
+    max_num_gen_batches: NaturalInt = 0
+    """Rounds of generation after which a step that is not full stops the run; 0 = no limit."""
+
+
+@dataclass(frozen=True)
 class Algorithm:
     """Advantages and the KL in the reward."""
 
-    adv_estimator: Literal["rloo", "grpo"] = VERLS_DEFAULT
-    """rloo or grpo. The default is verl's: gae needs a critic, which is not available, so that one of the two must be given."""
+    adv_estimator: Literal["rloo", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"] = (
+        VERLS_DEFAULT
+    )
+    """rloo = reward minus the mean of the others in the group; grpo = minus the group's mean, over its standard deviation;
+    grpo_passk = the best of a group gets its lead over the second; opo = minus the mean weighted by length; gpg = minus the
+    mean, scaled up for groups without a signal; reinforce_plus_plus = discounted rewards of each token, whitened over the batch,
+    without groups; reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch. The default is verl's:
+    gae needs a critic, which is not available, so that one of the others must be given."""
+    gamma: Share = 1.0
+    """Discount of one token; reinforce_plus_plus only."""
     norm_adv_by_std_in_grpo: bool = True
-    """GRPO: divide by the group's standard deviation."""
+    """grpo and grpo_passk: divide by the group's standard deviation."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward."""
     kl_penalty: KlEstimator = "kl"
     """Estimator of that KL: kl, abs, mse, low_var_kl."""
     kl_ctrl: KlControl = field(default_factory=KlControl)
     """Its coefficient."""
+    filter_groups: FilterGroups = field(default_factory=FilterGroups)
+    """Dynamic sampling."""
     expansion: Literal["string", "token"] = "string"
     """How a prompt becomes ``rollout.n`` rows: string (as text, before one tokenization) or token (as ids)."""
 

@@ -1,0 +1,73 @@
+"""Every estimator and every loss trains the toy task from the command line."""
+
+import math
+
+import pytest
+
+from tests.end_to_end.runs import LOCAL, metrics, train_here
+
+ACTOR = "actor_rollout_ref.actor"
+SHORT = [
+    *LOCAL, "trainer.total_training_steps=2", "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1",
+    "data.train_batch_size=8", f"{ACTOR}.ppo_mini_batch_size=4", "actor_rollout_ref.rollout.n=4",
+]  # fmt: skip
+WAYS = [
+    ("rloo", "gpg", ("loss_agg_mode=token-sum",)),
+    ("opo", "cispo", ("ppo_mini_batch_size=8",)),  # one update a step: the log-probs before it come from its own forward
+    ("gpg", "gpg", ("ppo_mini_batch_size=8",)),
+    ("grpo_passk", "geo_mean", ()),
+    ("reinforce_plus_plus", "clip_cov", ("policy_loss.clip_cov_lb=-10", "policy_loss.clip_cov_ratio=0.1")),
+    ("reinforce_plus_plus_baseline", "kl_cov", ("policy_loss.kl_cov_ratio=0.1",)),
+]
+
+
+def graded(folder):
+    """Writes a reward with many values, whose ``acc`` says whether the answer is right."""
+    (folder / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    right = solution_str.strip() == str(ground_truth)\n"
+        "    return {'score': right + sum(map(ord, solution_str)) % 97 / 96, 'acc': right}\n"
+    )
+    return folder / "reward.py"
+
+
+def updates(run_dir):
+    """Gives the metrics of both steps, each of which has changed the weights."""
+    rows = metrics(run_dir)
+    for step in (1, 2):
+        assert math.isfinite(rows[step]["actor/loss"])
+        assert rows[step]["actor/grad_norm"] > 0
+        assert rows[step]["actor/skipped_updates"] == 0
+    return rows[1], rows[2]
+
+
+@pytest.mark.parametrize(("estimator", "loss", "more"), WAYS)
+def test_two_steps_train_with(toy, tmp_path, estimator, loss, more):
+    chosen = [f"algorithm.adv_estimator={estimator}", f"{ACTOR}.policy_loss.loss_mode={loss}"]
+    chosen += [f"custom_reward_function.path={graded(tmp_path)}", "actor_rollout_ref.rollout.temperature=1.5"]
+    assert train_here(toy, tmp_path / "run", *SHORT, *chosen, *(f"{ACTOR}.{setting}" for setting in more)) == 0
+    first, _ = updates(tmp_path / "run")
+    assert ("actor/ppo_kl_abs" in first) == (loss == "kl_cov")
+    if loss == "clip_cov":
+        assert first["actor/pg_clipfrac"] == pytest.approx(0.1, abs=0.05)
+
+
+def test_reinforce_plus_plus_trains_with_one_response_to_a_prompt_and_the_kl_at_each_token(toy, tmp_path):
+    more = ["actor_rollout_ref.rollout.n=1", "algorithm.gamma=0.9", "algorithm.use_kl_in_reward=true", "data.train_batch_size=32"]
+    more += [f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.policy_loss.loss_mode=vanilla"]
+    assert train_here(toy, tmp_path, *SHORT, "algorithm.adv_estimator=reinforce_plus_plus", *more) == 0
+    first, second = updates(tmp_path)
+    assert first["critic/returns/max"] == pytest.approx(1.0, abs=1e-5)  # the first step: the policy is the reference
+    assert first["critic/returns/mean"] != pytest.approx(first["critic/advantages/mean"], abs=1e-3)
+    assert second["actor/reward_kl_penalty"] != 0
+
+
+def test_groups_without_a_signal_are_replaced(toy, tmp_path):
+    more = ["algorithm.adv_estimator=grpo", f"{ACTOR}.policy_loss.loss_mode=vanilla", "algorithm.filter_groups.enable=true"]
+    more += ["algorithm.filter_groups.metric=acc", "data.gen_batch_size=12", "actor_rollout_ref.rollout.temperature=1.5"]
+    more += [f"custom_reward_function.path={graded(tmp_path)}"]
+    assert train_here(toy, tmp_path / "run", *SHORT, *more) == 0
+    for row in updates(tmp_path / "run"):
+        assert row["reward/equal_groups_share"] == 0
+        assert row["train/num_gen_batches"] >= 1
+        assert 0 <= row["reward/filtered_groups_share"] < 1

@@ -1,0 +1,143 @@
+import math
+
+import pytest
+
+from tests.trainer.conftest import AR
+from tests.trainer.test_step import running
+from verl_memopt.config.schema import Actor
+from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.errors import RewardError, TrainingError
+from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.rollout.engine import Generation
+from verl_memopt.trainer.experience import StepBatch, to_batch
+from verl_memopt.trainer.generation import Answers
+from verl_memopt.trainer.group_filter import GroupFilter
+
+
+def round_of(first, scores, samples=2, log_probs=True, extra=None, failed=()):
+    """Gives a scored round: each prompt has its number as its only token, each response the prompt and the sample."""
+    numbers = [first + index for index in range(len(scores) // samples)]
+    rows = [PromptRow(number, "", "toy/arithmetic", "", {}, f"rows:{number}") for number in numbers]
+    ids = [[number] for number in numbers for _ in range(samples)]
+    responses = [[number, sample] for number in numbers for sample in range(samples)]
+    given = [[-float(token) for token in response] for response in responses] if log_probs else None
+    generation = Generation(responses, given, ["stop"] * len(ids), cached_tokens=10 * len(ids))
+    texts = [str(response) for response in responses]
+    answers = Answers([row for row in rows for _ in range(samples)], ids, generation, texts)
+    extras = extra or [{}] * len(scores)
+    results = [RewardResult(score, own, index in failed) for index, (score, own) in enumerate(zip(scores, extras, strict=True))]
+    prompts = StepPrompts(rows, ids, rows_truncated=1, tokens_dropped=3)
+    return StepBatch(5, prompts, answers, to_batch(answers, samples, Actor()), results)
+
+
+def filled(rounds, num_prompts=2, metric=None, max_rounds=0, samples=2):
+    asked = []
+
+    def scored(earlier_rounds):
+        asked.append(earlier_rounds)
+        return rounds[earlier_rounds]
+
+    kept, metrics = GroupFilter(num_prompts, samples, metric, max_rounds).fill(scored, 5)
+    assert asked == list(range(len(asked)))
+    return kept, metrics, len(asked)
+
+
+def numbers(kept):
+    return [row.index for row in kept.prompts.prompts]
+
+
+def test_a_full_round_needs_no_other_and_what_is_beyond_the_step_is_dropped():
+    kept, metrics, num_rounds = filled([round_of(10, [1.0, 0.0, 0.0, 0.0, 0.5, 1.0, 0.0, 1.0])])
+    assert (numbers(kept), num_rounds) == ([10, 12], 1)
+    assert metrics == {"train/num_gen_batches": 1.0, "reward/filtered_groups_share": 0.25}
+
+
+def test_rounds_follow_until_the_step_is_full_and_every_part_stays_beside_its_prompt():
+    rounds = [round_of(10, [1.0, 1.0, 0.0, 1.0]), round_of(20, [0.0] * 4), round_of(30, [1.0, 0.0, 0.0, 0.0])]
+    kept, metrics, num_rounds = filled(rounds)
+    assert (numbers(kept), num_rounds) == ([11, 30], 3)
+    assert [row.index for row in kept.answers.rows] == [11, 11, 30, 30]
+    assert kept.prompts.prompt_ids == kept.answers.prompt_ids == [[11], [11], [30], [30]]
+    assert kept.answers.generation.response_ids == [[11, 0], [11, 1], [30, 0], [30, 1]]
+    assert kept.answers.generation.log_probs == [[-11.0, 0.0], [-11.0, -1.0], [-30.0, 0.0], [-30.0, -1.0]]
+    assert kept.answers.texts == ["[11, 0]", "[11, 1]", "[30, 0]", "[30, 1]"]
+    assert kept.answers.generation.finish_reasons == ["stop"] * 4
+    assert [result.score for result in kept.results] == [0.0, 1.0, 1.0, 0.0]
+    assert metrics["reward/filtered_groups_share"] == pytest.approx(4 / 6)
+    assert (kept.prompts.rows_truncated, kept.prompts.tokens_dropped) == (3, 9)
+    assert kept.answers.generation.cached_tokens == 40  # half of the prompt tokens of two rounds
+
+
+def test_log_probs_stay_absent():
+    rounds = [round_of(10, [1.0, 0.0, 0.0, 0.0], log_probs=False), round_of(20, [1.0, 0.0], log_probs=False)]
+    assert filled(rounds)[0].answers.generation.log_probs is None
+
+
+@pytest.mark.parametrize("metric", [None, "score", "seq_reward", "seq_final_reward"])
+def test_the_score_decides_by_default(metric):
+    extra = [{"acc": value} for value in (1.0, 1.0, 0.0, 1.0)]
+    assert numbers(filled([round_of(10, [1.0, 0.5, 1.0, 1.0], extra=extra)], 1, metric)[0]) == [10]
+
+
+def test_another_number_of_the_reward_function_may_decide():
+    extra = [{"acc": value} for value in (True, True, False, True)]
+    assert numbers(filled([round_of(10, [1.0, 0.5, 1.0, 1.0], extra=extra)], 1, "acc")[0]) == [11]
+
+
+def test_a_reward_without_the_metric_is_named():
+    extra = [{"acc": 1.0}, {"acc": 0.0}, {"acc": "yes"}, {}]
+    with pytest.raises(RewardError, match=r"filter_groups\.metric=acc: the reward of rows:11 \(sample of step 5\) has no number"):
+        filled([round_of(10, [1.0, 0.5, 1.0, 1.0], extra=extra)], 1, "acc")
+
+
+def test_rows_without_a_score_do_not_make_a_group_differ():
+    rounds = [round_of(10, [math.nan, 1.0, math.nan, math.nan, 1.0, 0.0])]
+    assert numbers(filled(rounds, 1)[0]) == [12]
+    extra = [{"acc": 1.0}, {}, {"acc": 1.0}, {"acc": 0.0}]
+    assert numbers(filled([round_of(10, [1.0, 0.0, 1.0, 1.0], extra=extra, failed={1})], 1, "acc")[0]) == [11]
+
+
+def test_a_group_of_one_is_kept():
+    assert numbers(filled([round_of(10, [1.0, 1.0], samples=1)], samples=1)[0]) == [10, 11]
+
+
+def test_a_step_that_is_not_full_at_the_limit_stops_the_run_with_the_way_out():
+    rounds = [round_of(10, [1.0, 0.0, 0.0, 0.0]), round_of(20, [1.0] * 4), round_of(30, [1.0, 0.0])]
+    assert filled(rounds, max_rounds=3)[2] == 3
+    message = r"max_num_gen_batches=2: in step 5 only 1 of 4 groups .* data\.train_batch_size asks for 2\. Raise the limit"
+    with pytest.raises(TrainingError, match=message):
+        filled(rounds, max_rounds=2)
+
+
+FILTER = {"algorithm.filter_groups.enable": True, "data.gen_batch_size": 3, f"{AR}.rollout.n": 2}
+
+
+def test_a_step_trains_on_groups_that_differ_alone_and_goes_on_where_its_prompts_ended(settled):
+    results, states = [], []
+    for frees_engine in (False, True):  # an engine that slept between two rounds would refuse the second
+        with running(settled(FILTER | {f"{AR}.rollout.free_cache_engine": frees_engine})) as learner:
+            assert learner.generator.frees_engine == frees_engine
+            results.append([learner.train_step(step) for step in (1, 2)])
+            states.append(learner.prompts.state_dict())
+            assert learner.workers.group._worker.engine._state.is_awake("kv_cache") != frees_engine
+    for result in results[0]:
+        scores = [each.score for each in result.results]
+        assert len(scores) == 8
+        assert all(one != other for one, other in zip(scores[::2], scores[1::2], strict=True))
+        assert [row.index for row in result.answers.rows[::2]] == [row.index for row in result.answers.rows[1::2]]
+        assert result.metrics["reward/equal_groups_share"] == 0
+        assert result.metrics["train/num_gen_batches"] >= 2
+        assert result.metrics["actor/grad_norm"] > 0
+    assert [result.metrics for result in results[0]] == [result.metrics for result in results[1]]
+    assert states[0] == states[1]
+    num_rounds = sum(result.metrics["train/num_gen_batches"] for result in results[0])
+    assert 3 * num_rounds == 9 * states[0]["epoch"] + states[0]["position"]  # of 10 rows, an epoch has three whole rounds
+
+
+def test_a_prompt_that_returns_in_a_step_is_answered_anew(settled):
+    with running(settled(FILTER | {f"{AR}.rollout.temperature": 2.0})) as learner:
+        prompts = learner.prompts.next()
+        first, same, other = (learner.generator.generate(prompts, 1, earlier) for earlier in (0, 0, 1))
+    assert first.generation.response_ids == same.generation.response_ids
+    assert first.generation.response_ids != other.generation.response_ids

@@ -1,0 +1,58 @@
+"""What the keys of estimators, groups and losses must hold together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+from verl_memopt.knobs.conditions import WITHOUT_GROUPS
+from verl_memopt.knobs.knob import Refusal
+
+_ROLLOUT, _LOSS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.policy_loss"
+
+
+def _groups() -> Iterator[Refusal]:
+    """Yield the rules of groups, and of steps that leave groups out."""
+    batch, round_batch, n = "data.train_batch_size", "data.gen_batch_size", f"{_ROLLOUT}.n"
+    on, metric, kl = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.use_kl_in_reward"
+    yield Refusal(
+        (n, "algorithm.adv_estimator"),
+        lambda samples, estimator: samples < 2 and estimator not in WITHOUT_GROUPS,
+        "a group of one has no baseline to compare with",
+        f"Set {n} to 2 or more.",
+    )
+    yield Refusal(
+        (round_batch, batch),
+        lambda round_prompts, prompts, filters: round_prompts != prompts and not filters,
+        "without algorithm.filter_groups a step has one round of generation",
+        f"Remove {round_batch}, or set {on}=true.",
+        about=(on,),
+    )
+    yield Refusal(
+        (on, f"{_ROLLOUT}.do_sample"),
+        lambda filters, samples, responses: filters and not samples and responses > 1,
+        "greedy samples of one prompt are all alike, so every group would be left out",
+        f"Set {_ROLLOUT}.do_sample=true, or {on}=false.",
+        about=(n,),
+    )
+    yield Refusal(
+        (metric, kl),
+        lambda name, in_reward, filters: filters and in_reward and name == "seq_final_reward",
+        "groups are filtered before the KL is known",
+        f"Set {metric}=score.",
+        about=(on,),
+    )
+
+
+def _losses() -> Iterator[Refusal]:
+    """Yield the rules of the policy's loss."""
+    yield Refusal(
+        (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
+        lambda lower, upper, mode: mode == "clip_cov" and lower >= upper,
+        "no covariance lies between the bounds",
+        f"Set {_LOSS}.clip_cov_lb below clip_cov_ub.",
+        about=(f"{_LOSS}.loss_mode",),
+    )
+
+
+ALGORITHM_RULES: tuple[Refusal, ...] = (*_groups(), *_losses())
+"""The rules of this file, which :mod:`verl_memopt.config.checks` asks."""

@@ -1,0 +1,167 @@
+"""Dynamic sampling: keeps the groups with a training signal, and asks for more prompts until a step is full of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.advantages import check_rewards, has_signal
+from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.errors import RewardError, TrainingError
+from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.rollout.engine import Generation
+from verl_memopt.trainer.experience import StepBatch
+from verl_memopt.trainer.generation import Answers
+
+SCORES = ("score", "seq_reward", "seq_final_reward")
+"""Values of ``algorithm.filter_groups.metric`` that mean the score. A KL in the reward is not known when groups are filtered."""
+
+
+@dataclass(frozen=True)
+class Kept:
+    """The groups of one round, or of several, that a step keeps."""
+
+    prompts: StepPrompts
+    answers: Answers
+    results: list[RewardResult]
+
+
+@dataclass(frozen=True)
+class GroupFilter:
+    """Fills a step with groups whose responses differ in a metric. Source: DAPO, arXiv 2503.14476.
+
+    Attributes:
+        num_prompts: Groups of a full step.
+        samples: Responses to each prompt.
+        metric: ``algorithm.filter_groups.metric``.
+        max_rounds: Rounds of generation after which a step that is not full is an error; 0 for no limit.
+    """
+
+    num_prompts: int
+    samples: int
+    metric: str | None
+    max_rounds: int
+
+    def fill(self, scored: Callable[[int], StepBatch], step: int) -> tuple[Kept, dict[str, float]]:
+        """Return the first ``num_prompts`` groups with a signal, and how many rounds they took.
+
+        Args:
+            scored: Returns the scored answers of one round. It gets the number of rounds before it.
+            step: Number of the step, for errors.
+
+        Raises:
+            TrainingError: The limit of rounds is reached before the step is full.
+            RewardError: A score is infinite, or a result does not have the metric.
+        """
+        rounds: list[Kept] = []
+        num_kept = num_generated = 0
+        while num_kept < self.num_prompts:
+            if len(rounds) == self.max_rounds > 0:
+                raise TrainingError(self._message(step, num_kept, num_generated))
+            batch = scored(len(rounds))
+            chosen = self.prompts_with_signal(batch)
+            num_generated += len(batch.prompts.prompts)
+            rounds.append(select(batch, chosen[: self.num_prompts - num_kept], self.samples))
+            num_kept += len(chosen)
+        metrics = {
+            "train/num_gen_batches": float(len(rounds)),
+            "reward/filtered_groups_share": 1 - num_kept / num_generated,
+        }
+        return joined(rounds), metrics
+
+    def prompts_with_signal(self, batch: StepBatch) -> list[int]:
+        """Return the indices of the prompts whose groups have a signal.
+
+        Raises:
+            RewardError: A score is infinite, or a result does not have the metric.
+        """
+        valid = check_rewards(batch.scores, batch.names)
+        values = self.values(batch)
+        keeps = has_signal(values, batch.rows.group, valid & ~values.isnan())
+        return keeps[:: self.samples].nonzero().flatten().tolist()
+
+    def values(self, batch: StepBatch) -> Tensor:
+        """Return the metric of each row, fp32 [B], NaN for a row whose reward function failed.
+
+        Raises:
+            RewardError: A result does not have the metric.
+        """
+        if self.metric is None or self.metric in SCORES:
+            return batch.scores
+        return torch.tensor(
+            [self._value(result, name) for result, name in zip(batch.results, batch.names, strict=True)], dtype=torch.float32
+        )
+
+    def _value(self, result: RewardResult, name: str) -> float:
+        if result.failed:
+            return math.nan
+        value = result.extra.get(str(self.metric))
+        if not isinstance(value, int | float):
+            raise RewardError(
+                f"algorithm.filter_groups.metric={self.metric}: the reward of {name} has no number of this name. Return it from "
+                "the reward function, or set score."
+            )
+        return float(value)
+
+    def _message(self, step: int, num_kept: int, num_generated: int) -> str:
+        return (
+            f"algorithm.filter_groups.max_num_gen_batches={self.max_rounds}: in step {step} only {num_kept} of {num_generated} "
+            f"groups had responses that differ, and data.train_batch_size asks for {self.num_prompts}. Raise the limit or "
+            "data.gen_batch_size, set 0 for no limit, or use prompts that are neither too easy nor too hard."
+        )
+
+
+def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:
+    """Return some prompts of a scored round with their answers. What the prefix cache saved is shared out by prompt tokens.
+
+    Args:
+        batch: Scored answers.
+        prompts: Indices of the prompts.
+        samples: Answers to each prompt.
+    """
+    rows = [prompt * samples + sample for prompt in prompts for sample in range(samples)]
+    answers, generation = batch.answers, batch.answers.generation
+    prompt_ids = [answers.prompt_ids[row] for row in rows]
+    share = sum(map(len, prompt_ids)) / max(sum(map(len, answers.prompt_ids)), 1)
+    kept = Generation(
+        response_ids=[generation.response_ids[row] for row in rows],
+        log_probs=None if generation.log_probs is None else [generation.log_probs[row] for row in rows],
+        finish_reasons=[generation.finish_reasons[row] for row in rows],
+        cached_tokens=round(generation.cached_tokens * share),
+    )
+    chosen = [batch.prompts.prompts[index] for index in prompts]
+    return Kept(
+        StepPrompts(chosen, prompt_ids, batch.prompts.rows_truncated, batch.prompts.tokens_dropped),
+        Answers([answers.rows[row] for row in rows], prompt_ids, kept, [answers.texts[row] for row in rows]),
+        [batch.results[row] for row in rows],
+    )
+
+
+def joined(rounds: Sequence[Kept]) -> Kept:
+    """Return what all rounds kept, as one round."""
+    prompts, answers = [kept.prompts for kept in rounds], [kept.answers for kept in rounds]
+    generations = [answer.generation for answer in answers]
+    log_probs = [generation.log_probs for generation in generations]
+    ids = [ids for part in prompts for ids in part.prompt_ids]
+    generation = Generation(
+        response_ids=[ids for part in generations for ids in part.response_ids],
+        log_probs=None if None in log_probs else [row for part in log_probs for row in part or ()],
+        finish_reasons=[reason for part in generations for reason in part.finish_reasons],
+        cached_tokens=sum(part.cached_tokens for part in generations),
+    )
+    return Kept(
+        StepPrompts(
+            [row for part in prompts for row in part.prompts],
+            ids,
+            sum(part.rows_truncated for part in prompts),
+            sum(part.tokens_dropped for part in prompts),
+        ),
+        Answers(
+            [row for part in answers for row in part.rows], ids, generation, [text for part in answers for text in part.texts]
+        ),
+        [result for kept in rounds for result in kept.results],
+    )
