@@ -32,7 +32,7 @@ class Refusal:
 
 ANY = None
 EITHER = (True, False)
-_NO_CRITIC = "RLOO and GRPO have no critic. Remove the critic keys"
+_NO_CRITIC = "there is no critic, and no estimator that needs one. Remove the critic keys"
 _NO_REWARD_MODEL = "rules and functions score, no model does. Use custom_reward_function.path"
 _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
