@@ -19,7 +19,7 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_memopt.config.adapter import with_adapter
+from verl_memopt.config import adapter
 from verl_memopt.config.aliases import translate
 from verl_memopt.config.build import build
 from verl_memopt.config.checks import check
@@ -62,7 +62,8 @@ def settings_from_mapping(tree: Mapping[str, Any]) -> Settings:
         ConfigError: one, that lists everything wrong.
     """
     translated, problems = translate(tree)
-    translated, faults = with_adapter(translated)
+    of_folder, faults = adapter.adapter_settings(translated.get(adapter.PATH), translated.keys())
+    translated |= of_folder
     settings, values, mistyped = build(translated)
     problems += faults + mistyped
     wrong = {key for each in problems for key in each.keys}
