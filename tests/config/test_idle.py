@@ -29,6 +29,11 @@ IDLE_CASES = {
         5.0,
         {f"{AR}.actor.policy_loss.loss_mode": "vanilla"},
     ),
+    f"{AR}.actor.policy_loss.loss_mode": (
+        {"data.train_batch_size": 8, f"{AR}.actor.ppo_mini_batch_size": 8},
+        "kl_cov",
+        {f"{AR}.actor.ppo_epochs": 2},
+    ),
     f"{AR}.actor.loss_agg_mode": (
         {f"{AR}.actor.policy_loss.loss_mode": "gspo"},
         "seq-mean-token-sum",

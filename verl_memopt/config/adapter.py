@@ -1,4 +1,4 @@
-"""What the folder of trained adapters says about them: LoRA settings that the user leaves out are read from it, as in verl."""
+"""LoRA settings that the user leaves out are read from the folder of the trained adapters, as in verl."""
 
 from __future__ import annotations
 

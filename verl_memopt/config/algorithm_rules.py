@@ -1,4 +1,4 @@
-"""What the keys of estimators, groups and losses must hold together."""
+"""Combinations of estimators, groups and losses that are refused."""
 
 from __future__ import annotations
 
@@ -55,4 +55,4 @@ def _losses() -> Iterator[Refusal]:
 
 
 ALGORITHM_RULES: tuple[Refusal, ...] = (*_groups(), *_losses())
-"""The rules of this file, which :mod:`verl_memopt.config.checks` asks."""
+"""All rules of this file, for :mod:`verl_memopt.config.checks`."""

@@ -30,7 +30,7 @@ _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 
 
 def _idle() -> Iterator[Idle]:
-    """Yield what the settings say that belong to no knob."""
+    """Yield the rules about settings that belong to no knob."""
     yield Idle(_NAMED_ON_SIGHT, (_ESTIMATOR,), lambda name: name not in _DIVIDED_BY_STD, "it belongs to grpo and grpo_passk")
     yield Idle("algorithm.gamma", (_ESTIMATOR,), lambda name: name not in _DISCOUNTED, "it belongs to reinforce_plus_plus")
     yield Idle(f"{_FILTER}.enable", (_RESPONSES,), lambda n: n < 2, "a group of one is always kept")
@@ -62,6 +62,12 @@ def _idle() -> Iterator[Idle]:
                 lambda mode, owner=owner: mode != owner,
                 f"it belongs to {_LOSS_MODE}={owner}",
             )
+    yield Idle(
+        _LOSS_MODE,
+        (_LOSS_MODE, "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size", f"{_AR}.actor.ppo_epochs"),
+        lambda mode, prompts, mini_batch, epochs: mode == "kl_cov" and prompts == mini_batch and epochs == 1,
+        "with one optimizer step a rollout every ratio is 1, where its penalty has no gradient",
+    )
     yield Idle(
         _AGG_MODE,
         (_LOSS_MODE, _KL_LOSS, f"{_AR}.actor.entropy_coeff"),

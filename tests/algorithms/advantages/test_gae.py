@@ -45,7 +45,7 @@ def test_whitened_advantages_have_the_statistics_of_all_valid_tokens(sample, gam
     torch.testing.assert_close(returns[known], (raw + values)[known].float(), rtol=1e-6, atol=1e-6)
     if known.sum() > 1:
         expected = (raw[known] - raw[known].mean()) / (raw[known].var() + 1e-8).sqrt()
-        torch.testing.assert_close(advantages[known], expected.float(), rtol=1e-5, atol=1e-5)
+        torch.testing.assert_close(advantages[known], expected.float(), rtol=1e-6, atol=1e-6)
 
 
 def test_equal_rewards_and_values_give_exactly_zero_advantages():

@@ -91,6 +91,18 @@ def test_kl_cov_adds_the_absolute_log_ratio_to_selected_tokens():
     assert metrics["ppo_kl_abs"].item() == pytest.approx(0.8 / 3)
 
 
+def test_the_penalty_of_kl_cov_has_no_gradient_where_every_ratio_is_one():
+    old, advantages = torch.tensor([-1.0, -2.0, -0.5]), torch.tensor([1.0, -1.0, 2.0])
+    gradients = []
+    for selected in (torch.zeros(3, dtype=torch.bool), torch.ones(3, dtype=torch.bool)):
+        log_probs = old.clone().requires_grad_()
+        row, lengths = torch.zeros(3, dtype=torch.int64), torch.tensor([3])
+        tokens = LossTokens(log_probs, old, advantages, row, lengths, GlobalCounts(3.0, 1.0), selected=selected)
+        kl_cov_loss(tokens, SETTINGS)[0].backward()
+        gradients.append(log_probs.grad)
+    assert torch.equal(*gradients)
+
+
 def test_kl_cov_without_its_coefficient_names_the_setting():
     with pytest.raises(AssertionError, match="ppo_kl_coef"):
         kl_cov_loss(tokens([0.2], [True]), LossSettings(0.2, 0.3, 3.0, "token-mean", None))
