@@ -45,7 +45,7 @@ TURNS, ALONE = "turns", "alone"
 MOST_GIB = 10.0
 """Of logits, on a CPU; a GPU's limit is what it has."""
 PACKAGES = ("torch", "transformers", "trl", "verl", "liger_kernel", "prefix-grouper")
-GROWTH_SIDES = ("response_logits", "trl_grpo_trimmed", "verl_prefix_grouper", *OURS)
+GROWTH_SIDES = ("response_logits", "trl_grpo_trimmed", "verl_prefix_grouper", "trl_ppo", "verl_ppo", *OURS)
 GROWTH = {"k": "k", "answer": "answer tokens", "groups": "groups"}
 """Fields of the workload that are doubled in turn, and what they are called."""
 
@@ -139,7 +139,14 @@ def workload(asked: argparse.Namespace) -> Workload:
 def contestants(asked: argparse.Namespace) -> list[str]:
     """Gives who runs. Errors: ConfigError for a name that is unknown, or one asked for that this environment cannot run."""
     on_gpu = device_asked(asked, WORKLOADS[asked.workload]) == "cuda"
-    default = [name for name, found in CONTESTANTS.items() if not (on_gpu and found.cpu_only)]
+    critic = WORKLOADS[asked.workload].critic
+    default = [name for name, found in CONTESTANTS.items() if found.critic is critic and not (on_gpu and found.cpu_only)]
+    other = [name for name in asked.contestants or () if name in CONTESTANTS and CONTESTANTS[name].critic is not critic]
+    if other:
+        raise ConfigError(
+            f"--contestants {' '.join(other)}: workload {asked.workload} has {'a' if critic else 'no'} critic. "
+            f"Use some of {', '.join(default)}."
+        )
     names = asked.contestants or [name for name in default if not asked.growth or name in GROWTH_SIDES]
     unknown = [name for name in names if name not in CONTESTANTS]
     if unknown:
@@ -232,7 +239,7 @@ def floors(work: Workload, seed: int) -> list[dict[str, int]]:
     found = []
     for k in work.series(ours=True):
         batch = make_batch(dataclasses.replace(work, k=k), seed)
-        found.append({"k": k, "off": floor(work.shape, batch, False), "on": floor(work.shape, batch, True)})
+        found.append({"k": k, "off": floor(work.shape, batch, False, work.critic), "on": floor(work.shape, batch, True, work.critic)})
     return found
 
 

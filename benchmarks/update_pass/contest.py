@@ -23,6 +23,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from benchmarks.update_pass import flops
 from benchmarks.update_pass.naive import Reference, reference
+from benchmarks.update_pass.pair import make_critic, pair_reference, with_values
 from benchmarks.update_pass.sides import Job, Side
 from benchmarks.update_pass.work import Workload, make_batch
 from verl_memopt.distributed import device as device_room
@@ -34,7 +35,7 @@ BOUND = 1e-4
 """Largest relative difference of the gradient in fp32."""
 HALF_BOUND = 0.5
 """The same in half precision, where rounding alone makes some hundredths: a factor left out is beyond it, rounding is not."""
-OURS = ("ours_no_sharing", "ours")
+OURS = ("ours_no_sharing", "ours", "ours_ppo_no_sharing", "ours_ppo")
 
 ALLOCATOR_BLOCK = 512
 """A GPU's allocator rounds every tensor up to a multiple of this."""
@@ -64,6 +65,8 @@ class Contestant:
     """Whether its update runs on tensors without values, which gives the peak of what does not fit."""
     cpu_only: bool = False
     """Whether it does on a CPU what another contestant does on a GPU anyway."""
+    critic: bool = False
+    """Whether it updates a critic as well."""
 
     def build(self, job: Job) -> Side:
         """Gives the side, ready to run."""
@@ -92,6 +95,16 @@ CONTESTANTS = {
     "verl_prefix_grouper": Contestant("verl_side", "build_verl_prefix_grouper", logit_bytes=12, prompts="shared"),
     "ours_no_sharing": Contestant("ours", "build_ours_no_sharing"),
     "ours": Contestant("ours", "build_ours"),
+    "naive_ppo": Contestant("ppo_naive", "build_naive_ppo", logit_bytes=16, prompts="repeated", critic=True),
+    "response_logits_ppo": Contestant("ppo_naive", "build_response_logits_ppo", logit_bytes=28, critic=True),
+    "trl_ppo": Contestant("ppo_trl", "build_trl_ppo", logit_bytes=12, prompts="repeated", critic=True),
+    "verl_ppo": Contestant("ppo_verl", "build_verl_ppo", logit_bytes=12, prompts="repeated", critic=True),
+    "verl_ppo_fused": Contestant("ppo_verl", "build_verl_ppo_fused", critic=True),
+    "verl_ppo_prefix_grouper": Contestant(
+        "ppo_verl", "build_verl_ppo_prefix_grouper", logit_bytes=12, prompts="shared", critic=True
+    ),
+    "ours_ppo_no_sharing": Contestant("ppo_ours", "build_ours_ppo_no_sharing", critic=True),
+    "ours_ppo": Contestant("ppo_ours", "build_ours_ppo", critic=True),
 }
 
 
@@ -140,7 +153,10 @@ def make_job(work: Workload, folder: Path, checkpointing: bool, device: torch.de
     if not (folder / "config.json").exists():
         make_tiny_model(folder, work.shape, seed=seed)
     job = Job(work, make_batch(work, seed), folder, checkpointing, device, ())
-    expected = reference(job)
+    if work.critic:
+        make_critic(job, seed)
+        job = with_values(job, seed)
+    expected = pair_reference(job) if work.critic else reference(job)
     return dataclasses.replace(job, old_log_probs=expected.log_probs), expected
 
 
@@ -178,7 +194,7 @@ def run(
 
 def shared_fields(job: Job) -> dict[str, Any]:
     """Gives what the rows of one job have in common."""
-    floor = flops.floor(job.work.shape, job.batch, job.checkpointing)
+    floor = flops.floor(job.work.shape, job.batch, job.checkpointing, job.work.critic)
     return {"checkpointing": job.checkpointing, "k": job.batch.k, "floor_flops": floor}
 
 

@@ -52,16 +52,18 @@ def count(work: Callable[[], None]) -> int:
     return counter.get_total_flops()
 
 
-def floor(shape: TinyShape, batch: Batch, checkpointing: bool) -> int:
+def floor(shape: TinyShape, batch: Batch, checkpointing: bool, critic: bool = False) -> int:
     """Gives the least floating-point operations of an update: each prompt once, each answer once, logits for answers alone.
 
     Three forwards. With checkpointing every block runs its forward once more, but for its last product, whose result nobody
-    reads; the head does not. An answer's last token predicts nothing and is not among those computed.
+    reads; the head does not. An answer's last token predicts nothing and is not among those computed. A critic is a second decoder
+    of the same shape; the products of its head, one output, do not count.
     """
     groups = zip(batch.prompts, range(0, len(batch.answers), batch.k), strict=True)
     parts = [_parts(shape, len(prompt), [len(answer) for answer in batch.answers[at : at + batch.k]]) for prompt, at in groups]
     blocks, last, head = (sum(part[index] for part in parts) for index in range(3))
-    return 3 * (blocks + head) + (blocks - last if checkpointing else 0)
+    again = blocks - last if checkpointing else 0
+    return 3 * (blocks + head) + again + (3 * blocks + again if critic else 0)
 
 
 def forward_flops(shape: TinyShape, prompt: int, answers: list[int]) -> int:

@@ -18,11 +18,16 @@ PAD = 0
 CLIP = 0.2
 """On both sides of the ratio; it binds nowhere, all ratios are 1."""
 TEMPERATURE = 1.0
+CLIP_VALUE = 0.5
+"""Of the critic's loss; it binds on some tokens."""
 
 
 @dataclass(frozen=True)
 class Job:
-    """One update to compute. old_log_probs: fp32 [R] of each row under the same weights, for those who must be given them."""
+    """One update to compute. old_log_probs: fp32 [R] of each row under the same weights, for those who must be given them.
+
+    With a critic, values and returns are fp32 [R] of each row: the critic's values before the update, and what it learns.
+    """
 
     work: Workload
     batch: Batch
@@ -30,6 +35,13 @@ class Job:
     checkpointing: bool
     device: torch.device
     old_log_probs: Sequence[Tensor]
+    values: Sequence[Tensor] = ()
+    returns: Sequence[Tensor] = ()
+
+    @property
+    def critic_folder(self) -> Path:
+        """Folder of the critic's model: the policy's decoder, and a head with one output."""
+        return self.folder.with_name(f"{self.folder.name}-critic")
 
     @property
     def dtype(self) -> torch.dtype:

@@ -88,14 +88,14 @@ def _same_work(row: Row, ours: Row) -> bool:
 
 
 def _against(ours: Row, others: Sequence[Row]) -> list[str]:
-    peers = [row for row in others if row.contestant != "naive"]
+    peers = [row for row in others if not row.contestant.startswith("naive")]
     lines = []
     head = f"{ours.contestant}, k = {ours.k}, checkpointing {'on' if ours.checkpointing else 'off'}"
     if peers:
         fastest = min(peers, key=lambda row: row.seconds or 0.0)
         leanest = min(peers, key=lambda row: row.beyond_bytes or 0)
         lines.append(f"{head}: {_speed(ours, fastest)}; {_share(ours, leanest)}")
-    lines += [f"{head}: {_speed(ours, row)}; {_share(ours, row)}" for row in others if row.contestant == "naive"]
+    lines += [f"{head}: {_speed(ours, row)}; {_share(ours, row)}" for row in others if row.contestant.startswith("naive")]
     return lines
 
 

@@ -10,6 +10,7 @@ import functools
 import types
 import warnings
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -51,7 +52,7 @@ def build_verl_fused(job: Job) -> Side:
 def _engine_side(job: Job, fused: bool) -> Side:
     engine = _engine(job, fused)
     loss_of = functools.partial(ppo_loss, config=_actor())
-    data = [_micro_batch(job, rows, fused) for rows in job.cuts()]
+    data = [micro_batch(job, rows, fused) for rows in job.cuts()]
 
     def update() -> None:
         for micro_batch in data:
@@ -62,22 +63,27 @@ def _engine_side(job: Job, fused: bool) -> Side:
 
 
 def _engine(job: Job, fused: bool) -> Any:
+    engine = engine_room.FSDPEngineWithLMHead(*settings_of_engine(job, job.folder, fused))
+    engine.module = _built_alone(engine).to(job.device).train()
+    engine._autocast_dtype = job.dtype
+    return engine
+
+
+def settings_of_engine(job: Job, folder: Path, fused: bool = False) -> tuple[Any, ...]:
+    """Return what an engine of verl is built from, on one rank without Ray, for the model in a folder."""
     join_process_group(job.device, 0, 1, "", 0, 600)
     # It would patch a class of TRL's that TRL 1.16 no longer has.
     monkey_patch.is_trl_available = lambda: False
+    if not is_gpu(job.device):
+        engine_room.get_device_id = lambda: "cpu"
     model = HFModelConfig(
-        path=str(job.folder), enable_gradient_checkpointing=job.checkpointing, use_remove_padding=False,
+        path=str(folder), enable_gradient_checkpointing=job.checkpointing, use_remove_padding=False,
         use_fused_kernels=fused, fused_kernel_options={"impl_backend": "torch"},
         override_config={"attn_implementation": "sdpa"},
     )  # fmt: skip
     config = FSDPEngineConfig(strategy="fsdp2", model_dtype=job.work.dtype, use_torch_compile=False)
     optimizer = FSDPOptimizerConfig(lr=1e-6, total_training_steps=1)
-    engine = engine_room.FSDPEngineWithLMHead(model, config, optimizer, verl_config.CheckpointConfig())
-    if not is_gpu(job.device):
-        engine_room.get_device_id = lambda: "cpu"
-    engine.module = _built_alone(engine).to(job.device).train()
-    engine._autocast_dtype = job.dtype
-    return engine
+    return model, config, optimizer, verl_config.CheckpointConfig()
 
 
 def _built_alone(engine: Any) -> nn.Module:
@@ -100,7 +106,7 @@ def _actor() -> ActorConfig:
     )  # fmt: skip
 
 
-def _micro_batch(job: Job, rows: Sequence[int], fused: bool) -> TensorDict:
+def micro_batch(job: Job, rows: Sequence[int], fused: bool) -> TensorDict:
     """Gives a micro-batch as the engine takes it: ragged rows as nested tensors, and switches beside them."""
     batch = job.batch
     prompts = [torch.tensor(batch.prompt_of(row)) for row in rows]
@@ -115,8 +121,8 @@ def _micro_batch(job: Job, rows: Sequence[int], fused: bool) -> TensorDict:
         "old_log_probs": [job.old_log_probs[row] for row in rows],
         "advantages": [torch.full((len(batch.answers[row]),), batch.advantages[row]) for row in rows],
     }
-    nested = {name: _nested(column, job.device) for name, column in columns.items()}
-    data = TensorDict(nested, batch_size=[len(rows)])
+    tensors = {name: nested(column, job.device) for name, column in columns.items()}
+    data = TensorDict(tensors, batch_size=[len(rows)])
     tensordict_utils.assign_non_tensor(
         data, temperature=TEMPERATURE, use_remove_padding=False, use_fused_kernels=fused, calculate_entropy=False,
         pad_token_id=PAD, dp_size=1, batch_num_tokens=sum(map(len, batch.answers)), global_batch_size=len(batch.answers),
@@ -124,7 +130,8 @@ def _micro_batch(job: Job, rows: Sequence[int], fused: bool) -> TensorDict:
     return data
 
 
-def _nested(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+def nested(rows: Sequence[Tensor], device: torch.device) -> Tensor:
+    """Return ragged rows as one nested tensor."""
     return torch.nested.as_nested_tensor([row.to(device) for row in rows], layout=torch.jagged)
 
 

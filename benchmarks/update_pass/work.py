@@ -46,6 +46,8 @@ class Workload:
     """Of weights, compute and gradients."""
     gpu: bool = False
     """Whether it is meant for a GPU."""
+    critic: bool = False
+    """Whether a critic of the same shape is updated too, as PPO does."""
 
     def series(self, ours: bool) -> tuple[int, ...]:
         """Gives the group sizes to run, for the project's contestants or the others."""
@@ -78,6 +80,10 @@ WORKLOADS = {
     ),
     "e": Workload(
         "the shape of Qwen3-0.6B", QWEN, groups=1, k=8, prompt=2048, answer=256, dtype="bfloat16", gpu=True
+    ),
+    "p": Workload(
+        "PPO: actor and critic, long prompt, short answers", SMALL, groups=1, k=8, prompt=1024, answer=64, chunk_tokens=256,
+        critic=True,
     ),
 }  # fmt: skip
 
