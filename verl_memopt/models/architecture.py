@@ -63,8 +63,7 @@ def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLIC
         key: The settings section of the model.
     """
     return ConfigError(
-        f"{key}.path={source}: models of type {config.model_type} {reason}. "
-        f"Types that are tested: {', '.join(TESTED)}."
+        f"{key}.path={source}: models of type {config.model_type} {reason}. Types that are tested: {', '.join(TESTED)}."
     )
 
 

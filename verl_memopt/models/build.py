@@ -77,7 +77,11 @@ def load_model_config(model: Model, folder: Path, key: str = POLICY_KEY) -> Pret
 
 
 def empty_model(
-    config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, trust_remote_code: bool
+    config: PretrainedConfig,
+    attention: AttentionChoice,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    key: str = POLICY_KEY,
 ) -> PreTrainedModel:
     """Return the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
 
@@ -88,6 +92,7 @@ def empty_model(
         attention: The kernel.
         dtype: Dtype of the parameters at rest (the masters).
         trust_remote_code: Run code from the model's folder.
+        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: Transformers cannot build the model with attention over packs.
@@ -108,23 +113,24 @@ def empty_model(
         except Exception as error:
             reason = " ".join(str(error).split())
             raise refused(
-                config, source, f"cannot be built with attention over packed rows ({type(error).__name__}: {reason})"
+                config, source, f"cannot be built with attention over packed rows ({type(error).__name__}: {reason})", key
             ) from error
     return model.eval()
 
 
-def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
+def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KEY) -> None:
     """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU.
 
     Args:
         model: Its parameters have storage.
         device: Where the buffers go.
+        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: A module's buffers cannot be computed from its config alone. The message names it.
     """
     for name, module in model.named_modules():
-        missing = [key for key in module._non_persistent_buffers_set if getattr(module, key) is not None]
+        missing = [buffer for buffer in module._non_persistent_buffers_set if getattr(module, buffer) is not None]
         if not missing:
             continue
         try:
@@ -133,10 +139,10 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
             config: Any = getattr(model, "lm", model).config
             where = f"{', '.join(missing)} of {name.removeprefix('lm.')} ({type(module).__name__})"
             raise refused(
-                config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}"
+                config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}", key
             ) from error
-        for key in missing:
-            setattr(module, key, getattr(fresh, key).to(device))
+        for buffer in missing:
+            setattr(module, buffer, getattr(fresh, buffer).to(device))
 
 
 class WeightFolder:

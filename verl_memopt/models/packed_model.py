@@ -1,7 +1,6 @@
 """What every packed model shares: packed tokens in, the states that predict the response tokens out, and a head to read them.
 
-:class:`~verl_memopt.models.policy_model.PolicyModel` reads log-probs, and :class:`~verl_memopt.models.value_model.ValueModel` reads
-values.
+``PolicyModel`` reads log-probs, and ``ValueModel`` reads values.
 """
 
 from __future__ import annotations

@@ -5,6 +5,7 @@ A value belongs to the state before its token, which is the state that the polic
 
 from __future__ import annotations
 
+import logging
 import zlib
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -14,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
-from transformers import PreTrainedModel
+from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.build import WeightFolder, local_region
@@ -23,6 +24,8 @@ from verl_memopt.models.pack import Pack
 from verl_memopt.models.packed_model import PackedModel
 from verl_memopt.ops.prefix_kv import Prefix, PrefixRecorder
 from verl_memopt.ops.scalar_head import scalar_head
+
+logger = logging.getLogger(__name__)
 
 CRITIC_KEY = "critic.model"
 """The settings section of the critic's model."""
@@ -110,6 +113,22 @@ def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
             "Give a model with num_labels=1, or one without such a head."
         )
     return {f"score.{part}": name if (name := f"{stored}.{part}") in weights.names else None for part in ("weight", "bias")}
+
+
+def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config with which transformers loads a value model as a token classifier with one label.
+
+    Args:
+        config: Config of the causal LM. It is not changed.
+    """
+    changed = type(config).from_dict(config.to_dict())
+    changed.name_or_path = config.name_or_path
+    changed.num_labels = 1
+    known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    if known is None:
+        logger.warning("transformers has no token classifier of type %s: the critic is read back here only", config.model_type)
+    changed.architectures = ["ValueModel" if known is None else known.__name__]
+    return changed
 
 
 @contextmanager
