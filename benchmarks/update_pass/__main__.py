@@ -239,7 +239,9 @@ def floors(work: Workload, seed: int) -> list[dict[str, int]]:
     found = []
     for k in work.series(ours=True):
         batch = make_batch(dataclasses.replace(work, k=k), seed)
-        found.append({"k": k, "off": floor(work.shape, batch, False, work.critic), "on": floor(work.shape, batch, True, work.critic)})
+        found.append(
+            {"k": k, "off": floor(work.shape, batch, False, work.critic), "on": floor(work.shape, batch, True, work.critic)}
+        )
     return found
 
 

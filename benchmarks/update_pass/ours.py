@@ -47,13 +47,18 @@ def cut(job: Job, shared: bool) -> list[MicroBatch]:
 def _side(job: Job, micro_batches: Sequence[MicroBatch]) -> Side:
     policy = sharded_policy(job)
     assert policy.model.supports_prefix_kv
-    tokens = sum(len(answer) for answer in job.batch.answers)
-    counts = GlobalCounts(tokens=float(tokens), sequences=float(len(job.batch.answers)))
+    counts = counts_of(job)
 
     def update() -> None:
         policy.accumulate(micro_batches, counts, TEMPERATURE)
 
-    return Side(policy.model, update, lambda: {name: _whole(parameter.grad) for name, parameter in named_weights(policy.model)})
+    return Side(policy.model, update, lambda: {name: whole(parameter.grad) for name, parameter in named_weights(policy.model)})
+
+
+def counts_of(job: Job) -> GlobalCounts:
+    """Return the tokens and sequences of the whole update."""
+    tokens = sum(len(answer) for answer in job.batch.answers)
+    return GlobalCounts(tokens=float(tokens), sequences=float(len(job.batch.answers)))
 
 
 def sharded_policy(job: Job) -> Policy:
@@ -83,10 +88,13 @@ def to_batch(job: Job, shared: bool = False) -> RolloutBatch:
         group=group,
         prompt_group=group if shared else None,
         advantages=torch.tensor(batch.advantages).repeat_interleave(answers.lengths),
+        old_values=torch.cat([values.cpu() for values in job.values]) if job.values else None,
+        returns=torch.cat([returns.cpu() for returns in job.returns]) if job.returns else None,
         batch_size=[],
     )
 
 
-def _whole(gradient: Tensor | None) -> Tensor:
+def whole(gradient: Tensor | None) -> Tensor:
+    """Return a gradient that is not sharded."""
     assert gradient is not None
     return gradient.full_tensor() if isinstance(gradient, DTensor) else gradient

@@ -62,9 +62,9 @@ def critic_model(job: Job) -> nn.Module:
     """Return transformers' token classifier of the critic's folder, with its blocks checkpointed where that is asked for."""
     from transformers import AutoModelForTokenClassification
 
-    model = AutoModelForTokenClassification.from_pretrained(
-        job.critic_folder, dtype=job.dtype, attn_implementation="sdpa"
-    ).to(job.device)
+    model = AutoModelForTokenClassification.from_pretrained(job.critic_folder, dtype=job.dtype, attn_implementation="sdpa").to(
+        job.device
+    )
     model.train()
     if job.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -56,9 +56,7 @@ def _critic(job: Job) -> Side:
     engine: Any = engine_room.FSDPEngineWithValueHead(*settings_of_engine(job, job.critic_folder))
     engine.module = critic_model(job)
     engine._autocast_dtype = job.dtype
-    config = CriticConfig(
-        strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, cliprange_value=CLIP_VALUE, loss_agg_mode=AGGREGATION
-    )
+    config = CriticConfig(strategy="fsdp2", ppo_micro_batch_size_per_gpu=1, cliprange_value=CLIP_VALUE, loss_agg_mode=AGGREGATION)
     loss_of = functools.partial(value_loss, config)
     data = [_micro_batch(job, rows) for rows in job.cuts()]
 
