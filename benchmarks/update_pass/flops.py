@@ -56,8 +56,8 @@ def floor(shape: TinyShape, batch: Batch, checkpointing: bool, critic: bool = Fa
     """Gives the least floating-point operations of an update: each prompt once, each answer once, logits for answers alone.
 
     Three forwards. With checkpointing every block runs its forward once more, but for its last product, whose result nobody
-    reads; the head does not. An answer's last token predicts nothing and is not among those computed. A critic is a second decoder
-    of the same shape; the products of its head, one output, do not count.
+    reads; the head does not. An answer's last token predicts nothing and is not among those computed.
+    A critic is a second decoder of the same shape; the products of its head, one output, do not count.
     """
     groups = zip(batch.prompts, range(0, len(batch.answers), batch.k), strict=True)
     parts = [_parts(shape, len(prompt), [len(answer) for answer in batch.answers[at : at + batch.k]]) for prompt, at in groups]

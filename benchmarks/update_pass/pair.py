@@ -38,7 +38,7 @@ def pair_side(actor: Side, critic: Side, update: Callable[[], None] | None = Non
 
 
 def named(role: str, gradients: dict[str, Tensor]) -> dict[str, Tensor]:
-    """Return gradients under names that begin with their model's role. A critic's decoder and head have the names of its folder."""
+    """Return gradients under names that begin with the role of their model."""
     return {f"{role}.{name}": gradient for name, gradient in gradients.items()}
 
 
