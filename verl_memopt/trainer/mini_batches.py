@@ -9,7 +9,7 @@ from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank, updates_per_step
-from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.trained_model import MiniBatch
 
 Prepare = Callable[[list[int], int], RolloutBatch]
 """Returns the batch with what one mini-batch adds to it, from the rows and the seed of the mini-batch."""
