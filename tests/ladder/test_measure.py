@@ -10,7 +10,7 @@ import torch.distributed as dist
 from verl_memopt.config.schema import Actor
 from verl_memopt.errors import ConfigError
 from verl_memopt.ladder.measure import make_batch, measure_row, run_ablation
-from verl_memopt.ladder.plan import ABLATION, ALTERNATIVES, Work
+from verl_memopt.ladder.plan import ABLATION, ALTERNATIVES, Work, choose_rows
 from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.worker import Worker
@@ -157,3 +157,16 @@ def test_a_row_that_ran_out_leaves_nothing_behind(folder, rows, knob, monkeypatc
     assert host_allocator().limit_bytes is None
     assert not dist.is_initialized()
     assert dict(os.environ) == variables
+
+
+@pytest.mark.parametrize("knob", ["optimizer_state_dtype", "native_offload"])
+def test_a_critic_that_rests_on_the_host_adds_nothing_to_the_peak_of_the_step(folder, knob):
+    (plan,) = (plan for plan in choose_rows(WIDE_WORK, [knob]) if plan.knob == knob)
+    without, with_critic = (
+        measure_row(Path(folder), WIDE_WORK, knob, plan.overrides, [*SMALLER, *extra])
+        for extra in ((), ("algorithm.adv_estimator=gae",))
+    )
+    assert with_critic.phases.keys() - without.phases.keys() == {"values", "update_critic"}
+    assert with_critic.peak_device_bytes <= 1.05 * without.peak_device_bytes
+    for phase, num_bytes in without.phases.items():
+        assert abs(with_critic.phases[phase] - num_bytes) <= SMALL, phase

@@ -49,3 +49,17 @@ def test_the_ladder_keeps_its_order():
     assert ABLATION[:3] == ("chunked_logprob", "shared_prompt", "bucketed_adamw")
     assert ABLATION[-3:] == ("precision", "stochastic_rounding", "optimizer_state_dtype")
     assert ALTERNATIVES["load_mode"] == "param_offload"
+
+
+def test_with_a_critic_its_own_knobs_stand_as_the_policys_do(tiny_folder):
+    *_, plan = [plan for plan in plan_rows(WORK) if plan.knob in ABLATION]
+    settings = row_settings(str(tiny_folder), WORK, [*plan.overrides, "algorithm.adv_estimator=gae"])
+    actor, critic = settings.actor_rollout_ref.actor, settings.critic
+    assert critic.model.fsdp_config == actor.fsdp_config
+    assert critic.model.enable_activation_offload is settings.actor_rollout_ref.model.enable_activation_offload is True
+    assert critic.ppo_max_token_len_per_gpu == actor.ppo_max_token_len_per_gpu
+    assert critic.optim.state_dtype == actor.optim.state_dtype
+    own = "critic.model.fsdp_config.param_offload=false"
+    settings = row_settings(str(tiny_folder), WORK, [*plan.overrides, "algorithm.adv_estimator=gae", own])
+    assert settings.actor_rollout_ref.actor.fsdp_config.param_offload is True
+    assert settings.critic.model.fsdp_config.param_offload is False

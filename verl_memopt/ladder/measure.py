@@ -19,6 +19,7 @@ from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import empty_cache, local_device, resolve_device
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.knobs.conditions import WITH_CRITIC
 from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.ladder.plan import Work, choose_rows, row_settings
 from verl_memopt.ladder.row import HOST, OutOfMemory, Row, with_savings
@@ -28,6 +29,7 @@ from verl_memopt.models.build import empty_model, load_model_config
 from verl_memopt.models.folder import resolve_folder
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.phase import PhaseMemory
+from verl_memopt.trainer.critic_update import critic_budgets
 from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.trainer.update import with_selection
 from verl_memopt.workers.local_group import LocalGroup
@@ -67,7 +69,8 @@ def run_ablation(
         before(plan.knob)
         row = measure_row(folder, work, plan.knob, plan.overrides, extra)
         row_shapes = shapes(folder, work, [*plan.overrides, *extra])
-        if plan.base in measured:
+        # The formulas are of a run without a critic.
+        if plan.base in measured and "update_critic" not in row.phases:
             base, base_shapes = measured[plan.base]
             row = with_savings(row, base, base_shapes, row_shapes)
         measured[plan.knob] = row, row_shapes
@@ -177,11 +180,15 @@ def make_batch(work: Work, actor: Actor) -> RolloutBatch:
 def _plan(settings: Settings, folder: Path) -> WorkerPlan:
     text = str(folder)
     with_reference = settings.actor_rollout_ref.model.lora_rank == 0
+    with_critic = settings.algorithm.adv_estimator in WITH_CRITIC
     return WorkerPlan(
         settings=settings.actor_rollout_ref,
         folder=text,
         engine_folder=text,
         reference_folder=text if with_reference else None,
+        critic=settings.critic if with_critic else None,
+        critic_folder=text if with_critic else None,
+        critic_steps=ROUNDS,
         tokenizer_folder=text,
         eos_token_ids=(0,),
         optimizer_steps=ROUNDS,
@@ -206,8 +213,14 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
     group.all("call", "gen", False, "release_engine")
     batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, old_bins, False).log_probs
     batch.ref_log_probs = call("ref", "ref_log_probs", batch, ref_bins).log_probs
+    if settings.algorithm.adv_estimator in WITH_CRITIC:
+        critic_bins, values_bins = (cut_ranks([batch.row_tokens()], [names], each)[0] for each in critic_budgets(settings.critic))
+        batch.old_values = call("values", "values", batch, values_bins)
+        batch.returns = batch.old_values + batch.advantages
     batch = with_selection(batch, range(batch.num_rows), settings.actor_rollout_ref.actor.policy_loss, seed=0)
     counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
+    if batch.returns is not None:
+        call("update_critic", "update_critic", [MiniBatch(batch, critic_bins, counts)])
     metrics: dict[str, float] = call("update_actor", "update_actor", [MiniBatch(batch, update_bins, counts)])
     call("update_weights", "update_weights")
     return metrics

@@ -7,9 +7,12 @@ from dataclasses import dataclass
 
 import yaml
 
+from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
+from verl_memopt.knobs.conditions import WITH_CRITIC
+from verl_memopt.knobs.critic_rules import twin
 from verl_memopt.knobs.index import knobs
 
 ALL_OFF = "all off"
@@ -66,6 +69,8 @@ class RowPlan:
 def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
     """Return the settings of a row: one optimizer step over all rollouts, in this process, with transformers' generation.
 
+    With ``algorithm.adv_estimator=gae`` the row has a critic, whose own knobs stand as the policy's do.
+
     Args:
         folder: Folder of the model.
         work: Sizes and seed of the update.
@@ -88,6 +93,10 @@ def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
         "trainer.worker_group": "local",
     }  # fmt: skip
     texts = dict(override.lstrip("+").split("=", 1) for override in overrides)
+    if texts.get("algorithm.adv_estimator") in WITH_CRITIC:
+        shared["critic.optim.clip_grad"] = shared["actor_rollout_ref.actor.optim.clip_grad"]
+        shared["critic.model.fsdp_config.dtype"] = shared["actor_rollout_ref.actor.fsdp_config.dtype"]
+        texts = {twin(key): text for key, text in texts.items() if twin(key) in leaf_types()} | texts
     return settings_from_mapping({**shared, **{key: yaml.safe_load(text) for key, text in texts.items()}})
 
 
