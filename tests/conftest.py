@@ -15,8 +15,11 @@ import pytest
 import torch
 from hypothesis import settings
 
-# Under nohup hanging up is ignored, and by everything that is started too; the tests that hang up mean it.
+# Under nohup hanging up is ignored, and in the background of a script Ctrl-C as well, by everything that is started too.
+# The tests that send these signals mean them.
 signal.signal(signal.SIGHUP, signal.SIG_DFL)
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 torch.set_num_threads(1)
 settings.register_profile("no_clock", deadline=None)
 settings.load_profile("no_clock")

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import torch
 
-from verl_memopt.errors import DataError
+from verl_memopt.errors import DataError, UserError
 from verl_memopt.observe.files import append_rows, keep_rows, read_rows, replace_text
 
 
@@ -49,6 +49,13 @@ def test_numbers_of_numpy_and_torch_are_written_as_numbers(tmp_path: Path) -> No
     row = read_rows(path)[0]
     assert (row["a"], row["b"], row["c"]) == (0.5, 2, [1, 2])
     assert row["d"] != row["d"]
+
+
+def test_a_rename_that_the_disk_refuses_is_named(tmp_path: Path) -> None:
+    path = tmp_path / "summary.json"
+    path.mkdir()  # no file can take the place of a folder
+    with pytest.raises(UserError, match=r"summary\.json: cannot be written \(Is a directory; \d+ MiB free\)"):
+        replace_text(path, "new")
 
 
 def test_a_replacement_that_fails_leaves_the_old_text(tmp_path: Path) -> None:

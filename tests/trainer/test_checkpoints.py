@@ -11,7 +11,7 @@ import torch
 from blake3 import blake3
 
 from verl_memopt.distributed.file_records import FileRecord
-from verl_memopt.errors import CheckpointError
+from verl_memopt.errors import CheckpointError, UserError
 from verl_memopt.trainer.checkpoints import TRACKER, CheckpointStore, find_fault, read_checkpoint
 
 
@@ -627,3 +627,11 @@ def test_driver_state_that_torch_cannot_read_is_a_fault_like_any_other(store):
     )
     (store.root / TRACKER).write_text("8\n")
     assert store.newest({}).step == 6
+
+
+def test_checkpoints_that_the_disk_will_not_move_are_named_and_stay(store):
+    save(store, 2)
+    (store.root / "previous").write_text("a file in the way")
+    with pytest.raises(UserError, match=r"checkpoints_1: cannot be written \(Not a directory"):
+        store.set_aside()
+    assert store.newest().step == 2

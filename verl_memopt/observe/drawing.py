@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Literal
 
+from verl_memopt.observe.files import disk_refusals
 from verl_memopt.observe.phase import GIB, MIB
 
 if TYPE_CHECKING:
@@ -93,8 +94,13 @@ def whole_steps(axes: Axes) -> None:
 
 
 def save(drawing: Figure, path: Path) -> Path:
-    """Write a PNG, completely or not at all, and return its path."""
+    """Write a PNG, completely or not at all, and return its path.
+
+    Raises:
+        UserError: The disk refused.
+    """
     aside = path.with_name(f".{path.name}.partial")
-    drawing.savefig(aside, format="png", dpi=130)
-    aside.replace(path)
+    with disk_refusals(path):
+        drawing.savefig(aside, format="png", dpi=130)
+        aside.replace(path)
     return path

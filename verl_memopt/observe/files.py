@@ -37,11 +37,12 @@ def replace_text(path: Path, text: str) -> None:
         UserError: The disk refused.
     """
     aside = path.with_name(f".{path.name}.partial")
-    with disk_refusals(path), aside.open("w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    aside.replace(path)
+    with disk_refusals(path):
+        with aside.open("w", encoding="utf-8") as file:
+            file.write(text)
+            file.flush()
+            os.fsync(file.fileno())
+        aside.replace(path)
 
 
 def append_rows(path: Path, rows: list[dict[str, Any]]) -> None:

@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.errors import UserError
-from verl_memopt.observe.files import append_rows, keep_rows, read_rows, replace_text
+from verl_memopt.observe.files import append_rows, disk_refusals, keep_rows, read_rows, replace_text
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.observe.samples import Sample, sample_row
 from verl_memopt.observe.timeline import TimelineRow, append_timeline, keep_timeline, read_timeline, timeline_rows
@@ -53,14 +53,18 @@ class RunFolder:
         Args:
             config_text: The settings as YAML.
             resumed_step: The step after which the run continues. None = a new run.
+
+        Raises:
+            UserError: The disk refused.
         """
-        self.path.mkdir(parents=True, exist_ok=True)
-        if resumed_step is None:
-            self._set_aside()
-        else:
-            self._rewind(resumed_step)
-            self._keep_config(config_text, resumed_step)
-        replace_text(self.config, config_text)
+        with disk_refusals(self.config):
+            self.path.mkdir(parents=True, exist_ok=True)
+            if resumed_step is None:
+                self._set_aside()
+            else:
+                self._rewind(resumed_step)
+                self._keep_config(config_text, resumed_step)
+            replace_text(self.config, config_text)
         self.began = time.time()
 
     def add_timeline(self, step: int, spans: Sequence[Span], memories: Mapping[str, PhaseMemory]) -> None:

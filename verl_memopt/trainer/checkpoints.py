@@ -20,6 +20,7 @@ import torch
 from verl_memopt.distributed.file_records import Records, hashed_file, record_file, sync_folder, sync_folders
 from verl_memopt.distributed.sharded_state import READ_ERRORS
 from verl_memopt.errors import CheckpointError
+from verl_memopt.observe.files import disk_refusals
 from verl_memopt.trainer.lineage import BEYOND, TRACKER, Lineage, read_lineage
 from verl_memopt.trainer.manifest import MANIFEST, Manifest, find_fault, read_manifest, write_manifest
 
@@ -214,16 +215,21 @@ class CheckpointStore:
         return max(scored, default=(0.0, None))[1]
 
     def set_aside(self) -> Path | None:
-        """Move all checkpoints to a new folder in ``previous/`` and return that folder; None if there are none."""
+        """Move all checkpoints to a new folder in ``previous/`` and return that folder; None if there are none.
+
+        Raises:
+            UserError: The disk refused.
+        """
         folders = self._folders()
         if not folders:
             return None
         number = 1
         while (target := self.root / "previous" / f"checkpoints_{number}").exists():
             number += 1
-        target.mkdir(parents=True)
-        for path in [*folders.values(), *([self.root / TRACKER] if (self.root / TRACKER).exists() else [])]:
-            os.replace(path, target / path.name)
+        with disk_refusals(target):
+            target.mkdir(parents=True)
+            for path in [*folders.values(), *([self.root / TRACKER] if (self.root / TRACKER).exists() else [])]:
+                os.replace(path, target / path.name)
         return target
 
     def _folders(self) -> dict[int, Path]:
@@ -262,9 +268,14 @@ class CheckpointStore:
                 self._discard(self.folder(step))
 
     def _discard(self, folder: Path) -> None:
-        """Remove a folder. A kill in the middle leaves nothing that looks like a checkpoint."""
+        """Remove a folder. A kill in the middle leaves nothing that looks like a checkpoint.
+
+        Raises:
+            UserError: The disk refused.
+        """
         away = self._emptied(folder)
-        os.replace(folder, away)
+        with disk_refusals(folder):
+            os.replace(folder, away)
         shutil.rmtree(away, ignore_errors=True)
 
     def _emptied(self, folder: Path) -> Path:
