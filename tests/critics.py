@@ -1,0 +1,69 @@
+"""Critics to test: a folder with a value head, a batch with values and returns, and the same values computed naively."""
+
+import dataclasses
+import shutil
+
+import torch
+from transformers import AutoModelForTokenClassification
+
+from tests.workers.test_policy import batch
+from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import Critic, CriticModel, Optim, TrainedFsdp
+from verl_memopt.workers.build_policy import build_critic, materialize_critic
+from verl_memopt.workers.critic import Critic as CriticRole
+
+CPU = torch.device("cpu")
+CRITIC = Critic(
+    use_dynamic_bsz=True,
+    loss_agg_mode="token-mean",
+    cliprange_value=0.2,
+    optim=Optim(lr=1e-2),
+    model=CriticModel(
+        enable_gradient_checkpointing=False, trust_remote_code=False, attn_implementation="sdpa",
+        fsdp_config=TrainedFsdp(dtype="fp32"),
+    ),
+)  # fmt: skip
+
+
+def with_value_head(folder, out, seed=0, bias=True):
+    """Writes a copy of a model as transformers' token classifier with one label and a random head."""
+    model = AutoModelForTokenClassification.from_pretrained(folder, num_labels=1)
+    generator = torch.Generator().manual_seed(seed)
+    with torch.no_grad():
+        model.score.weight.copy_(torch.randn(model.score.weight.shape, generator=generator) * 0.3)
+        model.score.bias.fill_(0.25 if bias else 0.0)
+    model.save_pretrained(out)
+    for file in folder.glob("tokenizer*"):
+        shutil.copyfile(file, out / file.name)
+    return out
+
+
+def critic_for(folder, mesh, world_size=1, model=None, fsdp=None, fill=True, **settings):
+    """Gives a critic; fp32 and without any knob that saves memory unless ``model`` or ``fsdp`` say otherwise."""
+    section = replaced(CRITIC.model, {**(model or {}), "path": str(folder)})
+    section = replaced(section, {"fsdp_config": replaced(section.fsdp_config, fsdp or {})})
+    value_model = build_critic(section, folder, mesh, CPU)
+    if fill:
+        materialize_critic(value_model, folder, CPU, section.fsdp_config.offload_policy)
+    return CriticRole(value_model, replaced(CRITIC, {**settings, "model": section}), 10, world_size, CPU)
+
+
+def critic_batch(rows=16, seed=0, shared=False):
+    """Gives rows with old values and returns; shared: the four rows of a group have one prompt, and compute it once."""
+    whole = batch(rows, seed)
+    generator = torch.Generator().manual_seed(seed + 1)
+    if shared:
+        whole.prompts = whole.prompts.select([row - row % 4 for row in range(rows)])
+        whole.prompt_group = whole.group.clone()
+    tokens = int(whole.responses.lengths.sum())
+    old_values, returns = (torch.randn(tokens, generator=generator) for _ in range(2))
+    return dataclasses.replace(whole, old_values=old_values, returns=returns, old_log_probs=None, ref_log_probs=None)
+
+
+def naive_values(model, whole):
+    """Gives fp32 [R] of transformers' token classifier, one row at a time: the label of the token before each response token."""
+    parts = []
+    for prompt, response in zip(whole.prompts.rows(), whole.responses.rows(), strict=True):
+        labels = model(torch.cat([prompt, response])[None]).logits[0, :, 0]
+        parts.append(labels[len(prompt) - 1 : -1] if len(response) else labels[:0])
+    return torch.cat(parts)
