@@ -34,9 +34,7 @@ LINKS = {
         f"{_CRITIC}.{key}": f"{_AR}.actor.{key}"
         for key in ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "use_dynamic_bsz", "loss_agg_mode", "loss_scale_factor")
     },
-    **{
-        f"{_CRITIC}.forward_{key}": f"{_CRITIC}.ppo_{key}" for key in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")
-    },
+    **{f"{_CRITIC}.forward_{key}": f"{_CRITIC}.ppo_{key}" for key in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")},
     "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     f"{_CRITIC}.optim.state_dtype": f"{_CRITIC}.model.fsdp_config.model_dtype",
     f"{_CRITIC}.checkpoint.load_contents": f"{_CRITIC}.checkpoint.save_contents",

@@ -205,9 +205,13 @@ class Worker:
         load_trained(self.policy.trained, Path(folder), contents)
 
     def load_critic(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of the critic's checkpoint, written by any number of ranks. The phase is ``load_critic``."""
+        """Read this rank's part of the critic's checkpoint, written by any number of ranks.
+
+        The phase ``load_checkpoint`` has the policy on the device. The critic takes its place.
+        """
         assert self.critic is not None
-        load_trained(self.critic.trained, Path(folder), contents)
+        with self.residency.phase("load_critic"):
+            load_trained(self.critic.trained, Path(folder), contents)
 
     def export(self, folder: str, weights: bool) -> None:
         """Write the policy in Hugging Face format, with or without its weights."""

@@ -34,9 +34,9 @@ from verl_memopt.knobs.weight_buckets import BucketEngine
 
 __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
-    "CustomClass", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "FilterGroups", "Fsdp", "KlControl", "Memory",
-    "MixedPrecision", "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout", "Settings",
-    "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
+    "CustomClass", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "FilterGroups", "Fsdp", "KlControl",
+    "Memory", "MixedPrecision", "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout",
+    "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
 ]  # fmt: skip
 
 
