@@ -6,11 +6,16 @@ import shutil
 import torch
 from transformers import AutoModelForTokenClassification
 
+from tests.tensors import whole_of
 from tests.workers.test_policy import batch
+from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.keys import replaced
+from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Critic, CriticModel, Optim, TrainedFsdp
+from verl_memopt.models.build import named_weights
 from verl_memopt.workers.build_policy import build_critic, materialize_critic
 from verl_memopt.workers.critic import Critic as CriticRole
+from verl_memopt.workers.trained_model import MiniBatch
 
 CPU = torch.device("cpu")
 CRITIC = Critic(
@@ -67,3 +72,44 @@ def naive_values(model, whole):
         labels = model(torch.cat([prompt, response])[None]).logits[0, :, 0]
         parts.append(labels[len(prompt) - 1 : -1] if len(response) else labels[:0])
     return torch.cat(parts)
+
+
+CRITIC_PHASES = {
+    "values": "values", "update_critic": "update_critic", "save_critic": "save_checkpoint", "load_critic": "load_checkpoint",
+    "export_critic": "save_checkpoint",
+}  # fmt: skip
+"""Method of a worker -> the phase in which the trainer calls it."""
+
+
+def critic_plan(folder, more=None):
+    """Gives the fields of a worker's plan that build a critic from the settings ``more``."""
+    settings = {
+        "data.train_files": "none",
+        "data.val_files": None,
+        "algorithm.adv_estimator": "gae",
+        "actor_rollout_ref.model.path": str(folder),
+        "actor_rollout_ref.rollout.name": "hf",
+        "actor_rollout_ref.actor.use_dynamic_bsz": True,
+        "critic.model.enable_gradient_checkpointing": False,
+        "critic.model.fsdp_config.dtype": "fp32",
+        "critic.optim.lr": 1e-3,
+    }
+    critic = settings_from_mapping(settings | (more or {})).critic
+    return {"critic": critic, "critic_folder": str(folder), "critic_steps": 10}
+
+
+def call_critic(worker, method, *args, track=False):
+    """Gives the reply of a worker to one of the critic's methods, in its phase."""
+    return worker.call(CRITIC_PHASES[method], track, method, *args)
+
+
+def critic_mini(rows=4):
+    """Gives a mini-batch of one micro-batch, with old values and returns."""
+    whole = critic_batch(rows)
+    return MiniBatch(whole, [list(range(rows))], GlobalCounts(float(whole.responses.lengths.sum()), float(rows)))
+
+
+def critic_weights(worker):
+    """Gives the whole weights of a worker's critic, wherever they rest."""
+    with worker.residency.phase("values"):
+        return {name: whole_of(parameter).detach().clone() for name, parameter in named_weights(worker.critic.model)}
