@@ -228,11 +228,7 @@ class Worker:
 
         The models are freed first: a sleeping engine must wake before its shutdown, and needs the room.
         """
-        for trained in self._trained():
-            if trained.offload is not None:
-                trained.offload.close()
-        self.policy = self.reference = self.critic = None
-        self.residency = Residency(self.device)
+        self._free_models()
         engine, self.engine = self.engine, None
         try:
             if engine is not None:
@@ -240,6 +236,13 @@ class Worker:
         finally:
             self.limits.close()
             leave_process_group()
+
+    def _free_models(self) -> None:
+        for trained in self._trained():
+            if trained.offload is not None:
+                trained.offload.close()
+        self.policy = self.reference = self.critic = None
+        self.residency = Residency(self.device)
 
     # Building.
 
