@@ -34,9 +34,3 @@ class WorkerPlan:
     """Count bytes by kind in tracked phases on a GPU too. Compiled functions then stay uncompiled."""
     stop_file: str | None = None
     """File in which the driver writes when rollouts are abandoned. None = never."""
-    critic: Critic | None = None
-    """Settings of the critic. None = no critic."""
-    critic_folder: str | None = None
-    """Folder of the critic's model."""
-    critic_steps: int = 0
-    """Optimizer steps of the critic in the whole run."""
