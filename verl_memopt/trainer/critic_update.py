@@ -15,7 +15,8 @@ from verl_memopt.trainer.mini_batches import MiniBatchCutter
 from verl_memopt.trainer.passes import Budget
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import global_metrics, refuse_partial
-from verl_memopt.trainer.update_guard import CRITIC_LR, way_back
+from verl_memopt.trainer.update_guard import way_back
+from verl_memopt.workers.trained_model import CRITIC
 
 
 @dataclass(frozen=True)
@@ -66,8 +67,9 @@ class CriticTraining:
             TrainingError: A skipped update had already changed some weights.
         """
         per_rank = self.cutter.cut(batch, names, step)
-        metrics = global_metrics(self.workers.each("update_critic", "update_critic", [(minis,) for minis in per_rank]), "critic")
-        refuse_partial(metrics, "critic", "critic.optim", step, way_back(CRITIC_LR, self.critic.optim.lr, self.store))
+        results = self.workers.each("update_critic", "update_critic", [(minis,) for minis in per_rank])
+        metrics = global_metrics(results, CRITIC)
+        refuse_partial(metrics, CRITIC, step, way_back(CRITIC, self.critic.optim.lr, self.store))
         return metrics
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from verl_memopt.config.resume_diff import kept_settings
@@ -26,6 +27,25 @@ logger = logging.getLogger(__name__)
 
 ALWAYS_TRACKED = 2
 """How many first steps are always tracked on a CPU. The second step is the first with optimizer state."""
+
+
+@dataclass(frozen=True)
+class SavedRole:
+    """A trained role as checkpoints see it.
+
+    Attributes:
+        folder: Its folder in a checkpoint.
+        save: Method of the workers that writes it.
+        load: Method of the workers that reads it.
+        load_phase: Phase in which its parameters are on the device.
+        settings: What is saved and loaded.
+    """
+
+    folder: str
+    save: str
+    load: str
+    load_phase: str
+    settings: CheckpointContents
 
 
 class Trainer:
@@ -217,9 +237,9 @@ class Trainer:
         for fault in checkpoint.passed_over:
             self.reporter.say(f"passed over {fault}")
         try:
-            for folder, _, load, settings in self.parts():
-                contents = list(settings.load_contents or [])
-                self.workers.all("load_checkpoint", load, str(checkpoint.folder / folder), contents)
+            for part in self.parts():
+                contents = list(part.settings.load_contents or [])
+                self.workers.all(part.load_phase, part.load, str(checkpoint.folder / part.folder), contents)
         except CheckpointError as error:
             text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
@@ -248,9 +268,10 @@ class Trainer:
         store, step = self.context.store, self.step
         aside, records = store.begin(step), {}
         try:
-            for folder, save, _, settings in self.parts():
-                per_rank = self.workers.all("save_checkpoint", save, str(aside / folder), list(settings.save_contents))
-                records |= {f"{folder}/{name}": record for written in per_rank for name, record in written.items()}
+            for part in self.parts():
+                contents = list(part.settings.save_contents)
+                per_rank = self.workers.all("save_checkpoint", part.save, str(aside / part.folder), contents)
+                records |= {f"{part.folder}/{name}": record for written in per_rank for name, record in written.items()}
         except CheckpointError as error:
             raise store.failed(step, str(error)) from error
         with self.workers.clock.phase("save_checkpoint"):
@@ -258,11 +279,13 @@ class Trainer:
         self.saved_step = step
         self.reporter.saved(step, self.workers.take_memories())
 
-    def parts(self) -> list[tuple[str, str, str, CheckpointContents]]:
-        """Return for each trained role its folder in a checkpoint, the workers' methods to save and to load it, and its parts."""
+    def parts(self) -> list[SavedRole]:
+        """Return the trained roles, each of which has a part of every checkpoint."""
         critic = self.context.worker_plan.critic
-        actor = ("actor", "save", "load", self.context.settings.actor_rollout_ref.actor.checkpoint)
-        return [actor] if critic is None else [actor, ("critic", "save_critic", "load_critic", critic.checkpoint)]
+        actor = SavedRole("actor", "save", "load", "load_checkpoint", self.context.settings.actor_rollout_ref.actor.checkpoint)
+        if critic is None:
+            return [actor]
+        return [actor, SavedRole("critic", "save_critic", "load_critic", "load_critic", critic.checkpoint)]
 
     def driver_state(self) -> dict[str, Any]:
         """Return the state of the driver for a checkpoint."""

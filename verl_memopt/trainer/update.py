@@ -15,13 +15,9 @@ from verl_memopt.data.ragged import token_index
 from verl_memopt.errors import TrainingError
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.trainer.mini_batches import MiniBatchCutter
-from verl_memopt.trainer.update_guard import LR, way_back
-from verl_memopt.workers.trained_model import MiniBatch
+from verl_memopt.trainer.update_guard import way_back
+from verl_memopt.workers.trained_model import ACTOR, MiniBatch, Role
 
-ACTOR = "actor_rollout_ref.actor"
-SKIPPED, PARTIAL = "skipped_updates", "partial_updates"
-SAME_ON_ALL_RANKS = ("grad_norm", "lr", SKIPPED)
-"""Metrics of a role's update with the same value on every rank. The others are each rank's share of a sum."""
 SEEDS = 2**63
 """Number of seeds that a generator takes."""
 
@@ -61,8 +57,8 @@ class PolicyUpdate:
         Raises:
             TrainingError: A skipped update had already changed some weights.
         """
-        metrics = global_metrics(per_rank, "actor")
-        refuse_partial(metrics, "actor", f"{ACTOR}.optim", step, way_back(LR, self.actor.optim.lr, self.store))
+        metrics = global_metrics(per_rank, ACTOR)
+        refuse_partial(metrics, ACTOR, step, way_back(ACTOR, self.actor.optim.lr, self.store))
         if self.actor.use_kl_loss:
             metrics["actor/kl_coef"] = self.actor.kl_loss_coef
         return metrics
@@ -92,34 +88,27 @@ def with_selection(batch: RolloutBatch, rows: Sequence[int], loss: PolicyLoss, s
     return marked
 
 
-def global_metrics(per_rank: Sequence[dict[str, float]], role: str) -> dict[str, float]:
-    """Return the metrics over all ranks: the sum of the ranks' shares, and once what every rank knows.
-
-    Args:
-        per_rank: Metrics of each rank.
-        role: The role that took the update: actor or critic.
-    """
-    skipped = [metrics[f"{role}/{SKIPPED}"] for metrics in per_rank]
-    assert len(set(skipped)) == 1, skipped
-    first, alike = per_rank[0], {f"{role}/{name}" for name in SAME_ON_ALL_RANKS}
-    return {name: first[name] if name in alike else sum(metrics[name] for metrics in per_rank) for name in first}
+def global_metrics(per_rank: Sequence[dict[str, float]], role: Role) -> dict[str, float]:
+    """Return the metrics of a role's update over all ranks: the sum of the ranks' shares, and once what every rank knows."""
+    assert len({metrics[role.skipped] for metrics in per_rank}) == 1, [metrics[role.skipped] for metrics in per_rank]
+    first = per_rank[0]
+    return {name: first[name] if name in role.same_on_all_ranks else sum(metrics[name] for metrics in per_rank) for name in first}
 
 
-def refuse_partial(metrics: dict[str, float], role: str, optim: str, step: int, way_out: str) -> None:
+def refuse_partial(metrics: dict[str, float], role: Role, step: int, way_out: str) -> None:
     """Take the count of partial updates out of the metrics, and stop the run where there is one.
 
     Args:
         metrics: Metrics of an update over all ranks.
-        role: The role that took it: actor or critic.
-        optim: Its section ``optim``.
+        role: The role that took it.
         step: Number of the training step.
         way_out: How to continue.
 
     Raises:
         TrainingError: A skipped update had already changed some weights.
     """
-    if metrics.pop(f"{role}/{PARTIAL}", 0.0):
+    if metrics.pop(role.partial, 0.0):
         raise TrainingError(
-            f"{optim}.in_backward=true: in step {step} a gradient was not finite after other parameters had been updated, and "
-            f"that cannot be taken back. With in_backward=false such an update is skipped. {way_out}"
+            f"{role.key}.optim.in_backward=true: in step {step} a gradient was not finite after other parameters had been "
+            f"updated, and that cannot be taken back. With in_backward=false such an update is skipped. {way_out}"
         )

@@ -10,16 +10,14 @@ from typing import Any
 
 from verl_memopt.errors import TrainingError
 from verl_memopt.trainer.checkpoints import CheckpointStore
+from verl_memopt.workers.trained_model import ACTOR, CRITIC, Role
 
 logger = logging.getLogger(__name__)
 
-_SKIPPED = "skipped_updates"
 KEY = "trainer.max_skipped_steps"
-LR = "actor_rollout_ref.actor.optim.lr"
-CRITIC_LR = "critic.optim.lr"
 PATHS = {
-    "actor": "actor_rollout_ref.model.path and actor_rollout_ref.actor.fsdp_config.dtype",
-    "critic": "critic.model.path and critic.model.fsdp_config.dtype",
+    ACTOR: "actor_rollout_ref.model.path and actor_rollout_ref.actor.fsdp_config.dtype",
+    CRITIC: "critic.model.path and critic.model.fsdp_config.dtype",
 }
 """Role -> settings that a first update without finite gradients points to."""
 LARGE = 1e6
@@ -29,18 +27,16 @@ BAD_LOG_PROBS = "training/log_probs_not_finite"
 
 
 @dataclass
-class _Role:
-    """A trained role, and its updates so far.
+class _Updates:
+    """The updates of a trained role so far.
 
     Attributes:
-        name: Beginning of its metrics: actor or critic.
-        lr_key: Setting of its learning rate.
-        lr: The rate.
+        role: The role.
+        lr: Its learning rate.
         updates_per_step: Its optimizer steps in one training step.
     """
 
-    name: str
-    lr_key: str
+    role: Role
     lr: float
     updates_per_step: int
     skipped_in_a_row: int = 0
@@ -79,8 +75,8 @@ class UpdateGuard:
         """
         self._max_skipped_steps = max_skipped_steps
         self._store = store
-        self._actor = _Role("actor", LR, lr, updates_per_step)
-        self._critic = None if critic_lr is None else _Role("critic", CRITIC_LR, critic_lr, critic_updates_per_step)
+        self._actor = _Updates(ACTOR, lr, updates_per_step)
+        self._critic = None if critic_lr is None else _Updates(CRITIC, critic_lr, critic_updates_per_step)
 
     def watch(self, step: int, metrics: Mapping[str, float], sound: bool) -> None:
         """Judge a finished step.
@@ -97,8 +93,8 @@ class UpdateGuard:
         Raises:
             TrainingError: ``trainer.max_skipped_steps`` steps in a row applied no update.
         """
-        updated = [role for role in (self._actor, self._critic) if role is not None and f"{role.name}/{_SKIPPED}" in metrics]
-        good = [self._judge(role, step, metrics) for role in updated]
+        trained = [self._actor] if self._critic is None else [self._actor, self._critic]
+        good = [self._judge(updates, step, metrics) for updates in trained if updates.role.skipped in metrics]
         if sound and all(good):
             self._store.prove(step - 1)
 
@@ -113,64 +109,66 @@ class UpdateGuard:
         if self._critic is not None:
             self._critic.load_state_dict(state["critic"])
 
-    def _judge(self, role: _Role, step: int, metrics: Mapping[str, float]) -> bool:
-        """Count the update of a role, and return whether its weights are good."""
-        skipped, norm = int(metrics[f"{role.name}/{_SKIPPED}"]), metrics[f"{role.name}/grad_norm"]
+    def _judge(self, updates: _Updates, step: int, metrics: Mapping[str, float]) -> bool:
+        """Count the updates of a role in a step, and return whether its weights are good."""
+        role = updates.role
+        skipped, norm = int(metrics[role.skipped]), metrics[role.grad_norm]
         if skipped:
             logger.warning(
                 "step %d: the gradient norm%s is %s. %d of %d updates skipped: weights, optimizer state and schedule are "
-                "unchanged", step, _of(role), norm, skipped, role.updates_per_step,
+                "unchanged", step, _of(role), norm, skipped, updates.updates_per_step,
             )  # fmt: skip
-        if skipped < role.updates_per_step:
-            role.skipped_in_a_row, role.applied_step = 0, step
+        if skipped < updates.updates_per_step:
+            updates.skipped_in_a_row, updates.applied_step = 0, step
             return norm != 0.0
-        role.skipped_in_a_row += 1
-        if role.skipped_in_a_row >= self._max_skipped_steps:
-            raise TrainingError(self._message(role, step, norm, metrics))
+        updates.skipped_in_a_row += 1
+        if updates.skipped_in_a_row >= self._max_skipped_steps:
+            raise TrainingError(self._message(updates, step, norm, metrics))
         return False
 
-    def _message(self, role: _Role, step: int, norm: float, metrics: Mapping[str, float]) -> str:
-        first = step - role.skipped_in_a_row + 1
+    def _message(self, updates: _Updates, step: int, norm: float, metrics: Mapping[str, float]) -> str:
+        first = step - updates.skipped_in_a_row + 1
         steps = f"step {step}" if first == step else f"steps {first} to {step}"
-        weights = f"the update of step {role.applied_step}" if role.applied_step else "the model that the run began with"
+        weights = f"the update of step {updates.applied_step}" if updates.applied_step else "the model that the run began with"
         return (
-            f"{KEY}={self._max_skipped_steps}: {steps} applied no update{_of(role)}, because the gradient norm was not "
-            f"finite ({norm}). The weights are those of {weights}. {_cause(role, metrics)} "
-            f"{way_back(role.lr_key, role.lr, self._store)}"
+            f"{KEY}={self._max_skipped_steps}: {steps} applied no update{_of(updates.role)}, because the gradient norm was not "
+            f"finite ({norm}). The weights are those of {weights}. {_cause(updates, metrics)} "
+            f"{way_back(updates.role, updates.lr, self._store)}"
         )
 
 
-def _of(role: _Role) -> str:
-    return " of the critic" if role.name == "critic" else ""
+def _of(role: Role) -> str:
+    return "" if role is ACTOR else f" of the {role.name}"
 
 
-def _cause(role: _Role, metrics: Mapping[str, float]) -> str:
+def _cause(updates: _Updates, metrics: Mapping[str, float]) -> str:
     """Return why the gradients of a role are probably not finite."""
-    kind = "returns" if role.name == "critic" else "advantages"
-    outputs = "values" if role.name == "critic" else "log-probs"
-    low, high = (metrics.get(f"critic/{kind}/{name}", 0.0) for name in ("min", "max"))
-    values = [metrics.get(f"critic/values/{name}", 0.0) for name in ("min", "max")]
-    bad = metrics.get(BAD_LOG_PROBS) if role.name == "actor" else not all(map(math.isfinite, values))
-    if bad:
+    learned, outputs = ("advantages", "log-probs") if updates.role is ACTOR else ("returns", "values")
+    low, high = (metrics.get(f"critic/{learned}/{name}", 0.0) for name in ("min", "max"))
+    if updates.role is ACTOR:
+        is_damaged = bool(metrics.get(BAD_LOG_PROBS))
+    else:
+        is_damaged = not math.isfinite(metrics.get("critic/values/mean", 0.0))
+    if is_damaged:
         symptom = f"They give {outputs} that are not finite"
     elif max(abs(low), abs(high)) > LARGE:
-        return f"The {kind} reach from {low:.4g} to {high:.4g}: look at the rewards first."
+        return f"The {learned} reach from {low:.4g} to {high:.4g}: look at the rewards first."
     else:
         symptom = f"Their {outputs} are finite, but their gradients overflow"
-    if role.applied_step:
+    if updates.applied_step:
         return f"{symptom}: that update has damaged them."
-    return f"{symptom}: check {PATHS[role.name]}."
+    return f"{symptom}: check {PATHS[updates.role]}."
 
 
-def way_back(lr_key: str, lr: float, store: CheckpointStore) -> str:
+def way_back(role: Role, lr: float, store: CheckpointStore) -> str:
     """Return how to continue after an update that damaged the weights: from which checkpoint and with which settings.
 
     Args:
-        lr_key: Setting of the learning rate to lower.
-        lr: The rate.
+        role: The role that took the update.
+        lr: Its learning rate, which is to be lowered.
         store: Checkpoints of the run.
     """
-    lower = f"{lr_key}=<less than {lr:g}>"
+    lower = f"{role.key}.optim.lr=<less than {lr:g}>"
     proven = store.proven()
     if proven is None:
         return f"No checkpoint of this run has proven good. Start again with a lower rate: trainer.resume_mode=disable {lower}"
