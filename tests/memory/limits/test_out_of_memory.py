@@ -1,6 +1,7 @@
 import dataclasses
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -198,7 +199,7 @@ def test_other_errors_pass_unchanged():
 
 
 def test_the_error_reaches_the_driver_and_ends_the_run_with_a_failure():
-    error = _error("gen", {"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros", SETTINGS)
+    error = _error("gen", {"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros", partial(advice, settings=SETTINGS))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB.")
     assert error.exit_code != 0
