@@ -64,6 +64,7 @@ def out_of_memory_report(
     resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     settings: schema.ActorRolloutRef,
     limit: int | None,
+    critic: schema.Critic | None = None,
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
 
@@ -76,18 +77,21 @@ def out_of_memory_report(
             include tensors that rest on the host.
         settings: That advice is based on.
         limit: Bytes that the process may take; None for no limit.
+        critic: The section ``critic``; None in a run without one.
     """
     try:
         yield
     except DeviceLimitError as error:
         requested = error.asked_bytes
-        report = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, requested, error.num_bytes - requested)
+        report = _error(
+            phase, error.kinds, error.num_bytes, limit, error.op, settings, requested, error.num_bytes - requested, critic=critic
+        )
         release_frames(error)
         raise report from None
     except RuntimeError as error:
         if not is_gpu(device) or not is_out_of_memory(error):
             raise
-        report = _allocator_error(phase, device, resident(), settings, limit, error)
+        report = _allocator_error(phase, device, resident(), settings, limit, error, critic)
         release_frames(error)
         raise report from error
 
@@ -99,17 +103,19 @@ def _allocator_error(
     settings: schema.ActorRolloutRef,
     limit: int | None,
     error: RuntimeError,
+    critic: schema.Critic | None,
 ) -> DeviceMemoryError:
     kinds = _bytes_by_kind(resident, device)
     cap = memory_info(device)[1] if limit is None else limit
     if not isinstance(error, PartDoesNotFitError):
         held = ledger_of(device).peak_allocated()
         kinds["activations"] += max(held - sum(kinds.values()), 0)
-        return _error(phase, kinds, held, cap, str(error).split(". ")[0], settings, _requested_bytes(str(error)), held)
+        what, requested_bytes = str(error).split(". ")[0], _requested_bytes(str(error))
+        return _error(phase, kinds, held, cap, what, settings, requested_bytes, held, critic=critic)
     requested, before = error.num_bytes, error.held_bytes
     kinds["activations"] += max(before - sum(kinds.values()), 0)
     kinds[error.kind] += requested
-    return _error(phase, kinds, before + requested, cap, str(error), settings, requested, before, first=error.kind)
+    return _error(phase, kinds, before + requested, cap, str(error), settings, requested, before, error.kind, critic)
 
 
 def _requested_bytes(message: str) -> int | None:
@@ -147,11 +153,12 @@ def _error(
     requested: int | None = None,
     held_before: int | None = None,
     first: str | None = None,
+    critic: schema.Critic | None = None,
 ) -> DeviceMemoryError:
     """Return the error. first: the kind to make smaller before any other; without it, the largest."""
     largest = sorted(kinds, key=lambda kind: -kinds[kind])
     terms = ", ".join(f"{kind} {_gib(kinds[kind])}" for kind in largest if kinds[kind])
-    ways = advice(phase, largest if first is None else [first, *largest], settings)
+    ways = advice(phase, largest if first is None else [first, *largest], settings, critic)
     why = "" if not largest else f"Most of it is {largest[0]}: " if first is None else "To make room: "
     out = f" {why}{ways[0]}." if largest and ways else ""
     more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
