@@ -5,7 +5,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from tests.critics import critic_batch, critic_for, naive_values, with_value_head
+from tests.critics import CPU, critic_batch, critic_for, naive_values, with_value_head
 from tests.tensors import whole_of
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.build import named_weights
@@ -106,7 +106,7 @@ def test_the_head_rests_in_the_masters_dtype_and_computes_in_fp32(tiny_folder, o
 def test_a_random_head_leaves_the_head_as_it_was(tiny_folder, one_rank, tmp_path):
     critic = critic_for(with_value_head(tiny_folder, tmp_path / "valued"), one_rank, fsdp={"dtype": "bfloat16"})
     before, values = whole_of(critic.model.score.weight).clone(), values_of(critic, critic_batch())
-    with random_head(critic.model):
+    with random_head(critic.model, CPU):
         assert (values_of(critic, critic_batch()) - values).abs().mean() > 0.1
     assert torch.equal(whole_of(critic.model.score.weight), before)
     assert torch.equal(values_of(critic, critic_batch()), values)
