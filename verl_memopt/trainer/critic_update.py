@@ -9,7 +9,6 @@ from torch import Tensor
 
 from verl_memopt.config.schema import Critic
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.memory.activations.activation_offload import BYTES_MOVED
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.trainer.experience import LogProbPass, run_pass
 from verl_memopt.trainer.mini_batches import MiniBatchCutter
@@ -19,6 +18,7 @@ from verl_memopt.trainer.update import global_metrics, refuse_partial
 from verl_memopt.trainer.update_guard import way_back
 from verl_memopt.workers.trained_model import CRITIC
 
+BYTES_MOVED = "memory/activation_offload/bytes_moved"
 CRITIC_BYTES_MOVED = "memory/activation_offload/critic_bytes_moved"
 """Metric: activations of the critic's update that were moved to the host."""
 
