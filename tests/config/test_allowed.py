@@ -67,7 +67,8 @@ ABOVE_0 = [
     *(f"{AR}.rollout.{key}" for key in ("tensor_model_parallel_size", "max_logprob_diff", "val_kwargs.n")),
     f"{AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes",
     *("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-    *("reward_model.num_workers", *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb"))),
+    *(f"reward_model.{key}" for key in ("num_workers", "max_concurrent", "reward_kwargs.max_resp_len")),
+    *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb")),
     *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps", "table_every_steps")),
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
     "trainer.stop_deadline_seconds",
@@ -79,6 +80,7 @@ FROM_0 = [
     f"{AR}.actor.policy_loss.ppo_kl_coef",
     *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
+    *(f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("len", "penalty_factor")),
     *("trainer.track_memory_every_steps", "trainer.log_val_generations", "algorithm.filter_groups.max_num_gen_batches"),
 ]
 ABOVE_0_OR_MINUS_1 = [

@@ -67,6 +67,23 @@ IDLE_CASES = {
     f"{AR}.rollout.do_sample": ({}, False, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     "custom_reward_function.name": ({}, "mine", {"custom_reward_function.path": "mine.py"}),
     "custom_reward_function.fallback_score": ({}, 1.0, {"custom_reward_function.on_error": "score"}),
+    **{
+        f"reward_model.reward_kwargs.{key}": (
+            {},
+            value,
+            {
+                "reward_model.reward_manager": "dapo",
+                "reward_model.reward_kwargs.overlong_buffer_cfg.enable": True,
+                "reward_model.reward_kwargs.overlong_buffer_cfg.len": 64,
+            },
+        )
+        for key, value in {
+            "overlong_buffer_cfg.len": 64,
+            "overlong_buffer_cfg.penalty_factor": 0.5,
+            "overlong_buffer_cfg.log": True,
+            "max_resp_len": 256,
+        }.items()
+    },
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
     "trainer.keep_best": (
         {},

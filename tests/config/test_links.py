@@ -38,6 +38,7 @@ OWN = {
     f"{AR}.rollout.prompt_length": 600,
     f"{AR}.rollout.response_length": 9,
     f"{AR}.rollout.seed": 0,
+    "reward_model.reward_kwargs.max_resp_len": 88,
 }
 """Follower -> a value of its own."""
 MICRO = {f"{AR}.{role}.log_prob_micro_batch_size_per_gpu": 1 for role in ("rollout", "ref")}

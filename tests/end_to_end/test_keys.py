@@ -28,7 +28,6 @@ CHECKED_ONLY = {
     "actor_rollout_ref.hybrid_engine",
     "actor_rollout_ref.actor.strategy",
     "actor_rollout_ref.rollout.mode",
-    "reward_model.reward_manager",
     # other keys follow these (tests/config/test_links.py)
     "actor_rollout_ref.actor.clip_ratio",
     "actor_rollout_ref.rollout.prompt_length",
@@ -85,6 +84,8 @@ def runs(toy, folder):
         f"data.sampler.class_path={plugins}", "data.sampler.class_name=Backwards",
         "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
         f"custom_reward_function.path={plugins}", "custom_reward_function.name=score", "custom_reward_function.on_error=score",
+        "reward_model.reward_manager=dapo", "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len=2",
     ]  # fmt: skip
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/other/global_step_1"]
     yield load_settings("rloo_trainer", common(toy, folder / "plain") + plain)

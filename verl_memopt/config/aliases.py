@@ -93,7 +93,6 @@ VALUES = {
     "algorithm.kl_penalty": _KL_TYPES,
     f"{_AR}.actor.kl_loss_type": _KL_TYPES | {f"{short}+": f"{name}+" for short, name in _KL_TYPES.items()},
     f"{_AR}.actor.optim.state_dtype": _PRECISIONS | {"8bit": "int8", "4bit": "int4"},
-    "reward_model.reward_manager": {"dapo": "naive"},
     f"{_AR}.rollout.load_format": {"safetensors": "auto"},
     f"{_AR}.rollout.dtype": _PRECISIONS | {"float16": "fp16", "half": "fp16"},
     **{

@@ -26,9 +26,7 @@ WHY_NOT: dict[tuple[str, str], str] = {
     **{("algorithm.adv_estimator", name): _NO_PI_SQUARED for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
     ("algorithm.adv_estimator", "remax"): "it needs a greedy response to each prompt, which is not generated",
     ("algorithm.adv_estimator", "gae"): _NO_GAE,
-    ("reward_model.reward_manager", "prime"): (
-        "prime gives score 0 where a function fails. Set custom_reward_function.on_error=score for that"
-    ),
+    ("reward_model.reward_manager", "gdpo"): "rewards are one number a response, and gdpo weighs several",
     (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
     **{("algorithm.expansion", name): "this way of expansion is not available" for name in ("lazy", "repeat_sampler")},

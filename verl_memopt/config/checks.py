@@ -15,6 +15,7 @@ from verl_memopt.config.idle import IDLE, warn_idle
 from verl_memopt.config.keys import leaf_values
 from verl_memopt.config.links import LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
+from verl_memopt.config.reward_rules import REWARD_RULES
 from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.conditions import DEVICES, KL
 from verl_memopt.knobs.index import knobs
@@ -256,5 +257,5 @@ def _runs() -> Iterator[Refusal]:
     )
 
 
-RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *ALGORITHM_RULES, *_devices(), *_runs())
+RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *ALGORITHM_RULES, *REWARD_RULES, *_devices(), *_runs())
 """The rules that belong to no knob."""

@@ -25,6 +25,7 @@ LINKS = {
     f"{_AR}.rollout.prompt_length": "data.max_prompt_length",
     f"{_AR}.rollout.response_length": "data.max_response_length",
     f"{_AR}.rollout.seed": "data.seed",
+    "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
 }
 """Follower -> the key it follows while it is null."""
 
@@ -32,6 +33,7 @@ DERIVED = {
     f"{_AR}.rollout.max_model_len": (f"{_AR}.rollout.prompt_length", f"{_AR}.rollout.response_length"),
     f"{_AR}.rollout.val_kwargs.do_sample": (f"{_AR}.rollout.val_kwargs.temperature",),
     "trainer.default_local_dir": ("trainer.project_name", "trainer.experiment_name"),
+    "custom_reward_function.on_error": ("reward_model.reward_manager",),
 }
 """Follower -> the keys it is computed from while it is null."""
 
@@ -62,6 +64,8 @@ def derived(key: str, values: Mapping[str, Any]) -> Any:
     parts = [values[part] for part in DERIVED[key]]
     if key.endswith("do_sample"):
         return parts[0] > 0
+    if key.endswith("on_error"):
+        return "score" if parts[0] == "prime" else "raise"
     return sum(parts) if key.endswith("max_model_len") else "/".join(["checkpoints", *parts])
 
 

@@ -50,8 +50,6 @@ _PACKED = "rows are always packed, so no pad token is computed"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
 _TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSOR_PARALLEL}"
 _PHASE_TABLE = "no profile is written. The phase table of every run shows the seconds and the peak bytes of each phase"
-_OVERLONG = "long responses lose no reward. Use custom_reward_function.path with a function that takes it off"
-_OVERLONG_PART = "it belongs to overlong_buffer_cfg.enable, which only passes as false"
 _NO_SAPO = "it belongs to the loss sapo, which does not exist here"
 _OWN_REWARD = "a reward class of your own is not loaded. Use custom_reward_function.path with a function"
 _WRAP = "decoder blocks are sharded as units, whatever their size. wrap_policy.transformer_layer_cls_to_wrap chooses others"
@@ -190,9 +188,6 @@ _REWARD_MODEL = {
     "nnodes": Refusal((0,), _NO_REWARD_MODEL),
     "n_gpus_per_node": Refusal((0, 8), _NO_REWARD_MODEL),
     "use_reward_loop": Refusal(EITHER, "reward functions always run in reward_model.num_workers processes"),
-    "reward_kwargs.overlong_buffer_cfg.enable": Refusal((False,), _OVERLONG),
-    "reward_kwargs.overlong_buffer_cfg.*": Refusal(ANY, _OVERLONG_PART),
-    "reward_kwargs.max_resp_len": Refusal(ANY, _OVERLONG_PART),
     "reward_loop_source": Refusal(("register",), _NO_REWARD_MODEL),
     "reward_loop_module_path": Refusal((), _NO_REWARD_MODEL),
     "reward_loop_class_name": Refusal((), _NO_REWARD_MODEL),

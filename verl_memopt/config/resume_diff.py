@@ -48,7 +48,13 @@ HARMLESS_KEYS = {
         (
             *("trainer.ray_wait_register_center_timeout", "trainer.stop_deadline_seconds", "trainer.max_skipped_steps"),
             *("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file", "debug.mode"),
-            *(f"{_AR}.nccl_timeout", "reward_model.num_workers", f"{_AR}.rollout.disable_log_stats", f"{_AR}.rollout.mode"),
+            *(
+                f"{_AR}.nccl_timeout",
+                "reward_model.num_workers",
+                "reward_model.max_concurrent",
+                f"{_AR}.rollout.disable_log_stats",
+                f"{_AR}.rollout.mode",
+            ),
             *("memory.host_limit_gb", "memory.pinned_limit_gb", f"{_AR}.rollout.max_logprob_diff"),
         ),
         "it says how processes run and when they stop",

@@ -29,6 +29,7 @@ from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs, updates_per_step
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, with_seeds
+from verl_memopt.trainer.rewarder import Dapo, Rewarder
 from verl_memopt.trainer.run_lock import RunLock, hold
 from verl_memopt.trainer.step import Learner
 from verl_memopt.trainer.step_metrics import StepMetrics
@@ -179,7 +180,12 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
     return folder
 
 
-def build_validator(context: RunContext, generator: Generator, rewards: RewardRunner) -> Validator | None:
+def build_rewarder(context: RunContext, runner: RewardRunner) -> Rewarder:
+    """Return what scores the answers of training and validation."""
+    return Rewarder(runner, Dapo.of(context.settings.reward_model))
+
+
+def build_validator(context: RunContext, generator: Generator, rewards: Rewarder) -> Validator | None:
     """Return the validator; None without validation files."""
     if context.validation is None:
         return None
@@ -199,7 +205,7 @@ def _build_group_filter(settings: FilterGroups, num_prompts: int, samples: int) 
     return GroupFilter(num_prompts, samples, settings.metric, settings.max_num_gen_batches) if settings.enable else None
 
 
-def build_learner(context: RunContext, workers: TimedGroup, rewards: RewardRunner) -> Learner:
+def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner) -> Learner:
     """Return what runs the training steps. Each part gets the settings that it reads."""
     settings, environment = context.settings, context.environment
     roles, data, algorithm = settings.actor_rollout_ref, settings.data, settings.algorithm
@@ -212,7 +218,7 @@ def build_learner(context: RunContext, workers: TimedGroup, rewards: RewardRunne
         workers=workers,
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
         generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine),
-        rewards=rewards,
+        rewards=build_rewarder(context, runner),
         group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
         old_pass=None if on_policy else old_pass,
         ref_pass=ref_pass if needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss) else None,

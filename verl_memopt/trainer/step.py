@@ -9,11 +9,11 @@ from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
 from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, score_answers, to_batch
+from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, to_batch
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
+from verl_memopt.trainer.rewarder import Rewarder
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import PolicyUpdate
@@ -65,7 +65,7 @@ class Learner:
     workers: TimedGroup
     prompts: PromptPrefetcher
     generator: Generator
-    rewards: RewardRunner
+    rewards: Rewarder
     group_filter: GroupFilter | None
     old_pass: LogProbPass | None
     ref_pass: LogProbPass | None
@@ -116,7 +116,7 @@ class Learner:
     def reward(self, batch: StepBatch) -> StepBatch:
         """Score each answer."""
         with self.workers.clock.phase("reward"):
-            batch.results = score_answers(self.rewards, batch.answers)
+            batch.results = self.rewards.score(batch.answers)
         return batch
 
     def log_probs(self, batch: StepBatch) -> StepBatch:
