@@ -54,7 +54,7 @@ KNOB = Knob(
     name="chunked_logprob",
     place=10,
     cost="nothing, mostly",
-    settings={"model": ChunkedLogprob},
+    settings={"policy_model": ChunkedLogprob},
     known_as={
         "use_liger_kernel": "actor_rollout_ref.model.logprob_chunk_tokens",
     },

@@ -17,11 +17,13 @@ Condition = Callable[..., bool]
 """A question about the values of some keys, which are its arguments."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "model": ("actor_rollout_ref.model",),
+    "model": ("actor_rollout_ref.model", "critic.model"),
+    "policy_model": ("actor_rollout_ref.model",),
     "actor": ("actor_rollout_ref.actor",),
-    "optim": ("actor_rollout_ref.actor.optim",),
-    "fsdp": ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"),
-    "trained_fsdp": ("actor_rollout_ref.actor.fsdp_config",),
+    "critic": ("critic",),
+    "optim": ("actor_rollout_ref.actor.optim", "critic.optim"),
+    "fsdp": ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config"),
+    "trained_fsdp": ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"),
     "ref": ("actor_rollout_ref.ref",),
     "log_prob_pass": ("actor_rollout_ref.rollout", "actor_rollout_ref.ref"),
     "rollout": ("actor_rollout_ref.rollout",),

@@ -34,6 +34,22 @@ class UpdateBudget:
 
 
 @dataclass(frozen=True)
+class CriticBudget:
+    """Settings of the micro-batches of the critic: of its update, and of the pass that computes values."""
+
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
+    use_dynamic_bsz: bool | None = None
+    """Pack micro-batches by tokens instead of by sequences; follows the actor's."""
+    ppo_max_token_len_per_gpu: PositiveInt = 32768
+    """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+    forward_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward of the values pass; follows ``ppo_micro_batch_size_per_gpu``."""
+    forward_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Hard cap of tokens per forward of the values pass; follows ``ppo_max_token_len_per_gpu``."""
+
+
+@dataclass(frozen=True)
 class LogProbBudget:
     """Settings of the micro-batches of a pass that only computes log-probs."""
 
@@ -126,7 +142,7 @@ KNOB = Knob(
     name="token_budget",
     place=80,
     cost="more, smaller micro-batches",
-    settings={"actor": UpdateBudget, "log_prob_pass": LogProbBudget},
+    settings={"actor": UpdateBudget, "critic": CriticBudget, "log_prob_pass": LogProbBudget},
     known_as={
         "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "gradient_accumulation_steps": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (accumulation follows from it)",

@@ -17,7 +17,7 @@ from verl_memopt.errors import TrainingError
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank
 from verl_memopt.trainer.update_guard import way_back
-from verl_memopt.workers.policy import PARTIAL, SAME_ON_ALL_RANKS, SKIPPED, MiniBatch
+from verl_memopt.workers.trained_model import ACTOR, MiniBatch, Role
 
 SEEDS = 2**63
 """Number of seeds that a generator takes."""
@@ -92,8 +92,8 @@ class PolicyUpdate:
         Raises:
             TrainingError: A skipped update had already changed some weights.
         """
-        metrics = global_metrics(per_rank)
-        if metrics.pop(PARTIAL, 0.0):
+        metrics = global_metrics(per_rank, ACTOR)
+        if metrics.pop(ACTOR.partial, 0.0):
             raise TrainingError(
                 f"actor_rollout_ref.actor.optim.in_backward=true: in step {step} a gradient was not finite after other "
                 "parameters had been updated, and that cannot be taken back. With in_backward=false such an update is skipped. "
@@ -128,8 +128,8 @@ def with_selection(batch: RolloutBatch, rows: Sequence[int], loss: PolicyLoss, s
     return marked
 
 
-def global_metrics(per_rank: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the metrics over all ranks: the sum of the ranks' shares, and once what every rank knows."""
-    assert len({metrics[SKIPPED] for metrics in per_rank}) == 1, [metrics[SKIPPED] for metrics in per_rank]
+def global_metrics(per_rank: Sequence[dict[str, float]], role: Role) -> dict[str, float]:
+    """Return the metrics of a role's update over all ranks: the sum of the ranks' shares, and once what every rank knows."""
+    assert len({metrics[role.skipped] for metrics in per_rank}) == 1, [metrics[role.skipped] for metrics in per_rank]
     first = per_rank[0]
-    return {name: first[name] if name in SAME_ON_ALL_RANKS else sum(metrics[name] for metrics in per_rank) for name in first}
+    return {name: first[name] if name in role.same_on_all_ranks else sum(metrics[name] for metrics in per_rank) for name in first}

@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_memopt.errors import TrainingError
 from verl_memopt.trainer.checkpoints import CheckpointStore
-from verl_memopt.workers.policy import SKIPPED
+from verl_memopt.workers.trained_model import ACTOR
 
 logger = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class UpdateGuard:
         Raises:
             TrainingError: ``trainer.max_skipped_steps`` steps in a row applied no update.
         """
-        skipped, norm = int(metrics[SKIPPED]), metrics["actor/grad_norm"]
+        skipped, norm = int(metrics[ACTOR.skipped]), metrics[ACTOR.grad_norm]
         if skipped:
             logger.warning(
                 "step %d: the gradient norm is %s. %d of %d updates skipped: weights, optimizer state and schedule are unchanged",
