@@ -17,7 +17,7 @@ _FSDP_ONLY = "fsdp2 is the one sharding backend"
 _NO_PI_SQUARED = "it needs the sum of squared probabilities over the vocabulary, which no pass computes"
 _NO_ENGINE = "this engine is not available"
 WHY_NOT: dict[tuple[str, str], str] = {
-    **{(f"{_AR}.actor.strategy", name): _FSDP_ONLY for name in ("fsdp", "megatron", "veomni")},
+    **{(f"{role}.strategy", name): _FSDP_ONLY for role in (f"{_AR}.actor", "critic") for name in ("fsdp", "megatron", "veomni")},
     **{(f"{_AR}.rollout.name", name): _NO_ENGINE for name in ("sglang", "trtllm")},
     **{("algorithm.adv_estimator", name): _NO_PI_SQUARED for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
     ("algorithm.adv_estimator", "remax"): "it needs a greedy response to each prompt, which is not generated",
@@ -26,8 +26,8 @@ WHY_NOT: dict[tuple[str, str], str] = {
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
     **{("algorithm.expansion", name): "this way of expansion is not available" for name in ("lazy", "repeat_sampler")},
     **{
-        (f"{_AR}.{role}.fsdp_config.{key}", name): "half precision needs loss scaling, which is not available"
-        for role in ("actor", "ref")
+        (f"{role}.fsdp_config.{key}", name): "half precision needs loss scaling, which is not available"
+        for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model")
         for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
         for name in ("fp16", "float16")
     },

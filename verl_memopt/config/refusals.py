@@ -106,10 +106,8 @@ _ACTOR = {
 _CHECKPOINT = {"checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step")}
 
 _OF_CRITIC = {
-    "model.fsdp_config.use_torch_compile": Refusal(EITHER, _COMPILED),
     "use_torch_compile": Refusal(EITHER, _COMPILED),
     "model.use_fused_kernels": Refusal(EITHER, "a value has no logits. Remove the key"),
-    "model.fsdp_config.strategy": Refusal(("fsdp", "fsdp2"), _ONE_BACKEND),
     "megatron.*": Refusal((), _ONE_BACKEND),
     "veomni.*": Refusal((), _ONE_BACKEND),
 }

@@ -88,10 +88,18 @@ class Advice:
     key: str
     value: object
     """The value to set, or ``LOWER``."""
-    when: Callable[..., bool] = lambda _: True
-    """Return whether it would help, from the settings below ``actor_rollout_ref``."""
+    when: Condition = lambda *_: True
+    """Return whether it would help, from the values of ``under``."""
     phases: tuple[str, ...] = ()
-    """Phases in which it helps; () = all."""
+    """Phases in which it helps; () = all but ``not_in``."""
+    under: tuple[str, ...] = ()
+    """The keys that decide whether it would help."""
+    not_in: tuple[str, ...] = ()
+    """Phases in which it does not help."""
+
+    def helps_in(self, phase: str) -> bool:
+        """Return whether it can help in a phase."""
+        return phase in self.phases if self.phases else phase not in self.not_in
 
 
 @dataclass(frozen=True)

@@ -57,10 +57,11 @@ class Algorithm:
     adv_estimator: Literal[
         "gae", "rloo", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"
     ] = "gae"
-    """gae = generalised advantage estimation over the values of a critic (PPO), whitened over the batch; rloo = reward minus the mean of the others in the group; grpo = minus the group's mean, over its standard deviation;
-    grpo_passk = the best of a group gets its lead over the second; opo = minus the mean weighted by length; gpg = minus the
-    mean, scaled up for groups without a signal; reinforce_plus_plus = discounted rewards of each token, whitened over the batch,
-    without groups; reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch."""
+    """gae = generalised advantage estimation over the values of a critic (PPO), whitened over the batch; rloo = reward minus the
+    mean of the others in the group; grpo = minus the group's mean, over its standard deviation; grpo_passk = the best of a group
+    gets its lead over the second; opo = minus the mean weighted by length; gpg = minus the mean, scaled up for groups without a
+    signal; reinforce_plus_plus = discounted rewards of each token, whitened over the batch, without groups;
+    reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch."""
     gamma: Share = 1.0
     """Discount of one token; gae and reinforce_plus_plus only."""
     lam: Share = 1.0
