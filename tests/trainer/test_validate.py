@@ -23,7 +23,7 @@ def validated(settled, base_workers, runner):
         context = build_run(settled(more))
         environment, rollout = context.environment, context.settings.actor_rollout_ref.rollout
         generator = Generator(rollout, environment.tokenizer, base_workers, environment.free_engine)
-        return build_validator(context, generator, build_rewarder(context, runner)).validate(step)
+        return build_validator(context, generator, build_rewarder(context, base_workers, runner)).validate(step)
 
     return validate
 

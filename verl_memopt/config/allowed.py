@@ -27,7 +27,7 @@ WHY_NOT: dict[tuple[str, str], str] = {
     **{("algorithm.expansion", name): "this way of expansion is not available" for name in ("lazy", "repeat_sampler")},
     **{
         (f"{role}.fsdp_config.{key}", name): "half precision needs loss scaling, which is not available"
-        for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model")
+        for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")
         for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
         for name in ("fp16", "float16")
     },

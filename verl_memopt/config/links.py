@@ -26,7 +26,6 @@ LINKS = {
     f"{_AR}.rollout.prompt_length": "data.max_prompt_length",
     f"{_AR}.rollout.response_length": "data.max_response_length",
     f"{_AR}.rollout.seed": "data.seed",
-    "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
     **{
         f"{_CRITIC}.model.{key}": f"{_AR}.model.{key}"
         for key in ("path", "tokenizer_path", "trust_remote_code", "external_lib", "attn_implementation")
@@ -39,6 +38,11 @@ LINKS = {
     "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     f"{_CRITIC}.optim.state_dtype": f"{_CRITIC}.model.fsdp_config.model_dtype",
     f"{_CRITIC}.checkpoint.load_contents": f"{_CRITIC}.checkpoint.save_contents",
+    "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
+    "reward_model.model.external_lib": f"{_AR}.model.external_lib",
+    "reward_model.micro_batch_size_per_gpu": f"{_CRITIC}.forward_micro_batch_size_per_gpu",
+    "reward_model.use_dynamic_bsz": f"{_CRITIC}.use_dynamic_bsz",
+    "reward_model.forward_max_token_len_per_gpu": f"{_CRITIC}.forward_max_token_len_per_gpu",
 }
 """Follower -> the key it follows while it is null."""
 

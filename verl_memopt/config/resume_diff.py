@@ -13,6 +13,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.index import knobs
 
 _AR = "actor_rollout_ref"
+_SHARDED = (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")
 _TRAINED = {f"{_AR}.actor": f"{_AR}.model", "critic": "critic.model"}
 """Section of each trained role -> section of its model."""
 
@@ -64,7 +65,7 @@ HARMLESS_KEYS = {
     **dict.fromkeys(
         (
             *(key for knob in knobs() if knob.same_numbers for key in knob.keys),
-            *(f"{role}.fsdp_config.forward_prefetch" for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model")),
+            *(f"{role}.fsdp_config.forward_prefetch" for role in _SHARDED),
         ),
         "the same values are kept elsewhere, or computed again",
     ),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -11,7 +11,7 @@ from types import MappingProxyType
 
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Data, FilterGroups, Model, Settings, Trainer
-from verl_memopt.data.dataset import PromptDataset, build_dataset
+from verl_memopt.data.dataset import PromptDataset, PromptRow, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
@@ -19,14 +19,17 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.knobs.conditions import needs_reference
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
+from verl_memopt.models.reward_folder import find_reward_model
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
+from verl_memopt.trainer.conversations import Conversations
 from verl_memopt.trainer.environment import Environment, resolve_environment
 from verl_memopt.trainer.experience import LogProbPass
 from verl_memopt.trainer.generation import Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
+from verl_memopt.trainer.model_scores import ModelScores, reward_budget
 from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs, updates_per_step
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, with_seeds
 from verl_memopt.trainer.rewarder import Dapo, Rewarder
@@ -60,6 +63,7 @@ class RunContext:
         updates_per_step: optimizer steps of one training step.
         stop_file: tells the workers when to abandon a rollout.
         worker_plan: what each worker builds.
+        conversations: turns answers into what the reward model reads; None without one.
     """
 
     settings: Settings
@@ -75,6 +79,7 @@ class RunContext:
     updates_per_step: int
     stop_file: Path
     worker_plan: WorkerPlan
+    conversations: Conversations | None = None
 
 
 def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({})) -> RunContext:
@@ -105,7 +110,9 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             settings = replace(settings, data=data, actor_rollout_ref=roles)
         if checkpoint is not None:
             compare_settings(settings, environment.weights, checkpoint)
-        train, validation = _datasets(data, environment, by_rules=settings.custom_reward_function.path is None)
+        by_rules = settings.custom_reward_function.path is None and not settings.reward_model.enable
+        train, validation = _datasets(data, environment, by_rules)
+        reward_folder, conversations = _reward_model(settings, environment, [*train, *(validation or ())])
         loader = _build_loader(data, train, checkpoint)
         total_steps = _total_steps(trainer, loader)
         updates = updates_per_step(data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_epochs)
@@ -121,13 +128,15 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             track_init=environment.device == "cpu" and trainer.track_memory_every_steps > 0,
             memory=settings.memory,
             stop_file=str(stop_file),
+            reward_model=None if reward_folder is None else settings.reward_model.model,
+            reward_folder=None if reward_folder is None else str(reward_folder),
         )
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(
         settings=settings, folder=folder, lock=lock, environment=environment, loader=loader, validation=validation,
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps, updates_per_step=updates,
-        stop_file=stop_file, worker_plan=plan,
+        stop_file=stop_file, worker_plan=plan, conversations=conversations,
     )  # fmt: skip
 
 
@@ -144,6 +153,20 @@ def _datasets(data: Data, environment: Environment, by_rules: bool) -> tuple[Pro
     if by_rules:
         check_sources((row.data_source, row.address) for split in (train, validation or ()) for row in split)
     return train, validation
+
+
+def _reward_model(
+    settings: Settings, environment: Environment, rows: Sequence[PromptRow]
+) -> tuple[Path | None, Conversations | None]:
+    """Return the folder of the reward model, and what turns answers into its conversations; None without one."""
+    reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
+    if not reward_model.enable:
+        return None, None
+    longest = reward_model.max_length or data.max_prompt_length + data.max_response_length
+    found = find_reward_model(reward_model.model, roles.model, environment.tokenizer, longest, roles.actor)
+    conversations = Conversations(found.tokenizer, reward_model.max_length)
+    conversations.check(rows)
+    return found.folder, conversations
 
 
 def _build_loader(data: Data, rows: PromptDataset, checkpoint: Checkpoint | None) -> StepLoader:
@@ -180,9 +203,13 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
     return folder
 
 
-def build_rewarder(context: RunContext, runner: RewardRunner) -> Rewarder:
+def build_rewarder(context: RunContext, workers: TimedGroup, runner: RewardRunner) -> Rewarder:
     """Return what scores the answers of training and validation."""
-    return Rewarder(runner, Dapo.of(context.settings.reward_model))
+    settings, model = context.settings, None
+    if context.conversations is not None:
+        actor, balance = settings.actor_rollout_ref.actor, settings.trainer.balance_batch
+        model = ModelScores(workers, context.conversations, reward_budget(settings.reward_model), actor, balance)
+    return Rewarder(runner, Dapo.of(settings.reward_model), model, settings.custom_reward_function.path is None)
 
 
 def build_validator(context: RunContext, generator: Generator, rewards: Rewarder) -> Validator | None:
@@ -218,7 +245,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         workers=workers,
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
         generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine),
-        rewards=build_rewarder(context, runner),
+        rewards=build_rewarder(context, workers, runner),
         group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
         old_pass=None if on_policy else old_pass,
         ref_pass=ref_pass if needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss) else None,

@@ -1,8 +1,9 @@
-"""The reward of each answer: what the reward function returns, then what the manager does to it."""
+"""The reward of each answer: what a function or a reward model gives, then what the manager does to it."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from typing import Self
 
@@ -13,6 +14,10 @@ from verl_memopt.config.schema import RewardKwargs, RewardModel
 from verl_memopt.rewards.rows import RewardResult, RewardRow
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.generation import Answers
+from verl_memopt.trainer.model_scores import ModelScores
+
+RM_SCORE = "rm_score"
+"""Name of the reward model's score among what a reward function receives, and among the entries of a row."""
 
 
 @dataclass(frozen=True)
@@ -64,23 +69,47 @@ class Rewarder:
     Attributes:
         runner: The reward processes.
         dapo: What the manager ``dapo`` adds; None with another manager.
+        model: The reward model; None where the settings have none.
+        model_alone: The model's score is the reward. False = the reward function reads it and returns the reward.
     """
 
     runner: RewardRunner
     dapo: Dapo | None = None
+    model: ModelScores | None = None
+    model_alone: bool = False
 
-    def score(self, answers: Answers) -> list[RewardResult]:
+    def score(self, answers: Answers, timed: AbstractContextManager[None] | None = None) -> list[RewardResult]:
         """Return the reward of each answer.
 
+        Args:
+            answers: Prompts and answers.
+            timed: Entered while functions score. The workers time the reward model themselves.
+
         Raises:
-            RewardError: The reward function failed on a row.
+            RewardError: The reward function failed on a row, or the model gave no finite score.
             Stopped: A stop was requested.
         """
+        model_scores = None if self.model is None else self.model.score(answers)
+        with timed or nullcontext():
+            if model_scores is not None and self.model_alone:
+                results = [RewardResult(score) for score in model_scores]
+            else:
+                results = self._by_function(answers, model_scores)
+            if self.dapo is None:
+                return results
+            return self.dapo.shaped(results, [len(ids) for ids in answers.generation.response_ids])
+
+    def _by_function(self, answers: Answers, model_scores: list[float] | None) -> list[RewardResult]:
+        infos = [row.extra_info for row in answers.rows]
+        if model_scores is not None:
+            infos = [{**info, RM_SCORE: score} for info, score in zip(infos, model_scores, strict=True)]
         rows = [
-            RewardRow(row.data_source, text, row.ground_truth, row.extra_info, row.address)
-            for row, text in zip(answers.rows, answers.texts, strict=True)
+            RewardRow(row.data_source, text, row.ground_truth, info, row.address)
+            for row, text, info in zip(answers.rows, answers.texts, infos, strict=True)
         ]
         results = self.runner.score(rows)
-        if self.dapo is None:
+        if model_scores is None:
             return results
-        return self.dapo.shaped(results, [len(ids) for ids in answers.generation.response_ids])
+        return [
+            replace(result, extra={RM_SCORE: score, **result.extra}) for result, score in zip(results, model_scores, strict=True)
+        ]

@@ -115,8 +115,7 @@ class Learner:
 
     def reward(self, batch: StepBatch) -> StepBatch:
         """Score each answer."""
-        with self.workers.clock.phase("reward"):
-            batch.results = self.rewards.score(batch.answers)
+        batch.results = self.rewards.score(batch.answers, self.workers.clock.phase("reward"))
         return batch
 
     def log_probs(self, batch: StepBatch) -> StepBatch:

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from verl_memopt.config.schema.training import Fsdp
 from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range
 
+POLICY_TOKENIZER = "policy"
+"""Word for the tokenizer of the policy."""
 FILES = Range("must be at least 64", lambda value: value >= 64)
 
 
@@ -36,9 +39,44 @@ class RewardKwargs:
 
 
 @dataclass(frozen=True)
+class ScoringModel:
+    """The reward model's own model: a sequence or token classifier with one label.
+
+    The knobs of ``actor_rollout_ref.model`` act in it as they do in the reference.
+    """
+
+    path: str | None = None
+    """Folder in Hugging Face format, or a hub id."""
+    input_tokenizer: str | None = POLICY_TOKENIZER
+    """policy, or the path of the policy's model or tokenizer = responses are decoded, and each conversation is rendered with the
+    reward model's own chat template and tokenizer; null = it shares the policy's tokenizer, and reads the ids as they are."""
+    trust_remote_code: bool = False
+    """Let transformers run code from the model's folder."""
+    external_lib: str | None = None
+    """Module imported before the model is built; follows the policy's."""
+    override_config: dict[str, Any] = field(default_factory=dict)
+    """Merged into the model's config.json; a name the config does not have is an error."""
+    fsdp_config: Fsdp = field(default_factory=Fsdp)
+    """Sharding and precision of the reward model."""
+
+
+@dataclass(frozen=True)
 class RewardModel:
     """How responses are scored."""
 
+    enable: bool = False
+    """A model scores each response. Its score is the reward, or with ``custom_reward_function.path`` the function reads it as
+    ``extra_info["rm_score"]`` and returns the reward."""
+    model: ScoringModel = field(default_factory=ScoringModel)
+    """The reward model's own model."""
+    micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Conversations per forward of the reward model; follows the critic's values pass."""
+    use_dynamic_bsz: bool | None = None
+    """Pack its micro-batches by tokens instead of by conversations; follows the critic's."""
+    forward_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Hard cap of tokens per forward with ``use_dynamic_bsz``; follows the critic's values pass."""
+    max_length: Annotated[int | None, POSITIVE] = None
+    """Tokens of a conversation beyond which its end is cut off; null = none is cut."""
     reward_manager: Literal["naive", "batch", "dapo", "prime"] = "naive"
     """How the reward function is called. naive = with one row; batch = once, with the lists of all rows; prime = with one row, in
     one process per core at least (at most 64), and a row that fails scores ``custom_reward_function.fallback_score``; dapo =
