@@ -6,11 +6,14 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
+from tests.ranks import run_ranks
 from tests.workers.test_worker import AR, place, plan_of
 from verl_memopt.config.schema import Actor, Fsdp, ScoringModel
 from verl_memopt.data.batch import rollout_batch
 from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.process_group import leave_process_group, training_mesh
+from verl_memopt.models.reward_folder import REWARD_KEY
+from verl_memopt.workers.build_policy import build_reward_model, materialize_critic
 from verl_memopt.workers.reward_scores import compute_scores
 from verl_memopt.workers.worker import Worker
 
@@ -27,11 +30,11 @@ def classifier(folder, tiny_folder, kind="sequence", seed=3, labels=1):
     with torch.random.fork_rng(devices=[]):
         torch.manual_seed(seed)
         model = CLASSES[kind].from_pretrained(tiny_folder, config=config, dtype=torch.float32)
-        torch.nn.init.normal_(model.score.weight)
+        torch.nn.init.normal_(model.score.weight, std=0.2)
         if model.score.bias is not None:
             torch.nn.init.normal_(model.score.bias)
     model.save_pretrained(folder)
-    for path in tiny_folder.glob("*token*"):
+    for path in (*tiny_folder.glob("*token*"), *tiny_folder.glob("*.jinja")):
         shutil.copy(path, folder)
     return folder, model.eval()
 
@@ -114,18 +117,46 @@ def test_the_model_is_frozen_and_has_no_adapters(worker_of, tiny_folder, tmp_pat
     assert not any("lora" in name for name, _ in model.named_parameters())
 
 
-def test_an_offloaded_model_is_on_the_device_in_its_own_phase_alone(worker_of, tiny_folder, tmp_path):
+def params_of_phases(worker):
+    """Returns the scores, and the bytes of parameters on the device at the peak of three phases, counted one by one."""
+    batch = conversations(True)
+    old = worker.call("old_log_prob", True, "old_log_probs", batch, [[0, 1, 2, 3, 4]], False)
+    reward = worker.call("reward", True, "reward_scores", batch, [[0, 1, 2, 3, 4]])
+    again = worker.call("old_log_prob", True, "old_log_probs", batch, [[0, 1, 2, 3, 4]], False)
+    return reward.value, [reply.memory.kind_peaks["params"] for reply in (old, reward, again)]
+
+
+def test_an_offloaded_model_holds_no_device_byte_outside_its_own_phase(worker_of, tiny_folder, tmp_path):
     folder, model = classifier(tmp_path / "rm", tiny_folder)
-    worker = worker_of(folder, ScoringModel(fsdp_config=Fsdp(dtype="fp32", param_offload=True)))
-    ((home, _),) = worker.residency._parts
-    assert not home.on_device
+    here = worker_of(folder)
+    size = sum(parameter.nbytes for parameter in here.reward_model.parameters())
+    expected, (beside, own, _) = params_of_phases(here)
+    here.close()
+    assert (beside, own) == (beside, beside)
+    away = worker_of(folder, ScoringModel(fsdp_config=Fsdp(dtype="fp32", param_offload=True)))
     for _ in range(2):
-        found = scored(worker, conversations(True), [[0, 1, 2, 3, 4]])
-        assert home.on_device
-        torch.testing.assert_close(found, logits(model), rtol=0, atol=1e-5)
-        with worker.residency.phase("old_log_prob"):
-            assert not home.on_device
-            assert home.device_bytes() == 0 if hasattr(home, "device_bytes") else True
+        found, bytes_of_phases = params_of_phases(away)
+        assert bytes_of_phases == [beside - size, beside, beside - size]
+        assert torch.equal(found, expected)
+    torch.testing.assert_close(expected, logits(model), rtol=0, atol=1e-5)
+
+
+def two_ranks(rank, folder, tiny_folder):
+    """Returns the scores of this rank's rows: three of five, the last of them a copy."""
+    plan = plan_of(tiny_folder, None, reward_model=SETTINGS, reward_folder=str(folder))
+    mesh = training_mesh("cpu", 2, -1)
+    model = build_reward_model(SETTINGS, plan.settings.model, folder, mesh, torch.device("cpu"))
+    model.requires_grad_(False)
+    assert materialize_critic(model, folder, torch.device("cpu"), False, REWARD_KEY)
+    rows = [[0, 1, 4], [2, 3, 0]][rank]
+    return compute_scores(model, conversations(True, rows), [[0, 1], [2]], torch.device("cpu")).tolist()
+
+
+def test_two_ranks_give_the_scores_of_one(tiny_folder, tmp_path):
+    folder, model = classifier(tmp_path / "rm", tiny_folder)
+    one, other = run_ranks(two_ranks, 2, folder, tiny_folder)
+    expected = logits(model)[[0, 1, 4, 2, 3, 0]]
+    torch.testing.assert_close(torch.tensor([*one, *other]), expected, rtol=0, atol=1e-5)
 
 
 def test_a_conversation_without_its_end_is_a_mistake():
