@@ -26,6 +26,8 @@ SAMPLES = {
     f"{AR}.ref.fsdp_config.dtype": ("fp32", "bfloat16"),
     f"{AR}.model.attn_implementation": ("eager", "sdpa"),
     "reward_model.num_workers": (3, 2),
+    "reward_model.model.path": ("judge", "other"),
+    "reward_model.model.fsdp_config.dtype": ("fp32", "bfloat16"),
     "reward_model.reward_manager": ("dapo", "naive"),
     f"{AR}.actor.strategy": ("fsdp2", "fsdp"),
 }

@@ -39,6 +39,10 @@ OWN = {
     f"{AR}.rollout.response_length": 9,
     f"{AR}.rollout.seed": 0,
     "reward_model.reward_kwargs.max_resp_len": 88,
+    "reward_model.model.external_lib": "pathlib",
+    "reward_model.micro_batch_size_per_gpu": 8,
+    "reward_model.use_dynamic_bsz": False,
+    "reward_model.forward_max_token_len_per_gpu": 8888,
 }
 """Follower -> a value of its own."""
 MICRO = {f"{AR}.{role}.log_prob_micro_batch_size_per_gpu": 1 for role in ("rollout", "ref")}
