@@ -111,7 +111,6 @@ _CHECKPOINT = {"checkpoint.async_save": Refusal(EITHER, "a checkpoint is always 
 
 _OF_CRITIC = {
     "use_torch_compile": Refusal(EITHER, _COMPILED),
-    "model.fsdp_config.use_torch_compile": Refusal(EITHER, "the pass of the reward model is not compiled"),
     "model.use_fused_kernels": Refusal(EITHER, "a value has no logits. Remove the key"),
     "megatron.*": Refusal((), _ONE_BACKEND),
     "veomni.*": Refusal((), _ONE_BACKEND),
@@ -194,6 +193,7 @@ _REWARD_MODEL = {
     "strategy": Refusal(("fsdp", "fsdp2"), "the reward model is sharded by fsdp2"),
     "model.use_remove_padding": Refusal(EITHER, _PACKED),
     "model.use_shm": Refusal(EITHER, _MODEL["use_shm"].reason),
+    "model.fsdp_config.use_torch_compile": Refusal(EITHER, "the pass of the reward model is not compiled"),
     "model.use_fused_kernels": Refusal(EITHER, "a reward model has no logits"),
     "model_config.*": Refusal((), "it belongs to an engine, and the reward model has none. Remove the key"),
 }

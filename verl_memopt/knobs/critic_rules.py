@@ -127,8 +127,10 @@ def advices() -> Iterator[Advice]:
 
 
 def _has_twin(key: str, others: Iterable[str]) -> bool:
-    """Return whether the critic has a key of its own, and a rule about it and others is not about a reference."""
-    return twin(key) in _critic_keys() and not any(other.startswith(f"{_AR}.ref.") for other in others)
+    """Return whether the critic has a key of its own, and of each key that a rule reads, so that the rule holds for it too."""
+    known = _knob_keys()
+    lacking = (other.startswith(f"{_AR}.ref.") or (other in known and twin(other) not in (other, *known)) for other in others)
+    return twin(key) != key and twin(key) in known and not any(lacking)
 
 
 def _where_critic(condition: Condition) -> Condition:
@@ -137,5 +139,6 @@ def _where_critic(condition: Condition) -> Condition:
 
 
 @cache
-def _critic_keys() -> frozenset[str]:
-    return frozenset(key for knob in knobs() for key in knob.keys if key.startswith("critic."))
+def _knob_keys() -> frozenset[str]:
+    """Return the keys of the knobs' own settings."""
+    return frozenset(key for knob in knobs() for key in knob.defaults())

@@ -18,6 +18,7 @@ from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.parameters.resharding import reshard_units
 from verl_memopt.models.build import WeightFolder, local_region
 from verl_memopt.models.decoder import BlockOptions
 from verl_memopt.models.pack import Pack
@@ -134,16 +135,19 @@ def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
 @contextmanager
 def random_head(model: ValueModel) -> Iterator[None]:
     """Give the head random weights inside the body, drawn alike on every rank, so that its values show differences of states."""
-    before = {name: _local(parameter).detach().clone() for name, parameter in model.score.named_parameters()}
+    # After a forward the module may hold the gathered parameters instead of these.
+    sharded = dict(model.score.named_parameters())
+    before = {name: _local(parameter).detach().clone() for name, parameter in sharded.items()}
     with torch.no_grad():
-        for name, parameter in model.score.named_parameters():
+        for name, parameter in sharded.items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             whole = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
             _local(parameter).copy_(whole[local_region(parameter)])
         try:
             yield
         finally:
-            for name, parameter in model.score.named_parameters():
+            reshard_units(model)
+            for name, parameter in sharded.items():
                 _local(parameter).copy_(before[name])
 
 

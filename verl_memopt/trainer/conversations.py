@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.dataset import PromptDataset, PromptRow
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.special_tokens import Spans, special_tokens_of
 from verl_memopt.errors import ConfigError, DataError
@@ -95,7 +95,7 @@ class Conversations:
                 "Correct the row, or use another reward model."
             ) from problem
 
-    def check(self, rows: Sequence[PromptRow]) -> None:
+    def check(self, rows: PromptDataset | Sequence[PromptRow]) -> None:
         """Check that the tokenizer can render the conversations of a data set.
 
         Raises:
@@ -103,7 +103,7 @@ class Conversations:
         """
         if self.tokenizer is None or self.tokenizer.chat_template is not None:
             return
-        if any(row.messages is not None for row in rows):
+        if any(rows[index].messages is not None for index in range(len(rows))):
             raise ConfigError(
                 f"{REWARD_KEY}.input_tokenizer: the reward model's tokenizer has no chat template, and the prompts are messages. "
                 f"Add a template to its folder, or set {REWARD_KEY}.input_tokenizer=null where it shares the policy's tokenizer."
