@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.workers.test_reward_scores import classifier
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.reads import leaf_keys, record_reads
 from verl_memopt.trainer.run import train
@@ -93,6 +94,8 @@ def runs(toy, folder):
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other + resumed)
     lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
     lora += ["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
+    reward_model, _ = classifier(folder / "reward_model", toy / "model")
+    lora += ["reward_model.enable=true", f"reward_model.model.path={reward_model}", "reward_model.max_length=20"]
     yield load_settings("rloo_trainer", common(toy, folder / "lora") + plain + lora)
 
 
