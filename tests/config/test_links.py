@@ -30,7 +30,7 @@ OTHER = {
     "critic.ppo_micro_batch_size_per_gpu": 4,
     "critic.ppo_max_token_len_per_gpu": 9999,
     "critic.use_dynamic_bsz": True,
-    "critic.forward_micro_batch_size_per_gpu": 3,
+    f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 9,
     "critic.forward_max_token_len_per_gpu": 7070,
     "critic.model.fsdp_config.model_dtype": "bfloat16",
     "critic.checkpoint.save_contents": ["model", "extra"],
@@ -121,7 +121,7 @@ def test_validation_samples_if_it_has_a_temperature_unless_that_is_given(settled
 def test_no_follower_stays_null_but_those_of_null_targets(settled):
     settings = settled({})
     open_targets = {"data.seed", f"{AR}.actor.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"}
-    open_targets |= {"critic.forward_micro_batch_size_per_gpu"}
+    open_targets |= {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu"}
     open_targets |= {f"{AR}.model.tokenizer_path", f"{AR}.model.external_lib", "trainer.max_actor_ckpt_to_keep"}
     assert {LINKS[key] for key in LINKS if value_at(settings, key) is None} == open_targets
     assert all(value_at(settings, key) is not None for key in DERIVED)

@@ -81,9 +81,9 @@ def test_the_spellings_of_august_set_the_same_reward_model(settled):
     assert settled(august) == settled(ENABLED)
 
 
-def test_micro_batches_follow_the_critics_values_pass(settled):
-    critic = {"critic.use_dynamic_bsz": False, "critic.ppo_micro_batch_size_per_gpu": 7, "critic.ppo_max_token_len_per_gpu": 999}
-    model = settled(critic).reward_model
+def test_micro_batches_follow_other_passes(settled):
+    more = {"critic.use_dynamic_bsz": False, "critic.ppo_micro_batch_size_per_gpu": 8, "critic.ppo_max_token_len_per_gpu": 999}
+    model = settled(more | {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 7}).reward_model
     assert (model.micro_batch_size_per_gpu, model.use_dynamic_bsz, model.forward_max_token_len_per_gpu) == (7, False, 999)
 
 

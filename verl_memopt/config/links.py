@@ -40,7 +40,7 @@ LINKS = {
     f"{_CRITIC}.checkpoint.load_contents": f"{_CRITIC}.checkpoint.save_contents",
     "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
     "reward_model.model.external_lib": f"{_AR}.model.external_lib",
-    "reward_model.micro_batch_size_per_gpu": f"{_CRITIC}.forward_micro_batch_size_per_gpu",
+    "reward_model.micro_batch_size_per_gpu": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
     "reward_model.use_dynamic_bsz": f"{_CRITIC}.use_dynamic_bsz",
     "reward_model.forward_max_token_len_per_gpu": f"{_CRITIC}.forward_max_token_len_per_gpu",
 }

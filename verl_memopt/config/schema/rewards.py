@@ -70,7 +70,7 @@ class RewardModel:
     model: ScoringModel = field(default_factory=ScoringModel)
     """The reward model's own model."""
     micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
-    """Conversations per forward of the reward model; follows the critic's values pass."""
+    """Conversations per forward of the reward model; follows the policy's pass for old log-probs."""
     use_dynamic_bsz: bool | None = None
     """Pack its micro-batches by tokens instead of by conversations; follows the critic's."""
     forward_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
