@@ -34,6 +34,6 @@ def compute_scores(
         return model(pack, prefix_kv)[pack.row_lengths.cumsum(0) - 1]
 
     scores = torch.empty(batch.num_rows, dtype=torch.float32)
-    for rows, scores_of_rows in forward_pass(model, batch, micro_batches, device, forward):
-        scores[list(rows)] = scores_of_rows.float().cpu()
+    parts = forward_pass(model, batch, micro_batches, device, forward)
+    scores[[row for rows, _ in parts for row in rows]] = torch.cat([part for _, part in parts]).cpu()  # one wait for all
     return scores
