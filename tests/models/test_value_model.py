@@ -3,10 +3,12 @@ import logging
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from transformers import AutoConfig, AutoModelForSequenceClassification, AutoModelForTokenClassification
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForSequenceClassification, AutoModelForTokenClassification
 
-from tests.critics import critic_batch, critic_for, naive_values, with_value_head
+from tests.critics import CPU, critic_batch, critic_for, naive_values, with_value_head
+from tests.models.architectures import tiny_folder as folder_of_type
 from tests.tensors import whole_of
+from verl_memopt.config.schema import TiledMlp
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
@@ -106,7 +108,7 @@ def test_the_head_rests_in_the_masters_dtype_and_computes_in_fp32(tiny_folder, o
 def test_a_random_head_leaves_the_head_as_it_was(tiny_folder, one_rank, tmp_path):
     critic = critic_for(with_value_head(tiny_folder, tmp_path / "valued"), one_rank, fsdp={"dtype": "bfloat16"})
     before, values = whole_of(critic.model.score.weight).clone(), values_of(critic, critic_batch())
-    with random_head(critic.model):
+    with random_head(critic.model, CPU):
         assert (values_of(critic, critic_batch()) - values).abs().mean() > 0.1
     assert torch.equal(whole_of(critic.model.score.weight), before)
     assert torch.equal(values_of(critic, critic_batch()), values)
@@ -124,3 +126,33 @@ def test_a_type_without_a_token_classifier_is_told(caplog):
     with caplog.at_level(logging.WARNING):
         assert classifier_config(AutoConfig.for_model("olmo2")).architectures == ["ValueModel"]
     assert "no token classifier of type olmo2" in caplog.text
+
+
+def test_what_a_type_of_model_cannot_do_is_told_with_the_critics_keys(tmp_path, one_rank, caplog):
+    folder = folder_of_type(tmp_path / "model", "phi")
+    with caplog.at_level(logging.WARNING):
+        critic_for(folder, one_rank)
+    assert {record.args[0] for record in caplog.records} == {
+        "critic.model.recompute_elementwise",
+        "critic.model.prune_last_block",
+    }
+    with pytest.raises(ConfigError, match=r"^critic\.model\.tiled_mlp\.enabled=true"):
+        critic_for(folder, one_rank, model={"tiled_mlp": TiledMlp(enabled=True)})
+    with pytest.raises(ConfigError, match=r"^critic\.model\.attn_implementation=flash_attention_2"):
+        critic_for(folder, one_rank, model={"attn_implementation": "flash_attention_2"})
+
+
+@pytest.mark.parametrize("kind", ["phi", "starcoder2", "glm4"])
+def test_values_of_another_architecture_are_those_of_the_state_before_each_token(tmp_path, one_rank, kind):
+    """Transformers' own decoder on one row at a time, and the head by hand."""
+    folder = folder_of_type(tmp_path / "model", kind)
+    critic, whole = critic_for(folder, one_rank), critic_batch(rows=6, shared=True)
+    theirs = AutoModelForCausalLM.from_pretrained(folder).eval().get_decoder()
+    with torch.no_grad():
+        critic.model.score.weight.copy_(torch.linspace(-1, 1, critic.model.score.weight.shape[1]))
+        critic.model.score.bias.fill_(0.5)
+        expected = []
+        for prompt, response in zip(whole.prompts.rows(), whole.responses.rows(), strict=True):
+            states = theirs(torch.cat([prompt, response])[None]).last_hidden_state[0]
+            expected.append((states @ critic.model.score.weight[0] + 0.5)[len(prompt) - 1 :][: len(response)])
+    torch.testing.assert_close(values_of(critic, whole), torch.cat(expected), rtol=0, atol=1e-5)

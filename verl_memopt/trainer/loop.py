@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_memopt.config.resume_diff import kept_settings
 from verl_memopt.config.schema import CheckpointContents
+from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import CheckpointError, Stopped, UnreadableCheckpointError
 from verl_memopt.observe.health import Health
 from verl_memopt.observe.validation import headline_score
@@ -264,7 +265,8 @@ class Trainer:
             CheckpointError: A file cannot be written.
         """
         store, step = self.context.store, self.step
-        aside, records = store.begin(step), {}
+        aside = store.begin(step)
+        records: Records = {}
         try:
             for part in self.parts():
                 contents = list(part.settings.save_contents)

@@ -296,7 +296,7 @@ class Worker:
             yield self.critic.trained
 
     def _report_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
-        return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit)
+        return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit, self.plan.critic)
 
     @property
     def _counts_engine(self) -> bool:
