@@ -58,9 +58,9 @@ def run(plan: Plan) -> Record:
     folder, clock = Path(plan.folder), Clock()
     with Interrupts() as interrupts:
         context = build_run(load_settings("rloo_trainer", overrides(plan)))
-        custom, num_workers = context.settings.custom_reward_function, context.settings.reward_model.num_workers
+        custom, reward_model = context.settings.custom_reward_function, context.settings.reward_model
         with (
-            start_rewards(custom, num_workers, context.environment.run_dir) as runner,
+            start_rewards(custom, reward_model, context.environment.run_dir) as runner,
             Reporter(context, clock) as reporter,
             start_workers(context, clock) as workers,
         ):

@@ -38,7 +38,9 @@ SAMPLES = {
     f"{AR}.ref.fsdp_config.dtype": ("fp32", "bfloat16"),
     f"{AR}.model.attn_implementation": ("eager", "sdpa"),
     "reward_model.num_workers": (3, 2),
-    "reward_model.reward_manager": ("naive", "prime"),
+    "reward_model.model.path": ("judge", "other"),
+    "reward_model.model.fsdp_config.dtype": ("fp32", "bfloat16"),
+    "reward_model.reward_manager": ("dapo", "naive"),
     f"{AR}.actor.strategy": ("fsdp2", "fsdp"),
 }
 """Our key -> two values that differ, the first of them allowed."""

@@ -50,8 +50,8 @@ STEP = 1e-9
 
 
 def roles(*keys):
-    """Gives the keys of actor and reference."""
-    return [f"{AR}.{role}.fsdp_config.{key}" for role in ("actor", "ref") for key in keys]
+    """Gives the keys of actor, reference and reward model."""
+    return [f"{role}.fsdp_config.{key}" for role in (f"{AR}.actor", f"{AR}.ref", "reward_model.model") for key in keys]
 
 
 def and_critics(keys):
@@ -73,7 +73,9 @@ ABOVE_0 = [
     *(f"{AR}.rollout.{key}" for key in ("tensor_model_parallel_size", "max_logprob_diff", "val_kwargs.n")),
     f"{AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes",
     *("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
-    *("reward_model.num_workers", *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb"))),
+    *(f"reward_model.{key}" for key in ("num_workers", "max_concurrent", "reward_kwargs.max_resp_len", "max_length")),
+    *(f"reward_model.{key}_per_gpu" for key in ("micro_batch_size", "forward_max_token_len")),
+    *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb")),
     *("critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu", "critic.cliprange_value"),
     *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps", "table_every_steps")),
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
@@ -86,6 +88,7 @@ FROM_0 = [
     f"{AR}.actor.policy_loss.ppo_kl_coef",
     *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
+    *(f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("len", "penalty_factor")),
     *("trainer.track_memory_every_steps", "trainer.log_val_generations", "algorithm.filter_groups.max_num_gen_batches"),
     "trainer.critic_warmup",
 ]

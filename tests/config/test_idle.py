@@ -3,6 +3,7 @@ import pytest
 from verl_memopt.config.critic_rules import WITHOUT_CRITIC
 from verl_memopt.config.idle import IDLE
 from verl_memopt.config.keys import leaf_keys
+from verl_memopt.config.reward_rules import WITHOUT_REWARD_MODEL
 from verl_memopt.knobs.critic_rules import twin
 
 AR = "actor_rollout_ref"
@@ -74,6 +75,23 @@ IDLE_CASES = {
     f"{AR}.rollout.do_sample": ({}, False, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     "custom_reward_function.name": ({}, "mine", {"custom_reward_function.path": "mine.py"}),
     "custom_reward_function.fallback_score": ({}, 1.0, {"custom_reward_function.on_error": "score"}),
+    **{
+        f"reward_model.reward_kwargs.{key}": (
+            {},
+            value,
+            {
+                "reward_model.reward_manager": "dapo",
+                "reward_model.reward_kwargs.overlong_buffer_cfg.enable": True,
+                "reward_model.reward_kwargs.overlong_buffer_cfg.len": 64,
+            },
+        )
+        for key, value in {
+            "overlong_buffer_cfg.len": 64,
+            "overlong_buffer_cfg.penalty_factor": 0.5,
+            "overlong_buffer_cfg.log": True,
+            "max_resp_len": 256,
+        }.items()
+    },
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
     "trainer.keep_best": (
         {},
@@ -120,8 +138,8 @@ IDLE_CASES = {
 
 
 def test_every_rule_is_about_a_key_that_exists():
-    rules = {**IDLE, **WITHOUT_CRITIC}
-    assert set(rules) | {key for idle in (*IDLE.values(), *WITHOUT_CRITIC.values()) for key in idle.under} <= set(leaf_keys())
+    rules = [*IDLE.values(), *WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values()]
+    assert {key for idle in rules for key in (idle.key, *idle.under)} <= set(leaf_keys())
 
 
 @pytest.mark.parametrize("key", IDLE)

@@ -29,6 +29,9 @@ OTHER = {
     f"{AR}.actor.loss_scale_factor": 44,
     "critic.ppo_micro_batch_size_per_gpu": 4,
     "critic.ppo_max_token_len_per_gpu": 9999,
+    "critic.use_dynamic_bsz": True,
+    f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 9,
+    "critic.forward_max_token_len_per_gpu": 7070,
     "critic.model.fsdp_config.model_dtype": "bfloat16",
     "critic.checkpoint.save_contents": ["model", "extra"],
     "trainer.max_actor_ckpt_to_keep": 5,
@@ -52,6 +55,11 @@ OWN = {
     f"{AR}.rollout.prompt_length": 600,
     f"{AR}.rollout.response_length": 9,
     f"{AR}.rollout.seed": 0,
+    "reward_model.reward_kwargs.max_resp_len": 88,
+    "reward_model.model.external_lib": "pathlib",
+    "reward_model.micro_batch_size_per_gpu": 8,
+    "reward_model.use_dynamic_bsz": False,
+    "reward_model.forward_max_token_len_per_gpu": 8888,
     "critic.model.path": "critic",
     "critic.model.tokenizer_path": "critics_tokenizer",
     "critic.model.trust_remote_code": False,
@@ -113,6 +121,7 @@ def test_validation_samples_if_it_has_a_temperature_unless_that_is_given(settled
 def test_no_follower_stays_null_but_those_of_null_targets(settled):
     settings = settled({})
     open_targets = {"data.seed", f"{AR}.actor.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"}
+    open_targets |= {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu"}
     open_targets |= {f"{AR}.model.tokenizer_path", f"{AR}.model.external_lib", "trainer.max_actor_ckpt_to_keep"}
     assert {LINKS[key] for key in LINKS if value_at(settings, key) is None} == open_targets
     assert all(value_at(settings, key) is not None for key in DERIVED)

@@ -178,13 +178,6 @@ def test_another_way_to_the_same_numbers_passes_with_one_notice(settled, caplog,
     assert notice.startswith(f"{key}={shown(WAYS[key])} does nothing here: ")
 
 
-def test_the_reward_manager_of_dapo_passes_without_its_penalty_alone(settled, complaint):
-    penalty = "reward_model.reward_kwargs.overlong_buffer_cfg"
-    dapo = {"reward_model.reward_manager": "dapo", f"{penalty}.len": 64, "reward_model.reward_kwargs.max_resp_len": 256}
-    assert settled(dapo | {f"{penalty}.enable": False}) == settled({})
-    assert complaint(dapo | {f"{penalty}.enable": True}).startswith(f"{penalty}.enable=true: long responses lose no reward")
-
-
 @pytest.mark.parametrize(
     ("key", "value", "reason"),
     [
@@ -193,7 +186,7 @@ def test_the_reward_manager_of_dapo_passes_without_its_penalty_alone(settled, co
         ("actor_rollout_ref.rollout.name", "sglang", "Set vllm or hf."),
         ("actor_rollout_ref.rollout.mode", "sync", "Set async."),
         ("algorithm.expansion", "lazy", "Set string or token."),
-        ("reward_model.reward_manager", "prime", "custom_reward_function.on_error=score"),
+        ("reward_model.reward_manager", "gdpo", "one number a response"),
         ("actor_rollout_ref.actor.fsdp_config.dtype", "fp16", "loss scaling"),
     ],
 )

@@ -38,6 +38,7 @@ def test_a_row_carries_the_rendered_prompt_and_all_that_the_reward_needs(
             ground_truth="2",
             extra_info={"split": "train", "index": 7},
             address=f"{path}:1",
+            messages=[{"role": "user", "content": "1+1="}],
         ),
         dataset[1],
     ]

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests.workers.test_reward_scores import classifier
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.reads import leaf_keys, record_reads
 from verl_memopt.trainer.run import train
@@ -30,7 +31,6 @@ CHECKED_ONLY = {
     "critic.strategy",
     "critic.enable",
     "actor_rollout_ref.rollout.mode",
-    "reward_model.reward_manager",
     # other keys follow these (tests/config/test_links.py)
     "actor_rollout_ref.actor.clip_ratio",
     "actor_rollout_ref.rollout.prompt_length",
@@ -89,6 +89,8 @@ def runs(toy, folder):
         f"data.sampler.class_path={plugins}", "data.sampler.class_name=Backwards",
         "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
         f"custom_reward_function.path={plugins}", "custom_reward_function.name=score", "custom_reward_function.on_error=score",
+        "reward_model.reward_manager=dapo", "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len=2",
     ]  # fmt: skip
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/other/global_step_1"]
     yield load_settings("rloo_trainer", common(toy, folder / "plain") + plain)
@@ -96,6 +98,8 @@ def runs(toy, folder):
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other + resumed)
     lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
     lora += ["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
+    reward_model, _ = classifier(folder / "reward_model", toy / "model")
+    lora += ["reward_model.enable=true", f"reward_model.model.path={reward_model}", "reward_model.max_length=20"]
     yield load_settings("rloo_trainer", common(toy, folder / "lora") + plain + lora)
     ppo = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "trainer.total_training_steps=2", "trainer.critic_warmup=1"]
     ppo += ["critic.ppo_max_token_len_per_gpu=64"]

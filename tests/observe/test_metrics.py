@@ -1,5 +1,7 @@
 """verl's groups, against numbers worked out by hand."""
 
+import math
+
 import pytest
 import torch
 
@@ -7,6 +9,7 @@ from verl_memopt.observe.metrics import (
     critic_metrics,
     length_metrics,
     memory_metrics,
+    reward_metrics,
     summary_of,
     throughput_metrics,
     token_timings,
@@ -78,3 +81,16 @@ def test_a_figure_the_device_does_not_have_is_absent_and_not_zero() -> None:
 def test_a_phase_that_runs_twice_in_a_step_keeps_its_higher_peak() -> None:
     metrics = memory_metrics([phase("testing", 2 * GIB), phase("testing", GIB)])
     assert metrics["memory/testing/peak_allocated_gb"] == 2.0
+
+
+def test_numbers_of_the_reward_function_are_summarised_over_the_rows_that_have_them():
+    rows = [{"acc": True, "steps": 3, "pred": 7}, {"acc": False, "note": "x"}, {}, {"steps": math.nan, "score": 2.0}]
+    assert reward_metrics(rows) == {
+        "reward/acc/mean": 0.5,
+        "reward/acc/max": 1.0,
+        "reward/acc/min": 0.0,
+        "reward/steps/mean": 3.0,
+        "reward/steps/max": 3.0,
+        "reward/steps/min": 3.0,
+    }
+    assert reward_metrics([]) == {}

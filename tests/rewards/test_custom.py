@@ -7,7 +7,7 @@ import pytest
 
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.custom import load_reward_function
-from verl_memopt.rewards.rules import score_by_rule
+from verl_memopt.rewards.rules import score_batch_by_rule, score_by_rule
 
 
 def write(folder: Path, text: str) -> str:
@@ -18,6 +18,7 @@ def write(folder: Path, text: str) -> str:
 
 def test_without_a_file_the_rules_are_used() -> None:
     assert load_reward_function(None, "compute_score", {}) is score_by_rule
+    assert load_reward_function(None, "compute_score", {}, whole_batch=True) is score_batch_by_rule
 
 
 def test_the_function_is_called_with_its_fixed_arguments(tmp_path: Path) -> None:
@@ -71,3 +72,22 @@ def test_a_function_that_cannot_be_used_is_refused(
 def test_a_missing_file_is_named(tmp_path: Path) -> None:
     with pytest.raises(RewardError, match=r"custom_reward_function\.path=.*absent\.py: there is no such file"):
         load_reward_function(str(tmp_path / "absent.py"), "compute_score", {})
+
+
+@pytest.mark.parametrize(
+    ("text", "kwargs", "message"),
+    [
+        (
+            "def f(data_source, solution_str, ground_truth, extra_info=None): return 0",
+            {},
+            r"a reward function for reward_model\.reward_manager=batch .*Define f\(data_sources, solution_strs, ground_truths, "
+            r"extra_infos=None\)",
+        ),
+        ("def f(**kwargs): return 0", {"extra_infos": 1}, "extra_infos is passed with each call already"),
+    ],
+)
+def test_a_function_of_one_row_is_refused_where_one_for_a_batch_is_due(
+    tmp_path: Path, text: str, kwargs: dict[str, Any], message: str
+) -> None:
+    with pytest.raises(RewardError, match=message):
+        load_reward_function(write(tmp_path, text), "f", kwargs, whole_batch=True)

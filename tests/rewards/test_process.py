@@ -8,6 +8,7 @@ from verl_memopt.errors import RewardError
 from verl_memopt.rewards.limits import Limits
 from verl_memopt.rewards.process import RewardProcess
 from verl_memopt.rewards.rows import RewardRow
+from verl_memopt.rewards.scorer import FunctionCall
 
 LIMITS = Limits(memory_gb=16, cpu_seconds=600, open_files=4096)
 
@@ -30,7 +31,7 @@ def process(tmp_path):
 
     def start(text=FUNCTION, **reward_kwargs):
         (tmp_path / "reward.py").write_text(text)
-        started.append(RewardProcess(str(tmp_path / "reward.py"), "compute_score", reward_kwargs, LIMITS))
+        started.append(RewardProcess(FunctionCall(str(tmp_path / "reward.py"), "compute_score", reward_kwargs), LIMITS))
         return started[-1]
 
     yield start

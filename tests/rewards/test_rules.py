@@ -15,6 +15,7 @@ from verl_memopt.rewards.rules import (
     final_answer_format,
     gsm8k,
     math_answer,
+    score_batch_by_rule,
     score_by_rule,
     think_format,
 )
@@ -124,3 +125,8 @@ def test_an_unknown_data_source_is_refused_with_its_row_and_the_known_ones() -> 
     check_sources([(source, "a.parquet:1") for source, rule in RULES.items() if rule is not math_answer])
     with pytest.raises(DataError, match=r"a\.parquet:2: data_source 'openai/prm800k' has no rule.*openai/gsm8k"):
         check_sources([("openai/gsm8k", "a.parquet:1"), ("openai/prm800k", "a.parquet:2")])
+
+
+def test_a_batch_is_scored_row_by_row() -> None:
+    sources = ["toy/arithmetic", "openai/gsm8k"]
+    assert score_batch_by_rule(sources, ["4", "so #### 5"], ["4", "6"], [{}, {}]) == [1.0, 0.0]

@@ -6,6 +6,7 @@ import re
 import signal
 import subprocess
 import sys
+import textwrap
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -299,3 +300,104 @@ def test_rows_are_given_up_when_the_run_is_asked_to_stop_and_the_processes_end(c
         with pytest.raises(Stopped):
             runner.score(rows("a", "b"))
         assert all(wait_until(lambda pid=pid: gone(pid)) for pid in pids)
+
+
+BATCH = """
+calls = []
+
+def compute_score(data_sources, solution_strs, ground_truths, extra_infos, **kwargs):
+    calls.append(len(solution_strs))
+{body}
+"""
+
+
+def batch(folder: Path, body: str, **settings: object) -> CustomReward:
+    (folder / "reward.py").write_text(BATCH.format(body=textwrap.indent(textwrap.dedent(body), "    ")))
+    return CustomReward(path=str(folder / "reward.py"), **settings)  # type: ignore[arg-type]
+
+
+SEES_ALL = """
+seen = zip(data_sources, solution_strs, ground_truths, extra_infos)
+return [{"score": i["index"], "row": [d, s, t], "calls": list(calls), "more": kwargs} for d, s, t, i in seen]
+"""
+
+
+@pytest.mark.parametrize("num_workers", [1, 3])
+def test_the_manager_batch_calls_the_function_once_with_all_rows(tmp_path: Path, num_workers: int) -> None:
+    settings = batch(tmp_path, SEES_ALL, reward_kwargs={"bonus": 2})
+    with RewardRunner(settings, num_workers, manager="batch") as runner:
+        results = runner.score(rows(*"abcdefghij"))
+        assert [r.score for r in results] == list(range(10))
+        assert results[3].extra == {"row": ["mine", "d", "4"], "calls": [10], "more": {"bonus": 2}}
+        assert runner.score([]) == []
+
+
+def test_an_async_function_may_score_a_batch(tmp_path: Path) -> None:
+    settings = batch(tmp_path, "import asyncio\nawait asyncio.sleep(0)\nreturn list(map(len, solution_strs))")
+    text = (tmp_path / "reward.py").read_text().replace("def compute", "async def compute")
+    (tmp_path / "reward.py").write_text(text)
+    with RewardRunner(settings, 1, manager="batch") as runner:
+        assert [r.score for r in runner.score(rows("a", "bc"))] == [1.0, 2.0]
+
+
+def test_the_rules_score_under_every_manager() -> None:
+    for manager in ("naive", "batch", "dapo", "prime"):
+        with RewardRunner(CustomReward(), 1, manager=manager) as runner:
+            assert [r.score for r in runner.score(rows("4", "5", source="toy/arithmetic"))] == [1.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("raise ValueError('no')", "raised:.*ValueError: no"),
+        ("return [1.0]", "returned 1 scores for 3 rows"),
+        ("import os; os._exit(3)", "exited with code 3"),
+        ("import time; time.sleep(60)", "took longer than custom_reward_function.timeout_seconds=0.5"),
+    ],
+)
+def test_what_goes_wrong_with_the_one_call_goes_wrong_with_every_row(tmp_path: Path, body: str, message: str) -> None:
+    with (
+        RewardRunner(batch(tmp_path, body, timeout_seconds=0.5), 1, manager="batch") as runner,
+        pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:1: .*{message}"),
+    ):
+        runner.score(rows("a", "b", "c"))
+    settings = batch(tmp_path, body, timeout_seconds=0.5, on_error="score", fallback_score=-1.0)
+    with RewardRunner(settings, 1, manager="batch") as runner:
+        assert [(r.score, r.failed) for r in runner.score(rows("a", "b", "c"))] == [(-1.0, True)] * 3
+
+
+def test_one_bad_score_of_a_batch_fails_its_row_alone(tmp_path: Path) -> None:
+    settings = batch(tmp_path, "return [1.0, None, 2.0]", on_error="score")
+    with RewardRunner(settings, 1, manager="batch") as runner:
+        assert [(r.score, r.failed) for r in runner.score(rows("a", "b", "c"))] == [(1.0, False), (0.0, True), (2.0, False)]
+
+
+def test_prime_scores_rows_in_parallel_and_a_slow_one_delays_no_other(
+    custom: Callable[..., CustomReward], tmp_path: Path
+) -> None:
+    """The slow row waits until all others have been scored, by the other process."""
+    (tmp_path / "done").mkdir()
+    body = f"""
+        import pathlib, time
+        done = pathlib.Path({str(tmp_path / "done")!r})
+        if solution_str == "slow":
+            while len(list(done.iterdir())) < 20:
+                time.sleep(0.01)
+        else:
+            (done / str(extra_info["index"])).touch()
+        return 1
+    """
+    with RewardRunner(custom(body, timeout_seconds=30.0), 2, manager="prime") as runner:
+        assert [r.score for r in runner.score(rows("slow", *["quick"] * 20))] == [1.0] * 21
+
+
+def test_an_async_function_runs_its_rows_at_a_time_under_prime_too(tmp_path: Path) -> None:
+    (tmp_path / "reward.py").write_text(
+        "import asyncio\nbegun = []\n"
+        "async def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    begun.append(solution_str)\n"
+        "    await asyncio.sleep(0.05)\n"
+        "    return len(begun)\n"
+    )
+    with RewardRunner(CustomReward(path=str(tmp_path / "reward.py")), 1, manager="prime") as runner:
+        assert max(r.score for r in runner.score(rows(*"abcdefghijklmnopqrstuvwxyz" * 4))) > 1

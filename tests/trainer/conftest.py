@@ -125,7 +125,7 @@ def batch_of(lengths, samples=2):
 def rewards_of(context):
     """Start the reward processes of a run."""
     settings = context.settings
-    return start_rewards(settings.custom_reward_function, settings.reward_model.num_workers, context.environment.run_dir)
+    return start_rewards(settings.custom_reward_function, settings.reward_model, context.environment.run_dir)
 
 
 @contextmanager

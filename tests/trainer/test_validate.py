@@ -3,7 +3,7 @@ import pytest
 from tests.trainer.conftest import AR
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.build import build_run, build_validator
+from verl_memopt.trainer.build import build_rewarder, build_run, build_validator
 from verl_memopt.trainer.generation import Generator
 
 SAMPLED = {f"{AR}.rollout.val_kwargs.{key}": value for key, value in {"n": 3, "do_sample": True, "temperature": 1.0}.items()}
@@ -23,7 +23,7 @@ def validated(settled, base_workers, runner):
         context = build_run(settled(more))
         environment, rollout = context.environment, context.settings.actor_rollout_ref.rollout
         generator = Generator(rollout, environment.tokenizer, base_workers, environment.free_engine)
-        return build_validator(context, generator, runner).validate(step)
+        return build_validator(context, generator, build_rewarder(context, base_workers, runner)).validate(step)
 
     return validate
 

@@ -23,6 +23,7 @@ _MODELS = {f"{_AR}.actor": f"{_AR}.model", "critic": "critic.model"}
 """Section of a trained role -> section of its model."""
 _FSDP = {f"{_AR}.actor": f"{_AR}.actor.fsdp_config", f"{_AR}.ref": f"{_AR}.ref.fsdp_config", "critic": "critic.model.fsdp_config"}
 """Section of a role -> section of its sharding."""
+_OF_REWARD = "reward_model.model.fsdp_config"
 _ATTENTION = "attn_implementation"
 
 RENAMED = {
@@ -64,6 +65,9 @@ RENAMED = {
             "lora.adapter_path": "lora_adapter_path",
         }.items()
     },
+    "reward_model.ulysses_sequence_parallel_size": f"{_OF_REWARD}.ulysses_sequence_parallel_size",
+    f"{_OF_REWARD}.strategy": "reward_model.strategy",
+    f"{_OF_REWARD}.mixed_precision.param_dtype": f"{_OF_REWARD}.dtype",
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward.num_workers": "reward_model.num_workers",
     "reward.reward_manager.name": "reward_model.reward_manager",
@@ -86,6 +90,7 @@ GLOBAL_MICRO_BATCHES = {
     f"{_AR}.ref.log_prob_micro_batch_size": f"{_AR}.ref.log_prob_micro_batch_size_per_gpu",
     "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
     "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu",
+    "reward_model.micro_batch_size": "reward_model.micro_batch_size_per_gpu",
 }
 """Sequences over all devices -> sequences per device."""
 
@@ -113,12 +118,11 @@ VALUES = {
     "algorithm.kl_penalty": _KL_TYPES,
     f"{_AR}.actor.kl_loss_type": _KL_TYPES | {f"{short}+": f"{name}+" for short, name in _KL_TYPES.items()},
     **{f"{role}.optim.state_dtype": _PRECISIONS | {"8bit": "int8", "4bit": "int4"} for role in _MODELS},
-    "reward_model.reward_manager": {"dapo": "naive"},
     f"{_AR}.rollout.load_format": {"safetensors": "auto"},
     f"{_AR}.rollout.dtype": _PRECISIONS | {"float16": "fp16", "half": "fp16"},
     **{
         f"{fsdp}.{key}": _PRECISIONS
-        for fsdp in _FSDP.values()
+        for fsdp in (*_FSDP.values(), _OF_REWARD)
         for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
     },
 }

@@ -21,15 +21,13 @@ WHY_NOT: dict[tuple[str, str], str] = {
     **{(f"{_AR}.rollout.name", name): _NO_ENGINE for name in ("sglang", "trtllm")},
     **{("algorithm.adv_estimator", name): _NO_PI_SQUARED for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
     ("algorithm.adv_estimator", "remax"): "it needs a greedy response to each prompt, which is not generated",
-    ("reward_model.reward_manager", "prime"): (
-        "prime gives score 0 where a function fails. Set custom_reward_function.on_error=score for that"
-    ),
+    ("reward_model.reward_manager", "gdpo"): "rewards are one number a response, and gdpo weighs several",
     (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
     **{("algorithm.expansion", name): "this way of expansion is not available" for name in ("lazy", "repeat_sampler")},
     **{
         (f"{role}.fsdp_config.{key}", name): "half precision needs loss scaling, which is not available"
-        for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model")
+        for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")
         for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
         for name in ("fp16", "float16")
     },

@@ -16,6 +16,7 @@ from verl_memopt.config.idle import IDLE, warn_idle
 from verl_memopt.config.keys import leaf_values
 from verl_memopt.config.links import LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
+from verl_memopt.config.reward_rules import REWARD_RULES, WITHOUT_REWARD_MODEL
 from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.conditions import DEVICES, KL
 from verl_memopt.knobs.critic_rules import refusals
@@ -58,7 +59,7 @@ def check(values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str])
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
-    for idle in (*WITHOUT_CRITIC.values(), *IDLE.values()):
+    for idle in (*WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values(), *IDLE.values()):
         is_set = idle.key in user_keys and idle.key not in wrong
         if is_set and idle.when(*(values[other] for other in idle.under)):
             warn_idle(idle, values[idle.key], if_not_given[idle.key])
@@ -258,5 +259,5 @@ def _runs() -> Iterator[Refusal]:
     )
 
 
-RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *ALGORITHM_RULES, *_devices(), *CRITIC_RULES, *_runs())
+RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *ALGORITHM_RULES, *REWARD_RULES, *_devices(), *CRITIC_RULES, *_runs())
 """The rules that belong to no knob."""

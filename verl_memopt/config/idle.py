@@ -25,6 +25,7 @@ _DIVIDED_BY_STD = ("grpo", "grpo_passk")
 _DISCOUNTED = ("gae", "reinforce_plus_plus")
 _KL_REWARD, _KL_TYPE = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.type"
 _REWARD = "custom_reward_function"
+_MANAGER, _OVERLONG = "reward_model.reward_manager", "reward_model.reward_kwargs.overlong_buffer_cfg"
 _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 """Its default looks like a wish for normalisation, so giving even the default earns the warning."""
 
@@ -85,6 +86,9 @@ def _idle() -> Iterator[Idle]:
     yield Idle(
         f"{_REWARD}.fallback_score", (f"{_REWARD}.on_error",), lambda mode: mode == "raise", f"{_REWARD}.on_error is raise"
     )
+    off = f"{_OVERLONG}.enable is false"
+    for key in (f"{_OVERLONG}.len", f"{_OVERLONG}.penalty_factor", f"{_OVERLONG}.log", "reward_model.reward_kwargs.max_resp_len"):
+        yield Idle(key, (f"{_OVERLONG}.enable",), lambda on: not on, off)
     yield Idle("trainer.test_freq", ("data.val_files",), lambda files: files is None, "data.val_files is null")
     yield Idle(
         "trainer.keep_best",

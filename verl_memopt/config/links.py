@@ -38,6 +38,11 @@ LINKS = {
     "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     f"{_CRITIC}.optim.state_dtype": f"{_CRITIC}.model.fsdp_config.model_dtype",
     f"{_CRITIC}.checkpoint.load_contents": f"{_CRITIC}.checkpoint.save_contents",
+    "reward_model.reward_kwargs.max_resp_len": "data.max_response_length",
+    "reward_model.model.external_lib": f"{_AR}.model.external_lib",
+    "reward_model.micro_batch_size_per_gpu": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
+    "reward_model.use_dynamic_bsz": f"{_CRITIC}.use_dynamic_bsz",
+    "reward_model.forward_max_token_len_per_gpu": f"{_CRITIC}.forward_max_token_len_per_gpu",
 }
 """Follower -> the key it follows while it is null."""
 
@@ -45,6 +50,7 @@ DERIVED = {
     f"{_AR}.rollout.max_model_len": (f"{_AR}.rollout.prompt_length", f"{_AR}.rollout.response_length"),
     f"{_AR}.rollout.val_kwargs.do_sample": (f"{_AR}.rollout.val_kwargs.temperature",),
     "trainer.default_local_dir": ("trainer.project_name", "trainer.experiment_name"),
+    "custom_reward_function.on_error": ("reward_model.reward_manager",),
 }
 """Follower -> the keys it is computed from while it is null."""
 
@@ -75,6 +81,8 @@ def derived(key: str, values: Mapping[str, Any]) -> Any:
     parts = [values[part] for part in DERIVED[key]]
     if key.endswith("do_sample"):
         return parts[0] > 0
+    if key.endswith("on_error"):
+        return "score" if parts[0] == "prime" else "raise"
     return sum(parts) if key.endswith("max_model_len") else "/".join(["checkpoints", *parts])
 
 

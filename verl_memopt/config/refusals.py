@@ -32,7 +32,11 @@ class Refusal:
 
 ANY = None
 EITHER = (True, False)
-_NO_REWARD_MODEL = "rules and functions score, no model does. Use custom_reward_function.path"
+_REWARD_DEVICES = "the reward model shares the devices of the workers, in turns with the other models"
+_AFTER_ROLLOUT = "responses are scored after the rollout: by reward processes, and by a reward model in the workers"
+_NO_SANDBOX = (
+    "no sandbox service is called. Use custom_reward_function.path with a function that asks it through verl_memopt.rewards.judge"
+)
 _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
 _FSDP1 = "it exists in FSDP1 only, and fsdp2 is the one strategy. Remove the key"
@@ -50,8 +54,6 @@ _PACKED = "rows are always packed, so no pad token is computed"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
 _TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSOR_PARALLEL}"
 _PHASE_TABLE = "no profile is written. The phase table of every run shows the seconds and the peak bytes of each phase"
-_OVERLONG = "long responses lose no reward. Use custom_reward_function.path with a function that takes it off"
-_OVERLONG_PART = "it belongs to overlong_buffer_cfg.enable, which only passes as false"
 _NO_SAPO = "it belongs to the loss sapo, which does not exist here"
 _OWN_REWARD = "a reward class of your own is not loaded. Use custom_reward_function.path with a function"
 _WRAP = "decoder blocks are sharded as units, whatever their size. wrap_policy.transformer_layer_cls_to_wrap chooses others"
@@ -177,27 +179,23 @@ _ALGORITHM = {
 }
 
 _REWARD_MODEL = {
-    "enable": Refusal((False,), _NO_REWARD_MODEL),
     "launch_reward_fn_async": Refusal(EITHER, "rewards are always computed in processes of their own, after the rollout"),
-    "enable_resource_pool": Refusal((False,), _NO_REWARD_MODEL),
-    "nnodes": Refusal((0,), _NO_REWARD_MODEL),
-    "n_gpus_per_node": Refusal((0, 8), _NO_REWARD_MODEL),
-    "use_reward_loop": Refusal(EITHER, "reward functions always run in reward_model.num_workers processes"),
-    "reward_kwargs.overlong_buffer_cfg.enable": Refusal((False,), _OVERLONG),
-    "reward_kwargs.overlong_buffer_cfg.*": Refusal(ANY, _OVERLONG_PART),
-    "reward_kwargs.max_resp_len": Refusal(ANY, _OVERLONG_PART),
-    "reward_loop_source": Refusal(("register",), _NO_REWARD_MODEL),
-    "reward_loop_module_path": Refusal((), _NO_REWARD_MODEL),
-    "reward_loop_class_name": Refusal((), _NO_REWARD_MODEL),
-    "sandbox_fusion.url": Refusal((), "no sandbox service is called. Use custom_reward_function.path"),
-    "sandbox_fusion.*": Refusal(ANY, "no sandbox service is called. Use custom_reward_function.path"),
-    **{
-        name: Refusal(ANY, _NO_REWARD_MODEL)
-        for name in (
-            *("model.*", "rollout.*", "profiler.*", "strategy", "micro_batch_size", "micro_batch_size_per_gpu", "max_length"),
-            *("use_dynamic_bsz", "forward_max_token_len_per_gpu", "ulysses_sequence_parallel_size"),
-        )
-    },
+    "enable_resource_pool": Refusal((False,), f"{_REWARD_DEVICES}. Remove the key"),
+    "nnodes": Refusal(ANY, _REWARD_DEVICES),
+    "n_gpus_per_node": Refusal(ANY, _REWARD_DEVICES),
+    "use_reward_loop": Refusal(EITHER, _AFTER_ROLLOUT),
+    "reward_loop_source": Refusal(("register",), _OWN_REWARD),
+    "reward_loop_module_path": Refusal((), _OWN_REWARD),
+    "reward_loop_class_name": Refusal((), _OWN_REWARD),
+    "sandbox_fusion.url": Refusal((), _NO_SANDBOX),
+    "sandbox_fusion.*": Refusal(ANY, _NO_SANDBOX),
+    "rollout.*": Refusal(ANY, "the reward model computes one forward of each conversation in the workers, without an engine"),
+    "strategy": Refusal(("fsdp", "fsdp2"), "the reward model is sharded by fsdp2"),
+    "model.use_remove_padding": Refusal(EITHER, _PACKED),
+    "model.use_shm": Refusal(EITHER, _MODEL["use_shm"].reason),
+    "model.fsdp_config.use_torch_compile": Refusal(EITHER, "the pass of the reward model is not compiled"),
+    "model.use_fused_kernels": Refusal(EITHER, "a reward model has no logits"),
+    "model_config.*": Refusal((), "it belongs to an engine, and the reward model has none. Remove the key"),
 }
 
 _TRAINER = {
@@ -235,8 +233,10 @@ REFUSED: dict[str, Refusal] = {
     **_below(f"{_AR}.ref", _PROFILER | _below("fsdp_config", _FSDP)),
     **_below(f"{_AR}.rollout", _ROLLOUT | _PROFILER),
     **_below(_AR, _PROFILER),
+    **_below("reward_model", _PROFILER | _below("model.fsdp_config", _FSDP)),
     **{
-        f"{_AR}.ref.fsdp_config.{name}": Refusal(ANY, "the reference is not trained, so it has no optimizer")
+        f"{frozen}.fsdp_config.{name}": Refusal(ANY, "a model that is not trained has no optimizer")
+        for frozen in (f"{_AR}.ref", "reward_model.model")
         for name in sorted(field_types(TrainedFsdp).keys() - field_types(Fsdp).keys())
     },
     f"{_AR}.ref.strategy": Refusal(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),

@@ -13,6 +13,7 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.index import knobs
 
 _AR = "actor_rollout_ref"
+_SHARDED = (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")
 _TRAINED = {f"{_AR}.actor": f"{_AR}.model", "critic": "critic.model"}
 """Section of each trained role -> section of its model."""
 
@@ -50,7 +51,13 @@ HARMLESS_KEYS = {
         (
             *("trainer.ray_wait_register_center_timeout", "trainer.stop_deadline_seconds", "trainer.max_skipped_steps"),
             *("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file", "debug.mode"),
-            *(f"{_AR}.nccl_timeout", "reward_model.num_workers", f"{_AR}.rollout.disable_log_stats", f"{_AR}.rollout.mode"),
+            *(
+                f"{_AR}.nccl_timeout",
+                "reward_model.num_workers",
+                "reward_model.max_concurrent",
+                f"{_AR}.rollout.disable_log_stats",
+                f"{_AR}.rollout.mode",
+            ),
             *("memory.host_limit_gb", "memory.pinned_limit_gb", f"{_AR}.rollout.max_logprob_diff"),
         ),
         "it says how processes run and when they stop",
@@ -58,7 +65,7 @@ HARMLESS_KEYS = {
     **dict.fromkeys(
         (
             *(key for knob in knobs() if knob.same_numbers for key in knob.keys),
-            *(f"{role}.fsdp_config.forward_prefetch" for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model")),
+            *(f"{role}.fsdp_config.forward_prefetch" for role in _SHARDED),
         ),
         "the same values are kept elsewhere, or computed again",
     ),

@@ -40,6 +40,8 @@ class PromptRow:
     """File and row, counted from 1."""
     plain: Spans = ()
     """Spans of ``text`` whose special tokens are encoded as plain text. Elsewhere they become tokens."""
+    messages: list[dict[str, str]] | None = None
+    """The prompt as the file has it, where it is a list of messages. A reward model renders it with its own template."""
 
 
 class PromptDataset:
@@ -90,7 +92,8 @@ class PromptDataset:
         source = _column(address, columns, self._data.reward_fn_key, "Set data.reward_fn_key, or add it")
         if not isinstance(source, str):
             raise DataError(f"{address}: {self._data.reward_fn_key} must be a string, but it is {source!r}. Correct the row.")
-        text, plain = self._render(address, _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it"))
+        prompt = _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
+        text, plain = self._render(address, prompt)
         if not text:
             raise DataError(f"{address}: the prompt is empty. Remove the row, or add a prompt.")
         return PromptRow(
@@ -101,6 +104,7 @@ class PromptDataset:
             extra_info=_extra_info(address, columns),
             address=address,
             plain=plain,
+            messages=None if isinstance(prompt, str) else prompt,
         )
 
     def _render(self, address: str, prompt: Any) -> tuple[str, Spans]:

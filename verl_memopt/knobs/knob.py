@@ -22,7 +22,10 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     "actor": ("actor_rollout_ref.actor",),
     "critic": ("critic",),
     "optim": ("actor_rollout_ref.actor.optim", "critic.optim"),
-    "fsdp": ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config"),
+    "fsdp": (
+        *("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config"),
+        "reward_model.model.fsdp_config",
+    ),
     "trained_fsdp": ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"),
     "ref": ("actor_rollout_ref.ref",),
     "log_prob_pass": ("actor_rollout_ref.rollout", "actor_rollout_ref.ref"),

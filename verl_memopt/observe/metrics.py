@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import torch
 
@@ -75,6 +77,29 @@ def throughput_metrics(num_tokens: int, step_seconds: float, num_devices: int) -
         "perf/time_per_step": step_seconds,
         "perf/throughput": num_tokens / (step_seconds * num_devices),
     }
+
+
+NO_METRICS = ("score", "pred")
+"""Entries of a reward function that are no metric: the score has its own, and an answer has no mean."""
+
+
+def reward_metrics(entries: Iterable[Mapping[str, Any]]) -> dict[str, float]:
+    """Return ``reward/<name>/{mean,max,min}`` of each finite number that the reward function returned beside its score.
+
+    True counts as 1. Rows that do not have a number of this name are left out.
+
+    Args:
+        entries: The entries of each row.
+    """
+    numbers: dict[str, list[float]] = {}
+    for row in entries:
+        for name, value in row.items():
+            if isinstance(value, int | float) and math.isfinite(value) and name not in NO_METRICS:
+                numbers.setdefault(name, []).append(float(value))
+    metrics: dict[str, float] = {}
+    for name, values in numbers.items():
+        metrics |= summary_of(f"reward/{name}", values)
+    return metrics
 
 
 PER_TOKEN_PHASES = ("gen", "ref", "values", "adv", "update_critic", "update_actor")

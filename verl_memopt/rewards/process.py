@@ -12,18 +12,18 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import astuple
 from multiprocessing.connection import Connection
 from pathlib import Path
-from typing import Any
 
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.limits import Limits
 from verl_memopt.rewards.output import last_lines
 from verl_memopt.rewards.process_tree import kill_marked
 from verl_memopt.rewards.rows import RewardRow
-from verl_memopt.rewards.scorer import PROGRESS, Outcome
+from verl_memopt.rewards.score import Outcome
+from verl_memopt.rewards.scorer import PROGRESS, FunctionCall
 from verl_memopt.rewards.supervisor import END_SECONDS, MARK, RUN_SIGNALS, VERDICT, VERDICT_AT
 
 logger = logging.getLogger(__name__)
@@ -39,17 +39,15 @@ class RewardProcess:
     that end a run, so that a stopped run can still finish its step.
 
     Args:
-        path: The user's Python file. None = the rules.
-        name: The function in it.
-        reward_kwargs: Further keyword arguments for every call.
+        call: The function, and how it is called.
         limits: Memory, processor time and open files.
         log: File for what the function prints. None = the standard output of this process.
     """
 
-    def __init__(
-        self, path: str | None, name: str, reward_kwargs: Mapping[str, Any], limits: Limits, log: Path | None = None
-    ) -> None:
+    def __init__(self, call: FunctionCall, limits: Limits, log: Path | None = None) -> None:
         """Start the process and send it the name of its function."""
+        self.runs_concurrently = False
+        """The function is async and has many rows under way at a time. Known once it is loaded."""
         run_end, process_end = socket.socketpair()
         lifeline_end, self._lifeline = os.pipe()
         self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
@@ -71,7 +69,7 @@ class RewardProcess:
         process_end.close()
         os.close(lifeline_end)
         self.connection = Connection(run_end.detach())
-        self.connection.send((path, name, dict(reward_kwargs)))
+        self.connection.send(call)
         self._started = time.monotonic()
         self._loaded = False
 
@@ -94,7 +92,7 @@ class RewardProcess:
                 "Move long work out of its top level."
             )
         try:
-            problem = self.connection.recv()
+            problem, self.runs_concurrently = self.connection.recv()
         except (EOFError, ConnectionError):
             problem = (
                 f"custom_reward_function.path: the process that imports the file {self.ending()}. Import it alone to see why."

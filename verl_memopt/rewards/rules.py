@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -116,6 +116,17 @@ def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_
     if data_source not in RULES:
         raise RewardError(f"cannot score this row: {_no_rule(data_source)}")
     return RULES[data_source](solution_str, ground_truth)
+
+
+def score_batch_by_rule(
+    data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any], extra_infos: Sequence[Any]
+) -> list[float]:
+    """Return the score of each row by the rule of its data source.
+
+    Raises:
+        RewardError: There is no such rule.
+    """
+    return list(map(score_by_rule, data_sources, solution_strs, ground_truths, extra_infos))
 
 
 def _no_rule(source: str) -> str:

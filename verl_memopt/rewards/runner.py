@@ -13,8 +13,10 @@ from typing import Any, Self
 from verl_memopt.config import schema
 from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.rewards.limits import Limits
+from verl_memopt.rewards.managers import MANAGERS, Manager, num_processes
 from verl_memopt.rewards.process import RewardProcess
 from verl_memopt.rewards.rows import RewardResult, RewardRow
+from verl_memopt.rewards.scorer import FunctionCall
 
 logger = logging.getLogger(__name__)
 
@@ -29,7 +31,7 @@ Chunk = tuple[int, int]
 
 
 class RewardRunner:
-    """Runs the reward function in ``num_workers`` processes, which start at once and in the background.
+    """Runs the reward function in processes, which start at once and in the background.
 
     A row that raises, hangs, kills its process or returns no finite score ends the run with a RewardError that names the row.
     With ``on_error=score`` the row gets the fallback score and is marked as failed. Use as a context manager, or call
@@ -37,13 +39,25 @@ class RewardRunner:
 
     Args:
         custom: The ``custom_reward_function`` section of the settings.
-        num_workers: Number of reward processes.
+        num_workers: Number of reward processes; the manager ``prime`` may start more.
         logs: Folder for what the function prints, one file per process. None = the standard output of this process.
+        manager: How rows reach the function, ``reward_model.reward_manager``.
+        max_concurrent: Rows that an async function has under way at a time in one process.
     """
 
-    def __init__(self, custom: schema.CustomReward, num_workers: int, logs: Path | None = None) -> None:
+    def __init__(
+        self,
+        custom: schema.CustomReward,
+        num_workers: int,
+        logs: Path | None = None,
+        manager: str = schema.RewardModel.reward_manager,
+        max_concurrent: int = schema.RewardModel.max_concurrent,
+    ) -> None:
         """Start the processes."""
+        num_workers = num_processes(manager, num_workers)
         self._custom = custom
+        self._manager = MANAGERS[manager]
+        self._max_concurrent = max_concurrent
         self._num_workers = num_workers
         self._logs = logs
         self.stopped: Callable[[], bool] = lambda: False
@@ -77,7 +91,7 @@ class RewardRunner:
         try:
             if not self._processes:
                 self._processes = [self._start(index) for index in range(self._num_workers)]
-            round_ = _Round(rows, self._processes, self._custom, self._start, self.stopped)
+            round_ = _Round(rows, self._processes, self._custom, self._manager, self._start, self.stopped)
             results = round_.run()
         except BaseException:
             self.close()
@@ -98,7 +112,15 @@ class RewardRunner:
     def _start(self, index: int) -> RewardProcess:
         custom = self._custom
         log = None if self._logs is None else self._logs / f"process_{index}.log"
-        return RewardProcess(custom.path, custom.name, custom.reward_kwargs, Limits.of(custom), log)
+        call = FunctionCall(
+            path=custom.path,
+            name=custom.name,
+            reward_kwargs=dict(custom.reward_kwargs),
+            whole_batch=self._manager.whole_batch,
+            max_concurrent=self._max_concurrent,
+            timeout_seconds=custom.timeout_seconds,
+        )
+        return RewardProcess(call, Limits.of(custom), log)
 
     def _log_failures(self, failures: dict[int, str], rows: Sequence[RewardRow]) -> None:
         if not failures:
@@ -116,6 +138,7 @@ class _Round:
         rows: Sequence[RewardRow],
         processes: list[RewardProcess],
         custom: schema.CustomReward,
+        manager: Manager,
         start: Callable[[int], RewardProcess],
         stopped: Callable[[], bool],
     ) -> None:
@@ -123,15 +146,17 @@ class _Round:
         self._rows = rows
         self._processes = processes
         self._custom = custom
+        self._manager = manager
         self._start = start
         self._stopped = stopped
         self._results: dict[int, RewardResult] = {}
-        self._waiting = deque(_chunks(len(rows), len(processes)))
+        self._waiting: deque[Chunk] = deque()
         self._at_work: dict[RewardProcess, Chunk] = {}
         self._retried: set[int] = set()
 
     def run(self) -> list[RewardResult]:
         """Return the results in row order."""
+        self._waiting.extend(self._pieces())
         while len(self._results) < len(self._rows):
             if self._stopped():
                 raise Stopped
@@ -140,6 +165,17 @@ class _Round:
             for process in list(self._at_work):
                 self._collect(process)
         return [self._results[index] for index in range(len(self._rows))]
+
+    def _pieces(self) -> list[Chunk]:
+        """Return the pieces in which the rows are handed out."""
+        num_rows, manager = len(self._rows), self._manager
+        if manager.whole_batch:
+            return [(0, num_rows)] if num_rows else []
+        if manager.row_by_row and num_rows:
+            self._processes[0].wait_until_loaded()
+            if not self._processes[0].runs_concurrently:
+                return [(row, row + 1) for row in range(num_rows)]
+        return _chunks(num_rows, len(self._processes))
 
     def _hand_out(self) -> None:
         idle = [process for process in self._processes if process not in self._at_work]
@@ -172,15 +208,21 @@ class _Round:
         """Fail the row that the process was scoring, and queue the rest of its chunk again, first in line.
 
         If a process died between rows, something else ended it, and no row fails. If that happens again, the next row fails.
+        Where one call scores all rows, they fail together.
         """
         at, _ = process.position()
         first, end = self._at_work.pop(process)
         self._start_again(process)
         missing = [index for index in range(first, end) if index not in self._results]
         if at in missing or missing[0] in self._retried:
-            self._record(at if at in missing else missing[0], 0.0, {}, failure)
+            failed = at if at in missing else missing[0]
+            for index in missing if self._manager.whole_batch else [failed]:
+                self._record(index, 0.0, {}, failure)
         self._retried.add(missing[0])
-        self._waiting.extendleft((index, index + 1) for index in reversed(missing) if index not in self._results)
+        if self._manager.whole_batch:
+            self._waiting.extend([(first, end)] if first not in self._results else [])
+        else:
+            self._waiting.extendleft((index, index + 1) for index in reversed(missing) if index not in self._results)
 
     def _start_again(self, process: RewardProcess) -> RewardProcess:
         process.close()
@@ -192,7 +234,7 @@ class _Round:
         if failure is None:
             self._results[index] = RewardResult(score, extra)
             return
-        if self._custom.on_error == "raise":
+        if self._custom.on_error != "score":
             raise RewardError(
                 f"{self._rows[index].address}: the reward function {describe(self._custom)} {failure}\nCorrect it, or set "
                 "custom_reward_function.on_error=score to continue with custom_reward_function.fallback_score."

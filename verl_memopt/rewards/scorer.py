@@ -1,4 +1,4 @@
-"""The inner program of a reward process: it receives rows from a pipe and sends scores back until the pipe closes.
+"""The program of a reward process: it receives rows from a pipe and sends scores back until the pipe closes.
 
 It imports neither torch nor an engine nor anything of the program that started it, so it starts in a fraction of a second.
 Before each row it writes its position to a small shared file. When the process hangs or dies, the parent reads there which
@@ -7,31 +7,53 @@ row it was.
 
 from __future__ import annotations
 
-import math
-import numbers
+import asyncio
 import os
 import struct
 import time
-import traceback
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack
+from dataclasses import dataclass
 from multiprocessing.connection import Connection
 from typing import Any
 
-from verl_memopt.config.allowed import LARGEST_SCORE
 from verl_memopt.errors import RewardError
+from verl_memopt.rewards.concurrent import is_async, score_concurrently
 from verl_memopt.rewards.custom import RewardFunction, load_reward_function
 from verl_memopt.rewards.limits import Limits
+from verl_memopt.rewards.score import Outcome, failure, outcome_of, outcomes_of_batch
 
 PROGRESS = struct.Struct("qd")
 """Index of the row that is being scored (-1 = none), and when it began (seconds on the monotonic clock)."""
 
 FLUSH_SECONDS = 0.005
 
-Outcome = tuple[int, float, dict[str, Any], str | None]
-"""Row index, score, further entries, and what went wrong (None = nothing)."""
+Row = tuple[str, str, Any, dict[str, Any]]
+"""data_source, response, ground truth, extra_info."""
+
+
+@dataclass(frozen=True)
+class FunctionCall:
+    """Which function scores rows, and how it is called."""
+
+    path: str | None
+    """The user's Python file. None = the rules."""
+    name: str
+    """The function in it."""
+    reward_kwargs: Mapping[str, Any]
+    """Further keyword arguments of every call."""
+    whole_batch: bool = False
+    """One call gets the lists of all rows."""
+    max_concurrent: int = 1
+    """Rows that an async function has under way at a time."""
+    timeout_seconds: float = 60.0
+    """Longest time of a row, which a process keeps itself where rows run concurrently."""
 
 
 def main(pipe: int, progress: int, limits: Limits) -> None:
     """Serve rows from a pipe until it closes.
+
+    The first answer says what is wrong with the function (None = nothing), and whether it scores rows concurrently.
 
     Args:
         pipe: File descriptor of the connection to the run.
@@ -39,104 +61,107 @@ def main(pipe: int, progress: int, limits: Limits) -> None:
         limits: Limits of this process, for messages.
     """
     connection = Connection(pipe)
-    try:
-        path, name, reward_kwargs = connection.recv()
+    with ExitStack() as ended_with_the_pipe:
         try:
-            function = load_reward_function(path, name, reward_kwargs)
-        except RewardError as problem:
-            connection.send(str(problem))
+            call: FunctionCall = connection.recv()
+            try:
+                function = load_reward_function(call.path, call.name, call.reward_kwargs, call.whole_batch)
+            except RewardError as problem:
+                connection.send((str(problem), False))
+                return
+            connection.send((None, is_async(function) and not call.whole_batch))
+            serving = Serving(connection, function, progress, limits, call)
+            ended_with_the_pipe.callback(serving.close)
+            while True:
+                serving.serve(*connection.recv())
+        except (EOFError, ConnectionError):
             return
-        connection.send(None)
-        while True:
-            _serve_chunk(connection, function, progress, limits, *connection.recv())
-    except (EOFError, ConnectionError):
-        return
 
 
-def _serve_chunk(
-    connection: Connection, function: RewardFunction, progress: int, limits: Limits, first: int, rows: list[Any]
-) -> None:
-    """Score ``rows`` (indices from ``first``) and send the outcomes in batches, each within a few milliseconds."""
-    outcomes: list[Outcome] = []
-    sent_at = time.monotonic()
-    for index, row in enumerate(rows, start=first):
-        os.pwrite(progress, PROGRESS.pack(index, time.monotonic()), 0)
-        outcomes.append((index, *score_row(function, limits, *row)))
-        now = time.monotonic()
-        if now - sent_at > FLUSH_SECONDS:
-            connection.send(outcomes)
-            outcomes, sent_at = [], now
-    os.pwrite(progress, PROGRESS.pack(-1, 0.0), 0)
-    connection.send(outcomes)
+class Serving:
+    """Scores the rows that arrive, and sends their outcomes in batches, each within a few milliseconds."""
+
+    def __init__(
+        self, connection: Connection, function: RewardFunction, progress: int, limits: Limits, call: FunctionCall
+    ) -> None:
+        """Keep what each chunk of rows needs.
+
+        Args:
+            connection: To the run.
+            function: The reward function.
+            progress: File descriptor of the shared file.
+            limits: Limits of this process, for messages.
+            call: How the function is called.
+        """
+        self._connection = connection
+        self._function = function
+        self._progress = progress
+        self._limits = limits
+        self._call = call
+        self._loop = asyncio.Runner() if is_async(function) else None
+        self._outcomes: list[Outcome] = []
+        self._sent_at = time.monotonic()
+
+    def close(self) -> None:
+        """End the event loop of an async function."""
+        if self._loop is not None:
+            self._loop.close()
+
+    def serve(self, first: int, rows: list[Row]) -> None:
+        """Score ``rows``, whose indices count from ``first``."""
+        self._sent_at = time.monotonic()
+        if self._call.whole_batch:
+            self._outcomes += self._batch(first, rows)
+        elif self._loop is not None:
+            arguments = {index: _arguments(row) for index, row in enumerate(rows, start=first)}
+            self._loop.run(score_concurrently(self._function, arguments, self._limits, self._call, self._mark, self._report))
+        else:
+            for outcome in self._one_by_one(first, rows):
+                self._report(outcome)
+        self._mark(-1, 0.0)
+        self._flush()
+
+    def _one_by_one(self, first: int, rows: list[Row]) -> Iterator[Outcome]:
+        for index, row in enumerate(rows, start=first):
+            self._mark(index, time.monotonic())
+            yield score_row(self._function, self._limits, index, row)
+
+    def _batch(self, first: int, rows: list[Row]) -> list[Outcome]:
+        """Score all rows in one call. What goes wrong with it goes wrong with each row."""
+        indices = range(first, first + len(rows))
+        self._mark(first, time.monotonic())
+        sources, solutions, truths, infos = ([row[part] for row in rows] for part in range(4))
+        try:
+            values = self._function(data_sources=sources, solution_strs=solutions, ground_truths=truths, extra_infos=infos)
+            if self._loop is not None:
+                values = self._loop.run(values)
+        except (Exception, SystemExit) as problem:  # noqa: BLE001 - the user's function may raise anything, and all of it is reported
+            return [failure(index, problem, self._limits) for index in indices]
+        return outcomes_of_batch(indices, values)
+
+    def _mark(self, index: int, since: float) -> None:
+        """Write which row the process is at."""
+        os.pwrite(self._progress, PROGRESS.pack(index, since), 0)
+
+    def _report(self, outcome: Outcome) -> None:
+        self._outcomes.append(outcome)
+        if time.monotonic() - self._sent_at > FLUSH_SECONDS:
+            self._flush()
+
+    def _flush(self) -> None:
+        self._connection.send(self._outcomes)
+        self._outcomes, self._sent_at = [], time.monotonic()
 
 
-def score_row(
-    function: RewardFunction, limits: Limits, data_source: str, solution: str, ground_truth: Any, extra_info: dict[str, Any]
-) -> tuple[float, dict[str, Any], str | None]:
-    """Score one row.
-
-    Returns:
-        The score, the further entries, and what went wrong with this row (None = nothing).
-    """
+def score_row(function: RewardFunction, limits: Limits, index: int, row: Row) -> Outcome:
+    """Return the outcome of one row."""
     try:
-        value = function(data_source=data_source, solution_str=solution, ground_truth=ground_truth, extra_info=extra_info)
-        return (*read_score(value), None)
-    except RewardError as problem:
-        return 0.0, {}, str(problem)
+        value = function(**_arguments(row))
     except (Exception, SystemExit) as problem:  # noqa: BLE001 - the user's function may raise anything, and all of it is reported
-        trace = problem.__traceback__
-        within = traceback.format_exception(type(problem), problem, trace and trace.tb_next)  # without this frame
-        no_memory = isinstance(problem, MemoryError) or "allocate memory" in str(problem)  # torch raises a RuntimeError
-        hint = f"\n{limits.broken_by_memory()}" if no_memory else ""
-        return 0.0, {}, f"raised:\n{''.join(within).rstrip()}{hint}"
+        return failure(index, problem, limits)
+    return outcome_of(index, value)
 
 
-def read_score(value: Any) -> tuple[float, dict[str, Any]]:
-    """Return the finite score in the return value of a reward function, and its other entries.
-
-    Raises:
-        RewardError: There is no finite number.
-    """
-    if not isinstance(value, dict):
-        return _finite(value, "returned"), {}
-    if "score" not in value:
-        raise RewardError(f"returned a dict without 'score': it has {', '.join(map(str, value)) or 'nothing'}")
-    extra = {_plain(str(name), ""): _plain(entry, str(name)) for name, entry in value.items() if name != "score"}
-    return _finite(value["score"], "returned the score"), extra
-
-
-def _finite(value: Any, phrase: str) -> float:
-    number = _unwrapped(value)
-    if not isinstance(number, numbers.Real):
-        raise RewardError(f"{phrase} {value!r:.200} of type {type(value).__name__}, not a number")
-    score = float(number)
-    if not math.isfinite(score):
-        raise RewardError(f"{phrase} {score}, not a finite number")
-    if abs(score) > LARGEST_SCORE:
-        raise RewardError(
-            f"{phrase} {score:g}, which is beyond {LARGEST_SCORE:g}: training could not compute finite numbers from it"
-        )
-    return score
-
-
-def _unwrapped(value: Any) -> Any:
-    """Return the Python number inside an array or tensor of one element; anything else unchanged."""
-    numel = getattr(value, "numel", None)
-    count = numel() if callable(numel) else getattr(value, "size", None)
-    return value.item() if count == 1 and hasattr(value, "item") else value
-
-
-def _plain(entry: Any, name: str) -> Any:
-    """Return the entry as plain data, because only that can be sent to the other process."""
-    entry = _unwrapped(entry)
-    if isinstance(entry, str):
-        return entry.encode("utf-8", "replace").decode("utf-8")  # half of a surrogate pair cannot be written to any file
-    if entry is None or isinstance(entry, bool | int | float):
-        return entry
-    if isinstance(entry, list | tuple):
-        return [_plain(part, name) for part in entry]
-    if isinstance(entry, dict):
-        return {_plain(str(key), name): _plain(part, name) for key, part in entry.items()}
-    raise RewardError(
-        f"returned the entry {name!r} of type {type(entry).__name__}; only numbers, strings, lists and dicts can be kept"
-    )
+def _arguments(row: Row) -> dict[str, Any]:
+    """Return the arguments of a reward function by name."""
+    return dict(zip(("data_source", "solution_str", "ground_truth", "extra_info"), row, strict=True))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -19,9 +19,11 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.knobs.conditions import WITH_CRITIC, needs_reference
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
+from verl_memopt.models.reward_folder import find_reward_model
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
+from verl_memopt.trainer.conversations import Conversations
 from verl_memopt.trainer.critic_update import CriticTraining, critic_budgets
 from verl_memopt.trainer.environment import Environment, resolve_environment
 from verl_memopt.trainer.experience import LogProbPass
@@ -29,8 +31,10 @@ from verl_memopt.trainer.generation import Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.mini_batches import MiniBatchCutter, role_updates
+from verl_memopt.trainer.model_scores import ModelScores, reward_budget
 from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
+from verl_memopt.trainer.rewarder import Dapo, Rewarder
 from verl_memopt.trainer.run_lock import RunLock, hold
 from verl_memopt.trainer.step import Learner
 from verl_memopt.trainer.step_metrics import StepMetrics
@@ -62,6 +66,7 @@ class RunContext:
         critic_updates_per_step: optimizer steps of the critic in one training step; 0 without a critic.
         stop_file: tells the workers when to abandon a rollout.
         worker_plan: what each worker builds.
+        conversations: turns answers into what the reward model reads; None without one.
     """
 
     settings: Settings
@@ -78,6 +83,7 @@ class RunContext:
     critic_updates_per_step: int
     stop_file: Path
     worker_plan: WorkerPlan
+    conversations: Conversations | None = None
 
 
 def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({})) -> RunContext:
@@ -109,7 +115,9 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             settings = replace(settings, data=data, actor_rollout_ref=roles)
         if checkpoint is not None:
             compare_settings(settings, environment, checkpoint)
-        train, validation = _datasets(data, environment, by_rules=settings.custom_reward_function.path is None)
+        by_rules = settings.custom_reward_function.path is None and not settings.reward_model.enable
+        train, validation = _datasets(data, environment, by_rules)
+        reward_folder, conversations = _reward_model(settings, environment, (train, validation))
         loader = _build_loader(data, train, checkpoint)
         total_steps = _total_steps(trainer, loader)
         updates = role_updates(actor, data.train_batch_size)
@@ -130,13 +138,15 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             track_init=environment.device == "cpu" and trainer.track_memory_every_steps > 0,
             memory=settings.memory,
             stop_file=str(stop_file),
+            reward_model=None if reward_folder is None else settings.reward_model.model,
+            reward_folder=None if reward_folder is None else str(reward_folder),
         )
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(
         settings=settings, folder=folder, lock=lock, environment=environment, loader=loader, validation=validation,
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps, updates_per_step=updates,
-        critic_updates_per_step=critic_updates, stop_file=stop_file, worker_plan=plan,
+        critic_updates_per_step=critic_updates, stop_file=stop_file, worker_plan=plan, conversations=conversations,
     )  # fmt: skip
 
 
@@ -153,6 +163,21 @@ def _datasets(data: Data, environment: Environment, by_rules: bool) -> tuple[Pro
     if by_rules:
         check_sources((row.data_source, row.address) for split in (train, validation or ()) for row in split)
     return train, validation
+
+
+def _reward_model(
+    settings: Settings, environment: Environment, datasets: Sequence[PromptDataset | None]
+) -> tuple[Path | None, Conversations | None]:
+    """Return the folder of the reward model, and what turns answers into its conversations; None without one."""
+    reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
+    if not reward_model.enable:
+        return None, None
+    longest = reward_model.max_length or data.max_prompt_length + data.max_response_length
+    scorer = find_reward_model(reward_model.model, roles.model, environment.tokenizer, longest, roles.actor)
+    conversations = Conversations(scorer.tokenizer, reward_model.max_length)
+    for dataset in datasets:
+        conversations.check(dataset or [])
+    return scorer.folder, conversations
 
 
 def _build_loader(data: Data, rows: PromptDataset, checkpoint: Checkpoint | None) -> StepLoader:
@@ -189,7 +214,16 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
     return folder
 
 
-def build_validator(context: RunContext, generator: Generator, rewards: RewardRunner) -> Validator | None:
+def build_rewarder(context: RunContext, workers: TimedGroup, runner: RewardRunner) -> Rewarder:
+    """Return what scores the answers of training and validation."""
+    settings, model = context.settings, None
+    if context.conversations is not None:
+        actor, balance = settings.actor_rollout_ref.actor, settings.trainer.balance_batch
+        model = ModelScores(workers, context.conversations, reward_budget(settings.reward_model), actor, balance)
+    return Rewarder(runner, Dapo.of(settings.reward_model), model, settings.custom_reward_function.path is None)
+
+
+def build_validator(context: RunContext, generator: Generator, rewards: Rewarder) -> Validator | None:
     """Return the validator; None without validation files."""
     if context.validation is None:
         return None
@@ -221,7 +255,7 @@ def _build_critic_training(context: RunContext, workers: TimedGroup, old_pass: L
     return CriticTraining(workers, critic, cutter, values_budget, trainer.critic_warmup, old_pass, context.store)
 
 
-def build_learner(context: RunContext, workers: TimedGroup, rewards: RewardRunner) -> Learner:
+def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner) -> Learner:
     """Return what runs the training steps. Each part gets the settings that it reads."""
     settings, environment = context.settings, context.environment
     roles, data, algorithm = settings.actor_rollout_ref, settings.data, settings.algorithm
@@ -235,7 +269,7 @@ def build_learner(context: RunContext, workers: TimedGroup, rewards: RewardRunne
         workers=workers,
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
         generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine),
-        rewards=rewards,
+        rewards=build_rewarder(context, workers, runner),
         critic=_build_critic_training(context, workers, old_pass),
         group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
         old_pass=None if on_policy else old_pass,

@@ -15,8 +15,7 @@ from verl_memopt.config.schema import Actor, Algorithm
 from verl_memopt.data.batch import RolloutBatch, rollout_batch, scatter_tokens
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.data.ragged import Ragged
-from verl_memopt.rewards.rows import RewardResult, RewardRow
-from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
 from verl_memopt.trainer.timed_group import TimedGroup
@@ -138,16 +137,6 @@ def run_pass(
     bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], budget)
     arguments = [(batch.select(share), cut, *options) for share, cut in zip(shares, bins, strict=True)]
     return list(zip(shares, workers.each(phase, method, arguments), strict=True))
-
-
-def score_answers(runner: RewardRunner, answers: Answers) -> list[RewardResult]:
-    """Return the reward of each answer, computed in the reward processes."""
-    return runner.score(
-        [
-            RewardRow(row.data_source, text, row.ground_truth, row.extra_info, row.address)
-            for row, text in zip(answers.rows, answers.texts, strict=True)
-        ]
-    )
 
 
 def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:

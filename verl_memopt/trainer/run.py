@@ -67,14 +67,14 @@ def train(settings: Settings) -> int:
     from verl_memopt.trainer.start import start_rewards, start_workers
 
     unreadable: dict[int, str] = {}
-    custom, reward_workers = settings.custom_reward_function, settings.reward_model.num_workers
+    custom, reward_model = settings.custom_reward_function, settings.reward_model
     with of_process() as interrupts:
         while True:
             clock = PhaseClock()
             context = build_run(settings, unreadable)
             with (
                 context.lock,
-                start_rewards(custom, reward_workers, context.environment.run_dir) as rewards,
+                start_rewards(custom, reward_model, context.environment.run_dir) as rewards,
                 Reporter(context, clock) as reporter,
             ):
                 try:

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_memopt.config.schema import CustomReward
+from verl_memopt.config.schema import CustomReward, RewardModel
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.build import RunContext
@@ -20,18 +20,19 @@ from verl_memopt.workers.worker import Worker
 
 
 @contextmanager
-def start_rewards(custom: CustomReward, num_workers: int, run_dir: Path) -> Iterator[RewardRunner]:
+def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path) -> Iterator[RewardRunner]:
     """Start the reward processes, wait until each has loaded its function, and end them with the body.
 
     Args:
         custom: settings of the user's reward function.
-        num_workers: processes.
+        reward_model: how many processes there are, and how rows reach the function.
         run_dir: gets a folder with what each process prints.
 
     Raises:
         RewardError: the function cannot be loaded.
     """
-    with RewardRunner(custom, num_workers, run_dir / "reward_logs") as runner:
+    workers, manager, concurrent = reward_model.num_workers, reward_model.reward_manager, reward_model.max_concurrent
+    with RewardRunner(custom, workers, run_dir / "reward_logs", manager, concurrent) as runner:
         runner.check()
         yield runner
 

@@ -9,12 +9,12 @@ from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
 from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.critic_update import CriticTraining
-from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, score_answers, to_batch
+from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, to_batch
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
+from verl_memopt.trainer.rewarder import Rewarder
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import PolicyUpdate
@@ -67,7 +67,7 @@ class Learner:
     workers: TimedGroup
     prompts: PromptPrefetcher
     generator: Generator
-    rewards: RewardRunner
+    rewards: Rewarder
     critic: CriticTraining | None
     group_filter: GroupFilter | None
     old_pass: LogProbPass | None
@@ -126,8 +126,7 @@ class Learner:
 
     def reward(self, batch: StepBatch) -> StepBatch:
         """Score each answer."""
-        with self.workers.clock.phase("reward"):
-            batch.results = score_answers(self.rewards, batch.answers)
+        batch.results = self.rewards.score(batch.answers, self.workers.clock.phase("reward"))
         return batch
 
     def log_probs(self, batch: StepBatch) -> StepBatch:

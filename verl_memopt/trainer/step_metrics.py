@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from verl_memopt.algorithms.losses.value import explained_variance
-from verl_memopt.observe.metrics import critic_metrics, length_metrics, summary_of
+from verl_memopt.observe.metrics import critic_metrics, length_metrics, reward_metrics, summary_of
 from verl_memopt.trainer.experience import StepBatch
 from verl_memopt.trainer.update_guard import BAD_LOG_PROBS
 
@@ -34,6 +34,7 @@ class StepMetrics:
         assert batch.rows.old_log_probs is not None
         metrics = {BAD_LOG_PROBS: float((~batch.rows.old_log_probs.isfinite()).sum())}
         metrics |= self._rewards_and_lengths(batch)
+        metrics |= reward_metrics(result.extra for result in batch.results)
         metrics["reward/failed_rows"] = float(sum(result.failed for result in batch.results))
         if batch.entropy is not None and batch.entropy.numel():
             metrics["actor/entropy"] = summary_of("entropy", batch.entropy)["entropy/mean"]

@@ -10,9 +10,8 @@ from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
 from verl_memopt.observe.validation import ValidationRow, validation_metrics
 from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.experience import score_answers
 from verl_memopt.trainer.generation import Answers, Generator
+from verl_memopt.trainer.rewarder import Rewarder
 
 
 @dataclass(frozen=True)
@@ -48,7 +47,7 @@ class Validator:
     expansion: str
     encoder: PromptEncoder
     generator: Generator
-    rewards: RewardRunner
+    rewards: Rewarder
 
     def validate(self, step: int) -> Validation:
         """Answer the whole validation set and score it."""
@@ -56,7 +55,7 @@ class Validator:
         answered = []
         for rows in _batches(prompts, self.batch_size):
             answers = self._answer(rows, step)
-            answered.append((answers, score_answers(self.rewards, answers)))
+            answered.append((answers, self.rewards.score(answers)))
         scored = [
             ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
             for answers, results in answered

@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from verl_memopt.config.schema import CriticModel, Fsdp, Model
+from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel
 from verl_memopt.models.architecture import POLICY_KEY
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, fill_from_folder, load_model_config, mapped_weights, rebuild_buffers
@@ -19,6 +19,7 @@ from verl_memopt.models.decoder import BlockOptions
 from verl_memopt.models.packed_model import PackedModel, allocate
 from verl_memopt.models.parallelize import ModelKeys, block_options, parallelize
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
+from verl_memopt.models.reward_folder import REWARD_KEY, frozen_value_model
 from verl_memopt.models.value_model import CRITIC_KEY, ValueModel, stored_head
 
 AnyModel = TypeVar("AnyModel", bound=PackedModel)
@@ -80,6 +81,25 @@ def build_critic(
 
     keys, recompute = ModelKeys(key, f"{key}.fsdp_config"), model.enable_gradient_checkpointing
     return _build(take_over, model, model.fsdp_config, folder, mesh, device, keys, recompute, trained, "none")
+
+
+def build_reward_model(model: ScoringModel, policy: Model, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
+    """Return the sharded reward model without weights. :func:`materialize_critic` fills it.
+
+    Args:
+        model: The ``reward_model.model`` section of the settings.
+        policy: The policy's ``model`` section, whose knobs act in the reward model too.
+        folder: Folder of the model.
+        mesh: The mesh to shard over.
+        device: The device to compute on.
+    """
+
+    def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> ValueModel:
+        return ValueModel(lm, blocks, supports_prefix_kv, REWARD_KEY)
+
+    keys = ModelKeys(REWARD_KEY, f"{REWARD_KEY}.fsdp_config")
+    as_critic = frozen_value_model(model, policy)
+    return _build(take_over, as_critic, model.fsdp_config, folder, mesh, device, keys, False, False, "none")
 
 
 def _build(

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory
+from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, ScoringModel
 
 
 @dataclass(frozen=True)
@@ -40,3 +40,7 @@ class WorkerPlan:
     """Count bytes by kind in tracked phases on a GPU too. Compiled functions then stay uncompiled."""
     stop_file: str | None = None
     """File in which the driver writes when rollouts are abandoned. None = never."""
+    reward_model: ScoringModel | None = None
+    """Settings of the reward model's own model. None = no model scores."""
+    reward_folder: str | None = None
+    """Folder of the reward model."""

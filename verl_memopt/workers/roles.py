@@ -15,14 +15,22 @@ from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.memory.activations.activation_offload import ActivationOffload
 from verl_memopt.memory.parameters.lora import initialize_adapters, load_adapter
 from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.memory.parameters.residency import CRITIC, POLICY, REFERENCE, Residency
+from verl_memopt.memory.parameters.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
 from verl_memopt.models.architecture import POLICY_KEY
 from verl_memopt.models.packed_model import PackedModel
 from verl_memopt.models.packing_check import check_packing, refuse_sliding_window
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
-from verl_memopt.models.value_model import CRITIC_KEY
+from verl_memopt.models.reward_folder import REWARD_KEY
+from verl_memopt.models.value_model import CRITIC_KEY, ValueModel
 from verl_memopt.ops.fused import compiler_works
-from verl_memopt.workers.build_policy import build_critic, build_policy, materialize, materialize_critic, materialize_mapped
+from verl_memopt.workers.build_policy import (
+    build_critic,
+    build_policy,
+    build_reward_model,
+    materialize,
+    materialize_critic,
+    materialize_mapped,
+)
 from verl_memopt.workers.critic import Critic
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.log_probs import scoring_temperature
@@ -118,6 +126,28 @@ class RoleBuilder:
                 home.to_device()
         self._check_packing(reference, fsdp, folder)
         return reference
+
+    def reward_model(self, folder: Path) -> ValueModel:
+        """Return the frozen reward model.
+
+        Args:
+            folder: Folder of its model, which has a scalar head.
+        """
+        settings = self.plan.reward_model
+        assert settings is not None
+        fsdp = settings.fsdp_config
+        with torch.random.fork_rng(devices=[]):
+            make_deterministic(fsdp, self.placement.rank)
+            mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
+            reward_model = build_reward_model(settings, self.plan.settings.model, folder, mesh, self.device)
+            reward_model.requires_grad_(False)
+            has_head = materialize_critic(reward_model, folder, self.device, fsdp.offload_policy, REWARD_KEY)
+        assert has_head, f"{folder} was checked before the workers started"
+        if fsdp.param_offload:
+            self.residency.add(ParamHome(REWARD_MODEL, reward_model.parameters(), self.device))
+        refuse_sliding_window(reward_model.lm.config, self.plan.settings.actor)
+        self._check_packing(reward_model, fsdp, folder, REWARD_KEY)
+        return reward_model
 
     def _sharded(
         self,

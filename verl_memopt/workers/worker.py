@@ -23,6 +23,7 @@ from verl_memopt.memory.parameters.lora import adapters_off
 from verl_memopt.memory.parameters.residency import Residency
 from verl_memopt.memory.rollout.weight_buckets import weight_slices
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
+from verl_memopt.models.value_model import ValueModel
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.ops.fused import fused_statements
@@ -35,6 +36,7 @@ from verl_memopt.workers.group import Placement
 from verl_memopt.workers.log_probs import LogProbs, compute_log_probs, scoring_temperature
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import Policy, Updated
+from verl_memopt.workers.reward_scores import compute_scores
 from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_deterministic
 from verl_memopt.workers.trained_model import MiniBatch, TrainedModel
 
@@ -59,7 +61,7 @@ class Worker:
     """
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
-        """Build the engine, the policy, the reference and the critic."""
+        """Build the engine, the policy, the reference, the critic and the reward model."""
         if not is_set_up():
             setup_logging(placement.rank)
         self.plan = plan
@@ -76,6 +78,7 @@ class Worker:
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
         self.critic: Critic | None = None
+        self.reward_model: ValueModel | None = None
         self.limits = ExitStack()
         try:
             self.limits.enter_context(memory_limits(plan.memory, self.device))
@@ -184,6 +187,11 @@ class Worker:
         assert self.critic is not None
         return self.critic.values(batch, micro_batches)
 
+    def reward_scores(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the reward model's score of each conversation, fp32 [B]. As :func:`compute_scores`; the phase is ``reward``."""
+        assert self.reward_model is not None
+        return compute_scores(self.reward_model, batch, micro_batches, self.device)
+
     def update_critic(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step of the critic per mini-batch and return the mean of their metrics."""
         assert self.critic is not None
@@ -241,7 +249,7 @@ class Worker:
         for trained in self._trained():
             if trained.offload is not None:
                 trained.offload.close()
-        self.policy = self.reference = self.critic = None
+        self.policy = self.reference = self.critic = self.reward_model = None
         self.residency = Residency(self.device)
 
     # Building.
@@ -260,6 +268,9 @@ class Worker:
             self.residency.rest()
         if self.plan.critic is not None:
             self.critic = roles.critic(Path(str(self.plan.critic_folder)))
+            self.residency.rest()
+        if self.plan.reward_model is not None:
+            self.reward_model = roles.reward_model(Path(str(self.plan.reward_folder)))
             self.residency.rest()
 
     def _engine_place(self) -> EnginePlace:
@@ -296,7 +307,8 @@ class Worker:
         """Yield the tensors that exist before a phase with their kinds, on the device or on the host."""
         for trained in self._trained():
             yield from trained.resident_tensors()
-        if self.reference is not None:
-            yield from (("params", parameter) for parameter in self.reference.parameters())
+        for frozen in (self.reference, self.reward_model):
+            if frozen is not None:
+                yield from (("params", parameter) for parameter in frozen.parameters())
         if self.engine is not None:
             yield from self.engine.resident_tensors()

@@ -14,16 +14,15 @@ from verl_memopt.config.schema.actor import Actor, CheckpointContents, PolicyLos
 from verl_memopt.config.schema.critic import Critic, CriticModel
 from verl_memopt.config.schema.data import REQUIRED, CustomClass, CustomSampler, Data
 from verl_memopt.config.schema.model import Model
+from verl_memopt.config.schema.rewards import CustomReward, OverlongBuffer, RewardKwargs, RewardModel, ScoringModel
 from verl_memopt.config.schema.rollout import EngineKwargs, Rollout, ValKwargs
 from verl_memopt.config.schema.run import (
     Algorithm,
-    CustomReward,
     Debug,
     FilterGroups,
     KlControl,
     Memory,
     RayKwargs,
-    RewardModel,
     Trainer,
 )
 from verl_memopt.config.schema.training import Fsdp, Optim, TrainedFsdp, WrapPolicy
@@ -35,8 +34,9 @@ from verl_memopt.knobs.weight_buckets import BucketEngine
 __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
     "CustomClass", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "FilterGroups", "Fsdp", "KlControl",
-    "Memory", "MixedPrecision", "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout",
-    "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
+    "Memory", "MixedPrecision", "Model", "Optim", "OverlongBuffer", "PolicyLoss", "RayKwargs", "Ref", "RefModel",
+    "RewardKwargs", "RewardModel", "Rollout", "ScoringModel", "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs",
+    "WrapPolicy",
 ]  # fmt: skip
 
 

@@ -1,4 +1,4 @@
-"""The sections that are not of one model: algorithm, rewards, trainer, Ray, memory, debug."""
+"""The sections that are not of one model: algorithm, trainer, Ray, memory, debug."""
 
 from __future__ import annotations
 
@@ -14,13 +14,11 @@ from verl_memopt.knobs.ranges import (
     NaturalInt,
     PositiveFloat,
     PositiveInt,
-    Range,
     Share,
     Words,
 )
 
 LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb"))
-FILES = Range("must be at least 64", lambda value: value >= 64)
 
 
 @dataclass(frozen=True)
@@ -80,41 +78,6 @@ class Algorithm:
     """Dynamic sampling."""
     expansion: Literal["string", "token"] = "string"
     """How a prompt becomes ``rollout.n`` rows: string (as text, before one tokenization) or token (as ids)."""
-
-
-@dataclass(frozen=True)
-class RewardModel:
-    """Reward processes."""
-
-    reward_manager: Literal["naive"] = "naive"
-    """How scores become rewards; naive = one score on the last response token."""
-    num_workers: PositiveInt = 1
-    """Processes that run the reward function."""
-
-
-@dataclass(frozen=True)
-class CustomReward:
-    """A reward function of the user's own."""
-
-    path: str | None = None
-    """Python file with the reward function; null = the rule that belongs to ``data_source``."""
-    name: str = "compute_score"
-    """Function name: (data_source, solution_str, ground_truth, extra_info=None, **reward_kwargs)."""
-    reward_kwargs: dict[str, Any] = field(default_factory=dict)
-    """Fixed arguments of the function."""
-    timeout_seconds: PositiveFloat = 60.0
-    """Longest time one row may take."""
-    cpu_seconds: Annotated[float | None, POSITIVE] = None
-    """Most processor time of one row, summed over all threads and processes that work on it; null = 32 x ``timeout_seconds``."""
-    memory_gb: PositiveFloat = 16
-    """Most GiB of memory that one reward process, with all that it starts, may hold. Each of ``reward_model.num_workers`` has
-    this limit for itself."""
-    open_files: Annotated[int, FILES] = 4096
-    """Most files that one reward process may have open."""
-    on_error: Literal["raise", "score"] = "raise"
-    """raise = a row that fails stops the run; score = it takes ``fallback_score``, is counted and logged."""
-    fallback_score: float = 0.0
-    """Score of a failed row with on_error=score."""
 
 
 @dataclass(frozen=True)

@@ -18,10 +18,12 @@ MIB = 2**20
 POLICY = "policy params"
 REFERENCE = "reference params"
 CRITIC = "critic params"
+REWARD_MODEL = "reward model params"
 
 NEEDS: dict[str, frozenset[str]] = {
     "gen": frozenset(),
     "testing": frozenset(),
+    "reward": frozenset({REWARD_MODEL}),
     "old_log_prob": frozenset({POLICY}),
     "ref": frozenset({REFERENCE}),
     "values": frozenset({CRITIC}),

@@ -1,0 +1,154 @@
+import pytest
+
+PENALTY = "reward_model.reward_kwargs.overlong_buffer_cfg"
+MANAGER = "reward_model.reward_manager"
+LONGEST = "reward_model.reward_kwargs.max_resp_len"
+
+
+def test_the_penalty_of_dapo_is_read_under_every_spelling_of_verl(settled):
+    january = {MANAGER: "dapo", f"{PENALTY}.enable": True, f"{PENALTY}.len": 64, f"{PENALTY}.log": False, LONGEST: 256}
+    august = {
+        "reward.reward_manager.name": "dapo",
+        "reward.reward_kwargs.overlong_buffer_cfg.enable": True,
+        "reward.reward_kwargs.overlong_buffer_cfg.len": 64,
+        "reward.reward_kwargs.overlong_buffer_cfg.log": False,
+        "reward.reward_kwargs.max_resp_len": 256,
+    }
+    settings = settled(january)
+    assert settled(august) == settings
+    kwargs = settings.reward_model.reward_kwargs
+    assert (kwargs.overlong_buffer_cfg.enable, kwargs.overlong_buffer_cfg.len, kwargs.max_resp_len) == (True, 64, 256)
+
+
+def test_the_longest_response_is_that_of_the_data_unless_it_is_given(settled):
+    given = {"data.max_response_length": 99}
+    assert settled(given).reward_model.reward_kwargs.max_resp_len == 99
+
+
+def test_the_penalty_belongs_to_dapo(complaint):
+    message = complaint({f"{PENALTY}.enable": True, f"{PENALTY}.len": 64})
+    assert message.startswith(f"{PENALTY}.enable=true, {MANAGER}=naive: the penalty for long responses belongs to the manager")
+
+
+@pytest.mark.parametrize("length", [0, 257])
+def test_the_buffer_lies_inside_a_response(complaint, length):
+    message = complaint({MANAGER: "dapo", f"{PENALTY}.enable": True, f"{PENALTY}.len": length, LONGEST: 256})
+    assert message.startswith(f"{PENALTY}.len={length}, {LONGEST}=256: ")
+    assert message.endswith(f"Set {PENALTY}.len between 1 and 256.")
+
+
+def test_a_buffer_that_does_not_act_may_have_any_length(settled):
+    settled({f"{PENALTY}.len": 4096, LONGEST: 256})
+
+
+@pytest.mark.parametrize(("manager", "mode"), [("naive", "raise"), ("batch", "raise"), ("dapo", "raise"), ("prime", "score")])
+def test_a_row_that_fails_under_prime_takes_the_fallback_score(settled, manager, mode):
+    assert settled({MANAGER: manager}).custom_reward_function.on_error == mode
+    assert settled({MANAGER: manager, "custom_reward_function.on_error": "raise"}).custom_reward_function.on_error == "raise"
+
+
+AR, MODEL = "actor_rollout_ref", "reward_model.model"
+ENABLED = {
+    "reward_model.enable": True,
+    f"{MODEL}.path": "judge",
+    "reward_model.use_dynamic_bsz": True,
+    "reward_model.forward_max_token_len_per_gpu": 4096,
+}
+
+
+def test_the_reward_model_of_verls_scripts_is_read_with_notices_of_what_happens_instead(settled, caplog):
+    colocated = {
+        "reward_model.use_reward_loop": True,
+        "reward_model.rollout.name": "vllm",
+        "reward_model.rollout.gpu_memory_utilization": 0.8,
+        "reward_model.rollout.tensor_model_parallel_size": 1,
+        f"{MODEL}.use_remove_padding": True,
+        "reward_model.strategy": "fsdp",
+        "reward_model.launch_reward_fn_async": False,
+    }
+    assert settled(ENABLED | colocated) == settled(ENABLED)
+    assert sum("does nothing here" in text for text in caplog.messages) == len(colocated)
+
+
+def test_the_spellings_of_august_set_the_same_reward_model(settled):
+    august = {
+        "reward.reward_model.enable": True,
+        "reward.reward_model.model_path": "judge",
+        "reward.reward_model.use_dynamic_bsz": True,
+        "reward.reward_model.forward_max_token_len_per_gpu": 4096,
+        "reward.reward_model.rollout.prompt_length": 512,
+    }
+    assert settled(august) == settled(ENABLED)
+
+
+def test_micro_batches_follow_other_passes(settled):
+    more = {"critic.use_dynamic_bsz": False, "critic.ppo_micro_batch_size_per_gpu": 8, "critic.ppo_max_token_len_per_gpu": 999}
+    model = settled(more | {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": 7}).reward_model
+    assert (model.micro_batch_size_per_gpu, model.use_dynamic_bsz, model.forward_max_token_len_per_gpu) == (7, False, 999)
+
+
+def test_a_global_micro_batch_is_shared_out_over_the_devices(settled):
+    given = {"reward_model.micro_batch_size": 32, "trainer.n_gpus_per_node": 8}
+    assert settled(given).reward_model.micro_batch_size_per_gpu == 4
+
+
+@pytest.mark.parametrize("tokenizer", ["policy", None, "org/policy"])
+def test_the_tokenizer_of_the_responses_is_the_policys(settled, tokenizer):
+    given = {f"{MODEL}.input_tokenizer": tokenizer, f"{AR}.model.path": "org/policy"}
+    assert settled(ENABLED | given).reward_model.model.input_tokenizer == tokenizer
+
+
+@pytest.mark.parametrize(
+    ("given", "address", "way_out"),
+    [
+        ({f"{MODEL}.path": None}, f"reward_model.enable=true, {MODEL}.path=null: no reward model is named", f"Set {MODEL}.path"),
+        ({f"{MODEL}.input_tokenizer": "other"}, f"{MODEL}.input_tokenizer=other: ", "Set policy, or null"),
+        (
+            {"reward_model.use_dynamic_bsz": False, "reward_model.micro_batch_size_per_gpu": None},
+            "reward_model.micro_batch_size_per_gpu=null, reward_model.use_dynamic_bsz=false: a micro-batch of the reward model",
+            "or reward_model.use_dynamic_bsz=true.",
+        ),
+        (
+            {f"{MODEL}.input_tokenizer": None, "reward_model.forward_max_token_len_per_gpu": 1023},
+            "reward_model.forward_max_token_len_per_gpu=1023: a sample may have more tokens",
+            "Raise it to at least 1024",
+        ),
+        (
+            {f"{MODEL}.fsdp_config.param_offload": True, f"{MODEL}.fsdp_config.offload_policy": True},
+            f"{MODEL}.fsdp_config.offload_policy=true, {MODEL}.fsdp_config.param_offload=true: ",
+            "param_offload is the faster one.",
+        ),
+        ({f"{MODEL}.fsdp_config.fsdp_size": 2}, f"{MODEL}.fsdp_config.fsdp_size=2, ", "Set a divisor of 1, or -1."),
+        ({f"{MODEL}.fsdp_config.dtype": "fp16"}, f"{MODEL}.fsdp_config.dtype=fp16: half precision", "Set fp32 or"),
+        ({f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size": 2}, f"{MODEL}.fsdp_config.ulysses", "Set 1."),
+        ({"reward_model.enable_resource_pool": True}, "reward_model.enable_resource_pool=true: ", "shares the devices"),
+        ({"reward_model.sandbox_fusion.url": "http://x"}, "reward_model.sandbox_fusion.url=http://x: ", "rewards.judge"),
+    ],
+)
+def test_what_a_reward_model_cannot_have_is_refused(complaint, given, address, way_out):
+    message = complaint(ENABLED | given)
+    assert message.startswith(address)
+    assert way_out in message
+
+
+def test_a_limit_of_length_bounds_what_a_micro_batch_must_hold(settled):
+    settled(
+        ENABLED
+        | {f"{MODEL}.input_tokenizer": None, "reward_model.forward_max_token_len_per_gpu": 600, "reward_model.max_length": 600}
+    )
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        (f"{MODEL}.path", "judge"),
+        (f"{MODEL}.fsdp_config.param_offload", True),
+        ("reward_model.max_length", 600),
+        ("reward_model.micro_batch_size_per_gpu", 3),
+        ("reward_model.forward_max_token_len_per_gpu", 300),
+    ],
+)
+def test_keys_of_a_reward_model_that_is_not_there_are_warned_of(settled, caplog, key, value):
+    settled({key: value})
+    assert [text for text in caplog.messages if text.startswith(f"{key}=")] == [caplog.messages[0]]
+    assert "reward_model.enable is false" in caplog.messages[0]

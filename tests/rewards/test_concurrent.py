@@ -1,0 +1,153 @@
+"""Async reward functions: many rows at a time, a limit for each, and the name of the one at which the process hangs."""
+
+import functools
+import logging
+import textwrap
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.rewards.conftest import rows
+from verl_memopt.config.schema import CustomReward
+from verl_memopt.errors import RewardError
+from verl_memopt.rewards.concurrent import is_async
+from verl_memopt.rewards.runner import RewardRunner
+
+HEAD = """
+import asyncio
+import os
+import time
+
+at_once = most = 0
+arrived = asyncio.Event()
+
+async def compute_score(data_source, solution_str, ground_truth, extra_info=None):
+"""
+
+
+@pytest.fixture
+def waits(tmp_path: Path) -> Callable[..., CustomReward]:
+    """Settings with an async reward function of the given body."""
+
+    def make(body: str, **settings: Any) -> CustomReward:
+        path = tmp_path / "reward.py"
+        path.write_text(HEAD + textwrap.indent(textwrap.dedent(body), "    "))
+        return CustomReward(path=str(path), **settings)
+
+    return make
+
+
+async def plain() -> None: ...
+
+
+class AsyncObject:
+    async def __call__(self) -> None: ...
+
+
+def test_functions_partials_and_objects_are_recognised() -> None:
+    assert is_async(plain)
+    assert is_async(functools.partial(functools.partial(plain)))
+    assert is_async(AsyncObject())
+    assert not is_async(len)
+    assert not is_async(functools.partial(print))
+
+
+COUNTED = """
+global at_once, most
+at_once += 1
+most = max(most, at_once)
+if at_once == {needed}:
+    arrived.set()
+await arrived.wait()
+await asyncio.sleep(0)
+at_once -= 1
+return {{"score": extra_info["index"], "most": most}}
+"""
+
+
+@pytest.mark.parametrize("bound", [1, 3, 64])
+def test_rows_run_at_a_time_up_to_the_bound_and_come_in_order(waits: Callable[..., CustomReward], bound: int) -> None:
+    """No row ends before as many as may run have begun."""
+    settings = waits(COUNTED.format(needed=min(bound, 9)))
+    with RewardRunner(settings, 1, max_concurrent=bound) as runner:
+        results = runner.score(rows(*"abcdefghi"))
+        assert [r.score for r in results] == list(range(9))
+        assert max(r.extra["most"] for r in results) == min(bound, 9)
+        assert [r.score for r in runner.score(rows("x", "y"))] == [0, 1]
+
+
+def test_rows_share_one_event_loop_from_step_to_step(waits: Callable[..., CustomReward]) -> None:
+    body = "await asyncio.sleep(0)\nreturn id(asyncio.get_running_loop()) % 1000003"
+    with RewardRunner(waits(body), 1) as runner:
+        assert len({r.score for _ in range(3) for r in runner.score(rows("a", "b"))}) == 1
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("await asyncio.sleep(0)\nreturn 1 / (solution_str != 'bad')", r"raised:.*in compute_score.*ZeroDivisionError"),
+        ("return 1 / (solution_str != 'bad')", "raised:.*ZeroDivisionError"),
+        ("if solution_str == 'bad': raise asyncio.CancelledError\nreturn 1", "raised:.*CancelledError"),
+        ("if solution_str == 'bad': raise TimeoutError('mine')\nreturn 1", "raised:.*TimeoutError: mine"),
+        ("if solution_str == 'bad': raise SystemExit(3)\nreturn 1", "raised:.*SystemExit: 3"),
+        ("return '1' if solution_str == 'bad' else 1", "returned '1' of type str"),
+        ("if solution_str == 'bad': os._exit(7)\nawait asyncio.sleep(0.01)\nreturn 1", "exited with code 7"),
+    ],
+)
+def test_a_row_that_fails_is_named_and_no_other_fails(
+    waits: Callable[..., CustomReward], body: str, message: str, caplog: pytest.LogCaptureFixture
+) -> None:
+    with (
+        RewardRunner(waits(body), 1) as runner,
+        pytest.raises(RewardError, match=rf"(?s)^train\.jsonl:3: .*{message}"),
+    ):
+        runner.score(rows("ok", "ok", "bad", "ok"))
+    caplog.set_level(logging.WARNING)
+    with RewardRunner(waits(body, on_error="score", fallback_score=-1.0), 1) as runner:
+        assert [r.score for r in runner.score(rows("ok", "ok", "bad", "ok"))] == [1, 1, -1, 1]
+
+
+@pytest.mark.parametrize("waiting", ["await asyncio.sleep(600)", "await asyncio.Event().wait()"])
+def test_a_row_that_waits_too_long_is_cancelled_and_the_process_lives(waits: Callable[..., CustomReward], waiting: str) -> None:
+    body = f"if solution_str == 'bad':\n    {waiting}\nreturn os.getpid()"
+    with RewardRunner(waits(body, timeout_seconds=0.3, on_error="score"), 1) as runner:
+        results = runner.score(rows("ok", "bad", "ok", "bad"))
+        assert [r.failed for r in results] == [False, True, False, True]
+        assert len({r.score for r in results if not r.failed} | {r.score for r in runner.score(rows("ok"))}) == 1
+    with (
+        RewardRunner(waits(body, timeout_seconds=0.3), 1) as runner,
+        pytest.raises(RewardError, match=r"^train\.jsonl:2: .*took longer than custom_reward_function\.timeout_seconds=0\.3"),
+    ):
+        runner.score(rows("ok", "bad"))
+
+
+def test_a_row_whose_own_code_never_waits_is_the_one_that_is_named(waits: Callable[..., CustomReward]) -> None:
+    """It stops the event loop, so every other row hangs with it; they are scored again."""
+    body = "await asyncio.sleep(0)\nif solution_str == 'bad': time.sleep(600)\nawait asyncio.sleep(0.01)\nreturn 1"
+    with RewardRunner(waits(body, timeout_seconds=0.5, on_error="score"), 1) as runner:
+        assert [r.failed for r in runner.score(rows("ok", "ok", "bad", "ok"))] == [False, False, True, False]
+
+
+def test_a_task_of_a_row_that_stops_the_loop_ends_the_process_too(waits: Callable[..., CustomReward]) -> None:
+    body = """
+        async def blocks():
+            time.sleep(600)
+        await asyncio.gather(blocks())
+        return 1
+    """
+    with RewardRunner(waits(body, timeout_seconds=0.2), 1) as runner, pytest.raises(RewardError, match="took longer"):
+        runner.score(rows("a"))
+
+
+def test_a_row_that_refuses_to_be_cancelled_ends_its_process(waits: Callable[..., CustomReward]) -> None:
+    body = """
+        while True:
+            try:
+                await asyncio.sleep(600)
+            except asyncio.CancelledError:
+                pass
+    """
+    with RewardRunner(waits(body, timeout_seconds=0.2), 1) as runner, pytest.raises(RewardError, match="took longer"):
+        runner.score(rows("a"))

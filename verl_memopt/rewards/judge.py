@@ -1,0 +1,155 @@
+"""Ask a judge over HTTP, for reward functions: post JSON, get JSON, with retries, back-off and one time limit.
+
+Use :func:`ask` in a plain reward function and :func:`ask_async` in an ``async def`` one, which waits for many answers at a time.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import http.client
+import json
+import random
+import socket as socket_module
+import time
+from collections.abc import Callable, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any
+from urllib.parse import urlsplit, urlunsplit
+
+from verl_memopt.errors import RewardError
+
+PASSING_STATUS = (408, 425, 429, 500, 502, 503, 504)
+"""HTTP statuses that another attempt may mend."""
+
+LARGEST_ANSWER_BYTES = 16 << 20
+PART_BYTES = 1 << 16
+QUOTED_CHARACTERS = 200
+LEAST_WAIT_SECONDS = 0.001
+MOST_THREADS = 1024
+
+
+@dataclass(frozen=True)
+class Patience:
+    """How long and how often a judge is asked."""
+
+    limit_seconds: float = 45.0
+    """Longest time of a judgment with all its attempts. Keep it below ``custom_reward_function.timeout_seconds``."""
+    attempt_seconds: float = 15.0
+    """Longest time of one attempt."""
+    attempts: int = 4
+    """Most attempts."""
+    backoff_seconds: float = 0.5
+    """Pause after the first failed attempt; it doubles with each further one, and up to half of it is random."""
+    headers: Mapping[str, str] = field(default_factory=dict)
+    """Further headers, such as Authorization."""
+
+
+class _PassingError(Exception):
+    """An attempt failed in a way that another one may mend."""
+
+    def __init__(self, reason: str, pause_seconds: float = 0.0) -> None:
+        super().__init__(reason)
+        self.pause_seconds = pause_seconds
+
+
+def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[float], None] = time.sleep) -> Any:
+    """Post a body as JSON and return the JSON of the answer.
+
+    Args:
+        url: Address of the judge, http or https.
+        body: What JSON can hold.
+        patience: Time limits, attempts and headers.
+        pause: Waits for some seconds between attempts.
+
+    Raises:
+        RewardError: The judge gave no answer within the limits, or refused the request. The message says how often it was asked
+            and what went wrong last.
+    """
+    if urlsplit(url).scheme not in ("http", "https"):
+        raise RewardError(f"the judge's address {url!r} is no http or https URL. Correct it in the reward function.")
+    text = json.dumps(body).encode()
+    end = time.monotonic() + patience.limit_seconds
+    last, attempts = "", 0
+    while attempts < patience.attempts and (left := end - time.monotonic()) > 0:
+        attempts += 1
+        try:
+            return _attempt(url, text, patience.headers, min(patience.attempt_seconds, left))
+        except _PassingError as problem:
+            last = str(problem)
+            wait = max(patience.backoff_seconds * 2 ** (attempts - 1) * random.uniform(1, 1.5), problem.pause_seconds)
+        if attempts < patience.attempts:
+            if wait >= end - time.monotonic():
+                break
+            pause(wait)
+    raise RewardError(
+        f"the judge at {url} gave no answer in {attempts} attempt{'s' if attempts > 1 else ''} and at most "
+        f"{patience.limit_seconds:g} s. The last one failed: {last}. Start the judge, or allow more time."
+    )
+
+
+async def ask_async(url: str, body: Any, patience: Patience = Patience()) -> Any:
+    """Do as :func:`ask` does, and let other rows run meanwhile. Arguments and errors are the same."""
+    return await asyncio.get_running_loop().run_in_executor(_threads(), lambda: ask(url, body, patience))
+
+
+@cache
+def _threads() -> ThreadPoolExecutor:
+    """Return the threads that wait for judges. One starts only when no other is free."""
+    return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="judge")
+
+
+def _attempt(url: str, text: bytes, headers: Mapping[str, str], seconds: float) -> Any:
+    """Return the answer to one request.
+
+    Raises:
+        _PassingError: Another attempt may do better.
+        RewardError: No attempt can do better.
+    """
+    end = time.monotonic() + seconds
+    place = urlsplit(url)
+    connect = http.client.HTTPSConnection if place.scheme == "https" else http.client.HTTPConnection
+    connection = connect(place.netloc, timeout=seconds)
+    try:
+        with closing(connection):
+            target = urlunsplit(("", "", place.path or "/", place.query, ""))
+            connection.request("POST", target, text, {"Content-Type": "application/json", "Connection": "close", **headers})
+            socket = connection.sock
+            socket.settimeout(max(end - time.monotonic(), LEAST_WAIT_SECONDS))
+            answer = connection.getresponse()
+            received = _read(answer, socket, end)
+        if answer.status // 100 == 2:
+            return json.loads(received)
+    except TimeoutError as error:
+        raise _PassingError(f"no answer within {seconds:.3g} s") from error
+    except (OSError, http.client.HTTPException) as error:
+        raise _PassingError(f"{type(error).__name__}: {error}") from error
+    except ValueError as error:
+        raise _PassingError(f"its answer is no JSON ({error})") from error
+    quoted = " ".join(received[: 4 * QUOTED_CHARACTERS].decode(errors="replace").split())[:QUOTED_CHARACTERS]
+    reason = f"HTTP status {answer.status} {answer.reason}{f' ({quoted})' if quoted else ''}"
+    if answer.status not in PASSING_STATUS:
+        raise RewardError(f"the judge at {url} refused the request: {reason}. Correct the reward function.")
+    named = answer.getheader("Retry-After", "")
+    raise _PassingError(reason, float(named) if named.isdigit() else 0.0)
+
+
+def _read(answer: http.client.HTTPResponse, socket: socket_module.socket, end: float) -> bytes:
+    """Return the whole answer, or raise TimeoutError at ``end``, also where it comes in drops."""
+    parts: list[bytes] = []
+    size = 0
+    while part := answer.read1(PART_BYTES):
+        parts.append(part)
+        size += len(part)
+        if size > LARGEST_ANSWER_BYTES:
+            raise OSError(f"the answer is longer than {LARGEST_ANSWER_BYTES} bytes")
+        left = end - time.monotonic()
+        if left <= 0:
+            raise TimeoutError
+        if not answer.isclosed():
+            socket.settimeout(left)
+    if answer.length:
+        raise OSError("the answer ended early")
+    return b"".join(parts)
