@@ -9,8 +9,9 @@ from verl_memopt.config.keys import flatten, leaf_types, value_at
 from verl_memopt.config.loader import PACKAGED, load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
+from verl_memopt.knobs import profiles
 
-PROFILES = ("none", "constrained", "balanced", "large_multi_gpu")
+PROFILES = ("none", *profiles.PROFILES)
 LEAST = ["data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=folder"]
 ROLLOUT = "actor_rollout_ref.rollout"
 

@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 PACKAGED = Path(__file__).parent / "yaml"
 VERLS_OWN = Path("config")
 """What verl's scripts give as ``--config-path`` for verl's packaged configs."""
-LAST = frozenset({"memory"})
-"""Groups of profiles: they win over a recipe's keys, and the command line over theirs."""
+LAST = frozenset({"memory", "model"})
+"""Groups of presets: they win over a recipe's keys, and the command line over theirs."""
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
