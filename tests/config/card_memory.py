@@ -159,9 +159,8 @@ class CardMemory:
     def log_probs(self, adapters: bool = True) -> float:
         """Masters and the widest moment of a block, or a chunk of logits, of a pass without gradients."""
         s, tokens = self.shapes, self.shapes.settings.rollout.log_prob_max_token_len_per_gpu
-        wide = (
-            5 if s.settings.model.lora_rank else 3
-        )  # gate, up and their product; with LoRA also what an adapter adds, and the sum
+        # Gate, up and their product; with adapters also what an adapter adds, and the sum.
+        wide = 5 if adapters and s.settings.model.lora_rank else 3
         widest = tokens * s.compute_bytes * (3 * s.hidden + wide * max(s.mlp, s.heads * s.head_dim))
         vocabulary = 2 * s.compute_bytes * s.vocab * s.hidden if self._is_cast else 0
         blocks = 2 * 2 * s.compute_bytes * s.block_params if self._is_cast else 0
