@@ -37,7 +37,7 @@ from verl_memopt.models.tiny import SHAPES, make_tiny_model
 from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.workers.local_group import LocalGroup
 from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.trained_model import MiniBatch
 from verl_memopt.workers.worker import Worker
 
 logger = logging.getLogger(__name__)

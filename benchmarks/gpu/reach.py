@@ -41,7 +41,7 @@ from verl_memopt.observe.phase import GIB, PhaseMemory
 from verl_memopt.trainer.passes import budgets, cut_ranks
 from verl_memopt.workers.local_group import LocalGroup
 from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.trained_model import MiniBatch
 from verl_memopt.workers.worker import Worker
 
 FITS, OUT_OF_MEMORY, NO_HOST_MEMORY = "fits", "out of memory", "not enough host memory"

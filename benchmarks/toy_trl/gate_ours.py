@@ -49,7 +49,7 @@ def to_batch(batch: Batch) -> RolloutBatch:
 
 def find(policy: Policy, batch: Batch, case: str, micro_batches: int, folder: Path) -> None:
     """Writes loss, gradient and log-probs of a case."""
-    policy.optimizer.zero_grad()
+    policy.trained.optimizer.zero_grad()
     whole, cuts = to_batch(batch), [list(rows) for rows in slices(micro_batches)]
     scores = policy.compute_log_probs(whole, cuts, WORK.temperature, with_entropy=False).log_probs
     lengths = whole.responses.lengths

@@ -31,32 +31,35 @@ from verl_memopt.distributed.process_group import join_process_group, leave_proc
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.build_policy import build_policy, materialize
 from verl_memopt.workers.micro_batches import MicroBatch
-from verl_memopt.workers.policy import SKIPPED, MiniBatch, Policy, on_host
+from verl_memopt.workers.policy import Policy
+from verl_memopt.workers.trained_model import ACTOR, LossOf, MiniBatch, TrainedModel, on_host
 
 HEAD_DIM = 64
 KEY = "actor_rollout_ref.actor"
 
 
-class Unguarded(Policy):
+class Unguarded(TrainedModel):
     """Updates whatever the gradient norm is, and reads it afterwards."""
 
-    def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
-        metrics = self.accumulate(micro_batches, counts, temperature)
-        metrics["actor/grad_norm"] = self.clip()
-        metrics["actor/lr"] = torch.tensor(self.schedule.get_last_lr()[0])
+    def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
+        metrics = self.accumulate(micro_batches, counts, loss_of)
+        metrics[ACTOR.grad_norm] = self.clip()
+        metrics[ACTOR.lr] = torch.tensor(self.schedule.get_last_lr()[0])
         self.apply()
         self.optimizer.zero_grad(set_to_none=True)
-        return on_host(metrics) | {SKIPPED: torch.zeros(())}
+        return on_host(metrics) | {ACTOR.skipped: torch.zeros(())}
 
 
-def policy_of(kind: type[Policy], folder: Path, device: torch.device) -> Policy:
-    """Gives a policy of a kind, on its own copy of the model."""
+def policy_of(kind: type[TrainedModel], folder: Path, device: torch.device) -> Policy:
+    """Gives a policy whose optimizer steps are of a kind, on its own copy of the model."""
     fsdp = TrainedFsdp(dtype="bfloat16" if device.type != "cpu" else "fp32")
     mesh = training_mesh(device.type, 1, -1)
     policy_model = build_policy(Model(path=str(folder)), fsdp, folder, mesh, device, KEY, False, recompute=False, trained=True)
     materialize(policy_model, folder, device)
     actor = Actor(fsdp_config=fsdp, clip_ratio_low=0.2, clip_ratio_high=0.2, use_prefix_grouper=False)
-    return kind(policy_model, actor, 1000, 1, device)
+    policy = Policy(policy_model, actor, 1000, 1, device)
+    policy.trained = kind(ACTOR, policy_model, actor.optim, fsdp, 1000, 1, device)
+    return policy
 
 
 def mini_batch(rows: int, tokens: int, vocabulary: int, micro_batches: int) -> MiniBatch:
@@ -111,7 +114,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
     try:
         with TemporaryDirectory() as folder:
             model = make_tiny_model(Path(folder) / "model", shape, seed=0)
-            sides = [policy_of(kind, model, device) for kind in (Policy, Unguarded)]
+            sides = [policy_of(kind, model, device) for kind in (TrainedModel, Unguarded)]
         mini = mini_batch(asked.rows, asked.tokens, asked.vocabulary, asked.micro_batches)
         seconds = in_turns(sides, mini, asked.steps, device)
     finally:

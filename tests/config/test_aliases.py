@@ -10,6 +10,18 @@ AR = "actor_rollout_ref"
 OVERRIDE = f"{AR}.model.override_config"
 
 SAMPLES = {
+    "critic.forward_max_token_len_per_gpu": (4096, 8192),
+    "critic.forward_micro_batch_size_per_gpu": (3, 4),
+    "critic.optim.clip_grad": (0.5, 0.25),
+    "critic.optim.lr_scheduler_type": ("cosine", "constant"),
+    "critic.model.lora_rank": (8, 16),
+    "critic.model.lora_alpha": (8.0, 16.0),
+    "critic.model.target_modules": ("q_proj", "k_proj"),
+    "critic.model.exclude_modules": ("q_proj", "k_proj"),
+    "critic.model.lora_adapter_path": ("one", "other"),
+    "critic.model.fsdp_config.dtype": ("fp32", "bfloat16"),
+    "critic.model.attn_implementation": ("eager", "sdpa"),
+    "critic.strategy": ("fsdp2", "fsdp"),
     f"{AR}.rollout.log_prob_max_token_len_per_gpu": (4096, 8192),
     f"{AR}.rollout.log_prob_micro_batch_size_per_gpu": (3, 4),
     f"{AR}.actor.optim.clip_grad": (0.5, 0.25),
@@ -37,8 +49,9 @@ RENAMED_HERE = {alias: key for alias, key in RENAMED.items() if key in leaf_type
 def given(alias, value):
     """The alias as a user writes it, with what it needs beside it."""
     if alias.endswith("lora.adapter_path"):
-        return {alias: value, f"{AR}.model.lora_rank": 8}
-    return {OVERRIDE: {alias.rpartition(".")[2]: value}} if alias.startswith(OVERRIDE) else {alias: value}
+        return {alias: value, alias.replace("lora.adapter_path", "lora_rank"): 8}
+    section, _, name = alias.rpartition(".")
+    return {section: {name: value}} if section.endswith("override_config") else {alias: value}
 
 
 @pytest.mark.parametrize("alias", RENAMED_HERE)

@@ -4,6 +4,7 @@ from verl_memopt.config.allowed import WHY_NOT, check_values, choices, ranges
 from verl_memopt.config.keys import leaf_keys, leaf_types, leaf_values
 from verl_memopt.config.links import with_links
 from verl_memopt.config.schema import Settings
+from verl_memopt.knobs.critic_rules import twin
 
 AR = "actor_rollout_ref"
 
@@ -53,6 +54,11 @@ def roles(*keys):
     return [f"{AR}.{role}.fsdp_config.{key}" for role in ("actor", "ref") for key in keys]
 
 
+def and_critics(keys):
+    """Gives the keys and the critic's twins of those that it has too."""
+    return [*keys, *sorted({twin(key) for key in keys if twin(key) != key and twin(key) in leaf_keys()})]
+
+
 ABOVE_0 = [
     *("data.max_prompt_length", "data.max_response_length", "data.train_batch_size", "data.val_batch_size"),
     "data.gen_batch_size",
@@ -68,9 +74,10 @@ ABOVE_0 = [
     f"{AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes",
     *("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
     *("reward_model.num_workers", *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb"))),
+    *("critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu", "critic.cliprange_value"),
     *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps", "table_every_steps")),
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
-    "trainer.stop_deadline_seconds",
+    *("trainer.stop_deadline_seconds", "trainer.max_critic_ckpt_to_keep"),
     *("memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
 ]
 FROM_0 = [
@@ -80,12 +87,13 @@ FROM_0 = [
     *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
     *("trainer.track_memory_every_steps", "trainer.log_val_generations", "algorithm.filter_groups.max_num_gen_batches"),
+    "trainer.critic_warmup",
 ]
 ABOVE_0_OR_MINUS_1 = [
     *("data.train_max_samples", "data.val_max_samples", f"{AR}.actor.optim.total_training_steps", *roles("fsdp_size")),
     *(f"{AR}.rollout.top_k", f"{AR}.rollout.val_kwargs.top_k", "trainer.save_freq", "trainer.test_freq"),
 ]
-UP_TO_1 = [f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_ratio", "algorithm.gamma"]
+UP_TO_1 = [f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_ratio", "algorithm.gamma", "algorithm.lam"]
 ABOVE_0_UP_TO_1 = [
     *(f"{AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")),
     *(f"{AR}.actor.policy_loss.{key}" for key in ("clip_cov_ratio", "kl_cov_ratio")),
@@ -97,14 +105,17 @@ def least_step(key):
 
 
 EDGES = {
-    **{key: ([least_step(key)], [0, -least_step(key)]) for key in ABOVE_0},
-    **{key: ([0, least_step(key)], [-least_step(key)]) for key in FROM_0},
-    **{key: ([1, -1], [0, -2]) for key in ABOVE_0_OR_MINUS_1},
-    **{key: ([0, 1], [-STEP, 1 + STEP]) for key in UP_TO_1},
+    **{key: ([least_step(key)], [0, -least_step(key)]) for key in and_critics(ABOVE_0)},
+    **{key: ([0, least_step(key)], [-least_step(key)]) for key in and_critics(FROM_0)},
+    **{key: ([1, -1], [0, -2]) for key in and_critics(ABOVE_0_OR_MINUS_1)},
+    **{key: ([0, 1], [-STEP, 1 + STEP]) for key in and_critics(UP_TO_1)},
     **{key: ([STEP, 1], [0, 1 + STEP]) for key in ABOVE_0_UP_TO_1},
-    f"{AR}.actor.optim.lr_warmup_steps": ([-1, 0], [-2]),
+    **{key: ([-1, 0], [-2]) for key in and_critics([f"{AR}.actor.optim.lr_warmup_steps"])},
     f"{AR}.actor.clip_ratio_c": ([1 + STEP], [1, 1 - STEP]),
-    f"{AR}.actor.optim.betas": ([(0, 0), (1 - STEP, 1 - STEP)], [(-STEP, 0.9), (0.9, -STEP), (1, 0.9), (0.9, 1)]),
+    **dict.fromkeys(
+        and_critics([f"{AR}.actor.optim.betas"]),
+        ([(0, 0), (1 - STEP, 1 - STEP)], [(-STEP, 0.9), (0.9, -STEP), (1, 0.9), (0.9, 1)]),
+    ),
     "custom_reward_function.open_files": ([64], [63]),
     f"{AR}.rollout.sleep_level": ([1, 2], [0, 3]),
 }

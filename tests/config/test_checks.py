@@ -6,7 +6,7 @@ from verl_memopt.config.allowed import WHY_NOT, choices, ranges
 from verl_memopt.config.checks import ENGINE_NAMES, RULES
 from verl_memopt.config.keys import leaf_keys, leaf_types, value_at
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.critic_rules import refusals
 
 AR = "actor_rollout_ref"
 
@@ -18,7 +18,7 @@ def test_every_rule_about_one_key_is_about_a_key_that_exists():
 
 @pytest.mark.parametrize(
     "rule",
-    [*RULES, *(refusal for knob in knobs() for refusal in knob.refuses)],
+    [*RULES, *refusals()],
     ids=lambda rule: f"{rule.keys[0]} {rule.because}",
 )
 def test_a_rule_is_asked_about_keys_that_exist_with_as_many_values(rule):

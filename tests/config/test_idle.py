@@ -1,9 +1,16 @@
 import pytest
 
+from verl_memopt.config.critic_rules import WITHOUT_CRITIC
 from verl_memopt.config.idle import IDLE
 from verl_memopt.config.keys import leaf_keys
+from verl_memopt.knobs.critic_rules import twin
 
 AR = "actor_rollout_ref"
+
+
+def _twins(keys):
+    return {twin(key): value for key, value in keys.items()}
+
 
 IDLE_CASES = {
     "algorithm.norm_adv_by_std_in_grpo": ({}, True, {"algorithm.adv_estimator": "grpo"}),
@@ -100,9 +107,21 @@ IDLE_CASES = {
 }
 """Key -> (keys that make it idle, a value to give, keys that make it count; None = nothing does)."""
 
+GAE = {"algorithm.adv_estimator": "gae"}
+OF_CRITIC = {key: twins for key, twins in ((twin(key), case) for key, case in IDLE_CASES.items()) if key in IDLE}
+IDLE_CASES = {
+    **IDLE_CASES,
+    **{
+        key: (GAE | _twins(around), value, _twins(cure))
+        for key, (around, value, cure) in OF_CRITIC.items()
+        if key.startswith("critic.")
+    },
+}
+
 
 def test_every_rule_is_about_a_key_that_exists():
-    assert set(IDLE) | {key for idle in IDLE.values() for key in idle.under} <= set(leaf_keys())
+    rules = {**IDLE, **WITHOUT_CRITIC}
+    assert set(rules) | {key for idle in (*IDLE.values(), *WITHOUT_CRITIC.values()) for key in idle.under} <= set(leaf_keys())
 
 
 @pytest.mark.parametrize("key", IDLE)

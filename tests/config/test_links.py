@@ -18,6 +18,20 @@ OTHER = {
     f"{AR}.actor.use_torch_compile": False,
     "data.max_prompt_length": 77,
     "data.seed": 3,
+    f"{AR}.model.tokenizer_path": "tokenizer",
+    f"{AR}.model.trust_remote_code": True,
+    f"{AR}.model.external_lib": "json",
+    f"{AR}.model.attn_implementation": "eager",
+    f"{AR}.actor.ppo_mini_batch_size": 128,
+    f"{AR}.actor.ppo_epochs": 3,
+    f"{AR}.actor.shuffle": True,
+    f"{AR}.actor.loss_agg_mode": "seq-mean-token-sum",
+    f"{AR}.actor.loss_scale_factor": 44,
+    "critic.ppo_micro_batch_size_per_gpu": 4,
+    "critic.ppo_max_token_len_per_gpu": 9999,
+    "critic.model.fsdp_config.model_dtype": "bfloat16",
+    "critic.checkpoint.save_contents": ["model", "extra"],
+    "trainer.max_actor_ckpt_to_keep": 5,
 }
 """Target -> a value that is not its default."""
 OWN = {
@@ -38,6 +52,22 @@ OWN = {
     f"{AR}.rollout.prompt_length": 600,
     f"{AR}.rollout.response_length": 9,
     f"{AR}.rollout.seed": 0,
+    "critic.model.path": "critic",
+    "critic.model.tokenizer_path": "critics_tokenizer",
+    "critic.model.trust_remote_code": False,
+    "critic.model.external_lib": "csv",
+    "critic.model.attn_implementation": "sdpa",
+    "critic.ppo_mini_batch_size": 64,
+    "critic.ppo_epochs": 2,
+    "critic.shuffle": False,
+    "critic.use_dynamic_bsz": False,
+    "critic.loss_agg_mode": "token-mean",
+    "critic.loss_scale_factor": 55,
+    "critic.forward_micro_batch_size_per_gpu": 2,
+    "critic.forward_max_token_len_per_gpu": 8888,
+    "critic.optim.state_dtype": "int8",
+    "critic.checkpoint.load_contents": ["extra"],
+    "trainer.max_critic_ckpt_to_keep": 6,
 }
 """Follower -> a value of its own."""
 MICRO = {f"{AR}.{role}.log_prob_micro_batch_size_per_gpu": 1 for role in ("rollout", "ref")}
@@ -82,7 +112,8 @@ def test_validation_samples_if_it_has_a_temperature_unless_that_is_given(settled
 
 def test_no_follower_stays_null_but_those_of_null_targets(settled):
     settings = settled({})
-    open_targets = {"data.seed", f"{AR}.actor.ppo_micro_batch_size_per_gpu"}
+    open_targets = {"data.seed", f"{AR}.actor.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"}
+    open_targets |= {f"{AR}.model.tokenizer_path", f"{AR}.model.external_lib", "trainer.max_actor_ckpt_to_keep"}
     assert {LINKS[key] for key in LINKS if value_at(settings, key) is None} == open_targets
     assert all(value_at(settings, key) is not None for key in DERIVED)
 

@@ -4,7 +4,6 @@ import pytest
 import yaml
 from hydra.core.global_hydra import GlobalHydra
 
-from verl_memopt.config.allowed import choices
 from verl_memopt.config.keys import flatten, leaf_keys, leaf_values, value_at
 from verl_memopt.config.links import followers_of, with_links
 from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
@@ -224,11 +223,11 @@ def test_the_default_entry_sets_nothing():
     assert set_by_files("ppo_trainer", None) == {}
 
 
-def test_the_default_entry_names_its_estimator_as_missing_and_says_what_to_give():
-    message = refused([*LEAST, f"{AR}.rollout.name=hf"], "ppo_trainer")
-    assert message.startswith("algorithm.adv_estimator=gae: gae needs a critic")
-    assert "--config-name rloo_trainer and grpo_trainer" in message
-    assert message.endswith(f"Set {' or '.join(choices()['algorithm.adv_estimator'])}.")
+def test_the_default_entry_is_ppo_with_a_critic_of_the_policys_model():
+    settings = load_settings("ppo_trainer", [*LEAST, f"{AR}.rollout.name=hf"])
+    assert settings.algorithm.adv_estimator == "gae"
+    assert settings.critic.model.path == settings.actor_rollout_ref.model.path
+    assert settings.critic.optim.lr == 1e-5
 
 
 def test_an_unknown_config_name_is_refused_with_the_known_ones():

@@ -192,7 +192,6 @@ def test_the_reward_manager_of_dapo_passes_without_its_penalty_alone(settled, co
         ("actor_rollout_ref.actor.strategy", "megatron", "Set fsdp2."),
         ("actor_rollout_ref.rollout.name", "sglang", "Set vllm or hf."),
         ("actor_rollout_ref.rollout.mode", "sync", "Set async."),
-        ("algorithm.adv_estimator", "gae", "Set rloo or grpo or "),
         ("algorithm.expansion", "lazy", "Set string or token."),
         ("reward_model.reward_manager", "prime", "custom_reward_function.on_error=score"),
         ("actor_rollout_ref.actor.fsdp_config.dtype", "fp16", "loss scaling"),

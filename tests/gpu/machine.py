@@ -149,8 +149,8 @@ def forget_meshes():
 def readable(worker):
     """Lets a worker's parameters be read where they rest."""
     with ExitStack() as stack:
-        if worker.policy.home is not None:
-            stack.enter_context(worker.policy.home.readable())
+        if worker.policy.trained.home is not None:
+            stack.enter_context(worker.policy.trained.home.readable())
         yield
 
 

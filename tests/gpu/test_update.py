@@ -50,7 +50,7 @@ def step_of(policy, mini):
     """Gives the loss and all gradients of a mini-batch, on the host in fp32."""
     metrics = policy.accumulate(micro_batches(mini), mini.counts, 0.9)
     found = {name: whole_of(parameter.grad).float().cpu() for name, parameter in named_weights(policy.model)}
-    policy.optimizer.zero_grad()
+    policy.trained.optimizer.zero_grad()
     return float(metrics["actor/loss"]), found
 
 
@@ -143,10 +143,10 @@ LOOPS = {
 )
 def test_the_host_waits_for_nothing_between_micro_batches(device, one_rank, folder, name):
     policy, (mini,) = policy_on(device, folder, one_rank, **LOOPS[name]), shares(batch(), 1, SMALL)
-    policy.step(micro_batches(mini), mini.counts, 0.9)  # what is made once may wait
+    policy.trained.step(micro_batches(mini), mini.counts, policy.loss_at(0.9))  # what is made once may wait
     micros = micro_batches(mini)
     with machine.nothing_waits():
-        metrics = policy.step(micros, mini.counts, 0.9)
+        metrics = policy.trained.step(micros, mini.counts, policy.loss_at(0.9))
     assert float(metrics["actor/grad_norm"]) > 0
 
 
@@ -286,6 +286,6 @@ def test_no_warning_of_torch_tells_of_a_slow_or_inexact_path(device, one_rank, f
     policy = policy_on(device, folder, one_rank, "bfloat16")
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
-        policy.step(micro_batches(mini), mini.counts, 0.9)
+        policy.trained.step(micro_batches(mini), mini.counts, policy.loss_at(0.9))
     ours = [str(each.message) for each in told if "verl_memopt" in each.filename]
     assert not ours

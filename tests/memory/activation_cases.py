@@ -21,7 +21,8 @@ from verl_memopt.observe.fsdp_kinds import fsdp_kinds
 from verl_memopt.observe.kinds import optimizer_scope
 from verl_memopt.workers.build_policy import build_policy, materialize
 from verl_memopt.workers.micro_batches import MicroBatch, micro_batch
-from verl_memopt.workers.policy import MiniBatch, Policy
+from verl_memopt.workers.policy import Policy
+from verl_memopt.workers.trained_model import MiniBatch
 
 CPU = torch.device("cpu")
 ACTOR = Actor(use_prefix_grouper=False, use_dynamic_bsz=True, clip_ratio_low=0.2, clip_ratio_high=0.2, optim=Optim(lr=1e-2))
@@ -101,7 +102,7 @@ def three_steps(policy, mini):
         log_probs = policy.compute_log_probs(mini.batch, mini.micro_batches, 0.9, False).log_probs
         policy.accumulate(micros(mini), mini.counts, 0.9)
         gradients = [whole(parameter.grad) for parameter in policy.model.parameters() if parameter.grad is not None]
-        policy.optimizer.zero_grad()
+        policy.trained.optimizer.zero_grad()
         found.append([log_probs, *gradients, *map(torch.tensor, policy.update([mini], 0.9).values())])
     return [tensor for step in found for tensor in step] + [whole(parameter) for parameter in policy.model.parameters()]
 
@@ -131,7 +132,7 @@ def whole(tensor):
 
 def without_traffic(policy):
     """Leaves the metric that only an offload has out of what the policy reports."""
-    policy.offload.take_bytes_moved()
+    policy.trained.offload.take_bytes_moved()
     update = policy.update
 
     def quiet(*args):
@@ -174,9 +175,9 @@ def tracked_step(policy, micro, counts):
             tracker.enter(f"step {step}")
             policy.accumulate(micro, counts, 0.9)
             peaks = dict(tracker.peaks)
-            with optimizer_scope(policy.optimizer):
-                policy.optimizer.step()
-            policy.optimizer.zero_grad(set_to_none=True)
+            with optimizer_scope(policy.trained.optimizer):
+                policy.trained.optimizer.step()
+            policy.trained.optimizer.zero_grad(set_to_none=True)
         tracker.peaks = peaks
     return tracker
 
@@ -193,10 +194,10 @@ def kept(policy):
     mini = mini_batch()
     micro = micros(mini)
     with tracking(policy, *micro) as tracker:
-        policy.backward(micro[0], mini.counts, 0.9)
+        policy.trained.backward(micro[0], mini.counts, policy.loss_at(0.9))
         before = activations(tracker)
-        with nullcontext() if policy.offload is None else policy.offload.forward():
-            loss, metrics = policy.loss(micro[1], mini.counts, 0.9)
+        with nullcontext() if policy.trained.offload is None else policy.trained.offload.forward():
+            loss, metrics = policy.loss_at(0.9)(micro[1], mini.counts, None)
         found = activations(tracker) - before, tracker.total(HOST)
         loss.backward()
         del loss, metrics

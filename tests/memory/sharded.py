@@ -98,9 +98,9 @@ def tracked_steps(policy, micro, counts):
         for name in ("first", "second"):
             tracker.enter(name)
             policy.accumulate(micro, counts, 0.9)
-            with optimizer_scope(policy.optimizer):
-                policy.optimizer.step()
-            policy.optimizer.zero_grad(set_to_none=True)
+            with optimizer_scope(policy.trained.optimizer):
+                policy.trained.optimizer.step()
+            policy.trained.optimizer.zero_grad(set_to_none=True)
         tracker.second = dict(tracker.peaks)
     return tracker
 

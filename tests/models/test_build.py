@@ -19,7 +19,8 @@ from verl_memopt.models.build import (
     named_weights,
     rebuild_buffers,
 )
-from verl_memopt.models.policy_model import PolicyModel, allocate
+from verl_memopt.models.packed_model import allocate
+from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 
 CPU = torch.device("cpu")

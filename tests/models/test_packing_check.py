@@ -15,8 +15,9 @@ from verl_memopt.memory.parameters.lora import initialize_adapters
 from verl_memopt.models import packing_check
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, fill_from_folder, rebuild_buffers
+from verl_memopt.models.packed_model import allocate
 from verl_memopt.models.packing_check import GROUPS, MIXING_BOUND, check_packing, refuse_sliding_window, row_differences
-from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
+from verl_memopt.models.policy_model import PolicyModel, dtype_of
 from verl_memopt.workers.build_policy import build_policy, materialize
 
 CPU = torch.device("cpu")

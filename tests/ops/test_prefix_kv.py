@@ -14,7 +14,7 @@ from verl_memopt.models.pack import pack_prompt
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.ops.prefix_kv import PrefixKV, PrefixRecorder
 from verl_memopt.workers.micro_batches import micro_batches_of
-from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.trained_model import MiniBatch
 
 OWN = {"recompute_elementwise": True}
 BOUND = 2e-6
@@ -29,7 +29,7 @@ def results(policy, batch, parts, reuse):
     scores = policy.compute_log_probs(batch, parts, 0.9, True)
     metrics = policy.accumulate(micro_batches_of(batch, parts, reuse), counts_of(batch), 0.9)
     found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
-    policy.optimizer.zero_grad()
+    policy.trained.optimizer.zero_grad()
     return [scores.log_probs, scores.entropy, metrics["actor/loss"], *found]
 
 
@@ -105,7 +105,7 @@ def test_the_host_waits_for_nothing(untied_folder, one_rank, recompute):
     micros, counts = list(micro_batches_of(BATCH, PARTS, True)), counts_of(BATCH)
     assert micros[0].prompt is not None
     with NothingWaits():
-        metrics = policy.step(micros, counts, 0.9)
+        metrics = policy.trained.step(micros, counts, policy.loss_at(0.9))
     assert float(metrics["actor/grad_norm"]) > 0
 
 

@@ -11,6 +11,7 @@ from verl_memopt.config.allowed import choices
 from verl_memopt.config.schema import Actor, Algorithm, CustomReward, KlControl
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.errors import RewardError
+from verl_memopt.knobs.conditions import WITH_CRITIC
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.experience import LogProbPass, compute_advantages, score_answers, to_batch
@@ -155,7 +156,7 @@ def test_advantages_are_those_of_the_estimator_that_the_settings_name(name):
 
 
 def test_every_estimator_without_a_pass_of_its_own_can_be_chosen():
-    available = set(ESTIMATORS) - set(NEEDS) - set(VALUES["algorithm.adv_estimator"])
+    available = set(ESTIMATORS) - (set(NEEDS) - set(WITH_CRITIC)) - set(VALUES["algorithm.adv_estimator"])
     assert set(choices()["algorithm.adv_estimator"]) == available
 
 

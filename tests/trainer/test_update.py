@@ -18,29 +18,6 @@ from verl_memopt.workers.micro_batches import micro_batches_of
 from verl_memopt.workers.objective import Objective
 
 
-def test_a_mini_batch_knows_its_tokens_and_sequences_over_all_ranks(alike):
-    update = alike(workers=group_of(Member(0), Member(1))).policy_update
-    minis = update.mini_batches(batch_of([4, 1, 0, 3, 2, 2, 4, 4]), [0, 1, 2, 3], "abcdefgh")
-    assert [mini.counts for mini in minis] == [GlobalCounts(8.0, 4.0)] * 2
-    assert [mini.batch.num_rows for mini in minis] == [2, 2]
-    assert sorted(token for mini in minis for token in mini.batch.responses.flat.tolist()) == [3, 3, 3, 3, 4, 6, 6, 6]
-
-
-def test_a_mini_batch_of_empty_responses_counts_one_token_so_that_nothing_is_divided_by_zero(alike):
-    (mini,) = alike(workers=group_of(Member(0))).policy_update.mini_batches(batch_of([0, 0]), [0, 1], "ab")
-    assert mini.counts == GlobalCounts(1.0, 2.0)
-
-
-def test_the_samples_of_one_prompt_lie_on_one_rank_or_where_there_are_too_few_prompts_on_several(alike):
-    batch = batch_of([4, 4, 1, 1])
-    batch.advantages = torch.tensor([1.0] * 4 + [-1.0] * 4 + [0.5, -0.5])
-    update = alike(workers=group_of(Member(0), Member(1))).policy_update
-    assert [mini.batch.group.tolist() for mini in update.mini_batches(batch, [0, 1], "abcd")] == [[0], [0]]
-    minis = update.mini_batches(batch, [0, 1, 2, 3], "abcd")
-    assert [mini.batch.group.tolist() for mini in minis] == [[0, 0], [1, 1]]
-    assert sorted(value for mini in minis for value in mini.batch.advantages.tolist()) == sorted(batch.advantages.tolist())
-
-
 class Updater(Member):
     """Takes an update and answers with figures that depend on its rank."""
 
@@ -165,8 +142,8 @@ def test_shares_of_micro_batches_and_ranks_add_up_to_the_loss_of_the_whole_mini_
             shares = [Objective(micro, minis[0].counts, update.actor).loss(micro.ref_log_probs, None)[0] for micro in micros]
             losses.append(sum(share.item() for share in shares))
         expected = [
-            whole_loss(batch, rows, update.actor, update.seed(3, index))
-            for index, rows in enumerate(update.mini_batch_rows(batch, 3))
+            whole_loss(batch, rows, update.actor, update.cutter.seed(3, index))
+            for index, rows in enumerate(update.cutter.mini_batch_rows(batch, 3))
         ]
         assert losses == pytest.approx(expected, rel=1e-5, abs=1e-7)
 

@@ -23,7 +23,7 @@ from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.trainer.passes import budgets, cut_ranks, rows_per_rank
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.trained_model import MiniBatch
 from verl_memopt.workers.worker import Worker
 
 PROMPTS = [[40, 41, 42], [50], [60, 61]]
@@ -128,7 +128,7 @@ class _Witness:
         self.worker, self.gpu, self.settings, self.world_size = worker, gpu, settings, world_size
         self.life = Life()
         self._look("init")
-        worker.policy.accumulate = self._never_waiting(worker.policy.accumulate)
+        worker.policy.trained.accumulate = self._never_waiting(worker.policy.trained.accumulate)
         for model in (worker.policy.model, worker.reference):
             if model is not None:
                 model.forward = self._never_waiting(model.forward)
@@ -207,7 +207,7 @@ class _Witness:
     def _parts(self):
         worker = self.worker
         yield "policy", [*worker.policy.model.parameters(), *worker.policy.model.buffers()]
-        yield "optimizer", list(state_tensors(worker.policy.optimizer))
+        yield "optimizer", list(state_tensors(worker.policy.trained.optimizer))
         if worker.reference is not None:
             yield "reference", [*worker.reference.parameters(), *worker.reference.buffers()]
         yield "engine", [tensor for _, tensor in worker.engine.resident_tensors()]

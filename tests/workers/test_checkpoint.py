@@ -10,7 +10,7 @@ from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError
-from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.trained_model import MiniBatch
 from verl_memopt.workers.worker import Worker
 
 

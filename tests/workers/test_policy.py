@@ -26,7 +26,8 @@ from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
 from verl_memopt.workers.build_policy import build_policy, materialize
 from verl_memopt.workers.log_probs import pack_log_probs
 from verl_memopt.workers.micro_batches import MicroBatch, micro_batch
-from verl_memopt.workers.policy import MiniBatch, Policy
+from verl_memopt.workers.policy import Policy
+from verl_memopt.workers.trained_model import MiniBatch
 
 CPU = torch.device("cpu")
 ACTOR = Actor(
@@ -96,7 +97,7 @@ def first_step(folder, mesh, rank=0, world_size=1, budget=WHOLE, **options):
     mini = shares(batch(), world_size, budget)[rank]
     accumulated(policy, mini)
     gradients = {name: whole_of(parameter.grad).clone() for name, parameter in named_weights(policy.model)}
-    policy.optimizer.zero_grad()
+    policy.trained.optimizer.zero_grad()
     metrics = policy.update([mini], 0.9)
     return metrics, gradients
 
@@ -182,7 +183,7 @@ def test_an_on_policy_batch_needs_no_old_log_probs(tiny_folder, one_rank):
     whole.old_log_probs = policy.compute_log_probs(whole, [range(whole.num_rows)], 0.9, False).log_probs
     with_old = accumulated(policy, shares(whole, 1, WHOLE)[0])
     gradients = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters()]
-    policy.optimizer.zero_grad()
+    policy.trained.optimizer.zero_grad()
     whole.old_log_probs = None
     without = accumulated(policy, shares(whole, 1, WHOLE)[0])
     assert relative(float(without["actor/loss"]), float(with_old["actor/loss"])) <= 1e-6
@@ -237,7 +238,7 @@ def test_the_host_waits_for_nothing_between_the_micro_batches_of_a_step(tiny_fol
     (mini,) = shares(batch(), 1, SMALL)
     micros = [micro_batch(mini.batch, rows) for rows in mini.micro_batches]
     with NothingWaits():
-        metrics = policy.step(micros, mini.counts, 0.9)
+        metrics = policy.trained.step(micros, mini.counts, policy.loss_at(0.9))
     assert float(metrics["actor/grad_norm"]) > 0
     with NothingWaits(), pytest.raises(AssertionError, match="_local_scalar_dense"):
         torch.ones(1).item()
@@ -255,14 +256,14 @@ def test_no_tensor_of_a_micro_batch_outlives_it(tiny_folder, one_rank):
 
     policy.model.forward = watched
     alive = []
-    original = policy.backward
+    original = policy.trained.backward
 
     def counting(*args):
         gc.collect()
         alive.append(sum(reference() is not None for reference in references))
         return original(*args)
 
-    policy.backward = counting
+    policy.trained.backward = counting
     accumulated(policy, shares(batch(), 1, SMALL)[0])
     assert len(references) >= 8
     assert alive == [0] * len(references)
@@ -287,7 +288,7 @@ def test_every_pass_runs_on_fake_tensors_under_a_fake_process_group(untied_folde
             policy = policy_for(untied_folder, mesh, world_size, recompute=recompute, dtype="bfloat16", fill=False)
             assert all(isinstance(local_of(p), FakeTensor) for p in policy.model.parameters())
             for _ in range(2):
-                metrics = policy.step(micro, mini.counts, 0.9)
+                metrics = policy.trained.step(micro, mini.counts, policy.loss_at(0.9))
             log_probs, entropy = pack_log_probs(policy.model, micro[0].pack, 0.9, True)
             synced = [tensor for _, tensor in full_weights(named_weights(policy.model), torch.bfloat16, 1)]
         assert {type(tensor) for tensor in (log_probs, entropy, metrics["actor/grad_norm"], *synced)} == {FakeTensor}
@@ -340,9 +341,13 @@ def policy_with_knobs(folder, mesh, world_size=1, fsdp=None, lora_rank=0, **opti
 
 def in_bytes(policy):
     """Gives all that an update may change, as bytes."""
-    tensors = [*policy.model.parameters(), *state_tensors(policy.optimizer)]
+    tensors = [*policy.model.parameters(), *state_tensors(policy.trained.optimizer)]
     found = [local_of(tensor).detach().contiguous().flatten().view(torch.uint8).clone() for tensor in tensors]
-    return found, (policy.schedule.last_epoch, policy.schedule.get_last_lr(), getattr(policy.optimizer, "_num_steps", 0))
+    return found, (
+        policy.trained.schedule.last_epoch,
+        policy.trained.schedule.get_last_lr(),
+        getattr(policy.trained.optimizer, "_num_steps", 0),
+    )
 
 
 def same_bytes(one, other):
@@ -388,9 +393,9 @@ def test_a_first_update_that_is_skipped_leaves_a_state_that_can_be_saved(narrow_
     parts = ["model", "optimizer", "extra"]
     policy, other = (policy_with_knobs(narrow_folder, one_rank) for _ in range(2))
     policy.update([mini_of(0, math.nan)], 0.9)
-    save_training_state(tmp_path, policy.model, policy.optimizer, policy.schedule, CPU, parts)
+    save_training_state(tmp_path, policy.model, policy.trained.optimizer, policy.trained.schedule, CPU, parts)
     resumed = policy_with_knobs(narrow_folder, one_rank)
-    load_training_state(tmp_path, resumed.model, resumed.optimizer, resumed.schedule, CPU, parts)
+    load_training_state(tmp_path, resumed.model, resumed.trained.optimizer, resumed.trained.schedule, CPU, parts)
     for each in (policy, resumed, other):
         each.update([mini_of(1)], 0.9)
     assert same_bytes(in_bytes(policy), in_bytes(other))

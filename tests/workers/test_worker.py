@@ -20,7 +20,7 @@ from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.trained_model import MiniBatch
 from verl_memopt.workers.worker import Worker
 
 AR = "actor_rollout_ref"

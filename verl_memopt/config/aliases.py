@@ -19,34 +19,51 @@ logger = logging.getLogger(__name__)
 _AR = "actor_rollout_ref"
 _CHUNK = f"{_AR}.model.logprob_chunk_tokens"
 _LOSS_MODE = f"{_AR}.actor.policy_loss.loss_mode"
-_OVERRIDES, _ATTENTION = f"{_AR}.model.override_config", "attn_implementation"
+_MODELS = {f"{_AR}.actor": f"{_AR}.model", "critic": "critic.model"}
+"""Section of a trained role -> section of its model."""
+_FSDP = {f"{_AR}.actor": f"{_AR}.actor.fsdp_config", f"{_AR}.ref": f"{_AR}.ref.fsdp_config", "critic": "critic.model.fsdp_config"}
+"""Section of a role -> section of its sharding."""
+_ATTENTION = "attn_implementation"
 
 RENAMED = {
     f"{_AR}.actor.ppo_infer_max_token_len_per_gpu": f"{_AR}.rollout.log_prob_max_token_len_per_gpu",
     f"{_AR}.actor.ppo_infer_micro_batch_size_per_gpu": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
-    f"{_AR}.actor.grad_clip": f"{_AR}.actor.optim.clip_grad",
-    f"{_AR}.actor.optim.grad_clip": f"{_AR}.actor.optim.clip_grad",
-    f"{_AR}.actor.optim.warmup_style": f"{_AR}.actor.optim.lr_scheduler_type",
-    f"{_AR}.actor.rollout_n": f"{_AR}.rollout.n",
-    f"{_AR}.ref.rollout_n": f"{_AR}.rollout.n",
+    "critic.ppo_infer_max_token_len_per_gpu": "critic.forward_max_token_len_per_gpu",
+    "critic.ppo_infer_micro_batch_size_per_gpu": "critic.forward_micro_batch_size_per_gpu",
+    **{
+        f"{role}.{spelling}": f"{role}.optim.{key}"
+        for role in _MODELS
+        for spelling, key in {
+            "grad_clip": "clip_grad",
+            "optim.grad_clip": "clip_grad",
+            "optim.warmup_style": "lr_scheduler_type",
+        }.items()
+    },
+    **{f"{role}.rollout_n": f"{_AR}.rollout.n" for role in _FSDP},
     f"{_AR}.actor.use_remove_padding": f"{_AR}.model.use_remove_padding",
     f"{_AR}.actor.use_fused_kernels": f"{_AR}.model.use_fused_kernels",
     **{
-        f"{_AR}.{role}.{spelling}": f"{_AR}.{role}.{key}"
-        for role in ("actor", "ref")
+        spelling: key
+        for role, fsdp in _FSDP.items()
         for spelling, key in {
-            "ulysses_sequence_parallel_size": "fsdp_config.ulysses_sequence_parallel_size",
-            "fsdp_config.use_torch_compile": "use_torch_compile",
-            "fsdp_config.strategy": "strategy",
-            "fsdp_config.mixed_precision.param_dtype": "fsdp_config.dtype",
+            f"{role}.ulysses_sequence_parallel_size": f"{fsdp}.ulysses_sequence_parallel_size",
+            f"{fsdp}.use_torch_compile": f"{role}.use_torch_compile",
+            f"{fsdp}.strategy": f"{role}.strategy",
+            f"{fsdp}.mixed_precision.param_dtype": f"{fsdp}.dtype",
         }.items()
     },
-    f"{_AR}.model.override_config.attn_implementation": f"{_AR}.model.attn_implementation",
-    f"{_AR}.model.lora.rank": f"{_AR}.model.lora_rank",
-    f"{_AR}.model.lora.alpha": f"{_AR}.model.lora_alpha",
-    f"{_AR}.model.lora.target_modules": f"{_AR}.model.target_modules",
-    f"{_AR}.model.lora.exclude_modules": f"{_AR}.model.exclude_modules",
-    f"{_AR}.model.lora.adapter_path": f"{_AR}.model.lora_adapter_path",
+    **{
+        f"{model}.{spelling}": f"{model}.{key}"
+        for model in _MODELS.values()
+        for spelling, key in {
+            "override_config.attn_implementation": "attn_implementation",
+            "lora.rank": "lora_rank",
+            "lora.alpha": "lora_alpha",
+            "lora.target_modules": "target_modules",
+            "lora.exclude_modules": "exclude_modules",
+            "lora.adapter_path": "lora_adapter_path",
+        }.items()
+    },
     "reward.reward_model.model_path": "reward_model.model.path",
     "reward.num_workers": "reward_model.num_workers",
     "reward.reward_manager.name": "reward_model.reward_manager",
@@ -56,6 +73,7 @@ RENAMED = {
 """One spelling, one key, the same value."""
 
 RENAMED_SECTIONS = {
+    "critic.fsdp.": "critic.model.fsdp_config.",
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_model.": "reward_model.",
     "reward.reward_kwargs.": "reward_model.reward_kwargs.",
@@ -66,6 +84,8 @@ GLOBAL_MICRO_BATCHES = {
     f"{_AR}.actor.ppo_micro_batch_size": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
     f"{_AR}.rollout.log_prob_micro_batch_size": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
     f"{_AR}.ref.log_prob_micro_batch_size": f"{_AR}.ref.log_prob_micro_batch_size_per_gpu",
+    "critic.ppo_micro_batch_size": "critic.ppo_micro_batch_size_per_gpu",
+    "critic.forward_micro_batch_size": "critic.forward_micro_batch_size_per_gpu",
 }
 """Sequences over all devices -> sequences per device."""
 
@@ -92,13 +112,13 @@ VALUES = {
     "algorithm.adv_estimator": {"rloo_vectorized": "rloo", "grpo_vectorized": "grpo"},
     "algorithm.kl_penalty": _KL_TYPES,
     f"{_AR}.actor.kl_loss_type": _KL_TYPES | {f"{short}+": f"{name}+" for short, name in _KL_TYPES.items()},
-    f"{_AR}.actor.optim.state_dtype": _PRECISIONS | {"8bit": "int8", "4bit": "int4"},
+    **{f"{role}.optim.state_dtype": _PRECISIONS | {"8bit": "int8", "4bit": "int4"} for role in _MODELS},
     "reward_model.reward_manager": {"dapo": "naive"},
     f"{_AR}.rollout.load_format": {"safetensors": "auto"},
     f"{_AR}.rollout.dtype": _PRECISIONS | {"float16": "fp16", "half": "fp16"},
     **{
-        f"{_AR}.{role}.fsdp_config.{key}": _PRECISIONS
-        for role in ("actor", "ref")
+        f"{fsdp}.{key}": _PRECISIONS
+        for fsdp in _FSDP.values()
         for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
     },
 }
@@ -118,7 +138,8 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
         key of a feature that does not exist here.
     """
     flat = {key: value for key, value in flatten(tree, our_key).items() if value != REQUIRED}
-    flat |= _without_attention(flat.get(_OVERRIDES))
+    for overrides in (f"{model}.override_config" for model in _MODELS.values()):
+        flat |= _without_attention(overrides, flat.get(overrides))
     spellings: dict[str, dict[str, Any]] = {}  # our key -> {spelling of it: our value}
     problems: list[Problem] = []
     for key, value in flat.items():
@@ -154,16 +175,16 @@ def our_key(key: str) -> str:
         return RENAMED[key]
     for section, ours in RENAMED_SECTIONS.items():
         if key.startswith(section):
-            return ours + key.removeprefix(section)
+            return our_key(ours + key.removeprefix(section))
     return key
 
 
-def _without_attention(overrides: Any) -> dict[str, Any]:
-    """Return ``model.override_config`` and an attention implementation taken out of it as two keys; {} where there is none."""
+def _without_attention(key: str, overrides: Any) -> dict[str, Any]:
+    """Return ``override_config`` and an attention implementation taken out of it as two keys; {} where there is none."""
     if not isinstance(overrides, Mapping) or _ATTENTION not in overrides:
         return {}
-    others = {key: value for key, value in overrides.items() if key != _ATTENTION}
-    return {_OVERRIDES: others, f"{_OVERRIDES}.{_ATTENTION}": overrides[_ATTENTION]}
+    others = {name: value for name, value in overrides.items() if name != _ATTENTION}
+    return {key: others, f"{key}.{_ATTENTION}": overrides[_ATTENTION]}
 
 
 def _our_words(key: str, value: Any) -> Any:

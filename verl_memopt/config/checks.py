@@ -11,13 +11,14 @@ from typing import Any
 
 from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.allowed import LARGEST_SCORE, check_values
+from verl_memopt.config.critic_rules import CRITIC_RULES, WITHOUT_CRITIC
 from verl_memopt.config.idle import IDLE, warn_idle
 from verl_memopt.config.keys import leaf_values
 from verl_memopt.config.links import LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
 from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.conditions import DEVICES, KL
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.critic_rules import refusals
 from verl_memopt.knobs.knob import Refusal
 
 _AR = "actor_rollout_ref"
@@ -57,10 +58,11 @@ def check(values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str])
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
-    for key in (key for key in IDLE if key in user_keys and key not in wrong):
-        if IDLE[key].when(*(values[other] for other in IDLE[key].under)):
-            warn_idle(IDLE[key], values[key], if_not_given[key])
-    for rule in (*RULES, *(refusal for knob in knobs() for refusal in knob.refuses)):
+    for idle in (*WITHOUT_CRITIC.values(), *IDLE.values()):
+        given = idle.key in user_keys and idle.key not in wrong
+        if given and idle.when(*(values[other] for other in idle.under)):
+            warn_idle(idle, values[idle.key], if_not_given[idle.key])
+    for rule in (*RULES, *refusals()):
         arguments = [values[key] for key in rule.reads]
         if wrong.isdisjoint(rule.reads) and rule.when(*arguments):
             address = {key: values[key] for key in rule.keys}
@@ -256,5 +258,5 @@ def _runs() -> Iterator[Refusal]:
     )
 
 
-RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *ALGORITHM_RULES, *_devices(), *_runs())
+RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *ALGORITHM_RULES, *_devices(), *CRITIC_RULES, *_runs())
 """The rules that belong to no knob."""

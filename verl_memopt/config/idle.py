@@ -8,7 +8,7 @@ from typing import Any
 
 from verl_memopt.config.problems import shown
 from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES, WITHOUT_GROUPS
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.critic_rules import idles, twin_idle
 from verl_memopt.knobs.knob import Idle
 
 logger = logging.getLogger(__name__)
@@ -22,7 +22,7 @@ _LOSS_MODE, _KL_LOSS = f"{_AR}.actor.policy_loss.loss_mode", f"{_AR}.actor.use_k
 _ESTIMATOR = "algorithm.adv_estimator"
 _FILTER, _RESPONSES = "algorithm.filter_groups", f"{_AR}.rollout.n"
 _DIVIDED_BY_STD = ("grpo", "grpo_passk")
-_DISCOUNTED = ("reinforce_plus_plus",)
+_DISCOUNTED = ("gae", "reinforce_plus_plus")
 _KL_REWARD, _KL_TYPE = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.type"
 _REWARD = "custom_reward_function"
 _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
@@ -32,7 +32,9 @@ _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 def _idle() -> Iterator[Idle]:
     """Yield the rules about settings that belong to no knob."""
     yield Idle(_NAMED_ON_SIGHT, (_ESTIMATOR,), lambda name: name not in _DIVIDED_BY_STD, "it belongs to grpo and grpo_passk")
-    yield Idle("algorithm.gamma", (_ESTIMATOR,), lambda name: name not in _DISCOUNTED, "it belongs to reinforce_plus_plus")
+    yield Idle(
+        "algorithm.gamma", (_ESTIMATOR,), lambda name: name not in _DISCOUNTED, "it belongs to gae and reinforce_plus_plus"
+    )
     yield Idle(f"{_FILTER}.enable", (_RESPONSES,), lambda n: n < 2, "a group of one is always kept")
     for key in ("metric", "max_num_gen_batches"):
         yield Idle(f"{_FILTER}.{key}", (f"{_FILTER}.enable",), lambda on: not on, f"{_FILTER}.enable is false")
@@ -42,12 +44,13 @@ def _idle() -> Iterator[Idle]:
         yield Idle(key, (_KL_TYPE,), lambda kind: kind == "fixed", f"{_KL_TYPE} is fixed")
     for key in ("kl_loss_coef", "kl_loss_type"):
         yield Idle(f"{_AR}.actor.{key}", (_KL_LOSS,), lambda on: not on, "actor.use_kl_loss is false")
-    yield Idle(
+    scale_factor = Idle(
         f"{_AR}.actor.loss_scale_factor",
         (_AGG_MODE,),
         lambda mode: mode != "seq-mean-token-sum-norm",
         "actor.loss_agg_mode is not seq-mean-token-sum-norm",
     )
+    yield from (scale_factor, twin_idle(scale_factor))
     yield Idle(f"{_AR}.actor.clip_ratio_c", (_LOSS_MODE,), lambda mode: mode != "vanilla", f"it belongs to {_LOSS_MODE}=vanilla")
     for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
         yield Idle(f"{_AR}.actor.{key}", (_LOSS_MODE,), lambda mode: mode in _WITHOUT_CLIP, "this loss has no clip")
@@ -91,7 +94,7 @@ def _idle() -> Iterator[Idle]:
     )
 
 
-IDLE = {idle.key: idle for idle in (*_idle(), *(idle for knob in knobs() for idle in knob.idle))}
+IDLE = {idle.key: idle for idle in (*_idle(), *idles())}
 """Key -> when giving it asks for something that does not happen, and why."""
 
 

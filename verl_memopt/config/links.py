@@ -6,6 +6,7 @@ from collections.abc import Iterable, Mapping
 from typing import Any
 
 _AR = "actor_rollout_ref"
+_CRITIC = "critic"
 
 LINKS = {
     "data.gen_batch_size": "data.train_batch_size",
@@ -25,6 +26,18 @@ LINKS = {
     f"{_AR}.rollout.prompt_length": "data.max_prompt_length",
     f"{_AR}.rollout.response_length": "data.max_response_length",
     f"{_AR}.rollout.seed": "data.seed",
+    **{
+        f"{_CRITIC}.model.{key}": f"{_AR}.model.{key}"
+        for key in ("path", "tokenizer_path", "trust_remote_code", "external_lib", "attn_implementation")
+    },
+    **{
+        f"{_CRITIC}.{key}": f"{_AR}.actor.{key}"
+        for key in ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "use_dynamic_bsz", "loss_agg_mode", "loss_scale_factor")
+    },
+    **{f"{_CRITIC}.forward_{key}": f"{_CRITIC}.ppo_{key}" for key in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")},
+    "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
+    f"{_CRITIC}.optim.state_dtype": f"{_CRITIC}.model.fsdp_config.model_dtype",
+    f"{_CRITIC}.checkpoint.load_contents": f"{_CRITIC}.checkpoint.save_contents",
 }
 """Follower -> the key it follows while it is null."""
 

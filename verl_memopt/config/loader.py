@@ -62,10 +62,12 @@ def settings_from_mapping(tree: Mapping[str, Any]) -> Settings:
         ConfigError: one, that lists everything wrong.
     """
     translated, problems = translate(tree)
-    of_folder, faults = adapter.adapter_settings(translated.get(adapter.PATH), translated.keys())
-    translated |= of_folder
+    for model in adapter.MODELS:
+        of_folder, faults = adapter.adapter_settings(model, translated)
+        translated |= of_folder
+        problems += faults
     settings, values, mistyped = build(translated)
-    problems += faults + mistyped
+    problems += mistyped
     wrong = {key for each in problems for key in each.keys}
     problems += check(values, frozenset(translated), wrong)
     raise_together(problems)

@@ -32,7 +32,6 @@ class Refusal:
 
 ANY = None
 EITHER = (True, False)
-_NO_CRITIC = "there is no critic, and no estimator that needs one. Remove the critic keys"
 _NO_REWARD_MODEL = "rules and functions score, no model does. Use custom_reward_function.path"
 _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
@@ -44,6 +43,7 @@ _NO_BYPASS = (
     "the engine's log-probs never stand in for the policy's own. Use actor_rollout_ref.actor.old_log_prob_pass=auto, which "
     "leaves their pass out where the update computes the same numbers"
 )
+_COMPILED = "actor_rollout_ref.actor.use_torch_compile decides for every model"
 _CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens bounds the memory of logits"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
 _PACKED = "rows are always packed, so no pad token is computed"
@@ -103,7 +103,15 @@ _ACTOR = {
     "sum_pi_squared_checkpointing": Refusal((False,), _NOT_HERE),
     "qat.enable": Refusal((False,), _NOT_HERE),
     "qat.*": Refusal(ANY, _NOT_HERE),
-    "checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step"),
+}
+
+_CHECKPOINT = {"checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step")}
+
+_OF_CRITIC = {
+    "use_torch_compile": Refusal(EITHER, _COMPILED),
+    "model.use_fused_kernels": Refusal(EITHER, "a value has no logits. Remove the key"),
+    "megatron.*": Refusal((), _ONE_BACKEND),
+    "veomni.*": Refusal((), _ONE_BACKEND),
 }
 
 _PROFILER = {"profiler.*": Refusal(ANY, _PHASE_TABLE)}
@@ -156,7 +164,6 @@ _DATA = {
 }
 
 _ALGORITHM = {
-    "lam": Refusal((1, 1.0), "GAE alone reads it, which needs a critic, and there is none. Set 1.0"),
     "gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo, which does not exist here"),
     "use_pf_ppo": Refusal((False,), _NOT_HERE),
     "pf_ppo.*": Refusal(ANY, _NOT_HERE),
@@ -167,20 +174,6 @@ _ALGORITHM = {
     "rollout_correction.rollout_rs": Refusal((), _NO_MISMATCH),
     "rollout_correction.rollout_rs_threshold": Refusal((), _NO_MISMATCH),
     "rollout_correction.loss_type": Refusal(("ppo_clip",), _NO_MISMATCH),
-}
-
-_CRITIC = {
-    "enable": Refusal((False,), _NO_CRITIC),
-    **{
-        name: Refusal(ANY, _NO_CRITIC)
-        for name in (
-            *("strategy", "optim.*", "checkpoint.*", "model.*", "fsdp.*", "profiler.*", "megatron.*", "grad_clip", "rollout_n"),
-            *("ppo_mini_batch_size", "ppo_epochs", "shuffle", "use_dynamic_bsz", "loss_agg_mode", "cliprange_value"),
-            *("ppo_micro_batch_size", "ppo_micro_batch_size_per_gpu", "ppo_max_token_len_per_gpu", "data_loader_seed"),
-            *("forward_micro_batch_size", "forward_micro_batch_size_per_gpu", "forward_max_token_len_per_gpu"),
-            *("ppo_infer_max_token_len_per_gpu", "ppo_infer_micro_batch_size_per_gpu", "ulysses_sequence_parallel_size"),
-        )
-    },
 }
 
 _REWARD_MODEL = {
@@ -208,8 +201,6 @@ _REWARD_MODEL = {
 }
 
 _TRAINER = {
-    "max_critic_ckpt_to_keep": Refusal(ANY, _NO_CRITIC),
-    "critic_warmup": Refusal((0,), _NO_CRITIC),
     "default_hdfs_dir": Refusal((), "checkpoints are written to trainer.default_local_dir. Remove the key"),
     "del_local_ckpt_after_load": Refusal((False,), "a checkpoint that was loaded stays. Use trainer.max_actor_ckpt_to_keep"),
     "esi_redundant_time": Refusal((0,), "no instance's end is known, so none is saved ahead of. Use trainer.save_freq"),
@@ -236,11 +227,11 @@ REFUSED: dict[str, Refusal] = {
     **_TOP,
     **_below("data", _DATA),
     **_below("algorithm", _ALGORITHM),
-    **_below("critic", _CRITIC),
+    **_below("critic", _OF_CRITIC | _CHECKPOINT | _PROFILER | _below("model", _MODEL | _below("fsdp_config", _FSDP))),
     **_below("reward_model", _REWARD_MODEL),
     **_below("trainer", _TRAINER),
     **_below(f"{_AR}.model", _MODEL),
-    **_below(f"{_AR}.actor", _ACTOR | _PROFILER | _below("fsdp_config", _FSDP)),
+    **_below(f"{_AR}.actor", _ACTOR | _CHECKPOINT | _PROFILER | _below("fsdp_config", _FSDP)),
     **_below(f"{_AR}.ref", _PROFILER | _below("fsdp_config", _FSDP)),
     **_below(f"{_AR}.rollout", _ROLLOUT | _PROFILER),
     **_below(_AR, _PROFILER),

@@ -13,7 +13,8 @@ from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.index import knobs
 
 _AR = "actor_rollout_ref"
-_OPTIM = f"{_AR}.actor.optim"
+_TRAINED = {f"{_AR}.actor": f"{_AR}.model", "critic": "critic.model"}
+"""Section of each trained role -> section of its model."""
 
 HARMLESS = "harmless"
 TRAJECTORY = "changes the trajectory"
@@ -30,8 +31,9 @@ HARMLESS_KEYS = {
     ),
     **dict.fromkeys(
         (
-            *("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.keep_best", "trainer.resume_mode"),
-            *("trainer.resume_from_path", f"{_AR}.actor.checkpoint.save_contents"),
+            *("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "trainer.keep_best"),
+            *("trainer.resume_mode", "trainer.resume_from_path"),
+            *(f"{role}.checkpoint.save_contents" for role in _TRAINED),
         ),
         "it says which checkpoints are kept and read",
     ),
@@ -56,16 +58,16 @@ HARMLESS_KEYS = {
     **dict.fromkeys(
         (
             *(key for knob in knobs() if knob.same_numbers for key in knob.keys),
-            *(f"{_AR}.{role}.fsdp_config.forward_prefetch" for role in ("actor", "ref")),
+            *(f"{role}.fsdp_config.forward_prefetch" for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model")),
         ),
         "the same values are kept elsewhere, or computed again",
     ),
-    f"{_AR}.model.lora_adapter_path": "the adapters come from the checkpoint",
+    **{f"{model}.lora_adapter_path": "the adapters come from the checkpoint" for model in _TRAINED.values()},
 }
 """Key -> why no number of the training can depend on it. A key that is neither here nor refused changes the trajectory."""
 
 ADAPTERS = dict.fromkeys(
-    (f"{_AR}.model.lora_rank", f"{_AR}.model.target_modules", f"{_AR}.model.exclude_modules"),
+    [f"{model}.{key}" for model in _TRAINED.values() for key in ("lora_rank", "target_modules", "exclude_modules")],
     "the weights of the checkpoint do not fit these adapters",
 )
 LENGTH_KEYS = ("trainer.total_training_steps", "trainer.total_epochs")
@@ -126,15 +128,20 @@ def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[
 
 def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
     """Return the kind of a change in the run's length. It matters where the schedule has no length of its own and needs one."""
-    flat = now[f"{_OPTIM}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
-    warm = now[f"{_OPTIM}.lr_warmup_steps"] >= 0 or now[f"{_OPTIM}.lr_warmup_steps_ratio"] == 0
-    if now[f"{_OPTIM}.total_training_steps"] > 0 or (flat and warm):
-        return HARMLESS, "the learning rate does not depend on it"
-    return TRAJECTORY, "the learning rate depends on the length of the run"
+    if any(_reads_length(f"{role}.optim", now) for role in _TRAINED):
+        return TRAJECTORY, "the learning rate depends on the length of the run"
+    return HARMLESS, "the learning rate does not depend on it"
+
+
+def _reads_length(optim: str, now: Mapping[str, Any]) -> bool:
+    """Return whether the schedule of a section ``optim`` depends on the length of the run."""
+    flat = now[f"{optim}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
+    warm = now[f"{optim}.lr_warmup_steps"] >= 0 or now[f"{optim}.lr_warmup_steps_ratio"] == 0
+    return not (now[f"{optim}.total_training_steps"] > 0 or (flat and warm))
 
 
 def _another_optimizer(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
-    if not _optimizer_is_loaded(now):
+    if not _optimizer_is_loaded(key, now):
         return TRAJECTORY, ""
     return REFUSED, "the optimizer's state in the checkpoint does not fit"
 
@@ -150,15 +157,23 @@ def _optimizer_arguments(key: str, old: Mapping[str, Any], now: Mapping[str, Any
     return (TRAJECTORY, "") if changed <= STATE_FREE else _another_optimizer(key, old, now)
 
 
-def _optimizer_is_loaded(now: Mapping[str, Any]) -> bool:
-    return "optimizer" in (now[f"{_AR}.actor.checkpoint.load_contents"] or [])
+def _optimizer_is_loaded(key: str, now: Mapping[str, Any]) -> bool:
+    """Return whether the state of the optimizer that a key is about is read from the checkpoint."""
+    role = next(role for role in _TRAINED if key.startswith(role + "."))
+    return "optimizer" in (now[f"{role}.checkpoint.load_contents"] or [])
 
 
 RULES: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[str, str]]] = {
     **dict.fromkeys(LENGTH_KEYS, _length),
-    f"{_OPTIM}.optimizer": _another_optimizer,
-    f"{_OPTIM}.optimizer_impl": _another_optimizer,
-    f"{_OPTIM}.state_dtype": _state_dtype,
-    f"{_OPTIM}.override_optimizer_config": _optimizer_arguments,
+    **{
+        f"{role}.optim.{key}": rule
+        for role in _TRAINED
+        for key, rule in {
+            "optimizer": _another_optimizer,
+            "optimizer_impl": _another_optimizer,
+            "state_dtype": _state_dtype,
+            "override_optimizer_config": _optimizer_arguments,
+        }.items()
+    },
 }
 """Keys whose meaning depends on other keys or on the values."""

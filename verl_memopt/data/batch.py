@@ -13,7 +13,7 @@ from verl_memopt.data.ragged import Ragged, token_index
 from verl_memopt.memory.batching.row_tokens import RowTokens
 from verl_memopt.memory.batching.shared_prompt import prompt_groups
 
-TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected")
+TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns")
 """Fields that are flat over response tokens, in the order of ``responses.flat``."""
 
 
@@ -22,7 +22,8 @@ class RolloutBatch(TensorClass):
 
     ``group`` is int64 [B]: the prompt that each row answers. ``prompt_group`` is int64 [B], or None: rows with the same number
     compute their prompt once, together. None = each row computes its own. ``selected`` is bool [R]: the tokens that the losses
-    ``clip_cov`` and ``kl_cov`` act on. The other optional fields are fp32 [R], one value for each response token of all rows.
+    ``clip_cov`` and ``kl_cov`` act on. The other optional fields are fp32 [R], one value for each response token of all rows:
+    ``old_values`` are the critic's when the advantages were computed, and ``returns`` are what it learns.
     """
 
     prompts: Ragged
@@ -34,6 +35,8 @@ class RolloutBatch(TensorClass):
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
     selected: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
 
     @property
     def num_rows(self) -> int:

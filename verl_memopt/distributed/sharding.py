@@ -25,6 +25,7 @@ def shard_model(
     offload: OffloadPolicy,
     reshard_after_forward: bool | int,
     prefetch: bool,
+    exact: Sequence[nn.Module] = (),
 ) -> None:
     """Shard ``units``, then the rest of ``root``, over the mesh, in place.
 
@@ -39,6 +40,7 @@ def shard_model(
         offload: Where the shards are stored.
         reshard_after_forward: As in FSDP2.
         prefetch: Gather the next unit while the present one computes.
+        exact: Small units that compute in the dtype in which they rest.
     """
     if stays_plain(mesh, precision, offload):
         return
@@ -49,6 +51,9 @@ def shard_model(
     with unset_fake_temporarily():
         for unit in units:
             fully_shard(unit, **options)
+        for unit in exact:
+            in_own_dtype = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
+            fully_shard(unit, **{**options, "mp_policy": in_own_dtype, "reshard_after_forward": False})
         # The root's parameters are used until the end of the forward, and again from the start of the backward.
         fully_shard(root, **{**options, "reshard_after_forward": False})
     if prefetch:

@@ -54,11 +54,11 @@ KNOB = Knob(
     name="chunked_logprob",
     place=10,
     cost="nothing, mostly",
-    settings={"model": ChunkedLogprob},
+    settings={"policy_model": ChunkedLogprob},
     known_as={
         "use_liger_kernel": "actor_rollout_ref.model.logprob_chunk_tokens",
     },
-    advice=(Advice("logits", _CHUNK, ADVISED_CHUNK, lambda roles: not 0 < roles.model.logprob_chunk_tokens <= ADVISED_CHUNK),),
+    advice=(Advice("logits", _CHUNK, ADVISED_CHUNK, lambda chunk: not 0 < chunk <= ADVISED_CHUNK, under=(_CHUNK,)),),
     claims=(Claim("update_actor", "logits", _saved(True)), Claim("old_log_prob", "logits", _saved(False))),
     row=LadderRow(10, on=(f"{_CHUNK}=512",), off=(f"{_CHUNK}=0",)),
     factors=(

@@ -12,7 +12,19 @@ from typing import Any
 import verl_memopt.knobs
 from verl_memopt.knobs.knob import Knob
 
-NOT_KNOBS = ("conditions", "console", "document", "example", "formulas", "index", "knob", "mathml", "ranges", "shapes")
+NOT_KNOBS = (
+    "conditions",
+    "console",
+    "critic_rules",
+    "document",
+    "example",
+    "formulas",
+    "index",
+    "knob",
+    "mathml",
+    "ranges",
+    "shapes",
+)
 """Files of this room that serve the knobs and are none."""
 
 PARTS = ("Use it when", "Saves", "Costs", "Works with")

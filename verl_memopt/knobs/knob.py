@@ -17,11 +17,13 @@ Condition = Callable[..., bool]
 """A question about the values of some keys, which are its arguments."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
-    "model": ("actor_rollout_ref.model",),
+    "model": ("actor_rollout_ref.model", "critic.model"),
+    "policy_model": ("actor_rollout_ref.model",),
     "actor": ("actor_rollout_ref.actor",),
-    "optim": ("actor_rollout_ref.actor.optim",),
-    "fsdp": ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config"),
-    "trained_fsdp": ("actor_rollout_ref.actor.fsdp_config",),
+    "critic": ("critic",),
+    "optim": ("actor_rollout_ref.actor.optim", "critic.optim"),
+    "fsdp": ("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config"),
+    "trained_fsdp": ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"),
     "ref": ("actor_rollout_ref.ref",),
     "log_prob_pass": ("actor_rollout_ref.rollout", "actor_rollout_ref.ref"),
     "rollout": ("actor_rollout_ref.rollout",),
@@ -86,10 +88,18 @@ class Advice:
     key: str
     value: object
     """The value to set, or ``LOWER``."""
-    when: Callable[..., bool] = lambda _: True
-    """Return whether it would help, from the settings below ``actor_rollout_ref``."""
+    when: Condition = lambda *_: True
+    """Return whether it would help, from the values of ``under``."""
     phases: tuple[str, ...] = ()
-    """Phases in which it helps; () = all."""
+    """Phases in which it helps; () = all but ``not_in``."""
+    under: tuple[str, ...] = ()
+    """The keys that decide whether it would help."""
+    not_in: tuple[str, ...] = ()
+    """Phases in which it does not help."""
+
+    def helps_in(self, phase: str) -> bool:
+        """Return whether it can help in a phase."""
+        return phase in self.phases if self.phases else phase not in self.not_in
 
 
 @dataclass(frozen=True)

@@ -39,7 +39,7 @@ KNOB = Knob(
     name="load_mode",
     place=230,
     cost="reads from disk",
-    settings={"model": LoadMode},
+    settings={"policy_model": LoadMode},
     same_numbers=True,
     refuses=(
         Refusal(

@@ -11,13 +11,19 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_memopt.knobs.critic_rules import twin
 from verl_memopt.knobs.knob import Advice, Claim, Knob, LadderRow, for_roles
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
-WITHOUT_ACTOR = ("gen", "testing", "reward", "ref")
+WITHOUT_ACTOR = ("gen", "testing", "reward", "ref", "values", "update_critic")
 """Phases that do not use the policy's parameters."""
-WITHOUT_REFERENCE = ("gen", "testing", "reward", "old_log_prob", "update_actor", "update_weights", "save_checkpoint")
+WITHOUT_REFERENCE = (
+    *("gen", "testing", "reward", "old_log_prob", "values", "update_critic", "update_actor", "update_weights"),
+    "save_checkpoint",
+)
 """Phases that do not use the reference's parameters."""
+WITHOUT_CRITIC = ("gen", "testing", "reward", "old_log_prob", "ref", "update_actor", "update_weights")
+"""Phases that do not use the critic's parameters."""
 
 
 @dataclass(frozen=True)
@@ -41,6 +47,7 @@ KNOB = Knob(
     advice=(
         Advice("params", _KEYS[1], True, phases=WITHOUT_REFERENCE),
         Advice("params", _KEYS[0], True, phases=WITHOUT_ACTOR),
+        Advice("params", twin(_KEYS[0]), True, phases=WITHOUT_CRITIC),
     ),
     claims=(
         Claim("update_actor", "params", lambda _, after: after.reference_bytes),

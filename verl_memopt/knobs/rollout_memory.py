@@ -67,7 +67,7 @@ def _idle() -> Iterator[Idle]:
 
 
 def _advice() -> Iterator[Advice]:
-    yield Advice("kv", _SHARE, LOWER, lambda roles: roles.rollout.kv_cache_memory_gb is None)
+    yield Advice("kv", _SHARE, LOWER, lambda cache: cache is None, under=(_CACHE,))
     yield Advice("kv", _CACHE, LOWER)
     for kind in ("kv", "rollout weights"):
         yield Advice(kind, _SLEEP, True)

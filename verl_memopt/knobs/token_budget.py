@@ -8,11 +8,13 @@ Works with: chunked log-probs and checkpointing, which lower the bytes a token n
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Annotated, Any
 
 from verl_memopt.knobs.conditions import KL, LENGTHS
+from verl_memopt.knobs.critic_rules import twin, with_critic
 from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal
 from verl_memopt.knobs.ranges import POSITIVE, PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
@@ -34,6 +36,22 @@ class UpdateBudget:
 
 
 @dataclass(frozen=True)
+class CriticBudget:
+    """Settings of the micro-batches of the critic: of its update, and of the pass that computes values."""
+
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
+    use_dynamic_bsz: bool | None = None
+    """Pack micro-batches by tokens instead of by sequences; follows the actor's."""
+    ppo_max_token_len_per_gpu: PositiveInt = 32768
+    """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+    forward_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward of the values pass; follows ``ppo_micro_batch_size_per_gpu``."""
+    forward_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Hard cap of tokens per forward of the values pass; follows ``ppo_max_token_len_per_gpu``."""
+
+
+@dataclass(frozen=True)
 class LogProbBudget:
     """Settings of the micro-batches of a pass that only computes log-probs."""
 
@@ -49,6 +67,8 @@ def _keys(role: str) -> tuple[str, str, str]:
     """Return the keys of a role's row count, its choice between rows and tokens, and its token cap."""
     if role == "actor":
         return f"{_AR}.actor.ppo_{_ROWS}", f"{_AR}.actor.{_BY_TOKENS}", f"{_AR}.actor.ppo_{_TOKENS}"
+    if role == "values":
+        return f"critic.forward_{_ROWS}", f"critic.{_BY_TOKENS}", f"critic.forward_{_TOKENS}"
     rows, by_tokens, tokens = (f"{_AR}.{role}.log_prob_{name}" for name in (_ROWS, _BY_TOKENS, _TOKENS))
     return rows, by_tokens, tokens
 
@@ -86,16 +106,17 @@ def _raise_it(_: int, prompt: int, response: int, *others: Any) -> str:
 def _refusals() -> Iterator[Refusal]:
     longest = "a sample may have more tokens (data.max_prompt_length + data.max_response_length)"
     actor = _keys("actor")
-    for role, others in (("actor", ()), ("rollout", actor), ("ref", (*actor, *KL))):
+    critic = tuple(map(twin, actor))
+    for role, others in (("actor", ()), ("rollout", actor), ("ref", (*actor, *KL)), ("values", critic)):
         rows, by_tokens, tokens = _keys(role)
-        yield Refusal(
+        no_size = Refusal(
             (rows, by_tokens),
             _has_no_size,
             "a micro-batch has no size",
             f"Set {rows}, or {by_tokens}=true.",
             about=(tokens, *others) if others else (),
         )
-        yield Refusal(
+        too_small = Refusal(
             (tokens,),
             _is_too_small,
             longest,
@@ -103,16 +124,16 @@ def _refusals() -> Iterator[Refusal]:
             _longest_sample,
             about=(*LENGTHS, by_tokens, *((rows, *others) if others else ())),
         )
+        yield from map(with_critic, (no_size, too_small)) if role == "values" else (no_size, too_small)
 
 
 def _advice() -> Iterator[Advice]:
     """Yield "lower the cap" for the kinds of bytes that grow with it, under the key that bounds the phase."""
     for kind in ("activations", "logits"):
-        for phase, role in (("old_log_prob", "rollout"), ("ref", "ref"), ("update_actor", "actor")):
+        for phase, role in (("old_log_prob", "rollout"), ("ref", "ref"), ("update_actor", "actor"), ("values", "values")):
             rows, by_tokens, tokens = _keys(role)
-            name = by_tokens.rpartition(".")[2]
-            yield Advice(kind, tokens, LOWER, lambda roles, r=role, n=name: bool(getattr(getattr(roles, r), n)), (phase,))
-            yield Advice(kind, rows, LOWER, lambda roles, r=role, n=name: not getattr(getattr(roles, r), n), (phase,))
+            yield Advice(kind, tokens, LOWER, bool, (phase,), under=(by_tokens,))
+            yield Advice(kind, rows, LOWER, operator.not_, (phase,), under=(by_tokens,))
 
 
 def _log_prob_factor(role: str, name: str) -> Factor:
@@ -126,7 +147,7 @@ KNOB = Knob(
     name="token_budget",
     place=80,
     cost="more, smaller micro-batches",
-    settings={"actor": UpdateBudget, "log_prob_pass": LogProbBudget},
+    settings={"actor": UpdateBudget, "critic": CriticBudget, "log_prob_pass": LogProbBudget},
     known_as={
         "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
         "gradient_accumulation_steps": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (accumulation follows from it)",

@@ -49,17 +49,21 @@ def impossible_size(config: PretrainedConfig) -> tuple[str, str] | None:
     return None
 
 
-def refused(config: PretrainedConfig, source: str, reason: str) -> ConfigError:
+POLICY_KEY = "actor_rollout_ref.model"
+"""The settings section of the policy's model. The critic's is ``critic.model``."""
+
+
+def refused(config: PretrainedConfig, source: str, reason: str, key: str = POLICY_KEY) -> ConfigError:
     """Return the error for a model that cannot be trained.
 
     Args:
         config: Config of the model.
         source: The folder it was read from.
         reason: Continues "models of type X ...".
+        key: The settings section of the model.
     """
     return ConfigError(
-        f"actor_rollout_ref.model.path={source}: models of type {config.model_type} {reason}. "
-        f"Types that are tested: {', '.join(TESTED)}."
+        f"{key}.path={source}: models of type {config.model_type} {reason}. Types that are tested: {', '.join(TESTED)}."
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -22,24 +22,24 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.memory.parameters.load_mode import mapped, mapping
 from verl_memopt.memory.parameters.lora import ADAPTERS
 from verl_memopt.memory.parameters.quantized_frozen import QuantizedLinear, quantized_layers
-from verl_memopt.models.architecture import impossible_size, refused, unsupported
+from verl_memopt.models.architecture import POLICY_KEY, impossible_size, refused, unsupported
 from verl_memopt.models.attention import AttentionChoice
 from verl_memopt.models.folder import files_of_index
 from verl_memopt.models.transformers_decoder import register_kernels
 
 
-def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
+def load_model_config(model: Model, folder: Path, key: str = POLICY_KEY) -> PretrainedConfig:
     """Return the model's config with ``override_config`` merged in.
 
     Args:
         model: Settings of the model.
         folder: Folder of the model.
+        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: A library cannot be imported, the config cannot be read or does not have or take an override, or log-probs
             of this architecture would be wrong.
     """
-    key = "actor_rollout_ref.model"
     if model.external_lib is not None:
         try:
             importlib.import_module(model.external_lib)
@@ -72,12 +72,16 @@ def load_model_config(model: Model, folder: Path) -> PretrainedConfig:
         )
     unfit = unsupported(config)
     if unfit is not None:
-        raise refused(config, source, unfit)
+        raise refused(config, source, unfit, key)
     return config
 
 
 def empty_model(
-    config: PretrainedConfig, attention: AttentionChoice, dtype: torch.dtype, trust_remote_code: bool
+    config: PretrainedConfig,
+    attention: AttentionChoice,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    key: str = POLICY_KEY,
 ) -> PreTrainedModel:
     """Return the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
 
@@ -88,6 +92,7 @@ def empty_model(
         attention: The kernel.
         dtype: Dtype of the parameters at rest (the masters).
         trust_remote_code: Run code from the model's folder.
+        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: Transformers cannot build the model with attention over packs.
@@ -108,23 +113,24 @@ def empty_model(
         except Exception as error:
             reason = " ".join(str(error).split())
             raise refused(
-                config, source, f"cannot be built with attention over packed rows ({type(error).__name__}: {reason})"
+                config, source, f"cannot be built with attention over packed rows ({type(error).__name__}: {reason})", key
             ) from error
     return model.eval()
 
 
-def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
+def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KEY) -> None:
     """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU.
 
     Args:
         model: Its parameters have storage.
         device: Where the buffers go.
+        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: A module's buffers cannot be computed from its config alone. The message names it.
     """
     for name, module in model.named_modules():
-        missing = [key for key in module._non_persistent_buffers_set if getattr(module, key) is not None]
+        missing = [buffer for buffer in module._non_persistent_buffers_set if getattr(module, buffer) is not None]
         if not missing:
             continue
         try:
@@ -133,17 +139,21 @@ def rebuild_buffers(model: nn.Module, device: torch.device) -> None:
             config: Any = getattr(model, "lm", model).config
             where = f"{', '.join(missing)} of {name.removeprefix('lm.')} ({type(module).__name__})"
             raise refused(
-                config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}"
+                config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}", key
             ) from error
-        for key in missing:
-            setattr(module, key, getattr(fresh, key).to(device))
+        for buffer in missing:
+            setattr(module, buffer, getattr(fresh, buffer).to(device))
 
 
 class WeightFolder:
     """The safetensors files of a model folder, read slice by slice. Only the requested slice is held in memory."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
         """Open the files of a folder.
+
+        Args:
+            folder: The folder.
+            key: The settings section of the model, to name in errors.
 
         Raises:
             ConfigError: The folder holds no safetensors, or its index names a file that is missing or outside of it.
@@ -154,7 +164,7 @@ class WeightFolder:
         missing = [name for name in sorted(files) if not (folder / name).is_file()]
         if missing:
             raise ConfigError(
-                f"actor_rollout_ref.model.path={folder}: {missing[0]} is missing. "
+                f"{key}.path={folder}: {missing[0]} is missing. "
                 "Weights must be in safetensors format; save the model again with save_pretrained."
             )
         self._files = {name: self._open(folder / name) for name in sorted(files)}
@@ -189,20 +199,28 @@ def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
         yield name.removeprefix("lm."), parameter
 
 
-def fill_from_folder(model: nn.Module, folder: Path) -> None:
+def fill_from_folder(
+    model: nn.Module, folder: Path, key: str = POLICY_KEY, stored: Mapping[str, str | None] | None = None
+) -> None:
     """Copy each parameter's own shard from safetensors into a model, one tensor at a time.
 
     Args:
         model: The model, sharded or not, with storage.
         folder: Folder with safetensors files.
+        key: The settings section of the model, to name in errors.
+        stored: Name in the folder of each parameter that has another name there; None = it is not there, and starts with zeros.
 
     Raises:
         ConfigError: A tensor is missing, left over, or of another shape. The message lists them all.
     """
-    weights = WeightFolder(folder)
-    parameters = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
+    weights, renamed = WeightFolder(folder, key), stored or {}
+    named = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
+    for name in (name for name, there in renamed.items() if there is None):
+        with torch.no_grad():
+            named.pop(name).zero_()
+    parameters = {renamed.get(name) or name: parameter for name, parameter in named.items()}
     layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
-    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder)
+    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder, key)
     for name, parameter in parameters.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         region = local_region(parameter)
@@ -272,7 +290,7 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
         ConfigError: As in :func:`fill_from_folder`. Or a file has another dtype than the model.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
-    _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder)
+    _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder, POLICY_KEY)
     shards = []
     for name, parameter in parameters.items():
         part = mapped(weights.read(name, local_region(parameter)))
@@ -293,7 +311,7 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def _check_names(weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path) -> None:
+def _check_names(weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path, key: str) -> None:
     problems = [f"missing {name}" for name in shapes if name not in weights.names]
     tied = {"lm_head.weight"} - shapes.keys()
     problems += [f"unexpected {name}" for name in weights.names if name not in shapes and name not in tied]
@@ -302,4 +320,4 @@ def _check_names(weights: WeightFolder, shapes: dict[str, tuple[int, ...]], fold
             problems.append(f"{name} has shape {weights.shape(name)}, the config says {shapes[name]}")
     if problems:
         more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
-        raise ConfigError(f"actor_rollout_ref.model.path={folder}: weights and config disagree: {'; '.join(problems[:8])}{more}.")
+        raise ConfigError(f"{key}.path={folder}: weights and config disagree: {'; '.join(problems[:8])}{more}.")

@@ -69,8 +69,6 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
     Raises:
         ConfigError: The tokenizer cannot be read, or has no token that ends a response.
     """
-    from transformers import AutoTokenizer
-
     key = f"actor_rollout_ref.model.{'path' if model.tokenizer_path is None else 'tokenizer_path'}={folder}"
     trusted = trust_remote_code or model.trust_remote_code
     # Transformers returns an empty tokenizer for a folder without one, so look for the files first.
@@ -78,17 +76,33 @@ def load_tokenizer(folder: Path, model: Model, trust_remote_code: bool = False) 
         raise ConfigError(
             f"{key}: it has no tokenizer ({', '.join(TOKENIZER_FILES)}). Add its files or set model.tokenizer_path."
         )
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(folder, trust_remote_code=trusted)
-    except Exception as error:  # a tokenizer's own code may raise anything
-        raise ConfigError(
-            f"{key}: its tokenizer cannot be read: {error}. Add tokenizer files or set model.tokenizer_path."
-        ) from error
+    tokenizer = read_tokenizer(folder, key, trusted)
     if tokenizer.eos_token_id is None:
         raise ConfigError(f"{key}: the tokenizer has no eos token, so no response could end. Set one in tokenizer_config.json.")
     if model.custom_chat_template is not None:
         tokenizer.chat_template = model.custom_chat_template
     return tokenizer
+
+
+def read_tokenizer(folder: Path, key: str, trust_remote_code: bool) -> Any:
+    """Return the tokenizer of a folder as it is.
+
+    Args:
+        folder: Folder with the tokenizer's files.
+        key: The setting, to name in errors.
+        trust_remote_code: Let it run code from its folder.
+
+    Raises:
+        ConfigError: The tokenizer cannot be read.
+    """
+    from transformers import AutoTokenizer
+
+    try:
+        return AutoTokenizer.from_pretrained(folder, trust_remote_code=trust_remote_code)
+    except Exception as error:  # a tokenizer's own code may raise anything
+        raise ConfigError(
+            f"{key}: its tokenizer cannot be read: {error}. Add tokenizer files or set model.tokenizer_path."
+        ) from error
 
 
 def check_vocabulary(tokenizer: Any, rows: int, source: str) -> None:

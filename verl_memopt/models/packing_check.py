@@ -6,8 +6,10 @@ the log-probs of a row depend on the rows before it. Nothing fails, and training
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -19,11 +21,12 @@ from verl_memopt.config.schema import Actor
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.batching.shared_prompt import prompt_groups
 from verl_memopt.memory.parameters.resharding import reshard_units
-from verl_memopt.models.architecture import PACKED_LAYERS, layer_types, refused, window
+from verl_memopt.models.architecture import PACKED_LAYERS, POLICY_KEY, layer_types, refused, window
 from verl_memopt.models.attention import WindowOverPrefixError
 from verl_memopt.models.decoder import class_name
 from verl_memopt.models.pack import Pack, pack_groups, pack_rows
-from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.models.packed_model import PackedModel
+from verl_memopt.models.value_model import ValueModel, random_head
 
 GROUPS = (0, 1, 1, 2)
 PROMPTS = (7, 9, 9, 6)
@@ -63,73 +66,88 @@ class RowDifferences:
     packing: float
 
 
-def row_differences(policy: PolicyModel, device: torch.device, prompt_groups: Sequence[int]) -> RowDifferences:
+def row_differences(packed_model: PackedModel, device: torch.device, prompt_groups: Sequence[int]) -> RowDifferences:
     """Return how far packing changes one row, by three forwards of fewer than a hundred random tokens.
 
+    A value model is read by a random head: a head of zeros would hide every difference.
+
     Args:
-        policy: The model, sharded and filled. All ranks call in step.
+        packed_model: The model, sharded and filled. All ranks call in step.
         device: The device of its parameters.
         prompt_groups: A number for each row. Rows with the same number compute their prompt once, together.
     """
     generator = torch.Generator().manual_seed(0)
-    prompts, answers = _random_rows(policy, generator)
-    others = _random_rows(policy, generator)
+    prompts, answers = _random_rows(packed_model, generator)
+    others = _random_rows(packed_model, generator)
     kept = {row for row in range(len(GROUPS)) if GROUPS[row] == GROUPS[WATCHED]}
     changed_prompts = [prompts[row] if row in kept else others[0][row] for row in range(len(GROUPS))]
     changed_answers = [answers[row] if row == WATCHED else others[1][row] for row in range(len(GROUPS))]
-    # Uncompiled: kernels are to be compiled for the sizes of training, not for these.
-    head = policy.lm.get_output_embeddings()
-    compiled, head.compiled = head.compiled, False
+    alone = pack_rows(prompts[WATCHED], PROMPTS[WATCHED : WATCHED + 1], answers[WATCHED], ANSWERS[WATCHED : WATCHED + 1])
     try:
-        packed = _watched(_log_probs_of(policy, _pack(prompts, answers, prompt_groups).to(device)))
-        beside_others = _watched(_log_probs_of(policy, _pack(changed_prompts, changed_answers, prompt_groups).to(device)))
-        alone = pack_rows(prompts[WATCHED], PROMPTS[WATCHED : WATCHED + 1], answers[WATCHED], ANSWERS[WATCHED : WATCHED + 1])
-        by_itself = _log_probs_of(policy, alone.to(device), unpacked=True)
+        with random_head(packed_model) if isinstance(packed_model, ValueModel) else _uncompiled(packed_model.head):
+            packed = _watched(_outputs(packed_model, _pack(prompts, answers, prompt_groups).to(device)))
+            beside_others = _watched(_outputs(packed_model, _pack(changed_prompts, changed_answers, prompt_groups).to(device)))
+            by_itself = _outputs(packed_model, alone.to(device), unpacked=True)
     finally:
-        head.compiled = compiled
-        reshard_units(policy)
+        reshard_units(packed_model)
     return RowDifferences(float((packed - beside_others).abs().mean()), float((packed - by_itself).abs().mean()))
 
 
-def check_packing(policy: PolicyModel, device: torch.device, dtype: torch.dtype, actor: Actor, source: str) -> None:
-    """Refuse a model whose log-probs of a row depend on how rows are packed.
+@contextmanager
+def _uncompiled(head: Any) -> Iterator[None]:
+    """Run an LM head uncompiled in the body: kernels are to be compiled for the sizes of training, not for a few rows."""
+    compiled, head.compiled = head.compiled, False
+    try:
+        yield
+    finally:
+        head.compiled = compiled
+
+
+def check_packing(
+    packed_model: PackedModel, device: torch.device, dtype: torch.dtype, actor: Actor, source: str, key: str = POLICY_KEY
+) -> None:
+    """Refuse a model whose log-probs or values of a row depend on how rows are packed.
 
     Args:
-        policy: The model, sharded and filled. All ranks call in step. Fake and meta tensors have no values, so
+        packed_model: The model, sharded and filled. All ranks call in step. Fake and meta tensors have no values, so
             nothing is compared.
         device: The device of its parameters.
         dtype: The dtype that the model computes in. It bounds what rounding may do.
         actor: The ``actor`` section of the settings. It says whether rows share their prompt.
         source: The folder of the model, for errors.
+        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: Packing changes log-probs, or a sliding window would cut a shared prompt. The message names the model type
             and the layers that mix rows, or the setting to change.
     """
-    if any(isinstance(_local(parameter), FakeTensor) or parameter.is_meta for parameter in policy.parameters()):
+    if any(isinstance(_local(parameter), FakeTensor) or parameter.is_meta for parameter in packed_model.parameters()):
         return
-    config = policy.lm.config
+    config = packed_model.lm.config
     try:
-        differences = row_differences(policy, device, prompt_groups(GROUPS, actor))
+        differences = row_differences(packed_model, device, prompt_groups(GROUPS, actor))
     except WindowOverPrefixError as error:
         raise ConfigError(_no_sharing(error.window)) from error
     except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
         reason = " ".join(str(error).split())
-        raise refused(config, source, f"cannot compute packed rows ({type(error).__name__}: {reason})") from error
+        raise refused(config, source, f"cannot compute packed rows ({type(error).__name__}: {reason})", key) from error
+    what, unit = ("values", "") if isinstance(packed_model, ValueModel) else ("log-probs", " nats")
     if not differences.mixing <= MIXING_BOUND:
         raise refused(
             config,
             source,
-            f"mix the tokens of different rows in {_mixing_layers(policy)}: other rows in a pack change a row's log-probs by "
-            f"{differences.mixing:.2g} nats on average",
+            f"mix the tokens of different rows in {_mixing_layers(packed_model)}: other rows in a pack change a row's {what} by "
+            f"{differences.mixing:.2g}{unit} on average",
+            key,
         )
     bound = PACKING_BOUND.get(dtype, PACKING_BOUND_HALF)
     if not differences.packing <= bound:
         raise refused(
             config,
             source,
-            f"give a row in a pack log-probs that are {differences.packing:.2g} nats on average from those of the row alone; "
-            f"rounding in {str(dtype).removeprefix('torch.')} explains {bound}. They compute {_mixing_layers(policy)}",
+            f"give a row in a pack {what} that are {differences.packing:.2g}{unit} on average from those of the row alone; "
+            f"rounding in {str(dtype).removeprefix('torch.')} explains {bound}. They compute {_mixing_layers(packed_model)}",
+            key,
         )
 
 
@@ -158,9 +176,9 @@ def _local(parameter: Tensor) -> Tensor:
     return parameter.to_local() if isinstance(parameter, DTensor) else parameter
 
 
-def _random_rows(policy: PolicyModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+def _random_rows(packed_model: PackedModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
     """Return the prompts and answers, int64 each; rows of one group have the same prompt."""
-    vocabulary = policy.embedding_weight.shape[0]
+    vocabulary = packed_model.embedding_weight.shape[0]
 
     def tokens(size: int) -> Tensor:
         return torch.randint(vocabulary, (size,), generator=generator)
@@ -173,20 +191,21 @@ def _pack(prompts: list[Tensor], answers: list[Tensor], prompt_groups: Sequence[
     return pack_groups(torch.cat(prompts), PROMPTS, torch.cat(answers), ANSWERS, prompt_groups)
 
 
-def _watched(log_probs: Tensor) -> Tensor:
-    return log_probs.split(ANSWERS)[WATCHED]
+def _watched(outputs: Tensor) -> Tensor:
+    return outputs.split(ANSWERS)[WATCHED]
 
 
-def _log_probs_of(policy: PolicyModel, pack: Pack, unpacked: bool = False) -> Tensor:
+def _outputs(packed_model: PackedModel, pack: Pack, unpacked: bool = False) -> Tensor:
+    """Return the log-probs or the values of a pack, fp32 [R]."""
     with torch.no_grad():
-        log_probs, _ = policy(pack, 1.0, False, unpacked=unpacked)
-    return log_probs
+        outputs = packed_model(pack, unpacked=unpacked)
+    return outputs if isinstance(packed_model, ValueModel) else outputs[0]
 
 
-def _mixing_layers(policy: PolicyModel) -> str:
+def _mixing_layers(packed_model: PackedModel) -> str:
     """Return the kinds of layer in the config that are no attention, or else the classes inside the blocks."""
-    kinds = sorted(set(layer_types(policy.lm.config)) - set(PACKED_LAYERS))
+    kinds = sorted(set(layer_types(packed_model.lm.config)) - set(PACKED_LAYERS))
     if kinds:
         return "layers of type " + ", ".join(kinds)
-    parts = {class_name(module) for block in policy.blocks() for module in block.children() if any(module.children())}
-    return "blocks of " + ", ".join(sorted(parts) or sorted({class_name(block) for block in policy.blocks()}))
+    parts = {class_name(module) for block in packed_model.blocks() for module in block.children() if any(module.children())}
+    return "blocks of " + ", ".join(sorted(parts) or sorted({class_name(block) for block in packed_model.blocks()}))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -11,7 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
-from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.config.schema import CriticModel, Fsdp, Model
 from verl_memopt.distributed.sharding import shard_model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activations.activation_checkpointing import checkpoint_blocks, chosen_blocks
@@ -23,21 +24,34 @@ from verl_memopt.memory.parameters.native_offload import native_offload
 from verl_memopt.memory.parameters.precision import mixed_precision
 from verl_memopt.memory.parameters.quantized_frozen import quantize_blocks
 from verl_memopt.memory.parameters.sharding_units import sharding_units
+from verl_memopt.models.architecture import POLICY_KEY
 from verl_memopt.models.decoder import BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
-from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.models.packed_model import PackedModel
+from verl_memopt.models.value_model import ValueHead
 
 logger = logging.getLogger(__name__)
 
-SECTION = "actor_rollout_ref.model"
+
+@dataclass(frozen=True)
+class ModelKeys:
+    """The settings sections that errors about one model name.
+
+    Attributes:
+        model: The section of the model itself.
+        fsdp: The section of its sharding.
+    """
+
+    model: str
+    fsdp: str
 
 
 def parallelize(
-    policy: PolicyModel,
-    model: Model,
+    packed: PackedModel,
+    model: Model | CriticModel,
     fsdp: Fsdp,
     mesh: DeviceMesh,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    key: str,
+    keys: ModelKeys,
     checkpoints: bool,
     trained: bool,
     quantization: str,
@@ -45,41 +59,45 @@ def parallelize(
     """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
     Args:
-        policy: The model; its blocks already have their options.
+        packed: The model; its blocks already have their options.
         model: Settings of the model.
         fsdp: Settings of its sharding.
         mesh: Device mesh of the ranks.
         dtypes: Dtypes of the masters, of compute and of the gradient reduction.
-        key: The settings section to name in errors.
+        keys: The settings sections to name in errors.
         checkpoints: Activation checkpointing is on.
-        trained: The policy, which has adapters if LoRA is on.
+        trained: A model that is trained, which has adapters if LoRA is on.
         quantization: Quantization of a frozen model's blocks.
 
     Raises:
         ConfigError: The model has no modules for the adapters or units.
     """
     if trained and model.lora_rank > 0:
-        apply_lora(policy.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules)
+        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, keys.model)
     if quantization != "none":
-        quantize_blocks(policy.blocks(), quantization)
-    units = wrapped_modules(policy, policy.blocks(), fsdp)
-    _refuse_units_inside_blocks(policy, fsdp, key)
+        quantize_blocks(packed.blocks(), quantization)
+    units = wrapped_modules(packed, packed.blocks(), fsdp)
+    _refuse_units_inside_blocks(packed, fsdp, keys)
     if checkpoints:  # before sharding, so that FSDP's hooks stay outside of the recomputed part
         others = [unit for unit in units if not isinstance(unit, DecoderBlock)]  # a block of ours does it itself
         checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
-    embedding, head = policy.lm.get_input_embeddings(), policy.lm.get_output_embeddings()
+    exact = [packed.head] if isinstance(packed.head, ValueHead) else []
+    large_head = None if exact else packed.head
     shard_model(
-        policy,
-        sharding_units(embedding, units, head, policy.tied, fsdp.own_units),
+        packed,
+        sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units),
         mesh,
         mixed_precision(*dtypes),
         native_offload(fsdp.offload_policy),
         fsdp.reshard_after_forward,
         fsdp.forward_prefetch,
+        exact,
     )
 
 
-def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bool, trained: bool) -> list[BlockOptions] | None:
+def block_options(
+    lm: PreTrainedModel, model: Model | CriticModel, fsdp: Fsdp, checkpoints: bool, trained: bool, key: str = POLICY_KEY
+) -> list[BlockOptions] | None:
     """Return the options of each block; None for an architecture that computes its blocks itself.
 
     A knob that such an architecture lacks is refused, or logged where the run is still correct without it.
@@ -90,15 +108,16 @@ def block_options(lm: PreTrainedModel, model: Model, fsdp: Fsdp, checkpoints: bo
         fsdp: Settings of its sharding, whose units are what is checkpointed.
         checkpoints: Activation checkpointing is on.
         trained: false for a model that only ever runs without gradients.
+        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: MLPs cannot run over tiles.
     """
     blocks: Any = getattr(lm.get_decoder(), "layers", None)
     if not isinstance(blocks, nn.ModuleList):
-        return None  # PolicyModel refuses it by name
+        return None  # PackedModel refuses it by name
     if not type(lm).__module__.startswith("transformers."):
-        _tell_own_code(lm, model)
+        _tell_own_code(lm, model, key)
         return None
     tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
     if tiles is not None:
@@ -142,29 +161,27 @@ def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) ->
     return units
 
 
-def _tell_own_code(lm: PreTrainedModel, model: Model) -> None:
+def _tell_own_code(lm: PreTrainedModel, model: Model | CriticModel, key: str) -> None:
     """Refuse or log the knobs that do not act on a model with code of its own: they know blocks by their class."""
     if model.tiled_mlp.enabled:
         raise ConfigError(
-            f"{SECTION}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
-            f"Set {SECTION}.tiled_mlp.enabled=false."
+            f"{key}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
+            f"Set {key}.tiled_mlp.enabled=false."
         )
     for name in ("recompute_elementwise", "prune_last_block"):
         if getattr(model, name):
-            logger.warning(
-                "%s.%s=true: %s runs code of its own; its blocks are left as they are", SECTION, name, type(lm).__name__
-            )
+            logger.warning("%s.%s=true: %s runs code of its own; its blocks are left as they are", key, name, type(lm).__name__)
 
 
-def _refuse_units_inside_blocks(policy: PolicyModel, fsdp: Fsdp, key: str) -> None:
+def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, keys: ModelKeys) -> None:
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
-    decoder: Any = policy.decoder
+    decoder: Any = packed.decoder
     ours = isinstance(decoder, Decoder) and (decoder.recompute or decoder.prunes)
-    for block in policy.blocks() if ours else ():
+    for block in packed.blocks() if ours else ():
         inside = sorted({class_name(module) for module in block.modules() if module is not block} & set(wanted))
         if inside:
             raise ConfigError(
-                f"{key}.fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
+                f"{keys.fsdp}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
                 f"{class_name(block)}, whose weights recompute_elementwise=true and prune_last_block=true of "
-                "actor_rollout_ref.model read as one unit. Leave the key out, or set both to false."
+                f"{keys.model} read as one unit. Leave the key out, or set both to false."
             )

@@ -12,15 +12,13 @@ from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.logits.chunked_logprob import TokenGradient, head_log_probs
-from verl_memopt.memory.parameters.embedding_gradient import TrainedEmbedding, is_plain
-from verl_memopt.memory.parameters.native_offload import allocate_on_host
 from verl_memopt.memory.parameters.resharding import gathered_for_forward
 from verl_memopt.models.architecture import refused
-from verl_memopt.models.attention import KERNELS, REGISTERED
-from verl_memopt.models.decoder import BlockOptions, Decoder, of_llama_family
+from verl_memopt.models.decoder import BlockOptions, Decoder
 from verl_memopt.models.pack import Pack
-from verl_memopt.models.transformers_decoder import logits_of_row, states_of_pack
-from verl_memopt.ops.prefix_kv import Prefix, PrefixKV, PrefixRecorder
+from verl_memopt.models.packed_model import PackedModel
+from verl_memopt.models.transformers_decoder import logits_of_row
+from verl_memopt.ops.prefix_kv import Prefix, PrefixRecorder
 
 
 class LogProbHead(nn.Module):
@@ -80,11 +78,8 @@ class LogProbHead(nn.Module):
         )
 
 
-class PolicyModel(nn.Module):
-    """A Hugging Face causal LM whose forward returns the log-probs of a pack's response tokens.
-
-    :class:`Decoder` computes a decoder of the Llama family and takes over its submodules. Transformers computes any other.
-    """
+class PolicyModel(PackedModel):
+    """A causal LM whose forward returns the log-probs of a pack's response tokens."""
 
     def __init__(
         self,
@@ -102,58 +97,29 @@ class PolicyModel(nn.Module):
             chunk_tokens: Response tokens per chunk of the head, 0 = all.
             compiled: Compile the per-chunk functions.
             vocab_tile: Vocabulary entries per tile of a chunk, 0 = where they are free.
-            blocks: What each block does to hold less memory, only in the Llama family; None for nothing.
-            supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
+            blocks: As in :class:`PackedModel`.
+            supports_prefix_kv: As in :class:`PackedModel`.
 
         Raises:
             ConfigError: The model has no list of decoder blocks, or its head is no plain linear layer.
         """
-        super().__init__()
-        head, source = lm.get_output_embeddings(), str(lm.config.name_or_path)
-        if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
-            raise refused(
-                lm.config, source, f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})"
-            )
+        super().__init__(lm, blocks, supports_prefix_kv)
+        head = lm.get_output_embeddings()
         if not isinstance(head, nn.Linear):
-            raise refused(lm.config, source, f"have a head of class {type(head).__name__}, not a linear layer")
+            reason = f"have a head of class {type(head).__name__}, not a linear layer"
+            raise refused(lm.config, str(lm.config.name_or_path), reason)
         lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled, vocab_tile))
-        embedding = lm.get_input_embeddings()
-        if is_plain(embedding):
-            lm.set_input_embeddings(TrainedEmbedding(embedding))
-        if of_llama_family(lm):
-            options = [BlockOptions()] * len(lm.model.layers) if blocks is None else blocks
-            lm.model = Decoder(lm.model, options, KERNELS[lm.config._attn_implementation])
-        else:
-            assert blocks is None, f"{type(lm).__name__} computes its blocks itself"
-        self.lm = lm
-        self.supports_prefix_kv = supports_prefix_kv
 
     @property
-    def tied(self) -> bool:
-        """Whether head and embedding are one tensor."""
-        return self.lm.get_output_embeddings().weight is self.embedding_weight
-
-    @property
-    def embedding_weight(self) -> Tensor:
-        """Weight of the token embedding, [V, H]."""
-        embedding: Any = self.lm.get_input_embeddings()
-        return embedding.weight
-
-    @property
-    def decoder(self) -> nn.Module:
-        """The embedding, the blocks and the final norm."""
-        return self.lm.get_decoder()
-
-    def blocks(self) -> list[nn.Module]:
-        """Return the decoder blocks in order."""
-        layers: Any = self.decoder.layers
-        return list(layers)
+    def head(self) -> Any:
+        """The LM head, a :class:`LogProbHead`."""
+        return self.lm.get_output_embeddings()
 
     def forward(
         self,
         pack: Pack,
-        temperature: float,
-        with_entropy: bool,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
         token_gradient: TokenGradient | None = None,
         prefix_kv: Prefix | None = None,
         unpacked: bool = False,
@@ -165,71 +131,23 @@ class PolicyModel(nn.Module):
             temperature: Temperature of the log-probs.
             with_entropy: Compute entropies too.
             token_gradient: Gives the gradient of each log-prob before backward, so the head computes its own in forward.
-            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns the
-                state of the last token [1, h] and ``PrefixRecorder.outputs`` instead.
+            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns what
+                :meth:`PackedModel.recorded` returns instead.
             unpacked: Compute a pack of one row with eager attention and whole logits, for comparisons.
         """
         if unpacked:
             return self._unpacked(pack, temperature)
         if isinstance(prefix_kv, PrefixRecorder):
-            return self._recorded(pack, prefix_kv)
-        states = self._predicting_states(pack, prefix_kv)
-        return self.lm.get_output_embeddings()(states, pack.targets, temperature, with_entropy, token_gradient)
-
-    def _predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
-        """Return the normed states [R, h] that predict the pack's targets."""
-        decoder = self.decoder
-        if not isinstance(decoder, Decoder):
-            return states_of_pack(decoder, pack).index_select(0, pack.predicts)
-        needed = pack.last_block if decoder.prunes else None
-        hidden = decoder(pack.input_ids, pack.position_ids, pack.layout, None if needed is None else needed.layout, prefix)
-        if prefix is not None:
-            hidden = prefix.prepend_state(hidden)
-        return decoder.normed_rows(hidden, pack.predicts if needed is None else needed.predicts)
-
-    def _recorded(self, prompt: Pack, recorder: PrefixRecorder) -> tuple[Tensor, ...]:
-        """Return the state [1, h] of a prompt's last token, then the outputs of the recorder.
-
-        The result is a flat tuple, so FSDP2 sees the tensors from which backward will start.
-        """
-        decoder = self.decoder
-        needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
-        hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.layout, needed, recorder)
-        return hidden[-1:].clone(), *recorder.outputs()
+            return self.recorded(pack, prefix_kv)
+        return self.head(self.predicting_states(pack, prefix_kv), pack.targets, temperature, with_entropy, token_gradient)
 
     def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
         """Return the log-probs of a row alone, in eager attention and from whole logits."""
-        assert row.num_rows == 1, row.num_rows
-        decoder = self.decoder
-        if isinstance(decoder, Decoder):
-            positions = torch.arange(row.input_ids.shape[1], device=row.input_ids.device)[None]
-            hidden = decoder(row.input_ids, positions, row.layout, attend=KERNELS[REGISTERED["eager"]])
-            logits = self.lm.get_output_embeddings()(decoder.normed_rows(hidden, row.predicts))
+        if isinstance(self.decoder, Decoder):
+            logits = self.head(self.unpacked_states(row))
         else:
             logits = logits_of_row(self.lm, row)[row.predicts]
         return (logits.float() / temperature).log_softmax(-1).gather(-1, row.targets[:, None])[:, 0], None
-
-    def compute_prefix(self, prompt: Pack) -> PrefixKV:
-        """Compute the prefix KV of a prompt, for the answers in later micro-batches."""
-        state, *outputs = self(prompt, 1.0, False, None, PrefixRecorder())
-        return PrefixKV(state, outputs)
-
-
-def allocate(policy: PolicyModel, device: torch.device, on_host: bool = False) -> None:
-    """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
-
-    Args:
-        policy: A model without storage.
-        device: The device to compute on.
-        on_host: Put the shards on the host.
-    """
-    tied = policy.tied
-    if on_host:
-        allocate_on_host(policy, device)
-    else:
-        policy.to_empty(device=device)
-    if tied:
-        policy.lm.get_output_embeddings().weight = policy.lm.get_input_embeddings().weight
 
 
 DTYPES = {

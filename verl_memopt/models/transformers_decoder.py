@@ -30,6 +30,13 @@ def logits_of_row(lm: nn.Module, pack: Pack) -> Tensor:
         return lm(input_ids=pack.input_ids, use_cache=False).logits[0]
 
 
+def states_of_row(decoder: nn.Module, pack: Pack) -> Tensor:
+    """Return the normed states [T, h] of a pack of one row, by transformers' own forward and eager attention."""
+    with own_attention(decoder):
+        output: Any = decoder(input_ids=pack.input_ids, use_cache=False)
+    return output.last_hidden_state[0]
+
+
 @contextmanager
 def own_attention(lm: nn.Module) -> Iterator[None]:
     """Let a model use transformers' eager attention inside the body."""

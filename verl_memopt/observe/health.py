@@ -174,8 +174,10 @@ class Health:
         self._state = _State(**{**others, **scores})
 
     def _count_zero(self, score: Score, metrics: Mapping[str, float]) -> None:
-        state = self._state
-        if metrics["actor/grad_norm"] != 0.0:
+        state, norm = self._state, metrics.get("actor/grad_norm")
+        if norm is None:  # the step trained only a critic
+            return
+        if norm != 0.0:
             state.zero_steps = state.zero_prompts = state.zero_with_advantages = 0
             return
         state.zero_steps += 1

@@ -16,19 +16,21 @@ from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.conditions import needs_reference
+from verl_memopt.knobs.conditions import WITH_CRITIC, needs_reference
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
+from verl_memopt.trainer.critic_update import CriticTraining, critic_budgets
 from verl_memopt.trainer.environment import Environment, resolve_environment
 from verl_memopt.trainer.experience import LogProbPass
 from verl_memopt.trainer.generation import Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
-from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs, updates_per_step
-from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, with_seeds
+from verl_memopt.trainer.mini_batches import MiniBatchCutter, role_updates
+from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs
+from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.trainer.run_lock import RunLock, hold
 from verl_memopt.trainer.step import Learner
 from verl_memopt.trainer.step_metrics import StepMetrics
@@ -56,7 +58,8 @@ class RunContext:
         store: checkpoints of the run.
         checkpoint: from which the run continues; None for a fresh start.
         total_steps: of the whole run, from step 1.
-        updates_per_step: optimizer steps of one training step.
+        updates_per_step: optimizer steps of the policy in one training step.
+        critic_updates_per_step: optimizer steps of the critic in one training step; 0 without a critic.
         stop_file: tells the workers when to abandon a rollout.
         worker_plan: what each worker builds.
     """
@@ -72,6 +75,7 @@ class RunContext:
     checkpoint: Checkpoint | None
     total_steps: int
     updates_per_step: int
+    critic_updates_per_step: int
     stop_file: Path
     worker_plan: WorkerPlan
 
@@ -90,24 +94,27 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     actor, model = roles.actor, roles.model
     with_reference = needs_reference(settings.algorithm.use_kl_in_reward, actor.use_kl_loss)
     reference = str(roles.ref.model.path) if with_reference and model.lora_rank == 0 else None
-    environment = resolve_environment(trainer, settings.ray_kwargs, data, model, roles.rollout, reference, actor)
+    critic = settings.critic if settings.algorithm.adv_estimator in WITH_CRITIC else None
+    environment = resolve_environment(trainer, settings.ray_kwargs, data, model, roles.rollout, reference, actor, critic)
     # A validation alone has its own record, so that it changes nothing in the record of the run it validates.
     folder = environment.run_dir / VAL_ONLY if trainer.val_only else environment.run_dir
     stop_file = environment.run_dir / ".stop"
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
         store = checkpoint_store(trainer, data.val_files is not None, environment.run_dir)
-        checkpoint = find_checkpoint(trainer, actor.checkpoint.load_contents, store, unreadable)
+        checkpoint = find_checkpoint(trainer, loaded_parts(actor, critic), store, unreadable)
         data, rollout = with_seeds(data, roles.rollout, None if checkpoint is None else checkpoint.driver["seed"])
         if rollout is not roles.rollout:
             roles = replace(roles, rollout=rollout)
             settings = replace(settings, data=data, actor_rollout_ref=roles)
         if checkpoint is not None:
-            compare_settings(settings, environment.weights, checkpoint)
+            compare_settings(settings, environment, checkpoint)
         train, validation = _datasets(data, environment, by_rules=settings.custom_reward_function.path is None)
         loader = _build_loader(data, train, checkpoint)
         total_steps = _total_steps(trainer, loader)
-        updates = updates_per_step(data.train_batch_size, actor.ppo_mini_batch_size, actor.ppo_epochs)
+        updates = role_updates(actor, data.train_batch_size)
+        critic_updates = 0 if critic is None else role_updates(critic, data.train_batch_size)
+        policy_steps = total_steps if critic is None else max(total_steps - trainer.critic_warmup, 1)
         plan = WorkerPlan(
             settings=roles,
             folder=str(environment.folder),
@@ -115,7 +122,10 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             reference_folder=None if environment.reference_folder is None else str(environment.reference_folder),
             tokenizer_folder=str(environment.tokenizer_folder),
             eos_token_ids=environment.eos_token_ids,
-            optimizer_steps=total_steps * updates,
+            optimizer_steps=policy_steps * updates,
+            critic=critic,
+            critic_folder=None if environment.critic_folder is None else str(environment.critic_folder),
+            critic_steps=total_steps * critic_updates,
             free_engine=environment.free_engine,
             track_init=environment.device == "cpu" and trainer.track_memory_every_steps > 0,
             memory=settings.memory,
@@ -126,7 +136,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     return RunContext(
         settings=settings, folder=folder, lock=lock, environment=environment, loader=loader, validation=validation,
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps, updates_per_step=updates,
-        stop_file=stop_file, worker_plan=plan,
+        critic_updates_per_step=critic_updates, stop_file=stop_file, worker_plan=plan,
     )  # fmt: skip
 
 
@@ -199,6 +209,18 @@ def _build_group_filter(settings: FilterGroups, num_prompts: int, samples: int) 
     return GroupFilter(num_prompts, samples, settings.metric, settings.max_num_gen_batches) if settings.enable else None
 
 
+def _build_critic_training(context: RunContext, workers: TimedGroup, old_pass: LogProbPass) -> CriticTraining | None:
+    """Return what a step does with the critic; None without a critic."""
+    settings = context.settings
+    if settings.algorithm.adv_estimator not in WITH_CRITIC:
+        return None
+    critic, trainer = settings.critic, settings.trainer
+    update_budget, values_budget = critic_budgets(critic)
+    samples, balance = settings.actor_rollout_ref.rollout.n, trainer.balance_batch
+    cutter = MiniBatchCutter(workers.world_size, critic, samples, update_budget, balance)
+    return CriticTraining(workers, critic, cutter, values_budget, trainer.critic_warmup, old_pass, context.store)
+
+
 def build_learner(context: RunContext, workers: TimedGroup, rewards: RewardRunner) -> Learner:
     """Return what runs the training steps. Each part gets the settings that it reads."""
     settings, environment = context.settings, context.environment
@@ -208,17 +230,19 @@ def build_learner(context: RunContext, workers: TimedGroup, rewards: RewardRunne
     on_policy = update_gives_old_log_probs(actor, data.train_batch_size, algorithm.use_kl_in_reward)
     old_pass = LogProbPass(workers, "old_log_prob", "old_log_probs", old_budget, balance, (actor.calculate_entropy,))
     ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
+    cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     return Learner(
         workers=workers,
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
         generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine),
         rewards=rewards,
+        critic=_build_critic_training(context, workers, old_pass),
         group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
         old_pass=None if on_policy else old_pass,
         ref_pass=ref_pass if needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss) else None,
         mismatch=MismatchCheck(rollout, actor.fsdp_config),
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
-        policy_update=PolicyUpdate(workers.world_size, actor, rollout.n, update_budget, balance, context.store),
+        policy_update=PolicyUpdate(cutter, actor, context.store),
         step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
     )

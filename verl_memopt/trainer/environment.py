@@ -9,13 +9,21 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import Actor, Data, Model, RayKwargs, Rollout, Trainer
+from verl_memopt.config.schema import Actor, Critic, CriticModel, Data, Model, RayKwargs, Rollout, Trainer
 from verl_memopt.distributed.device import device_count, resolve_device
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
+from verl_memopt.models.folder import (
+    TOKENIZER_FILES,
+    check_vocabulary,
+    end_tokens,
+    load_tokenizer,
+    read_tokenizer,
+    resolve_folder,
+)
 from verl_memopt.models.trial_build import check_architecture
 from verl_memopt.rollout.vllm_build import vllm_build
 
+CRITIC_PATH = "critic.model.path"
 REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
 
 
@@ -35,6 +43,8 @@ class Environment:
         free_engine: the engine releases its memory between rollouts.
         run_dir: where the run writes.
         weights: name -> shape of each weight of the policy, without adapters.
+        critic_folder: of the critic's model; None in a run without a critic.
+        critic_weights: name -> shape of each weight of the critic, without adapters.
     """
 
     device: str
@@ -48,6 +58,8 @@ class Environment:
     free_engine: bool
     run_dir: Path
     weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    critic_folder: Path | None = None
+    critic_weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
 
 
 def resolve_environment(
@@ -58,6 +70,7 @@ def resolve_environment(
     rollout: Rollout,
     reference_path: str | None,
     actor: Actor,
+    critic: Critic | None = None,
 ) -> Environment:
     """Return what this machine has for a run.
 
@@ -69,6 +82,7 @@ def resolve_environment(
         rollout: engine, and whether it releases its memory.
         reference_path: folder or hub id of the reference; None where the run needs no model for it.
         actor: how rows are packed, which not every model can.
+        critic: section of the critic; None in a run without one.
 
     Raises:
         ConfigError: the machine cannot do what the settings ask for. No worker has started by then.
@@ -90,6 +104,13 @@ def resolve_environment(
         if reference != folder:
             checked_reference = check_architecture(model, reference, longest, actor)
             check_vocabulary(tokenizer, checked_reference.embedding_rows, f"{REFERENCE_PATH}={reference}")
+    critic_folder, critic_weights = None, {}
+    if critic is not None:
+        critic_folder = _critic_folder(critic.model)
+        checked_critic = check_architecture(critic.model, critic_folder, longest, actor)
+        critic_weights = checked_critic.weights
+        check_vocabulary(tokenizer, checked_critic.embedding_rows, f"{CRITIC_PATH}={critic_folder}")
+        _check_same_tokenizer(tokenizer, tokenizer_folder, critic.model, critic_folder)
     return Environment(
         device=device,
         world_size=trainer.nnodes * trainer.n_gpus_per_node,
@@ -102,6 +123,8 @@ def resolve_environment(
         free_engine=frees_engine(rollout, device),
         run_dir=run_dir,
         weights=checked.weights,
+        critic_folder=critic_folder,
+        critic_weights=critic_weights,
     )
 
 
@@ -116,6 +139,39 @@ def _tokenizer_folder(model: Model, model_folder: Path, trust_tokenizer: bool) -
         return model_folder
     trusted = model.trust_remote_code or trust_tokenizer
     return resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
+
+
+def _critic_folder(model: CriticModel) -> Path:
+    assert model.path is not None, "follows the policy's"
+    return resolve_folder(model.path, CRITIC_PATH, bool(model.trust_remote_code))
+
+
+def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, critic_folder: Path) -> None:
+    """Refuse a critic whose own tokenizer is another than the policy's: it reads the policy's token ids as they are.
+
+    A critic's folder without a tokenizer is taken to use the policy's.
+
+    Args:
+        tokenizer: Tokenizer of the run.
+        folder: Its folder.
+        critic: Settings of the critic's model.
+        critic_folder: Folder of the critic's model.
+    """
+    path, key = critic.tokenizer_path, CRITIC_PATH
+    own = critic_folder
+    if path is not None:
+        key = "critic.model.tokenizer_path"
+        own = resolve_folder(path, key, bool(critic.trust_remote_code))
+    if own == folder or not any((own / name).is_file() for name in TOKENIZER_FILES):
+        return
+    mine, others = tokenizer.get_vocab(), read_tokenizer(own, key, bool(critic.trust_remote_code)).get_vocab()
+    different = sorted(token for token, number in others.items() if mine.get(token) != number)
+    if different or len(mine) != len(others):
+        example = f", such as {different[0]!r}" if different else ""
+        raise ConfigError(
+            f"{key}={own}: its tokenizer is another than the policy's in {folder} ({len(others)} and {len(mine)} tokens"
+            f"{example}). The critic reads the policy's token ids: give a critic of the same family, or none of its own."
+        )
 
 
 def _check_devices(trainer: Trainer, ray: RayKwargs, device: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -102,15 +103,41 @@ class LogProbPass:
             batch: Batch of the step.
             names: Names of the rows, for errors.
         """
-        tokens, sizes = batch.row_tokens(), batch.responses.sizes()
-        shares = rows_per_rank(tokens, range(batch.num_rows), self.workers.world_size, self.balance)
-        bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)
-        arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
-        results = self.workers.each(self.phase, self.method, arguments)
-        log_probs = scatter_tokens([(share, result.log_probs) for share, result in zip(shares, results, strict=True)], sizes)
-        if results[0].entropy is None:
+        sizes = batch.responses.sizes()
+        parts = run_pass(self.workers, self.phase, self.method, self.budget, self.balance, self.options, batch, names)
+        log_probs = scatter_tokens([(share, result.log_probs) for share, result in parts], sizes)
+        if parts[0][1].entropy is None:
             return log_probs, None
-        return log_probs, scatter_tokens([(share, result.entropy) for share, result in zip(shares, results, strict=True)], sizes)
+        return log_probs, scatter_tokens([(share, result.entropy) for share, result in parts], sizes)
+
+
+def run_pass(
+    workers: TimedGroup,
+    phase: str,
+    method: str,
+    budget: Budget,
+    balance: bool,
+    options: tuple[Any, ...],
+    batch: RolloutBatch,
+    names: Sequence[str],
+) -> list[tuple[list[int], Any]]:
+    """Run a forward pass over a whole batch, spread over the ranks, and return each rank's rows with its result.
+
+    Args:
+        workers: Workers that hold the model.
+        phase: Name under which time and memory are recorded.
+        method: Method of the worker. It gets a rank's rows and its micro-batches.
+        budget: How a rank's rows are cut into micro-batches.
+        balance: Even out tokens over the ranks.
+        options: Further arguments of the method.
+        batch: Batch of the step.
+        names: Names of the rows, for errors.
+    """
+    tokens = batch.row_tokens()
+    shares = rows_per_rank(tokens, range(batch.num_rows), workers.world_size, balance)
+    bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], budget)
+    arguments = [(batch.select(share), cut, *options) for share, cut in zip(shares, bins, strict=True)]
+    return list(zip(shares, workers.each(phase, method, arguments), strict=True))
 
 
 def score_answers(runner: RewardRunner, answers: Answers) -> list[RewardResult]:
@@ -176,6 +203,8 @@ def compute_advantages(
         lengths=lengths,
         token_rewards=token_level_rewards(scores, row, lengths, kl, beta),
         gamma=algorithm.gamma,
+        lam=algorithm.lam,
+        values=batch.old_values,
         normalize_by_std=algorithm.norm_adv_by_std_in_grpo,
     )
     estimated = ESTIMATORS[algorithm.adv_estimator](inputs)

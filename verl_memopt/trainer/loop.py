@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 import time
+from dataclasses import dataclass
 from typing import Any
 
 from verl_memopt.config.resume_diff import kept_settings
+from verl_memopt.config.schema import CheckpointContents
 from verl_memopt.errors import CheckpointError, Stopped, UnreadableCheckpointError
 from verl_memopt.observe.health import Health
 from verl_memopt.observe.validation import headline_score
@@ -25,6 +27,25 @@ logger = logging.getLogger(__name__)
 
 ALWAYS_TRACKED = 2
 """How many first steps are always tracked on a CPU. The second step is the first with optimizer state."""
+
+
+@dataclass(frozen=True)
+class SavedRole:
+    """A trained role as checkpoints see it.
+
+    Attributes:
+        folder: Its folder in a checkpoint.
+        save: Method of the workers that writes it.
+        load: Method of the workers that reads it.
+        load_phase: Phase in which its parameters are on the device.
+        settings: What is saved and loaded.
+    """
+
+    folder: str
+    save: str
+    load: str
+    load_phase: str
+    settings: CheckpointContents
 
 
 class Trainer:
@@ -53,8 +74,15 @@ class Trainer:
         self.learner.before_update = self.begin_update
         runner.stopped = self.must_abandon
         self.stop_file = StopFile(context.stop_file)
-        lr = context.settings.actor_rollout_ref.actor.optim.lr
-        self.guard = UpdateGuard(self.settings.max_skipped_steps, lr, context.store, context.updates_per_step)
+        actor, critic = context.settings.actor_rollout_ref.actor, context.worker_plan.critic
+        self.guard = UpdateGuard(
+            self.settings.max_skipped_steps,
+            actor.optim.lr,
+            context.store,
+            context.updates_per_step,
+            None if critic is None else critic.optim.lr,
+            context.critic_updates_per_step,
+        )
         self.health = Health(validates=self.validator is not None and self.settings.test_freq > 0)
         self.step = 0
         self.saved_step = 0
@@ -208,9 +236,10 @@ class Trainer:
             return
         for fault in checkpoint.passed_over:
             self.reporter.say(f"passed over {fault}")
-        contents = list(self.context.settings.actor_rollout_ref.actor.checkpoint.load_contents or [])
         try:
-            self.workers.all("load_checkpoint", "load", str(checkpoint.folder / "actor"), contents)
+            for part in self.parts():
+                contents = list(part.settings.load_contents or [])
+                self.workers.all(part.load_phase, part.load, str(checkpoint.folder / part.folder), contents)
         except CheckpointError as error:
             text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
@@ -237,17 +266,26 @@ class Trainer:
             CheckpointError: A file cannot be written.
         """
         store, step = self.context.store, self.step
-        contents = list(self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents)
-        aside = store.begin(step)
+        aside, records = store.begin(step), {}
         try:
-            per_rank = self.workers.all("save_checkpoint", "save", str(aside / "actor"), contents)
+            for part in self.parts():
+                contents = list(part.settings.save_contents)
+                per_rank = self.workers.all("save_checkpoint", part.save, str(aside / part.folder), contents)
+                records |= {f"{part.folder}/{name}": record for written in per_rank for name, record in written.items()}
         except CheckpointError as error:
             raise store.failed(step, str(error)) from error
-        records = {f"actor/{name}": record for rank_records in per_rank for name, record in rank_records.items()}
         with self.workers.clock.phase("save_checkpoint"):
             store.commit(step, self.driver_state(), self.workers.world_size, records, self.score)
         self.saved_step = step
         self.reporter.saved(step, self.workers.take_memories())
+
+    def parts(self) -> list[SavedRole]:
+        """Return the trained roles, each of which has a part of every checkpoint."""
+        critic = self.context.worker_plan.critic
+        actor = SavedRole("actor", "save", "load", "load_checkpoint", self.context.settings.actor_rollout_ref.actor.checkpoint)
+        if critic is None:
+            return [actor]
+        return [actor, SavedRole("critic", "save_critic", "load_critic", "load_critic", critic.checkpoint)]
 
     def driver_state(self) -> dict[str, Any]:
         """Return the state of the driver for a checkpoint."""
@@ -260,4 +298,5 @@ class Trainer:
             "health": self.health.state_dict(),
             "settings": kept_settings(self.context.settings),
             "weights": plain_shapes(self.context.environment.weights),
+            "critic_weights": plain_shapes(self.context.environment.critic_weights),
         }

@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.config.resume_diff import HARMLESS, REFUSED, changes
-from verl_memopt.config.schema import Data, Rollout, Settings, Trainer
+from verl_memopt.config.schema import Actor, Critic, Data, Rollout, Settings, Trainer
 from verl_memopt.errors import ConfigError
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+from verl_memopt.trainer.environment import Environment
 
 logger = logging.getLogger(__name__)
 
@@ -30,14 +31,22 @@ def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> C
     return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best)
 
 
+def loaded_parts(actor: Actor, critic: Critic | None) -> dict[str, list[str]]:
+    """Return the setting of each trained role that lists what it loads from a checkpoint, with its value."""
+    roles: dict[str, Actor | Critic] = {"actor_rollout_ref.actor": actor}
+    if critic is not None:
+        roles["critic"] = critic
+    return {f"{name}.checkpoint.load_contents": list(role.checkpoint.load_contents or []) for name, role in roles.items()}
+
+
 def find_checkpoint(
-    trainer: Trainer, load_contents: Sequence[str] | None, store: CheckpointStore, unreadable: Mapping[int, str]
+    trainer: Trainer, loaded: Mapping[str, Sequence[str]], store: CheckpointStore, unreadable: Mapping[int, str]
 ) -> Checkpoint | None:
     """Return the checkpoint that ``trainer.resume_mode`` selects; None for a fresh start.
 
     Args:
         trainer: ``resume_mode`` and ``resume_from_path``.
-        load_contents: parts of a checkpoint that the actor loads.
+        loaded: as :func:`loaded_parts` gives it.
         store: checkpoints of the run.
         unreadable: step -> fault of checkpoints that looked whole but could not be loaded.
 
@@ -53,21 +62,21 @@ def find_checkpoint(
         assert trainer.resume_from_path is not None, "checked when settings are loaded"
         checkpoint = read_checkpoint(Path(trainer.resume_from_path))
         store.resumed(checkpoint)
-    contents = load_contents or []
-    if checkpoint is not None and "model" not in contents:
-        raise ConfigError(
-            f"actor_rollout_ref.actor.checkpoint.load_contents={contents}: a run cannot go on from {checkpoint.folder} without "
-            "the model. Add model (and to save_contents), or set trainer.resume_mode=disable."
-        )
+    for key, contents in loaded.items():
+        if checkpoint is not None and "model" not in contents:
+            raise ConfigError(
+                f"{key}={list(contents)}: a run cannot go on from {checkpoint.folder} without "
+                "the model. Add model (and to save_contents), or set trainer.resume_mode=disable."
+            )
     return checkpoint
 
 
-def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint) -> None:
+def compare_settings(settings: Settings, environment: Environment, checkpoint: Checkpoint) -> None:
     """Log how the settings differ from those of the checkpoint, one line for each key.
 
     Args:
         settings: of the run, with concrete seeds.
-        weights: name -> shape of each weight of the model that the run trains.
+        environment: has the shapes of the weights that the run trains.
         checkpoint: from which the run continues.
 
     Raises:
@@ -82,10 +91,16 @@ def compare_settings(settings: Settings, weights: Shapes, checkpoint: Checkpoint
     for change in differences:
         logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", folder.name, change)
     refused = [f"{change.key}={change.new}: {change}" for change in differences if change.kind == REFUSED]
-    different = _different(driver["weights"], weights)
-    if different:
-        model = settings.actor_rollout_ref.model
-        refused.append(f"actor_rollout_ref.model.path={model.path}: its weights are not those of {folder} ({different})")
+    models = [("actor_rollout_ref.model.path", settings.actor_rollout_ref.model.path, driver["weights"], environment.weights)]
+    # A run without a critic goes on from a checkpoint that has one.
+    if environment.critic_weights and driver.get("critic_weights"):
+        models.append(("critic.model.path", settings.critic.model.path, driver["critic_weights"], environment.critic_weights))
+    elif environment.critic_weights:
+        refused.append(f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: there is no critic in {folder}")
+    for key, path, before, now in models:
+        different = _different(before, now)
+        if different:
+            refused.append(f"{key}={path}: its weights are not those of {folder} ({different})")
     if refused:
         raise ConfigError(f"{'. '.join(refused)}. {WAY_OUT}")
 

@@ -10,6 +10,7 @@ from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, score_answers, to_batch
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
@@ -51,6 +52,7 @@ class Learner:
         prompts: Prompts of the next step.
         generator: Answers the prompts.
         rewards: Scores the answers.
+        critic: Computes values and learns returns; None where the estimator needs no critic.
         group_filter: Leaves out groups without a signal; None to keep all.
         old_pass: Log-probs before the update; None where the forward of the update gives them.
         ref_pass: Log-probs of the reference; None where the settings have no KL.
@@ -66,6 +68,7 @@ class Learner:
     prompts: PromptPrefetcher
     generator: Generator
     rewards: RewardRunner
+    critic: CriticTraining | None
     group_filter: GroupFilter | None
     old_pass: LogProbPass | None
     ref_pass: LogProbPass | None
@@ -87,12 +90,20 @@ class Learner:
         """
         batch = self.scored(step)
         batch = self.log_probs(batch)
+        batch = self.values(batch)
         batch = self.advantages(batch)
         self.before_update()
-        batch = self.update(batch)
-        self.sync_weights()
+        batch = self.update_critic(batch)
+        if not self.warms_up(step):
+            batch = self.update(batch)
+        if not self.warms_up(step) or self.generator.frees_engine:  # a sleeping engine keeps no weights
+            self.sync_weights()
         batch = self.metrics(batch)
         return self.result(batch)
+
+    def warms_up(self, step: int) -> bool:
+        """Return whether a step trains the critic alone, so that the policy stays as it is."""
+        return self.critic is not None and self.critic.warms_up(step)
 
     def scored(self, step: int) -> StepBatch:
         """Answer and score the prompts of a step. With a group filter, further prompts follow until the step is full."""
@@ -121,17 +132,31 @@ class Learner:
 
     def log_probs(self, batch: StepBatch) -> StepBatch:
         """Add the policy's log-probs before the update and, where the settings have a KL, the reference's."""
-        if self.old_pass is not None:
-            batch.rows.old_log_probs, batch.entropy = self.old_pass.compute(batch.rows, batch.names)
+        old_pass = self.critic.warmup_pass if self.critic is not None and self.warms_up(batch.step) else self.old_pass
+        if old_pass is not None:
+            batch.rows.old_log_probs, batch.entropy = old_pass.compute(batch.rows, batch.names)
         if self.ref_pass is not None:
             batch.rows.ref_log_probs, _ = self.ref_pass.compute(batch.rows, batch.names)
-        return batch if self.old_pass is None else self.compare_log_probs(batch)
+        return batch if old_pass is None else self.compare_log_probs(batch)
+
+    def values(self, batch: StepBatch) -> StepBatch:
+        """Add the value before each response token, where there is a critic."""
+        if self.critic is not None:
+            batch.rows.old_values = self.critic.values(batch.rows, batch.names)
+        return batch
 
     def advantages(self, batch: StepBatch) -> StepBatch:
         """Add the advantage of each response token."""
         with self.workers.clock.phase("adv"):
             batch.advantages = compute_advantages(batch.rows, batch.scores, batch.names, self.algorithm, self.kl_control)
             batch.rows.advantages = batch.advantages.per_token
+            batch.rows.returns = None if self.critic is None else batch.advantages.returns
+        return batch
+
+    def update_critic(self, batch: StepBatch) -> StepBatch:
+        """Take the critic's optimizer steps on the workers, where there is a critic."""
+        if self.critic is not None:
+            batch.metrics |= self.critic.update(batch.rows, batch.names, batch.step)
         return batch
 
     def update(self, batch: StepBatch) -> StepBatch:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from verl_memopt.algorithms.losses.value import explained_variance
 from verl_memopt.observe.metrics import critic_metrics, length_metrics, summary_of
 from verl_memopt.trainer.experience import StepBatch
 from verl_memopt.trainer.update_guard import BAD_LOG_PROBS
@@ -50,5 +51,8 @@ class StepMetrics:
         advantages, lengths = batch.advantages, batch.rows.responses.lengths
         assert advantages is not None
         metrics = critic_metrics(batch.scores, advantages.rewards, advantages.per_token, advantages.returns)
+        if batch.rows.old_values is not None:
+            metrics |= summary_of("critic/values", batch.rows.old_values)
+            metrics["critic/vf_explained_var"] = explained_variance(batch.rows.old_values, advantages.returns)
         metrics |= length_metrics(batch.rows.prompts.lengths, lengths, self.max_prompt_length, self.max_response_length)
         return metrics | {f"reward/{name}": value for name, value in advantages.counts.items()}

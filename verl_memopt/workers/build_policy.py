@@ -1,18 +1,29 @@
-"""Build a sharded model, and fill it with the weights of a folder: the policy and the reference alike."""
+"""Build a sharded model, and fill it with the weights of a folder: the policy, the reference and the critic alike."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import TypeVar
 
 import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
+from transformers import PreTrainedModel
 
-from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.config.schema import CriticModel, Fsdp, Model
+from verl_memopt.models.architecture import POLICY_KEY
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, fill_from_folder, load_model_config, mapped_weights, rebuild_buffers
-from verl_memopt.models.parallelize import block_options, parallelize
-from verl_memopt.models.policy_model import PolicyModel, allocate, dtype_of
+from verl_memopt.models.decoder import BlockOptions
+from verl_memopt.models.packed_model import PackedModel, allocate
+from verl_memopt.models.parallelize import ModelKeys, block_options, parallelize
+from verl_memopt.models.policy_model import PolicyModel, dtype_of
+from verl_memopt.models.value_model import CRITIC_KEY, ValueModel, stored_head
+
+AnyModel = TypeVar("AnyModel", bound=PackedModel)
+TakeOver = Callable[[PreTrainedModel, list[BlockOptions] | None, bool], AnyModel]
+"""Makes a packed model of a model of transformers, the options of its blocks, and whether answers may use a prefix KV."""
 
 
 def build_policy(
@@ -41,17 +52,60 @@ def build_policy(
         trained: The policy, which has adapters if LoRA is on.
         quantization: Quantization of a frozen model's blocks.
     """
-    masters = dtype_of(fsdp.model_dtype, f"{key}.fsdp_config.model_dtype")
-    compute = dtype_of(fsdp.dtype, f"{key}.fsdp_config.dtype")
-    reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{key}.fsdp_config.mixed_precision.reduce_dtype")
-    attention = choose_attention(model.attn_implementation, device, compute)
-    lm = empty_model(load_model_config(model, folder), attention, masters, model.trust_remote_code)
-    blocks = block_options(lm, model, fsdp, recompute, trained)
+
+    def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> PolicyModel:
+        chunk, tile = model.logprob_chunk_tokens, model.logprob_vocab_tile
+        return PolicyModel(lm, chunk, compile_head, tile, blocks, supports_prefix_kv)
+
+    keys = ModelKeys(POLICY_KEY, f"{key}.fsdp_config")
+    return _build(take_over, model, fsdp, folder, mesh, device, keys, recompute, trained, quantization)
+
+
+def build_critic(
+    model: CriticModel, folder: Path, mesh: DeviceMesh, device: torch.device, trained: bool = True, key: str = CRITIC_KEY
+) -> ValueModel:
+    """Return the sharded value model without weights. :func:`materialize_critic` fills it.
+
+    Args:
+        model: The ``critic.model`` section of the settings.
+        folder: Folder of the model.
+        mesh: The mesh to shard over.
+        device: The device to compute on.
+        trained: Add adapters if LoRA is on.
+        key: The settings section to name in errors.
+    """
+
+    def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> ValueModel:
+        return ValueModel(lm, blocks, supports_prefix_kv, key)
+
+    keys, recompute = ModelKeys(key, f"{key}.fsdp_config"), model.enable_gradient_checkpointing
+    return _build(take_over, model, model.fsdp_config, folder, mesh, device, keys, recompute, trained, "none")
+
+
+def _build(
+    take_over: TakeOver[AnyModel],
+    model: Model | CriticModel,
+    fsdp: Fsdp,
+    folder: Path,
+    mesh: DeviceMesh,
+    device: torch.device,
+    keys: ModelKeys,
+    recompute: bool,
+    trained: bool,
+    quantization: str,
+) -> AnyModel:
+    masters = dtype_of(fsdp.model_dtype, f"{keys.fsdp}.model_dtype")
+    compute = dtype_of(fsdp.dtype, f"{keys.fsdp}.dtype")
+    reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{keys.fsdp}.mixed_precision.reduce_dtype")
+    attention = choose_attention(model.attn_implementation or "auto", device, compute)
+    config = load_model_config(model, folder, keys.model)
+    lm = empty_model(config, attention, masters, bool(model.trust_remote_code), keys.model)
+    blocks = block_options(lm, model, fsdp, recompute, trained, keys.model)
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
     supports_prefix_kv = blocks is not None and blocks[0].recompute and mesh.size() == 1
-    policy = PolicyModel(lm, model.logprob_chunk_tokens, compile_head, model.logprob_vocab_tile, blocks, supports_prefix_kv)
-    parallelize(policy, model, fsdp, mesh, (masters, compute, reduce), key, recompute, trained, quantization)
-    return policy
+    packed = take_over(lm, blocks, supports_prefix_kv)
+    parallelize(packed, model, fsdp, mesh, (masters, compute, reduce), keys, recompute, trained, quantization)
+    return packed
 
 
 def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host: bool = False) -> None:
@@ -66,6 +120,28 @@ def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host
     allocate(policy, device, on_host)
     rebuild_buffers(policy, device)
     fill_from_folder(policy, folder)
+
+
+def materialize_critic(
+    critic: ValueModel, folder: Path, device: torch.device, on_host: bool = False, key: str = CRITIC_KEY
+) -> bool:
+    """Allocate the critic's storage and fill it from the folder. A head that the folder lacks starts with zeros.
+
+    Args:
+        critic: A model without weights.
+        folder: Folder of the weights.
+        device: The device to compute on.
+        on_host: Allocate on the host instead of the device.
+        key: The settings section to name in errors.
+
+    Returns:
+        Whether the folder has a value head.
+    """
+    stored = stored_head(folder, key)
+    allocate(critic, device, on_host)
+    rebuild_buffers(critic, device, key)
+    fill_from_folder(critic, folder, key, stored)
+    return stored["score.weight"] is not None
 
 
 def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device) -> list[Tensor]:

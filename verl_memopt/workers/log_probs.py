@@ -10,11 +10,10 @@ from torch import Tensor
 
 from verl_memopt.config.schema import Rollout
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.memory.parameters.resharding import reshard_units
 from verl_memopt.models.pack import Pack
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.ops.prefix_kv import PrefixKV
-from verl_memopt.workers.micro_batches import micro_batches_of
+from verl_memopt.workers.forward_pass import forward_pass
 
 
 @dataclass(frozen=True)
@@ -59,17 +58,13 @@ def compute_log_probs(
         with_entropy: Compute entropies too.
         device: The device of the model.
     """
-    micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, policy.supports_prefix_kv)]
-    scored, prefix_kv = [], None
-    for rows, micro in zip(micro_batches, micros, strict=True):
-        if micro.prompt is not None and prefix_kv is None:
-            with torch.no_grad():
-                prefix_kv = policy.compute_prefix(micro.prompt)
-        scored.append((rows, *pack_log_probs(policy, micro.pack, temperature, with_entropy, prefix_kv)))
-        prefix_kv = None if micro.ends else prefix_kv
-    reshard_units(policy)
+
+    def forward(pack: Pack, prefix_kv: PrefixKV | None) -> tuple[Tensor, Tensor | None]:
+        return pack_log_probs(policy, pack, temperature, with_entropy, prefix_kv)
+
+    scored = forward_pass(policy, batch, micro_batches, device, forward)
     sizes = batch.responses.sizes()
-    log_probs = scatter_tokens([(rows, log_prob) for rows, log_prob, _ in scored], sizes)
+    log_probs = scatter_tokens([(rows, log_prob) for rows, (log_prob, _) in scored], sizes)
     if not with_entropy:
         return LogProbs(log_probs, None)
-    return LogProbs(log_probs, scatter_tokens([(rows, entropy) for rows, _, entropy in scored if entropy is not None], sizes))
+    return LogProbs(log_probs, scatter_tokens([(rows, entropy) for rows, (_, entropy) in scored if entropy is not None], sizes))

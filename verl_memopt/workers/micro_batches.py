@@ -12,14 +12,16 @@ from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.batching.row_tokens import chains
 from verl_memopt.models.pack import Pack, pack_groups, pack_prompt, pack_suffixes
 
-TokenTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+TOKEN_FIELDS = ("old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns")
+"""Fields of a batch and of a micro-batch with one value per response token."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward of some rows. The optional tensors have one value per target, in the order of ``pack.targets``.
 
-    ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. The others are fp32 [R].
+    ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. The others are fp32 [R];
+    ``old_values`` and ``returns`` are for the critic.
     ``prompt`` is the prompt to compute before the first of its responses, if the pack contains responses alone. ``ends`` is True
     if the last of its responses is in this micro-batch.
     """
@@ -29,6 +31,8 @@ class MicroBatch:
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
     selected: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
     prompt: Pack | None = None
     ends: bool = True
 
@@ -38,9 +42,9 @@ class MicroBatch:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        flat = moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages), moved(self.selected)
+        flat = {name: moved(getattr(self, name)) for name in TOKEN_FIELDS}
         prompt = None if self.prompt is None else self.prompt.to(device)
-        return MicroBatch(self.pack.to(device), *flat, prompt, self.ends)
+        return MicroBatch(self.pack.to(device), **flat, prompt=prompt, ends=self.ends)
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
@@ -49,7 +53,7 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
     prompts, responses = chosen.prompts, chosen.responses
     tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
     pack = pack_groups(*tokens, chosen.prompt_groups())
-    return MicroBatch(pack, *_flat(chosen))
+    return MicroBatch(pack, **_flat(chosen))
 
 
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
@@ -68,9 +72,9 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
         for part in chain:
             chosen = batch.select(part)
             pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
-            yield MicroBatch(pack, *_flat(chosen), prompt, part is chain[-1])
+            yield MicroBatch(pack, **_flat(chosen), prompt=prompt, ends=part is chain[-1])
 
 
-def _flat(batch: RolloutBatch) -> TokenTensors:
-    """Return the tensors with one value per response token, in the order of the fields of :class:`MicroBatch`."""
-    return batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.selected
+def _flat(batch: RolloutBatch) -> dict[str, Tensor | None]:
+    """Return the tensors with one value per response token, by the fields of :class:`MicroBatch`."""
+    return {name: getattr(batch, name) for name in TOKEN_FIELDS}

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from verl_memopt.config.schema import ActorRolloutRef, Memory
+from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory
 
 
 @dataclass(frozen=True)
@@ -34,3 +34,9 @@ class WorkerPlan:
     """Count bytes by kind in tracked phases on a GPU too. Compiled functions then stay uncompiled."""
     stop_file: str | None = None
     """File in which the driver writes when rollouts are abandoned. None = never."""
+    critic: Critic | None = None
+    """Settings of the critic. None = no critic."""
+    critic_folder: str | None = None
+    """Folder of the critic's model."""
+    critic_steps: int = 0
+    """Optimizer steps of the critic in the whole run."""

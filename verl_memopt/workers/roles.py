@@ -9,17 +9,21 @@ from pathlib import Path
 
 import torch
 
-from verl_memopt.config.schema import Fsdp
+from verl_memopt.config.schema import CriticModel, Fsdp, Model
 from verl_memopt.distributed.device import is_gpu
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.memory.activations.activation_offload import ActivationOffload
 from verl_memopt.memory.parameters.lora import initialize_adapters, load_adapter
 from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.memory.parameters.residency import POLICY, REFERENCE, Residency
+from verl_memopt.memory.parameters.residency import CRITIC, POLICY, REFERENCE, Residency
+from verl_memopt.models.architecture import POLICY_KEY
+from verl_memopt.models.packed_model import PackedModel
 from verl_memopt.models.packing_check import check_packing, refuse_sliding_window
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
+from verl_memopt.models.value_model import CRITIC_KEY
 from verl_memopt.ops.fused import compiler_works
-from verl_memopt.workers.build_policy import build_policy, materialize, materialize_mapped
+from verl_memopt.workers.build_policy import build_critic, build_policy, materialize, materialize_critic, materialize_mapped
+from verl_memopt.workers.critic import Critic
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.log_probs import scoring_temperature
 from verl_memopt.workers.plan import WorkerPlan
@@ -52,22 +56,38 @@ class RoleBuilder:
         policy_model = self._sharded("actor", fsdp, folder, actor.use_torch_compile, model.enable_gradient_checkpointing, True)
         refuse_sliding_window(policy_model.lm.config, actor)
         materialize(policy_model, folder, self.device, fsdp.offload_policy)
-        if model.lora_adapter_path is not None:
-            load_adapter(Path(model.lora_adapter_path), policy_model)
-        else:
-            initialize_adapters(policy_model, fsdp.seed)
+        start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
         self._check_packing(policy_model, fsdp, folder)
-        offload = None
-        if model.enable_activation_offload:
-            min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
-            offload = ActivationOffload(policy_model, self.device, min_bytes, in_flight)
-        world_size = self.placement.world_size
+        offload, world_size = self._offload(policy_model, model), self.placement.world_size
         policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
         if fsdp.param_offload:
-            policy.home = ParamHome(POLICY, policy_model.parameters(), self.device)
+            policy.trained.home = ParamHome(POLICY, policy_model.parameters(), self.device)
             # With LoRA the reference is the policy without its adapters.
-            self.residency.add(policy.home, (REFERENCE,) if model.lora_rank > 0 else ())
+            self.residency.add(policy.trained.home, (REFERENCE,) if model.lora_rank > 0 else ())
         return policy
+
+    def critic(self, folder: Path) -> Critic:
+        """Return the critic with its optimizer.
+
+        Args:
+            folder: Folder of its model.
+        """
+        settings, world_size = self.plan.critic, self.placement.world_size
+        assert settings is not None
+        model, fsdp = settings.model, settings.model.fsdp_config
+        mesh = training_mesh(self.device.type, world_size, fsdp.fsdp_size)
+        value_model = build_critic(model, folder, mesh, self.device)
+        refuse_sliding_window(value_model.lm.config, self.plan.settings.actor)
+        has_head = materialize_critic(value_model, folder, self.device, fsdp.offload_policy)
+        logger.info("the critic's value head %s", f"is that of {folder}" if has_head else f"starts at 0: {folder} has none")
+        start_adapters(value_model, model, fsdp.seed, CRITIC_KEY)
+        self._check_packing(value_model, fsdp, folder, CRITIC_KEY)
+        offload = self._offload(value_model, model)
+        critic = Critic(value_model, settings, self.plan.critic_steps, world_size, self.device, offload)
+        if fsdp.param_offload:
+            critic.trained.home = ParamHome(CRITIC, value_model.parameters(), self.device)
+            self.residency.add(critic.trained.home)
+        return critic
 
     def reference(self, folder: Path) -> PolicyModel:
         """Return the frozen reference.
@@ -123,9 +143,16 @@ class RoleBuilder:
         model = self.plan.settings.model
         return build_policy(model, fsdp, folder, mesh, self.device, key, compiles, recompute, trained, quantization)
 
-    def _check_packing(self, policy_model: PolicyModel, fsdp: Fsdp, folder: Path) -> None:
+    def _offload(self, packed_model: PackedModel, model: Model | CriticModel) -> ActivationOffload | None:
+        if not model.enable_activation_offload:
+            return None
+        return ActivationOffload(
+            packed_model, self.device, model.activation_offload_min_bytes, model.activation_offload_in_flight
+        )
+
+    def _check_packing(self, packed_model: PackedModel, fsdp: Fsdp, folder: Path, key: str = POLICY_KEY) -> None:
         dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
-        check_packing(policy_model, self.device, dtype, self.plan.settings.actor, str(folder))
+        check_packing(packed_model, self.device, dtype, self.plan.settings.actor, str(folder), key)
 
     def _log_quantization_error(self, reference: PolicyModel, folder: Path) -> None:
         settings = self.plan.settings
@@ -134,6 +161,21 @@ class RoleBuilder:
             "actor_rollout_ref.ref.quantization=%s: log-probs differ from the unquantised reference's by %.2g nats on "
             "average, %.2g at most (256 random tokens)", settings.ref.quantization, mean, largest,
         )  # fmt: skip
+
+
+def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: int, key: str) -> None:
+    """Give the adapters of a model, if it has any, their first values: those of a folder, or a random A and a B of zeros.
+
+    Args:
+        packed_model: The model, sharded and filled.
+        model: Settings of the model.
+        seed: Seed of the random values.
+        key: The settings section of the model, to name in errors.
+    """
+    if model.lora_adapter_path is not None:
+        load_adapter(Path(model.lora_adapter_path), packed_model, key)
+    else:
+        initialize_adapters(packed_model, seed)
 
 
 def compiles_functions(requested: bool, fsdp: Fsdp, device: torch.device) -> bool:

@@ -22,7 +22,9 @@ SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"
 """Schedules of transformers with a warm-up or a minimum. Here every schedule has both."""
 
 
-def build_optimizer(parameters: Iterable[nn.Parameter], optim: Optim, offload: bool = False, seed: int = 0) -> Optimizer:
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], optim: Optim, offload: bool = False, seed: int = 0, key: str = KEY
+) -> Optimizer:
     """Return the optimizer that ``optim`` names, fused where possible (its step then has no parameter-sized temporaries).
 
     AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`BucketedAdamW`. Without one, both are equal
@@ -33,12 +35,13 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: Optim, offload: b
         optim: The optimizer's settings. ``betas`` go to classes that accept them.
         offload: Keep the state on the host.
         seed: Seed of the stochastic rounding.
+        key: The settings section of the optimizer, to name in errors.
 
     Raises:
         ConfigError: The module or class is missing, or rejects an argument.
     """
     parameters = list(parameters)
-    kind = _named_class(optim)
+    kind = _named_class(optim, key)
     options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
     optional = {"betas": tuple(optim.betas)} | ({"fused": True} if optim.optimizer_impl == "torch.optim" else {})
     buckets = _bucket_options(parameters[0].dtype, optim, offload, seed) if kind is AdamW else None
@@ -50,17 +53,17 @@ def build_optimizer(parameters: Iterable[nn.Parameter], optim: Optim, offload: b
         return kind(parameters, **{**options, **(optim.override_optimizer_config or {})})
     except (TypeError, ValueError, RuntimeError) as error:
         raise ConfigError(
-            f"{KEY}.optimizer={optim.optimizer}, override_optimizer_config={optim.override_optimizer_config}: {error}. "
+            f"{key}.optimizer={optim.optimizer}, override_optimizer_config={optim.override_optimizer_config}: {error}. "
             "Change the arguments, or name another optimizer."
         ) from error
 
 
-def _named_class(optim: Optim) -> type[Optimizer]:
+def _named_class(optim: Optim, key: str) -> type[Optimizer]:
     try:
         return getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
     except (ImportError, AttributeError) as error:
         raise ConfigError(
-            f"{KEY}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
+            f"{key}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
             "and an optimizer class in it."
         ) from error
 
@@ -80,30 +83,31 @@ def _bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int
     }
 
 
-def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int) -> LambdaLR:
+def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int, key: str = KEY) -> LambdaLR:
     """Return the schedule: a linear warm-up, then the shape that ``optim.lr_scheduler_type`` names.
 
     Args:
         optimizer: Holds ``lr`` of each parameter group.
         optim: The optimizer's settings.
         optimizer_steps: Optimizer steps of the whole run. ``optim.total_training_steps`` replaces it when given.
+        key: The settings section of the optimizer, to name in errors.
 
     Raises:
         ConfigError: The schedule rejects an argument.
     """
     total = optim.total_training_steps if optim.total_training_steps > 0 else optimizer_steps
     warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total)
-    return LambdaLR(optimizer, learning_rate_factors(warmup, total, optim))
+    return LambdaLR(optimizer, learning_rate_factors(warmup, total, optim, key))
 
 
-def learning_rate_factors(warmup: int, total: int, optim: Optim) -> Callable[[int], float]:
+def learning_rate_factors(warmup: int, total: int, optim: Optim, key: str = KEY) -> Callable[[int], float]:
     """Return a function from an optimizer step, counted from 0, to the share of ``lr`` at that step.
 
     The first step already updates: a warm-up of ``warmup`` steps begins at ``1 / (warmup + 1)``, where transformers begins at 0.
     After step ``total`` the rate keeps its last value, where transformers' cosine rises again.
     """
     steps = max(total - warmup, 1)
-    shape = _shape(warmup, steps, optim)
+    shape = _shape(warmup, steps, optim, key)
 
     def factor(step: int) -> float:
         if step < warmup:
@@ -113,7 +117,7 @@ def learning_rate_factors(warmup: int, total: int, optim: Optim) -> Callable[[in
     return factor
 
 
-def _shape(warmup: int, steps: int, optim: Optim) -> Callable[[int], float]:
+def _shape(warmup: int, steps: int, optim: Optim, key: str) -> Callable[[int], float]:
     """Return transformers' schedule without its warm-up: from a step after the warm-up to a share of ``lr``."""
     name = SAME_SHAPE.get(optim.lr_scheduler_type, optim.lr_scheduler_type)
     arguments: dict[str, dict[str, Any]] = {
@@ -133,7 +137,7 @@ def _shape(warmup: int, steps: int, optim: Optim) -> Callable[[int], float]:
         schedule.lr_lambdas[0](steps)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(
-            f"{KEY}.lr_scheduler_type={optim.lr_scheduler_type}, lr_scheduler_kwargs={optim.lr_scheduler_kwargs}: {error}. "
+            f"{key}.lr_scheduler_type={optim.lr_scheduler_type}, lr_scheduler_kwargs={optim.lr_scheduler_kwargs}: {error}. "
             "Change the arguments, or name another schedule."
         ) from error
     return schedule.lr_lambdas[0]

@@ -29,12 +29,14 @@ from verl_memopt.ops.fused import fused_statements
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import StopFile, never
-from verl_memopt.workers.checkpoint import export_policy, load_policy, policy_weights, save_policy
+from verl_memopt.workers.checkpoint import export_trained, load_trained, plain_weights, save_trained
+from verl_memopt.workers.critic import Critic
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.log_probs import LogProbs, compute_log_probs, scoring_temperature
 from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.policy import MiniBatch, Policy, Updated
+from verl_memopt.workers.policy import Policy, Updated
 from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_deterministic
+from verl_memopt.workers.trained_model import MiniBatch, TrainedModel
 
 ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
@@ -57,7 +59,7 @@ class Worker:
     """
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
-        """Build the engine, the policy and the reference."""
+        """Build the engine, the policy, the reference and the critic."""
         if not is_set_up():
             setup_logging(placement.rank)
         self.plan = plan
@@ -73,6 +75,7 @@ class Worker:
         self.engine: RolloutEngine | None = None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
+        self.critic: Critic | None = None
         self.limits = ExitStack()
         try:
             self.limits.enter_context(memory_limits(plan.memory, self.device))
@@ -148,7 +151,7 @@ class Worker:
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
-        self.engine.load_weights(weight_slices(policy_weights(self.policy), dtype, bucket))
+        self.engine.load_weights(weight_slices(plain_weights(self.policy.model), dtype, bucket))
 
     def old_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], with_entropy: bool) -> LogProbs:
         """Return the log-probs of a batch under the policy."""
@@ -176,29 +179,55 @@ class Worker:
         assert self.policy is not None
         return self.policy.update_on_policy(mini, self.temperature)
 
+    def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the critic's value of the state before each response token, fp32 [R] on the host, in batch order."""
+        assert self.critic is not None
+        return self.critic.values(batch, micro_batches)
+
+    def update_critic(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Take one optimizer step of the critic per mini-batch and return the mean of their metrics."""
+        assert self.critic is not None
+        return self.critic.update(mini_batches)
+
     def save(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of a checkpoint and return the record of each file. As :func:`save_policy`."""
+        """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""
         assert self.policy is not None
-        return save_policy(self.policy, self.plan, self.placement.rank, Path(folder), contents)
+        return save_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), contents)
+
+    def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
+        assert self.critic is not None
+        return save_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), contents)
 
     def load(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of a checkpoint, written by any number of ranks."""
+        """Read this rank's part of the policy's checkpoint, written by any number of ranks."""
         assert self.policy is not None
-        load_policy(self.policy, Path(folder), contents)
+        load_trained(self.policy.trained, Path(folder), contents)
+
+    def load_critic(self, folder: str, contents: Sequence[str]) -> None:
+        """Read this rank's part of the critic's checkpoint, written by any number of ranks. The phase is ``load_critic``."""
+        assert self.critic is not None
+        load_trained(self.critic.trained, Path(folder), contents)
 
     def export(self, folder: str, weights: bool) -> None:
         """Write the policy in Hugging Face format, with or without its weights."""
         assert self.policy is not None
-        export_policy(self.policy, self.plan, self.placement.rank, Path(folder), weights)
+        export_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), weights)
+
+    def export_critic(self, folder: str, weights: bool) -> None:
+        """Write the critic in Hugging Face format, as a token classifier with one label, with or without its weights."""
+        assert self.critic is not None
+        export_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), weights)
 
     def close(self) -> None:
         """Free the models and the engine, and leave the process group. A second call does nothing.
 
         The models are freed first: a sleeping engine must wake before its shutdown, and needs the room.
         """
-        if self.policy is not None and self.policy.offload is not None:
-            self.policy.offload.close()
-        self.policy = self.reference = None
+        for trained in self._trained():
+            if trained.offload is not None:
+                trained.offload.close()
+        self.policy = self.reference = self.critic = None
         self.residency = Residency(self.device)
         engine, self.engine = self.engine, None
         try:
@@ -222,6 +251,9 @@ class Worker:
         if self.plan.reference_folder is not None:
             self.reference = roles.reference(Path(self.plan.reference_folder))
             self.residency.rest()
+        if self.plan.critic is not None:
+            self.critic = roles.critic(Path(str(self.plan.critic_folder)))
+            self.residency.rest()
 
     def _engine_place(self) -> EnginePlace:
         place, plan = self.placement, self.plan
@@ -238,6 +270,13 @@ class Worker:
             device_limit_bytes=self.device_limit,
         )
 
+    def _trained(self) -> Iterator[TrainedModel]:
+        """Yield the models that are trained."""
+        if self.policy is not None:
+            yield self.policy.trained
+        if self.critic is not None:
+            yield self.critic.trained
+
     def _report_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
         return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit)
 
@@ -248,8 +287,8 @@ class Worker:
 
     def _resident(self) -> Iterator[tuple[str, torch.Tensor]]:
         """Yield the tensors that exist before a phase with their kinds, on the device or on the host."""
-        if self.policy is not None:
-            yield from self.policy.resident_tensors()
+        for trained in self._trained():
+            yield from trained.resident_tensors()
         if self.reference is not None:
             yield from (("params", parameter) for parameter in self.reference.parameters())
         if self.engine is not None:

@@ -84,8 +84,8 @@ def test_offload_changes_no_bit_of_three_steps_with_and_without_checkpointing(un
         expected = act.three_steps(act.build(untied_folder, one_rank, **options), mini)
         policy = act.without_traffic(act.build(untied_folder, one_rank, offload=(1, 2), **options))
         act.assert_same_numbers(act.three_steps(policy, mini), expected)
-        assert policy.offload.arena.held_bytes > 0
-        assert policy.offload.arena.used_bytes == 0
+        assert policy.trained.offload.arena.held_bytes > 0
+        assert policy.trained.offload.arena.used_bytes == 0
 
 
 def two_rank_steps(rank, folder):
@@ -253,7 +253,7 @@ def test_gathered_weights_and_the_head_are_never_moved(untied_folder, world_size
         mini, weights = act.mini_batch(response=12), set()
         # The first pass makes the gathered weights' storages, which then last: no other storage takes their keys.
         policy.accumulate(act.micros(mini), mini.counts, 0.9)
-        moved = noting_moves(policy.offload)
+        moved = noting_moves(policy.trained.offload)
         for module in policy.model.modules():
             module.register_forward_pre_hook(lambda module, _: weights.update(map(storage, gathered(module))))
         policy.accumulate(act.micros(mini), mini.counts, 0.9)
@@ -363,10 +363,10 @@ def test_fifty_steps_hold_no_more_than_one(untied_folder, one_rank):
     policy = act.build(untied_folder, one_rank, offload=(1, 2), recompute=True)
     minis = [act.mini_batch(response=response, micro_batches=1) for response in (9, 12, 5)]
     policy.update(minis, 0.9)
-    held, objects = policy.offload.arena.held_bytes, len(gc.get_objects())
+    held, objects = policy.trained.offload.arena.held_bytes, len(gc.get_objects())
     for step in range(50):
         policy.update([minis[step % 3]], 0.9)
-        assert (policy.offload.arena.held_bytes, policy.offload.arena.used_bytes) == (held, 0)
+        assert (policy.trained.offload.arena.held_bytes, policy.trained.offload.arena.used_bytes) == (held, 0)
     gc.collect()
     assert len(gc.get_objects()) < objects + 500
 

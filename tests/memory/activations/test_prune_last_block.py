@@ -39,7 +39,7 @@ def gradients(policy, batch, shared):
     scores = policy.compute_log_probs(batch, [rows], 0.9, True)
     policy.accumulate([micro_batch(batch, rows)], counts_of(batch), 0.9)
     found = [whole_of(parameter.grad).clone() for parameter in policy.model.parameters() if parameter.grad is not None]
-    policy.optimizer.zero_grad()
+    policy.trained.optimizer.zero_grad()
     return [scores.log_probs, scores.entropy, *found]
 
 

@@ -55,7 +55,7 @@ def test_three_steps_of_a_policy_are_those_that_keep_everything(untied_folder, o
 def test_checkpointing_and_offload_change_no_bit(untied_folder, one_rank, options):
     mini = act.mini_batch(response=12)
     policy = act.build(untied_folder, one_rank, **options, **ON)
-    policy = act.without_traffic(policy) if policy.offload else policy
+    policy = act.without_traffic(policy) if policy.trained.offload else policy
     act.assert_same_numbers(act.three_steps(policy, mini), act.three_steps(act.build(untied_folder, one_rank, **ON), mini))
 
 

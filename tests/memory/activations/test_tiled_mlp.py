@@ -94,7 +94,7 @@ def test_three_steps_of_a_policy_are_those_without_tiles(untied_folder, one_rank
     mini = act.mini_batch(response=12)
     expected = act.three_steps(act.build(untied_folder, one_rank), mini)
     policy = act.build(untied_folder, one_rank, **TILED, **options)
-    policy = act.without_traffic(policy) if policy.offload else policy
+    policy = act.without_traffic(policy) if policy.trained.offload else policy
     # Adam makes steps of the learning rate out of the smallest gradients, so that rounding grows with every step.
     assert act.largest_difference(act.three_steps(policy, mini), expected) <= 2e-4
 

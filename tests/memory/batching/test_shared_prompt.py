@@ -18,7 +18,7 @@ from verl_memopt.memory.batching.shared_prompt import prompt_groups
 from verl_memopt.models.build import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.workers.micro_batches import micro_batch
-from verl_memopt.workers.policy import MiniBatch
+from verl_memopt.workers.trained_model import MiniBatch
 
 
 def test_rows_of_a_group_compute_their_prompt_together_only_where_the_settings_say_so():
@@ -57,7 +57,7 @@ def gradients(policy, batch, bins, shared):
     micros = [micro_batch(sharing(batch, shared), rows) for rows in bins]
     metrics = policy.accumulate(micros, counts_of(batch), 0.9)
     found = {name: whole_of(weight.grad).clone() for name, weight in named_weights(policy.model)}
-    policy.optimizer.zero_grad()
+    policy.trained.optimizer.zero_grad()
     return metrics["actor/loss"], found
 
 
@@ -115,7 +115,7 @@ def test_activations_fall_by_those_of_the_repeated_prompts(deep, one_rank):
                 tracker.enter(name)
                 policy.accumulate([micro_batch(sharing(batch, shared), rows) for rows in mini.micro_batches], mini.counts, 0.9)
             peaks[shared] = tracker.peaks[DEVICE].bytes
-        policy.optimizer.zero_grad()
+        policy.trained.optimizer.zero_grad()
     heads, kv = SHAPE.num_heads * SHAPE.head_dim, SHAPE.num_kv_heads * SHAPE.head_dim
     # What a block keeps of a token: two inputs of norms, queries and keys before and after theirs, values and attention, and
     # the MLP's gate and up.
@@ -141,7 +141,7 @@ def two_rank_differences(rank, folder):
         for shared in (False, True):
             policy.accumulate([micro_batch(sharing(batch, shared), some) for some in bins], counts, 0.9)
             gradients.append([whole_of(parameter.grad).clone() for parameter in policy.model.parameters()])
-            policy.optimizer.zero_grad()
+            policy.trained.optimizer.zero_grad()
         found += [float((one - two).norm() / (two.norm() or 1.0)) for two, one in zip(*gradients, strict=True)]
     return found
 
@@ -155,5 +155,5 @@ def test_the_host_waits_for_nothing_between_micro_batches_of_shared_prompts(tiny
     micros = [micro_batch(rows, bins) for bins in ([0, 1, 2, 3, 4], [5, 6, 7], list(range(8, 16)))]
     counts = counts_of(rows)
     with NothingWaits():
-        metrics = policy.step(micros, counts, 0.9)
+        metrics = policy.trained.step(micros, counts, policy.loss_at(0.9))
     assert float(metrics["actor/grad_norm"]) > 0

@@ -75,18 +75,18 @@ def step_bytes(folder, world_size=4, steps=2, fsdp=None, **optim):
     with fake_ranks(world_size) as mesh:
         policy = policy_with(folder, mesh, world_size, fsdp={"optimizer_offload": True, **(fsdp or {})}, **optim)
         mini = share()
-        with counting(policy.model, policy.optimizer) as tracker, fsdp_kinds():
+        with counting(policy.model, policy.trained.optimizer) as tracker, fsdp_kinds():
             for _ in range(steps):
                 tracker.enter("backward")
                 policy.accumulate(micro_batches(mini), mini.counts, 0.9)
                 whole = tracker.peaks["device"].bytes
                 before = (tracker.total(), tracker.total("host"))
                 tracker.enter("optimizer")
-                policy.optimizer.step()
+                policy.trained.optimizer.step()
                 found.append((*before, tracker.peaks["device"].bytes, max(whole, tracker.peaks["device"].bytes)))
                 assert tracker.peaks["host"].bytes == before[1]
-                policy.optimizer.zero_grad()
-    return found, sum(local_of(parameter).numel() for parameter in policy.model.parameters()), len(policy.optimizer.state)
+                policy.trained.optimizer.zero_grad()
+    return found, sum(local_of(parameter).numel() for parameter in policy.model.parameters()), len(policy.trained.optimizer.state)
 
 
 def test_the_step_holds_three_buckets_and_no_state_and_the_first_step_as_the_second(folder):
@@ -115,7 +115,7 @@ def test_state_is_made_where_it_rests(folder):
         elements = sum(local_of(parameter).numel() for parameter in policy.model.parameters())
         assert host_allocator().held_bytes - held == pytest.approx(8 * elements, abs=128)
         assert tracker.kinds("host")["optimizer"] == host_allocator().held_bytes - held
-        assert tracker.kinds()["optimizer"] == 4 * len(policy.optimizer.state)
+        assert tracker.kinds()["optimizer"] == 4 * len(policy.trained.optimizer.state)
         del policy
 
 

@@ -24,7 +24,7 @@ from verl_memopt.memory.parameters.lora import (
 )
 from verl_memopt.models.build import fill_from_folder, named_weights, rebuild_buffers
 from verl_memopt.models.pack import pack_rows
-from verl_memopt.models.policy_model import allocate
+from verl_memopt.models.packed_model import allocate
 from verl_memopt.sync.full_weights import full_weights
 
 CPU = torch.device("cpu")

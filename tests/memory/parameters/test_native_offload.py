@@ -152,9 +152,13 @@ def two_ranks(rank, folder, aside):
     mesh = training_mesh("cpu", 2, -1)
     policy = policy_of(folder, mesh, NATIVE, 2)
     assert_equal_runs(three_steps(policy, share(rank, 2)), three_steps(policy_of(folder, mesh, None, 2), share(rank, 2)))
-    save_training_state(aside / "saved", policy.model, policy.optimizer, policy.schedule, CPU, ["model", "optimizer"])
+    save_training_state(
+        aside / "saved", policy.model, policy.trained.optimizer, policy.trained.schedule, CPU, ["model", "optimizer"]
+    )
     other = policy_of(folder, mesh, NATIVE, 2)
-    load_training_state(aside / "saved", other.model, other.optimizer, other.schedule, CPU, ["model", "optimizer"])
+    load_training_state(
+        aside / "saved", other.model, other.trained.optimizer, other.trained.schedule, CPU, ["model", "optimizer"]
+    )
     synced = [full_weights(named_weights(each.model), torch.float32, 1) for each in (policy, other)]
     pairs = zip(*synced, strict=True)
     assert all(torch.equal(one, two) for (_, one), (_, two) in pairs)

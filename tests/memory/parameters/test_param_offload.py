@@ -59,10 +59,14 @@ def two_ranks(rank, folder, aside):
     home = home_of(policy)
     home.to_host()
     with home.readable():
-        save_training_state(aside / "saved", policy.model, policy.optimizer, policy.schedule, CPU, ["model", "optimizer"])
+        save_training_state(
+            aside / "saved", policy.model, policy.trained.optimizer, policy.trained.schedule, CPU, ["model", "optimizer"]
+        )
         for name, whole in full_weights(named_weights(policy.model), torch.float32, 1):
             assert torch.equal(whole, expected[f"lm.{name}"]), name
-    load_training_state(aside / "saved", other.model, other.optimizer, other.schedule, CPU, ["model", "optimizer"])
+    load_training_state(
+        aside / "saved", other.model, other.trained.optimizer, other.trained.schedule, CPU, ["model", "optimizer"]
+    )
     for name, weight in other.model.state_dict().items():
         assert torch.equal(whole_of(weight), expected[name]), name
     return "equal"
@@ -129,10 +133,10 @@ def test_a_checkpoint_is_written_from_the_host_and_the_device_holds_nothing_for_
     home = home_of(policy)
     home.to_host()
     with ByteTracker() as tracker, home.readable():
-        save_training_state(tmp_path, policy.model, policy.optimizer, policy.schedule, CPU, ["model"])
+        save_training_state(tmp_path, policy.model, policy.trained.optimizer, policy.trained.schedule, CPU, ["model"])
         assert tracker.peaks[DEVICE].kinds.get("params", 0) == 0
     assert all(local(p).untyped_storage().nbytes() == 0 for p in policy.model.parameters())
-    load_training_state(tmp_path, other.model, other.optimizer, other.schedule, CPU, ["model"])
+    load_training_state(tmp_path, other.model, other.trained.optimizer, other.trained.schedule, CPU, ["model"])
     assert all(torch.equal(local(p), expected[name]) for name, p in other.model.named_parameters())
 
 

@@ -144,7 +144,7 @@ def test_a_checkpoint_goes_round_with_parameters_at_rest(made, tiny_folder, tmp_
     worker = made(OFFLOADED, reference_folder=str(tiny_folder))
     call(worker, "update_actor", [mini_batch()])
     call(worker, "save", str(tmp_path), ["model", "optimizer", "extra", "hf_model"])
-    assert not worker.policy.home.on_device
+    assert not worker.policy.trained.home.on_device
     expected = weights_at_home(worker)
     worker.close()
     other = made(OFFLOADED, reference_folder=str(tiny_folder))

@@ -13,7 +13,7 @@ from verl_memopt.config.schema import Fsdp, Model, Rollout
 from verl_memopt.distributed.process_group import leave_process_group, training_mesh
 from verl_memopt.memory.rollout.weight_buckets import MIB, WeightSlice, _Bucket, joined, weight_slices
 from verl_memopt.models.build import named_weights
-from verl_memopt.models.policy_model import allocate
+from verl_memopt.models.packed_model import allocate
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.rollout.hf_engine import HfEngine

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl_memopt.config.schema.actor import Actor, CheckpointContents, PolicyLoss, Ref, RefModel
+from verl_memopt.config.schema.critic import Critic, CriticModel
 from verl_memopt.config.schema.data import REQUIRED, CustomClass, CustomSampler, Data
 from verl_memopt.config.schema.model import Model
 from verl_memopt.config.schema.rollout import EngineKwargs, Rollout, ValKwargs
@@ -32,10 +33,10 @@ from verl_memopt.knobs.tiled_mlp import TiledMlp
 from verl_memopt.knobs.weight_buckets import BucketEngine
 
 __all__ = [
-    "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "CustomClass",
-    "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "FilterGroups", "Fsdp", "KlControl", "Memory",
-    "MixedPrecision", "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout", "Settings",
-    "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
+    "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
+    "CustomClass", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "FilterGroups", "Fsdp", "KlControl",
+    "Memory", "MixedPrecision", "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout",
+    "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
 ]  # fmt: skip
 
 
@@ -63,6 +64,7 @@ class Settings:
 
     data: Data = field(default_factory=Data)
     actor_rollout_ref: ActorRolloutRef = field(default_factory=ActorRolloutRef)
+    critic: Critic = field(default_factory=Critic)
     algorithm: Algorithm = field(default_factory=Algorithm)
     reward_model: RewardModel = field(default_factory=RewardModel)
     custom_reward_function: CustomReward = field(default_factory=CustomReward)

@@ -12,6 +12,7 @@ from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, Positiv
 KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
 KlWithGradient = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"]
 Part = Literal["model", "optimizer", "extra", "hf_model"]
+Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 ABOVE_ONE = Range("must be above 1", lambda value: value > 1)
 
 
@@ -70,9 +71,7 @@ class Actor(_ActorKnobs):
     """Upper clip; follows ``clip_ratio``."""
     clip_ratio_c: Annotated[float, ABOVE_ONE] = 3.0
     """Dual clip: bound of the loss for negative advantages; above 1."""
-    loss_agg_mode: Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"] = (
-        "token-mean"
-    )
+    loss_agg_mode: Aggregation = "token-mean"
     """token-mean, token-sum (grows with the batch), seq-mean-token-sum, seq-mean-token-mean, seq-mean-token-sum-norm; always over
     the global mini-batch."""
     loss_scale_factor: Annotated[int | None, POSITIVE] = None

@@ -8,7 +8,7 @@ from typing import Any, Literal
 from verl_memopt.config.schema.data import REQUIRED
 from verl_memopt.knobs.index import knob_settings
 
-_ModelKnobs: Any = knob_settings("model")
+_ModelKnobs: Any = knob_settings("model", "policy_model")
 
 
 @dataclass(frozen=True)

@@ -19,8 +19,6 @@ from verl_memopt.knobs.ranges import (
     Words,
 )
 
-VERLS_DEFAULT: Any = "gae"
-"""verl's default estimator, which no run can have: it needs a critic."""
 LOGGERS = Words(("console", "jsonl", "tensorboard", "wandb"))
 FILES = Range("must be at least 64", lambda value: value >= 64)
 
@@ -58,16 +56,18 @@ class FilterGroups:
 class Algorithm:
     """Advantages and the KL in the reward."""
 
-    adv_estimator: Literal["rloo", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"] = (
-        VERLS_DEFAULT
-    )
-    """rloo = reward minus the mean of the others in the group; grpo = minus the group's mean, over its standard deviation;
-    grpo_passk = the best of a group gets its lead over the second; opo = minus the mean weighted by length; gpg = minus the
-    mean, scaled up for groups without a signal; reinforce_plus_plus = discounted rewards of each token, whitened over the batch,
-    without groups; reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch. The default is verl's:
-    gae needs a critic, which is not available, so that one of the others must be given."""
+    adv_estimator: Literal[
+        "gae", "rloo", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"
+    ] = "gae"
+    """gae = generalised advantage estimation over the values of a critic (PPO), whitened over the batch; rloo = reward minus the
+    mean of the others in the group; grpo = minus the group's mean, over its standard deviation; grpo_passk = the best of a group
+    gets its lead over the second; opo = minus the mean weighted by length; gpg = minus the mean, scaled up for groups without a
+    signal; reinforce_plus_plus = discounted rewards of each token, whitened over the batch, without groups;
+    reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch."""
     gamma: Share = 1.0
-    """Discount of one token; reinforce_plus_plus only."""
+    """Discount of one token; gae and reinforce_plus_plus only."""
+    lam: Share = 1.0
+    """gae: how far an advantage looks ahead. 1 = the return minus the value; 0 = one token."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo and grpo_passk: divide by the group's standard deviation."""
     use_kl_in_reward: bool = False
@@ -176,11 +176,15 @@ class Trainer:
     """The run folder; null = checkpoints/{project_name}/{experiment_name}."""
     max_actor_ckpt_to_keep: Annotated[int | None, POSITIVE] = None
     """Checkpoints kept; null = all. The newest whose weights are known to be good (they gave finite gradients) stays besides."""
+    max_critic_ckpt_to_keep: Annotated[int | None, POSITIVE] = None
+    """Follows ``max_actor_ckpt_to_keep`` and can be no other number: policy and critic of a step are kept or removed together."""
     keep_best: bool | None = None
     """Keep the checkpoint with the best validation score besides; null = true where the run validates (``test_freq`` > 0)."""
     max_skipped_steps: PositiveInt = 3
     """Steps in a row without any update, because no gradient norm was finite, after which the run stops and names the last good
     checkpoint. One such step may be a bad batch; three in a row mean that the weights or the settings are at fault."""
+    critic_warmup: NaturalInt = 0
+    """Steps at the start that train only the critic; the policy stays as it is."""
     balance_batch: bool = True
     """Even out tokens over ranks."""
     ray_wait_register_center_timeout: PositiveInt = 300

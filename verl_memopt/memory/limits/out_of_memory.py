@@ -15,7 +15,7 @@ from verl_memopt.config.keys import value_at
 from verl_memopt.config.problems import shown
 from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.critic_rules import advices
 from verl_memopt.knobs.knob import LOWER, Advice
 from verl_memopt.memory.host.host_buffers import GIB
 from verl_memopt.observe.byte_tracker import DeviceLimitError, device_storages
@@ -160,12 +160,27 @@ def _error(
     return DeviceMemoryError(text, phase, requested, held_before, limit)
 
 
-def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef) -> list[str]:
-    """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out."""
-    advised = [advice for kind in kinds for knob in knobs() for advice in knob.advice if advice.kind == kind]
-    helpful = [advice for advice in advised if (not advice.phases or phase in advice.phases) and advice.when(settings)]
-    ways = [_way(advice, value_at(settings, advice.key.removeprefix("actor_rollout_ref."))) for advice in helpful]
-    return list(dict.fromkeys(way for way in ways if way is not None))
+def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef, critic: schema.Critic | None = None) -> list[str]:
+    """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out.
+
+    Args:
+        phase: Phase of the step.
+        kinds: Kinds of bytes, the most important first.
+        settings: The section ``actor_rollout_ref``.
+        critic: The section ``critic``; None in a run without a critic, where no key of it is named.
+    """
+
+    def value(key: str) -> object:
+        section, _, name = key.partition(".")
+        return value_at(critic if section == "critic" else settings, name)
+
+    ways: dict[str, None] = {}
+    for kind in kinds:
+        for advice in (advice for advice in advices() if advice.kind == kind and advice.helps_in(phase)):
+            exists = critic is not None or not advice.key.startswith("critic.")
+            if exists and advice.when(*map(value, advice.under)) and (way := _way(advice, value(advice.key))) is not None:
+                ways[way] = None
+    return list(ways)
 
 
 def _way(advice: Advice, present: object) -> str | None:

@@ -18,15 +18,20 @@ from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.optimizer.optimizer_layout import local
 from verl_memopt.observe.byte_tracker import scope
 
-KEY = "actor_rollout_ref.actor.optim.in_backward"
+ACTOR = "actor_rollout_ref.actor"
 
 
 class StepInBackward:
     """Updates each parameter as its gradient comes. FSDP2 calls the hooks once a unit's gradients are reduced and sharded."""
 
-    def __init__(self, optimizer: BucketedAdamW) -> None:
-        """Register the hooks of all parameters of an optimizer."""
-        self._optimizer = optimizer
+    def __init__(self, optimizer: BucketedAdamW, key: str = ACTOR) -> None:
+        """Register the hooks of all parameters of an optimizer.
+
+        Args:
+            optimizer: The optimizer.
+            key: The settings section of the model that it updates, to name in errors.
+        """
+        self._optimizer, self._key = optimizer, key
         self._norms: dict[int, Tensor] = {}
         device = local(optimizer.param_groups[0]["params"][0]).device
         # All three stay on the device: reading one in backward would make the host wait at each parameter.
@@ -47,9 +52,9 @@ class StepInBackward:
         """
         if num_micro_batches > 1:
             raise ConfigError(
-                f"{KEY}=true: an optimizer step has {num_micro_batches} micro-batches, and a gradient is used as soon as it is "
-                "there. Raise actor_rollout_ref.actor.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu) until one "
-                f"holds a whole mini-batch, lower ppo_mini_batch_size, or set {KEY}=false."
+                f"{self._key}.optim.in_backward=true: an optimizer step has {num_micro_batches} micro-batches, and a gradient is "
+                f"used as soon as it is there. Raise {self._key}.ppo_max_token_len_per_gpu (or ppo_micro_batch_size_per_gpu) "
+                f"until one holds a whole mini-batch, lower ppo_mini_batch_size, or set {self._key}.optim.in_backward=false."
             )
 
     def norm(self) -> Tensor:

@@ -53,7 +53,12 @@ class LoraLinear(nn.Linear):
 
 
 def apply_lora(
-    model: nn.Module, rank: int, alpha: float, target_modules: str | Sequence[str], exclude_modules: str | Sequence[str] | None
+    model: nn.Module,
+    rank: int,
+    alpha: float,
+    target_modules: str | Sequence[str],
+    exclude_modules: str | Sequence[str] | None,
+    key: str = KEY,
 ) -> list[str]:
     """Freeze a model and give each chosen linear layer an adapter. Call this before sharding.
 
@@ -64,6 +69,7 @@ def apply_lora(
         target_modules: ``all-linear`` = every linear layer but the head; a list of name endings; or a regular expression for the
             whole name.
         exclude_modules: The same for layers to leave out.
+        key: The settings section of the model, to name in errors.
 
     Returns:
         The names of the chosen layers.
@@ -77,7 +83,7 @@ def apply_lora(
     chosen = [name for name in linears if _matches(name, target_modules) and not _matches(name, exclude_modules)]
     if not chosen:
         endings = ", ".join(sorted({name.rsplit(".", 1)[-1] for name in linears}))
-        raise ConfigError(f"{KEY}.target_modules={target_modules}: no linear layer is chosen. Its layers end in {endings}.")
+        raise ConfigError(f"{key}.target_modules={target_modules}: no linear layer is chosen. Its layers end in {endings}.")
     for name in chosen:
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, LoraLinear(linears[name], rank, alpha / rank))
@@ -173,7 +179,8 @@ def _merged(weight: Tensor, layer: LoraLinear) -> Tensor:
 def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: float, writes: bool) -> None:
     """Write the adapters in the peft format: adapter_config.json and adapter_model.safetensors.
 
-    Every rank gathers in step; the rank that ``writes`` writes.
+    A module that is trained as a whole, such as the critic's head, is written beside them (``modules_to_save``). Every rank
+    gathers in step; the rank that ``writes`` writes.
 
     Args:
         folder: The folder to write.
@@ -187,40 +194,57 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
     for name, layer in adapters(model).items():
         for part in ADAPTERS:
             parameter = getattr(layer, part)
-            whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
-            if writes:
-                tensors[f"base_model.model.{name}.{part}.weight"] = whole.detach().to("cpu", copy=True).contiguous()
+            tensors[f"base_model.model.{name}.{part}.weight"] = _on_host(parameter, writes)
+    trained = whole_parameters(model)
+    tensors |= {f"base_model.model.{name}": _on_host(parameter, writes) for name, parameter in trained.items()}
     if not writes:
         return
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     names = sorted({name.rsplit(".", 1)[-1] for name in adapters(model)})
     config = {
-        "peft_type": "LORA", "task_type": "CAUSAL_LM", "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha,
-        "lora_dropout": 0.0, "target_modules": names, "bias": "none", "fan_in_fan_out": False,
+        "peft_type": "LORA", "task_type": "TOKEN_CLS" if trained else "CAUSAL_LM",
+        "base_model_name_or_path": base, "r": rank, "lora_alpha": alpha, "lora_dropout": 0.0, "target_modules": names,
+        "bias": "none", "fan_in_fan_out": False,
+        "modules_to_save": sorted({name.rsplit(".", 1)[0] for name in trained}) or None,
     }  # fmt: skip
     (folder / "adapter_config.json").write_text(json.dumps(config, indent=2) + "\n")
 
 
-def load_adapter(folder: Path, model: nn.Module) -> None:
-    """Fill the adapters from a folder in the peft format.
+def _on_host(parameter: Tensor, wanted: bool) -> Tensor:
+    """Return the whole tensor on the host, or where it is not wanted an empty one. Every rank gathers in step."""
+    whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    return whole.detach().to("cpu", copy=True).contiguous() if wanted else torch.empty(0)
+
+
+def whole_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Return the parameters that are trained as they are beside the adapters, by their name in a Hugging Face checkpoint."""
+    named = ((name.removeprefix("lm."), parameter) for name, parameter in model.named_parameters() if parameter.requires_grad)
+    return {name: parameter for name, parameter in named if name.rsplit(".", 1)[-1] not in ADAPTERS}
+
+
+def load_adapter(folder: Path, model: nn.Module, key: str = KEY) -> None:
+    """Fill the adapters from a folder in the peft format, and the modules beside them that are trained as a whole if it has them.
 
     Args:
         folder: Folder with adapter_model.safetensors.
         model: The model with the adapters.
+        key: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: A tensor is missing, left over or of another shape. The message lists them.
     """
-    key, path = f"{KEY}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
+    setting, path = f"{key}.lora_adapter_path={folder}", folder / "adapter_model.safetensors"
     if not path.is_file():
-        raise ConfigError(f"{key}: it has no adapter_model.safetensors. Give a folder in the peft format.")
+        raise ConfigError(f"{setting}: it has no adapter_model.safetensors. Give a folder in the peft format.")
     tensors = load_file(path)
     wanted = {
         f"base_model.model.{name}.{part}.weight": getattr(layer, part)
         for name, layer in adapters(model).items()
         for part in ADAPTERS
     }
+    beside = {f"base_model.model.{name}": parameter for name, parameter in whole_parameters(model).items()}
+    wanted |= {name: parameter for name, parameter in beside.items() if name in tensors}
     problems = [f"missing {name}" for name in wanted if name not in tensors]
     problems += [f"unexpected {name}" for name in tensors if name not in wanted]
     problems += [
@@ -229,6 +253,6 @@ def load_adapter(folder: Path, model: nn.Module) -> None:
         if tensors[name].shape != wanted[name].shape
     ]
     if problems:
-        raise ConfigError(f"{key}: it does not fit lora_rank and target_modules: {'; '.join(problems[:6])}.")
+        raise ConfigError(f"{setting}: it does not fit lora_rank and target_modules: {'; '.join(problems[:6])}.")
     for name, parameter in wanted.items():
         _copy_whole(parameter, tensors[name])

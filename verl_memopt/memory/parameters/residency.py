@@ -17,16 +17,20 @@ MIB = 2**20
 
 POLICY = "policy params"
 REFERENCE = "reference params"
+CRITIC = "critic params"
 
 NEEDS: dict[str, frozenset[str]] = {
     "gen": frozenset(),
     "testing": frozenset(),
     "old_log_prob": frozenset({POLICY}),
     "ref": frozenset({REFERENCE}),
+    "values": frozenset({CRITIC}),
+    "update_critic": frozenset({CRITIC}),
     "update_actor": frozenset({POLICY}),
     "update_weights": frozenset({POLICY}),
     "save_checkpoint": frozenset(),
     "load_checkpoint": frozenset({POLICY}),
+    "load_critic": frozenset({CRITIC}),
 }
 """Phase -> the parts that must be on the device in it. Every other part that may rest on the host does.
 

@@ -16,7 +16,9 @@ from torch import nn
 
 
 def sharding_units(
-    embedding: nn.Module, blocks: Sequence[nn.Module], head: nn.Module, tied: bool, own_units: bool
+    embedding: nn.Module, blocks: Sequence[nn.Module], head: nn.Module | None, tied: bool, own_units: bool
 ) -> list[nn.Module]:
-    """Return the modules to shard before the root, in the order of the forward."""
-    return [embedding, *blocks, head] if own_units and not tied else list(blocks)
+    """Return the modules to shard before the root, in the order of the forward. The head is None where it is no large matrix."""
+    if tied or not own_units:
+        return list(blocks)
+    return [embedding, *blocks, *([] if head is None else [head])]

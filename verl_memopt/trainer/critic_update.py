@@ -1,0 +1,90 @@
+"""The critic in a training step: the pass that computes values, and the update that learns the returns."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from torch import Tensor
+
+from verl_memopt.config.schema import Critic
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.trainer.checkpoints import CheckpointStore
+from verl_memopt.trainer.experience import LogProbPass, run_pass
+from verl_memopt.trainer.mini_batches import MiniBatchCutter
+from verl_memopt.trainer.passes import Budget
+from verl_memopt.trainer.timed_group import TimedGroup
+from verl_memopt.trainer.update import global_metrics, refuse_partial
+from verl_memopt.trainer.update_guard import way_back
+from verl_memopt.workers.trained_model import CRITIC
+
+
+@dataclass(frozen=True)
+class CriticTraining:
+    """What a step does with the critic.
+
+    Attributes:
+        workers: Workers that hold the critic.
+        critic: Settings of the critic.
+        cutter: Cuts the batch for the optimizer steps.
+        budget: How a rank's rows are cut into the micro-batches of the values pass.
+        warmup: Steps at the start that train only the critic.
+        warmup_pass: The pass for old log-probs in those steps, which have no update that would compute them.
+        store: Checkpoints, one of which an error names as the way back.
+    """
+
+    workers: TimedGroup
+    critic: Critic
+    cutter: MiniBatchCutter
+    budget: Budget
+    warmup: int
+    warmup_pass: LogProbPass
+    store: CheckpointStore
+
+    def warms_up(self, step: int) -> bool:
+        """Return whether the critic is trained alone in a step."""
+        return step <= self.warmup
+
+    def values(self, batch: RolloutBatch, names: Sequence[str]) -> Tensor:
+        """Return the value before each response token, fp32 [R].
+
+        Args:
+            batch: Batch of the step.
+            names: Names of the rows, for errors.
+        """
+        parts = run_pass(self.workers, "values", "values", self.budget, self.cutter.balance, (), batch, names)
+        return scatter_tokens(parts, batch.responses.sizes())
+
+    def update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> dict[str, float]:
+        """Take the optimizer steps on the workers, and return their metrics over all ranks.
+
+        Args:
+            batch: Batch of the step, with values and returns.
+            names: Names of the rows, for errors.
+            step: Number of the training step.
+
+        Raises:
+            TrainingError: A skipped update had already changed some weights.
+        """
+        per_rank = self.cutter.cut(batch, names, step)
+        results = self.workers.each("update_critic", "update_critic", [(minis,) for minis in per_rank])
+        metrics = global_metrics(results, CRITIC)
+        refuse_partial(metrics, CRITIC, step, way_back(CRITIC, self.critic.optim.lr, self.store))
+        return metrics
+
+
+def critic_budgets(critic: Critic) -> tuple[Budget, Budget]:
+    """Return the budgets of the critic's update and of the values pass."""
+    update = Budget(
+        bool(critic.use_dynamic_bsz),
+        critic.ppo_max_token_len_per_gpu,
+        critic.ppo_micro_batch_size_per_gpu,
+        "critic.ppo_max_token_len_per_gpu",
+    )
+    values = replace(
+        update,
+        max_tokens=critic.forward_max_token_len_per_gpu or 0,
+        rows=critic.forward_micro_batch_size_per_gpu,
+        key="critic.forward_max_token_len_per_gpu",
+    )
+    return update, values
