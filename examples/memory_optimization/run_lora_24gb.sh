@@ -17,5 +17,7 @@ KNOBS=(
     actor_rollout_ref.actor.fsdp_config.model_dtype=bfloat16
     actor_rollout_ref.actor.optim.stochastic_rounding=true
     actor_rollout_ref.actor.optim.state_dtype=fp32
+    # The engine gets merged weights, which are rounded to bfloat16: also where the recipe computes in fp32.
+    actor_rollout_ref.rollout.max_logprob_diff=auto
 )
 . examples/memory_optimization/train.sh

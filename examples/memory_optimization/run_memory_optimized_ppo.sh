@@ -33,8 +33,7 @@ KNOBS=(
     actor_rollout_ref.actor.use_dynamic_bsz=true
     {actor_rollout_ref.actor,critic}.ppo_max_token_len_per_gpu="$token_budget"
     actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu=$((2 * token_budget))
-    # 6 packed rows without pad tokens, and log-probs by chunks of tokens
-    actor_rollout_ref.model.use_remove_padding=true
+    # 6 log-probs by chunks of tokens, of rows that are packed without pad tokens (always)
     actor_rollout_ref.model.logprob_chunk_tokens="$logprob_chunk_tokens"
     # 7 the engine's share of the card, given back while the trainer computes
     actor_rollout_ref.rollout.gpu_memory_utilization="$gpu_mem_util"

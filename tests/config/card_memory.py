@@ -151,6 +151,13 @@ class CardMemory:
             reduction = (low + 2 * reduced) * vocabulary if cast else 0
         return self.masters + grads + self.resident_moments + max(head, block, reduction, 3 * optim.bucket_megabytes * MIB)
 
+    def critic_update(self) -> float:
+        """The update of a critic with the policy's shapes, which rests on the host otherwise, beside what stays of the policy.
+
+        A critic has no logits, so this is a bound.
+        """
+        return self.update() + self.resident
+
     @property
     def _is_cast(self) -> bool:
         """FSDP2 casts each unit while it computes: on several cards, and where masters and compute have other dtypes."""
@@ -185,8 +192,7 @@ class CardMemory:
 
     def phases(self) -> dict[str, float]:
         """Return the device bytes of each phase, all holders together."""
-        rollout = self.shapes.settings.rollout
-        outside = OUTSIDE + (0 if rollout.enforce_eager else GRAPHS)
+        rollout, outside = self.shapes.settings.rollout, self._outside
         return {
             "gen": self.resident * RESERVED + rollout.gpu_memory_utilization * self.card_bytes,
             "old_log_prob": self.log_probs() * RESERVED + outside,
@@ -194,6 +200,10 @@ class CardMemory:
             "update_actor": self.update() * RESERVED + outside,
             "update_weights": self.weight_sync() * RESERVED + self.engine_weights + outside,
         }
+
+    @property
+    def _outside(self) -> float:
+        return OUTSIDE + (0 if self.shapes.settings.rollout.enforce_eager else GRAPHS)
 
     @property
     def kv_tokens(self) -> int:
@@ -212,5 +222,6 @@ class CardMemory:
         return rests + model.enable_activation_offload * self.shapes.input_bytes * self.shapes.layers
 
     def fits(self, least_tokens: int) -> bool:
-        """Return whether every phase fits the card and the KV cache holds ``least_tokens``."""
-        return max(self.phases().values()) <= self.card_bytes and self.kv_tokens >= least_tokens
+        """Return whether every phase fits the card, a critic's update too, and the KV cache holds ``least_tokens``."""
+        critic = self.critic_update() * RESERVED + self._outside
+        return max(critic, *self.phases().values()) <= self.card_bytes and self.kv_tokens >= least_tokens

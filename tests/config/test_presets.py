@@ -118,7 +118,7 @@ def test_what_a_cards_file_claims_follows_from_the_formulas(card):
     binding = on_card(card, claims[0]).phases()
     assert re.search(r"Binding phase of the largest: (\w+)\.", text)[1] == max(binding, key=binding.__getitem__)
     host = on_card(card, claims[0]).host_bytes(with_reference=True)
-    assert int(re.search(r"(\d+) GiB for the largest", text)[1]) == math.ceil(host / GIB)
+    assert int(re.search(r"(\d+) GiB for the largest with", text)[1]) == math.ceil(host / GIB)
 
 
 @pytest.mark.parametrize(("model", "cards", "card"), [("qwen3_8b", 8, "24g"), ("qwen3_8b", 2, "80g"), ("qwen2_5_7b", 4, "32g")])
