@@ -42,7 +42,7 @@ class Checkout:
     """A folder in which the commands of one page run one after another."""
 
     def __init__(self, folder, toy, run_folder, handed):
-        """handed: variables and script -> arguments of the training entry; filled here, for other pages too."""
+        """handed: variables, script and presets -> arguments of the training entry; filled here, for other pages too."""
         self.folder, self.run_folder, self.handed = folder / "checkout", run_folder, handed
         self.folder.mkdir()
         for path in ROOT.iterdir():
@@ -53,6 +53,9 @@ class Checkout:
         (self.folder / "FOLDER").symlink_to(toy / "model")
         self.home = folder / "home"
         self._make_gsm8k(self.home / "gsm8k" / "main")
+        # A script with a preset would get the data from the hub. Nothing reads what lies here.
+        (self.folder / "data" / "gsm8k").mkdir(parents=True)
+        (self.folder / "data" / "gsm8k" / "train.parquet").touch()
 
     def _make_toy(self, toy, seed):
         # Warming up the model of another seed takes as long as all other commands together.
@@ -84,7 +87,7 @@ class Checkout:
     def train(self, variables, program):
         """Resolve the settings of a training command, and put a run where it would have put its own.
 
-        A script is run once for each set of variables and presets. What it then hands to the entry is used for its other overrides.
+        A script is run once for each set of variables and presets. What it hands to the entry then serves its other overrides.
         """
         script, *overrides = re.sub(r"^bash ", "", program).split()
         presets = " ".join(word for word in overrides if word.startswith(("model=", "memory=")))
