@@ -18,6 +18,11 @@ OFF_POLICY = [
     *("custom_reward_function.path={reward}", "algorithm.filter_groups.enable=true"),
     f"{AR}.actor.policy_loss.loss_mode=kl_cov",
 ]
+PPO = [
+    *("algorithm.adv_estimator=gae", f"{AR}.actor.policy_loss.loss_mode=vanilla", "critic.ppo_max_token_len_per_gpu=4096"),
+    *(f"{AR}.actor.ppo_mini_batch_size=4", "critic.model.enable_activation_offload=true"),
+    "critic.model.activation_offload_min_bytes=64",
+]
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     answer = solution_str.strip()
@@ -51,11 +56,11 @@ def pattern(name):
 
 @pytest.fixture(scope="module")
 def logged(toy, tmp_path_factory):
-    """Return every name of two short runs: one on-policy, one with all that adds metrics."""
+    """Return every name of short runs: one on-policy, one with all that adds metrics, one with a critic."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "reward.py").write_text(REWARD)
     names = set()
-    for number, overrides in enumerate(([f"{AR}.actor.ppo_mini_batch_size=4"], OFF_POLICY)):
+    for number, overrides in enumerate(([f"{AR}.actor.ppo_mini_batch_size=4"], OFF_POLICY, PPO)):
         told = [override.format(reward=folder / "reward.py") for override in overrides]
         run_dir = folder / str(number)
         succeeded(train(toy, run_dir, *LOCAL, *SHORT, *told))

@@ -27,11 +27,15 @@ CHECKED_ONLY = {
     # have a single value, which tests/config/test_checks.py holds
     "actor_rollout_ref.hybrid_engine",
     "actor_rollout_ref.actor.strategy",
+    "critic.strategy",
+    "critic.enable",
     "actor_rollout_ref.rollout.mode",
     "reward_model.reward_manager",
     # other keys follow these (tests/config/test_links.py)
     "actor_rollout_ref.actor.clip_ratio",
     "actor_rollout_ref.rollout.prompt_length",
+    # the number of checkpoints is one (tests/config/test_critic_rules.py)
+    "trainer.max_critic_ckpt_to_keep",
     # decided before a run begins
     "debug.mode",
 }
@@ -93,6 +97,18 @@ def runs(toy, folder):
     lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
     lora += ["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
     yield load_settings("rloo_trainer", common(toy, folder / "lora") + plain + lora)
+    ppo = ["actor_rollout_ref.actor.use_dynamic_bsz=true", "trainer.total_training_steps=2", "trainer.critic_warmup=1"]
+    ppo += ["critic.ppo_max_token_len_per_gpu=64"]
+    yield load_settings("ppo_trainer", common(toy, folder / "ppo") + ppo)
+    critic = [
+        "critic.use_dynamic_bsz=false", "critic.ppo_micro_batch_size_per_gpu=2", "critic.model.lora_rank=2",
+        "critic.model.enable_activation_offload=true", "critic.model.tiled_mlp.enabled=true", "critic.shuffle=true",
+        "critic.loss_agg_mode=seq-mean-token-sum-norm", "critic.optim.lr_scheduler_type=cosine",
+        "critic.optim.state_dtype=int8", "critic.model.fsdp_config.optimizer_offload=true",
+        "critic.model.gradient_checkpointing_mode=every_n",
+    ]  # fmt: skip
+    yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic)
+    yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic + ["trainer.total_training_steps=3"])
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,10 @@ import torch
 from torch import nn
 from transformers import MistralConfig, Qwen2Config, Qwen3Config
 
+from tests.critics import critic_for
 from tests.models.architectures import tiny_config, tiny_folder
 from tests.ranks import run_ranks
+from tests.tensors import whole_of
 from verl_memopt.config.schema import Actor, Fsdp, Model, TiledMlp
 from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.errors import ConfigError
@@ -18,6 +20,7 @@ from verl_memopt.models.build import empty_model, fill_from_folder, rebuild_buff
 from verl_memopt.models.packed_model import allocate
 from verl_memopt.models.packing_check import GROUPS, MIXING_BOUND, check_packing, refuse_sliding_window, row_differences
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
+from verl_memopt.models.value_model import ValueModel, stored_head
 from verl_memopt.workers.build_policy import build_policy, materialize
 
 CPU = torch.device("cpu")
@@ -139,6 +142,29 @@ def test_a_right_model_passes_under_every_knob_and_other_rows_change_nothing(unt
     found = row_differences(policy, CPU, prompt_groups(GROUPS, actor))
     assert found.mixing == 0
     assert found.packing < (1e-6 if dtype is torch.float32 else 1e-2)
+
+
+@pytest.mark.parametrize("compute", ["fp32", "bfloat16"])
+def test_a_critic_is_compared_by_values_although_its_own_head_is_0(untied_folder, one_rank, compute):
+    model = critic_for(untied_folder, one_rank, fsdp={"dtype": compute}).model
+    dtype = dtype_of(compute, "dtype")
+    check_packing(model, CPU, dtype, SHARED, "folder")
+    differences = row_differences(model, CPU, GROUPS)
+    assert differences.mixing == 0
+    assert 0 < differences.packing < (1e-5 if compute == "fp32" else 5e-2)
+    assert not any(parameter.any() for parameter in map(whole_of, model.score.parameters()))
+
+
+def test_a_critic_that_mixes_rows_is_refused_under_its_own_key(tmp_path):
+    folder = tiny_folder(tmp_path / "model", "lfm2", 0.06, **LFM2)
+    config = tiny_config("lfm2", **LFM2).get_text_config()
+    model = ValueModel(empty_model(config, choose_attention("sdpa", CPU, torch.float32), torch.float32, False))
+    allocate(model, CPU)
+    rebuild_buffers(model, CPU)
+    fill_from_folder(model, folder, "critic.model", stored_head(folder))
+    expected = r"critic\.model\.path=folder: models of type lfm2 mix the tokens .* change a row's values by"
+    with pytest.raises(ConfigError, match=expected):
+        check_packing(model, CPU, torch.float32, SHARED, "folder", "critic.model")
 
 
 def test_the_check_leaves_the_models_and_the_processs_state_alone(untied_folder, one_rank):

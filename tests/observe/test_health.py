@@ -121,3 +121,9 @@ def test_a_resumed_run_knows_what_it_was_told_and_what_it_began_with():
 
     assert story(restarts=True) == story(restarts=False)
     assert sum(map(len, story(restarts=True))) == 3
+
+
+def test_steps_without_an_update_of_the_policy_say_nothing_about_its_gradient():
+    health = Health(validates=True)
+    for step in range(1, 20):
+        assert health.step(step, [0.0] * 8, 2, {"critic/grad_norm": 0.0}) == []

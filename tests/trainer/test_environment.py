@@ -120,3 +120,38 @@ def test_a_tokenizer_with_more_tokens_than_the_embedding_has_rows_is_refused(set
 
 def test_the_environment_knows_the_rows_of_the_embedding(settled):
     assert resolved(settled()).embedding_rows == 320
+
+
+GAE = {"algorithm.adv_estimator": "gae"}
+CRITIC = "critic.model.path"
+
+
+def test_a_critic_starts_from_the_policys_folder_unless_another_is_named(settled, tiny_folder, untied_folder):
+    assert resolved(settled()).critic_folder is None
+    environment = resolved(settled(GAE))
+    assert environment.critic_folder == tiny_folder
+    assert environment.critic_weights == environment.weights
+    assert resolved(settled(GAE | {CRITIC: str(untied_folder)})).critic_folder == untied_folder
+
+
+def test_a_missing_critic_is_refused_under_its_own_key_and_only_where_it_is_needed(settled):
+    assert resolved(settled({CRITIC: "/nowhere"})).critic_folder is None
+    with pytest.raises(ConfigError, match=re.escape(f"{CRITIC}=/nowhere")):
+        resolved(settled(GAE | {CRITIC: "/nowhere"}))
+
+
+def test_a_critic_with_another_vocabulary_is_refused_with_both_folders(settled, tmp_path, tiny_folder):
+    other = make_tiny_model(tmp_path / "other", TinyShape())
+    file = other / "tokenizer.json"
+    file.write_text(file.read_text().replace('"A": ', '"swapped": ').replace('"B": ', '"A": ').replace('"swapped": ', '"B": '))
+    with pytest.raises(ConfigError) as caught:
+        resolved(settled(GAE | {CRITIC: str(other)}))
+    assert str(caught.value).startswith(f"{CRITIC}={other}: its tokenizer is another than the policy's in {tiny_folder}")
+    (other / "tokenizer.json").unlink()
+    assert resolved(settled(GAE | {CRITIC: str(other)})).critic_folder == other  # it is taken to use the policy's
+
+
+def test_a_critic_with_too_small_an_embedding_is_refused(settled, tmp_path):
+    small = make_tiny_model(tmp_path / "small", TinyShape(vocab_size=300))
+    with pytest.raises(ConfigError, match=re.escape(f"{CRITIC}={small}: its embedding has 300 rows")):
+        resolved(settled(GAE | {CRITIC: str(small)}))

@@ -12,7 +12,7 @@ from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpoin
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.checkpoints import CheckpointStore
-from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, plain_shapes, with_seeds
+from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, loaded_parts, plain_shapes, with_seeds
 from verl_memopt.trainer.run import train
 
 SAVES = {"trainer.save_freq": 1}
@@ -149,6 +149,24 @@ def test_a_model_whose_weights_do_not_fit_is_refused_before_a_worker_starts(sett
     other = make_tiny_model(tmp_path / "other", TinyShape(hidden_size=32), seed=1)
     with pytest.raises(ConfigError, match=r"model.path=.*other: its weights are not those of .* \(.* there, .* here"):
         resumed_context(settled, {f"{AR}.model.path": str(other)})
+
+
+def test_a_critic_cannot_go_on_from_a_checkpoint_without_one(settled, run_dir):
+    with pytest.raises(ConfigError, match=r"algorithm\.adv_estimator=gae: there is no critic in .*global_step_2"):
+        resumed_context(settled, {"algorithm.adv_estimator": "gae"})
+
+
+def test_what_a_critic_loads_must_have_its_model(settled, run_dir):
+    parts = {"algorithm.adv_estimator": "gae", "critic.checkpoint.load_contents": ["extra"]}
+    with pytest.raises(ConfigError, match=r"critic\.checkpoint\.load_contents=\['extra'\]: a run cannot go on from"):
+        resumed_context(settled, parts)
+
+
+def test_the_parts_of_every_trained_role_are_listed(settled):
+    settings = settled({"algorithm.adv_estimator": "gae", "critic.checkpoint.load_contents": ["model"]})
+    actor = settings.actor_rollout_ref.actor
+    assert loaded_parts(actor, None) == {f"{AR}.actor.checkpoint.load_contents": ["model", "optimizer", "extra"]}
+    assert loaded_parts(actor, settings.critic)["critic.checkpoint.load_contents"] == ["model"]
 
 
 def test_a_checkpoint_of_an_earlier_version_has_no_settings_to_compare(settled, run_dir, caplog):

@@ -12,10 +12,11 @@ from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.step_metrics import StepMetrics
 
 
-def described(truncates=False, kl_mean=None, entropy=None, old_log_prob=-5.0):
+def described(truncates=False, kl_mean=None, entropy=None, old_log_prob=-5.0, values=None):
     """Describes two groups of two: responses of 4, 1, 0 and 3 tokens, rewards 1, 0, 0.5 and 0.5, the last one a failure."""
     rows = batch_of([4, 1, 0, 3])
     rows.old_log_probs[0] = old_log_prob
+    rows.old_values = values
     results = [RewardResult(1.0, {}), RewardResult(0.0, {}), RewardResult(0.5, {}), RewardResult(0.5, {}, failed=True)]
     per_token = torch.tensor([1.0, -1.0, 0.0, 0.0])[rows.response_row()]
     scores = torch.tensor([result.score for result in results])
@@ -59,3 +60,13 @@ def test_what_a_run_does_not_compute_is_absent():
     assert metrics["actor/entropy"] == 1.5
     assert (metrics["actor/reward_kl_penalty"], metrics["actor/reward_kl_penalty_coeff"]) == (0.125, 0.5)
     assert (metrics["data/tokens_dropped"], metrics["data/rows_truncated"]) == (9.0, 2.0)
+
+
+def test_values_are_described_and_compared_with_the_returns_where_there_is_a_critic():
+    assert not any(name.startswith(("critic/values", "critic/vf_")) for name in described())
+    returns = torch.tensor([1.5, 1.5, 1.5, 1.5, -0.5, 0.5, 0.5, 0.5])
+    metrics = described(values=returns - torch.tensor([0.5, -0.5] * 4))
+    assert (metrics["critic/values/min"], metrics["critic/values/max"]) == (-1.0, 2.0)
+    residual, total = torch.tensor([0.5, -0.5] * 4).double().var(), returns.double().var()
+    assert metrics["critic/vf_explained_var"] == pytest.approx(float(1 - residual / (total + 1e-5)))
+    assert described(values=returns)["critic/vf_explained_var"] == 1.0

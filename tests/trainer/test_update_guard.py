@@ -115,3 +115,61 @@ def test_a_restart_does_not_begin_the_count_again(store):
     resumed.watch(6, skipped(), True)
     with pytest.raises(TrainingError, match=r"steps 5 to 7 applied no update.*the update of step 4"):
         resumed.watch(7, skipped(), True)
+
+
+CRITIC_LR = "critic.optim.lr"
+
+
+def both(store, most=3):
+    """Gives the guard of a run with a critic, whose rate is 0.25."""
+    return UpdateGuard(most, 0.5, store, 2, critic_lr=0.25, critic_updates_per_step=4)
+
+
+def of_critic(count=0.0, norm=1.0, **more):
+    return {"critic/skipped_updates": float(count), "critic/grad_norm": norm, **more}
+
+
+def test_a_critic_without_an_update_for_so_many_steps_ends_the_run_and_names_its_rate(store):
+    guard = both(store, most=2)
+    save(store, 1)
+    guard.watch(2, applied() | of_critic(), True)
+    guard.watch(3, applied() | of_critic(4, math.nan), True)
+    with pytest.raises(TrainingError) as error:
+        guard.watch(4, applied() | of_critic(4, math.nan, **{"critic/values/mean": math.nan}), True)
+    assert str(error.value) == (
+        "trainer.max_skipped_steps=2: steps 3 to 4 applied no update of the critic, because the gradient norm was not finite "
+        "(nan). The weights are those of the update of step 2. They give values that are not finite: that update has damaged "
+        "them. The checkpoint of step 1 is good: its weights gave finite gradients. Go on from it with a lower rate: "
+        f"trainer.resume_mode=resume_path trainer.resume_from_path={store.root}/global_step_1 {CRITIC_LR}=<less than 0.25>"
+    )
+
+
+def test_a_checkpoint_is_proven_by_both_models(store):
+    guard = both(store)
+    save(store, 1)
+    guard.watch(2, applied() | of_critic(4, math.nan), True)
+    assert store.proven() is None
+    save(store, 2)
+    guard.watch(3, skipped(2) | of_critic(), True)
+    assert store.proven() is None
+    save(store, 3)
+    guard.watch(4, applied() | of_critic(3, math.nan), True)
+    assert store.proven() == 3
+
+
+def test_in_a_warm_up_the_critic_alone_is_judged(store):
+    guard = both(store, most=1)
+    save(store, 1)
+    guard.watch(2, of_critic(), True)
+    assert store.proven() == 1
+    with pytest.raises(TrainingError, match=r"step 3 applied no update of the critic.*returns reach from -1e\+09 to 2"):
+        guard.watch(3, of_critic(4, math.inf, **{"critic/returns/min": -1e9, "critic/returns/max": 2.0}), True)
+
+
+def test_the_counts_of_both_models_go_into_a_checkpoint(store):
+    guard, resumed = both(store), both(store)
+    guard.watch(5, skipped(2) | of_critic(4, math.nan), True)
+    resumed.load_state_dict(guard.state_dict())
+    resumed.watch(6, applied() | of_critic(4, math.nan), True)
+    with pytest.raises(TrainingError, match="steps 5 to 7 applied no update of the critic"):
+        resumed.watch(7, applied() | of_critic(4, math.nan), True)

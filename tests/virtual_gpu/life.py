@@ -11,11 +11,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.end_to_end.covering import settings_of
 from tests.virtual_gpu.device import VirtualGpu
 from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import Critic, CriticModel
 from verl_memopt.data.batch import rollout_batch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.memory.batching.shared_prompt import prompt_groups
-from verl_memopt.memory.parameters.residency import NEEDS, POLICY, REFERENCE
+from verl_memopt.memory.parameters.residency import CRITIC, NEEDS, POLICY, REFERENCE
 from verl_memopt.models.packing_check import GROUPS, row_differences
 from verl_memopt.observe.byte_tracker import storages_of
 from verl_memopt.observe.kinds import state_tensors
@@ -45,13 +46,17 @@ class Life:
     ops: set = field(default_factory=set)
 
 
-def live(row, folder, world_size=1, attention=None, whole=True):
+def live(row, folder, world_size=1, attention=None, whole=True, critic=False):
     """Runs a worker's life under a row of knobs and returns what was seen. Raises: whatever goes wrong in it.
 
     world_size: ranks of a group of which this is the first; the others are not there, and what they send is nothing.
     attention: ``model.attn_implementation``. whole: with generation, an update that finds its own log-probs, a checkpoint.
+    critic: with a critic that has every knob as the policy has it.
     """
     plan, settings = _plan(row, folder, world_size, attention)
+    if critic:
+        ours = settings.actor_rollout_ref
+        plan = dataclasses.replace(plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_steps=2)
     leave_process_group()
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     with VirtualGpu() as gpu:
@@ -67,14 +72,17 @@ def live(row, folder, world_size=1, attention=None, whole=True):
 
 def compare_packed_rows(row, folder, world_size=1):
     """Return how far packing changes a row of each model of a worker, as if the models had values. Raises: as :func:`live`."""
-    plan, _ = _plan(row, folder, world_size, None)
+    plan, settings = _plan(row, folder, world_size, None)
+    ours = settings.actor_rollout_ref
+    plan = dataclasses.replace(plan, critic=twin_of(ours.actor, ours.model), critic_folder=str(folder), critic_steps=2)
     leave_process_group()
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     with VirtualGpu():
         worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
         try:
             groups = prompt_groups(GROUPS, plan.settings.actor)
-            return [row_differences(model, worker.device, groups) for model in (worker.policy.model, worker.reference)]
+            models = (worker.policy.model, worker.reference, worker.critic.model)
+            return [row_differences(model, worker.device, groups) for model in models]
         finally:
             worker.close()
 
@@ -106,6 +114,17 @@ def _plan(row, folder, world_size, attention):
     return plan, dataclasses.replace(settings, actor_rollout_ref=ours)
 
 
+def twin_of(actor, model):
+    """Gives the settings of a critic with the knobs of a policy."""
+    knobs = {field.name: getattr(model, field.name) for field in dataclasses.fields(CriticModel) if hasattr(model, field.name)}
+    return Critic(
+        model=CriticModel(**knobs, fsdp_config=actor.fsdp_config),
+        optim=actor.optim,
+        loss_agg_mode=actor.loss_agg_mode,
+        loss_scale_factor=actor.loss_scale_factor,
+    )
+
+
 def _batch(seed, actor):
     """Return two groups of four answers, one of them empty, of few different lengths: each takes kernels of its own."""
     generator = torch.Generator().manual_seed(seed)
@@ -116,7 +135,10 @@ def _batch(seed, actor):
     responses = ids([5, 5, 5, 5, 5, 5, 3, 0])
     firsts = ids([6, 6]).select([0] * 4 + [1] * 4)
     tokens = int(responses.lengths.sum())
-    fields = {name: torch.randn(tokens, generator=generator) for name in ("old_log_probs", "ref_log_probs", "advantages")}
+    fields = {
+        name: torch.randn(tokens, generator=generator)
+        for name in ("old_log_probs", "ref_log_probs", "advantages", "old_values", "returns")
+    }
     batch = rollout_batch(firsts, responses, torch.arange(8) // 4, actor)
     return dataclasses.replace(batch, **fields)
 
@@ -128,8 +150,9 @@ class _Witness:
         self.worker, self.gpu, self.settings, self.world_size = worker, gpu, settings, world_size
         self.life = Life()
         self._look("init")
-        worker.policy.trained.accumulate = self._never_waiting(worker.policy.trained.accumulate)
-        for model in (worker.policy.model, worker.reference):
+        for trained in worker._trained():
+            trained.accumulate = self._never_waiting(trained.accumulate)
+        for model in (worker.policy.model, worker.reference, None if worker.critic is None else worker.critic.model):
             if model is not None:
                 model.forward = self._never_waiting(model.forward)
 
@@ -155,6 +178,8 @@ class _Witness:
         with tempfile.TemporaryDirectory() as folder:
             contents = ["model", "optimizer", "extra", "hf_model"]
             self.call("save_checkpoint", "save", folder, contents)
+            if self.worker.critic is not None:
+                self.call("save_checkpoint", "save_critic", f"{folder}/critic", contents)
 
     def step(self, seed):
         whole, (update, old, ref) = self._batch(seed)
@@ -162,6 +187,10 @@ class _Witness:
         whole.old_log_probs = self.call("old_log_prob", "old_log_probs", whole, old, True).log_probs
         whole.ref_log_probs = self.call("ref", "ref_log_probs", whole, ref).log_probs
         counts = GlobalCounts(float(sum(whole.responses.sizes())), float(whole.num_rows))
+        if self.worker.critic is not None:
+            values = self.call("values", "values", whole, old)
+            assert (values.shape, values.device.type) == (whole.returns.shape, "cpu")
+            self.call("update_critic", "update_critic", [MiniBatch(whole, update, counts)])
         self.call("update_actor", "update_actor", [MiniBatch(whole, update, counts)])
         self.call("update_weights", "update_weights")
 
@@ -210,6 +239,9 @@ class _Witness:
         yield "optimizer", list(state_tensors(worker.policy.trained.optimizer))
         if worker.reference is not None:
             yield "reference", [*worker.reference.parameters(), *worker.reference.buffers()]
+        if worker.critic is not None:
+            yield "critic", [*worker.critic.model.parameters(), *worker.critic.model.buffers()]
+            yield "critic's optimizer", list(state_tensors(worker.critic.trained.optimizer))
         yield "engine", [tensor for _, tensor in worker.engine.resident_tensors()]
 
 
@@ -232,11 +264,12 @@ def misplaced(row, life):
     # With LoRA the reference is the policy without its adapters.
     rests_on_host("policy", "actor param_offload", {POLICY} if row["lora"] == "off" else {POLICY, REFERENCE})
     rests_on_host("reference", "ref param_offload", {REFERENCE})
+    rests_on_host("critic", "actor param_offload", {CRITIC})
     for phase, kinds in life.rests.items():
-        if "on" in (row["actor optimizer_offload"], row["actor offload_policy"]) and kinds["optimizer"] > SLACK_BYTES:
-            found.append(f"optimizer after {phase}: {kinds['optimizer']} bytes")
-        if row["actor offload_policy"] == "on" and kinds["policy"] > SLACK_BYTES:
-            found.append(f"policy after {phase}: {kinds['policy']} bytes")
+        moments, models = (kinds.keys() & names for names in ({"optimizer", "critic's optimizer"}, {"policy", "critic"}))
+        offloaded = moments if "on" in (row["actor optimizer_offload"], row["actor offload_policy"]) else set()
+        offloaded |= models if row["actor offload_policy"] == "on" else set()
+        found += [f"{kind} after {phase}: {kinds[kind]} bytes" for kind in sorted(offloaded) if kinds[kind] > SLACK_BYTES]
         if row["engine"] != "awake" and phase == "released" and kinds["engine"]:
             found.append(f"engine after {phase}: {kinds['engine']} bytes")
         if life.strangers[phase] > SLACK_BYTES:

@@ -1,5 +1,6 @@
 import gc
 import pickle
+import re
 import weakref
 
 import pytest
@@ -7,6 +8,7 @@ import torch
 import torch.distributed as dist
 from transformers import PreTrainedModel
 
+from tests.critics import call_critic, critic_mini, critic_plan
 from tests.tensors import local_of, whole_of
 from tests.workers.test_policy import batch
 from verl_memopt.algorithms.reductions import GlobalCounts
@@ -259,6 +261,23 @@ def test_a_phase_past_the_device_limit_is_an_error_that_names_it_and_the_worker_
         worker.call("update_actor", True, "update_actor", mini)
     # Bytes are only counted in tracked phases of a CPU, so only those are refused.
     assert worker.call("update_actor", False, "update_actor", mini).value["actor/loss"]
+
+
+def test_memory_that_runs_out_in_the_critics_update_is_told_with_the_critics_keys(made, tiny_folder):
+    """Its parameters are counted beside the policy's, and what to set is a key of the critic's."""
+    plan = critic_plan(tiny_folder)
+    params = sum(parameter.numel() for parameter in made(**plan).critic.model.parameters()) * 4
+    made.close()
+    worker = made(memory=Memory(device_limit_gb=0.0015), **plan)
+    with pytest.raises(DeviceMemoryError, match=r"update_critic: out of device memory") as caught:
+        call_critic(worker, "update_critic", [critic_mini(rows=16)], track=True)
+    assert "critic." in str(caught.value)
+    assert "actor_rollout_ref.model" not in str(caught.value)
+    held = float(re.search(r"params ([\d.e-]+)", str(caught.value))[1]) * GIB
+    assert held == pytest.approx(2 * params, rel=0.01), "the head and its bias in place of a tied LM head"
+    assert [kind for kind, _ in worker._resident()].count("params") == len(
+        [*worker.policy.model.parameters(), *worker.critic.model.parameters()]
+    )
 
 
 def test_a_workers_host_limits_end_with_it(made):

@@ -20,18 +20,18 @@ _OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modu
 """Names in adapter_config.json whose value must be empty or false: with any other the adapters compute something else."""
 
 
-def adapter_settings(model: str, given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Return the LoRA settings of a model's adapter folder, our dotted key -> value, and what is wrong with the folder.
 
     The folder is read if ``lora_rank`` is not given and it has an ``adapter_config.json``. A key that is given is left out.
 
     Args:
         model: One of :data:`MODELS`.
-        given: Dotted key -> value of the keys that the user set, under our names.
+        user_values: Dotted key -> value of the keys that the user set, under our names.
     """
     key, rank = f"{model}.lora_adapter_path", f"{model}.lora_rank"
-    path = given.get(key)
-    if not isinstance(path, str) or rank in given or not (file := Path(path) / "adapter_config.json").is_file():
+    path = user_values.get(key)
+    if not isinstance(path, str) or rank in user_values or not (file := Path(path) / "adapter_config.json").is_file():
         return {}, []
     try:
         config = json.loads(file.read_text())
@@ -44,6 +44,6 @@ def adapter_settings(model: str, given: Mapping[str, Any]) -> tuple[dict[str, An
     if config.get("lora_dropout"):
         logger.warning("%s=%s: the adapters were trained with dropout, and are trained on without it", key, path)
     read = {f"{model}.{ours}": config[name] for name, ours in _READ.items() if config.get(name) is not None}
-    of_folder = {name: value for name, value in read.items() if name not in given}
+    of_folder = {name: value for name, value in read.items() if name not in user_values}
     logger.info("%s=%s sets %s", key, path, ", ".join(f"{name}={shown(value)}" for name, value in of_folder.items()))
     return of_folder, []

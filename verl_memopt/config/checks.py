@@ -59,8 +59,8 @@ def check(values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str])
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
     for idle in (*WITHOUT_CRITIC.values(), *IDLE.values()):
-        given = idle.key in user_keys and idle.key not in wrong
-        if given and idle.when(*(values[other] for other in idle.under)):
+        is_set = idle.key in user_keys and idle.key not in wrong
+        if is_set and idle.when(*(values[other] for other in idle.under)):
             warn_idle(idle, values[idle.key], if_not_given[idle.key])
     for rule in (*RULES, *refusals()):
         arguments = [values[key] for key in rule.reads]

@@ -13,6 +13,7 @@ from torch.nn.functional import pad
 
 from verl_memopt.distributed.device import is_gpu, supports_flash
 from verl_memopt.errors import ConfigError
+from verl_memopt.models.architecture import POLICY_KEY
 from verl_memopt.models.attention_dense import dense_attention
 from verl_memopt.models.attention_eager import eager_attention, windowed_attention
 from verl_memopt.models.attention_flash import flash_attention
@@ -35,7 +36,7 @@ class AttentionChoice:
     reason: str
 
 
-def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> AttentionChoice:
+def choose_attention(name: str, device: torch.device, dtype: torch.dtype, section: str = POLICY_KEY) -> AttentionChoice:
     """Choose the kernel for ``model.attn_implementation``.
 
     ``auto`` takes flash-attn where it is installed and supports device and dtype. Without flash-attn it takes torch's own flash
@@ -45,11 +46,12 @@ def choose_attention(name: str, device: torch.device, dtype: torch.dtype) -> Att
         name: The setting.
         device: Where the model computes.
         dtype: In which it computes.
+        section: The settings section of the model, to name in errors.
 
     Raises:
         ConfigError: For an unknown name, or for a kernel that cannot run here.
     """
-    key = f"actor_rollout_ref.model.attn_implementation={name}"
+    key = f"{section}.attn_implementation={name}"
     if name not in ("auto", "flash_attention_2", "sdpa", "eager"):
         raise ConfigError(f"{key}: unknown. Use auto, flash_attention_2, sdpa or eager.")
     installed, supported = importlib.util.find_spec("flash_attn") is not None, supports_flash(device, dtype)

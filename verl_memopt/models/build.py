@@ -220,7 +220,8 @@ def fill_from_folder(
             named.pop(name).zero_()
     parameters = {renamed.get(name) or name: parameter for name, parameter in named.items()}
     layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
-    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder, key)
+    unread = TIED if stored is None else LM_HEAD
+    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder, key, unread)
     for name, parameter in parameters.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         region = local_region(parameter)
@@ -248,6 +249,10 @@ def _stored_shapes(
             yield name, tuple(parameter.shape)
 
 
+TIED = frozenset({"lm_head.weight"})
+"""Weights that a folder may hold beside those of the model: a head that is tied to the embedding."""
+LM_HEAD = frozenset({"lm_head.weight", "lm_head.bias"})
+"""The same for a model that has another head."""
 TIED_ROWS = 4096
 """Rows of an embedding that are compared at a time."""
 
@@ -290,7 +295,7 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
         ConfigError: As in :func:`fill_from_folder`. Or a file has another dtype than the model.
     """
     weights, parameters = WeightFolder(folder), dict(named_weights(model))
-    _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder, POLICY_KEY)
+    _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder, POLICY_KEY, TIED)
     shards = []
     for name, parameter in parameters.items():
         part = mapped(weights.read(name, local_region(parameter)))
@@ -311,10 +316,11 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
     return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
 
 
-def _check_names(weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path, key: str) -> None:
+def _check_names(
+    weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path, key: str, unread: frozenset[str]
+) -> None:
     problems = [f"missing {name}" for name in shapes if name not in weights.names]
-    tied = {"lm_head.weight"} - shapes.keys()
-    problems += [f"unexpected {name}" for name in weights.names if name not in shapes and name not in tied]
+    problems += [f"unexpected {name}" for name in weights.names if name not in shapes and name not in unread]
     for name in shapes.keys() & weights.names.keys():
         if weights.shape(name) != shapes[name]:
             problems.append(f"{name} has shape {weights.shape(name)}, the config says {shapes[name]}")

@@ -52,10 +52,8 @@ class PackedModel(nn.Module):
         """
         super().__init__()
         if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
-            found = type(lm.get_decoder()).__name__
-            raise refused(
-                lm.config, str(lm.config.name_or_path), f"do not keep their decoder blocks in a list named layers ({found})", key
-            )
+            reason = f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})"
+            raise refused(lm.config, str(lm.config.name_or_path), reason, key)
         embedding = lm.get_input_embeddings()
         if is_plain(embedding):
             lm.set_input_embeddings(TrainedEmbedding(embedding))

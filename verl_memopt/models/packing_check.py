@@ -84,7 +84,7 @@ def row_differences(packed_model: PackedModel, device: torch.device, prompt_grou
     changed_answers = [answers[row] if row == WATCHED else others[1][row] for row in range(len(GROUPS))]
     alone = pack_rows(prompts[WATCHED], PROMPTS[WATCHED : WATCHED + 1], answers[WATCHED], ANSWERS[WATCHED : WATCHED + 1])
     try:
-        with random_head(packed_model) if isinstance(packed_model, ValueModel) else _uncompiled(packed_model.head):
+        with random_head(packed_model, device) if isinstance(packed_model, ValueModel) else _uncompiled(packed_model.head):
             packed = _watched(_outputs(packed_model, _pack(prompts, answers, prompt_groups).to(device)))
             beside_others = _watched(_outputs(packed_model, _pack(changed_prompts, changed_answers, prompt_groups).to(device)))
             by_itself = _outputs(packed_model, alone.to(device), unpacked=True)

@@ -121,9 +121,9 @@ def block_options(
         return None
     tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
     if tiles is not None:
-        check_mlps(blocks, trained)
-    recompute = model.recompute_elementwise and can_recompute(blocks, trained)
-    prunes = model.prune_last_block and can_prune(blocks[-1])
+        check_mlps(blocks, trained, f"{key}.tiled_mlp")
+    recompute = model.recompute_elementwise and can_recompute(blocks, trained, f"{key}.recompute_elementwise")
+    prunes = model.prune_last_block and can_prune(blocks[-1], f"{key}.prune_last_block")
     if not of_llama_family(lm):
         assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
         return None

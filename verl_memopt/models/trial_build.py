@@ -7,12 +7,13 @@ from typing import NamedTuple
 
 import torch
 
-from verl_memopt.config.schema import Actor, Model
+from verl_memopt.config.schema import Actor, CriticModel, Model
 from verl_memopt.models.architecture import TESTED, check_lengths, refused
 from verl_memopt.models.attention import REGISTERED, AttentionChoice
 from verl_memopt.models.build import WeightFolder, check_tied_head, empty_model, load_model_config, named_weights, rebuild_buffers
 from verl_memopt.models.packing_check import refuse_sliding_window
 from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.models.value_model import STORED_HEADS
 
 ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed")
 """Nothing is computed. Transformers checks more of a model for this kernel than for the others."""
@@ -30,12 +31,13 @@ class Checked(NamedTuple):
     embedding_rows: int
 
 
-def check_architecture(model: Model, folder: Path, longest: int, actor: Actor) -> Checked:
+def check_architecture(model: Model | CriticModel, folder: Path, longest: int, actor: Actor) -> Checked:
     """Refuse a model that cannot be trained, as far as its files say without loading the weights, and return what they say.
 
     Args:
-        model: The settings of the policy's model. A reference is read with the same.
-        folder: Folder of the policy or of the reference.
+        model: The settings of the policy's model, with which a reference is read too, or of the critic's. A critic's folder may
+            have a value head, and need not have a language model's.
+        folder: Folder of the model.
         longest: Tokens of the longest prompt and response together.
         actor: The ``actor`` section of the settings. It says how rows are packed.
 
@@ -46,12 +48,16 @@ def check_architecture(model: Model, folder: Path, longest: int, actor: Actor) -
     config = load_model_config(model, folder)
     check_lengths(config, longest)
     refuse_sliding_window(config, actor)
-    policy = PolicyModel(empty_model(config, ANY_ATTENTION, torch.float32, model.trust_remote_code), 0, False)
+    policy = PolicyModel(empty_model(config, ANY_ATTENTION, torch.float32, bool(model.trust_remote_code)), 0, False)
     rebuild_buffers(policy, torch.device("cpu"))
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(policy)}
     weights = WeightFolder(folder)
+    heads = {"lm_head.weight"}
+    if isinstance(model, CriticModel):
+        heads |= {f"{head}.{part}" for head in STORED_HEADS for part in ("weight", "bias")}
+        shapes.pop("lm_head.weight", None)
     missing = sorted(shapes.keys() - weights.names.keys())
-    left_over = sorted(weights.names.keys() - shapes.keys() - {"lm_head.weight"})
+    left_over = sorted(weights.names.keys() - shapes.keys() - heads)
     if config.model_type not in TESTED and (missing or left_over):
         one, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
         raise refused(

@@ -17,7 +17,9 @@ from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
 
+from verl_memopt.distributed.device import synchronize
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.parameters.resharding import reshard_units
 from verl_memopt.models.build import WeightFolder, local_region
 from verl_memopt.models.decoder import BlockOptions
 from verl_memopt.models.pack import Pack
@@ -124,7 +126,7 @@ def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
     changed = type(config).from_dict(config.to_dict())
     changed.name_or_path = config.name_or_path
     changed.num_labels = 1
-    known = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    known: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
     if known is None:
         logger.warning("transformers has no token classifier of type %s: the critic is read back here only", config.model_type)
     changed.architectures = ["ValueModel" if known is None else known.__name__]
@@ -132,18 +134,28 @@ def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
 
 
 @contextmanager
-def random_head(model: ValueModel) -> Iterator[None]:
-    """Give the head random weights inside the body, drawn alike on every rank, so that its values show differences of states."""
-    before = {name: _local(parameter).detach().clone() for name, parameter in model.score.named_parameters()}
+def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
+    """Give the head random weights inside the body, so that its values show differences of states.
+
+    Args:
+        model: The model, sharded and filled. Every rank draws the same weights.
+        device: The device that computes.
+    """
+    # After a forward the module may hold the gathered parameters instead of these.
+    sharded = dict(model.score.named_parameters())
+    before = {name: _local(parameter).detach().clone() for name, parameter in sharded.items()}
     with torch.no_grad():
-        for name, parameter in model.score.named_parameters():
+        for name, parameter in sharded.items():
             generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
             whole = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
             _local(parameter).copy_(whole[local_region(parameter)])
         try:
             yield
         finally:
-            for name, parameter in model.score.named_parameters():
+            reshard_units(model)
+            # Copies of weights that rest on the host may still be under way.
+            synchronize(device)
+            for name, parameter in sharded.items():
                 _local(parameter).copy_(before[name])
 
 

@@ -9,6 +9,7 @@ from typing import Any
 
 from verl_memopt.config.resume_diff import kept_settings
 from verl_memopt.config.schema import CheckpointContents
+from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import CheckpointError, Stopped, UnreadableCheckpointError
 from verl_memopt.observe.health import Health
 from verl_memopt.observe.validation import headline_score
@@ -37,14 +38,12 @@ class SavedRole:
         folder: Its folder in a checkpoint.
         save: Method of the workers that writes it.
         load: Method of the workers that reads it.
-        load_phase: Phase in which its parameters are on the device.
         settings: What is saved and loaded.
     """
 
     folder: str
     save: str
     load: str
-    load_phase: str
     settings: CheckpointContents
 
 
@@ -239,7 +238,7 @@ class Trainer:
         try:
             for part in self.parts():
                 contents = list(part.settings.load_contents or [])
-                self.workers.all(part.load_phase, part.load, str(checkpoint.folder / part.folder), contents)
+                self.workers.all("load_checkpoint", part.load, str(checkpoint.folder / part.folder), contents)
         except CheckpointError as error:
             text = f"{checkpoint.folder}: looks whole and cannot be loaded: {error} Name another step, or use resume_mode=auto."
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
@@ -266,7 +265,8 @@ class Trainer:
             CheckpointError: A file cannot be written.
         """
         store, step = self.context.store, self.step
-        aside, records = store.begin(step), {}
+        aside = store.begin(step)
+        records: Records = {}
         try:
             for part in self.parts():
                 contents = list(part.settings.save_contents)
@@ -282,10 +282,10 @@ class Trainer:
     def parts(self) -> list[SavedRole]:
         """Return the trained roles, each of which has a part of every checkpoint."""
         critic = self.context.worker_plan.critic
-        actor = SavedRole("actor", "save", "load", "load_checkpoint", self.context.settings.actor_rollout_ref.actor.checkpoint)
+        actor = SavedRole("actor", "save", "load", self.context.settings.actor_rollout_ref.actor.checkpoint)
         if critic is None:
             return [actor]
-        return [actor, SavedRole("critic", "save_critic", "load_critic", "load_critic", critic.checkpoint)]
+        return [actor, SavedRole("critic", "save_critic", "load_critic", critic.checkpoint)]
 
     def driver_state(self) -> dict[str, Any]:
         """Return the state of the driver for a checkpoint."""

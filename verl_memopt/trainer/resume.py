@@ -94,7 +94,9 @@ def compare_settings(settings: Settings, environment: Environment, checkpoint: C
     models = [("actor_rollout_ref.model.path", settings.actor_rollout_ref.model.path, driver["weights"], environment.weights)]
     # A run without a critic goes on from a checkpoint that has one.
     if environment.critic_weights and driver.get("critic_weights"):
-        models.append(("critic.model.path", settings.critic.model.path, driver["critic_weights"], environment.critic_weights))
+        models.append(
+            ("critic.model.path", str(settings.critic.model.path), driver["critic_weights"], environment.critic_weights)
+        )
     elif environment.critic_weights:
         refused.append(f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: there is no critic in {folder}")
     for key, path, before, now in models:

@@ -97,7 +97,7 @@ def _build(
     masters = dtype_of(fsdp.model_dtype, f"{keys.fsdp}.model_dtype")
     compute = dtype_of(fsdp.dtype, f"{keys.fsdp}.dtype")
     reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{keys.fsdp}.mixed_precision.reduce_dtype")
-    attention = choose_attention(model.attn_implementation or "auto", device, compute)
+    attention = choose_attention(model.attn_implementation or "auto", device, compute, keys.model)
     config = load_model_config(model, folder, keys.model)
     lm = empty_model(config, attention, masters, bool(model.trust_remote_code), keys.model)
     blocks = block_options(lm, model, fsdp, recompute, trained, keys.model)

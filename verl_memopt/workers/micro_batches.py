@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -42,9 +43,9 @@ class MicroBatch:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        flat = {name: moved(getattr(self, name)) for name in TOKEN_FIELDS}
+        flat: dict[str, Any] = {name: moved(getattr(self, name)) for name in TOKEN_FIELDS}
         prompt = None if self.prompt is None else self.prompt.to(device)
-        return MicroBatch(self.pack.to(device), **flat, prompt=prompt, ends=self.ends)
+        return replace(self, pack=self.pack.to(device), prompt=prompt, **flat)
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
@@ -53,7 +54,7 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
     prompts, responses = chosen.prompts, chosen.responses
     tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
     pack = pack_groups(*tokens, chosen.prompt_groups())
-    return MicroBatch(pack, **_flat(chosen))
+    return replace(MicroBatch(pack), **_flat(chosen))
 
 
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
@@ -72,9 +73,9 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
         for part in chain:
             chosen = batch.select(part)
             pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
-            yield MicroBatch(pack, **_flat(chosen), prompt=prompt, ends=part is chain[-1])
+            yield replace(MicroBatch(pack, prompt=prompt, ends=part is chain[-1]), **_flat(chosen))
 
 
-def _flat(batch: RolloutBatch) -> dict[str, Tensor | None]:
+def _flat(batch: RolloutBatch) -> dict[str, Any]:
     """Return the tensors with one value per response token, by the fields of :class:`MicroBatch`."""
     return {name: getattr(batch, name) for name in TOKEN_FIELDS}

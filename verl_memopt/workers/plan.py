@@ -28,15 +28,15 @@ class WorkerPlan:
     """The engine sleeps outside of rollout and validation."""
     track_init: bool
     """Count the bytes of the start on a CPU."""
+    critic: Critic | None = None
+    """The ``critic`` section of the settings. None = there is no critic."""
+    critic_folder: str | None = None
+    """Folder of the critic's model."""
+    critic_steps: int = 0
+    """Optimizer steps of the critic over the whole run."""
     memory: Memory = dataclasses.field(default_factory=Memory)
     """Limits and host buffers of the process."""
     kinds_on_gpu: bool = False
     """Count bytes by kind in tracked phases on a GPU too. Compiled functions then stay uncompiled."""
     stop_file: str | None = None
     """File in which the driver writes when rollouts are abandoned. None = never."""
-    critic: Critic | None = None
-    """Settings of the critic. None = no critic."""
-    critic_folder: str | None = None
-    """Folder of the critic's model."""
-    critic_steps: int = 0
-    """Optimizer steps of the critic in the whole run."""

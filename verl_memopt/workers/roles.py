@@ -76,7 +76,9 @@ class RoleBuilder:
         assert settings is not None
         model, fsdp = settings.model, settings.model.fsdp_config
         mesh = training_mesh(self.device.type, world_size, fsdp.fsdp_size)
-        value_model = build_critic(model, folder, mesh, self.device)
+        with torch.random.fork_rng(devices=[]):
+            make_deterministic(fsdp, self.placement.rank)
+            value_model = build_critic(model, folder, mesh, self.device)
         refuse_sliding_window(value_model.lm.config, self.plan.settings.actor)
         has_head = materialize_critic(value_model, folder, self.device, fsdp.offload_policy)
         logger.info("the critic's value head %s", f"is that of {folder}" if has_head else f"starts at 0: {folder} has none")

@@ -205,9 +205,13 @@ class Worker:
         load_trained(self.policy.trained, Path(folder), contents)
 
     def load_critic(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of the critic's checkpoint, written by any number of ranks. The phase is ``load_critic``."""
+        """Read this rank's part of the critic's checkpoint, written by any number of ranks.
+
+        The phase ``load_checkpoint`` has the policy on the device. The critic takes its place.
+        """
         assert self.critic is not None
-        load_trained(self.critic.trained, Path(folder), contents)
+        with self.residency.phase("load_critic"):
+            load_trained(self.critic.trained, Path(folder), contents)
 
     def export(self, folder: str, weights: bool) -> None:
         """Write the policy in Hugging Face format, with or without its weights."""
@@ -224,11 +228,7 @@ class Worker:
 
         The models are freed first: a sleeping engine must wake before its shutdown, and needs the room.
         """
-        for trained in self._trained():
-            if trained.offload is not None:
-                trained.offload.close()
-        self.policy = self.reference = self.critic = None
-        self.residency = Residency(self.device)
+        self._free_models()
         engine, self.engine = self.engine, None
         try:
             if engine is not None:
@@ -236,6 +236,13 @@ class Worker:
         finally:
             self.limits.close()
             leave_process_group()
+
+    def _free_models(self) -> None:
+        for trained in self._trained():
+            if trained.offload is not None:
+                trained.offload.close()
+        self.policy = self.reference = self.critic = None
+        self.residency = Residency(self.device)
 
     # Building.
 
@@ -278,7 +285,7 @@ class Worker:
             yield self.critic.trained
 
     def _report_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
-        return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit)
+        return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit, self.plan.critic)
 
     @property
     def _counts_engine(self) -> bool:

@@ -1,6 +1,7 @@
 import dataclasses
 import pickle
 import weakref
+from functools import partial
 
 import pytest
 import torch
@@ -8,7 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tests.observe.simulated_device import MIB, SimulatedDevice
 from verl_memopt.config.keys import replaced
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, Rollout
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, Rollout
 from verl_memopt.errors import ConfigError, DeviceMemoryError
 from verl_memopt.memory.host.host_buffers import GIB, host_buffer
 from verl_memopt.memory.limits.out_of_memory import (
@@ -198,7 +199,7 @@ def test_other_errors_pass_unchanged():
 
 
 def test_the_error_reaches_the_driver_and_ends_the_run_with_a_failure():
-    error = _error("gen", {"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros", SETTINGS)
+    error = _error("gen", {"kv": GIB, "params": 2 * GIB}, 3 * GIB, 2 * GIB, "aten.zeros", partial(advice, settings=SETTINGS))
     assert str(pickle.loads(pickle.dumps(error))) == str(error)
     assert str(error).startswith("gen: out of device memory at 3 of 2 GiB (aten.zeros): params 2, kv 1 GiB.")
     assert error.exit_code != 0
@@ -283,3 +284,24 @@ def test_what_is_set_already_is_not_advised():
     without = dataclasses.replace(SETTINGS, model=Model(path="", enable_gradient_checkpointing=False))
     first = advice("update_actor", ["activations"], without)[0]
     assert first == "set actor_rollout_ref.model.enable_gradient_checkpointing=true"
+
+
+CRITIC = Critic(use_dynamic_bsz=True)
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS[:8] if kind != "logits"])
+def test_every_kind_of_bytes_of_a_critic_has_advice_in_its_update(kind):
+    critic = replaced(CRITIC, {"model.fsdp_config.reshard_after_forward": False})
+    ways = advice("update_critic", [kind], SETTINGS, critic)
+    assert any("critic." in way or "param_offload" in way for way in ways), ways
+
+
+def test_without_a_critic_none_of_its_keys_is_advised():
+    for phase in ("values", "update_critic", "update_actor", "gen"):
+        assert not any("critic." in way for kind in KINDS for way in advice(phase, [kind], SETTINGS))
+
+
+def test_the_values_pass_is_lowered_by_its_own_budget():
+    assert "lower critic.forward_max_token_len_per_gpu" in advice("values", ["activations"], SETTINGS, CRITIC)[0]
+    rows = dataclasses.replace(CRITIC, use_dynamic_bsz=False, forward_micro_batch_size_per_gpu=4)
+    assert advice("values", ["activations"], SETTINGS, rows)[0] == "lower critic.forward_micro_batch_size_per_gpu (now 4)"

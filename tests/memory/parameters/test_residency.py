@@ -3,8 +3,9 @@ import logging
 import pytest
 import torch
 
+from tests.critics import critic_mini, critic_plan, critic_weights
 from tests.workers.test_worker import AR, call, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
-from verl_memopt.memory.parameters.residency import NEEDS, POLICY, REFERENCE, Residency
+from verl_memopt.memory.parameters.residency import CRITIC, NEEDS, POLICY, REFERENCE, Residency
 
 CPU = torch.device("cpu")
 
@@ -173,3 +174,82 @@ def test_the_log_says_how_much_came_and_how_much_left(caplog):
         "ref: 0.0 MiB to the device, 3.0 MiB off it, from now on once a step",
         "update_actor: 3.0 MiB to the device, 1.5 MiB off it, from now on once a step",
     ]
+
+
+# The critic and the policy take turns.
+
+TURNS = {
+    f"{AR}.actor.fsdp_config.param_offload": True,
+    f"{AR}.actor.fsdp_config.optimizer_offload": True,
+}
+
+
+def ppo_step(worker, with_critic):
+    """Gives each phase's memory of the second step of a worker that updates its policy and, if it has one, its critic."""
+    mini, memories = mini_batch(), {}
+    for _ in range(2):
+        asked = [("old_log_prob", "old_log_probs", (mini.batch, mini.micro_batches, False))]
+        if with_critic:
+            learnt = critic_mini()
+            asked += [
+                ("values", "values", (learnt.batch, learnt.micro_batches)),
+                ("update_critic", "update_critic", ([learnt],)),
+            ]
+        asked += [("update_actor", "update_actor", ([mini],)), ("update_weights", "update_weights", ())]
+        memories = {phase: worker.call(phase, True, method, *args).memory for phase, method, args in asked}
+    return memories
+
+
+def test_a_critic_that_may_rest_holds_no_byte_of_the_device_outside_its_phases(made, tiny_folder):  # noqa: F811
+    resting = {f"critic.model.fsdp_config.{name}": True for name in ("param_offload", "optimizer_offload")}
+    without = ppo_step(made(TURNS), with_critic=False)
+    made.close()
+    worker = made(TURNS, **critic_plan(tiny_folder, resting))
+    with_critic = ppo_step(worker, with_critic=True)
+    # AdamW counts the steps of each parameter in a scalar on the host, which is the device of a run on the CPU.
+    counters = 4 * len(list(worker.critic.model.parameters()))
+    made.close()
+    for phase, memory in without.items():
+        assert with_critic[phase].peak_allocated_bytes - memory.peak_allocated_bytes == counters, phase
+        assert with_critic[phase].allocated_bytes - memory.allocated_bytes == counters, phase
+    kept = ppo_step(made(TURNS, **critic_plan(tiny_folder)), with_critic=True)
+    assert kept["update_actor"].peak_allocated_bytes > without["update_actor"].peak_allocated_bytes
+
+
+def test_the_policy_rests_while_the_critic_computes(made, tiny_folder):  # noqa: F811
+    """The bytes by hand: the critic's phases hold less by the policy's parameters and moments, and nothing else changes."""
+    plan = critic_plan(tiny_folder)
+    here = ppo_step(made(**plan), with_critic=True)
+    made.close()
+    worker = made(TURNS, **plan)
+    away = ppo_step(worker, with_critic=True)
+    params = sum(parameter.numel() for parameter in worker.policy.model.parameters()) * 4
+    steps = len(list(worker.policy.model.parameters())) * 4  # torch's AdamW counts the steps of each parameter in fp32
+    for phase in ("values", "update_critic"):
+        saved = here[phase].peak_allocated_bytes - away[phase].peak_allocated_bytes
+        assert saved in (3 * params, 3 * params + steps), phase
+
+
+def test_a_phase_of_the_critic_moves_the_policy_out_first(made, tiny_folder):  # noqa: F811
+    worker = made(TURNS, **critic_plan(tiny_folder, {"critic.model.fsdp_config.param_offload": True}))
+    homes = worker.policy.trained.home, worker.critic.trained.home
+    for phase in ("old_log_prob", "values", "update_critic", "update_actor", "load_critic", "save_checkpoint", "gen"):
+        with worker.residency.phase(phase):
+            assert [home.on_device for home in homes] == [POLICY in NEEDS[phase], CRITIC in NEEDS[phase]], phase
+
+
+def test_the_turns_of_critic_and_policy_change_no_number(made, tiny_folder):  # noqa: F811
+    found = []
+    resting = {f"critic.model.fsdp_config.{name}": True for name in ("param_offload", "optimizer_offload")}
+    for policy, critic in (({}, {}), (TURNS, resting)):
+        worker = made(policy, **critic_plan(tiny_folder, critic))
+        learnt = critic_mini()
+        for _ in range(2):
+            values = worker.call("values", False, "values", learnt.batch, learnt.micro_batches).value
+            learning = worker.call("update_critic", False, "update_critic", [learnt]).value
+            metrics = worker.call("update_actor", False, "update_actor", [mini_batch()]).value
+        found.append((values, learning, metrics, critic_weights(worker)))
+        made.close()
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1:3] == found[1][1:3]
+    assert same(found[0][3], found[1][3])

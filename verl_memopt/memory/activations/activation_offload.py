@@ -27,6 +27,9 @@ from torch.utils._python_dispatch import is_traceable_wrapper_subclass
 from verl_memopt.distributed.device import CopyStream
 from verl_memopt.memory.host.host_arena import CHUNK_BYTES, HostArena, Slot
 
+BYTES_MOVED = "memory/activation_offload/bytes_moved"
+"""Metric: bytes that an update moved to the host."""
+
 
 class ActivationOffload:
     """Moves what the forwards of one model save to the host, and back before their backward needs it.
@@ -80,7 +83,7 @@ class ActivationOffload:
 
     def metrics(self) -> dict[str, float]:
         """Return the bytes moved since the last call, as a metric of the step."""
-        return {"memory/activation_offload/bytes_moved": float(self.take_bytes_moved())}
+        return {BYTES_MOVED: float(self.take_bytes_moved())}
 
     def close(self) -> None:
         """Free the host memory that no forward waiting for its backward uses."""

@@ -22,11 +22,16 @@ KEY = "actor_rollout_ref.model.prune_last_block"
 logger = logging.getLogger(__name__)
 
 
-def can_prune(block: nn.Module) -> bool:
-    """Return whether a Hugging Face model's last block can skip the outputs that nothing uses; warn where it cannot."""
+def can_prune(block: nn.Module, key: str = KEY) -> bool:
+    """Return whether a Hugging Face model's last block can skip the outputs that nothing uses; warn where it cannot.
+
+    Args:
+        block: The block, as transformers made it.
+        key: The setting to name in the warning.
+    """
     reason = _unlike(block)
     if reason is not None:
-        logger.warning("%s=true: %s; the last block computes all tokens", KEY, reason)
+        logger.warning("%s=true: %s; the last block computes all tokens", key, reason)
     return reason is None
 
 

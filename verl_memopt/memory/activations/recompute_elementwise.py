@@ -32,16 +32,17 @@ KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3
 logger = logging.getLogger(__name__)
 
 
-def can_recompute(blocks: Iterable[nn.Module], trained: bool) -> bool:
+def can_recompute(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> bool:
     """Return whether all blocks of a Hugging Face model can recompute their cheap values; warn where one cannot.
 
     Args:
         blocks: The blocks, as transformers made them.
         trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
+        key: The setting to name in the warning.
     """
     unknown = next((reason for block in blocks if (reason := _unlike(block, trained))), None)
     if unknown is not None:
-        logger.warning("%s=true: %s; the blocks of this model keep these values", KEY, unknown)
+        logger.warning("%s=true: %s; the blocks of this model keep these values", key, unknown)
     return unknown is None
 
 

@@ -32,33 +32,34 @@ KNOWN = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
 LAYERS = ("gate_proj", "up_proj", "down_proj")
 
 
-def check_mlps(blocks: Iterable[nn.Module], trained: bool) -> None:
+def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> None:
     """Refuse blocks of a Hugging Face model whose MLPs cannot run over tiles.
 
     Args:
         blocks: The blocks, as transformers made them.
         trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
+        key: The setting to name in errors.
 
     Raises:
         ConfigError: This file does not know the mathematics of an MLP class, or of a layer in it. The message names it.
     """
     for block in blocks:
-        _check(block, getattr(block, "mlp", None), trained)
+        _check(block, getattr(block, "mlp", None), trained, key)
 
 
-def _check(block: nn.Module, mlp: Any, trained: bool) -> None:
+def _check(block: nn.Module, mlp: Any, trained: bool, key: str) -> None:
     if type(mlp).__name__ not in KNOWN:
         actual = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
         raise ConfigError(
-            f"{KEY}.enabled=true: {type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}. "
-            f"Set {KEY}.enabled=false."
+            f"{key}.enabled=true: {type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}. "
+            f"Set {key}.enabled=false."
         )
     for name in LAYERS if trained else ():
         layer = getattr(mlp, name)
         if type(layer) not in (nn.Linear, LoraLinear):
             raise ConfigError(
-                f"{KEY}.enabled=true: {name} of {type(mlp).__name__} is {type(layer).__name__}, no linear layer whose gradient "
-                f"tiles can sum. Set {KEY}.enabled=false."
+                f"{key}.enabled=true: {name} of {type(mlp).__name__} is {type(layer).__name__}, no linear layer whose gradient "
+                f"tiles can sum. Set {key}.enabled=false."
             )
 
 

@@ -7,6 +7,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
+from functools import partial
 
 import torch
 
@@ -23,6 +24,10 @@ from verl_memopt.observe.device_ledger import ledger_of
 
 OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
 """Messages of libraries that allocate from the driver. vLLM's sleeping allocator says ``CUDA Error: out of memory``."""
+
+
+Advise = Callable[[str, Iterable[str]], list[str]]
+"""Returns what can be set to make room in a phase, for its kinds in their order."""
 
 
 def is_out_of_memory(error: BaseException) -> bool:
@@ -64,6 +69,7 @@ def out_of_memory_report(
     resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
     settings: schema.ActorRolloutRef,
     limit: int | None,
+    critic: schema.Critic | None = None,
 ) -> Iterator[None]:
     """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
 
@@ -74,20 +80,22 @@ def out_of_memory_report(
         device: Device of the process.
         resident: Returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
             include tensors that rest on the host.
-        settings: That advice is based on.
+        settings: The section ``actor_rollout_ref``, that advice is based on.
         limit: Bytes that the process may take; None for no limit.
+        critic: The section ``critic``; None in a run without a critic.
     """
+    advise = partial(advice, settings=settings, critic=critic)
     try:
         yield
     except DeviceLimitError as error:
         requested = error.asked_bytes
-        report = _error(phase, error.kinds, error.num_bytes, limit, error.op, settings, requested, error.num_bytes - requested)
+        report = _error(phase, error.kinds, error.num_bytes, limit, error.op, advise, requested, error.num_bytes - requested)
         release_frames(error)
         raise report from None
     except RuntimeError as error:
         if not is_gpu(device) or not is_out_of_memory(error):
             raise
-        report = _allocator_error(phase, device, resident(), settings, limit, error)
+        report = _allocator_error(phase, device, resident(), advise, limit, error)
         release_frames(error)
         raise report from error
 
@@ -96,7 +104,7 @@ def _allocator_error(
     phase: str,
     device: torch.device,
     resident: Iterable[tuple[str, torch.Tensor]],
-    settings: schema.ActorRolloutRef,
+    advise: Advise,
     limit: int | None,
     error: RuntimeError,
 ) -> DeviceMemoryError:
@@ -105,11 +113,11 @@ def _allocator_error(
     if not isinstance(error, PartDoesNotFitError):
         held = ledger_of(device).peak_allocated()
         kinds["activations"] += max(held - sum(kinds.values()), 0)
-        return _error(phase, kinds, held, cap, str(error).split(". ")[0], settings, _requested_bytes(str(error)), held)
+        return _error(phase, kinds, held, cap, str(error).split(". ")[0], advise, _requested_bytes(str(error)), held)
     requested, before = error.num_bytes, error.held_bytes
     kinds["activations"] += max(before - sum(kinds.values()), 0)
     kinds[error.kind] += requested
-    return _error(phase, kinds, before + requested, cap, str(error), settings, requested, before, first=error.kind)
+    return _error(phase, kinds, before + requested, cap, str(error), advise, requested, before, first=error.kind)
 
 
 def _requested_bytes(message: str) -> int | None:
@@ -143,7 +151,7 @@ def _error(
     held: int,
     limit: int | None,
     what: str,
-    settings: schema.ActorRolloutRef,
+    advise: Advise,
     requested: int | None = None,
     held_before: int | None = None,
     first: str | None = None,
@@ -151,7 +159,7 @@ def _error(
     """Return the error. first: the kind to make smaller before any other; without it, the largest."""
     largest = sorted(kinds, key=lambda kind: -kinds[kind])
     terms = ", ".join(f"{kind} {_gib(kinds[kind])}" for kind in largest if kinds[kind])
-    ways = advice(phase, largest if first is None else [first, *largest], settings)
+    ways = advise(phase, largest if first is None else [first, *largest])
     why = "" if not largest else f"Most of it is {largest[0]}: " if first is None else "To make room: "
     out = f" {why}{ways[0]}." if largest and ways else ""
     more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""

@@ -1,0 +1,73 @@
+import pytest
+
+from verl_memopt.config.critic_rules import WITHOUT_CRITIC
+from verl_memopt.config.keys import leaf_keys, value_at
+from verl_memopt.config.schema import Settings
+
+GAE = {"algorithm.adv_estimator": "gae", "trainer.total_training_steps": 10}
+CASES = {
+    "a critic that is switched off": ({"critic.enable": False}, {"critic.enable": True}),
+    "a mini-batch that does not divide the step": (
+        {"critic.ppo_mini_batch_size": 100},
+        {"critic.ppo_mini_batch_size": 128},
+    ),
+    "a mini-batch that does not divide over the devices": (
+        {"critic.ppo_mini_batch_size": 1, "trainer.n_gpus_per_node": 8},
+        {"critic.ppo_mini_batch_size": 2, "trainer.n_gpus_per_node": 8},
+    ),
+    "shards over a number of devices that does not divide": (
+        {"critic.model.fsdp_config.fsdp_size": 3, "trainer.n_gpus_per_node": 4},
+        {"critic.model.fsdp_config.fsdp_size": 2, "trainer.n_gpus_per_node": 4},
+    ),
+    "another number of checkpoints than the policy's": (
+        {"trainer.max_critic_ckpt_to_keep": 3},
+        {"trainer.max_critic_ckpt_to_keep": 3, "trainer.max_actor_ckpt_to_keep": 3},
+    ),
+    "a warm-up as long as the run": ({"trainer.critic_warmup": 10}, {"trainer.critic_warmup": 9}),
+    "a sharded optimizer in backward that clips": (
+        {"critic.optim.in_backward": True},
+        {"critic.optim.in_backward": True, "critic.optim.clip_grad": None},
+    ),
+    "two kinds of offload": (
+        {"critic.fsdp.offload_policy": True, "critic.fsdp.param_offload": True},
+        {"critic.fsdp.param_offload": True},
+    ),
+    "a budget below the longest sample": ({"critic.forward_max_token_len_per_gpu": 1000}, {"data.max_prompt_length": 400}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_run_with_a_critic_refuses(complaint, settled, name):
+    wrong, right = CASES[name]
+    key = next(iter(wrong)).replace("critic.fsdp.", "critic.model.fsdp_config.")
+    assert f"{key}=" in complaint(GAE | wrong)
+    settled(GAE | wrong | right if name.startswith("a budget") else GAE | right)
+
+
+@pytest.mark.parametrize("name", [name for name in CASES if "switched off" not in name])
+def test_without_a_critic_nothing_is_refused_and_each_key_is_warned_of(settled, caplog, name):
+    wrong, _ = CASES[name]
+    settled({"algorithm.adv_estimator": "grpo", "trainer.total_training_steps": 10, **wrong})
+    critics = [key for key in wrong if key.startswith("critic.") or key in WITHOUT_CRITIC]
+    assert len([text for text in caplog.messages if "has no effect here" in text]) == len(critics)
+
+
+def test_switching_the_critic_off_is_what_other_estimators_do_anyway(settled, caplog):
+    settled({"algorithm.adv_estimator": "grpo", "critic.enable": False})
+    assert caplog.messages == []
+    settled({"algorithm.adv_estimator": "grpo", "critic.enable": True})
+    (warning,) = caplog.messages
+    assert warning.startswith("critic.enable=true has no effect here: algorithm.adv_estimator is not gae")
+
+
+def test_every_key_of_the_critic_is_known_to_have_no_effect_without_one():
+    assert {key for key in leaf_keys() if key.startswith("critic.")} <= WITHOUT_CRITIC.keys()
+    assert WITHOUT_CRITIC.keys() <= set(leaf_keys())
+
+
+def test_a_critic_follows_the_policy_unless_it_is_told_otherwise(settled):
+    settings = settled(GAE | {"actor_rollout_ref.actor.ppo_mini_batch_size": 64, "critic.model.path": "other"})
+    assert settings.critic.ppo_mini_batch_size == 64
+    assert settings.critic.model.path == "other"
+    assert value_at(Settings(), "critic.optim.lr") == settings.critic.optim.lr == 1e-5
+    assert settings.actor_rollout_ref.actor.optim.lr == 1e-6

@@ -1,0 +1,153 @@
+"""PPO with a critic on the toy task, from the command line."""
+
+import itertools
+import json
+import math
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.end_to_end.runs import LOCAL, ROOT, learned, metrics, settings_of, succeeded
+from tests.forked import shared_server
+from verl_memopt.cli import main
+from verl_memopt.data.toy import make_toy
+
+AR = "actor_rollout_ref"
+FSDP = "critic.model.fsdp_config"
+SHORT = [
+    *LOCAL, "trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1",
+    "data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=4", f"{AR}.rollout.n=4",
+]  # fmt: skip
+OFFLOADED = [
+    *(f"{fsdp}.{key}=true" for fsdp in (FSDP, f"{AR}.actor.fsdp_config") for key in ("param_offload", "optimizer_offload")),
+    f"{AR}.rollout.free_cache_engine=true",
+]
+"""Policy and critic take turns on the device, and the engine sleeps outside of the rollout."""
+PLACES = pytest.mark.parametrize("place", [[], OFFLOADED], ids=["on the device", "offloaded"])
+
+
+def command(toy, run_dir, *overrides):
+    return ["train", "--config-dir", str(ROOT / "recipe" / "ppo"), "--config-name", "toy", *settings_of(toy, run_dir), *overrides]
+
+
+def train_ppo(toy, run_dir, *overrides):
+    assert main(command(toy, run_dir, *overrides)) == 0
+    return metrics(run_dir)
+
+
+def weights(folder):
+    """Gives the weights of a model in Hugging Face format."""
+    return load_file(folder / "model.safetensors")
+
+
+@PLACES
+def test_the_toy_task_is_learned_in_few_steps_with_a_critic_that_learns_its_returns(toy, tmp_path, place):
+    rows = train_ppo(
+        toy, tmp_path, *LOCAL, *place, "trainer.total_training_steps=6", "trainer.test_freq=6", "trainer.save_freq=-1"
+    )
+    score = "val-core/toy/arithmetic/reward/mean@1"
+    assert rows[0][score] <= 0.5
+    assert rows[6][score] >= 0.9
+    first, last = rows[1], rows[6]
+    # The value head starts at 0, so that the first advantages are the whitened returns.
+    assert first["critic/values/max"] == first["critic/values/min"] == 0
+    assert first["critic/returns/mean"] == pytest.approx(first["critic/score/mean"], abs=1e-6)
+    assert first["critic/vf_explained_var"] == pytest.approx(0, abs=1e-3)
+    assert first["critic/advantages/mean"] == pytest.approx(0, abs=1e-5)
+    assert last["critic/vf_loss"] < first["critic/vf_loss"] / 2
+    assert abs(last["critic/values/mean"] - last["critic/returns/mean"]) < 0.5
+    for row in (first, last):
+        assert row["critic/grad_norm"] > 0
+        assert row["critic/lr"] == pytest.approx(1e-3)
+        assert row["critic/skipped_updates"] == row["actor/skipped_updates"] == 0
+        assert math.isfinite(row["critic/vpred_mean"])
+        assert 0 <= row["critic/vf_clipfrac"] <= 1
+        assert {"timing_s/values", "timing_s/update_critic"} <= row.keys()
+    assert {"memory/values/peak_allocated_gb", "memory/update_critic/peak_allocated_gb"} <= first.keys()
+
+
+def test_where_the_critic_rests_changes_no_number(toy, tmp_path):
+    kept, moved = (
+        train_ppo(toy, tmp_path / name, *SHORT, *place, "trainer.total_training_steps=2")
+        for name, place in (("kept", []), ("moved", OFFLOADED))
+    )
+    for step in (1, 2):
+        for name in ("critic/vf_loss", "critic/grad_norm", "actor/pg_loss", "actor/grad_norm", "critic/score/mean"):
+            assert moved[step][name] == pytest.approx(kept[step][name], rel=1e-6), name
+
+
+@PLACES
+def test_a_resumed_run_equals_an_uninterrupted_one(toy, tmp_path, place):
+    more = [*SHORT, *place, f"{AR}.rollout.temperature=1.5", "trainer.save_freq=2"]
+    whole = train_ppo(toy, tmp_path / "whole", *more, "trainer.total_training_steps=4")
+    train_ppo(toy, tmp_path / "parts", *more, "trainer.total_training_steps=2")
+    parts = train_ppo(toy, tmp_path / "parts", *more, "trainer.total_training_steps=4")
+    assert [learned(parts[step]) for step in (1, 2, 3, 4)] == [learned(whole[step]) for step in (1, 2, 3, 4)]
+    folder = tmp_path / "parts" / "global_step_4"
+    assert {path.name for path in folder.iterdir() if path.is_dir()} == {"actor", "critic"}
+    files = json.loads((folder / "meta.json").read_text())["files"]
+    assert any(name.startswith("actor/") for name in files)
+    assert any(name.startswith("critic/") for name in files)
+
+
+@PLACES
+def test_a_warm_up_trains_the_critic_and_leaves_the_policy_as_it_is(toy, tmp_path, place):
+    more = [*SHORT, *place, "trainer.critic_warmup=2", "trainer.save_freq=1", "trainer.total_training_steps=3"]
+    more.append("trainer.max_actor_ckpt_to_keep=null")
+    parts = [f"{role}.checkpoint.save_contents=[model,optimizer,extra,hf_model]" for role in (f"{AR}.actor", "critic")]
+    rows = train_ppo(toy, tmp_path, *more, *parts)
+    started = weights(toy / "model")
+    policies = [weights(tmp_path / f"global_step_{step}" / "actor" / "huggingface") for step in (1, 2, 3)]
+    critics = [weights(tmp_path / f"global_step_{step}" / "critic" / "huggingface") for step in (1, 2, 3)]
+    for step, policy in enumerate(policies, start=1):
+        unchanged = all(torch.equal(policy[name], started[name]) for name in policy)
+        assert unchanged == (step <= 2)
+        assert ("actor/grad_norm" in rows[step]) == (step == 3)
+        assert rows[step]["critic/grad_norm"] > 0
+        assert rows[step]["training/log_probs_not_finite"] == 0
+        assert rows[step]["rollout/logprob_diff_max"] <= 1e-4
+    for one, next_one in itertools.pairwise(critics):
+        assert any(not torch.equal(one[name], next_one[name]) for name in one)
+
+
+def test_the_kl_in_the_reward_is_taken_off_at_each_token(toy, tmp_path):
+    more = ["algorithm.use_kl_in_reward=true", "algorithm.kl_ctrl.kl_coef=0.5", "algorithm.kl_ctrl.type=adaptive"]
+    more += ["algorithm.kl_penalty=low_var_kl", "algorithm.lam=0.9", "algorithm.gamma=0.95", f"{AR}.actor.entropy_coeff=0.01"]
+    rows = train_ppo(toy, tmp_path, *SHORT, *more, "trainer.total_training_steps=2", f"{AR}.rollout.temperature=1.5")
+    assert rows[1]["actor/reward_kl_penalty"] == 0 < rows[2]["actor/reward_kl_penalty"]
+    assert rows[2]["actor/reward_kl_penalty_coeff"] != 0.5
+    assert rows[2]["critic/rewards/mean"] < rows[2]["critic/score/mean"]
+    assert rows[1]["critic/returns/min"] < rows[1]["critic/returns/max"]
+    assert rows[2]["actor/skipped_updates"] == rows[2]["critic/skipped_updates"] == 0
+
+
+@pytest.mark.slow
+def test_two_workers_take_the_same_first_step_as_one(toy, tmp_path):
+    quiet = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.total_training_steps=1"]
+    rows = []
+    for count in (1, 2):
+        run_dir = tmp_path / str(count)
+        arguments = ["-m", "verl_memopt", *command(toy, run_dir, *quiet, f"trainer.n_gpus_per_node={count}", *OFFLOADED[:-1])]
+        succeeded(shared_server().fork(arguments, apart=True).wait(300))
+        rows.append(metrics(run_dir)[1])
+    one, two = rows
+    for name in ("critic/vf_loss", "critic/grad_norm", "actor/pg_loss", "actor/grad_norm", "critic/returns/mean"):
+        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-9), name
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+def test_nine_of_ten_seeds_learn_in_a_shortened_run(tmp_path):
+    """Another seed is another set of held-out sums, other first weights, another data order and other samples."""
+    outcomes = {}
+    for seed in range(10):
+        toy = make_toy(tmp_path / f"toy{seed}", seed=seed)
+        run_dir = tmp_path / f"run{seed}"
+        short = [f"data.seed={seed}", "trainer.total_training_steps=15", "trainer.test_freq=15", "trainer.save_freq=-1"]
+        assert main(command(toy, run_dir, *short, *LOCAL)) == 0
+        summary = json.loads((run_dir / "summary.json").read_text())
+        outcomes[seed] = (summary["validation_before"], summary["validation_after"])
+    print(outcomes)  # noqa: T201 - the figures are the point of this proof
+    assert all(before <= 0.5 for before, _ in outcomes.values()), outcomes
+    assert sum(after >= 0.9 for _, after in outcomes.values()) >= 9, outcomes
