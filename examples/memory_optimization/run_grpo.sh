@@ -6,7 +6,5 @@
 set -xeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-toy_recipe=toy_grpo
-gsm8k_recipe=gsm8k_grpo
-kl_key=actor_rollout_ref.actor.kl_loss_coef
+algorithm=grpo
 . examples/memory_optimization/train.sh

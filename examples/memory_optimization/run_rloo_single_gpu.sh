@@ -6,7 +6,5 @@
 set -xeuo pipefail
 cd "$(dirname "${BASH_SOURCE[0]}")/../.."
 
-toy_recipe=toy
-gsm8k_recipe=gsm8k
-kl_key=algorithm.kl_ctrl.kl_coef
+algorithm=rloo
 . examples/memory_optimization/train.sh

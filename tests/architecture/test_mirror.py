@@ -21,6 +21,7 @@ NO_TEST = {
 NO_SOURCE = {
     "config/test_bad_input.py": "odd values of every key, through all files of the room",
     "config/test_profiles.py": "the profiles are YAML",
+    "config/test_presets.py": "the presets are YAML",
     "knobs/test_toy_knob.py": "a knob that is not there",
     "rollout/test_ranks.py": "both engines over several processes",
 }

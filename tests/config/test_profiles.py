@@ -9,8 +9,9 @@ from verl_memopt.config.keys import flatten, leaf_types, value_at
 from verl_memopt.config.loader import PACKAGED, load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
+from verl_memopt.knobs import profiles
 
-PROFILES = ("none", "constrained", "balanced", "large_multi_gpu")
+PROFILES = ("none", *profiles.PROFILES)
 LEAST = ["data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=folder"]
 ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -23,17 +24,27 @@ def test_these_are_the_profiles():
     assert {path.stem for path in (PACKAGED / "memory").glob("*.yaml")} == set(PROFILES)
 
 
-@pytest.mark.parametrize("trainer", ["rloo_trainer", "grpo_trainer"])
+@pytest.mark.parametrize("trainer", ["rloo_trainer", "grpo_trainer", "ppo_trainer"])
 @pytest.mark.parametrize("profile", PROFILES[1:])
 def test_a_profile_sets_its_keys_in_every_trainer_and_no_other(trainer, profile, caplog):
-    plain = load_settings(trainer, [*LEAST, "actor_rollout_ref.actor.use_dynamic_bsz=true"])
-    settings = load_settings(trainer, [*LEAST, f"memory={profile}"])
+    least = [*LEAST, f"{ROLLOUT}.name=vllm"]
+    plain = load_settings(trainer, [*least, "actor_rollout_ref.actor.use_dynamic_bsz=true"])
+    settings = load_settings(trainer, [*least, f"memory={profile}"])
     profiled = keys_of(profile)
     assert all(value_at(settings, key) == value for key, value in profiled.items())
     # Keys that follow another are null until it is set; those follow the profile's.
     others = {key for key in leaf_types() if value_at(settings, key) != value_at(plain, key)} - profiled.keys()
     assert all(value_at(Settings(), key) is None for key in others)
     assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_a_key_of_the_users_own_still_earns_a_warning_where_it_has_no_effect(caplog):
+    key = "critic.model.fsdp_config.param_offload"
+    assert keys_of("constrained")[key] is True
+    load_settings("rloo_trainer", [*LEAST, "memory=constrained", "critic.ppo_max_token_len_per_gpu=5000"])
+    assert [record.message.split("=")[0] for record in caplog.records if record.levelno >= logging.WARNING] == [
+        "critic.ppo_max_token_len_per_gpu"
+    ]
 
 
 def test_no_profile_is_no_key():

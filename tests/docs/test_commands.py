@@ -42,7 +42,7 @@ class Checkout:
     """A folder in which the commands of one page run one after another."""
 
     def __init__(self, folder, toy, run_folder, handed):
-        """handed: variables and script -> arguments of the training entry; filled here, for other pages too."""
+        """handed: variables, script and presets -> arguments of the training entry; filled here, for other pages too."""
         self.folder, self.run_folder, self.handed = folder / "checkout", run_folder, handed
         self.folder.mkdir()
         for path in ROOT.iterdir():
@@ -53,6 +53,9 @@ class Checkout:
         (self.folder / "FOLDER").symlink_to(toy / "model")
         self.home = folder / "home"
         self._make_gsm8k(self.home / "gsm8k" / "main")
+        # A script with a preset would get the data from the hub. Nothing reads what lies here.
+        (self.folder / "data" / "gsm8k").mkdir(parents=True)
+        (self.folder / "data" / "gsm8k" / "train.parquet").touch()
 
     def _make_toy(self, toy, seed):
         # Warming up the model of another seed takes as long as all other commands together.
@@ -84,13 +87,17 @@ class Checkout:
     def train(self, variables, program):
         """Resolve the settings of a training command, and put a run where it would have put its own.
 
-        A script is run once for each set of variables. What it then hands to the entry is used for its other overrides.
+        A script is run once for each set of variables and presets. What it hands to the entry then serves its other overrides.
         """
         script, *overrides = re.sub(r"^bash ", "", program).split()
-        if (variables, script) not in self.handed:
-            self.handed[variables, script] = self.handed_on(f"{variables}bash {script} debug=dry")
-        handed = self.handed[variables, script]
-        self._resolve(handed[handed.index("--config-name") + 1], [word for word in handed if "=" in word] + overrides)
+        presets = " ".join(word for word in overrides if word.startswith(("model=", "memory=")))
+        key = (variables, script, presets)
+        if key not in self.handed:
+            self.handed[key] = self.handed_on(f"{variables}bash {script} debug=dry {presets}")
+        handed = self.handed[key]
+        name, folder = (handed[handed.index(option) + 1] for option in ("--config-name", "--config-dir"))
+        others = [word for word in overrides if word not in presets.split()]
+        self._resolve(name, [word for word in handed if "=" in word] + others, folder)
 
     def handed_on(self, command):
         """Return the arguments that a script hands to the training entry, from the shell's trace of it."""
@@ -98,8 +105,8 @@ class Checkout:
         assert process.returncode == 0, f"{command}\n{process.stderr[-3000:]}"
         return shlex.split(ENTRY.findall(process.stderr)[-1])
 
-    def _resolve(self, name, overrides):
-        settings = load_settings(name, overrides, str(ROOT / "recipe" / "rloo"))
+    def _resolve(self, name, overrides, folder="recipe/rloo"):
+        settings = load_settings(name, overrides, str(ROOT / folder))
         run_dir = self.folder / settings.trainer.default_local_dir
         if not run_dir.exists():
             shutil.copytree(self.run_folder, run_dir)

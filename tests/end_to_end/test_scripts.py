@@ -1,22 +1,40 @@
 """Scripts and recipes: what a variable, an argument or neither of them ends in, without a model, a GPU or a network."""
 
+import math
 import os
 import shutil
 import stat
 import subprocess
 import sys
+import tempfile
 
+import psutil
 import pytest
 import yaml
 
-from tests.end_to_end.runs import RECIPES, ROOT, script_environment
+from tests.end_to_end.runs import LOCAL, RECIPES, ROOT, metrics, script_environment
 from tests.forked import PYTHON
-from verl_memopt.config.loader import load_settings
+from verl_memopt.config.loader import PACKAGED, load_settings
 from verl_memopt.config.plain import to_plain
+from verl_memopt.workers.group import free_port
 
 AR = "actor_rollout_ref"
-SCRIPTS = sorted((ROOT / "examples" / "memory_optimization").glob("run_*.sh"))
+FOLDER = ROOT / "examples" / "memory_optimization"
 GRPO = "run_grpo.sh"
+PLAIN = [FOLDER / "run_rloo_single_gpu.sh", FOLDER / GRPO]
+"""Scripts that set nothing of their own, so that train.sh alone decides."""
+SITUATIONS = {
+    "run_memory_optimized_ppo.sh": ("gae", None, "memory_optimized_ppo_toy"),
+    "run_single_gpu_constrained.sh": ("rloo", "constrained", "constrained_rloo_toy"),
+    "run_balanced.sh": ("rloo", "balanced", "balanced_rloo_toy"),
+    "run_large_multi_gpu.sh": ("grpo", "large_multi_gpu", "large_multi_gpu_grpo_toy"),
+    "run_multi_node.sh": ("grpo", "large_multi_gpu", "multi_node_grpo_toy"),
+    "run_lora_24gb.sh": ("rloo", "24g", "lora_24gb_rloo_toy"),
+    "run_rtx5090_rloo.sh": ("rloo", "32g", "rtx5090_rloo_toy"),
+}
+"""Script -> its estimator, its profile, and the name of its run with the tiny model."""
+CLUSTER = {"RAY_ADDRESS": "127.0.0.1:1", "NNODES": "2"}
+"""Variables that say Ray runs already; a dry run does not ask it."""
 VARIABLES = {
     "TRAIN_BATCH_SIZE": ("48", "data.train_batch_size", 48),
     "PPO_MINI_BATCH_SIZE": ("24", f"{AR}.actor.ppo_mini_batch_size", 24),
@@ -40,27 +58,31 @@ VARIABLES = {
 FILES = {"TRAIN_FILES": "/data/train.parquet", "VAL_FILES": "/data/test.parquet"}
 
 
-@pytest.fixture(params=SCRIPTS, ids=lambda path: path.name)
+@pytest.fixture(params=PLAIN, ids=lambda path: path.name)
 def script(request):
     return request.param
 
 
+def run_script(script, folder, *arguments, **variables):
+    """Gives a script that has ended well; it was called from another folder."""
+    own = {*VARIABLES, "MODEL_PATH", "MEMORY", "ALGORITHM", "SEED"}
+    inherited = {name: value for name, value in script_environment().items() if name not in own}
+    env = {**inherited, "PATH": f"{folder}:{os.environ['PATH']}", **variables}
+    command = ["bash", str(script), *arguments]
+    process = subprocess.run(command, cwd=folder, env=env, capture_output=True, text=True, timeout=200)
+    assert process.returncode == 0, process.stderr[-3000:]
+    sys.stderr.write(process.stderr)
+    return process
+
+
 @pytest.fixture
 def resolved(script, tmp_path):
-    """Runs a script with ``debug=dry`` from another folder and gives the settings it prints, by dotted key."""
+    """Runs a script with ``debug=dry`` and gives the settings it prints, by dotted key."""
+    return lambda *arguments, **variables: printed(script, tmp_path, *arguments, **variables)
 
-    def run(*arguments, **variables):
-        inherited = {
-            name: value for name, value in script_environment().items() if name not in {*VARIABLES, "MODEL_PATH", "SEED"}
-        }
-        env = {**inherited, "PATH": f"{tmp_path}:{os.environ['PATH']}", **variables}
-        command = ["bash", str(script), "debug=dry", *arguments]
-        process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=120)
-        assert process.returncode == 0, process.stderr[-3000:]
-        sys.stderr.write(process.stderr)
-        return flat(yaml.safe_load(process.stdout))
 
-    return run
+def printed(script, folder, *arguments, **variables):
+    return flat(yaml.safe_load(run_script(script, folder, "debug=dry", *arguments, **variables).stdout))
 
 
 def flat(tree, prefix=""):
@@ -70,8 +92,86 @@ def flat(tree, prefix=""):
     return found
 
 
-def test_there_are_scripts_for_both_algorithms():
-    assert {"run_rloo_single_gpu.sh", GRPO} <= {path.name for path in SCRIPTS}
+def test_every_script_has_its_tests_and_its_line_in_the_readme():
+    names = {path.name for path in FOLDER.glob("run_*.sh")}
+    assert names == {*SITUATIONS, *(path.name for path in PLAIN)}
+    readme = (FOLDER / "README.md").read_text()
+    assert all(f"`{name}`" in readme for name in names)
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_script_of_a_situation_composes_with_the_tiny_model_and_its_profile(name, toy, tmp_path):
+    estimator, memory, experiment = SITUATIONS[name]
+    settings = printed(FOLDER / name, tmp_path, TOY_DIR=str(toy), DEVICE="cpu", **CLUSTER if "node" in name else {})
+    assert settings["algorithm.adv_estimator"] == estimator
+    assert settings[f"{AR}.model.path"] == f"{toy}/model"
+    assert settings["trainer.experiment_name"] == experiment
+    if memory is not None:
+        profile = flat(yaml.safe_load((PACKAGED / "memory" / f"{memory}.yaml").read_text()))
+        told = {key: value for key, value in profile.items() if not key.startswith("critic.")}
+        assert {key: settings[key] for key in told} == told
+
+
+@pytest.mark.parametrize("name", SITUATIONS)
+def test_a_preset_and_another_profile_take_the_place_of_the_scripts_own(name, tmp_path):
+    variables = {**FILES, **CLUSTER} if "node" in name else FILES
+    settings = printed(FOLDER / name, tmp_path, "model=qwen3_0_6b", "memory=16g", DEVICE="cpu", **variables)
+    assert settings[f"{AR}.model.path"] == "Qwen/Qwen3-0.6B"
+    assert settings["data.max_response_length"] == 512
+    assert settings[f"{AR}.rollout.enforce_eager"]
+    assert settings["trainer.nnodes"] == (2 if "node" in name else 1)
+    multi = "node" in name or "multi" in name
+    assert settings["trainer.n_gpus_per_node"] == (8 if multi else 1)
+    assert settings[f"{AR}.rollout.tensor_model_parallel_size"] == (4 if multi else 1)
+    if "lora" in name:
+        assert settings[f"{AR}.actor.optim.lr"] == 1e-5
+
+
+QUICK = ("run_memory_optimized_ppo.sh", "run_lora_24gb.sh")
+"""Scripts whose two steps are in every run of the tests. The others differ from them, and from plain ones, in settings alone."""
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in QUICK else pytest.mark.slow) for name in SITUATIONS if "node" not in name]
+)
+def test_two_steps_of_a_script(name, toy, tmp_path):
+    short = ["trainer.total_training_steps=2", "data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8"]
+    one = ["trainer.n_gpus_per_node=1", f"{AR}.rollout.tensor_model_parallel_size=1"]
+    folder = tmp_path / "run"
+    run_script(
+        FOLDER / name, tmp_path, *LOCAL, *short, *one, f"trainer.default_local_dir={folder}", "trainer.logger=[jsonl]",
+        TOY_DIR=str(toy), DEVICE="cpu",
+    )  # fmt: skip
+    rows = metrics(folder)
+    assert list(rows) == [0, 1, 2]
+    assert all(math.isfinite(rows[step]["actor/grad_norm"]) and rows[step]["actor/skipped_updates"] == 0 for step in (1, 2))
+    assert ("critic/vf_loss" in rows[2]) == ("ppo" in name)
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(400)
+def test_two_nodes_train_together(toy, tmp_path):
+    """Two nodes of a Ray cluster that the script starts on this machine, with a worker each."""
+    short = ["trainer.total_training_steps=2", "data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8"]
+    folder, temporary = tmp_path / "run", tempfile.mkdtemp(dir="/tmp")
+    run_script(
+        FOLDER / "run_multi_node.sh", tmp_path, *short, f"{AR}.rollout.name=hf", f"trainer.default_local_dir={folder}",
+        "trainer.logger=[jsonl]", "trainer.val_before_train=false",
+        TOY_DIR=str(toy), DEVICE="cpu", PYTHON=sys.executable, NODES="localhost localhost", NGPUS_PER_NODE="1", ROLLOUT_TP="1",
+        RAY_PORT=str(free_port("127.0.0.1")), RAY_START_ARGS=f"--temp-dir={temporary}", RAY_WAIT_SECONDS="100",
+    )  # fmt: skip
+    assert list(metrics(folder)) == [1, 2]
+    assert not [
+        process for process in psutil.process_iter(["cmdline"]) if str(tmp_path) in " ".join(process.info["cmdline"] or ())
+    ]
+
+
+def test_several_nodes_without_any_named_are_refused(tmp_path):
+    env = {name: value for name, value in os.environ.items() if name not in ("NODES", "RAY_ADDRESS", "SLURM_JOB_NODELIST")}
+    command = ["bash", str(FOLDER / "run_multi_node.sh")]
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 2
+    assert 'set NODES="host1 host2"' in process.stderr
 
 
 def test_without_a_gpu_or_a_model_the_toy_recipe_is_meant(resolved, script, toy):
@@ -234,11 +334,11 @@ def test_setup_refuses_what_it_does_not_know(setup, argument, variables):
     assert setup(argument, **variables).returncode == 2
 
 
-@pytest.mark.parametrize("recipe", sorted(path.stem for path in RECIPES.glob("*.yaml")))
+@pytest.mark.parametrize("recipe", sorted((ROOT / "recipe").glob("*/*.yaml")), ids=lambda path: f"{path.parent.name} {path.stem}")
 def test_a_recipe_composes_with_files_and_a_model_and_means_what_it_says(recipe):
     given = ["data.train_files=train.parquet", "data.val_files=val.parquet", f"{AR}.model.path=model"]
-    settings = flat(to_plain(load_settings(recipe, given, str(RECIPES))))
-    document = yaml.safe_load((RECIPES / f"{recipe}.yaml").read_text())
+    settings = flat(to_plain(load_settings(recipe.stem, given, str(recipe.parent))))
+    document = yaml.safe_load(recipe.read_text())
     del document["defaults"]
     # YAML 1.1 reads 1e-4 as text, hence the types.
     said = {key: type(settings[key])(value) for key, value in flat(document).items()}

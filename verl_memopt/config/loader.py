@@ -6,7 +6,7 @@ Hydra composes a plain mapping, the rest is ours.
 from __future__ import annotations
 
 import logging
-from collections.abc import Mapping
+from collections.abc import Mapping, Set
 from pathlib import Path
 from typing import Any
 
@@ -34,8 +34,8 @@ logger = logging.getLogger(__name__)
 PACKAGED = Path(__file__).parent / "yaml"
 VERLS_OWN = Path("config")
 """What verl's scripts give as ``--config-path`` for verl's packaged configs."""
-LAST = frozenset({"memory"})
-"""Groups of profiles: they win over a recipe's keys, and the command line over theirs."""
+LAST = frozenset({"memory", "model"})
+"""Groups of presets: they win over a recipe's keys, and the command line over theirs."""
 _COMPOSE_ERRORS = (HydraException, OmegaConfBaseException, yaml.YAMLError)
 
 
@@ -50,13 +50,19 @@ def load_settings(config_name: str, overrides: list[str], config_dir: str | None
     Raises:
         ConfigError: one, that lists everything wrong, before anything is started.
     """
-    return settings_from_mapping(compose_mapping(config_name, overrides, config_dir))
+    composed, presets = _compose(config_name, overrides, config_dir)
+    return settings_from_mapping(composed, {key for group, name in presets.items() for key in _kept(group, name, composed)})
 
 
-def settings_from_mapping(tree: Mapping[str, Any]) -> Settings:
+def settings_from_mapping(tree: Mapping[str, Any], of_presets: Set[str] = frozenset()) -> Settings:
     """Return the settings of a mapping, nested or with dotted keys, that holds only the keys that differ from the defaults.
 
     Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
+
+    Args:
+        tree: the mapping.
+        of_presets: keys that a preset set and the user did not. They earn no warning where they have no effect: a profile serves
+            runs with a critic or a reference and runs without.
 
     Raises:
         ConfigError: one, that lists everything wrong.
@@ -69,7 +75,7 @@ def settings_from_mapping(tree: Mapping[str, Any]) -> Settings:
     settings, values, mistyped = build(translated)
     problems += mistyped
     wrong = {key for each in problems for key in each.keys}
-    problems += check(values, frozenset(translated), wrong)
+    problems += check(values, frozenset(translated) - of_presets, wrong)
     raise_together(problems)
     return settings
 
@@ -85,9 +91,18 @@ def compose_mapping(config_name: str, overrides: list[str], config_dir: str | No
     Raises:
         ConfigError: there is no such config, or Hydra cannot read the config or an override.
     """
+    return _compose(config_name, overrides, config_dir)[0]
+
+
+def _compose(config_name: str, overrides: list[str], config_dir: str | None) -> tuple[dict[str, Any], dict[str, Any]]:
+    """Return the mapping of :func:`compose_mapping`, and the presets of the command line: group -> name.
+
+    Raises:
+        ConfigError: there is no such config, or Hydra cannot read the config or an override.
+    """
     folder = _folder(config_name, config_dir)
     signed: list[str] = []
-    profiles: dict[str, Any] = {}
+    presets: dict[str, Any] = {}
     problems: list[Problem] = []
     for line in overrides:
         try:
@@ -101,7 +116,7 @@ def compose_mapping(config_name: str, overrides: list[str], config_dir: str | No
         else:
             signed.append(line if sign is None else sign + line.lstrip("+"))
             if override.key_or_group in LAST:
-                profiles[override.key_or_group] = override.value()
+                presets[override.key_or_group] = override.value()
     raise_together(problems)
 
     packaged = str(PACKAGED).replace("\\", "\\\\").replace("'", "\\'")
@@ -116,9 +131,9 @@ def compose_mapping(config_name: str, overrides: list[str], config_dir: str | No
     finally:
         GlobalHydra.instance().clear()
     composed: dict[str, Any] = _part(resolved, OmegaConf.to_container(config, resolve=False))
-    for group, name in profiles.items():
-        _log_profile(group, name, composed)
-    return composed
+    for group, name in presets.items():
+        _log_preset(group, name, composed)
+    return composed, presets
 
 
 def _folder(config_name: str, config_dir: str | None) -> Path:
@@ -173,17 +188,23 @@ def _part(tree: Any, keys: Any) -> Any:
     return {name: _part(tree[name], below) for name, below in keys.items()} if isinstance(keys, dict) else tree
 
 
-def _log_profile(group: str, name: str, composed: Mapping[str, Any]) -> None:
-    """Log which keys a memory profile set, and which of its keys the command line set otherwise."""
-    profile = flatten(yaml.safe_load((PACKAGED / group / f"{name}.yaml").read_text()) or {})
+def _preset(group: str, name: str) -> dict[str, Any]:
+    """Return the keys that a preset sets."""
+    return flatten(yaml.safe_load((PACKAGED / group / f"{name}.yaml").read_text()) or {})
+
+
+def _kept(group: str, name: str, composed: Mapping[str, Any]) -> list[str]:
+    """Return the keys of a preset that hold its value in the end."""
     final = flatten(composed)
-    kept = [f"{key}={shown(value)}" for key, value in profile.items() if key in final and final[key] == value]
-    other = [
-        f"{key}={shown(final[key])} (profile: {shown(value)})"
-        for key, value in profile.items()
-        if key in final and final[key] != value
-    ]
-    logger.info("%s=%s sets %s", group, name, ", ".join(kept) or "nothing")
+    return [key for key, value in _preset(group, name).items() if key in final and final[key] == value]
+
+
+def _log_preset(group: str, name: str, composed: Mapping[str, Any]) -> None:
+    """Log which keys a preset set, and which of its keys the command line set otherwise."""
+    preset, final, kept = _preset(group, name), flatten(composed), _kept(group, name, composed)
+    changed = {key: value for key, value in preset.items() if key in final and key not in kept}
+    other = [f"{key}={shown(final[key])} (profile: {shown(value)})" for key, value in changed.items()]
+    logger.info("%s=%s sets %s", group, name, ", ".join(f"{key}={shown(final[key])}" for key in kept) or "nothing")
     if other:
         logger.info("%s=%s: the command line says %s", group, name, ", ".join(other))
 

@@ -1,0 +1,57 @@
+# Sourced by run_multi_node.sh: starts Ray on each of NODES (default: those of the Slurm job), the first of which is its head, waits until
+# all have joined, and sets RAY_ADDRESS and NNODES. Ray ends with this shell. A node that is named localhost is a process here.
+read -ra nodes <<<"${NODES:-$(scontrol show hostnames "${SLURM_JOB_NODELIST:-}" 2>/dev/null | tr '\n' ' ' || true)}"
+if [ ${#nodes[@]} -eq 0 ]; then
+    echo "run_multi_node.sh: no nodes. Run it in a Slurm job, or set NODES=\"host1 host2\", or RAY_ADDRESS and NNODES." >&2
+    exit 2
+fi
+
+# Start Ray on a node and stay until this shell ends, which ends Ray there.
+start_ray() {
+    local node=$1
+    shift
+    if [ "$node" = localhost ]; then
+        exec "$RAY" start --block "$@"
+    elif [ -n "${SLURM_JOB_ID:-}" ]; then
+        exec srun --nodes=1 --ntasks=1 --overlap --nodelist="$node" "$RAY" start --block "$@"
+    fi
+    { set +x; } 2>/dev/null
+    # The token goes through ssh's input, which no list of processes shows. That input ends with this shell, and then Ray is stopped.
+    { printf '%s\n' "$RAY_AUTH_TOKEN" && tail --pid=$$ -f /dev/null; } | ssh "$node" "
+        read -r RAY_AUTH_TOKEN && export RAY_AUTH_TOKEN RAY_AUTH_MODE=token
+        cd $(printf %q "$PWD") && { $(printf '%q ' "$RAY" start --block "$@") & } && ray=\$! && cat >/dev/null; kill \$ray"
+}
+
+head_host=${nodes[0]}
+[ "$head_host" != localhost ] || head_host=$("$PYTHON" -c "import ray; print(ray.util.get_node_ip_address())")
+export RAY_ADDRESS=$head_host:$RAY_PORT RAY_USAGE_STATS_ENABLED=0
+# Only who has the token may use these nodes. The shell's trace must not show it.
+{ set +x; } 2>/dev/null
+export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /dev/urandom | tr -d ' \n')}
+set -x
+NNODES=${#nodes[@]}
+started=()
+stop_ray() { [ ${#started[@]} -eq 0 ] || kill "${started[@]}" 2>/dev/null || true; }
+trap stop_ray EXIT
+
+for node in "${nodes[@]}"; do
+    if [ ${#started[@]} -eq 0 ]; then
+        place=(--head --node-ip-address="$head_host" --port="$RAY_PORT" --include-dashboard=false)
+    else
+        place=(--address="$RAY_ADDRESS")
+    fi
+    (start_ray "$node" "${place[@]}" ${RAY_START_ARGS:-}) >&2 &
+    started+=($!)
+    # A node joins the head, so the head must listen first.
+    [ ${#started[@]} -gt 1 ] || timeout "$RAY_WAIT_SECONDS" bash -c "until (: <>/dev/tcp/$head_host/$RAY_PORT) 2>/dev/null; do sleep 1; done"
+done
+
+timeout "$RAY_WAIT_SECONDS" "$PYTHON" -c "
+import sys, time, ray
+ray.init(address=sys.argv[1], log_to_driver=False, logging_level='ERROR')
+while sum(node['Alive'] for node in ray.nodes()) < int(sys.argv[2]):
+    time.sleep(1)
+" "$RAY_ADDRESS" "$NNODES" || {
+    echo "run_multi_node.sh: not all of ${nodes[*]} joined Ray at $RAY_ADDRESS within $RAY_WAIT_SECONDS seconds." >&2
+    exit 1
+}

@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# RLOO on one RTX 5090 (32 GB), every weight trained. The largest preset that fits by the formulas is model=qwen2_5_3b.
+#   bash examples/memory_optimization/run_rtx5090_rloo.sh model=qwen2_5_3b data.max_response_length=2048
+# Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
+set -xeuo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+algorithm=rloo
+experiment=rtx5090
+memory=32g
+hub_model=Qwen/Qwen2.5-1.5B-Instruct
+. examples/memory_optimization/train.sh

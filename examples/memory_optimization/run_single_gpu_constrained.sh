@@ -1,0 +1,12 @@
+#!/usr/bin/env bash
+# One card that is too small for the training state beside the engine: all that can rest on the host does. Give the card's profile:
+#   bash examples/memory_optimization/run_single_gpu_constrained.sh memory=16g model=llama3_2_1b
+# Any setting can be overridden on the command line, or by a variable of train.sh. Without a GPU: the tiny model on the toy task.
+set -xeuo pipefail
+cd "$(dirname "${BASH_SOURCE[0]}")/../.."
+
+algorithm=${ALGORITHM:-rloo}
+experiment=constrained
+memory=constrained
+hub_model=Qwen/Qwen2.5-0.5B-Instruct
+. examples/memory_optimization/train.sh

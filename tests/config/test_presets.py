@@ -1,0 +1,165 @@
+"""Presets of models and of cards: every pair composes, and what a card's file claims follows from the knobs' formulas."""
+
+import logging
+import math
+import re
+from dataclasses import replace
+from functools import cache
+from itertools import product
+
+import pytest
+import yaml
+
+from tests.config.card_memory import CARDS, GIB, MIB, MODELS, CardMemory, shapes_of
+from verl_memopt.config.keys import flatten, leaf_types, value_at
+from verl_memopt.config.loader import PACKAGED, load_settings
+from verl_memopt.errors import ConfigError
+from verl_memopt.knobs import profiles
+from verl_memopt.ladder.measure import measure_row, shapes
+from verl_memopt.ladder.plan import Work, row_settings
+from verl_memopt.models.tiny import TinyShape, make_tiny_model
+
+AR = "actor_rollout_ref"
+FILES = ["data.train_files=train.jsonl", "data.val_files=null"]
+LEAST_KV_TOKENS = 8192
+"""Of the KV cache: eight sequences of the default lengths."""
+NAMES = ("tiny", *MODELS)
+
+
+def keys_of(group, name):
+    return flatten(yaml.safe_load((PACKAGED / group / f"{name}.yaml").read_text()) or {})
+
+
+@cache
+def settings_of(model, memory, *more):
+    return load_settings("rloo_trainer", [*FILES, f"model={model}", f"memory={memory}", *more])
+
+
+def on_card(card, model, lora=False):
+    """The bytes of a run with a card's profile, on such a card: of all weights, or of adapters on bfloat16 weights."""
+    settings = settings_of(model, card)
+    if lora:
+        roles = settings.actor_rollout_ref
+        fsdp = replace(roles.actor.fsdp_config, model_dtype="bfloat16")
+        roles = replace(roles, model=replace(roles.model, lora_rank=32), actor=replace(roles.actor, fsdp_config=fsdp))
+        settings = replace(settings, actor_rollout_ref=roles)
+    return CardMemory(shapes_of(MODELS[model], settings), settings, CARDS[card] * MIB)
+
+
+def test_these_are_the_presets():
+    assert {path.stem for path in (PACKAGED / "model").glob("*.yaml")} == set(NAMES)
+    assert tuple(CARDS) == profiles.CARDS
+
+
+@pytest.mark.parametrize("memory", ["none", *profiles.PROFILES])
+def test_every_model_composes_with_every_profile_and_both_say_what_holds(memory, caplog):
+    needed = [f"{AR}.actor.use_dynamic_bsz=true"] if memory == "none" else []
+    for model in NAMES:
+        settings = settings_of(model, memory, *needed)
+        said = keys_of("memory", memory) | keys_of("model", model)
+        # YAML 1.1 reads 2e-4 as text, hence the types.
+        assert {key: value_at(settings, key) for key in said} == {
+            key: type(value_at(settings, key))(value) for key, value in said.items()
+        }
+    assert [record.message for record in caplog.records if record.levelno >= logging.WARNING] == []
+
+
+def test_where_a_model_and_a_profile_set_one_key_they_agree():
+    for model, memory in product(NAMES, profiles.PROFILES):
+        ours, theirs = keys_of("model", model), keys_of("memory", memory)
+        assert [key for key in ours.keys() & theirs.keys() if ours[key] != theirs[key]] == []
+
+
+def test_a_model_wins_over_a_recipe_and_the_command_line_over_a_model(tmp_path):
+    (tmp_path / "mine.yaml").write_text(f"defaults:\n  - rloo_trainer\n  - _self_\n{AR}:\n  model:\n    path: recipe\n")
+    assert load_settings("mine", [*FILES, "model=qwen3_4b", "memory=24g"], str(tmp_path)).actor_rollout_ref.model.path == (
+        "Qwen/Qwen3-4B"
+    )
+    given = load_settings("mine", [f"{AR}.model.path=mine", *FILES, "model=qwen3_4b", "memory=24g"], str(tmp_path))
+    assert given.actor_rollout_ref.model.path == "mine"
+
+
+def test_an_unknown_model_is_refused_with_the_known_ones():
+    with pytest.raises(ConfigError, match="qwen2_5_0_5b qwen2_5_1_5b"):
+        load_settings("rloo_trainer", [*FILES, "model=qwen99"])
+
+
+@pytest.mark.parametrize("model", NAMES)
+def test_a_model_leaves_lengths_to_the_user(model):
+    assert not [key for key in keys_of("model", model) if key.startswith("data.")]
+    assert keys_of("model", model).keys() <= leaf_types().keys()
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_shapes_have_the_parameters_of_the_model_cards(model):
+    shape = MODELS[model]
+    assert shape.counted_params == shape.params
+    file = (PACKAGED / "model" / f"{model}.yaml").read_text()
+    assert f"{shape.params / 1e9:.2f} billion parameters" in file
+    assert ("tied head" in file) == shape.tied
+
+
+def largest(card, lora):
+    return max((model for model in MODELS if on_card(card, model, lora).fits(LEAST_KV_TOKENS)), key=params_of)
+
+
+def params_of(model):
+    return MODELS[model].params
+
+
+@pytest.mark.parametrize("card", CARDS)
+def test_what_a_cards_file_claims_follows_from_the_formulas(card):
+    text = (PACKAGED / "memory" / f"{card}.yaml").read_text().replace("\n#", "")
+    claims = re.findall(r"models up to model=(\w+)", text)
+    assert claims == [largest(card, lora=False), largest(card, lora=True)]
+    for claimed, lora in zip(claims, (False, True), strict=True):
+        smaller = [model for model in MODELS if params_of(model) <= params_of(claimed)]
+        assert all(on_card(card, model, lora).fits(LEAST_KV_TOKENS) for model in smaller)
+    binding = on_card(card, claims[0]).phases()
+    assert re.search(r"Binding phase of the largest: (\w+)\.", text)[1] == max(binding, key=binding.__getitem__)
+    host = on_card(card, claims[0]).host_bytes(with_reference=True)
+    assert int(re.search(r"(\d+) GiB for the largest with", text)[1]) == math.ceil(host / GIB)
+
+
+@pytest.mark.parametrize(("model", "cards", "card"), [("qwen3_8b", 8, "24g"), ("qwen3_8b", 2, "80g"), ("qwen2_5_7b", 4, "32g")])
+def test_large_multi_gpu_shares_a_model_over_cards(model, cards, card):
+    more = (f"trainer.n_gpus_per_node={cards}", f"{AR}.rollout.tensor_model_parallel_size=2")
+    settings = settings_of(model, "large_multi_gpu", *more)
+    memory = CardMemory(shapes_of(MODELS[model], settings), settings, CARDS[card] * MIB, ranks=cards)
+    assert memory.fits(LEAST_KV_TOKENS), memory.phases()
+
+
+CONSTRAINED = (
+    f"{AR}.model.enable_gradient_checkpointing=true", f"{AR}.model.logprob_chunk_tokens=64",
+    *(f"{AR}.{role}.fsdp_config.{key}" for role in ("actor", "ref") for key in ("dtype=bfloat16", "param_offload=true")),
+    f"{AR}.actor.fsdp_config.optimizer_offload=true", f"{AR}.actor.optim.bucket_megabytes=1",
+    f"{AR}.rollout.dtype=bfloat16", f"{AR}.rollout.free_cache_engine=true",
+    f"{AR}.actor.ppo_max_token_len_per_gpu=512", f"{AR}.rollout.log_prob_max_token_len_per_gpu=1024",
+)  # fmt: skip
+WORK = Work(rows=4, prompt=256, response=128, group=2)
+
+
+@pytest.mark.parametrize(
+    ("shape", "more"),
+    [
+        ({"vocab_size": 8192, "tie_embeddings": False}, (f"{AR}.actor.policy_loss.loss_mode=sequence",)),
+        ({"vocab_size": 512, "num_layers": 8}, (f"{AR}.model.enable_activation_offload=true",)),
+        ({"vocab_size": 512, "num_layers": 6}, (f"{AR}.model.lora_rank=8", f"{AR}.actor.fsdp_config.model_dtype=bfloat16")),
+    ],
+    ids=["vocabulary", "blocks", "lora"],
+)
+def test_the_arithmetic_holds_for_a_real_update(shape, more, tmp_path):
+    """The bytes that a small model's phases hold on a CPU: never 4 % more than estimated, and at most 30 % less."""
+    sizes = {"hidden_size": 256, "intermediate_size": 768, "num_layers": 4, "num_heads": 4, "num_kv_heads": 2, "head_dim": 64}
+    folder = make_tiny_model(tmp_path / "model", TinyShape(**sizes | shape))
+    settings = [*CONSTRAINED, *more]
+    row = measure_row(folder, WORK, "", tuple(settings))
+    memory = CardMemory(shapes(folder, WORK, settings), row_settings(str(folder), WORK, settings), 0)
+    estimated = {
+        "old_log_prob": memory.log_probs(),
+        "ref": memory.reference(),
+        "update_actor": memory.update(),
+        "update_weights": memory.weight_sync() + memory.engine_weights,
+    }
+    ratios = {phase: row.phases[phase] / estimated[phase] for phase in estimated}
+    assert all(0.7 <= ratio <= 1.04 for ratio in ratios.values()), ratios

@@ -1,0 +1,155 @@
+"""The seven features of ``run_memory_optimized_ppo.sh``: a key on its command line arrives in the worker that owns it."""
+
+import re
+import shlex
+import subprocess
+from contextlib import contextmanager
+
+import pytest
+
+from tests.end_to_end.runs import LOCAL, ROOT, script_environment
+from verl_memopt.config.loader import load_settings
+from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
+from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.trainer.build import build_learner, build_run
+from verl_memopt.trainer.start import start_rewards
+from verl_memopt.trainer.timed_group import TimedGroup
+from verl_memopt.workers.local_group import LocalGroup
+from verl_memopt.workers.worker import Worker
+
+AR = "actor_rollout_ref"
+SCRIPT = ROOT / "examples" / "memory_optimization" / "run_memory_optimized_ppo.sh"
+ENTRY = re.compile(r"^\++ \S+ -m verl_memopt\.trainer\.main_ppo (.*)$", re.MULTILINE)
+"""The last command of the script, as the shell traces it."""
+SHORT = ["data.train_batch_size=8", f"{AR}.actor.ppo_mini_batch_size=8", f"{AR}.rollout.n=4", "data.val_files=null"]
+
+
+class Watched(Worker):
+    """A worker that remembers how the rows of its last updates were cut."""
+
+    def update_actor(self, mini_batches):
+        self.actor_cut = [len(mini.micro_batches) for mini in mini_batches]
+        return super().update_actor(mini_batches)
+
+    def update_on_policy(self, mini):
+        self.actor_cut = [len(mini.micro_batches)]
+        return super().update_on_policy(mini)
+
+    def update_critic(self, mini_batches):
+        self.critic_cut = [len(mini.micro_batches) for mini in mini_batches]
+        return super().update_critic(mini_batches)
+
+
+@pytest.fixture(scope="module")
+def handed(toy):
+    """What the script hands to the training entry."""
+    env = script_environment(DEVICE="cpu", TOY_DIR=str(toy))
+    process = subprocess.run(["bash", str(SCRIPT), "debug=dry"], env=env, capture_output=True, text=True, timeout=120)
+    assert process.returncode == 0, process.stderr[-3000:]
+    words = shlex.split(ENTRY.findall(process.stderr)[-1])
+    assert words[:4] == ["--config-dir", "recipe/ppo", "--config-name", "toy"]
+    assert words[-1] == "debug=dry"
+    return words[4:-1]
+
+
+@pytest.fixture
+def worker(handed, tmp_path):
+    """Runs one step with the script's settings and a change of them; yields the worker, which is still alive."""
+
+    @contextmanager
+    def run(*changes, local=LOCAL):
+        overrides = [*handed, *SHORT, *local, f"trainer.default_local_dir={tmp_path / 'run'}", *changes]
+        settings = load_settings("toy", overrides, str(ROOT / "recipe" / "ppo"))
+        context, clock = build_run(settings), PhaseClock()
+        workers = []
+
+        def build(place):
+            workers.append(Watched(context.worker_plan, place))
+            return workers[-1]
+
+        group = LocalGroup(build, "cpu")
+        try:
+            with start_rewards(settings.custom_reward_function, 1, tmp_path) as rewards:
+                learner = build_learner(context, TimedGroup(group, clock, in_process=True), rewards)
+                learner.sync_weights()
+                learner.train_step(1)
+                yield workers[0]
+                learner.close()
+        finally:
+            group.shutdown()
+            context.lock.release()
+
+    return run
+
+
+def models(worker):
+    return worker.policy.trained, worker.critic.trained
+
+
+def checkpoints(trained):
+    return {block.options.checkpoint for block in trained.model.blocks()}
+
+
+def test_every_feature_is_on_unless_the_command_line_says_otherwise(worker):
+    with worker(f"{AR}.rollout.free_cache_engine=true") as it:
+        for trained in models(it):
+            assert checkpoints(trained) == {"full"}
+            assert trained.offload is not None
+            assert isinstance(trained.optimizer, BucketedAdamW)
+            assert trained.optimizer._offload
+        assert (it.policy.trained.home.on_device, it.critic.trained.home.on_device) == (True, False)
+        assert it.policy.model.head.chunk_tokens == 256
+        assert (it.actor_cut, set(it.critic_cut)) == ([1], {1})
+
+
+@pytest.mark.parametrize("role", [AR, "critic"])
+def test_gradient_checkpointing(worker, role):
+    with worker(f"{role}.model.enable_gradient_checkpointing=false") as it:
+        seen = [checkpoints(trained) for trained in models(it)]
+    assert seen == ([{None}, {"full"}] if role == AR else [{"full"}, {None}])
+
+
+@pytest.mark.parametrize("role", [AR, "critic"])
+def test_activation_offload(worker, role):
+    with worker(f"{role}.model.enable_activation_offload=false") as it:
+        seen = [trained.offload is None for trained in models(it)]
+    assert seen == [role == AR, role == "critic"]
+
+
+@pytest.mark.parametrize("role", [f"{AR}.actor", "critic.model"])
+def test_parameter_offload(worker, role):
+    with worker(f"{role}.fsdp_config.param_offload=false") as it:
+        seen = [trained.home is None for trained in models(it)]
+    assert seen == [role != "critic.model", role == "critic.model"]
+
+
+@pytest.mark.parametrize("role", [f"{AR}.actor", "critic.model"])
+def test_optimizer_offload(worker, role):
+    with worker(f"{role}.fsdp_config.optimizer_offload=false") as it:
+        seen = [isinstance(trained.optimizer, BucketedAdamW) and trained.optimizer._offload for trained in models(it)]
+    assert seen == [role == "critic.model", role != "critic.model"]
+
+
+@pytest.mark.parametrize("role", [f"{AR}.actor", "critic"])
+def test_token_budget(worker, role):
+    with worker(f"{role}.ppo_max_token_len_per_gpu=64") as it:
+        more = [max(cut) > 1 for cut in (it.actor_cut, it.critic_cut)]
+    assert more == [role != "critic", role == "critic"]
+
+
+def test_log_prob_chunks(worker):
+    with worker(f"{AR}.model.logprob_chunk_tokens=7") as it:
+        assert it.policy.model.head.chunk_tokens == 7
+
+
+def test_the_engines_memory(worker):
+    local = LOCAL[:1]
+    with worker(f"{AR}.rollout.gpu_memory_utilization=0.37", local=local) as it:
+        assert it.engine._llm.llm_engine.vllm_config.cache_config.gpu_memory_utilization == 0.37
+
+
+@pytest.mark.parametrize("sleeps", [True, False])
+def test_the_engine_gives_its_memory_back(worker, sleeps):
+    with worker(f"{AR}.rollout.free_cache_engine={str(sleeps).lower()}") as it:
+        it.release_engine()
+        assert it.engine._state.is_awake("weights") != sleeps
