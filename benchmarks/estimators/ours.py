@@ -12,15 +12,16 @@ from torch import Tensor
 
 from benchmarks.estimators.batch import CLIP_C, CLIP_HIGH, CLIP_LOW, GAMMA, LAM, SCALE_FACTOR, Batch, with_gradient
 from verl_memopt.algorithms.advantages import ESTIMATORS, AdvantageInputs
-from verl_memopt.algorithms.corrections import PRESETS, REJECTIONS, bypass_loss, correct, preset
-from verl_memopt.algorithms.corrections.presets import CorrectionSettings
+from verl_memopt.algorithms.corrections import bypass_loss, correct
 from verl_memopt.algorithms.kl import KlController, kl_estimate
 from verl_memopt.algorithms.losses import LOSSES, LossSettings, LossTokens, value_loss
 from verl_memopt.algorithms.losses.covariance import select_clip_cov, select_kl_cov
 from verl_memopt.algorithms.losses.policy import TOKEN_LOCAL
 from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts, aggregate
 from verl_memopt.algorithms.shaping import PF_PPO_METHODS, pf_ppo_weights
-from verl_memopt.config.schema import KlControl
+from verl_memopt.config.correction_bounds import REJECTIONS
+from verl_memopt.config.correction_presets import PRESETS
+from verl_memopt.config.schema import KlControl, RolloutCorrection
 
 Values = dict[str, Any]
 Case = Callable[[Batch], Values]
@@ -129,12 +130,12 @@ def value(mode: str) -> Case:
     return values
 
 
-def correction_settings(**options: Any) -> CorrectionSettings:
+def correction_settings(**options: Any) -> RolloutCorrection:
     base = {
         "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
         "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip",
     }  # fmt: skip
-    return CorrectionSettings(**base | options)
+    return RolloutCorrection(**base | options)
 
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -180,7 +181,7 @@ def bypass(name: str) -> Case:
 
 
 def presets(batch: Batch) -> Values:
-    return {name: asdict(preset(name)) for name in PRESETS}
+    return {name: asdict(PRESETS[name]) for name in PRESETS}
 
 
 def weights_of_pf_ppo(method: str) -> Case:

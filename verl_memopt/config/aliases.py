@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from verl_memopt.config.correction_presets import PRESET, with_preset
 from verl_memopt.config.keys import flatten
 from verl_memopt.config.problems import Problem, problem, shown
 from verl_memopt.config.refusals import refusal_of, refuse
@@ -119,8 +120,8 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """
     flat = {key: value for key, value in flatten(tree, our_key).items() if value != REQUIRED}
     flat |= _without_attention(flat.get(_OVERRIDES))
+    flat, problems = with_preset(flat)
     spellings: dict[str, dict[str, Any]] = {}  # our key -> {spelling of it: our value}
-    problems: list[Problem] = []
     for key, value in flat.items():
         name, meant = our_key(key), value
         if name in _MEANINGS:
@@ -230,3 +231,4 @@ def spelled() -> Iterable[tuple[str, str]]:
     yield from GLOBAL_MICRO_BATCHES.items()
     yield from ((key, _CHUNK) for key in sorted(MET_BY_CHUNKING))
     yield REMOVE_PREVIOUS, "trainer.max_actor_ckpt_to_keep"
+    yield PRESET, "algorithm.rollout_correction.*"

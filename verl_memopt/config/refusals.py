@@ -38,12 +38,7 @@ _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
 _FSDP1 = "it exists in FSDP1 only, and fsdp2 is the one strategy. Remove the key"
 _PARAMETERS_KEPT = "it belongs to FSDP1; fsdp2 always keeps each parameter as a tensor of its own"
-_NO_MISMATCH = "no sample is weighted by how far the engine's log-probs are off. Watch rollout/logprob_diff_mean"
 _ONE_BACKEND = "fsdp2 is the one strategy. Remove the key"
-_NO_BYPASS = (
-    "the engine's log-probs never stand in for the policy's own. Use actor_rollout_ref.actor.old_log_prob_pass=auto, which "
-    "leaves their pass out where the update computes the same numbers"
-)
 _CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens bounds the memory of logits"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
 _PACKED = "rows are always packed, so no pad token is computed"
@@ -158,15 +153,6 @@ _DATA = {
 _ALGORITHM = {
     "lam": Refusal((1, 1.0), "GAE alone reads it, which needs a critic, and there is none. Set 1.0"),
     "gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo, which does not exist here"),
-    "use_pf_ppo": Refusal((False,), _NOT_HERE),
-    "pf_ppo.*": Refusal(ANY, _NOT_HERE),
-    "rollout_correction.rollout_is": Refusal((), _NO_MISMATCH),
-    "rollout_correction.rollout_is_threshold": Refusal((2.0,), _NO_MISMATCH),
-    "rollout_correction.rollout_is_batch_normalize": Refusal((False,), _NO_MISMATCH),
-    "rollout_correction.bypass_mode": Refusal((False,), _NO_BYPASS),
-    "rollout_correction.rollout_rs": Refusal((), _NO_MISMATCH),
-    "rollout_correction.rollout_rs_threshold": Refusal((), _NO_MISMATCH),
-    "rollout_correction.loss_type": Refusal(("ppo_clip",), _NO_MISMATCH),
 }
 
 _CRITIC = {

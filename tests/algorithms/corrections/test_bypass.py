@@ -6,10 +6,10 @@ import torch
 
 from tests.algorithms.ragged import Ragged
 from verl_memopt.algorithms.corrections.bypass import bypass_loss
-from verl_memopt.algorithms.corrections.presets import preset
 from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens
 from verl_memopt.algorithms.losses.vanilla import vanilla_loss
 from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.correction_presets import PRESETS
 
 SAMPLE = Ragged((3, 2, 4), 6)
 ENGINE = -SAMPLE.tokens(0).abs()
@@ -32,13 +32,13 @@ def gradient(settings, correction, mean_weight=None):
 
 def test_with_the_clip_it_is_ppos_loss_whatever_weights_are_asked_for():
     expected = vanilla_loss(tokens(NEW), SETTINGS)[0].item()
-    for correction in (preset("bypass_ppo_clip"), replace(preset("bypass_ppo_clip"), rollout_is="token")):
+    for correction in (PRESETS["bypass_ppo_clip"], replace(PRESETS["bypass_ppo_clip"], rollout_is="token")):
         assert gradient(SETTINGS, correction)[0] == expected
 
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 def test_reinforce_weighs_each_token_by_its_present_ratio_to_the_engine(level):
-    correction = replace(preset("bypass_pg_is"), rollout_is=level)
+    correction = replace(PRESETS["bypass_pg_is"], rollout_is=level)
     loss, grad, metrics = gradient(SETTINGS, correction)
     expected, weights = [], []
     for new, old, advantages in zip(*map(SAMPLE.lists, (NEW, ENGINE, ADVANTAGES)), strict=True):
@@ -55,7 +55,7 @@ def test_reinforce_weighs_each_token_by_its_present_ratio_to_the_engine(level):
 @pytest.mark.parametrize("name", ["bypass_ppo_clip_k3_rs", "bypass_pg_geo_rs"])
 def test_rejected_rows_have_no_gradient_and_the_loss_divides_by_all_tokens(name):
     geometric = "geo" in name
-    correction = replace(preset(name), rollout_rs_threshold="0.85_1.18" if geometric else 0.19)
+    correction = replace(PRESETS[name], rollout_rs_threshold="0.85_1.18" if geometric else 0.19)
     _, grad, metrics = gradient(SETTINGS, correction)
     free = gradient(SETTINGS, replace(correction, rollout_rs=None))[1]
     kept = []
@@ -71,7 +71,7 @@ def test_rejected_rows_have_no_gradient_and_the_loss_divides_by_all_tokens(name)
 
 
 def test_a_mean_weight_that_is_given_replaces_that_of_the_micro_batch():
-    normalized = replace(preset("bypass_pg_is"), rollout_is="token", rollout_is_batch_normalize=True)
+    normalized = replace(PRESETS["bypass_pg_is"], rollout_is="token", rollout_is_batch_normalize=True)
     plain = gradient(SETTINGS, replace(normalized, rollout_is_batch_normalize=False))
     mean = plain[2]["rollout_corr/rollout_is_mean"]
     torch.testing.assert_close(gradient(SETTINGS, normalized)[1], plain[1] / mean, rtol=1e-6, atol=0)
@@ -80,7 +80,7 @@ def test_a_mean_weight_that_is_given_replaces_that_of_the_micro_batch():
 
 def test_a_mean_over_the_tokens_of_a_row_is_over_those_that_are_kept():
     settings = replace(SETTINGS, loss_agg_mode="seq-mean-token-mean")
-    correction = replace(preset("bypass_pg_is"), rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.8_1.25")
+    correction = replace(PRESETS["bypass_pg_is"], rollout_is=None, rollout_rs="token_k1", rollout_rs_threshold="0.8_1.25")
     _, grad, _ = gradient(settings, correction)
     expected, lost = [], 0
     for new, old, advantages in zip(*map(SAMPLE.lists, (NEW, ENGINE, ADVANTAGES)), strict=True):

@@ -2,11 +2,7 @@
 
 from verl_memopt.algorithms.corrections.bypass import bypass_loss
 from verl_memopt.algorithms.corrections.importance import importance_weights
-from verl_memopt.algorithms.corrections.presets import PRESETS, CorrectionSettings, preset
-from verl_memopt.algorithms.corrections.rejection import REJECTIONS, rejection
+from verl_memopt.algorithms.corrections.rejection import rejection
 from verl_memopt.algorithms.corrections.rollout import Correction, correct
 
-__all__ = [
-    "PRESETS", "REJECTIONS", "Correction", "CorrectionSettings", "bypass_loss", "correct", "importance_weights", "preset",
-    "rejection",
-]  # fmt: skip
+__all__ = ["Correction", "bypass_loss", "correct", "importance_weights", "rejection"]

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from verl_memopt.algorithms.corrections.presets import CorrectionSettings
 from verl_memopt.algorithms.corrections.rejection import kept_lengths
 from verl_memopt.algorithms.corrections.rollout import correct
 from verl_memopt.algorithms.losses.tokens import LossAndMetrics, LossSettings, LossTokens
 from verl_memopt.algorithms.losses.vanilla import gpg_loss, vanilla_loss
+from verl_memopt.config.schema import RolloutCorrection
 
 
 def bypass_loss(
-    tokens: LossTokens, settings: LossSettings, correction: CorrectionSettings, mean_weight: float | None = None
+    tokens: LossTokens, settings: LossSettings, correction: RolloutCorrection, mean_weight: float | None = None
 ) -> tuple[*LossAndMetrics, dict[str, float]]:
     """Return the loss of bypass mode, its metrics as shares, and the correction's metrics of this micro-batch.
 

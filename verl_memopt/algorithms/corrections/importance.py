@@ -6,39 +6,15 @@ that weights and metrics do not depend on micro-batches or ranks.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.corrections.presets import KEY
 from verl_memopt.algorithms.kl import MAX_LOG_RATIO
 from verl_memopt.algorithms.reductions import row_means, row_sums
-from verl_memopt.errors import ConfigError
+from verl_memopt.config.correction_bounds import importance_bounds
 
 EPSILON = 1e-8
 """A mean weight at or below this is not divided by."""
-
-
-def importance_bounds(threshold: float | str) -> tuple[float | None, float]:
-    """Return the lower bound, or None, and the upper bound that ``rollout_is_threshold`` spells.
-
-    Args:
-        threshold: One number, or ``lower_upper``.
-
-    Raises:
-        ConfigError: A bound is not a positive number, or the lower is above the upper.
-    """
-    try:
-        bounds = [float(part) for part in str(threshold).split("_")]
-    except ValueError:
-        bounds = []
-    positive = all(0 < bound < math.inf for bound in bounds)
-    if len(bounds) not in (1, 2) or not positive or bounds[0] > bounds[-1]:
-        raise ConfigError(
-            f"{KEY}.rollout_is_threshold={threshold}: give one positive number, or lower_upper with lower <= upper, as 0.5_5.0."
-        )
-    return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
 
 
 def importance_weights(

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from verl_memopt.algorithms.corrections.importance import importance_weights
 from verl_memopt.algorithms.corrections.mismatch import mismatch_metrics
-from verl_memopt.algorithms.corrections.presets import CorrectionSettings
 from verl_memopt.algorithms.corrections.rejection import rejection
+from verl_memopt.config.schema import RolloutCorrection
 
 PREFIX = "rollout_corr/"
 
@@ -27,7 +27,7 @@ class Correction:
 
 
 def correct(
-    log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor, lengths: Tensor, settings: CorrectionSettings
+    log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor, lengths: Tensor, settings: RolloutCorrection
 ) -> Correction:
     """Return the correction from the rollout engine's probabilities to the trainer's.
 

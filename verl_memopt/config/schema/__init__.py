@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl_memopt.config.schema.actor import Actor, CheckpointContents, PolicyLoss, Ref, RefModel
+from verl_memopt.config.schema.corrections import PfPpo, RolloutCorrection
 from verl_memopt.config.schema.data import REQUIRED, CustomClass, CustomSampler, Data
 from verl_memopt.config.schema.model import Model
 from verl_memopt.config.schema.rollout import EngineKwargs, Rollout, ValKwargs
@@ -34,8 +35,8 @@ from verl_memopt.knobs.weight_buckets import BucketEngine
 __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "CustomClass",
     "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "FilterGroups", "Fsdp", "KlControl", "Memory",
-    "MixedPrecision", "Model", "Optim", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout", "Settings",
-    "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
+    "MixedPrecision", "Model", "Optim", "PfPpo", "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardModel", "Rollout",
+    "RolloutCorrection", "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
 ]  # fmt: skip
 
 

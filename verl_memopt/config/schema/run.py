@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from verl_memopt.config.schema.actor import KlEstimator
+from verl_memopt.config.schema.corrections import PfPpo, RolloutCorrection
 from verl_memopt.knobs.index import knob_settings
 from verl_memopt.knobs.ranges import (
     POSITIVE,
@@ -78,6 +79,12 @@ class Algorithm:
     """Its coefficient."""
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
     """Dynamic sampling."""
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    """Importance weights and rejection against the rollout engine."""
+    use_pf_ppo: bool = False
+    """Draw the rows of the update from the batch by their score, with replacement (PF-PPO)."""
+    pf_ppo: PfPpo = field(default_factory=PfPpo)
+    """How PF-PPO weighs the rows."""
     expansion: Literal["string", "token"] = "string"
     """How a prompt becomes ``rollout.n`` rows: string (as text, before one tokenization) or token (as ids)."""
 
