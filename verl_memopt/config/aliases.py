@@ -30,6 +30,7 @@ RENAMED = {
     f"{_AR}.actor.optim.warmup_style": f"{_AR}.actor.optim.lr_scheduler_type",
     f"{_AR}.actor.rollout_n": f"{_AR}.rollout.n",
     f"{_AR}.ref.rollout_n": f"{_AR}.rollout.n",
+    **{f"{_AR}.actor.policy_loss.{name}": f"{_AR}.actor.{name}" for name in ("tau_pos", "tau_neg")},
     f"{_AR}.actor.use_remove_padding": f"{_AR}.model.use_remove_padding",
     f"{_AR}.actor.use_fused_kernels": f"{_AR}.model.use_fused_kernels",
     **{
@@ -80,6 +81,7 @@ MET_BY_CHUNKING = frozenset(
             for below in ("", "fsdp_config.")
             for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
         ),
+        "actor.sum_pi_squared_checkpointing",
     )
 )
 """Switches whose purpose ``model.logprob_chunk_tokens`` serves already."""

@@ -14,7 +14,6 @@ from verl_memopt.knobs.ranges import Range, Words
 _AR = "actor_rollout_ref"
 
 _FSDP_ONLY = "fsdp2 is the one sharding backend"
-_NO_PI_SQUARED = "it needs the sum of squared probabilities over the vocabulary, which no pass computes"
 _NO_GAE = (
     "gae needs a critic, which is not available. gae is verl's default, and stands where the key is not given. "
     "--config-name rloo_trainer and grpo_trainer choose an estimator, a loss and a group size together"
@@ -23,8 +22,6 @@ _NO_ENGINE = "this engine is not available"
 WHY_NOT: dict[tuple[str, str], str] = {
     **{(f"{_AR}.actor.strategy", name): _FSDP_ONLY for name in ("fsdp", "megatron", "veomni")},
     **{(f"{_AR}.rollout.name", name): _NO_ENGINE for name in ("sglang", "trtllm")},
-    **{("algorithm.adv_estimator", name): _NO_PI_SQUARED for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
-    ("algorithm.adv_estimator", "remax"): "it needs a greedy response to each prompt, which is not generated",
     ("algorithm.adv_estimator", "gae"): _NO_GAE,
     ("reward_model.reward_manager", "prime"): (
         "prime gives score 0 where a function fails. Set custom_reward_function.on_error=score for that"

@@ -69,7 +69,7 @@ def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]
     if len(names) == 2:
         return settings, [problem(names, "two names of a preset", f"Keep {PRESET}.")]
     ((key, name),) = names.items()
-    if name not in PRESETS:
+    if not isinstance(name, str) or name not in PRESETS:
         return settings, [problem({key: name}, "no such preset", f"Set one of {', '.join(PRESETS)}.")]
     values = {f"{KEY}.{field}": value for field, value in asdict(PRESETS[name]).items()}
     logger.info("%s=%s sets %s", key, name, ", ".join(f"{own}={shown(value)}" for own, value in values.items()))

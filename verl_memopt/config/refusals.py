@@ -47,7 +47,6 @@ _TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSO
 _PHASE_TABLE = "no profile is written. The phase table of every run shows the seconds and the peak bytes of each phase"
 _OVERLONG = "long responses lose no reward. Use custom_reward_function.path with a function that takes it off"
 _OVERLONG_PART = "it belongs to overlong_buffer_cfg.enable, which only passes as false"
-_NO_SAPO = "it belongs to the loss sapo, which does not exist here"
 _OWN_REWARD = "a reward class of your own is not loaded. Use custom_reward_function.path with a function"
 _WRAP = "decoder blocks are sharded as units, whatever their size. wrap_policy.transformer_layer_cls_to_wrap chooses others"
 _LORA_DROPOUT = (
@@ -90,12 +89,6 @@ _ACTOR = {
     "freeze_vision_tower": Refusal((False,), _TEXT_ONLY),
     "router_replay.mode": Refusal(("disabled",), _NOT_HERE),
     "router_replay.*": Refusal((), _NOT_HERE),
-    "tau_pos": Refusal(ANY, _NO_SAPO),
-    "tau_neg": Refusal(ANY, _NO_SAPO),
-    "policy_loss.tau_pos": Refusal(ANY, _NO_SAPO),
-    "policy_loss.tau_neg": Refusal(ANY, _NO_SAPO),
-    "calculate_sum_pi_squared": Refusal((False,), _NOT_HERE),
-    "sum_pi_squared_checkpointing": Refusal((False,), _NOT_HERE),
     "qat.enable": Refusal((False,), _NOT_HERE),
     "qat.*": Refusal(ANY, _NOT_HERE),
     "checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step"),

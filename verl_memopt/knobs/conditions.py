@@ -8,7 +8,7 @@ LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 """Their product is the number of devices of the run, which is also the number of ranks that share a batch."""
 
-WITHOUT_GROUPS = ("reinforce_plus_plus",)
+WITHOUT_GROUPS = ("reinforce_plus_plus", "remax")
 """Values of ``algorithm.adv_estimator`` that do not compare the responses to one prompt, so that a single one is enough."""
 
 LOSSES_OF_SEQUENCES = ("sequence", "gspo", "geo_mean")

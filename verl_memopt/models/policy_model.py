@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.logits.chunked_logprob import TokenGradient, head_log_probs
+from verl_memopt.memory.logits.chunked_logprob import SumPiSquared, TokenGradient, head_log_probs
 from verl_memopt.memory.parameters.embedding_gradient import TrainedEmbedding, is_plain
 from verl_memopt.memory.parameters.native_offload import allocate_on_host
 from verl_memopt.memory.parameters.resharding import gathered_for_forward
@@ -52,6 +52,7 @@ class LogProbHead(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
         token_gradient: TokenGradient | None = None,
+        sum_pi_squared: SumPiSquared | None = None,
     ) -> Any:
         """Return log-probs and entropies, fp32 [R] each, the latter or None.
 
@@ -61,6 +62,7 @@ class LogProbHead(nn.Module):
             temperature: Temperature of the log-probs.
             with_entropy: Compute entropies too.
             token_gradient: Gives the gradients of log-probs and entropies before backward.
+            sum_pi_squared: Is filled with the sums of squared probabilities, in a pass without gradients.
         """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
@@ -77,6 +79,7 @@ class LogProbHead(nn.Module):
             self.vocab_tile,
             token_gradient=token_gradient,
             in_place=True,
+            sum_pi_squared=sum_pi_squared,
         )
 
 
@@ -157,6 +160,7 @@ class PolicyModel(nn.Module):
         token_gradient: TokenGradient | None = None,
         prefix_kv: Prefix | None = None,
         unpacked: bool = False,
+        sum_pi_squared: SumPiSquared | None = None,
     ) -> Any:
         """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] if requested.
 
@@ -168,13 +172,15 @@ class PolicyModel(nn.Module):
             prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns the
                 state of the last token [1, h] and ``PrefixRecorder.outputs`` instead.
             unpacked: Compute a pack of one row with eager attention and whole logits, for comparisons.
+            sum_pi_squared: As in :class:`LogProbHead`.
         """
         if unpacked:
             return self._unpacked(pack, temperature)
         if isinstance(prefix_kv, PrefixRecorder):
             return self._recorded(pack, prefix_kv)
         states = self._predicting_states(pack, prefix_kv)
-        return self.lm.get_output_embeddings()(states, pack.targets, temperature, with_entropy, token_gradient)
+        head = self.lm.get_output_embeddings()
+        return head(states, pack.targets, temperature, with_entropy, token_gradient, sum_pi_squared)
 
     def _predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
         """Return the normed states [R, h] that predict the pack's targets."""

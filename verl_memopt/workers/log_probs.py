@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import ClassVar
 
 import torch
 from torch import Tensor
 
 from verl_memopt.config.schema import Rollout
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.memory.logits.chunked_logprob import SumPiSquared
 from verl_memopt.memory.parameters.resharding import reshard_units
 from verl_memopt.models.pack import Pack
 from verl_memopt.models.policy_model import PolicyModel
@@ -21,11 +23,15 @@ from verl_memopt.workers.micro_batches import micro_batches_of
 class LogProbs:
     """The result of a log-prob pass.
 
-    ``log_probs`` is fp32 [R] on the host, in batch order. ``entropy`` has the same form, and is None if not requested.
+    ``log_probs`` is fp32 [R] on the host, in batch order. ``entropy`` and ``sum_pi_squared``, the sum of squared probabilities
+    over the vocabulary, have the same form, and are None if not requested.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
+    sum_pi_squared: Tensor | None = None
+
+    STATISTICS: ClassVar[tuple[str, ...]] = ("log_probs", "entropy", "sum_pi_squared")
 
 
 def scoring_temperature(rollout: Rollout) -> float:
@@ -34,11 +40,19 @@ def scoring_temperature(rollout: Rollout) -> float:
 
 
 def pack_log_probs(
-    policy: PolicyModel, pack: Pack, temperature: float, with_entropy: bool, prefix_kv: PrefixKV | None = None
+    policy: PolicyModel,
+    pack: Pack,
+    temperature: float,
+    with_entropy: bool,
+    prefix_kv: PrefixKV | None = None,
+    sums: SumPiSquared | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs fp32 [R] of a pack's targets and, if requested, their entropies, without gradients."""
+    """Return log-probs fp32 [R] of a pack's targets and, if requested, their entropies, without gradients.
+
+    ``sums`` is filled with the sums of squared probabilities; None where they are not requested.
+    """
     with torch.no_grad():
-        return policy(pack, temperature, with_entropy, None, prefix_kv)
+        return policy(pack, temperature, with_entropy, None, prefix_kv, sum_pi_squared=sums)
 
 
 def compute_log_probs(
@@ -48,6 +62,7 @@ def compute_log_probs(
     temperature: float,
     with_entropy: bool,
     device: torch.device,
+    with_sum_pi_squared: bool = False,
 ) -> LogProbs:
     """Return the log-probs of every response token, without gradients.
 
@@ -58,18 +73,30 @@ def compute_log_probs(
         temperature: Divides the logits.
         with_entropy: Compute entropies too.
         device: The device of the model.
+        with_sum_pi_squared: Compute the sums of squared probabilities too.
     """
     micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, policy.supports_prefix_kv)]
-    scored, prefix_kv = [], None
-    for rows, micro in zip(micro_batches, micros, strict=True):
+    log_probs, entropies, sums_of_squares = [], [], []
+    prefix_kv = None
+    for micro in micros:
         if micro.prompt is not None and prefix_kv is None:
             with torch.no_grad():
                 prefix_kv = policy.compute_prefix(micro.prompt)
-        scored.append((rows, *pack_log_probs(policy, micro.pack, temperature, with_entropy, prefix_kv)))
+        sums = SumPiSquared() if with_sum_pi_squared else None
+        log_prob, entropy = pack_log_probs(policy, micro.pack, temperature, with_entropy, prefix_kv, sums)
+        log_probs.append(log_prob)
+        entropies.append(entropy)
+        sums_of_squares.append(None if sums is None else sums.values)
         prefix_kv = None if micro.ends else prefix_kv
     reshard_units(policy)
     sizes = batch.responses.sizes()
-    log_probs = scatter_tokens([(rows, log_prob) for rows, log_prob, _ in scored], sizes)
-    if not with_entropy:
-        return LogProbs(log_probs, None)
-    return LogProbs(log_probs, scatter_tokens([(rows, entropy) for rows, _, entropy in scored if entropy is not None], sizes))
+
+    def in_batch_order(values: Sequence[Tensor | None]) -> Tensor:
+        parts = zip(micro_batches, values, strict=True)
+        return scatter_tokens([(rows, value) for rows, value in parts if value is not None], sizes)
+
+    return LogProbs(
+        in_batch_order(log_probs),
+        in_batch_order(entropies) if with_entropy else None,
+        in_batch_order(sums_of_squares) if with_sum_pi_squared else None,
+    )

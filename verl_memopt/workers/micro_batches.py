@@ -8,18 +8,20 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.batch import TOKEN_FIELDS, RolloutBatch
 from verl_memopt.memory.batching.row_tokens import chains
 from verl_memopt.models.pack import Pack, pack_groups, pack_prompt, pack_suffixes
 
-TokenTensors = tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None]
+LOSS_FIELDS = tuple(name for name in TOKEN_FIELDS if name != "rollout_log_probs")
+"""Fields of a batch that its micro-batches carry, one value per response token."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward of some rows. The optional tensors have one value per target, in the order of ``pack.targets``.
 
-    ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. The others are fp32 [R].
+    ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. ``kept`` is bool [R]: False for
+    tokens that the rollout correction rejects. The others are fp32 [R].
     ``prompt`` is the prompt to compute before the first of its responses, if the pack contains responses alone. ``ends`` is True
     if the last of its responses is in this micro-batch.
     """
@@ -29,6 +31,8 @@ class MicroBatch:
     ref_log_probs: Tensor | None = None
     advantages: Tensor | None = None
     selected: Tensor | None = None
+    weights: Tensor | None = None
+    kept: Tensor | None = None
     prompt: Pack | None = None
     ends: bool = True
 
@@ -38,9 +42,9 @@ class MicroBatch:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        flat = moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages), moved(self.selected)
+        flat = {name: moved(getattr(self, name)) for name in LOSS_FIELDS}
         prompt = None if self.prompt is None else self.prompt.to(device)
-        return MicroBatch(self.pack.to(device), *flat, prompt, self.ends)
+        return MicroBatch(self.pack.to(device), prompt=prompt, ends=self.ends, **flat)
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
@@ -49,7 +53,7 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
     prompts, responses = chosen.prompts, chosen.responses
     tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
     pack = pack_groups(*tokens, chosen.prompt_groups())
-    return MicroBatch(pack, *_flat(chosen))
+    return MicroBatch(pack, **_flat(chosen))
 
 
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
@@ -68,9 +72,9 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
         for part in chain:
             chosen = batch.select(part)
             pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
-            yield MicroBatch(pack, *_flat(chosen), prompt, part is chain[-1])
+            yield MicroBatch(pack, prompt=prompt, ends=part is chain[-1], **_flat(chosen))
 
 
-def _flat(batch: RolloutBatch) -> TokenTensors:
-    """Return the tensors with one value per response token, in the order of the fields of :class:`MicroBatch`."""
-    return batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.selected
+def _flat(batch: RolloutBatch) -> dict[str, Tensor | None]:
+    """Return the tensors with one value per response token, by their name."""
+    return {name: getattr(batch, name) for name in LOSS_FIELDS}

@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
 from verl_memopt.algorithms.reductions import GlobalCounts
-from verl_memopt.config.schema import Actor
+from verl_memopt.config.schema import Actor, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.optimizer.optimizer_in_backward import StepInBackward
@@ -52,7 +52,7 @@ class MiniBatch:
 
 @dataclass(frozen=True)
 class Updated:
-    """The result of an optimizer step that also computes the old log-probs.
+    """The result of an optimizer step that also returns the log-probs of its forward.
 
     ``log_probs`` is fp32 [R] on the host, in batch order.
     """
@@ -87,6 +87,7 @@ class Policy:
 
     Attributes:
         home: The place of the parameters on the host. None = they stay on the device.
+        bypass: The rollout correction in bypass mode. None = decoupled mode, or no correction.
     """
 
     def __init__(
@@ -102,6 +103,7 @@ class Policy:
         self.model = model
         self.offload = offload
         self.home: ParamHome | None = None
+        self.bypass: RolloutCorrection | None = None
         self.actor = actor
         self.device = device
         self.world_size = world_size
@@ -123,7 +125,12 @@ class Policy:
         yield from (("optimizer", value) for value in values if isinstance(value, Tensor))
 
     def compute_log_probs(
-        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
+        self,
+        batch: RolloutBatch,
+        micro_batches: Sequence[Sequence[int]],
+        temperature: float,
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
     ) -> LogProbs:
         """Return the log-probs of a batch under the present weights.
 
@@ -132,8 +139,10 @@ class Policy:
             micro_batches: Rows of each forward.
             temperature: Divides the logits.
             with_entropy: Compute entropies too.
+            with_sum_pi_squared: Compute the sums of squared probabilities too.
         """
-        return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.device)
+        options = temperature, with_entropy, self.device, with_sum_pi_squared
+        return compute_log_probs(self.model, batch, micro_batches, *options)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics.
@@ -158,13 +167,14 @@ class Policy:
         return metrics
 
     def update_on_policy(self, mini: MiniBatch, temperature: float) -> Updated:
-        """Take one optimizer step on a batch without old log-probs, and return its metrics with the log-probs of its forward.
+        """Take one optimizer step, and return its metrics with the log-probs of its forward.
+
+        A mini-batch without old log-probs is strictly on-policy.
 
         Args:
             mini: The mini-batch.
             temperature: Divides the logits.
         """
-        assert mini.batch.old_log_probs is None
         self._log_probs = []
         metrics = self.update([mini], temperature)
         parts, self._log_probs = self._log_probs, None
@@ -264,7 +274,7 @@ class Policy:
 
         The caller must run the backward of ``world_size`` times the loss, exactly once. Arguments as in :meth:`backward`.
         """
-        objective = Objective(micro, counts, self.actor)
+        objective = Objective(micro, counts, self.actor, self.bypass)
         token_gradient = objective.token_gradient(self.world_size)
         log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, token_gradient, prefix_kv)
         if self._log_probs is not None:

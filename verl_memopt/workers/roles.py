@@ -63,6 +63,7 @@ class RoleBuilder:
             offload = ActivationOffload(policy_model, self.device, min_bytes, in_flight)
         world_size = self.placement.world_size
         policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
+        policy.bypass = self.plan.bypass
         if fsdp.param_offload:
             policy.home = ParamHome(POLICY, policy_model.parameters(), self.device)
             # With LoRA the reference is the policy without its adapters.

@@ -150,10 +150,16 @@ class Worker:
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
         self.engine.load_weights(weight_slices(policy_weights(self.policy), dtype, bucket))
 
-    def old_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], with_entropy: bool) -> LogProbs:
+    def old_log_probs(
+        self,
+        batch: RolloutBatch,
+        micro_batches: Sequence[Sequence[int]],
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
+    ) -> LogProbs:
         """Return the log-probs of a batch under the policy."""
         assert self.policy is not None
-        return self.policy.compute_log_probs(batch, micro_batches, self.temperature, with_entropy)
+        return self.policy.compute_log_probs(batch, micro_batches, self.temperature, with_entropy, with_sum_pi_squared)
 
     def ref_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> LogProbs:
         """Return the log-probs of a batch under the reference.
@@ -175,6 +181,11 @@ class Worker:
         """Take one optimizer step whose own forward computes the old log-probs."""
         assert self.policy is not None
         return self.policy.update_on_policy(mini, self.temperature)
+
+    def update_bypass(self, mini_batches: Sequence[MiniBatch]) -> list[Updated]:
+        """Take one optimizer step per mini-batch, and return the metrics of each with the log-probs of its forward."""
+        assert self.policy is not None
+        return [self.policy.update_on_policy(mini, self.temperature) for mini in mini_batches]
 
     def save(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of a checkpoint and return the record of each file. As :func:`save_policy`."""

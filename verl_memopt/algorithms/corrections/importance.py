@@ -35,19 +35,27 @@ def importance_weights(
         threshold: ``rollout_is_threshold``.
         batch_normalize: ``rollout_is_batch_normalize``.
     """
+    raw, weights = bounded_weights(log_ratio, row, lengths, level, threshold)
+    metrics = importance_metrics(raw, weights, row, lengths, level, *importance_bounds(threshold))
+    if batch_normalize:
+        mean = mean_weight(weights, row, lengths, level)
+        metrics["rollout_is_batch_norm_factor"] = mean
+        weights = weights / mean
+    return weights.float(), metrics
+
+
+def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str, threshold: float | str) -> tuple[Tensor, Tensor]:
+    """Return the importance weights before and after their bounds, both fp64 [R], without gradients and not normalised.
+
+    Arguments as in :func:`importance_weights`. Nothing here waits for the device.
+    """
     assert level in ("token", "sequence"), level
     lower, upper = importance_bounds(threshold)
     exact = log_ratio.detach().double()
     if level == "sequence":
         exact = row_sums(exact, row, lengths.shape[0])[row]
     raw = exact.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    weights = raw.clamp(max=upper) if lower is None else raw.where((raw >= lower) & (raw <= upper), 0.0)
-    metrics = importance_metrics(raw, weights, row, lengths, level, lower, upper)
-    if batch_normalize:
-        mean = mean_weight(weights, row, lengths, level)
-        metrics["rollout_is_batch_norm_factor"] = mean
-        weights = weights / mean
-    return weights.float(), metrics
+    return raw, raw.clamp(max=upper) if lower is None else raw.where((raw >= lower) & (raw <= upper), 0.0)
 
 
 def mean_weight(weights: Tensor, row: Tensor, lengths: Tensor, level: str) -> float:

@@ -54,22 +54,36 @@ def rejection(
     Raises:
         ConfigError: The names or the thresholds cannot be read.
     """
-    exact = log_ratio.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kept = torch.ones_like(row, dtype=torch.bool)
     metrics: dict[str, float] = {}
     for name, (lower, upper) in rejection_bounds(names, threshold).items():
-        level, divergence = name.rsplit("_", 1)
-        values = DIVERGENCES[divergence](exact)
-        statistic = values if level == "token" else LEVELS[level](values, row, lengths)
-        keeps = (statistic >= lower) & (statistic <= upper)
-        token_keeps = keeps if level == "token" else keeps[row]
+        token_statistic = _statistic(log_ratio, row, lengths, name)
+        token_keeps = (token_statistic >= lower) & (token_statistic <= upper)
         kept = kept & token_keeps
-        token_statistic = values if level == "token" else statistic[row]
         row_statistic = row_means(token_statistic, row, lengths)[lengths > 0]
-        compared = token_statistic if level == "token" else row_statistic
+        compared = token_statistic if name.startswith("token") else row_statistic
         metrics |= _rejection_metrics(f"rollout_rs_{name}", token_statistic, row_statistic, compared, lower, upper)
         metrics |= _masked_shares(f"rollout_rs_{name}_", token_keeps, row, lengths)
     return kept, metrics | _masked_shares("rollout_rs_", kept, row, lengths)
+
+
+def kept_tokens(log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, threshold: float | str | None) -> Tensor:
+    """Return True for the tokens that every rejection keeps, bool [R], as :func:`rejection`, without metrics.
+
+    Nothing here waits for the device. Arguments as in :func:`rejection`.
+    """
+    kept = torch.ones_like(row, dtype=torch.bool)
+    for name, (lower, upper) in rejection_bounds(names, threshold).items():
+        statistic = _statistic(log_ratio, row, lengths, name)
+        kept = kept & (statistic >= lower) & (statistic <= upper)
+    return kept
+
+
+def _statistic(log_ratio: Tensor, row: Tensor, lengths: Tensor, name: str) -> Tensor:
+    """Return the number that a rejection compares with its bounds, for each token, fp64 [R]."""
+    level, divergence = name.rsplit("_", 1)
+    values = DIVERGENCES[divergence](log_ratio.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return values if level == "token" else LEVELS[level](values, row, lengths)[row]
 
 
 def kept_lengths(kept: Tensor, row: Tensor, lengths: Tensor) -> Tensor:

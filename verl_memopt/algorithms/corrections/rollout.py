@@ -26,6 +26,11 @@ class Correction:
     """Under verl's names, with the prefix ``rollout_corr/``."""
 
 
+def corrects_before_update(settings: RolloutCorrection) -> bool:
+    """Return whether weights or rejections are computed once a step, before the update: there are some, in decoupled mode."""
+    return not settings.bypass_mode and (settings.rollout_is is not None or settings.rollout_rs is not None)
+
+
 def correct(
     log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor, lengths: Tensor, settings: RolloutCorrection
 ) -> Correction:

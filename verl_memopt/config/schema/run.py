@@ -59,14 +59,26 @@ class FilterGroups:
 class Algorithm:
     """Advantages and the KL in the reward."""
 
-    adv_estimator: Literal["rloo", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"] = (
-        VERLS_DEFAULT
-    )
+    adv_estimator: Literal[
+        "rloo",
+        "grpo",
+        "grpo_passk",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "remax",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
+    ] = VERLS_DEFAULT
     """rloo = reward minus the mean of the others in the group; grpo = minus the group's mean, over its standard deviation;
     grpo_passk = the best of a group gets its lead over the second; opo = minus the mean weighted by length; gpg = minus the
     mean, scaled up for groups without a signal; reinforce_plus_plus = discounted rewards of each token, whitened over the batch,
-    without groups; reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch. The default is verl's:
-    gae needs a critic, which is not available, so that one of the others must be given."""
+    without groups; reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch; remax = reward minus
+    that of a greedy response to the prompt, which is generated besides; optimal_token_baseline = rewards from each token on,
+    minus a baseline for each place in the response, weighted by the size of the gradients so far (tir_optimal_token_baseline is
+    the same for responses of one turn). The default is verl's: gae needs a critic, which is not available, so that one of the
+    others must be given."""
     gamma: Share = 1.0
     """Discount of one token; reinforce_plus_plus only."""
     norm_adv_by_std_in_grpo: bool = True
