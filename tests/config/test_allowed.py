@@ -71,12 +71,13 @@ ABOVE_0 = [
     *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps", "table_every_steps")),
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
     "trainer.stop_deadline_seconds",
+    *(f"{AR}.actor.tau_pos", f"{AR}.actor.tau_neg"),
     *("memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
 ]
 FROM_0 = [
     *("data.seed", f"{AR}.model.activation_offload_min_bytes", f"{AR}.model.lora_rank", f"{AR}.model.logprob_chunk_tokens"),
     *(f"{AR}.model.logprob_vocab_tile", f"{AR}.actor.entropy_coeff", f"{AR}.actor.kl_loss_coef"),
-    f"{AR}.actor.policy_loss.ppo_kl_coef",
+    *(f"{AR}.actor.policy_loss.ppo_kl_coef", "algorithm.pf_ppo.weight_pow"),
     *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
     *("trainer.track_memory_every_steps", "trainer.log_val_generations", "algorithm.filter_groups.max_num_gen_batches"),
