@@ -17,7 +17,6 @@ V x h x b bytes if there is a gradient already, as in the second micro-batch of 
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -33,17 +32,18 @@ TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | 
 those of the log-probs and of the entropies, fp32 each."""
 
 
-@dataclass
 class SumPiSquared:
     """Where a pass without gradients leaves the sum of squared probabilities of each token.
 
-    It is an object rather than a tensor, so that FSDP2 does not cast it with the inputs of a forward.
+    FSDP2 casts the tensors and copies the dataclasses among the inputs of a forward, so this is neither.
 
     Attributes:
         values: fp32 [R]; None before the pass.
     """
 
-    values: Tensor | None = None
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self.values: Tensor | None = None
 
 
 def head_log_probs(
