@@ -1,8 +1,11 @@
+import math
+
 import pytest
 
 from tests.trainer.conftest import AR
 from tests.trainer.test_corrections import running
 from tests.trainer.test_resampling import step_batch
+from verl_memopt.trainer.remax import add_baselines
 
 REMAX = {"algorithm.adv_estimator": "remax", f"{AR}.actor.policy_loss.loss_mode": "vanilla"}
 
