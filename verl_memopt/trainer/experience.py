@@ -134,11 +134,15 @@ class LogProbPass:
         arguments = [(batch.select(share), cut, *self.options) for share, cut in zip(shares, bins, strict=True)]
         results = self.workers.each(self.phase, self.method, arguments)
 
-        def together(name: str) -> Tensor | None:
-            values = [getattr(result, name) for result in results]
-            return None if values[0] is None else scatter_tokens(list(zip(shares, values, strict=True)), sizes)
+        def together(values: list[Tensor | None]) -> Tensor | None:
+            parts = [(share, value) for share, value in zip(shares, values, strict=True) if value is not None]
+            return scatter_tokens(parts, sizes) if parts else None
 
-        return LogProbs(*map(together, LogProbs.STATISTICS))
+        return LogProbs(
+            scatter_tokens([(share, result.log_probs) for share, result in zip(shares, results, strict=True)], sizes),
+            together([result.entropy for result in results]),
+            together([result.sum_pi_squared for result in results]),
+        )
 
 
 def score_answers(runner: RewardRunner, answers: Answers) -> list[RewardResult]:

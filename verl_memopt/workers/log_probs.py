@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import ClassVar
 
 import torch
 from torch import Tensor
@@ -30,8 +29,6 @@ class LogProbs:
     log_probs: Tensor
     entropy: Tensor | None
     sum_pi_squared: Tensor | None = None
-
-    STATISTICS: ClassVar[tuple[str, ...]] = ("log_probs", "entropy", "sum_pi_squared")
 
 
 def scoring_temperature(rollout: Rollout) -> float:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -75,6 +76,6 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
             yield MicroBatch(pack, prompt=prompt, ends=part is chain[-1], **_flat(chosen))
 
 
-def _flat(batch: RolloutBatch) -> dict[str, Tensor | None]:
+def _flat(batch: RolloutBatch) -> dict[str, Any]:
     """Return the tensors with one value per response token, by their name."""
     return {name: getattr(batch, name) for name in LOSS_FIELDS}
