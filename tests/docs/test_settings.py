@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from tests.docs.pages import DOCS, README, SETTING, blocks, cells, page_name, without_blocks
+from verl_memopt.config.correction_presets import PRESET
 from verl_memopt.config.keys import leaf_types, section_keys
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
@@ -27,7 +28,7 @@ def asked(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_key_exists(page):
-    known = leaf_types().keys() | section_keys()
+    known = leaf_types().keys() | section_keys() | {PRESET}
     for token in SETTING.findall(without_blocks(page)):
         key, _, value = token.partition("=")
         if key in ("memory", "debug"):

@@ -38,6 +38,18 @@ def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> di
     return correction.metrics
 
 
+def divergence_metrics(rows: RolloutBatch) -> dict[str, float]:
+    """Return ``rollout_corr/*`` of how far the trainer's log-probs are from the engine's, whether or not they are corrected.
+
+    Args:
+        rows: Batch of the step, with the trainer's log-probs. Without the engine's there is nothing to compare.
+    """
+    engine, trainer = rows.rollout_log_probs, rows.old_log_probs
+    if engine is None or trainer is None or not engine.numel():
+        return {}
+    return correct(trainer, engine, rows.response_row(), rows.responses.lengths, RolloutCorrection()).metrics
+
+
 @dataclass(frozen=True)
 class BypassUpdate:
     """The update of bypass mode, in which the engine's log-probs are the old ones.

@@ -11,7 +11,7 @@ from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.corrections import BypassUpdate, correct_before_update
+from verl_memopt.trainer.corrections import BypassUpdate, correct_before_update, divergence_metrics
 from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, score_answers, to_batch
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
@@ -185,6 +185,7 @@ class Learner:
         """Compare the engine's log-probs with the trainer's."""
         assert batch.rows.old_log_probs is not None, "compare after the pass that computes them"
         batch.metrics |= self.mismatch.compare(batch.rows.rollout_log_probs, batch.rows.old_log_probs, batch.step)
+        batch.metrics |= divergence_metrics(batch.rows)
         return batch
 
     def metrics(self, batch: StepBatch) -> StepBatch:
