@@ -10,17 +10,29 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from benchmarks.estimators.batch import CLIP_C, CLIP_HIGH, CLIP_LOW, GAMMA, LAM, SCALE_FACTOR, Batch, with_gradient
+from benchmarks.estimators.batch import (
+    CLIP_C,
+    CLIP_HIGH,
+    CLIP_LOW,
+    GAMMA,
+    LAM,
+    SCALE_FACTOR,
+    TAU_NEG,
+    TAU_POS,
+    Batch,
+    with_gradient,
+)
 from verl_memopt.algorithms.advantages import ESTIMATORS, AdvantageInputs
-from verl_memopt.algorithms.corrections import PRESETS, REJECTIONS, bypass_loss, correct, preset
-from verl_memopt.algorithms.corrections.presets import CorrectionSettings
+from verl_memopt.algorithms.corrections import bypass_loss, correct, kept_lengths
 from verl_memopt.algorithms.kl import KlController, kl_estimate
 from verl_memopt.algorithms.losses import LOSSES, LossSettings, LossTokens, value_loss
 from verl_memopt.algorithms.losses.covariance import select_clip_cov, select_kl_cov
 from verl_memopt.algorithms.losses.policy import TOKEN_LOCAL
 from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts, aggregate
 from verl_memopt.algorithms.shaping import PF_PPO_METHODS, pf_ppo_weights
-from verl_memopt.config.schema import KlControl
+from verl_memopt.config.correction_bounds import REJECTIONS
+from verl_memopt.config.correction_presets import PRESETS
+from verl_memopt.config.schema import KlControl, RolloutCorrection
 
 Values = dict[str, Any]
 Case = Callable[[Batch], Values]
@@ -35,16 +47,28 @@ SEQUENCE_MODES = ("sequence", "gspo", "geo_mean")
 COV_RATIO, COV_LOWER, COV_UPPER, COV_COEF = 0.1, 0.05, 5.0, 1.0
 KL_KINDS = ("k1", "k2", "k3", "abs")
 VALUE_CLIP = 0.5
+CORRECTED = ", weights and rejection"
+CORRECTED_CASES = [
+    *((mode, agg) for mode in ("vanilla", "cispo", "gpg") for agg in ("token-mean", "seq-mean-token-sum", "seq-mean-token-mean")),
+    *((mode, "seq-mean-token-mean") for mode in ("sapo", "gspo", "geo_mean")),
+]
+"""Losses and aggregations with importance weights and rejected tokens. The last three average over sequences whatever is set."""
 THRESHOLDS = {"k1": "0.7_1.4", "k2": 0.1, "k3": 0.1}
 
 
-def advantages(name: str, by_std: bool = True) -> Case:
+def weights_and_kept(batch: Batch) -> tuple[Tensor, Tensor]:
+    """Gives importance weights and kept tokens, fp64 and bool [R], neither of them trivial."""
+    log_ratio = batch.old_log_probs - batch.rollout_log_probs
+    return log_ratio.exp().clamp(max=1.3), log_ratio.abs() < 0.4
+
+
+def advantages(name: str, by_std: bool = True, corrected: bool = False) -> Case:
     def values(batch: Batch) -> Values:
         result = ESTIMATORS[name](
             AdvantageInputs(
                 batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
                 batch.token_rewards, GAMMA, LAM, by_std, batch.values, batch.baselines, batch.old_log_probs,
-                batch.sum_pi_squared,
+                batch.sum_pi_squared, weights_and_kept(batch)[0] if corrected else None,
             )
         )  # fmt: skip
         return {"advantages": result.per_token, "returns": result.returns}
@@ -73,7 +97,7 @@ def tokens(batch: Batch, log_probs: Tensor, **options: Any) -> LossTokens:
 
 
 def settings(agg: str, **changes: float) -> LossSettings:
-    return replace(LossSettings(CLIP_LOW, CLIP_HIGH, CLIP_C, agg, SCALE_FACTOR, COV_COEF), **changes)
+    return replace(LossSettings(CLIP_LOW, CLIP_HIGH, CLIP_C, agg, SCALE_FACTOR, COV_COEF, TAU_POS, TAU_NEG), **changes)
 
 
 def policy(mode: str, agg: str, **changes: float) -> Case:
@@ -87,6 +111,19 @@ def policy(mode: str, agg: str, **changes: float) -> Case:
         elif mode == "kl_cov":
             selected = select_kl_cov(leaf, per_token, COV_RATIO)
         return with_gradient(batch, LOSSES[mode](tokens(batch, leaf, selected=selected), settings(agg, **changes))[0], leaf)
+
+    return values
+
+
+def corrected(mode: str, agg: str) -> Case:
+    """Gives a loss with importance weights and rejected tokens. The mini-batch has the kept tokens alone."""
+
+    def values(batch: Batch) -> Values:
+        leaf = batch.log_probs.clone().requires_grad_()
+        weights, kept = weights_and_kept(batch)
+        counted = replace(counts(batch), tokens=float(kept.sum()))
+        options = {"weights": weights, "kept": kept, "lengths": kept_lengths(kept, batch.row, batch.lengths), "counts": counted}
+        return with_gradient(batch, LOSSES[mode](replace(tokens(batch, leaf), **options), settings(agg))[0], leaf)
 
     return values
 
@@ -129,12 +166,12 @@ def value(mode: str) -> Case:
     return values
 
 
-def correction_settings(**options: Any) -> CorrectionSettings:
+def correction_settings(**options: Any) -> RolloutCorrection:
     base = {
         "rollout_is": None, "rollout_is_threshold": 2.0, "rollout_is_batch_normalize": False, "rollout_rs": None,
         "rollout_rs_threshold": None, "bypass_mode": False, "loss_type": "ppo_clip",
     }  # fmt: skip
-    return CorrectionSettings(**base | options)
+    return RolloutCorrection(**base | options)
 
 
 CORRECTIONS: dict[str, dict[str, Any]] = {
@@ -180,7 +217,7 @@ def bypass(name: str) -> Case:
 
 
 def presets(batch: Batch) -> Values:
-    return {name: asdict(preset(name)) for name in PRESETS}
+    return {name: asdict(PRESETS[name]) for name in PRESETS}
 
 
 def weights_of_pf_ppo(method: str) -> Case:
@@ -208,6 +245,8 @@ CASES: dict[str, Case] = {
     **{f"kl control {kind}": kl_control(kind) for kind in ("fixed", "adaptive")},
     **{f"correction {name}": correction(name) for name in CORRECTIONS},
     **{f"loss {name}": bypass(name) for name in BYPASS},
+    **{f"loss {mode}, {agg}{CORRECTED}": corrected(mode, agg) for mode, agg in CORRECTED_CASES},
+    f"advantages optimal_token_baseline{CORRECTED}": advantages("optimal_token_baseline", corrected=True),
     "correction presets": presets,
     **{f"weights of pf_ppo {method}": weights_of_pf_ppo(method) for method in PF_PPO_METHODS},
 }

@@ -13,11 +13,23 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from benchmarks.estimators.batch import CLIP_C, CLIP_HIGH, CLIP_LOW, GAMMA, LAM, SCALE_FACTOR, Batch, with_gradient
+from benchmarks.estimators.batch import (
+    CLIP_C,
+    CLIP_HIGH,
+    CLIP_LOW,
+    GAMMA,
+    LAM,
+    SCALE_FACTOR,
+    TAU_NEG,
+    TAU_POS,
+    Batch,
+    with_gradient,
+)
 from benchmarks.estimators.ours import (
     ALONE,
     BYPASS,
     CASES,
+    CORRECTED,
     CORRECTIONS,
     COV_COEF,
     COV_LOWER,
@@ -29,6 +41,7 @@ from benchmarks.estimators.ours import (
     VALUE_CLIP,
     Case,
     Values,
+    weights_and_kept,
 )
 from benchmarks.update_pass.ray_stand_in import ray_or_stand_in
 
@@ -42,7 +55,7 @@ with warnings.catch_warnings(), ray_or_stand_in():
 VERSION = version("verl")
 
 
-def advantages(name: str, by_std: bool = True) -> Case:
+def advantages(name: str, by_std: bool = True, corrected: bool = False) -> Case:
     def values(batch: Batch) -> Values:
         function = core_algos.get_adv_estimator_fn(name)
         given = {
@@ -50,6 +63,7 @@ def advantages(name: str, by_std: bool = True) -> Case:
             "values": batch.pad(batch.values), "gamma": GAMMA, "lam": LAM, "norm_adv_by_std_in_grpo": by_std,
             "config": AlgoConfig(gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std), "reward_baselines": batch.baselines,
             "old_log_probs": batch.pad(batch.old_log_probs), "sum_pi_squared": batch.pad(batch.sum_pi_squared),
+            "rollout_is_weights": batch.pad(weights_and_kept(batch)[0]) if corrected else None,
         }  # fmt: skip
         names = inspect.signature(function).parameters
         found = function(**{key: value for key, value in given.items() if key in names})
@@ -61,7 +75,7 @@ def advantages(name: str, by_std: bool = True) -> Case:
 def actor(agg: str, batch: Batch, correction: dict[str, Any] | None = None) -> ActorConfig:
     config = ActorConfig(
         strategy="fsdp2", rollout_n=1, use_dynamic_bsz=True, clip_ratio_low=CLIP_LOW, clip_ratio_high=CLIP_HIGH,
-        clip_ratio_c=CLIP_C, loss_agg_mode=agg, loss_scale_factor=SCALE_FACTOR,
+        clip_ratio_c=CLIP_C, tau_pos=TAU_POS, tau_neg=TAU_NEG, loss_agg_mode=agg, loss_scale_factor=SCALE_FACTOR,
         policy_loss=PolicyLossConfig(
             clip_cov_ratio=COV_RATIO, clip_cov_lb=COV_LOWER, clip_cov_ub=COV_UPPER, kl_cov_ratio=COV_RATIO, ppo_kl_coef=COV_COEF,
             **({} if correction is None else {"rollout_correction": correction}),
@@ -84,6 +98,23 @@ def policy(mode: str, agg: str, log_probs: str = "log_probs", correction: dict[s
         loss, _ = core_algos.get_policy_loss_fn(mode)(
             old_log_prob=batch.pad(batch.old_log_probs), log_prob=leaf, advantages=batch.advantages[:, None] * batch.mask,
             response_mask=batch.mask, loss_agg_mode=agg, config=actor(agg, batch, correction), rollout_is_weights=None,
+        )  # fmt: skip
+        return with_gradient(batch, loss, leaf)
+
+    return values
+
+
+def corrected(mode: str, agg: str) -> Case:
+    """Gives a loss with importance weights, whose mask lacks the rejected tokens."""
+
+    def values(batch: Batch) -> Values:
+        leaf = batch.pad(batch.log_probs).requires_grad_()
+        weights, kept = weights_and_kept(batch)
+        config = actor(agg, batch)
+        config.global_batch_info["batch_num_tokens"] = int(kept.sum())
+        loss, _ = core_algos.get_policy_loss_fn(mode)(
+            old_log_prob=batch.pad(batch.old_log_probs), log_prob=leaf, advantages=batch.advantages[:, None] * batch.mask,
+            response_mask=batch.pad(kept.to(leaf)), loss_agg_mode=agg, config=config, rollout_is_weights=batch.pad(weights),
         )  # fmt: skip
         return with_gradient(batch, loss, leaf)
 
@@ -187,6 +218,10 @@ def _case(name: str) -> Case | None:
         return kl_control(rest.removeprefix("control "))
     if name.startswith("weights of pf_ppo "):
         return weights_of_pf_ppo(name.rsplit(" ", 1)[1])
+    if kind == "advantages" and name.endswith(CORRECTED):
+        return advantages(rest.removesuffix(CORRECTED), corrected=True)
+    if name.endswith(CORRECTED):
+        return corrected(*rest.removesuffix(CORRECTED).split(", "))
     if kind == "advantages":
         return advantages(rest.removesuffix(", no std"), "no std" not in rest)
     if name.startswith("loss bypass "):

@@ -14,9 +14,7 @@ from verl_memopt.models.tiny import TinyShape
 
 CPU = torch.device("cpu")
 TINY = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_positions=256)
-WORK = Workload(
-    "a small one", TINY, groups=2, k=3, prompt=9, answer=4, spread=0.5, chunk_tokens=5, token_budget=31, critic=True
-)
+WORK = Workload("a small one", TINY, groups=2, k=3, prompt=9, answer=4, spread=0.5, chunk_tokens=5, token_budget=31, critic=True)
 HERE = ("naive_ppo", "response_logits_ppo", "ours_ppo_no_sharing", "ours_ppo")
 """Contestants that need no peer's package."""
 

@@ -27,6 +27,7 @@ SAMPLES = {
     f"{AR}.actor.optim.clip_grad": (0.5, 0.25),
     f"{AR}.actor.optim.lr_scheduler_type": ("cosine", "constant"),
     f"{AR}.rollout.n": (4, 2),
+    **{f"{AR}.actor.{name}": (1.5, 2.5) for name in ("tau_pos", "tau_neg")},
     f"{AR}.model.lora_rank": (8, 16),
     f"{AR}.model.lora_alpha": (8.0, 16.0),
     f"{AR}.model.target_modules": ("q_proj", "k_proj"),

@@ -26,8 +26,8 @@ def test_a_reason_is_of_a_word_that_is_no_choice():
 
 
 def test_a_word_of_another_project_is_refused_with_its_reason():
-    (text,) = complaints(algorithm__adv_estimator="remax")
-    assert text.startswith("algorithm.adv_estimator=remax: it needs a greedy response to each prompt, which is not generated.")
+    (text,) = complaints(reward_model__reward_manager="prime")
+    assert text.startswith("reward_model.reward_manager=prime: prime gives score 0 where a function fails.")
 
 
 def test_an_unknown_word_is_no_choice():
@@ -80,12 +80,13 @@ ABOVE_0 = [
     *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps", "table_every_steps")),
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
     *("trainer.stop_deadline_seconds", "trainer.max_critic_ckpt_to_keep"),
+    *(f"{AR}.actor.tau_pos", f"{AR}.actor.tau_neg"),
     *("memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
 ]
 FROM_0 = [
     *("data.seed", f"{AR}.model.activation_offload_min_bytes", f"{AR}.model.lora_rank", f"{AR}.model.logprob_chunk_tokens"),
     *(f"{AR}.model.logprob_vocab_tile", f"{AR}.actor.entropy_coeff", f"{AR}.actor.kl_loss_coef"),
-    f"{AR}.actor.policy_loss.ppo_kl_coef",
+    *(f"{AR}.actor.policy_loss.ppo_kl_coef", "algorithm.pf_ppo.weight_pow"),
     *(f"{AR}.actor.data_loader_seed", f"{AR}.actor.optim.lr", f"{AR}.actor.optim.weight_decay", *roles("seed")),
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
     *(f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("len", "penalty_factor")),

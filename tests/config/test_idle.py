@@ -7,6 +7,7 @@ from verl_memopt.config.reward_rules import WITHOUT_REWARD_MODEL
 from verl_memopt.knobs.critic_rules import twin
 
 AR = "actor_rollout_ref"
+CORRECTION = "algorithm.rollout_correction"
 
 
 def _twins(keys):
@@ -65,6 +66,23 @@ IDLE_CASES = {
         }.items()
     },
     f"{AR}.actor.policy_loss.clip_cov_ub": ({}, 2.0, {f"{AR}.actor.policy_loss.loss_mode": "clip_cov"}),
+    **{
+        f"{CORRECTION}.{key}": ({}, value, {f"{CORRECTION}.rollout_is": "token"})
+        for key, value in {"rollout_is_threshold": 3.0, "rollout_is_batch_normalize": True}.items()
+    },
+    f"{CORRECTION}.rollout_rs_threshold": ({}, 3.0, {f"{CORRECTION}.rollout_rs": "token_k1"}),
+    f"{CORRECTION}.loss_type": ({}, "reinforce", {f"{CORRECTION}.bypass_mode": True}),
+    f"{CORRECTION}.rollout_is": (
+        {f"{CORRECTION}.bypass_mode": True},
+        "token",
+        {f"{CORRECTION}.loss_type": "reinforce"},
+    ),
+    f"{AR}.actor.calculate_entropy": ({f"{CORRECTION}.bypass_mode": True}, True, {f"{CORRECTION}.bypass_mode": False}),
+    f"{AR}.actor.old_log_prob_pass": ({f"{CORRECTION}.bypass_mode": True}, "always", {f"{CORRECTION}.bypass_mode": False}),
+    f"{AR}.actor.calculate_sum_pi_squared": ({}, True, {"algorithm.adv_estimator": "optimal_token_baseline"}),
+    "algorithm.pf_ppo.reweight_method": ({}, "max_min", {"algorithm.use_pf_ppo": True}),
+    "algorithm.pf_ppo.weight_pow": ({}, 1.0, {"algorithm.use_pf_ppo": True}),
+    **{f"{AR}.actor.{key}": ({}, 3.0, {f"{AR}.actor.policy_loss.loss_mode": "sapo"}) for key in ("tau_pos", "tau_neg")},
     f"{AR}.actor.ppo_micro_batch_size_per_gpu": ({}, 5, {f"{AR}.actor.use_dynamic_bsz": False}),
     f"{AR}.actor.ppo_max_token_len_per_gpu": (
         {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.rollout.log_prob_use_dynamic_bsz": False}

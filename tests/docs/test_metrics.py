@@ -16,7 +16,10 @@ OFF_POLICY = [
     *("algorithm.use_kl_in_reward=true", "data.truncation=left", f"{AR}.model.enable_activation_offload=true"),
     *(f"{AR}.rollout.val_kwargs.n=2", f"{AR}.rollout.val_kwargs.do_sample=true", f"{AR}.rollout.val_kwargs.temperature=1.0"),
     *("custom_reward_function.path={reward}", "algorithm.filter_groups.enable=true"),
-    f"{AR}.actor.policy_loss.loss_mode=kl_cov",
+    *(f"{AR}.actor.policy_loss.loss_mode=kl_cov", "algorithm.adv_estimator=remax", "algorithm.use_pf_ppo=true"),
+    *(f"algorithm.rollout_correction.{setting}" for setting in ("rollout_is=token", "rollout_is_threshold=0.5_5.0")),
+    *(f"algorithm.rollout_correction.{setting}" for setting in ("rollout_rs=token_k1", "rollout_rs_threshold=9")),
+    "algorithm.rollout_correction.rollout_is_batch_normalize=true",
 ]
 PPO = [
     *("algorithm.adv_estimator=gae", f"{AR}.actor.policy_loss.loss_mode=vanilla", "critic.ppo_max_token_len_per_gpu=4096"),
@@ -49,8 +52,8 @@ def documented():
 
 def pattern(name):
     """Return what a documented name matches: a word in capitals stands for any text, SOURCE with slashes."""
-    parts = {"SOURCE": ".+", "VARIABLE": r"[^/]+", "PHASE": r"[a-z_]+"}
-    text = re.sub("SOURCE|VARIABLE|PHASE", lambda found: parts[found[0]], re.escape(name))
+    parts = {"SOURCE": ".+", "VARIABLE": r"[^/]+", "PHASE": r"[a-z_]+", "NAME": r"(token|seq_\w+?)_k[123]"}
+    text = re.sub("SOURCE|VARIABLE|PHASE|NAME", lambda found: parts[found[0]], re.escape(name))
     return re.compile(re.sub(r"(?<=@)N", r"\\d+", text))
 
 

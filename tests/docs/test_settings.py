@@ -7,6 +7,7 @@ from functools import cache
 import pytest
 
 from tests.docs.pages import DOCS, README, SETTING, blocks, cells, page_name, without_blocks
+from verl_memopt.config.correction_presets import PRESET
 from verl_memopt.config.keys import leaf_types, section_keys
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
@@ -27,7 +28,7 @@ def asked(text):
 
 @pytest.mark.parametrize("page", PAGES, ids=page_name)
 def test_every_key_exists(page):
-    known = leaf_types().keys() | section_keys()
+    known = leaf_types().keys() | section_keys() | {PRESET}
     for token in SETTING.findall(without_blocks(page)):
         key, _, value = token.partition("=")
         if key in ("memory", "debug"):
@@ -58,6 +59,7 @@ def refusal(*overrides):
 
 AR = "actor_rollout_ref"
 NEEDED = {
+    "algorithm.adv_estimator=optimal_token_baseline": (f"{AR}.actor.calculate_sum_pi_squared=true",),
     f"{AR}.rollout.n=1": ("algorithm.adv_estimator=reinforce_plus_plus",),
     f"{AR}.rollout.tensor_model_parallel_size=2": ("trainer.n_gpus_per_node=2",),
     f"{AR}.actor.optim.stochastic_rounding=true": (f"{AR}.actor.fsdp_config.model_dtype=bfloat16",),

@@ -17,6 +17,8 @@ WAYS = [
     ("gpg", "gpg", ("ppo_mini_batch_size=8",)),
     ("grpo_passk", "geo_mean", ()),
     ("reinforce_plus_plus", "clip_cov", ("policy_loss.clip_cov_lb=-10", "policy_loss.clip_cov_ratio=0.1")),
+    ("remax", "sapo", ("tau_neg=2.0",)),
+    ("optimal_token_baseline", "vanilla", ("calculate_sum_pi_squared=true",)),
     ("reinforce_plus_plus_baseline", "kl_cov", ("policy_loss.kl_cov_ratio=0.1",)),
 ]
 

@@ -77,6 +77,8 @@ def runs(toy, folder):
         "actor_rollout_ref.actor.use_dynamic_bsz=true", "algorithm.use_kl_in_reward=true", "data.truncation=left",
         "algorithm.filter_groups.enable=true",
         "actor_rollout_ref.actor.policy_loss.loss_mode=vanilla", "trainer.total_training_steps=2",
+        "algorithm.rollout_correction.bypass_mode=true", "algorithm.rollout_correction.loss_type=reinforce",
+        "algorithm.rollout_correction.rollout_is=token", "algorithm.rollout_correction.rollout_is_batch_normalize=true",
     ]  # fmt: skip
     other = [
         "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu=16", "actor_rollout_ref.actor.shuffle=true",
@@ -87,7 +89,8 @@ def runs(toy, folder):
         f"data.custom_cls.path={plugins}", "data.custom_cls.name=Rows",
         "actor_rollout_ref.model.enable_activation_offload=true", "actor_rollout_ref.model.tiled_mlp.enabled=true",
         f"data.sampler.class_path={plugins}", "data.sampler.class_name=Backwards",
-        "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov",
+        "actor_rollout_ref.actor.policy_loss.loss_mode=clip_cov", "algorithm.use_pf_ppo=true",
+        "algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=9",
         f"custom_reward_function.path={plugins}", "custom_reward_function.name=score", "custom_reward_function.on_error=score",
         "reward_model.reward_manager=dapo", "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
         "reward_model.reward_kwargs.overlong_buffer_cfg.len=2",

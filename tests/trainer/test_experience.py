@@ -4,13 +4,12 @@ import pytest
 import torch
 
 from tests.trainer.conftest import Member, group_of
-from verl_memopt.algorithms.advantages import ESTIMATORS, NEEDS
+from verl_memopt.algorithms.advantages import ESTIMATORS
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.aliases import VALUES
 from verl_memopt.config.allowed import choices
 from verl_memopt.config.schema import Actor, Algorithm, KlControl
 from verl_memopt.errors import RewardError
-from verl_memopt.knobs.conditions import WITH_CRITIC
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.experience import LogProbPass, compute_advantages, to_batch
 from verl_memopt.trainer.generation import Answers
@@ -45,11 +44,11 @@ def test_a_batch_may_hold_only_empty_responses():
 class Reader(Member):
     """Scores a token as itself and as its negative, micro-batch by micro-batch, as a pass puts it together."""
 
-    def read(self, batch, micro_batches, with_entropy=False):
+    def read(self, batch, micro_batches, with_entropy=False, with_sums=False):
         assert sorted(row for rows in micro_batches for row in rows) == list(range(batch.num_rows))
         assert all(sum(batch.row_tokens().each()[row] for row in rows) <= 8 for rows in micro_batches)
         values = batch.responses.flat.float()
-        return LogProbs(values, -values if with_entropy else None)
+        return LogProbs(values, -values if with_entropy else None, values / 16 if with_sums else None)
 
 
 @pytest.mark.parametrize("ranks", [1, 2, 4])
@@ -57,16 +56,19 @@ class Reader(Member):
 def test_scores_come_back_in_batch_order_however_rows_were_spread(ranks, even_out):
     batch, budget = batch_of(RESPONSES), Budget(True, 8, None, "key")
     workers = group_of(*map(Reader, range(ranks)))
-    log_probs, entropy = LogProbPass(workers, "old", "read", budget, even_out, (True,)).compute(batch, "abcd")
-    assert log_probs.tolist() == [5, 6, 7, 8, 9, 10]
-    assert entropy.tolist() == [-5, -6, -7, -8, -9, -10]
+    read = LogProbPass(workers, "old", "read", budget, even_out, (True, True)).compute(batch, "abcd")
+    assert read.log_probs.tolist() == [5, 6, 7, 8, 9, 10]
+    assert read.entropy.tolist() == [-5, -6, -7, -8, -9, -10]
+    assert (16 * read.sum_pi_squared).tolist() == [5, 6, 7, 8, 9, 10]
     counts = {len(member.asked[0][3][1]) for member in workers.group.members}
     assert len(counts) == 1
 
 
-def test_without_entropy_there_is_none():
+def test_what_is_not_requested_is_none():
     log_prob_pass = LogProbPass(group_of(Reader(0)), "old", "read", Budget(True, 8, None, "key"), True)
-    assert log_prob_pass.compute(batch_of(RESPONSES), "abcd")[1] is None
+    read = log_prob_pass.compute(batch_of(RESPONSES), "abcd")
+    assert read.entropy is None
+    assert read.sum_pi_squared is None
 
 
 RLOO = Algorithm(adv_estimator="rloo")
@@ -146,8 +148,8 @@ def test_advantages_are_those_of_the_estimator_that_the_settings_name(name):
     assert advantages.per_token.tolist() == pytest.approx(BY_HAND[name], abs=4e-6)
 
 
-def test_every_estimator_without_a_pass_of_its_own_can_be_chosen():
-    available = set(ESTIMATORS) - (set(NEEDS) - set(WITH_CRITIC)) - set(VALUES["algorithm.adv_estimator"])
+def test_every_estimator_can_be_chosen():
+    available = set(ESTIMATORS) - set(VALUES["algorithm.adv_estimator"])
     assert set(choices()["algorithm.adv_estimator"]) == available
 
 

@@ -170,13 +170,19 @@ def test_a_row_over_a_budget_is_told_under_the_key_of_its_pass(settled, which, k
         ({f"{AR}.actor.policy_loss.loss_mode": "cispo"}, True),
         ({f"{AR}.actor.policy_loss.loss_mode": "clip_cov"}, False),
         ({f"{AR}.actor.policy_loss.loss_mode": "kl_cov"}, False),
+        ({"algorithm.rollout_correction.rollout_is": "token"}, False),
+        ({"algorithm.rollout_correction.preset": "decoupled_k3_rs"}, False),
+        ({"algorithm.rollout_correction.preset": "bypass_pg_is"}, True),
+        ({"algorithm.use_pf_ppo": True}, False),
+        ({"algorithm.adv_estimator": "remax"}, True),
+        ({"algorithm.adv_estimator": "optimal_token_baseline", f"{AR}.actor.calculate_sum_pi_squared": True}, False),
     ],
 )
 def test_the_old_pass_is_left_out_where_one_update_follows_a_rollout_and_nothing_else_reads_it(settled, more, left_out):
     batch = settled().data.train_batch_size
     values = {f"{AR}.actor.old_log_prob_pass": "auto", f"{AR}.actor.ppo_mini_batch_size": batch, **more}
     settings = settled(values)
-    found = update_gives_old_log_probs(settings.actor_rollout_ref.actor, batch, settings.algorithm.use_kl_in_reward)
+    found = update_gives_old_log_probs(settings.actor_rollout_ref.actor, batch, settings.algorithm)
     assert found is left_out
 
 

@@ -1,4 +1,5 @@
 import itertools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -7,6 +8,7 @@ from verl_memopt.algorithms.kl import KL_ESTIMATORS
 from verl_memopt.algorithms.losses import LOSSES, TOKEN_LOCAL
 from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.allowed import choices
+from verl_memopt.config.correction_presets import PRESETS
 from verl_memopt.config.schema import Actor, PolicyLoss
 from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES
 from verl_memopt.memory.logits.chunked_logprob import head_log_probs
@@ -16,12 +18,13 @@ from verl_memopt.workers.objective import Objective
 
 SIZES = [3, 0, 5, 1]
 TOKENS, COUNTS = sum(SIZES), GlobalCounts(31.0, 7.0)
+KEPT = torch.tensor([True, True, False, True, True, False, False, True, False])
 SELECTED = torch.tensor([True, False, True, False, False, True, True, False, True])
 VOCAB, WIDTH, CHUNK, SCALE = 29, 4, 2, 3
 KL = [None, *KL_ESTIMATORS, *(f"{name}+" for name in KL_ESTIMATORS)]
 
 
-def objective(loss_mode, agg_mode, kl, entropy_coeff, off_policy):
+def objective(loss_mode, agg_mode, kl, entropy_coeff, off_policy, corrected=False, bypass=None):
     """Gives the objective of four rows, one of them empty; the chunks of the head cut through rows."""
     generator = torch.Generator().manual_seed(3)
     pack = pack_rows(torch.zeros(4, dtype=torch.int64), [1] * 4, torch.randint(VOCAB, (TOKENS,), generator=generator), SIZES)
@@ -38,7 +41,9 @@ def objective(loss_mode, agg_mode, kl, entropy_coeff, off_policy):
         policy_loss=PolicyLoss(loss_mode=loss_mode),
     )
     micro = MicroBatch(pack, old * 0.3 - 3.4 if off_policy else None, reference * 0.3 - 3.4, advantages, SELECTED)
-    return Objective(micro, COUNTS, actor)
+    if corrected:
+        micro = replace(micro, weights=torch.rand(TOKENS, generator=generator), kept=KEPT)
+    return Objective(micro, replace(COUNTS, mean_weight=1.3), actor, bypass)
 
 
 def step(whole, fused):
@@ -65,6 +70,45 @@ def test_gradients_told_ahead_are_those_of_the_loss(loss_mode, agg_mode):
         assert metrics == expected[1]
         for one, other in zip(gradients, expected[2], strict=True):
             assert (one - other).norm() <= 1e-6 * other.norm(), (kl, entropy_coeff, off_policy)
+
+
+@pytest.mark.parametrize("agg_mode", LOSS_AGG_MODES)
+@pytest.mark.parametrize("loss_mode", sorted(TOKEN_LOCAL))
+def test_gradients_told_ahead_have_the_weights_and_lack_the_rejected_tokens(loss_mode, agg_mode):
+    for kl in (None, "k3+"):
+        whole = objective(loss_mode, agg_mode, kl, 0.01, True, corrected=True)
+        (loss, _, gradients), expected = (step(whole, fused) for fused in (True, False))
+        assert torch.equal(loss, expected[0])
+        for one, other in zip(gradients, expected[2], strict=True):
+            assert (one - other).norm() <= 1e-6 * other.norm(), kl
+        log_probs, entropy = torch.full((TOKENS,), -3.4), torch.ones(TOKENS)
+        of_log_probs, of_entropy = whole.token_gradient(SCALE)(slice(None), log_probs, entropy)
+        for gradient in (of_log_probs, of_entropy):
+            assert not gradient[~KEPT].any()
+            assert gradient[KEPT].any()
+
+
+BYPASS = {
+    "clip": PRESETS["bypass_ppo_clip"],
+    "clip, token rejection": replace(PRESETS["bypass_ppo_clip"], rollout_rs="token_k1", rollout_rs_threshold="0.2_5.0"),
+    "reinforce, token": replace(PRESETS["bypass_pg_is"], rollout_is="token", rollout_is_batch_normalize=True),
+}
+
+
+@pytest.mark.parametrize("name", BYPASS)
+def test_gradients_of_bypass_mode_told_ahead_are_those_of_its_loss(name):
+    for agg_mode in set(LOSS_AGG_MODES) - ({"seq-mean-token-mean"} if "rejection" in name else set()):
+        whole = objective("vanilla", agg_mode, "k3", 0.01, True, bypass=BYPASS[name])
+        (loss, _, gradients), expected = (step(whole, fused) for fused in (True, False))
+        assert whole.token_gradient(SCALE) is not None
+        assert torch.equal(loss, expected[0])
+        for one, other in zip(gradients, expected[2], strict=True):
+            assert (one - other).norm() <= 1e-6 * other.norm(), agg_mode
+
+
+def test_a_weight_or_a_rejection_of_whole_responses_waits_for_backward_in_bypass_mode():
+    for name in ("bypass_pg_is", "bypass_ppo_clip_geo_rs"):
+        assert objective("vanilla", "token-mean", None, 0.0, True, bypass=PRESETS[name]).token_gradient(1.0) is None
 
 
 @pytest.mark.parametrize("loss_mode", LOSSES)

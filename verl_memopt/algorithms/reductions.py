@@ -14,12 +14,14 @@ from torch import Tensor
 
 @dataclass(frozen=True)
 class GlobalCounts:
-    """Sizes of a mini-batch over all ranks."""
+    """Numbers of a mini-batch over all ranks."""
 
     tokens: float
-    """Response tokens."""
+    """Response tokens, without those that the rollout correction rejected before the update."""
     sequences: float
     """Rows, including those with an empty response."""
+    mean_weight: float | None = None
+    """Mean importance weight in bypass mode, by which ``rollout_is_batch_normalize`` divides. None = not divided."""
 
 
 def row_sums(values: Tensor, row: Tensor, num_rows: int) -> Tensor:

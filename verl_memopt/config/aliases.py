@@ -9,6 +9,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
+from verl_memopt.config.correction_presets import PRESET, with_preset
 from verl_memopt.config.keys import flatten
 from verl_memopt.config.problems import Problem, problem, shown
 from verl_memopt.config.refusals import refusal_of, refuse
@@ -41,6 +42,7 @@ RENAMED = {
         }.items()
     },
     **{f"{role}.rollout_n": f"{_AR}.rollout.n" for role in _FSDP},
+    **{f"{_AR}.actor.policy_loss.{name}": f"{_AR}.actor.{name}" for name in ("tau_pos", "tau_neg")},
     f"{_AR}.actor.use_remove_padding": f"{_AR}.model.use_remove_padding",
     f"{_AR}.actor.use_fused_kernels": f"{_AR}.model.use_fused_kernels",
     **{
@@ -104,6 +106,7 @@ MET_BY_CHUNKING = frozenset(
             for below in ("", "fsdp_config.")
             for name in ("entropy_from_logits_with_chunking", "entropy_checkpointing")
         ),
+        "actor.sum_pi_squared_checkpointing",
     )
 )
 """Switches whose purpose ``model.logprob_chunk_tokens`` serves already."""
@@ -144,8 +147,8 @@ def translate(tree: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     flat = {key: value for key, value in flatten(tree, our_key).items() if value != REQUIRED}
     for overrides in (f"{model}.override_config" for model in _MODELS.values()):
         flat |= _without_attention(overrides, flat.get(overrides))
+    flat, problems = with_preset(flat)
     spellings: dict[str, dict[str, Any]] = {}  # our key -> {spelling of it: our value}
-    problems: list[Problem] = []
     for key, value in flat.items():
         name, meant = our_key(key), value
         if name in _MEANINGS:
@@ -255,3 +258,4 @@ def spelled() -> Iterable[tuple[str, str]]:
     yield from GLOBAL_MICRO_BATCHES.items()
     yield from ((key, _CHUNK) for key in sorted(MET_BY_CHUNKING))
     yield REMOVE_PREVIOUS, "trainer.max_actor_ckpt_to_keep"
+    yield PRESET, "algorithm.rollout_correction.*"

@@ -14,13 +14,10 @@ from verl_memopt.knobs.ranges import Range, Words
 _AR = "actor_rollout_ref"
 
 _FSDP_ONLY = "fsdp2 is the one sharding backend"
-_NO_PI_SQUARED = "it needs the sum of squared probabilities over the vocabulary, which no pass computes"
 _NO_ENGINE = "this engine is not available"
 WHY_NOT: dict[tuple[str, str], str] = {
     **{(f"{role}.strategy", name): _FSDP_ONLY for role in (f"{_AR}.actor", "critic") for name in ("fsdp", "megatron", "veomni")},
     **{(f"{_AR}.rollout.name", name): _NO_ENGINE for name in ("sglang", "trtllm")},
-    **{("algorithm.adv_estimator", name): _NO_PI_SQUARED for name in ("optimal_token_baseline", "tir_optimal_token_baseline")},
-    ("algorithm.adv_estimator", "remax"): "it needs a greedy response to each prompt, which is not generated",
     ("reward_model.reward_manager", "gdpo"): "rewards are one number a response, and gdpo weighs several",
     (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",

@@ -11,6 +11,7 @@ from typing import Any
 
 from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.allowed import LARGEST_SCORE, check_values
+from verl_memopt.config.correction_rules import CORRECTION_RULES
 from verl_memopt.config.critic_rules import CRITIC_RULES, WITHOUT_CRITIC
 from verl_memopt.config.idle import IDLE, warn_idle
 from verl_memopt.config.keys import leaf_values
@@ -259,5 +260,7 @@ def _runs() -> Iterator[Refusal]:
     )
 
 
-RULES: tuple[Refusal, ...] = (*_files(), *_batches(), *ALGORITHM_RULES, *REWARD_RULES, *_devices(), *CRITIC_RULES, *_runs())
+RULES: tuple[Refusal, ...] = (
+    *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *_devices(), *CRITIC_RULES, *_runs(),
+)  # fmt: skip
 """The rules that belong to no knob."""

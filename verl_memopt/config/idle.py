@@ -6,6 +6,7 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from verl_memopt.config.correction_rules import CORRECTION_IDLE
 from verl_memopt.config.problems import shown
 from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES, WITHOUT_GROUPS
 from verl_memopt.knobs.critic_rules import idles, twin_idle
@@ -16,7 +17,7 @@ logger = logging.getLogger(__name__)
 _AR = "actor_rollout_ref"
 
 _PER_SEQUENCE = "actor.policy_loss.loss_mode averages over sequences"
-_WITHOUT_CLIP = ("gpg", "kl_cov")
+_WITHOUT_CLIP = ("gpg", "kl_cov", "sapo")
 _ENGINE, _SAMPLES, _AGG_MODE = f"{_AR}.rollout.name", f"{_AR}.rollout.do_sample", f"{_AR}.actor.loss_agg_mode"
 _LOSS_MODE, _KL_LOSS = f"{_AR}.actor.policy_loss.loss_mode", f"{_AR}.actor.use_kl_loss"
 _ESTIMATOR = "algorithm.adv_estimator"
@@ -75,11 +76,16 @@ def _idle() -> Iterator[Idle]:
     yield Idle(
         _AGG_MODE,
         (_LOSS_MODE, _KL_LOSS, f"{_AR}.actor.entropy_coeff"),
-        lambda mode, kl, entropy: mode in LOSSES_OF_SEQUENCES and not kl and entropy == 0,
+        lambda mode, kl, entropy: mode in (*LOSSES_OF_SEQUENCES, "sapo") and not kl and entropy == 0,
         _PER_SEQUENCE,
     )
     alike = "greedy samples of one prompt are all alike, so every advantage is 0"
-    yield Idle(_SAMPLES, (_SAMPLES, _ESTIMATOR), lambda samples, name: not samples and name not in WITHOUT_GROUPS, alike)
+    yield Idle(
+        _SAMPLES,
+        (_SAMPLES, _ESTIMATOR),
+        lambda samples, name: not samples and (name not in WITHOUT_GROUPS or name == "remax"),
+        alike,
+    )
     for key in ("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"):
         yield Idle(f"{_AR}.rollout.{key}", (_ENGINE,), lambda name: name == "hf", f"it belongs to {_ENGINE}=vllm")
     yield Idle(f"{_REWARD}.name", (f"{_REWARD}.path",), lambda path: path is None, f"{_REWARD}.path is null")
@@ -98,7 +104,7 @@ def _idle() -> Iterator[Idle]:
     )
 
 
-IDLE = {idle.key: idle for idle in (*_idle(), *idles())}
+IDLE = {idle.key: idle for idle in (*_idle(), *CORRECTION_IDLE, *idles())}
 """Key -> when giving it asks for something that does not happen, and why."""
 
 

@@ -15,8 +15,14 @@ _RATIO = {
     "geo_mean": "one ratio per sequence, the geometric mean of clipped ones",
     "cispo": "log-probs weighted by one clipped ratio per token",
     "gpg": "log-probs without a ratio",
+    "sapo": "one gated ratio per token",
     "clip_cov": "one clipped ratio per token, some tokens without a gradient",
     "kl_cov": "one ratio per token, a KL penalty on some",
+}
+
+_BYPASS = {
+    "ppo_clip": "one clipped ratio to the engine per token",
+    "reinforce": "log-probs without a ratio",
 }
 
 
@@ -28,13 +34,22 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
         loss: ``policy_loss.loss_mode``.
         kl_in_loss: coefficient and kind of the KL in the loss; None = there is none.
     """
-    parts = [f"advantages {algorithm.adv_estimator}", f"loss {loss} ({_RATIO[loss]})"]
+    correction, loss_in_words = algorithm.rollout_correction, f"loss {loss} ({_RATIO[loss]})"
+    if correction.bypass_mode:
+        loss_in_words = f"loss {correction.loss_type} ({_BYPASS[correction.loss_type]})"
+    parts = [f"advantages {algorithm.adv_estimator}", loss_in_words]
     if kl_in_loss is not None:
         parts.append(f"KL in the loss {kl_in_loss}")
     if algorithm.use_kl_in_reward:
         parts.append(f"KL in the reward {algorithm.kl_ctrl.kl_coef:g} x {algorithm.kl_penalty}")
     if len(parts) == 2:
         parts.append("no KL")
+    if correction.rollout_is is not None and not (correction.bypass_mode and correction.loss_type == "ppo_clip"):
+        parts.append(f"importance weights per {correction.rollout_is}")
+    if correction.rollout_rs is not None:
+        parts.append(f"rejection {correction.rollout_rs}")
+    if algorithm.use_pf_ppo:
+        parts.append(f"rows drawn by score ({algorithm.pf_ppo.reweight_method})")
     if algorithm.filter_groups.enable:
         parts.append(f"groups whose responses agree in {algorithm.filter_groups.metric or 'score'} left out")
     return ", ".join(parts)
@@ -49,7 +64,13 @@ def log_objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> No
         kl_in_loss: coefficient and kind of the KL in the loss.
     """
     logger.info("objective: %s", objective(algorithm, loss, kl_in_loss))
-    if algorithm.adv_estimator != "rloo" and loss == "sequence":
+    bypass_loss = algorithm.rollout_correction.loss_type if algorithm.rollout_correction.bypass_mode else None
+    if bypass_loss is not None and loss != "vanilla":
+        logger.warning(
+            "actor_rollout_ref.actor.policy_loss.loss_mode=%s has no effect: algorithm.rollout_correction.bypass_mode=true has "
+            "losses of its own, loss_type=%s.", loss, bypass_loss,
+        )  # fmt: skip
+    elif algorithm.adv_estimator != "rloo" and loss == "sequence":
         logger.warning(
             "algorithm.adv_estimator=%s with actor_rollout_ref.actor.policy_loss.loss_mode=sequence, which is RLOO's loss and "
             "what rloo_trainer sets. For PPO's loss set it to vanilla, or use --config-name ppo_trainer or grpo_trainer.",

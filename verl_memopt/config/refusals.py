@@ -41,12 +41,7 @@ _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
 _FSDP1 = "it exists in FSDP1 only, and fsdp2 is the one strategy. Remove the key"
 _PARAMETERS_KEPT = "it belongs to FSDP1; fsdp2 always keeps each parameter as a tensor of its own"
-_NO_MISMATCH = "no sample is weighted by how far the engine's log-probs are off. Watch rollout/logprob_diff_mean"
 _ONE_BACKEND = "fsdp2 is the one strategy. Remove the key"
-_NO_BYPASS = (
-    "the engine's log-probs never stand in for the policy's own. Use actor_rollout_ref.actor.old_log_prob_pass=auto, which "
-    "leaves their pass out where the update computes the same numbers"
-)
 _COMPILED = "actor_rollout_ref.actor.use_torch_compile decides for every model"
 _CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens bounds the memory of logits"
 _NOT_HERE = "this feature of verl does not exist here. Remove the key"
@@ -54,7 +49,6 @@ _PACKED = "rows are always packed, so no pad token is computed"
 _USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
 _TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSOR_PARALLEL}"
 _PHASE_TABLE = "no profile is written. The phase table of every run shows the seconds and the peak bytes of each phase"
-_NO_SAPO = "it belongs to the loss sapo, which does not exist here"
 _OWN_REWARD = "a reward class of your own is not loaded. Use custom_reward_function.path with a function"
 _WRAP = "decoder blocks are sharded as units, whatever their size. wrap_policy.transformer_layer_cls_to_wrap chooses others"
 _LORA_DROPOUT = (
@@ -97,12 +91,6 @@ _ACTOR = {
     "freeze_vision_tower": Refusal((False,), _TEXT_ONLY),
     "router_replay.mode": Refusal(("disabled",), _NOT_HERE),
     "router_replay.*": Refusal((), _NOT_HERE),
-    "tau_pos": Refusal(ANY, _NO_SAPO),
-    "tau_neg": Refusal(ANY, _NO_SAPO),
-    "policy_loss.tau_pos": Refusal(ANY, _NO_SAPO),
-    "policy_loss.tau_neg": Refusal(ANY, _NO_SAPO),
-    "calculate_sum_pi_squared": Refusal((False,), _NOT_HERE),
-    "sum_pi_squared_checkpointing": Refusal((False,), _NOT_HERE),
     "qat.enable": Refusal((False,), _NOT_HERE),
     "qat.*": Refusal(ANY, _NOT_HERE),
 }
@@ -167,15 +155,6 @@ _DATA = {
 
 _ALGORITHM = {
     "gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo, which does not exist here"),
-    "use_pf_ppo": Refusal((False,), _NOT_HERE),
-    "pf_ppo.*": Refusal(ANY, _NOT_HERE),
-    "rollout_correction.rollout_is": Refusal((), _NO_MISMATCH),
-    "rollout_correction.rollout_is_threshold": Refusal((2.0,), _NO_MISMATCH),
-    "rollout_correction.rollout_is_batch_normalize": Refusal((False,), _NO_MISMATCH),
-    "rollout_correction.bypass_mode": Refusal((False,), _NO_BYPASS),
-    "rollout_correction.rollout_rs": Refusal((), _NO_MISMATCH),
-    "rollout_correction.rollout_rs_threshold": Refusal((), _NO_MISMATCH),
-    "rollout_correction.loss_type": Refusal(("ppo_clip",), _NO_MISMATCH),
 }
 
 _REWARD_MODEL = {

@@ -13,7 +13,9 @@ from verl_memopt.data.ragged import Ragged, token_index
 from verl_memopt.memory.batching.row_tokens import RowTokens
 from verl_memopt.memory.batching.shared_prompt import prompt_groups
 
-TOKEN_FIELDS = ("rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns")
+TOKEN_FIELDS = (
+    "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept",
+)  # fmt: skip
 """Fields that are flat over response tokens, in the order of ``responses.flat``."""
 
 
@@ -22,8 +24,10 @@ class RolloutBatch(TensorClass):
 
     ``group`` is int64 [B]: the prompt that each row answers. ``prompt_group`` is int64 [B], or None: rows with the same number
     compute their prompt once, together. None = each row computes its own. ``selected`` is bool [R]: the tokens that the losses
-    ``clip_cov`` and ``kl_cov`` act on. The other optional fields are fp32 [R], one value for each response token of all rows:
-    ``old_values`` are the critic's when the advantages were computed, and ``returns`` are what it learns.
+    ``clip_cov`` and ``kl_cov`` act on. ``kept`` is bool [R]: False for the tokens that the rollout correction rejects. The other
+    optional fields are fp32 [R], one value for each response token of all rows: ``old_values`` are the critic's when the
+    advantages were computed, ``returns`` are what it learns, and ``weights`` are the importance weights of the rollout
+    correction.
     """
 
     prompts: Ragged
@@ -37,6 +41,8 @@ class RolloutBatch(TensorClass):
     selected: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    weights: Tensor | None = None
+    kept: Tensor | None = None
 
     @property
     def num_rows(self) -> int:
@@ -59,6 +65,12 @@ class RolloutBatch(TensorClass):
     def response_row(self) -> Tensor:
         """Return int64 [R]: the row of each response token."""
         return torch.repeat_interleave(torch.arange(self.num_rows), self.responses.lengths)
+
+    def kept_sizes(self) -> list[int]:
+        """Return the response tokens of each row that the rollout correction keeps: all without a correction."""
+        if self.kept is None:
+            return self.responses.sizes()
+        return torch.zeros_like(self.responses.lengths).index_add(0, self.response_row(), self.kept.long()).tolist()
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:  # type: ignore[override]
         """Return the chosen rows in the given order, with every field that is set."""

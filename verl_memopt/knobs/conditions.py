@@ -11,7 +11,7 @@ DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 WITH_CRITIC = ("gae",)
 """Values of ``algorithm.adv_estimator`` that read the values of a critic. With any other no critic is built."""
 
-WITHOUT_GROUPS = (*WITH_CRITIC, "reinforce_plus_plus")
+WITHOUT_GROUPS = (*WITH_CRITIC, "reinforce_plus_plus", "remax")
 """Values of ``algorithm.adv_estimator`` that do not compare the responses to one prompt, so that a single one is enough."""
 
 LOSSES_OF_SEQUENCES = ("sequence", "gspo", "geo_mean")

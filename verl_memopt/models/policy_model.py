@@ -11,7 +11,7 @@ from torch.nn.functional import linear
 from transformers import PreTrainedModel
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.logits.chunked_logprob import TokenGradient, head_log_probs
+from verl_memopt.memory.logits.chunked_logprob import SumPiSquared, TokenGradient, head_log_probs
 from verl_memopt.memory.parameters.resharding import gathered_for_forward
 from verl_memopt.models.architecture import refused
 from verl_memopt.models.decoder import BlockOptions, Decoder
@@ -50,6 +50,7 @@ class LogProbHead(nn.Module):
         temperature: float = 1.0,
         with_entropy: bool = False,
         token_gradient: TokenGradient | None = None,
+        sum_pi_squared: SumPiSquared | None = None,
     ) -> Any:
         """Return log-probs and entropies, fp32 [R] each, the latter or None.
 
@@ -59,6 +60,7 @@ class LogProbHead(nn.Module):
             temperature: Temperature of the log-probs.
             with_entropy: Compute entropies too.
             token_gradient: Gives the gradients of log-probs and entropies before backward.
+            sum_pi_squared: Is filled with the sums of squared probabilities, in a pass without gradients.
         """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
@@ -75,6 +77,7 @@ class LogProbHead(nn.Module):
             self.vocab_tile,
             token_gradient=token_gradient,
             in_place=True,
+            sum_pi_squared=sum_pi_squared,
         )
 
 
@@ -123,6 +126,7 @@ class PolicyModel(PackedModel):
         token_gradient: TokenGradient | None = None,
         prefix_kv: Prefix | None = None,
         unpacked: bool = False,
+        sum_pi_squared: SumPiSquared | None = None,
     ) -> Any:
         """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] if requested.
 
@@ -134,12 +138,14 @@ class PolicyModel(PackedModel):
             prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns what
                 :meth:`PackedModel.recorded` returns instead.
             unpacked: Compute a pack of one row with eager attention and whole logits, for comparisons.
+            sum_pi_squared: As in :class:`LogProbHead`.
         """
         if unpacked:
             return self._unpacked(pack, temperature)
         if isinstance(prefix_kv, PrefixRecorder):
             return self.recorded(pack, prefix_kv)
-        return self.head(self.predicting_states(pack, prefix_kv), pack.targets, temperature, with_entropy, token_gradient)
+        states = self.predicting_states(pack, prefix_kv)
+        return self.head(states, pack.targets, temperature, with_entropy, token_gradient, sum_pi_squared)
 
     def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
         """Return the log-probs of a row alone, in eager attention and from whole logits."""

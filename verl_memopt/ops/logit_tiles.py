@@ -29,6 +29,7 @@ class Head:
         vocab_tile: Vocabulary entries whose logits exist at once; 0 for all.
         with_entropy: Compute entropies too.
         compiled: Compile what runs between the products.
+        with_sum_pi_squared: Compute the sum of squared probabilities of each token's distribution too.
     """
 
     weight: Tensor
@@ -38,6 +39,7 @@ class Head:
     vocab_tile: int
     with_entropy: bool
     compiled: bool
+    with_sum_pi_squared: bool = False
 
     @property
     def vocabulary(self) -> int:
@@ -71,11 +73,13 @@ class Tokens:
         log_probs: Log-probs of the targets.
         log_normalizer: Log of the sum of exponentials of the logits.
         entropy: Entropy of the distribution. None = not requested.
+        sum_pi_squared: Sum of the squared probabilities over the vocabulary. None = not requested.
     """
 
     log_probs: Tensor
     log_normalizer: Tensor
     entropy: Tensor | None
+    sum_pi_squared: Tensor | None = None
 
 
 @dataclass(frozen=True)
@@ -107,10 +111,11 @@ class LogitTiles:
         size = min(head.chunk_tokens or hidden.shape[0], hidden.shape[0]) * head.tile
         self._wide = hidden.new_empty(size, dtype=torch.float32)
         self._narrow = None if hidden.dtype == torch.float32 else hidden.new_empty(size)
-        columns = min(SCRATCH_COLUMNS, head.tile) if head.with_entropy and not head.compiled else 0
+        scratch = (head.with_entropy or head.with_sum_pi_squared) and not head.compiled
+        columns = min(SCRATCH_COLUMNS, head.tile) if scratch else 0
         self._scratch = hidden.new_empty(size // head.tile * columns, dtype=torch.float32)
         self._columns = columns
-        self._soft = head.whole_rows and not head.with_entropy
+        self._soft = head.whole_rows and not head.with_entropy and not head.with_sum_pi_squared
         self._run: Callable[..., Callable[..., Any]] = _compiled if head.compiled else _plain
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
@@ -123,10 +128,11 @@ class LogitTiles:
             targets: int64 [c].
         """
         parts = [self._tile_statistics(hidden, targets, columns) for columns in self.head.tiles()]
-        top, log_sum, picked, entropy = parts[0]
+        together = parts[0]
         for part in parts[1:]:
-            top, log_sum, picked, entropy = _merged((top, log_sum, picked, entropy), part)
-        return Tokens((picked - top) - log_sum, top + log_sum, entropy)
+            together = _merged(together, part)
+        top, log_sum, picked, entropy, squares = together
+        return Tokens((picked - top) - log_sum, top + log_sum, entropy, squares)
 
     def differentiate(
         self,
@@ -167,13 +173,15 @@ class LogitTiles:
         if into.hidden is not None and total is not None:
             into.hidden.copy_(total)
 
-    def _tile_statistics(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+    def _tile_statistics(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Any, ...]:
+        """Return what :func:`_merged` puts together: the results of :func:`log_softmax_`, and the sum of squares or None."""
         logits = self._logits(hidden, columns)
         local = targets if self.head.whole_rows else targets - columns.start
         scratch = self._scratch_for(logits)
         if self._soft:
-            return *self._run(softmax_)(logits, local), None
-        return self._run(log_softmax_)(logits, local, scratch, self.head.with_entropy)
+            return *self._run(softmax_)(logits, local), None, None
+        statistics = self._run(log_softmax_)(logits, local, scratch, self.head.with_entropy)
+        return *statistics, self._run(sum_of_squares)(logits, scratch) if self.head.with_sum_pi_squared else None
 
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
         """Return fp32 [c, tile] logits over temperature, in the buffer."""
@@ -295,6 +303,19 @@ def sum_of_exponentials(logits: Tensor) -> Tensor:
     return total
 
 
+def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
+    """Return the sum of squared probabilities [c] from log-probs [c, v], which stay unchanged.
+
+    Args:
+        log_p: fp32 [c, v].
+        scratch: [c, any number of columns]; None to allocate it.
+    """
+    total = torch.zeros_like(log_p[:, 0])
+    for part, room in _parts(log_p, scratch):
+        total += torch.mul(part, 2, out=room).exp_().sum(-1) if room is not None else (part * 2).exp().sum(-1)
+    return total
+
+
 def log_prob_gradient_(log_p: Tensor, targets: Tensor, grad: Tensor) -> None:
     """Turn log-probs [c, v] into the gradient of the logits, in place: ``grad * (onehot - p)``.
 
@@ -330,14 +351,17 @@ def both_gradients_(
 
 
 def _merged(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return for two sets of columns together what :func:`log_softmax_` returns for each."""
+    """Return for two sets of columns together what :func:`log_softmax_` and :func:`sum_of_squares` return for each."""
     top = torch.maximum(one[0], other[0])
     first, second = one[0] - top + one[1], other[0] - top + other[1]
     log_sum = torch.logaddexp(first, second)
-    if one[3] is None:
-        return top, log_sum, one[2] + other[2], None
-    shares = [(part - log_sum).exp() * (entropy + log_sum - part) for part, entropy in ((first, one[3]), (second, other[3]))]
-    return top, log_sum, one[2] + other[2], shares[0] + shares[1]
+    shares = (first - log_sum).exp(), (second - log_sum).exp()
+    entropy = squares = None
+    if one[3] is not None:
+        entropy = shares[0] * (one[3] + log_sum - first) + shares[1] * (other[3] + log_sum - second)
+    if one[4] is not None:
+        squares = shares[0].square() * one[4] + shares[1].square() * other[4]
+    return top, log_sum, one[2] + other[2], entropy, squares
 
 
 def _inside(targets: Tensor, logits: Tensor) -> Tensor:

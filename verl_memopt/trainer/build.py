@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
+from verl_memopt.algorithms.advantages import NEEDS
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Data, FilterGroups, Model, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, build_dataset
@@ -24,6 +25,7 @@ from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
 from verl_memopt.trainer.conversations import Conversations
+from verl_memopt.trainer.corrections import BypassUpdate
 from verl_memopt.trainer.critic_update import CriticTraining, critic_budgets
 from verl_memopt.trainer.environment import Environment, resolve_environment
 from verl_memopt.trainer.experience import LogProbPass
@@ -137,6 +139,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             free_engine=environment.free_engine,
             track_init=environment.device == "cpu" and trainer.track_memory_every_steps > 0,
             memory=settings.memory,
+            bypass=settings.algorithm.rollout_correction if settings.algorithm.rollout_correction.bypass_mode else None,
             stop_file=str(stop_file),
             reward_model=None if reward_folder is None else settings.reward_model.model,
             reward_folder=None if reward_folder is None else str(reward_folder),
@@ -261,10 +264,14 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     roles, data, algorithm = settings.actor_rollout_ref, settings.data, settings.algorithm
     actor, rollout, balance = roles.actor, roles.rollout, settings.trainer.balance_batch
     update_budget, old_budget, ref_budget = budgets(roles)
-    on_policy = update_gives_old_log_probs(actor, data.train_batch_size, algorithm.use_kl_in_reward)
-    old_pass = LogProbPass(workers, "old_log_prob", "old_log_probs", old_budget, balance, (actor.calculate_entropy,))
-    ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
+    correction = algorithm.rollout_correction
+    on_policy = update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
+    statistics = actor.calculate_entropy, actor.calculate_sum_pi_squared
+    old_pass = LogProbPass(workers, "old_log_prob", "old_log_probs", old_budget, balance, statistics)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
+    policy_update = PolicyUpdate(cutter, actor, context.store)
+    mismatch = MismatchCheck(rollout, actor.fsdp_config)
+    ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
     return Learner(
         workers=workers,
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
@@ -272,11 +279,13 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         rewards=build_rewarder(context, workers, runner),
         critic=_build_critic_training(context, workers, old_pass),
         group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
-        old_pass=None if on_policy else old_pass,
+        old_pass=None if on_policy or correction.bypass_mode else old_pass,
         ref_pass=ref_pass if needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss) else None,
-        mismatch=MismatchCheck(rollout, actor.fsdp_config),
+        mismatch=mismatch,
+        bypass=BypassUpdate(workers, policy_update, mismatch, correction) if correction.bypass_mode else None,
+        greedy_baseline="baselines" in NEEDS.get(algorithm.adv_estimator, ()),
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
-        policy_update=PolicyUpdate(cutter, actor, context.store),
+        policy_update=policy_update,
         step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
     )

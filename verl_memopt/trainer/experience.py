@@ -12,13 +12,14 @@ from torch import Tensor
 from verl_memopt.algorithms.advantages import ESTIMATORS, AdvantageInputs, check_rewards, group_counts
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards, token_level_rewards
 from verl_memopt.config.schema import Actor, Algorithm
-from verl_memopt.data.batch import RolloutBatch, rollout_batch, scatter_tokens
+from verl_memopt.data.batch import RolloutBatch, rollout_batch
 from verl_memopt.data.prefetcher import StepPrompts
-from verl_memopt.data.ragged import Ragged
+from verl_memopt.data.ragged import Ragged, token_index
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
 from verl_memopt.trainer.timed_group import TimedGroup
+from verl_memopt.workers.log_probs import LogProbs, in_batch_order
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,9 @@ class StepBatch:
         entropy: fp32 [R]; None where the log-prob pass does not compute it.
         advantages: None before the phase that computes them.
         metrics: Metrics of the phases so far.
+        baselines: fp32 [B], the score of the greedy response to each row's prompt; None without ReMax.
+        sum_pi_squared: fp32 [R], the sum of squared probabilities at each token; None where no estimator reads it.
+        drawn: The rows of the update, where PF-PPO draws them; None = all rows, once each.
     """
 
     step: int
@@ -63,6 +67,28 @@ class StepBatch:
     entropy: Tensor | None = None
     advantages: Advantages | None = None
     metrics: dict[str, float] = field(default_factory=dict)
+    baselines: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    drawn: list[int] | None = None
+
+    def for_update(self) -> tuple[RolloutBatch, list[str]]:
+        """Return the rows that the update learns from, and their names for errors."""
+        names = self.names
+        if self.drawn is None:
+            return self.rows, names
+        rows = self.rows.select(self.drawn)
+        if len(set(self.rows.prompt_groups())) == self.rows.num_rows:  # each row computes its own prompt
+            rows.prompt_group = None
+        return rows, [names[row] for row in self.drawn]
+
+    def keep_log_probs(self, log_probs: Tensor) -> None:
+        """Take over log-probs that the update computed, fp32 [tokens of its rows]. Rows that it did not read keep theirs."""
+        if self.drawn is None:
+            self.rows.old_log_probs = log_probs
+        elif self.rows.old_log_probs is not None:
+            kept = self.rows.old_log_probs.clone()
+            kept[token_index(self.rows.responses.sizes(), self.drawn)] = log_probs
+            self.rows.old_log_probs = kept
 
     @property
     def names(self) -> list[str]:
@@ -95,19 +121,15 @@ class LogProbPass:
     balance: bool
     options: tuple[bool, ...] = ()
 
-    def compute(self, batch: RolloutBatch, names: Sequence[str]) -> tuple[Tensor, Tensor | None]:
-        """Return log-probs and entropies, both fp32 [R]; the entropies are None where the pass does not compute them.
+    def compute(self, batch: RolloutBatch, names: Sequence[str]) -> LogProbs:
+        """Return log-probs and further statistics of all tokens, fp32 [R] each, in batch order.
 
         Args:
             batch: Batch of the step.
             names: Names of the rows, for errors.
         """
-        sizes = batch.responses.sizes()
         parts = run_pass(self.workers, self.phase, self.method, self.budget, self.balance, self.options, batch, names)
-        log_probs = scatter_tokens([(share, result.log_probs) for share, result in parts], sizes)
-        if parts[0][1].entropy is None:
-            return log_probs, None
-        return log_probs, scatter_tokens([(share, result.entropy) for share, result in parts], sizes)
+        return in_batch_order(parts, batch.responses.sizes())
 
 
 def run_pass(
@@ -159,7 +181,13 @@ def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
 
 
 def compute_advantages(
-    batch: RolloutBatch, scores: Tensor, addresses: Sequence[str], algorithm: Algorithm, controller: KlController
+    batch: RolloutBatch,
+    scores: Tensor,
+    addresses: Sequence[str],
+    algorithm: Algorithm,
+    controller: KlController,
+    baselines: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
 ) -> Advantages:
     """Return the advantages of a batch.
 
@@ -171,6 +199,8 @@ def compute_advantages(
         addresses: Names of the rows, for errors.
         algorithm: Estimator of the advantages, and the KL in the reward.
         controller: Coefficient of that KL.
+        baselines: As in :class:`StepBatch`.
+        sum_pi_squared: As in :class:`StepBatch`.
 
     Raises:
         RewardError: A score is infinite.
@@ -195,6 +225,10 @@ def compute_advantages(
         lam=algorithm.lam,
         values=batch.old_values,
         normalize_by_std=algorithm.norm_adv_by_std_in_grpo,
+        baselines=baselines,
+        old_log_probs=batch.old_log_probs,
+        sum_pi_squared=sum_pi_squared,
+        weights=batch.weights,
     )
     estimated = ESTIMATORS[algorithm.adv_estimator](inputs)
     return Advantages(estimated.per_token, estimated.returns, rewards, kl_mean, group_counts(rewards, batch.group, valid))

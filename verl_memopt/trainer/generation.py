@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from verl_memopt.config.schema import Rollout
@@ -88,6 +88,26 @@ class Generator:
         sampling, tensor_parallel = validation_sampling(self.rollout), self.rollout.tensor_model_parallel_size
         generation = generate(self.workers, "testing", prompt_ids, seeds, sampling, tensor_parallel)
         return self._decoded(rows, samples, prompt_ids, generation)
+
+    def generate_greedy(self, prompts: StepPrompts, step: int) -> Answers:
+        """Return one greedy answer to each prompt of a training step. The engine releases its memory afterwards.
+
+        Args:
+            prompts: The prompts, each ``rollout.n`` times in ``prompt_ids``.
+            step: Number of the step.
+
+        Raises:
+            Stopped: a stop was requested and the rollout abandoned.
+        """
+        prompt_ids = prompts.prompt_ids[:: self.rollout.n]
+        seeds = sampling_seeds(prompts.prompts, 1, self.seed, step)
+        sampling = replace(train_sampling(self.rollout), do_sample=False, log_probs=False)
+        tensor_parallel = self.rollout.tensor_model_parallel_size
+        try:
+            generation = generate(self.workers, "gen", prompt_ids, seeds, sampling, tensor_parallel, may_stop=True)
+        finally:
+            self.release_engine()
+        return self._decoded(prompts.prompts, 1, prompt_ids, generation)
 
     def release_engine(self) -> None:
         """Let the engine release its memory, if it does so between rollouts."""

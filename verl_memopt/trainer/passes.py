@@ -8,8 +8,10 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
+from verl_memopt.algorithms.advantages import NEEDS
+from verl_memopt.algorithms.corrections import corrects_before_update
 from verl_memopt.algorithms.losses import SELECTIONS
-from verl_memopt.config.schema import Actor, ActorRolloutRef, Ref, Rollout
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Ref, Rollout
 from verl_memopt.memory.batching.row_tokens import RowTokens, pack_groups_under
 from verl_memopt.memory.batching.token_budget import balance, pack_fixed, split_to_count
 
@@ -68,10 +70,12 @@ def _log_prob_budget(update: Budget, role: Rollout | Ref, name: str) -> Budget:
     )
 
 
-def update_gives_old_log_probs(actor: Actor, train_batch_size: int, kl_in_reward: bool) -> bool:
+def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: Algorithm) -> bool:
     """Return whether the forward of the only optimizer step computes the old log-probs, so that they need no own pass."""
     once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
-    read_before = kl_in_reward or actor.calculate_entropy or actor.policy_loss.loss_mode in SELECTIONS
+    read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
+    read_before |= actor.calculate_entropy or actor.policy_loss.loss_mode in SELECTIONS
+    read_before |= "old_log_probs" in NEEDS.get(algorithm.adv_estimator, ())
     return actor.old_log_prob_pass == "auto" and once and not read_before
 
 

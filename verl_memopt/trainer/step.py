@@ -5,15 +5,19 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
+from verl_memopt.algorithms.corrections import corrects_before_update
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
 from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.trainer.corrections import BypassUpdate, correct_before_update, divergence_metrics
 from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, to_batch
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
+from verl_memopt.trainer.remax import add_baselines, greedy_batch
+from verl_memopt.trainer.resampling import draw_rows
 from verl_memopt.trainer.rewarder import Rewarder
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
@@ -57,6 +61,8 @@ class Learner:
         old_pass: Log-probs before the update; None where the forward of the update gives them.
         ref_pass: Log-probs of the reference; None where the settings have no KL.
         mismatch: Compares the engine's log-probs with the trainer's.
+        bypass: The update of bypass mode, in which the engine's log-probs are the old ones; None in any other.
+        greedy_baseline: Answer each prompt greedily as well (ReMax).
         algorithm: Settings of the advantages.
         kl_control: The coefficient of the KL in the reward, saved and restored with the run.
         policy_update: Cuts the batch for the optimizer steps, and reads their results.
@@ -73,6 +79,8 @@ class Learner:
     old_pass: LogProbPass | None
     ref_pass: LogProbPass | None
     mismatch: MismatchCheck
+    bypass: BypassUpdate | None
+    greedy_baseline: bool
     algorithm: Algorithm
     kl_control: KlController
     policy_update: PolicyUpdate
@@ -108,21 +116,31 @@ class Learner:
     def scored(self, step: int) -> StepBatch:
         """Answer and score the prompts of a step. With a group filter, further prompts follow until the step is full."""
         if self.group_filter is None:
-            return self.reward(self.generate(self.prompts.next(), step))
+            return self.reward(self.baselines(self.generate(self.prompts.next(), step, stays_awake=self.greedy_baseline)))
 
         def one_round(earlier_rounds: int) -> StepBatch:
             prompts = self.prompts.more() if earlier_rounds else self.prompts.next()
             return self.reward(self.generate(prompts, step, earlier_rounds, stays_awake=True))
 
         kept, metrics = self.group_filter.fill(one_round, step)
-        self.generator.release_engine()
         rows = to_batch(kept.answers, self.generator.rollout.n, self.policy_update.actor)
-        return StepBatch(step, kept.prompts, kept.answers, rows, kept.results, metrics=metrics)
+        batch = StepBatch(step, kept.prompts, kept.answers, rows, kept.results, metrics=metrics)
+        if self.greedy_baseline:
+            return self.baselines(batch)
+        self.generator.release_engine()
+        return batch
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> StepBatch:
         """Answer the prompts, ``rollout.n`` times each. Arguments as in :meth:`Generator.generate`."""
         answers = self.generator.generate(prompts, step, earlier_rounds, stays_awake)
         return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.policy_update.actor))
+
+    def baselines(self, batch: StepBatch) -> StepBatch:
+        """Add the score of a greedy response to each prompt, where the estimator compares with it. The engine is released."""
+        if not self.greedy_baseline:
+            return batch
+        greedy = self.reward(greedy_batch(self.generator, batch, self.policy_update.actor))
+        return add_baselines(batch, greedy, self.generator.rollout.n)
 
     def reward(self, batch: StepBatch) -> StepBatch:
         """Score each answer."""
@@ -131,11 +149,16 @@ class Learner:
 
     def log_probs(self, batch: StepBatch) -> StepBatch:
         """Add the policy's log-probs before the update and, where the settings have a KL, the reference's."""
-        old_pass = self.critic.warmup_pass if self.critic is not None and self.warms_up(batch.step) else self.old_pass
+        old_pass = self.old_pass
+        if self.bypass is not None:
+            batch.rows.old_log_probs = batch.rows.rollout_log_probs
+        elif self.critic is not None and self.warms_up(batch.step):
+            old_pass = self.critic.warmup_pass
         if old_pass is not None:
-            batch.rows.old_log_probs, batch.entropy = old_pass.compute(batch.rows, batch.names)
+            old = old_pass.compute(batch.rows, batch.names)
+            batch.rows.old_log_probs, batch.entropy, batch.sum_pi_squared = old.log_probs, old.entropy, old.sum_pi_squared
         if self.ref_pass is not None:
-            batch.rows.ref_log_probs, _ = self.ref_pass.compute(batch.rows, batch.names)
+            batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
         return batch if old_pass is None else self.compare_log_probs(batch)
 
     def values(self, batch: StepBatch) -> StepBatch:
@@ -145,22 +168,31 @@ class Learner:
         return batch
 
     def advantages(self, batch: StepBatch) -> StepBatch:
-        """Add the advantage of each response token."""
+        """Add the advantage of each response token, after the rollout correction that they may read."""
+        algorithm = self.algorithm
         with self.workers.clock.phase("adv"):
-            batch.advantages = compute_advantages(batch.rows, batch.scores, batch.names, self.algorithm, self.kl_control)
+            if corrects_before_update(algorithm.rollout_correction):
+                batch.metrics |= correct_before_update(batch.rows, algorithm.rollout_correction)
+            own = batch.baselines, batch.sum_pi_squared
+            batch.advantages = compute_advantages(batch.rows, batch.scores, batch.names, algorithm, self.kl_control, *own)
             batch.rows.advantages = batch.advantages.per_token
             batch.rows.returns = None if self.critic is None else batch.advantages.returns
+            if algorithm.use_pf_ppo:
+                draw_rows(batch, algorithm.pf_ppo, self.policy_update.cutter.seed(batch.step, 0))
         return batch
 
     def update_critic(self, batch: StepBatch) -> StepBatch:
         """Take the critic's optimizer steps on the workers, where there is a critic."""
         if self.critic is not None:
-            batch.metrics |= self.critic.update(batch.rows, batch.names, batch.step)
+            batch.metrics |= self.critic.update(*batch.for_update(), batch.step)
         return batch
 
     def update(self, batch: StepBatch) -> StepBatch:
         """Take the optimizer steps on the workers. Without a pass of their own, the old log-probs come from the update."""
-        per_rank = self.policy_update.cut(batch.rows, batch.names, batch.step)
+        if self.bypass is not None:
+            self.bypass.update(batch)
+            return batch
+        per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
         if self.old_pass is not None:
             metrics = self.workers.each("update_actor", "update_actor", [(minis,) for minis in per_rank])
         else:
@@ -179,6 +211,7 @@ class Learner:
         """Compare the engine's log-probs with the trainer's."""
         assert batch.rows.old_log_probs is not None, "compare after the pass that computes them"
         batch.metrics |= self.mismatch.compare(batch.rows.rollout_log_probs, batch.rows.old_log_probs, batch.step)
+        batch.metrics |= divergence_metrics(batch.rows)
         return batch
 
     def metrics(self, batch: StepBatch) -> StepBatch:

@@ -7,6 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from verl_memopt.algorithms.corrections import kept_lengths
 from verl_memopt.algorithms.losses.value import value_loss
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config import schema
@@ -86,15 +87,17 @@ class Critic:
         settings, pack = self.settings, micro.pack
         assert settings.loss_agg_mode is not None
         predictions = self.model(pack, prefix_kv)
+        kept = micro.kept
         loss, metrics = value_loss(
             predictions,
             micro.old_values,
             micro.returns,
             pack.row,
-            pack.row_lengths,
+            pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths),
             counts,
             settings.cliprange_value,
             settings.loss_agg_mode,
             settings.loss_scale_factor,
+            kept,
         )
         return loss, {f"{CRITIC.name}/{name}": value for name, value in metrics.items()}

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl_memopt.config.schema import Rollout
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.memory.logits.chunked_logprob import SumPiSquared
 from verl_memopt.models.pack import Pack
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.ops.prefix_kv import PrefixKV
@@ -20,11 +21,13 @@ from verl_memopt.workers.forward_pass import forward_pass
 class LogProbs:
     """The result of a log-prob pass.
 
-    ``log_probs`` is fp32 [R] on the host, in batch order. ``entropy`` has the same form, and is None if not requested.
+    ``log_probs`` is fp32 [R] on the host, in batch order. ``entropy`` and ``sum_pi_squared``, the sum of squared probabilities
+    over the vocabulary, have the same form, and are None if not requested.
     """
 
     log_probs: Tensor
     entropy: Tensor | None
+    sum_pi_squared: Tensor | None = None
 
 
 def scoring_temperature(rollout: Rollout) -> float:
@@ -33,11 +36,19 @@ def scoring_temperature(rollout: Rollout) -> float:
 
 
 def pack_log_probs(
-    policy: PolicyModel, pack: Pack, temperature: float, with_entropy: bool, prefix_kv: PrefixKV | None = None
+    policy: PolicyModel,
+    pack: Pack,
+    temperature: float,
+    with_entropy: bool,
+    prefix_kv: PrefixKV | None = None,
+    sums: SumPiSquared | None = None,
 ) -> tuple[Tensor, Tensor | None]:
-    """Return log-probs fp32 [R] of a pack's targets and, if requested, their entropies, without gradients."""
+    """Return log-probs fp32 [R] of a pack's targets and, if requested, their entropies, without gradients.
+
+    ``sums`` is filled with the sums of squared probabilities; None where they are not requested.
+    """
     with torch.no_grad():
-        return policy(pack, temperature, with_entropy, None, prefix_kv)
+        return policy(pack, temperature, with_entropy, None, prefix_kv, sum_pi_squared=sums)
 
 
 def compute_log_probs(
@@ -47,6 +58,7 @@ def compute_log_probs(
     temperature: float,
     with_entropy: bool,
     device: torch.device,
+    with_sum_pi_squared: bool = False,
 ) -> LogProbs:
     """Return the log-probs of every response token, without gradients.
 
@@ -57,14 +69,31 @@ def compute_log_probs(
         temperature: Divides the logits.
         with_entropy: Compute entropies too.
         device: The device of the model.
+        with_sum_pi_squared: Compute the sums of squared probabilities too.
     """
 
-    def forward(pack: Pack, prefix_kv: PrefixKV | None) -> tuple[Tensor, Tensor | None]:
-        return pack_log_probs(policy, pack, temperature, with_entropy, prefix_kv)
+    def forward(pack: Pack, prefix_kv: PrefixKV | None) -> LogProbs:
+        sums = SumPiSquared() if with_sum_pi_squared else None
+        log_probs, entropy = pack_log_probs(policy, pack, temperature, with_entropy, prefix_kv, sums)
+        return LogProbs(log_probs, entropy, None if sums is None else sums.values)
 
-    scored = forward_pass(policy, batch, micro_batches, device, forward)
-    sizes = batch.responses.sizes()
-    log_probs = scatter_tokens([(rows, log_prob) for rows, (log_prob, _) in scored], sizes)
-    if not with_entropy:
-        return LogProbs(log_probs, None)
-    return LogProbs(log_probs, scatter_tokens([(rows, entropy) for rows, (_, entropy) in scored if entropy is not None], sizes))
+    return in_batch_order(forward_pass(policy, batch, micro_batches, device, forward), batch.responses.sizes())
+
+
+def in_batch_order(parts: Sequence[tuple[Sequence[int], LogProbs]], sizes: Sequence[int]) -> LogProbs:
+    """Return the results of parts of a batch as one, in batch order.
+
+    Args:
+        parts: (rows, result) of each part. All parts have the same statistics.
+        sizes: Response tokens of each row of the batch.
+    """
+
+    def together(values: Sequence[Tensor | None]) -> Tensor | None:
+        present = [(rows, value) for (rows, _), value in zip(parts, values, strict=True) if value is not None]
+        return scatter_tokens(present, sizes) if present else None
+
+    return LogProbs(
+        scatter_tokens([(rows, part.log_probs) for rows, part in parts], sizes),
+        together([part.entropy for _, part in parts]),
+        together([part.sum_pi_squared for _, part in parts]),
+    )

@@ -9,20 +9,20 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.batch import TOKEN_FIELDS, RolloutBatch
 from verl_memopt.memory.batching.row_tokens import chains
 from verl_memopt.models.pack import Pack, pack_groups, pack_prompt, pack_suffixes
 
-TOKEN_FIELDS = ("old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns")
-"""Fields of a batch and of a micro-batch with one value per response token."""
+LOSS_FIELDS = tuple(name for name in TOKEN_FIELDS if name != "rollout_log_probs")
+"""Fields of a batch that its micro-batches carry, one value per response token."""
 
 
 @dataclass(frozen=True)
 class MicroBatch:
     """The input of one forward of some rows. The optional tensors have one value per target, in the order of ``pack.targets``.
 
-    ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. The others are fp32 [R];
-    ``old_values`` and ``returns`` are for the critic.
+    ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. ``kept`` is bool [R]: False for
+    tokens that the rollout correction rejects. The others are fp32 [R]; ``old_values`` and ``returns`` are for the critic.
     ``prompt`` is the prompt to compute before the first of its responses, if the pack contains responses alone. ``ends`` is True
     if the last of its responses is in this micro-batch.
     """
@@ -34,6 +34,8 @@ class MicroBatch:
     selected: Tensor | None = None
     old_values: Tensor | None = None
     returns: Tensor | None = None
+    weights: Tensor | None = None
+    kept: Tensor | None = None
     prompt: Pack | None = None
     ends: bool = True
 
@@ -43,7 +45,7 @@ class MicroBatch:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        flat: dict[str, Any] = {name: moved(getattr(self, name)) for name in TOKEN_FIELDS}
+        flat: dict[str, Any] = {name: moved(getattr(self, name)) for name in LOSS_FIELDS}
         prompt = None if self.prompt is None else self.prompt.to(device)
         return replace(self, pack=self.pack.to(device), prompt=prompt, **flat)
 
@@ -78,4 +80,4 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
 
 def _flat(batch: RolloutBatch) -> dict[str, Any]:
     """Return the tensors with one value per response token, by the fields of :class:`MicroBatch`."""
-    return {name: getattr(batch, name) for name in TOKEN_FIELDS}
+    return {name: getattr(batch, name) for name in LOSS_FIELDS}

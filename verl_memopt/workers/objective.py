@@ -3,14 +3,23 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 from torch import Tensor
 
+from verl_memopt.algorithms.corrections import bypass_loss, is_token_local, kept_lengths
 from verl_memopt.algorithms.kl import kl_estimate
-from verl_memopt.algorithms.losses import TOKEN_LOCAL, LossAndMetrics, policy_loss
+from verl_memopt.algorithms.losses import (
+    TOKEN_LOCAL,
+    LossAndMetrics,
+    LossSettings,
+    LossTokens,
+    policy_loss,
+    with_shared_metrics,
+)
 from verl_memopt.algorithms.reductions import GlobalCounts, aggregate
-from verl_memopt.config.schema import Actor
+from verl_memopt.config.schema import Actor, RolloutCorrection
 from verl_memopt.memory.logits.chunked_logprob import TokenGradient
 from verl_memopt.workers.micro_batches import MicroBatch
 
@@ -21,12 +30,14 @@ EVERYTHING = slice(None)
 class Objective:
     """The loss of a micro-batch, as this rank's share of a mini-batch whose sizes are ``counts``.
 
-    Without ``old_log_probs`` the policy is strictly on-policy, and its own log-probs take their place.
+    Without ``old_log_probs`` the policy is strictly on-policy, and its own log-probs take their place. ``bypass`` is the rollout
+    correction in bypass mode, where the engine's log-probs are the old ones; None = decoupled mode, or no correction.
     """
 
     micro: MicroBatch
     counts: GlobalCounts
     actor: Actor
+    bypass: RolloutCorrection | None = None
 
     @property
     def with_entropy(self) -> bool:
@@ -55,7 +66,7 @@ class Objective:
             The function, or None if a token's gradient depends on other tokens' log-probs: a ratio of sequences, off-policy.
         """
         on_policy = self.micro.old_log_probs is None
-        if not on_policy and self.actor.policy_loss.loss_mode not in TOKEN_LOCAL:
+        if not on_policy and not self._is_token_local:
             return None
         on_policy_gradient = self._on_policy_gradient() if on_policy else None
 
@@ -78,11 +89,27 @@ class Objective:
         return gradient
 
     def _policy(self, log_probs: Tensor, old: Tensor, rows: slice) -> LossAndMetrics:
-        pack, advantages, selected = self.micro.pack, self.micro.advantages, self.micro.selected
-        assert advantages is not None
-        selected = None if selected is None else selected[rows]
-        row, lengths = pack.row[rows], pack.row_lengths
-        return policy_loss(log_probs, old, advantages[rows], row, lengths, self.counts, self.actor, selected=selected)
+        micro = self.micro
+        assert micro.advantages is not None
+        fields = (micro.weights, micro.kept, micro.selected)
+        weights, kept, selected = (None if field is None else field[rows] for field in fields)
+        row, counts, advantages = micro.pack.row[rows], self.counts, micro.advantages[rows]
+        if self.bypass is None:
+            return policy_loss(log_probs, old, advantages, row, self._lengths, counts, self.actor, weights, kept, selected)
+        tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts)
+        return with_shared_metrics(tokens, *bypass_loss(tokens, LossSettings.of(self.actor), self.bypass))
+
+    @property
+    def _is_token_local(self) -> bool:
+        if self.bypass is not None:
+            return is_token_local(self.bypass, self.actor.loss_agg_mode)
+        return self.actor.policy_loss.loss_mode in TOKEN_LOCAL
+
+    @cached_property
+    def _lengths(self) -> Tensor:
+        """The response tokens of each row that count, int64 [rows]: those that were not rejected before the update."""
+        pack, kept = self.micro.pack, self.micro.kept
+        return pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
 
     def _old(self, log_probs: Tensor, rows: slice) -> Tensor:
         old = self.micro.old_log_probs
@@ -90,12 +117,13 @@ class Objective:
 
     def _penalties(self, log_probs: Tensor, entropy: Tensor | None, rows: slice) -> list[tuple[float, str, Tensor]]:
         """Return (weight, name, value) of the terms that are added to the policy's loss, each summed over ``rows``."""
-        actor, pack = self.actor, self.micro.pack
+        actor, pack, kept = self.actor, self.micro.pack, self.micro.kept
         penalties = []
 
         def mean(values: Tensor) -> Tensor:
             mode, scale_factor = actor.loss_agg_mode, actor.loss_scale_factor
-            return aggregate(values, pack.row[rows], pack.row_lengths, mode, self.counts, scale_factor)
+            values = values if kept is None else values.where(kept[rows], 0.0)
+            return aggregate(values, pack.row[rows], self._lengths, mode, self.counts, scale_factor)
 
         if entropy is not None:
             penalties.append((-actor.entropy_coeff, "entropy", mean(entropy)))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, ScoringModel
+from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, RolloutCorrection, ScoringModel
 
 
 @dataclass(frozen=True)
@@ -38,6 +38,8 @@ class WorkerPlan:
     """Limits and host buffers of the process."""
     kinds_on_gpu: bool = False
     """Count bytes by kind in tracked phases on a GPU too. Compiled functions then stay uncompiled."""
+    bypass: RolloutCorrection | None = None
+    """The rollout correction in bypass mode. None = decoupled mode, or no correction."""
     stop_file: str | None = None
     """File in which the driver writes when rollouts are abandoned. None = never."""
     reward_model: ScoringModel | None = None

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.reductions import GlobalCounts
-from verl_memopt.config.schema import Actor
+from verl_memopt.config.schema import Actor, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.ops.prefix_kv import PrefixKV
@@ -21,7 +21,7 @@ from verl_memopt.workers.trained_model import ACTOR, LossOf, MiniBatch, SavedTen
 
 @dataclass(frozen=True)
 class Updated:
-    """The result of an optimizer step that also computes the old log-probs.
+    """The result of an optimizer step that also returns the log-probs of its forward.
 
     ``log_probs`` is fp32 [R] on the host, in batch order.
     """
@@ -43,6 +43,7 @@ class Policy:
 
     Attributes:
         trained: The model with its optimizer.
+        bypass: The rollout correction in bypass mode. None = decoupled mode, or no correction.
     """
 
     def __init__(
@@ -56,12 +57,18 @@ class Policy:
     ) -> None:
         """Build optimizer and schedule."""
         self.model = model
+        self.bypass: RolloutCorrection | None = None
         self.actor = actor
         self.trained = TrainedModel(ACTOR, model, actor.optim, actor.fsdp_config, optimizer_steps, world_size, device, offload)
         self._log_probs: list[Tensor] | None = None
 
     def compute_log_probs(
-        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float, with_entropy: bool
+        self,
+        batch: RolloutBatch,
+        micro_batches: Sequence[Sequence[int]],
+        temperature: float,
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
     ) -> LogProbs:
         """Return the log-probs of a batch under the present weights.
 
@@ -70,8 +77,10 @@ class Policy:
             micro_batches: Rows of each forward.
             temperature: Divides the logits.
             with_entropy: Compute entropies too.
+            with_sum_pi_squared: Compute the sums of squared probabilities too.
         """
-        return compute_log_probs(self.model, batch, micro_batches, temperature, with_entropy, self.trained.device)
+        options = temperature, with_entropy, self.trained.device, with_sum_pi_squared
+        return compute_log_probs(self.model, batch, micro_batches, *options)
 
     def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`.
@@ -83,13 +92,14 @@ class Policy:
         return self.trained.update(mini_batches, self.loss_at(temperature))
 
     def update_on_policy(self, mini: MiniBatch, temperature: float) -> Updated:
-        """Take one optimizer step on a batch without old log-probs, and return its metrics with the log-probs of its forward.
+        """Take one optimizer step, and return its metrics with the log-probs of its forward.
+
+        A mini-batch without old log-probs is strictly on-policy.
 
         Args:
             mini: The mini-batch.
             temperature: Divides the logits.
         """
-        assert mini.batch.old_log_probs is None
         self._log_probs = []
         metrics = self.update([mini], temperature)
         parts, self._log_probs = self._log_probs, None
@@ -109,7 +119,7 @@ class Policy:
         """Return the policy's loss of a micro-batch, whose log-probs divide the logits by ``temperature``."""
 
         def loss(micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None) -> tuple[Tensor, dict[str, Tensor]]:
-            objective = Objective(micro, counts, self.actor)
+            objective = Objective(micro, counts, self.actor, self.bypass)
             token_gradient = objective.token_gradient(self.trained.world_size)
             log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, token_gradient, prefix_kv)
             if self._log_probs is not None:

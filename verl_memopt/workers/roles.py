@@ -68,6 +68,7 @@ class RoleBuilder:
         self._check_packing(policy_model, fsdp, folder)
         offload, world_size = self._offload(policy_model, model), self.placement.world_size
         policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
+        policy.bypass = self.plan.bypass
         if fsdp.param_offload:
             policy.trained.home = ParamHome(POLICY, policy_model.parameters(), self.device)
             # With LoRA the reference is the policy without its adapters.

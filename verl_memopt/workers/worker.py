@@ -156,10 +156,16 @@ class Worker:
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
         self.engine.load_weights(weight_slices(plain_weights(self.policy.model), dtype, bucket))
 
-    def old_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], with_entropy: bool) -> LogProbs:
+    def old_log_probs(
+        self,
+        batch: RolloutBatch,
+        micro_batches: Sequence[Sequence[int]],
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
+    ) -> LogProbs:
         """Return the log-probs of a batch under the policy."""
         assert self.policy is not None
-        return self.policy.compute_log_probs(batch, micro_batches, self.temperature, with_entropy)
+        return self.policy.compute_log_probs(batch, micro_batches, self.temperature, with_entropy, with_sum_pi_squared)
 
     def ref_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> LogProbs:
         """Return the log-probs of a batch under the reference.
@@ -196,6 +202,11 @@ class Worker:
         """Take one optimizer step of the critic per mini-batch and return the mean of their metrics."""
         assert self.critic is not None
         return self.critic.update(mini_batches)
+
+    def update_bypass(self, mini_batches: Sequence[MiniBatch]) -> list[Updated]:
+        """Take one optimizer step per mini-batch, and return the metrics of each with the log-probs of its forward."""
+        assert self.policy is not None
+        return [self.policy.update_on_policy(mini, self.temperature) for mini in mini_batches]
 
     def save(self, folder: str, contents: Sequence[str]) -> Records:
         """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""

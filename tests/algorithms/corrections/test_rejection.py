@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.corrections.rejection import REJECTIONS, kept_lengths, rejection, rejection_bounds
-from verl_memopt.errors import ConfigError
+from verl_memopt.algorithms.corrections.rejection import kept_lengths, rejection
+from verl_memopt.config.correction_bounds import REJECTIONS
 
 K = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
 
@@ -108,33 +108,6 @@ def test_equal_probabilities_are_always_kept():
 def test_lengths_count_kept_tokens():
     sample = Ragged((2, 0, 1), 0)
     assert kept_lengths(torch.tensor([True, False, True]), sample.row, sample.lengths).tolist() == [1, 0, 1]
-
-
-def test_bounds_are_read_in_the_form_of_their_divergence():
-    bounds = rejection_bounds("token_k1,seq_max_k2,seq_sum_k1", "0.5_2.0,2.5,4")
-    assert bounds["token_k1"] == pytest.approx((math.log(0.5), math.log(2)))
-    assert bounds["seq_max_k2"] == (-math.inf, 2.5)
-    assert bounds["seq_sum_k1"] == pytest.approx((-math.log(4), math.log(4)))
-    assert rejection_bounds("token_k2,token_k2,seq_sum_k3", 0.1).keys() == {"token_k2", "seq_sum_k3"}
-
-
-@pytest.mark.parametrize(
-    ("names", "threshold", "message"),
-    [
-        ("token_k4", 1.0, r"rollout_rs=token_k4: give names out of"),
-        ("", 1.0, r"rollout_rs=: give names out of"),
-        ("token_k1", None, r"rollout_rs_threshold=None: give one threshold"),
-        ("token_k1,token_k2,token_k3", "1,2", r"rollout_rs_threshold=1,2: give one threshold"),
-        ("token_k2", "0.5_2.0", r"rollout_rs_threshold=0\.5_2\.0: token_k2 needs one positive number"),
-        ("token_k1", "2.0_0.5", r"token_k1 needs lower_upper"),
-        ("token_k1", 0.5, r"token_k1 needs lower_upper"),
-        ("token_k3", "x", r"token_k3 needs one positive number"),
-        ("token_k3", -1, r"token_k3 needs one positive number"),
-    ],
-)
-def test_a_setting_that_cannot_be_read_is_an_error_with_its_key(names, threshold, message):
-    with pytest.raises(ConfigError, match=r"^algorithm\.rollout_correction\..*" + message):
-        rejection_bounds(names, threshold)
 
 
 @given(st.integers(0, 5))

@@ -5,9 +5,9 @@ import torch
 
 from tests.algorithms.ragged import Ragged
 from verl_memopt.algorithms.corrections.importance import importance_weights
-from verl_memopt.algorithms.corrections.presets import PRESETS, preset
 from verl_memopt.algorithms.corrections.rejection import rejection
 from verl_memopt.algorithms.corrections.rollout import correct
+from verl_memopt.config.correction_presets import PRESETS
 
 SAMPLE = Ragged((3, 0, 5, 1), 4)
 TRAINER = -SAMPLE.tokens(0).abs()
@@ -16,7 +16,7 @@ ENGINE = TRAINER + 0.4 * SAMPLE.tokens(1)
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_a_correction_has_what_its_settings_ask_for(name):
-    settings = preset(name)
+    settings = PRESETS[name]
     correction = correct(TRAINER, ENGINE, SAMPLE.row, SAMPLE.lengths, settings)
     assert (correction.weights is None) == (settings.rollout_is is None)
     assert (correction.kept is None) == (settings.rollout_rs is None)
@@ -27,7 +27,7 @@ def test_a_correction_has_what_its_settings_ask_for(name):
 
 
 def test_weights_and_kept_tokens_are_those_of_the_log_ratio_trainer_minus_engine():
-    settings = replace(preset("decoupled_k3_rs_token_tis"), rollout_rs_threshold=0.05)
+    settings = replace(PRESETS["decoupled_k3_rs_token_tis"], rollout_rs_threshold=0.05)
     correction = correct(TRAINER, ENGINE, SAMPLE.row, SAMPLE.lengths, settings)
     weights, _ = importance_weights(TRAINER - ENGINE, SAMPLE.row, SAMPLE.lengths, "token", 2.0, False)
     kept, _ = rejection(TRAINER - ENGINE, SAMPLE.row, SAMPLE.lengths, "seq_mean_k3", 0.05)
@@ -37,5 +37,5 @@ def test_weights_and_kept_tokens_are_those_of_the_log_ratio_trainer_minus_engine
 
 
 def test_normalised_weights_have_mean_one_over_the_tokens_of_the_step():
-    settings = replace(preset("decoupled_token_is"), rollout_is_batch_normalize=True)
+    settings = replace(PRESETS["decoupled_token_is"], rollout_is_batch_normalize=True)
     assert correct(TRAINER, ENGINE, SAMPLE.row, SAMPLE.lengths, settings).weights.mean().item() == pytest.approx(1, rel=1e-6)

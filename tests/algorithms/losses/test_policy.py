@@ -16,7 +16,7 @@ ADVANTAGES = [1.0, -0.5, 2.0, -1.5]
 COUNTS = GlobalCounts(tokens=sum(LENGTHS), sequences=len(LENGTHS))
 WITH_PPO_RATIO = ("vanilla", "sequence", "gspo")
 EACH = torch.tensor([True, False, False, True, False, True, False, False, True, True])  # tokens that a selection might take
-ACTOR = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5, loss_scale_factor=4)
+ACTOR = Actor(clip_ratio_low=0.2, clip_ratio_high=0.3, clip_ratio_c=1.5, loss_scale_factor=4, tau_pos=1.5, tau_neg=2.5)
 
 
 def actor(mode, agg="token-mean"):
@@ -35,6 +35,9 @@ def token_term(mode, ratio, log_prob, advantage, selected):
         return ppo_term(ratio, advantage, dual_clip=True)
     if mode == "cispo":
         return -min(max(ratio, 0.8), 1.3) * advantage * log_prob
+    if mode == "sapo":
+        tau = 1.5 if advantage > 0 else 2.5
+        return -advantage * 4 / tau / (1 + math.exp(-tau * (ratio - 1)))
     if mode == "gpg":
         return -advantage * log_prob
     if mode == "kl_cov":
@@ -64,6 +67,8 @@ def naive_loss(new, old, mode, agg):
         [token_term(mode, r, n, a, next(selected)) for r, n in zip(row, ns, strict=True)]
         for row, ns, a in zip(ratios, new, ADVANTAGES, strict=True)
     ]
+    if mode == "sapo":
+        return sum(sum(row) / len(row) for row in rows) / len(rows)
     if agg in ("token-mean", "token-sum"):
         return sum(map(sum, rows)) / (sum(LENGTHS) if agg == "token-mean" else 1)
     per_row = [sum(row) / len(row) if agg == "seq-mean-token-mean" else sum(row) for row in rows]

@@ -40,9 +40,11 @@ def test_settings_come_from_the_actors_section():
         loss_agg_mode="token-mean",
         loss_scale_factor=5,
         policy_loss=PolicyLoss(ppo_kl_coef=0.5),
+        tau_pos=1.5,
+        tau_neg=2.5,
     )
     settings = LossSettings.of(actor)
-    assert settings == LossSettings(0.1, 0.3, 4.0, "token-mean", 5, 0.5)
+    assert settings == LossSettings(0.1, 0.3, 4.0, "token-mean", 5, 0.5, 1.5, 2.5)
     assert settings.bounds == (0.1, 0.3)
     assert settings.aggregate(torch.ones(3), tokens()).item() == 1
 

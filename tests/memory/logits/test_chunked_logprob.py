@@ -11,7 +11,7 @@ from tests.memory.recomputed import relative
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
 from verl_memopt.knobs.chunked_logprob import FREE_TILE, KNOB, _saved, logit_bytes
 from verl_memopt.knobs.shapes import Shapes
-from verl_memopt.memory.logits.chunked_logprob import _assert_as_precomputed, head_log_probs
+from verl_memopt.memory.logits.chunked_logprob import SumPiSquared, _assert_as_precomputed, head_log_probs
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 VOCAB, WIDTH = 37, 5
@@ -347,3 +347,31 @@ def test_a_bias_is_added_to_in_place_too(precomputed):
         found[0].grad_fn.register_hook(lambda given, _: handed.append([gradient is not None for gradient in given[1:3]]))
         found[0].sum().backward()
     assert handed == [[True, True], [False, False]]
+
+
+@pytest.mark.parametrize("cut", [Cut(), Cut(3), Cut(0, 7), Cut(4, 5), Cut(1, 1)])
+@pytest.mark.parametrize("entropy", [False, True])
+def test_sums_of_squared_probabilities_equal_those_of_whole_logits(cut, entropy):
+    hidden, weight, bias, targets = inputs(9)
+    sums = SumPiSquared()
+    with torch.no_grad():
+        found = head_log_probs(hidden, weight, bias, targets, 0.7, cut.chunk, entropy, False, cut.tile, sum_pi_squared=sums)
+        probs = torch.nn.functional.linear(hidden, weight, bias).div(0.7).softmax(-1)
+        plain = head_log_probs(hidden, weight, bias, targets, 0.7, cut.chunk, entropy, False, cut.tile)
+    torch.testing.assert_close(sums.values, probs.square().sum(-1).float(), rtol=1e-6, atol=0)
+    for one, other in zip(found, plain, strict=True):
+        assert (one is None and other is None) or torch.allclose(one, other, rtol=1e-6, atol=1e-6)
+
+
+def test_sums_of_squared_probabilities_take_the_bytes_of_an_entropy_and_no_logits():
+    weight, hidden, targets = (
+        torch.randn(LARGE, NARROW),
+        torch.randn(4 * CHUNK, NARROW),
+        torch.zeros(4 * CHUNK, dtype=torch.int64),
+    )
+    with ByteTracker() as tracker, torch.no_grad():
+        tracker.mark("params", [weight, hidden, targets])
+        head_log_probs(hidden, weight, None, targets, 1.0, CHUNK, False, sum_pi_squared=SumPiSquared())
+        found = tracker.peaks["device"].kinds["logits"]
+    expected = CHUNK * (FREE_TILE + 4096) * 4
+    assert expected <= found <= expected * 1.01

@@ -1,12 +1,11 @@
 """Corrections for a rollout engine whose probabilities differ from the trainer's: importance weights, rejection, metrics."""
 
-from verl_memopt.algorithms.corrections.bypass import bypass_loss
-from verl_memopt.algorithms.corrections.importance import importance_weights
-from verl_memopt.algorithms.corrections.presets import PRESETS, CorrectionSettings, preset
-from verl_memopt.algorithms.corrections.rejection import REJECTIONS, rejection
-from verl_memopt.algorithms.corrections.rollout import Correction, correct
+from verl_memopt.algorithms.corrections.bypass import bypass_loss, is_token_local
+from verl_memopt.algorithms.corrections.importance import bounded_weights, importance_weights, mean_weight
+from verl_memopt.algorithms.corrections.rejection import kept_lengths, rejection
+from verl_memopt.algorithms.corrections.rollout import Correction, correct, corrects_before_update
 
 __all__ = [
-    "PRESETS", "REJECTIONS", "Correction", "CorrectionSettings", "bypass_loss", "correct", "importance_weights", "preset",
-    "rejection",
+    "Correction", "bounded_weights", "bypass_loss", "correct", "corrects_before_update", "importance_weights", "is_token_local",
+    "kept_lengths", "mean_weight", "rejection",
 ]  # fmt: skip

@@ -6,39 +6,15 @@ that weights and metrics do not depend on micro-batches or ranks.
 
 from __future__ import annotations
 
-import math
-
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.corrections.presets import KEY
 from verl_memopt.algorithms.kl import MAX_LOG_RATIO
 from verl_memopt.algorithms.reductions import row_means, row_sums
-from verl_memopt.errors import ConfigError
+from verl_memopt.config.correction_bounds import importance_bounds
 
 EPSILON = 1e-8
 """A mean weight at or below this is not divided by."""
-
-
-def importance_bounds(threshold: float | str) -> tuple[float | None, float]:
-    """Return the lower bound, or None, and the upper bound that ``rollout_is_threshold`` spells.
-
-    Args:
-        threshold: One number, or ``lower_upper``.
-
-    Raises:
-        ConfigError: A bound is not a positive number, or the lower is above the upper.
-    """
-    try:
-        bounds = [float(part) for part in str(threshold).split("_")]
-    except ValueError:
-        bounds = []
-    positive = all(0 < bound < math.inf for bound in bounds)
-    if len(bounds) not in (1, 2) or not positive or bounds[0] > bounds[-1]:
-        raise ConfigError(
-            f"{KEY}.rollout_is_threshold={threshold}: give one positive number, or lower_upper with lower <= upper, as 0.5_5.0."
-        )
-    return (bounds[0] if len(bounds) == 2 else None), bounds[-1]
 
 
 def importance_weights(
@@ -59,19 +35,27 @@ def importance_weights(
         threshold: ``rollout_is_threshold``.
         batch_normalize: ``rollout_is_batch_normalize``.
     """
+    raw, weights = bounded_weights(log_ratio, row, lengths, level, threshold)
+    metrics = importance_metrics(raw, weights, row, lengths, level, *importance_bounds(threshold))
+    if batch_normalize:
+        mean = mean_weight(weights, row, lengths, level)
+        metrics["rollout_is_batch_norm_factor"] = mean
+        weights = weights / mean
+    return weights.float(), metrics
+
+
+def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str, threshold: float | str) -> tuple[Tensor, Tensor]:
+    """Return the importance weights before and after their bounds, both fp64 [R], without gradients and not normalised.
+
+    Arguments as in :func:`importance_weights`. Nothing here waits for the device.
+    """
     assert level in ("token", "sequence"), level
     lower, upper = importance_bounds(threshold)
     exact = log_ratio.detach().double()
     if level == "sequence":
         exact = row_sums(exact, row, lengths.shape[0])[row]
     raw = exact.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
-    weights = raw.clamp(max=upper) if lower is None else raw.where((raw >= lower) & (raw <= upper), 0.0)
-    metrics = importance_metrics(raw, weights, row, lengths, level, lower, upper)
-    if batch_normalize:
-        mean = mean_weight(weights, row, lengths, level)
-        metrics["rollout_is_batch_norm_factor"] = mean
-        weights = weights / mean
-    return weights.float(), metrics
+    return raw, raw.clamp(max=upper) if lower is None else raw.where((raw >= lower) & (raw <= upper), 0.0)
 
 
 def mean_weight(weights: Tensor, row: Tensor, lengths: Tensor, level: str) -> float:

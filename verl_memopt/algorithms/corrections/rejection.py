@@ -13,10 +13,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.corrections.presets import KEY
 from verl_memopt.algorithms.kl import MAX_LOG_RATIO
 from verl_memopt.algorithms.reductions import row_means, row_sums
-from verl_memopt.errors import ConfigError
+from verl_memopt.config.correction_bounds import rejection_bounds
 
 DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
     "k1": lambda log_ratio: -log_ratio,
@@ -37,56 +36,6 @@ LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
 }
 """Name of a level -> one value per row from one per token."""
 
-REJECTIONS = (
-    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2", "seq_mean_k3",
-    "seq_max_k2", "seq_max_k3",
-)  # fmt: skip
-"""Values of ``rollout_rs``, of which several may stand in one setting."""
-
-
-def rejection_bounds(names: str, threshold: float | str | None) -> dict[str, tuple[float, float]]:
-    """Return the lower and the upper bound of each rejection, in the units of its divergence.
-
-    k1 reads ``lower_upper`` as bounds of a ratio, and one number as an upper bound whose reciprocal is the lower one. k2 and k3
-    read one number; their lower bound is minus infinity.
-
-    Args:
-        names: ``rollout_rs``, names separated by commas.
-        threshold: ``rollout_rs_threshold``, one for each name or one for all.
-
-    Raises:
-        ConfigError: A name is unknown, a bound is missing, is not a positive number or is in the wrong form.
-    """
-    rejections = list(dict.fromkeys(name.strip() for name in names.split(",") if name.strip()))
-    unknown = [name for name in rejections if name not in REJECTIONS]
-    if unknown or not rejections:
-        raise ConfigError(f"{KEY}.rollout_rs={names}: give names out of {', '.join(REJECTIONS)}, separated by commas.")
-    specs = [part.strip() for part in str(threshold).split(",") if part.strip()]
-    if threshold is None or len(specs) not in (1, len(rejections)):
-        raise ConfigError(
-            f"{KEY}.rollout_rs_threshold={threshold}: give one threshold for all of {names}, or one for each, "
-            "separated by commas."
-        )
-    specs = specs * len(rejections) if len(specs) == 1 else specs
-    return {name: _bounds(name, spec) for name, spec in zip(rejections, specs, strict=True)}
-
-
-def _bounds(name: str, spec: str) -> tuple[float, float]:
-    """Return the bounds of one rejection from its part of the setting."""
-    try:
-        numbers = [float(part) for part in spec.split("_")]
-    except ValueError:
-        numbers = []
-    ratio = name.endswith("k1")
-    fits = len(numbers) in ((1, 2) if ratio else (1,)) and all(0 < number < math.inf for number in numbers)
-    if not fits or numbers[0] > numbers[-1] or (ratio and len(numbers) == 1 and numbers[0] < 1):
-        form = "lower_upper with lower <= upper, as 0.5_2.0, or one number of at least 1" if ratio else "one positive number"
-        raise ConfigError(f"{KEY}.rollout_rs_threshold={spec}: {name} needs {form}.")
-    if not ratio:
-        return -math.inf, numbers[0]
-    lower = numbers[0] if len(numbers) == 2 else 1 / numbers[0]
-    return math.log(lower), math.log(numbers[-1])
-
 
 def rejection(
     log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, threshold: float | str | None
@@ -105,22 +54,36 @@ def rejection(
     Raises:
         ConfigError: The names or the thresholds cannot be read.
     """
-    exact = log_ratio.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     kept = torch.ones_like(row, dtype=torch.bool)
     metrics: dict[str, float] = {}
     for name, (lower, upper) in rejection_bounds(names, threshold).items():
-        level, divergence = name.rsplit("_", 1)
-        values = DIVERGENCES[divergence](exact)
-        statistic = values if level == "token" else LEVELS[level](values, row, lengths)
-        keeps = (statistic >= lower) & (statistic <= upper)
-        token_keeps = keeps if level == "token" else keeps[row]
+        token_statistic = _statistic(log_ratio, row, lengths, name)
+        token_keeps = (token_statistic >= lower) & (token_statistic <= upper)
         kept = kept & token_keeps
-        token_statistic = values if level == "token" else statistic[row]
         row_statistic = row_means(token_statistic, row, lengths)[lengths > 0]
-        compared = token_statistic if level == "token" else row_statistic
+        compared = token_statistic if name.startswith("token") else row_statistic
         metrics |= _rejection_metrics(f"rollout_rs_{name}", token_statistic, row_statistic, compared, lower, upper)
         metrics |= _masked_shares(f"rollout_rs_{name}_", token_keeps, row, lengths)
     return kept, metrics | _masked_shares("rollout_rs_", kept, row, lengths)
+
+
+def kept_tokens(log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, threshold: float | str | None) -> Tensor:
+    """Return True for the tokens that every rejection keeps, bool [R], as :func:`rejection`, without metrics.
+
+    Nothing here waits for the device. Arguments as in :func:`rejection`.
+    """
+    kept = torch.ones_like(row, dtype=torch.bool)
+    for name, (lower, upper) in rejection_bounds(names, threshold).items():
+        statistic = _statistic(log_ratio, row, lengths, name)
+        kept = kept & (statistic >= lower) & (statistic <= upper)
+    return kept
+
+
+def _statistic(log_ratio: Tensor, row: Tensor, lengths: Tensor, name: str) -> Tensor:
+    """Return the number that a rejection compares with its bounds, for each token, fp64 [R]."""
+    level, divergence = name.rsplit("_", 1)
+    values = DIVERGENCES[divergence](log_ratio.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return values if level == "token" else LEVELS[level](values, row, lengths)[row]
 
 
 def kept_lengths(kept: Tensor, row: Tensor, lengths: Tensor) -> Tensor:

@@ -8,8 +8,8 @@ from torch import Tensor
 
 from verl_memopt.algorithms.corrections.importance import importance_weights
 from verl_memopt.algorithms.corrections.mismatch import mismatch_metrics
-from verl_memopt.algorithms.corrections.presets import CorrectionSettings
 from verl_memopt.algorithms.corrections.rejection import rejection
+from verl_memopt.config.schema import RolloutCorrection
 
 PREFIX = "rollout_corr/"
 
@@ -26,8 +26,13 @@ class Correction:
     """Under verl's names, with the prefix ``rollout_corr/``."""
 
 
+def corrects_before_update(settings: RolloutCorrection) -> bool:
+    """Return whether weights or rejections are computed once a step, before the update: there are some, in decoupled mode."""
+    return not settings.bypass_mode and (settings.rollout_is is not None or settings.rollout_rs is not None)
+
+
 def correct(
-    log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor, lengths: Tensor, settings: CorrectionSettings
+    log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor, lengths: Tensor, settings: RolloutCorrection
 ) -> Correction:
     """Return the correction from the rollout engine's probabilities to the trainer's.
 

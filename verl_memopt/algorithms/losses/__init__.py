@@ -6,11 +6,11 @@ average them.
 """
 
 from verl_memopt.algorithms.losses.covariance import SELECTIONS
-from verl_memopt.algorithms.losses.policy import LOSSES, TOKEN_LOCAL, policy_loss
+from verl_memopt.algorithms.losses.policy import LOSSES, TOKEN_LOCAL, policy_loss, with_shared_metrics
 from verl_memopt.algorithms.losses.tokens import LossAndMetrics, LossSettings, LossTokens
 from verl_memopt.algorithms.losses.value import explained_variance, value_loss
 
 __all__ = [
     "LOSSES", "SELECTIONS", "TOKEN_LOCAL", "LossAndMetrics", "LossSettings", "LossTokens", "explained_variance", "policy_loss",
-    "value_loss",
+    "value_loss", "with_shared_metrics",
 ]  # fmt: skip

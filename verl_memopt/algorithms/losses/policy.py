@@ -8,6 +8,7 @@ from torch import Tensor
 
 from verl_memopt.algorithms.kl import MAX_LOG_RATIO
 from verl_memopt.algorithms.losses.covariance import clip_cov_loss, kl_cov_loss
+from verl_memopt.algorithms.losses.gate import sapo_loss
 from verl_memopt.algorithms.losses.sequence import geo_mean_loss, gspo_loss, sequence_loss
 from verl_memopt.algorithms.losses.tokens import LossAndMetrics, LossSettings, LossTokens
 from verl_memopt.algorithms.losses.vanilla import cispo_loss, gpg_loss, vanilla_loss
@@ -20,14 +21,15 @@ LOSSES: dict[str, Callable[[LossTokens, LossSettings], LossAndMetrics]] = {
     "gspo": gspo_loss,
     "cispo": cispo_loss,
     "gpg": gpg_loss,
+    "sapo": sapo_loss,
     "geo_mean": geo_mean_loss,
     "clip_cov": clip_cov_loss,
     "kl_cov": kl_cov_loss,
 }
 """Values of ``actor.policy_loss.loss_mode``, in verl's spelling."""
 
-TOKEN_LOCAL = frozenset({"vanilla", "cispo", "gpg", "clip_cov", "kl_cov"})
-"""Modes that sum over tokens: the loss and the gradient of a token do not depend on other tokens' log-probs."""
+TOKEN_LOCAL = frozenset({"vanilla", "cispo", "gpg", "sapo", "clip_cov", "kl_cov"})
+"""Modes in which the loss and the gradient of a token do not depend on other tokens' log-probs."""
 
 
 def policy_loss(
@@ -62,6 +64,16 @@ def policy_loss(
         selected: bool [R], required by the modes in ``SELECTIONS``.
     """
     tokens = LossTokens(log_probs, old_log_probs, advantages, row, lengths, counts, weights, kept, selected)
-    loss, metrics = LOSSES[actor.policy_loss.loss_mode](tokens, LossSettings.of(actor))
+    return with_shared_metrics(tokens, *LOSSES[actor.policy_loss.loss_mode](tokens, LossSettings.of(actor)))
+
+
+def with_shared_metrics(tokens: LossTokens, loss: Tensor, metrics: dict[str, Tensor]) -> LossAndMetrics:
+    """Return a loss with its metrics and those that all losses report: ``pg_loss`` and ``ppo_kl``.
+
+    Args:
+        tokens: What the loss was made from.
+        loss: Scalar, with gradient.
+        metrics: The loss's own.
+    """
     token_kl = (-tokens.log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return loss, {"pg_loss": loss.detach(), "ppo_kl": tokens.share(token_kl), **metrics}

@@ -69,6 +69,10 @@ class LossSettings:
     loss_scale_factor: int | None
     ppo_kl_coef: float | None = None
     """``policy_loss.ppo_kl_coef``, the weight of the penalty in ``kl_cov``."""
+    tau_pos: float | None = None
+    """``actor.tau_pos``, of sapo."""
+    tau_neg: float | None = None
+    """``actor.tau_neg``, of sapo."""
 
     @classmethod
     def of(cls, actor: Actor) -> LossSettings:
@@ -79,7 +83,7 @@ class LossSettings:
         """
         return cls(
             actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c, actor.loss_agg_mode, actor.loss_scale_factor,
-            actor.policy_loss.ppo_kl_coef,
+            actor.policy_loss.ppo_kl_coef, actor.tau_pos, actor.tau_neg,
         )  # fmt: skip
 
     @property

@@ -21,6 +21,7 @@ def value_loss(
     clip: float,
     mode: str,
     scale_factor: int | None = None,
+    kept: Tensor | None = None,
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """Return half of the larger of two squared errors: that of the prediction, and that of it clipped around the old value.
 
@@ -31,16 +32,19 @@ def value_loss(
         values: fp32 [R], the critic's values when the advantages were computed.
         returns: fp32 [R].
         row: int64 [R], the row of each token.
-        lengths: int64 [rows].
+        lengths: int64 [rows], the tokens of each row that count.
         counts: Tokens and sequences of the mini-batch over all ranks.
         clip: ``critic.cliprange_value``, how far a prediction may move from the old value.
         mode: ``critic.loss_agg_mode``.
         scale_factor: The constant length of ``seq-mean-token-sum-norm``.
+        kept: bool [R], False for the tokens that the rollout correction rejected; they do not count. None = all count.
 
     Returns:
         This micro-batch's share of the loss (scalar, with gradient), and its shares of ``vf_loss``, ``vf_clipfrac`` and
         ``vpred_mean`` (scalars, without): sum them over micro-batches and ranks.
     """
+    if kept is not None:
+        predictions, values, returns = (tensor.where(kept, 0.0) for tensor in (predictions, values, returns))
     errors = (predictions - returns).square()
     clipped_errors = (predictions.clamp(values - clip, values + clip) - returns).square()
     loss = 0.5 * aggregate(torch.maximum(errors, clipped_errors), row, lengths, mode, counts, scale_factor)

@@ -11,6 +11,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl_memopt.config.schema.actor import Actor, CheckpointContents, PolicyLoss, Ref, RefModel
+from verl_memopt.config.schema.corrections import PfPpo, RolloutCorrection
 from verl_memopt.config.schema.critic import Critic, CriticModel
 from verl_memopt.config.schema.data import REQUIRED, CustomClass, CustomSampler, Data
 from verl_memopt.config.schema.model import Model
@@ -34,9 +35,9 @@ from verl_memopt.knobs.weight_buckets import BucketEngine
 __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
     "CustomClass", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "FilterGroups", "Fsdp", "KlControl",
-    "Memory", "MixedPrecision", "Model", "Optim", "OverlongBuffer", "PolicyLoss", "RayKwargs", "Ref", "RefModel",
-    "RewardKwargs", "RewardModel", "Rollout", "ScoringModel", "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs",
-    "WrapPolicy",
+    "Memory", "MixedPrecision", "Model", "Optim", "OverlongBuffer", "PfPpo", "PolicyLoss", "RayKwargs", "Ref", "RefModel",
+    "RewardKwargs", "RewardModel", "Rollout", "RolloutCorrection", "ScoringModel", "Settings", "TiledMlp", "TrainedFsdp",
+    "Trainer", "ValKwargs", "WrapPolicy",
 ]  # fmt: skip
 
 

@@ -20,12 +20,12 @@ ABOVE_ONE = Range("must be above 1", lambda value: value > 1)
 class PolicyLoss:
     """The loss of the policy, and the settings of single losses."""
 
-    loss_mode: Literal["vanilla", "sequence", "gspo", "geo_mean", "cispo", "gpg", "clip_cov", "kl_cov"] = "vanilla"
-    """One ratio per token: vanilla = clipped (PPO); cispo = the clipped ratio weighs the log-prob and has no gradient;
-    clip_cov = clipped, and without the gradient of some tokens whose log-prob and advantage vary together; kl_cov = unclipped,
-    and a KL penalty on such tokens. No ratio: gpg = log-prob times advantage (REINFORCE, GPG). One ratio per sequence, always
-    averaged over sequences: sequence = exp of the summed log-ratio (RLOO); gspo = length-normalised; geo_mean = geometric mean
-    of ratios clipped per token (GMPO)."""
+    loss_mode: Literal["vanilla", "sequence", "gspo", "geo_mean", "cispo", "gpg", "sapo", "clip_cov", "kl_cov"] = "vanilla"
+    """One ratio per token: vanilla = clipped (PPO); cispo = the clipped ratio weighs the log-prob and has no gradient; sapo = a
+    smooth gate in the place of the clip, always averaged over sequences; clip_cov = clipped, and without the gradient of some
+    tokens whose log-prob and advantage vary together; kl_cov = unclipped, and a KL penalty on such tokens. No ratio: gpg =
+    log-prob times advantage (REINFORCE, GPG). One ratio per sequence, always averaged over sequences: sequence = exp of the
+    summed log-ratio (RLOO); gspo = length-normalised; geo_mean = geometric mean of ratios clipped per token (GMPO)."""
     clip_cov_ratio: PositiveShare = 0.0002
     """clip_cov: share of the tokens of a mini-batch that lose their gradient, at least one."""
     clip_cov_lb: float = 1.0
@@ -80,6 +80,9 @@ class Actor(_ActorKnobs):
     """Weight of the entropy bonus."""
     calculate_entropy: bool = False
     """Report the entropy even when its weight is 0."""
+    calculate_sum_pi_squared: bool = False
+    """Compute the sum of squared probabilities over the vocabulary at each token, in the pass for old log-probs. The optimal
+    token baselines read it."""
     use_kl_loss: bool = False
     """Add a KL term against the reference to the loss."""
     kl_loss_coef: NaturalFloat = 0.001
@@ -95,6 +98,10 @@ class Actor(_ActorKnobs):
     """Shuffle groups before they are cut into mini-batches."""
     data_loader_seed: NaturalInt = 42
     """Seed of that shuffle, and of the tokens that the loss clip_cov draws."""
+    tau_pos: PositiveFloat = 1.0
+    """sapo: steepness of the gate for positive advantages."""
+    tau_neg: PositiveFloat = 1.05
+    """sapo: steepness for the others; above ``tau_pos``, their gradient falls faster as the ratio leaves 1."""
     policy_loss: PolicyLoss = field(default_factory=PolicyLoss)
     """The loss of the policy."""
     optim: Optim = field(default_factory=Optim)

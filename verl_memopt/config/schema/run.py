@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from verl_memopt.config.schema.actor import KlEstimator
+from verl_memopt.config.schema.corrections import PfPpo, RolloutCorrection
 from verl_memopt.knobs.index import knob_settings
 from verl_memopt.knobs.ranges import (
     POSITIVE,
@@ -55,13 +56,26 @@ class Algorithm:
     """Advantages and the KL in the reward."""
 
     adv_estimator: Literal[
-        "gae", "rloo", "grpo", "grpo_passk", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "opo", "gpg"
+        "gae",
+        "rloo",
+        "grpo",
+        "grpo_passk",
+        "reinforce_plus_plus",
+        "reinforce_plus_plus_baseline",
+        "opo",
+        "gpg",
+        "remax",
+        "optimal_token_baseline",
+        "tir_optimal_token_baseline",
     ] = "gae"
     """gae = generalised advantage estimation over the values of a critic (PPO), whitened over the batch; rloo = reward minus the
     mean of the others in the group; grpo = minus the group's mean, over its standard deviation; grpo_passk = the best of a group
     gets its lead over the second; opo = minus the mean weighted by length; gpg = minus the mean, scaled up for groups without a
     signal; reinforce_plus_plus = discounted rewards of each token, whitened over the batch, without groups;
-    reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch."""
+    reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch; remax = reward minus that of a greedy
+    response to the prompt, which is generated besides; optimal_token_baseline = rewards from each token on, minus a baseline for
+    each place in the response, weighted by the size of the gradients so far; tir_optimal_token_baseline is the same for
+    responses of one turn."""
     gamma: Share = 1.0
     """Discount of one token; gae and reinforce_plus_plus only."""
     lam: Share = 1.0
@@ -76,6 +90,12 @@ class Algorithm:
     """Its coefficient."""
     filter_groups: FilterGroups = field(default_factory=FilterGroups)
     """Dynamic sampling."""
+    rollout_correction: RolloutCorrection = field(default_factory=RolloutCorrection)
+    """Importance weights and rejection against the rollout engine."""
+    use_pf_ppo: bool = False
+    """Draw the rows of the update from the batch by their score, with replacement (PF-PPO)."""
+    pf_ppo: PfPpo = field(default_factory=PfPpo)
+    """How PF-PPO weighs the rows."""
     expansion: Literal["string", "token"] = "string"
     """How a prompt becomes ``rollout.n`` rows: string (as text, before one tokenization) or token (as ids)."""
 

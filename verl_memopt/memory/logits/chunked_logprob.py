@@ -32,6 +32,20 @@ TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | 
 those of the log-probs and of the entropies, fp32 each."""
 
 
+class SumPiSquared:
+    """Where a pass without gradients leaves the sum of squared probabilities of each token.
+
+    FSDP2 casts the tensors and copies the dataclasses among the inputs of a forward, so this is neither.
+
+    Attributes:
+        values: fp32 [R]; None before the pass.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self.values: Tensor | None = None
+
+
 def head_log_probs(
     hidden: Tensor,
     weight: Tensor,
@@ -44,6 +58,7 @@ def head_log_probs(
     vocab_tile: int = 0,
     token_gradient: TokenGradient | None = None,
     in_place: bool = False,
+    sum_pi_squared: SumPiSquared | None = None,
 ) -> tuple[Tensor, Tensor | None]:
     """Return the log-prob of each target and, if requested, the entropy of its distribution.
 
@@ -63,15 +78,17 @@ def head_log_probs(
         token_gradient: Computes the gradients in the forward. Backward asserts that it would have computed the same.
         in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
             leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
+        sum_pi_squared: Is filled with the sum of squared probabilities of each token's distribution. Only without gradients.
 
     Returns:
         Log-probs fp32 [R]; entropies fp32 [R], or None.
     """
     once = token_gradient is not None and torch.is_grad_enabled()
     tile = FREE_TILE if vocab_tile == 0 and chunk_tokens > 0 and not once else vocab_tile
-    head = Head(weight, bias, temperature, chunk_tokens, tile, with_entropy, compiled)
+    head = Head(weight, bias, temperature, chunk_tokens, tile, with_entropy, compiled, sum_pi_squared is not None)
     if not torch.is_grad_enabled():
-        return _without_gradients(head, hidden, targets)
+        return _without_gradients(head, hidden, targets, sum_pi_squared)
+    assert sum_pi_squared is None, "sums of squared probabilities have no gradient"
     if token_gradient is None:
         log_probs, entropy = _Recomputed.apply(hidden, weight, bias, targets, head, in_place)
     else:
@@ -79,12 +96,16 @@ def head_log_probs(
     return log_probs, entropy if with_entropy else None
 
 
-def _without_gradients(head: Head, hidden: Tensor, targets: Tensor) -> tuple[Tensor, Tensor | None]:
+def _without_gradients(
+    head: Head, hidden: Tensor, targets: Tensor, sum_pi_squared: SumPiSquared | None
+) -> tuple[Tensor, Tensor | None]:
     tokens = _room_for_tokens(head, hidden)
     with scope(kind="logits"):
         logits = LogitTiles(head, hidden)
         for rows in head.chunks(hidden.shape[0]):
             _keep(logits.statistics(hidden[rows], targets[rows]), tokens, rows)
+    if sum_pi_squared is not None:
+        sum_pi_squared.values = tokens.sum_pi_squared
     return tokens.log_probs, tokens.entropy
 
 
@@ -192,7 +213,7 @@ def _room_for_tokens(head: Head, hidden: Tensor) -> Tokens:
     def room() -> Tensor:
         return hidden.new_empty(count, dtype=torch.float32)
 
-    return Tokens(room(), room(), room() if head.with_entropy else None)
+    return Tokens(room(), room(), room() if head.with_entropy else None, room() if head.with_sum_pi_squared else None)
 
 
 def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
@@ -200,6 +221,9 @@ def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
     if whole.entropy is not None:
         assert part.entropy is not None
         whole.entropy[rows] = part.entropy
+    if whole.sum_pi_squared is not None:
+        assert part.sum_pi_squared is not None
+        whole.sum_pi_squared[rows] = part.sum_pi_squared
 
 
 def _cut(tokens: Tokens, rows: slice) -> Tokens:

@@ -9,42 +9,28 @@ al., 2025).
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
-from typing import Any, Literal
+import logging
+from collections.abc import Mapping
+from dataclasses import asdict, replace
+from typing import Any
 
-from verl_memopt.errors import ConfigError
+from verl_memopt.config.correction_bounds import KEY
+from verl_memopt.config.problems import Problem, problem, shown
+from verl_memopt.config.schema.corrections import RolloutCorrection
 
-KEY = "algorithm.rollout_correction"
+logger = logging.getLogger(__name__)
 
+PRESET = f"{KEY}.preset"
+"""The key that names a preset. The name may also be the value of the section itself."""
 
-@dataclass(frozen=True)
-class CorrectionSettings:
-    """The section ``algorithm.rollout_correction``, under verl's names."""
-
-    rollout_is: Literal["token", "sequence"] | None
-    """Level of the importance weights; None = none."""
-    rollout_is_threshold: float | str
-    """Upper bound of the weights; ``lower_upper`` sets weights outside to 0 instead (IcePop)."""
-    rollout_is_batch_normalize: bool
-    """Divide the weights by their mean over the batch."""
-    rollout_rs: str | None
-    """Rejections, separated by commas; None = none."""
-    rollout_rs_threshold: float | str | None
-    """Bound of each rejection, separated by commas, or one for all."""
-    bypass_mode: bool
-    """Take the engine's log-probs as old log-probs."""
-    loss_type: Literal["ppo_clip", "reinforce"]
-    """Loss of bypass mode."""
-
-
-_OFF = CorrectionSettings(None, 2.0, False, None, None, False, "ppo_clip")
+_OFF = RolloutCorrection()
 _TOKEN, _SEQUENCE = replace(_OFF, rollout_is="token"), replace(_OFF, rollout_is="sequence")
 _GEO: dict[str, Any] = {"rollout_rs": "seq_mean_k1", "rollout_rs_threshold": "0.999_1.001"}
 _K3: dict[str, Any] = {"rollout_rs": "seq_mean_k3", "rollout_rs_threshold": 0.01}
 _CLIP: dict[str, Any] = {"bypass_mode": True}
 _PG: dict[str, Any] = {"bypass_mode": True, "loss_type": "reinforce"}
 
-PRESETS: dict[str, CorrectionSettings] = {
+PRESETS: dict[str, RolloutCorrection] = {
     "disabled": _OFF,
     "decoupled_token_is": _TOKEN,
     "decoupled_token_icepop": replace(_TOKEN, rollout_is_threshold="0.5_5.0"),
@@ -68,15 +54,23 @@ PRESETS: dict[str, CorrectionSettings] = {
 """Name of each factory of verl's section -> its values."""
 
 
-def preset(name: str) -> CorrectionSettings:
-    """Return the settings that verl's factory of this name gives without arguments.
+def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the given settings with a preset's values in the place of its name, and what is wrong with the name.
+
+    Keys of the section that are given beside the name keep their own values. Null is no preset.
 
     Args:
-        name: A key of ``PRESETS``.
-
-    Raises:
-        ConfigError: There is no such preset. The message lists all.
+        given: dotted key -> value, as the user wrote them.
     """
-    if name not in PRESETS:
-        raise ConfigError(f"{KEY}={name}: no such preset. Choose one of {', '.join(PRESETS)}.")
-    return PRESETS[name]
+    settings = {key: value for key, value in given.items() if key not in (KEY, PRESET)}
+    names = {key: given[key] for key in (KEY, PRESET) if given.get(key) is not None}
+    if not names:
+        return settings, []
+    if len(names) == 2:
+        return settings, [problem(names, "two names of a preset", f"Keep {PRESET}.")]
+    ((key, name),) = names.items()
+    if not isinstance(name, str) or name not in PRESETS:
+        return settings, [problem({key: name}, "no such preset", f"Set one of {', '.join(PRESETS)}.")]
+    values = {f"{KEY}.{field}": value for field, value in asdict(PRESETS[name]).items()}
+    logger.info("%s=%s sets %s", key, name, ", ".join(f"{own}={shown(value)}" for own, value in values.items()))
+    return values | settings, []

@@ -1,0 +1,195 @@
+import math
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
+import torch
+
+from tests.trainer.conftest import AR, Member, batch_of, group_of, rewards_of
+from verl_memopt.algorithms.losses import LOSSES
+from verl_memopt.config.correction_presets import PRESETS
+from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.trainer.build import build_learner, build_run
+from verl_memopt.trainer.corrections import BypassUpdate, correct_before_update
+from verl_memopt.trainer.start import start_workers
+from verl_memopt.workers.log_probs import LogProbs
+from verl_memopt.workers.micro_batches import micro_batches_of
+from verl_memopt.workers.objective import Objective
+
+LENGTHS = [4, 1, 0, 3, 2, 2, 4, 4]
+KEY = "algorithm.rollout_correction"
+
+
+def drifted():
+    """Gives a batch whose engine, old policy and present policy (in the place of the reference) all differ."""
+    batch, generator = batch_of(LENGTHS), torch.Generator().manual_seed(5)
+    engine, drift, change, advantages = (torch.randn(sum(LENGTHS), generator=generator) for _ in range(4))
+    batch.rollout_log_probs, batch.old_log_probs = engine - 3, engine - 3 + 0.4 * drift
+    batch.ref_log_probs, batch.advantages = batch.old_log_probs + 0.3 * change, advantages
+    return batch
+
+
+def lists(flat):
+    return [part.tolist() for part in flat.split(LENGTHS)]
+
+
+def test_weights_and_kept_tokens_come_from_old_and_engine_log_probs():
+    batch = drifted()
+    settings = replace(PRESETS["decoupled_token_is"], rollout_rs="seq_mean_k3", rollout_rs_threshold=0.1)
+    metrics = correct_before_update(batch, settings)
+    ratios = lists((batch.old_log_probs - batch.rollout_log_probs).exp())
+    assert batch.weights.tolist() == pytest.approx([min(r, 2.0) for row in ratios for r in row], rel=1e-6)
+    k3 = [sum(r - 1 - math.log(r) for r in row) / max(len(row), 1) for row in ratios]
+    assert batch.kept.tolist() == [row <= 0.1 for row, size in zip(k3, LENGTHS, strict=True) for _ in range(size)]
+    assert batch.kept_sizes() == [size if row <= 0.1 else 0 for row, size in zip(k3, LENGTHS, strict=True)]
+    assert 0 < metrics["rollout_corr/rollout_rs_masked_fraction"] < 1
+    assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx(batch.weights.mean().item(), rel=1e-6)
+
+
+def test_without_a_token_there_is_nothing_to_correct():
+    batch = batch_of([0, 0])
+    batch.rollout_log_probs = batch.old_log_probs
+    assert correct_before_update(batch, PRESETS["decoupled_seq_is"]) == {}
+    assert batch.weights is None
+
+
+def naive_loss(batch, agg_mode):
+    """PPO's clipped loss with weights and rejected tokens, row by row; means count kept tokens alone."""
+    parts = map(lists, (batch.ref_log_probs, batch.old_log_probs, batch.advantages, batch.weights, batch.kept))
+    rows = []
+    for row in zip(*parts, strict=True):
+        losses = []
+        for new, old, advantage, weight, kept in zip(*row, strict=True):
+            ratio = math.exp(new - old)
+            objective = min(ratio * advantage, min(max(ratio, 0.8), 1.2) * advantage)
+            objective = max(objective, 3 * advantage) if advantage < 0 else objective
+            losses += [-objective * weight] if kept else []
+        rows.append(losses)
+    if agg_mode == "token-mean":
+        return sum(map(sum, rows)) / sum(map(len, rows))
+    return sum(sum(row) / len(row) for row in rows if row) / len(rows)
+
+
+def shares_of(update, batch, bypass=None, mean_weight=None):
+    """Gives for each mini-batch its loss, the sum of the shares of all micro-batches and ranks."""
+    losses = []
+    for minis in zip(*update.cut(batch, "abcdefgh", 3), strict=True):
+        counts = replace(minis[0].counts, mean_weight=mean_weight)
+        micros = [micro for mini in minis for micro in micro_batches_of(mini.batch, mini.micro_batches, False)]
+        objectives = [Objective(micro, counts, update.actor, bypass) for micro in micros]
+        losses.append(sum(own.loss(own.micro.ref_log_probs, None)[0].item() for own in objectives))
+    return losses
+
+
+def update_of(alike, ranks, rows, **actor):
+    sizes = {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.actor.ppo_micro_batch_size_per_gpu": rows}
+    own = {f"{AR}.actor.{name.replace('__', '.')}": value for name, value in actor.items()}
+    return alike(sizes | {f"{AR}.actor.ppo_mini_batch_size": 4} | own, group_of(*map(Member, range(ranks)))).policy_update
+
+
+WAYS = [(1, 8), (1, 3), (1, 1), (2, 1), (4, 2)]
+"""Ranks, and rows of a micro-batch."""
+
+
+@pytest.mark.parametrize("agg_mode", ["token-mean", "seq-mean-token-mean"])
+def test_the_corrected_loss_of_a_mini_batch_is_its_definition_however_it_is_cut(alike, agg_mode):
+    batch = drifted()
+    correct_before_update(batch, replace(PRESETS["decoupled_token_is"], rollout_rs="token_k1", rollout_rs_threshold="0.7_1.4"))
+    assert 0 < batch.kept.float().mean() < 1
+    for ranks, rows in WAYS:
+        (loss,) = shares_of(update_of(alike, ranks, rows, loss_agg_mode=agg_mode), batch)
+        assert loss == pytest.approx(naive_loss(batch, agg_mode), rel=1e-6)
+
+
+@pytest.mark.parametrize("mode", [mode for mode in LOSSES if not mode.endswith("_cov")])
+def test_every_loss_takes_the_correction_however_its_mini_batch_is_cut(alike, mode):
+    batch, plain = drifted(), drifted()
+    correct_before_update(batch, replace(PRESETS["decoupled_seq_is"], rollout_rs="seq_sum_k1", rollout_rs_threshold="0.5_2.0"))
+    losses = [shares_of(update_of(alike, ranks, rows, policy_loss__loss_mode=mode), batch)[0] for ranks, rows in WAYS]
+    assert losses == pytest.approx([losses[0]] * len(WAYS), rel=1e-5, abs=1e-7)
+    assert losses[0] != pytest.approx(shares_of(update_of(alike, 1, 8, policy_loss__loss_mode=mode), plain)[0], rel=1e-2)
+
+
+BYPASS = {
+    "clip": PRESETS["bypass_ppo_clip"],
+    "clip, rejection": replace(PRESETS["bypass_ppo_clip"], rollout_rs="seq_mean_k3", rollout_rs_threshold=0.1),
+    "reinforce": PRESETS["bypass_pg_is"],
+    "reinforce, normalised": replace(PRESETS["bypass_pg_is"], rollout_is="token", rollout_is_batch_normalize=True),
+}
+
+
+@pytest.mark.parametrize("name", BYPASS)
+def test_the_loss_of_bypass_mode_does_not_depend_on_how_its_mini_batch_is_cut(alike, name):
+    batch = drifted()
+    batch.old_log_probs = batch.rollout_log_probs
+    losses = [shares_of(update_of(alike, ranks, rows), batch, BYPASS[name], 1.3)[0] for ranks, rows in WAYS]
+    assert losses == pytest.approx([losses[0]] * len(WAYS), rel=1e-5, abs=1e-7)
+
+
+class Scorer(Member):
+    """Reads the present policy's log-probs from where the test put them."""
+
+    def old_log_probs(self, batch, micro_batches, with_entropy):
+        return LogProbs(batch.ref_log_probs, None)
+
+
+@pytest.mark.parametrize(("level", "ranks"), [("token", 1), ("token", 2), ("sequence", 1), ("sequence", 4)])
+def test_the_mean_weight_is_that_of_the_whole_mini_batch(alike, level, ranks):
+    workers, batch = group_of(*map(Scorer, range(ranks))), drifted()
+    batch.old_log_probs = batch.rollout_log_probs
+    settings = replace(PRESETS["bypass_pg_is"], rollout_is=level)
+    update = update_of(alike, ranks, 1)
+    minis = [rank[0] for rank in update.cut(batch, "abcdefgh", 1)]
+    rows = lists(batch.ref_log_probs - batch.rollout_log_probs)
+    values = [log for row in rows for log in row] if level == "token" else [sum(row) for row in rows if row]
+    expected = sum(min(math.exp(value), 2.0) for value in values) / len(values)
+    assert BypassUpdate(workers, update, None, settings).mean_weight(minis) == pytest.approx(expected, rel=1e-6)
+
+
+@contextmanager
+def running(settings):
+    """A learner with its own workers and reward processes, as in a run."""
+    context = build_run(settings)
+    with rewards_of(context) as runner, start_workers(context, PhaseClock()) as workers:
+        learner = build_learner(context, workers, runner)
+        try:
+            workers.all("update_weights", "update_weights")
+            yield learner
+        finally:
+            learner.close()
+
+
+def run(settled, more, steps=1):
+    """Gives the metrics of the last of some steps, and the names of its phases."""
+    guarded = {f"{AR}.actor.policy_loss.loss_mode": "vanilla", f"{AR}.rollout.max_logprob_diff": 1e-4}
+    with running(settled(guarded | more)) as learner:
+        results = [learner.train_step(step).metrics for step in range(1, steps + 1)]
+        phases = [span.name for span in learner.workers.clock.take()]
+    return results[-1], phases
+
+
+def test_where_engine_and_trainer_agree_a_correction_changes_nothing(settled):
+    plain, _ = run(settled, {}, 2)
+    for name in ("decoupled_token_is", "decoupled_geo_rs_seq_tis", "bypass_ppo_clip", "bypass_ppo_clip_k3_rs"):
+        metrics, phases = run(settled, {f"{KEY}.preset": name}, 2)
+        assert ("old_log_prob" in phases) == name.startswith("decoupled")
+        for key in ("actor/loss", "actor/grad_norm", "actor/ppo_kl"):
+            assert metrics[key] == pytest.approx(plain[key], rel=2e-3, abs=2e-5), (name, key)
+        assert metrics["rollout_corr/kl"] == pytest.approx(0, abs=2e-2)
+        assert metrics["rollout/logprob_diff_mean"] < 1e-4
+
+
+def test_weights_of_bypass_mode_are_normalised_over_each_mini_batch_after_a_pass_of_their_own(settled):
+    own = {f"{KEY}.preset": "bypass_pg_is", f"{KEY}.rollout_is_batch_normalize": True, f"{KEY}.rollout_is": "token"}
+    metrics, phases = run(settled, own)
+    assert phases.count("old_log_prob") == phases.count("update_actor") == 2  # two mini-batches
+    assert metrics["rollout_corr/rollout_is_batch_norm_factor"] == pytest.approx(1, abs=0.05)
+    assert metrics["actor/skipped_updates"] == 0
+    assert metrics["actor/grad_norm"] > 0
+
+
+def test_with_several_epochs_the_log_probs_are_those_of_the_first(settled):
+    metrics, phases = run(settled, {f"{KEY}.preset": "bypass_ppo_clip", f"{AR}.actor.ppo_epochs": 2, f"{AR}.actor.shuffle": True})
+    assert phases.count("update_actor") == 1
+    assert metrics["rollout/logprob_diff_mean"] < 1e-4
+    assert metrics["training/log_probs_not_finite"] == 0

@@ -1,0 +1,56 @@
+import math
+
+import pytest
+
+from tests.trainer.conftest import AR
+from tests.trainer.test_corrections import running
+from tests.trainer.test_resampling import step_batch
+from verl_memopt.trainer.remax import add_baselines
+
+REMAX = {"algorithm.adv_estimator": "remax", f"{AR}.actor.policy_loss.loss_mode": "vanilla"}
+
+
+def reward(text):
+    """The reward of these tests (tests/trainer/conftest.py)."""
+    return sum(map(ord, text)) % 5 / 4
+
+
+def test_the_advantage_is_the_reward_minus_that_of_the_greedy_response(settled):
+    with running(settled(REMAX)) as learner:
+        batch = learner.advantages(learner.log_probs(learner.scored(1)))
+        prompts = batch.prompts.prompt_ids[::2]
+        answers = learner.generator.generate_greedy(batch.prompts, 1)
+        again = learner.generator.generate_greedy(batch.prompts, 2)
+        phases = [span.name for span in learner.workers.clock.take()]
+    assert answers.prompt_ids == prompts
+    assert answers.texts == again.texts  # greedy: no seed, no step
+    assert batch.baselines.tolist() == [reward(text) for text in answers.texts for _ in range(2)]
+    lengths = batch.rows.responses.sizes()
+    own = [score - base for score, base in zip(batch.scores.tolist(), batch.baselines.tolist(), strict=True)]
+    expected = [value for value, size in zip(own, lengths, strict=True) for _ in range(size)]
+    assert batch.advantages.per_token.tolist() == pytest.approx(expected)
+    assert any(expected)
+    assert batch.rows.num_rows == len(batch.answers.texts) == 8  # the greedy responses are not among the rows
+    assert batch.metrics["critic/baselines/mean"] == pytest.approx(batch.baselines.mean().item())
+    assert phases[2:7] == ["gen", "gen", "reward", "reward", "old_log_prob"]
+
+
+def test_with_a_group_filter_only_the_prompts_that_stay_are_answered_greedily(settled):
+    more = {"algorithm.filter_groups.enable": True, "data.gen_batch_size": 2, f"{AR}.rollout.temperature": 1.5}
+    with running(settled(REMAX | more)) as learner:
+        batch = learner.scored(1)
+        phases = [span.name for span in learner.workers.clock.take()]
+        greedy = learner.generator.generate_greedy(batch.prompts, 1)
+        result = learner.train_step(2)
+    rounds = int(batch.metrics["train/num_gen_batches"])
+    assert rounds >= 2
+    assert phases[2:] == ["gen", "reward"] * rounds + ["gen", "reward"]
+    assert batch.baselines.tolist() == [reward(text) for text in greedy.texts for _ in range(2)]
+    assert result.metrics["actor/grad_norm"] > 0
+
+
+def test_a_greedy_response_without_a_score_gives_no_advantage():
+    batch, greedy = (step_batch(scores) for scores in ([1.0, 0.5, 0.25, 1.0], [math.nan, 0.25]))
+    assert add_baselines(batch, greedy, 2).baselines.tolist()[2:] == [0.25, 0.25]
+    assert batch.baselines[:2].isnan().all()
+    assert batch.metrics == {"critic/baselines/mean": 0.25, "critic/baselines/max": 0.25, "critic/baselines/min": 0.25}
