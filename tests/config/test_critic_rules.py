@@ -71,3 +71,10 @@ def test_a_critic_follows_the_policy_unless_it_is_told_otherwise(settled):
     assert settings.critic.model.path == "other"
     assert value_at(Settings(), "critic.optim.lr") == settings.critic.optim.lr == 1e-5
     assert settings.actor_rollout_ref.actor.optim.lr == 1e-6
+
+
+def test_the_optimal_token_baseline_builds_no_critic_and_says_so(settled, caplog):
+    sums = "actor_rollout_ref.actor.calculate_sum_pi_squared"
+    settled({"algorithm.adv_estimator": "optimal_token_baseline", sums: True, "critic.enable": True, "critic.optim.lr": 1e-4})
+    assert len(caplog.messages) == 2
+    assert all("is not gae, the one estimator that reads the values of a critic" in text for text in caplog.messages)

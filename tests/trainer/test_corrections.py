@@ -193,3 +193,35 @@ def test_with_several_epochs_the_log_probs_are_those_of_the_first(settled):
     assert phases.count("update_actor") == 1
     assert metrics["rollout/logprob_diff_mean"] < 1e-4
     assert metrics["training/log_probs_not_finite"] == 0
+
+
+def test_a_critic_leaves_out_the_tokens_that_a_correction_rejects(settled):
+    more = {
+        "algorithm.adv_estimator": "gae",
+        f"{AR}.actor.ppo_mini_batch_size": 4,
+        f"{AR}.actor.policy_loss.loss_mode": "vanilla",
+    }
+    more |= {f"{KEY}.rollout_is": "token", f"{KEY}.rollout_rs": "token_k1", f"{KEY}.rollout_rs_threshold": "0.7_1.4"}
+    with running(settled(more)) as learner:
+        batch = learner.log_probs(learner.scored(1))
+        rows = batch.rows
+        drift = 0.5 * torch.randn(rows.old_log_probs.shape, generator=torch.Generator().manual_seed(3))
+        rows.rollout_log_probs = rows.old_log_probs - drift
+        batch = learner.update(learner.update_critic(learner.advantages(learner.values(batch))))
+    assert 0 < rows.kept.float().mean() < 1
+    assert not rows.old_values.any()  # the value head starts at 0
+    assert batch.metrics["critic/vf_loss"] == pytest.approx(0.5 * rows.returns[rows.kept].square().mean().item(), rel=1e-5)
+    assert batch.metrics["rollout_corr/rollout_is_mean"] == pytest.approx(rows.weights.mean().item(), rel=1e-6)
+    assert batch.metrics["actor/grad_norm"] > 0
+    assert batch.metrics["actor/skipped_updates"] == batch.metrics["critic/skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("preset", ["bypass_ppo_clip", "bypass_pg_is"])
+def test_bypass_mode_goes_with_a_critic_and_its_warm_up(settled, preset):
+    more = {"algorithm.adv_estimator": "gae", "trainer.critic_warmup": 1, f"{KEY}.preset": preset}
+    metrics, phases = run(settled, more, 2)
+    assert "old_log_prob" not in phases
+    assert (phases.count("values"), phases.count("update_critic"), phases.count("update_actor")) == (2, 2, 1)
+    assert metrics["critic/vf_loss"] > 0
+    assert metrics["actor/grad_norm"] > 0
+    assert metrics["rollout/logprob_diff_mean"] < 1e-4

@@ -90,3 +90,17 @@ def test_pf_ppo_and_bypass_mode_go_together(settled):
         result = learner.train_step(1).metrics
     assert result["rollout/logprob_diff_mean"] < 1e-4
     assert result["training/log_probs_not_finite"] == result["actor/skipped_updates"] == 0
+
+
+def test_a_critic_learns_the_returns_of_the_rows_that_were_drawn(settled):
+    more = {"algorithm.adv_estimator": "gae", "algorithm.use_pf_ppo": True, "algorithm.pf_ppo.weight_pow": 1.0}
+    with running(settled(more | {f"{AR}.actor.ppo_mini_batch_size": 4})) as learner:
+        batch = learner.advantages(learner.values(learner.log_probs(learner.scored(1))))
+        rows, _ = batch.for_update()
+        result = learner.update(learner.update_critic(batch)).metrics
+    assert torch.equal(rows.returns, torch.cat([batch.rows.select([row]).returns for row in batch.drawn]))
+    assert torch.equal(rows.old_values, torch.cat([batch.rows.select([row]).old_values for row in batch.drawn]))
+    expected = 0.5 * rows.returns.square().mean().item()  # the value head starts at 0
+    assert result["critic/vf_loss"] == pytest.approx(expected, rel=1e-5)
+    assert expected != pytest.approx(0.5 * batch.rows.returns.square().mean().item(), rel=1e-2)
+    assert result["actor/grad_norm"] > 0

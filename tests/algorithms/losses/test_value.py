@@ -70,3 +70,26 @@ def test_explained_variance_is_one_for_the_returns_zero_for_a_constant_and_negat
     errors, spread = statistics.variance((returns - values).tolist()), statistics.variance(returns.tolist())
     assert explained_variance(values, returns) == pytest.approx(1 - errors / (spread + 1e-5))
     assert explained_variance(torch.ones(1), torch.ones(1)) == 0
+
+
+@pytest.mark.parametrize("mode", LOSS_AGG_MODES)
+def test_rejected_tokens_are_as_if_they_were_not_there(mode):
+    @given(ragged())
+    def check(sample):
+        values, targets = sample.tokens(0), sample.tokens(2)
+        predictions = (values + sample.tokens(1)).requires_grad_()
+        kept = torch.arange(len(values)) % 3 != 1
+        flags = sample.lists(kept)
+        lengths = torch.tensor([sum(row) for row in flags], dtype=torch.int64)
+        counts = GlobalCounts(max(int(kept.sum()), 1), len(sample.sizes))
+        loss, metrics = value_loss(predictions, values, targets, sample.row, lengths, counts, 0.5, mode, 4, kept)
+        lists = [
+            [[value for value, keep in zip(*row, strict=True) if keep] for row in zip(sample.lists(flat), flags, strict=True)]
+            for flat in (predictions.detach(), values, targets)
+        ]
+        assert loss.item() == pytest.approx(naive_value_loss(*lists, mode, 0.5), rel=1e-10, abs=1e-12)
+        assert metrics["vpred_mean"].item() == pytest.approx(sum(map(sum, lists[0])) / counts.tokens, rel=1e-6, abs=1e-7)
+        loss.backward()
+        assert not predictions.grad[~kept].any()
+
+    check()
