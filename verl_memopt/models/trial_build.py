@@ -48,7 +48,7 @@ def check_architecture(model: Model | CriticModel, folder: Path, longest: int, a
     config = load_model_config(model, folder)
     check_lengths(config, longest)
     refuse_sliding_window(config, actor)
-    policy = PolicyModel(empty_model(config, ANY_ATTENTION, torch.float32, model.trust_remote_code), 0, False)
+    policy = PolicyModel(empty_model(config, ANY_ATTENTION, torch.float32, bool(model.trust_remote_code)), 0, False)
     rebuild_buffers(policy, torch.device("cpu"))
     shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(policy)}
     weights = WeightFolder(folder)
