@@ -102,8 +102,8 @@ def kept_settings(settings: Settings) -> dict[str, Any]:
 def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
     """Return what settings change of those that a checkpoint kept, in the order of the schema.
 
-    A key that did not exist when the checkpoint was made counts as if it had had its default. A run without a critic leaves out the
-    critic's keys.
+    A key that did not exist when the checkpoint was made counts as if it had had its default. In a run without a critic,
+    the critic's keys are left out.
 
     Args:
         before: as :func:`kept_settings` gave it.
