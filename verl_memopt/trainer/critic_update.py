@@ -18,10 +18,6 @@ from verl_memopt.trainer.update import global_metrics, refuse_partial
 from verl_memopt.trainer.update_guard import way_back
 from verl_memopt.workers.trained_model import CRITIC
 
-BYTES_MOVED = "memory/activation_offload/bytes_moved"
-CRITIC_BYTES_MOVED = "memory/activation_offload/critic_bytes_moved"
-"""Metric: activations of the critic's update that were moved to the host."""
-
 
 @dataclass(frozen=True)
 class CriticTraining:
@@ -73,8 +69,6 @@ class CriticTraining:
         per_rank = self.cutter.cut(batch, names, step)
         results = self.workers.each("update_critic", "update_critic", [(minis,) for minis in per_rank])
         metrics = global_metrics(results, CRITIC)
-        if BYTES_MOVED in metrics:  # the policy's update has a metric of that name
-            metrics[CRITIC_BYTES_MOVED] = metrics.pop(BYTES_MOVED)
         refuse_partial(metrics, CRITIC, step, way_back(CRITIC, self.critic.optim.lr, self.store))
         return metrics
 
