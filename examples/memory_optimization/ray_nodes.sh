@@ -31,7 +31,8 @@ export RAY_AUTH_MODE=token RAY_AUTH_TOKEN=${RAY_AUTH_TOKEN:-$(od -An -N32 -tx1 /
 set -x
 NNODES=${#nodes[@]}
 started=()
-stop_ray() { [ ${#started[@]} -eq 0 ] || kill "${started[@]}" 2>/dev/null || true; }
+# Each node's processes here are a group of their own, which ends as a whole.
+stop_ray() { for group in "${started[@]}"; do kill -- "-$group" 2>/dev/null || true; done; }
 trap stop_ray EXIT
 
 for node in "${nodes[@]}"; do
@@ -40,7 +41,9 @@ for node in "${nodes[@]}"; do
     else
         place=(--address="$RAY_ADDRESS")
     fi
-    (start_ray "$node" "${place[@]}" ${RAY_START_ARGS:-}) >&2 &
+    set -m
+    (start_ray "$node" "${place[@]}" ${RAY_START_ARGS:-}) >&2 </dev/null &
+    set +m
     started+=($!)
     # A node joins the head, so the head must listen first.
     [ ${#started[@]} -gt 1 ] || timeout "$RAY_WAIT_SECONDS" bash -c "until (: <>/dev/tcp/$head_host/$RAY_PORT) 2>/dev/null; do sleep 1; done"

@@ -7,6 +7,7 @@ import stat
 import subprocess
 import sys
 import tempfile
+import time
 
 import psutil
 import pytest
@@ -276,6 +277,44 @@ def test_the_cpu_is_taken_beside_a_gpu_where_it_is_asked_for(resolved, script, t
     assert settings["trainer.device"] == "cpu"
     assert settings[f"{AR}.model.path"] == f"{toy}/model"
     assert settings[f"{AR}.rollout.dtype"] == "fp32"
+
+
+RAY_ELSEWHERE = """#!{python}
+import os, signal, socket, sys
+log = open({log!r}, "a", buffering=1)
+def stop(*_):
+    log.write("stopped\\n")
+    os._exit(0)
+signal.signal(signal.SIGTERM, stop)
+if "--head" in sys.argv:
+    port = next(word for word in sys.argv if word.startswith("--port=")).partition("=")[2]
+    listening = socket.create_server(("127.0.0.1", int(port)))
+log.write(" ".join([os.environ["RAY_AUTH_MODE"], os.environ["RAY_AUTH_TOKEN"], *sys.argv[1:4]]) + "\\n")
+signal.pause()
+"""
+
+
+def test_ray_on_other_machines_gets_the_token_unseen_and_ends_with_the_script(tmp_path):
+    """With an ssh that stays here, and a Ray that only listens. The nodes never join, so that the script gives up."""
+    log, port = tmp_path / "log", free_port("127.0.0.1")
+    executable(tmp_path / "ssh", '#!/bin/bash\nshift\nexec bash -c "$*"\n')
+    env = {name: value for name, value in os.environ.items() if name not in ("RAY_ADDRESS", "SLURM_JOB_ID")}
+    env |= {"PATH": f"{tmp_path}:{os.environ['PATH']}", "NODES": "127.0.0.1 127.0.0.1", "RAY_PORT": str(port)}
+    env |= {"RAY": executable(tmp_path / "ray", RAY_ELSEWHERE.format(python=sys.executable, log=str(log)))}
+    env |= {"PYTHON": executable(tmp_path / "python", "#!/bin/bash\nsleep 1\nexit 1\n"), "RAY_WAIT_SECONDS": "30"}
+    command = ["bash", str(FOLDER / "run_multi_node.sh")]
+    process = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+    assert process.returncode == 1
+    assert f"not all of 127.0.0.1 127.0.0.1 joined Ray at 127.0.0.1:{port} within 30 seconds" in process.stderr
+    deadline = time.monotonic() + 20
+    while log.read_text().count("stopped") < 2 and time.monotonic() < deadline:
+        time.sleep(0.1)
+    head, worker, *stops = log.read_text().splitlines()
+    mode, token, *arguments = head.split()
+    assert (mode, len(token), arguments) == ("token", 64, ["start", "--block", "--head"])
+    assert worker.split() == ["token", token, "start", "--block", f"--address=127.0.0.1:{port}"]
+    assert stops == ["stopped", "stopped"]
+    assert token not in process.stderr
 
 
 @pytest.fixture
