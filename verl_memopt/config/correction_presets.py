@@ -54,16 +54,16 @@ PRESETS: dict[str, RolloutCorrection] = {
 """Name of each factory of verl's section -> its values."""
 
 
-def with_preset(given: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+def with_preset(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
     """Return the given settings with a preset's values in the place of its name, and what is wrong with the name.
 
     Keys of the section that are given beside the name keep their own values. Null is no preset.
 
     Args:
-        given: dotted key -> value, as the user wrote them.
+        written: dotted key -> value, as the user wrote them.
     """
-    settings = {key: value for key, value in given.items() if key not in (KEY, PRESET)}
-    names = {key: given[key] for key in (KEY, PRESET) if given.get(key) is not None}
+    settings = {key: value for key, value in written.items() if key not in (KEY, PRESET)}
+    names = {key: written[key] for key in (KEY, PRESET) if written.get(key) is not None}
     if not names:
         return settings, []
     if len(names) == 2:
