@@ -189,7 +189,8 @@ def test_weights_of_bypass_mode_are_normalised_over_each_mini_batch_after_a_pass
 
 
 def test_with_several_epochs_the_log_probs_are_those_of_the_first(settled):
-    metrics, phases = run(settled, {f"{KEY}.preset": "bypass_ppo_clip", f"{AR}.actor.ppo_epochs": 2, f"{AR}.actor.shuffle": True})
+    more = {f"{AR}.actor.ppo_epochs": 2, f"{AR}.actor.shuffle": True}
+    metrics, phases = run(settled, more | {f"{KEY}.preset": "bypass_ppo_clip"})
     assert phases.count("update_actor") == 1
     assert metrics["rollout/logprob_diff_mean"] < 1e-4
     assert metrics["training/log_probs_not_finite"] == 0
@@ -225,3 +226,12 @@ def test_bypass_mode_goes_with_a_critic_and_its_warm_up(settled, preset):
     assert metrics["critic/vf_loss"] > 0
     assert metrics["actor/grad_norm"] > 0
     assert metrics["rollout/logprob_diff_mean"] < 1e-4
+
+
+def test_metrics_of_mini_batches_are_averaged_and_counts_and_bytes_are_added(settled):
+    offload = {f"{AR}.model.enable_activation_offload": True, f"{AR}.model.activation_offload_min_bytes": 0}
+    both = [run(settled, offload | more)[0] for more in ({}, {f"{KEY}.preset": "bypass_ppo_clip"})]
+    moved = [metrics["memory/activation_offload/bytes_moved"] for metrics in both]
+    assert moved[0] == moved[1] > 0
+    assert both[1]["actor/lr"] == both[0]["actor/lr"]
+    assert both[1]["actor/loss"] == pytest.approx(both[0]["actor/loss"], rel=1e-3, abs=2e-5)

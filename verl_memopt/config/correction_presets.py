@@ -54,23 +54,23 @@ PRESETS: dict[str, RolloutCorrection] = {
 """Name of each factory of verl's section -> its values."""
 
 
-def with_preset(settings: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
-    """Return the settings with a preset's values in the place of its name, and what is wrong with the name.
+def with_preset(written: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the given settings with a preset's values in the place of its name, and what is wrong with the name.
 
     Keys of the section that are given beside the name keep their own values. Null is no preset.
 
     Args:
-        settings: dotted key -> value, as the user wrote them.
+        written: dotted key -> value, as the user wrote them.
     """
-    others = {key: value for key, value in settings.items() if key not in (KEY, PRESET)}
-    names = {key: settings[key] for key in (KEY, PRESET) if settings.get(key) is not None}
+    settings = {key: value for key, value in written.items() if key not in (KEY, PRESET)}
+    names = {key: written[key] for key in (KEY, PRESET) if written.get(key) is not None}
     if not names:
-        return others, []
+        return settings, []
     if len(names) == 2:
-        return others, [problem(names, "two names of a preset", f"Keep {PRESET}.")]
+        return settings, [problem(names, "two names of a preset", f"Keep {PRESET}.")]
     ((key, name),) = names.items()
     if not isinstance(name, str) or name not in PRESETS:
-        return others, [problem({key: name}, "no such preset", f"Set one of {', '.join(PRESETS)}.")]
+        return settings, [problem({key: name}, "no such preset", f"Set one of {', '.join(PRESETS)}.")]
     values = {f"{KEY}.{field}": value for field, value in asdict(PRESETS[name]).items()}
     logger.info("%s=%s sets %s", key, name, ", ".join(f"{own}={shown(value)}" for own, value in values.items()))
-    return values | others, []
+    return values | settings, []

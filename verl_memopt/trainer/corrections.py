@@ -147,7 +147,10 @@ class BypassUpdate:
 
 
 def _over_mini_batches(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
-    """Return the mean of each metric over mini-batches, or the sum for those that count."""
-    return {
-        name: sum(each[name] for each in metrics) / (1 if name in ACTOR.counts else len(metrics)) for name in metrics[0]
-    }  # fmt: skip
+    """Return the mean of each metric over mini-batches, or the sum for those that count steps or bytes."""
+    totals = {name: sum(each[name] for each in metrics) for name in metrics[0]}
+    return {name: total if _is_total(name) else total / len(metrics) for name, total in totals.items()}
+
+
+def _is_total(name: str) -> bool:
+    return name in ACTOR.counts or name.startswith("memory/")

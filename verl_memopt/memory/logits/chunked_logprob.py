@@ -2,8 +2,8 @@
 
 Bytes saved: let R be the response tokens of a micro-batch, V the vocabulary, c = ``logprob_chunk_tokens`` and t =
 ``logprob_vocab_tile``. The logits of a pass are one buffer of min(R, c) x min(V, t) x (4 + n) bytes. n is 0 in fp32, else the b
-bytes of the compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so does a GPU where t <
-V and functions are not compiled.
+bytes of the compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so do sums of squared
+probabilities, and a GPU where t < V and functions are not compiled.
 
 ``logprob_chunk_tokens=0`` disables chunking. ``logprob_vocab_tile=0`` then takes the whole vocabulary. With chunks it chooses
 by the pass: an update whose loss has a gradient per token, or that is strictly on-policy, takes the whole vocabulary; log-prob
