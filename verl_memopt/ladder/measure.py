@@ -216,6 +216,7 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
     if settings.algorithm.adv_estimator in WITH_CRITIC:
         critic_bins, values_bins = (cut_ranks([batch.row_tokens()], [names], each)[0] for each in critic_budgets(settings.critic))
         batch.old_values = call("values", "values", batch, values_bins)
+        assert batch.advantages is not None
         batch.returns = batch.old_values + batch.advantages
     batch = with_selection(batch, range(batch.num_rows), settings.actor_rollout_ref.actor.policy_loss, seed=0)
     counts = GlobalCounts(float(batch.responses.lengths.sum()), float(batch.num_rows))
