@@ -138,3 +138,36 @@ def test_a_key_that_the_checkpoint_did_not_know_counts_as_its_default(settled):
 
 def test_a_key_that_no_longer_exists_is_nothing(settled):
     assert changes(kept_settings(settled({})) | {"trainer.gone": 1}, settled({})) == []
+
+
+GAE = {"algorithm.adv_estimator": "gae"}
+
+
+@pytest.mark.parametrize(
+    ("key", "old", "new", "kind"),
+    [
+        ("critic.optim.lr", 1e-5, 1e-4, TRAJECTORY),
+        ("critic.optim.state_dtype", "fp32", "int8", REFUSED),
+        ("critic.optim.optimizer", "AdamW", "SGD", REFUSED),
+        ("critic.model.lora_rank", 4, 8, REFUSED),
+        ("critic.model.fsdp_config.param_offload", False, True, HARMLESS),
+        ("critic.model.enable_gradient_checkpointing", True, False, HARMLESS),
+        ("critic.checkpoint.save_contents", ["model"], ["model", "optimizer"], HARMLESS),
+    ],
+)
+def test_a_change_of_the_critic_is_judged_as_one_of_the_policy(compared, key, old, new, kind):
+    around = GAE | {"critic.checkpoint.load_contents": ["model", "optimizer"]}
+    assert compared(around | {key: old}, around | {key: new})[key][0] == kind
+    assert not any(key.startswith("critic.") for key in compared({key: old}, {key: new}))
+
+
+def test_what_the_critic_does_not_load_may_be_another_optimizer(compared):
+    without = GAE | {"critic.checkpoint.load_contents": ["model"]}
+    key = "critic.optim.state_dtype"
+    assert compared(without | {key: "fp32"}, without | {key: "int8"})[key][0] == TRAJECTORY
+
+
+def test_the_length_of_a_run_matters_where_the_critics_schedule_needs_it(compared):
+    key, linear = "trainer.total_training_steps", {"critic.optim.lr_scheduler_type": "linear"}
+    assert compared(GAE | {key: 5}, GAE | {key: 6})[key][0] == HARMLESS
+    assert compared(GAE | linear | {key: 5}, GAE | linear | {key: 6})[key][0] == TRAJECTORY

@@ -125,6 +125,8 @@ def test_the_kl_in_the_reward_is_taken_off_at_each_token(toy, tmp_path):
 @pytest.mark.slow
 def test_two_workers_take_the_same_first_step_as_one(toy, tmp_path):
     quiet = ["trainer.val_before_train=false", "trainer.test_freq=-1", "trainer.save_freq=-1", "trainer.total_training_steps=1"]
+    # Over a whole batch, whitened advantages add up to 0, and so would the policy's loss of a single mini-batch.
+    quiet.append(f"{AR}.actor.ppo_mini_batch_size=16")
     rows = []
     for count in (1, 2):
         run_dir = tmp_path / str(count)
@@ -133,7 +135,7 @@ def test_two_workers_take_the_same_first_step_as_one(toy, tmp_path):
         rows.append(metrics(run_dir)[1])
     one, two = rows
     for name in ("critic/vf_loss", "critic/grad_norm", "actor/pg_loss", "actor/grad_norm", "critic/returns/mean"):
-        assert two[name] == pytest.approx(one[name], rel=1e-4, abs=1e-9), name
+        assert two[name] == pytest.approx(one[name], rel=1e-4), name
 
 
 @pytest.mark.slow

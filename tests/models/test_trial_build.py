@@ -2,10 +2,11 @@ import shutil
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM
+from transformers import AutoModelForCausalLM, AutoModelForTokenClassification
 
+from tests.critics import with_value_head
 from tests.models.architectures import tiny_folder
-from verl_memopt.config.schema import Actor, Fsdp, Model
+from verl_memopt.config.schema import Actor, CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.models.architecture import TESTED
 from verl_memopt.models.build import named_weights
@@ -141,3 +142,36 @@ def test_a_head_that_the_config_ties_away_is_refused_and_the_rows_of_the_embeddi
     (folder / "config.json").write_text(config.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
     with pytest.raises(ConfigError, match=r"lm_head\.weight that differs from model\.embed_tokens\.weight"):
         check_architecture(Model(path=str(folder)), folder, 64, Actor(use_prefix_grouper=True))
+
+
+# The critic's folder.
+
+
+def checked_critic(folder):
+    section = CriticModel(path=str(folder), trust_remote_code=False)
+    return check_architecture(section, folder, 64, Actor(use_prefix_grouper=True))
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_a_critic_has_a_value_head_and_no_lm_head_whatever_its_folder_has(untied_folder, tmp_path, has_head):
+    folder = with_value_head(untied_folder, tmp_path / "valued") if has_head else untied_folder
+    policys = check_architecture(Model(path=str(untied_folder)), untied_folder, 64, Actor(use_prefix_grouper=True))
+    expected = policys.weights | {"score.weight": (1, 64), "score.bias": (1,)}
+    del expected["lm_head.weight"]
+    assert checked_critic(folder) == (expected, policys.embedding_rows)
+
+
+def test_a_critics_folder_that_cannot_be_trained_is_refused_under_the_critics_key(untied_folder, tmp_path):
+    folder = tiny_folder(tmp_path / "mamba", "mamba")
+    with pytest.raises(ConfigError, match=rf"^critic\.model\.path={folder}: models of type mamba"):
+        checked_critic(folder)
+    AutoModelForTokenClassification.from_pretrained(untied_folder, num_labels=3).save_pretrained(tmp_path / "three")
+    with pytest.raises(ConfigError, match=r"^critic\.model\.path=.*has 3 outputs"):
+        checked_critic(tmp_path / "three")
+
+
+def test_a_head_that_the_config_ties_away_does_not_matter_to_a_critic(untied_folder, tmp_path):
+    folder = shutil.copytree(untied_folder, tmp_path / "model")
+    config = (folder / "config.json").read_text()
+    (folder / "config.json").write_text(config.replace('"tie_word_embeddings": false', '"tie_word_embeddings": true'))
+    assert checked_critic(folder).embedding_rows == 320

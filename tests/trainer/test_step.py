@@ -116,3 +116,52 @@ def test_failed_rewards_are_counted(settled, tmp_path):
         result = learner.train_step(1)
     failed = sum(int(row.ground_truth) >= 7 for row in result.answers.rows)
     assert result.metrics["reward/failed_rows"] == failed > 0
+
+
+GAE = {
+    "algorithm.adv_estimator": "gae",
+    "critic.ppo_max_token_len_per_gpu": 40,
+    "critic.model.enable_gradient_checkpointing": False,
+    "critic.model.fsdp_config.dtype": "fp32",
+    "critic.optim.lr": 1e-3,
+}
+
+
+def test_a_step_with_a_critic_computes_values_and_updates_both_models(settled):
+    with running(settled(GAE)) as learner:
+        first, second = (learner.train_step(step).metrics for step in (1, 2))
+        phases = [span.name for span in learner.workers.clock.take()]
+    assert phases[2:] == [
+        "gen", "reward", "old_log_prob", "values", "adv", "update_critic", "update_actor", "update_weights",
+    ] * 2  # fmt: skip
+    assert first["critic/values/max"] == first["critic/values/min"] == 0  # the head starts at 0
+    assert second["critic/values/max"] != 0
+    assert first["critic/lr"] == pytest.approx(1e-3)
+    assert first["critic/grad_norm"] > 0 < first["actor/grad_norm"]
+
+
+@pytest.mark.parametrize("frees", [False, True])
+def test_a_warm_up_leaves_out_the_update_of_the_policy_and_what_it_would_sync(settled, frees):
+    more = {"trainer.critic_warmup": 1, f"{AR}.rollout.free_cache_engine": frees, f"{AR}.actor.ppo_mini_batch_size": 4}
+    with running(settled(GAE | more)) as learner:
+        assert learner.old_pass is None, "the policy's update gives the old log-probs"
+        first, second = (learner.train_step(step).metrics for step in (1, 2))
+        phases = [span.name for span in learner.workers.clock.take()]
+    waking = ["update_weights"] if frees else []
+    rollout = ["gen", "gen"] if frees else ["gen"]
+    warm = [*rollout, "reward", "old_log_prob", "values", "adv", "update_critic", *waking]
+    assert phases[2:] == [*warm, *rollout, "reward", "values", "adv", "update_critic", "update_actor", "update_weights"]
+    assert "actor/grad_norm" not in first
+    assert first["training/log_probs_not_finite"] == 0
+    assert second["actor/grad_norm"] > 0
+
+
+def test_the_discount_and_the_decay_reach_the_advantages(settled):
+    returns = {}
+    for gamma, lam in ((1.0, 1.0), (0.5, 1.0), (1.0, 0.5)):
+        with running(settled(GAE | {"algorithm.gamma": gamma, "algorithm.lam": lam})) as learner:
+            returns[gamma, lam] = learner.train_step(1).metrics["critic/returns/mean"]
+    whole, discounted, decayed = returns.values()
+    # Values are 0 in the first step, so both halve what a token gets for each token that follows it.
+    assert discounted == pytest.approx(decayed, rel=1e-6)
+    assert discounted < whole

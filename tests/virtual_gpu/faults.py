@@ -10,6 +10,7 @@ from verl_memopt.data.ragged import token_index
 from verl_memopt.memory.optimizer import optimizer_offload
 from verl_memopt.memory.parameters.param_offload import ParamHome
 from verl_memopt.workers import policy
+from verl_memopt.workers.trained_model import TrainedModel
 
 
 def _scatter_on_the_host(parts, lengths):
@@ -34,7 +35,7 @@ def host_and_device_mixed(folder):
 
 
 def read_back_between_micro_batches(folder):
-    with mock.patch.object(policy.Policy, "backward", _reading_back(policy.Policy.backward)):
+    with mock.patch.object(TrainedModel, "backward", _reading_back(TrainedModel.backward)):
         live(all_off(), folder, whole=False)
 
 

@@ -237,6 +237,53 @@ def test_two_ranks_take_the_step_of_one(folder, one_rank):
         assert sum(each[0].size for each in both) == len(expected[0])
 
 
+OPTIMIZERS = {
+    "moments on the host": ({}, {"optimizer_offload": True}),
+    "FSDP2's own offload": ({}, {"offload_policy": True}),
+    "in backward": ({"in_backward": True, "clip_grad": None}, {}),
+    "own units": ({}, {"own_units": True, "reshard_after_forward": True}),
+    "8-bit moments": ({"state_dtype": "int8"}, {}),
+    "8-bit moments in backward on the host": (
+        {"state_dtype": "int8", "in_backward": True, "clip_grad": None}, {"optimizer_offload": True},
+    ),
+    "stochastic rounding": ({"stochastic_rounding": True}, {"model_dtype": "bfloat16"}),
+}  # fmt: skip
+ROUNDING = {"8-bit moments": 2e-3, "8-bit moments in backward on the host": 2e-3, "stochastic rounding": 2**-7}
+"""How far a weight may be from one rank's where blocks of moments or random draws differ: bfloat16 is rounded by 2^-7 near 1."""
+
+
+def two_updates(folder, mesh, rank, world_size, optim, fsdp):
+    """Gives the metrics of two optimizer steps, the share of parameters that the rank holds of the head, and the weights."""
+    smooth = dataclasses.replace(CRITIC.optim, override_optimizer_config={"eps": 1e-2}, **optim)
+    critic = critic_for(folder, mesh, world_size, optim=smooth, fsdp=fsdp)
+    mini = shares(critic_batch(), world_size, WHOLE)[rank]
+    metrics = critic.update([mini, mini])
+    held = sum(local_of(parameter).numel() for parameter in critic.model.score.parameters())
+    weights = {name: whole_of(p).detach().clone().float().numpy() for name, p in named_weights(critic.model)}
+    return metrics, held, weights
+
+
+def every_optimizer(rank, folder):
+    mesh = training_mesh("cpu", 2, -1)
+    return {name: two_updates(folder, mesh, rank, 2, *options) for name, options in OPTIMIZERS.items()}
+
+
+def test_every_optimizer_updates_a_head_of_which_one_of_two_ranks_holds_nothing(folder, one_rank):
+    answers = run_ranks(every_optimizer, 2, folder)
+    for name, (optim, fsdp) in OPTIMIZERS.items():
+        both = [answer[name] for answer in answers]
+        assert [held for _, held, _ in both] == [65, 0], name
+        metrics, _, weights = two_updates(folder, one_rank, 0, 1, optim, fsdp)
+        assert both[0][0]["critic/grad_norm"] == pytest.approx(
+            metrics["critic/grad_norm"], rel=1e-2 if name in ROUNDING else 1e-5
+        )
+        assert both[0][0]["critic/skipped_updates"] == 0.0
+        for parameter, values in weights.items():
+            difference = abs(both[0][2][parameter] - values).max()
+            assert difference <= ROUNDING.get(name, 2e-6), (name, parameter, difference)
+            assert (both[0][2][parameter] == both[1][2][parameter]).all(), (name, parameter)
+
+
 # LoRA.
 
 

@@ -1,6 +1,9 @@
+import logging
+
 import pytest
 import torch
 
+from tests.critics import call_critic, critic_mini, critic_plan, with_value_head
 from tests.models.own_code import own_code, write_own_code
 from tests.workers.test_policy import batch
 from tests.workers.test_worker import AR, call, made, mini_batch, place, plan_of  # noqa: F401 - made is a fixture
@@ -8,6 +11,25 @@ from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import ConfigError
 from verl_memopt.ops import fused
 from verl_memopt.workers.worker import Worker
+
+
+def test_each_offload_of_activations_has_a_metric_of_its_own(made, tiny_folder):  # noqa: F811
+    offloaded = {"enable_activation_offload": True, "activation_offload_min_bytes": 1}
+    critic = critic_plan(tiny_folder, {f"critic.model.{name}": value for name, value in offloaded.items()})
+    worker = made({f"{AR}.model.{name}": value for name, value in offloaded.items()}, **critic)
+    metrics = call(worker, "update_actor", [mini_batch()]), call_critic(worker, "update_critic", [critic_mini()]).value
+    moved = ["memory/activation_offload/bytes_moved", "memory/activation_offload/critic_bytes_moved"]
+    assert [[name for name in moved if name in each] for each in metrics] == [[moved[0]], [moved[1]]]
+    assert metrics[1][moved[1]] > 0
+
+
+@pytest.mark.parametrize("has_head", [False, True])
+def test_the_log_says_where_the_critics_head_comes_from(made, tiny_folder, tmp_path, caplog, has_head):  # noqa: F811
+    folder = with_value_head(tiny_folder, tmp_path / "valued") if has_head else tiny_folder
+    with caplog.at_level(logging.INFO):
+        made(**critic_plan(folder))
+    expected = f"is that of {folder}" if has_head else f"starts at 0: {folder} has none"
+    assert f"the critic's value head {expected}" in caplog.text
 
 
 def test_full_determinism_and_the_seed_hold_for_the_worker(made):  # noqa: F811

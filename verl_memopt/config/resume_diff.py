@@ -10,6 +10,7 @@ from verl_memopt.config.keys import flatten, leaf_keys
 from verl_memopt.config.plain import to_plain
 from verl_memopt.config.problems import shown
 from verl_memopt.config.schema import Settings
+from verl_memopt.knobs.conditions import WITH_CRITIC
 from verl_memopt.knobs.index import knobs
 
 _AR = "actor_rollout_ref"
@@ -108,7 +109,8 @@ def kept_settings(settings: Settings) -> dict[str, Any]:
 def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
     """Return what settings change of those that a checkpoint kept, in the order of the schema.
 
-    A key that did not exist when the checkpoint was made counts as if it had had its default.
+    A key that did not exist when the checkpoint was made counts as if it had had its default. In a run without a critic,
+    the critic's keys are left out.
 
     Args:
         before: as :func:`kept_settings` gave it.
@@ -116,7 +118,8 @@ def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
     """
     defaults, now = kept_settings(Settings()), kept_settings(settings)
     old = {key: before.get(key, defaults[key]) for key in now}
-    return [_judged(key, old, now) for key in now if old[key] != now[key]]
+    has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC
+    return [_judged(key, old, now) for key in now if old[key] != now[key] and (has_critic or not key.startswith("critic."))]
 
 
 def _judged(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> Change:

@@ -220,8 +220,8 @@ def fill_from_folder(
             named.pop(name).zero_()
     parameters = {renamed.get(name) or name: parameter for name, parameter in named.items()}
     layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
-    unread = TIED if stored is None else LM_HEAD
-    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder, key, unread)
+    ignored = TIED if stored is None else LM_HEAD
+    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder, key, ignored)
     for name, parameter in parameters.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         region = local_region(parameter)
@@ -317,10 +317,10 @@ def local_region(parameter: Tensor) -> tuple[slice, ...]:
 
 
 def _check_names(
-    weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path, key: str, unread: frozenset[str]
+    weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path, key: str, ignored: frozenset[str]
 ) -> None:
     problems = [f"missing {name}" for name in shapes if name not in weights.names]
-    problems += [f"unexpected {name}" for name in weights.names if name not in shapes and name not in unread]
+    problems += [f"unexpected {name}" for name in weights.names if name not in shapes and name not in ignored]
     for name in shapes.keys() & weights.names.keys():
         if weights.shape(name) != shapes[name]:
             problems.append(f"{name} has shape {weights.shape(name)}, the config says {shapes[name]}")

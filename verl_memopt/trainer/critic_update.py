@@ -9,7 +9,6 @@ from torch import Tensor
 
 from verl_memopt.config.schema import Critic
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.memory.activations.activation_offload import BYTES_MOVED
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.trainer.experience import LogProbPass, run_pass
 from verl_memopt.trainer.mini_batches import MiniBatchCutter
@@ -18,9 +17,6 @@ from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import global_metrics, refuse_partial
 from verl_memopt.trainer.update_guard import way_back
 from verl_memopt.workers.trained_model import CRITIC
-
-CRITIC_BYTES_MOVED = "memory/activation_offload/critic_bytes_moved"
-"""Metric: activations of the critic's update that were moved to the host."""
 
 
 @dataclass(frozen=True)
@@ -73,8 +69,6 @@ class CriticTraining:
         per_rank = self.cutter.cut(batch, names, step)
         results = self.workers.each("update_critic", "update_critic", [(minis,) for minis in per_rank])
         metrics = global_metrics(results, CRITIC)
-        if BYTES_MOVED in metrics:  # the policy's update has a metric of that name
-            metrics[CRITIC_BYTES_MOVED] = metrics.pop(BYTES_MOVED)
         refuse_partial(metrics, CRITIC, step, way_back(CRITIC, self.critic.optim.lr, self.store))
         return metrics
 

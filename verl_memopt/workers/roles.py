@@ -12,7 +12,7 @@ import torch
 from verl_memopt.config.schema import CriticModel, Fsdp, Model
 from verl_memopt.distributed.device import is_gpu
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.memory.activations.activation_offload import ActivationOffload
+from verl_memopt.memory.activations.activation_offload import BYTES_MOVED, CRITIC_BYTES_MOVED, ActivationOffload
 from verl_memopt.memory.parameters.lora import initialize_adapters, load_adapter
 from verl_memopt.memory.parameters.param_offload import ParamHome
 from verl_memopt.memory.parameters.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
@@ -66,7 +66,7 @@ class RoleBuilder:
         materialize(policy_model, folder, self.device, fsdp.offload_policy)
         start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
         self._check_packing(policy_model, fsdp, folder)
-        offload, world_size = self._offload(policy_model, model), self.placement.world_size
+        offload, world_size = self._offload(policy_model, model, BYTES_MOVED), self.placement.world_size
         policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
         if fsdp.param_offload:
             policy.trained.home = ParamHome(POLICY, policy_model.parameters(), self.device)
@@ -92,7 +92,7 @@ class RoleBuilder:
         logger.info("the critic's value head %s", f"is that of {folder}" if has_head else f"starts at 0: {folder} has none")
         start_adapters(value_model, model, fsdp.seed, CRITIC_KEY)
         self._check_packing(value_model, fsdp, folder, CRITIC_KEY)
-        offload = self._offload(value_model, model)
+        offload = self._offload(value_model, model, CRITIC_BYTES_MOVED)
         critic = Critic(value_model, settings, self.plan.critic_steps, world_size, self.device, offload)
         if fsdp.param_offload:
             critic.trained.home = ParamHome(CRITIC, value_model.parameters(), self.device)
@@ -175,12 +175,11 @@ class RoleBuilder:
         model = self.plan.settings.model
         return build_policy(model, fsdp, folder, mesh, self.device, key, compiles, recompute, trained, quantization)
 
-    def _offload(self, packed_model: PackedModel, model: Model | CriticModel) -> ActivationOffload | None:
+    def _offload(self, packed_model: PackedModel, model: Model | CriticModel, metric: str) -> ActivationOffload | None:
         if not model.enable_activation_offload:
             return None
-        return ActivationOffload(
-            packed_model, self.device, model.activation_offload_min_bytes, model.activation_offload_in_flight
-        )
+        min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
+        return ActivationOffload(packed_model, self.device, min_bytes, in_flight, metric=metric)
 
     def _check_packing(self, packed_model: PackedModel, fsdp: Fsdp, folder: Path, key: str = POLICY_KEY) -> None:
         dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")

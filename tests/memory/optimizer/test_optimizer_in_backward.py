@@ -127,7 +127,7 @@ def test_a_policy_that_is_let_go_leaves_nothing_behind(folder, one_rank):
     held = host_allocator().held_bytes
     updating = policy(folder, one_rank, **OPTIONS["host"])
     three_steps(updating, whole_share())
-    optimizer = weakref.ref(updating.optimizer)
+    optimizer = weakref.ref(updating.trained.optimizer)
     assert host_allocator().held_bytes > held
     del updating
     gc.collect()

@@ -28,7 +28,9 @@ from verl_memopt.distributed.device import CopyStream
 from verl_memopt.memory.host.host_arena import CHUNK_BYTES, HostArena, Slot
 
 BYTES_MOVED = "memory/activation_offload/bytes_moved"
-"""Metric: bytes that an update moved to the host."""
+"""Metric: bytes that an update of the policy moved to the host."""
+CRITIC_BYTES_MOVED = "memory/activation_offload/critic_bytes_moved"
+"""Metric: the same of the critic."""
 
 
 class ActivationOffload:
@@ -38,7 +40,13 @@ class ActivationOffload:
     """
 
     def __init__(
-        self, model: nn.Module, device: torch.device, min_bytes: int, in_flight: int, chunk_bytes: int = CHUNK_BYTES
+        self,
+        model: nn.Module,
+        device: torch.device,
+        min_bytes: int,
+        in_flight: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        metric: str = BYTES_MOVED,
     ) -> None:
         """Prepare the arena and the copy stream.
 
@@ -48,10 +56,12 @@ class ActivationOffload:
             min_bytes: Smaller storages stay on the device.
             in_flight: Storages copied at once, in either direction.
             chunk_bytes: Bytes of a chunk of the host arena.
+            metric: Name of the metric that says how much was moved.
         """
         self.arena = HostArena(device, "activations", chunk_bytes)
         self.stream = CopyStream(device)
         self.bytes_moved = 0
+        self.metric = metric
         self._model, self._device = model, device
         self._min_bytes, self._in_flight = min_bytes, in_flight
         self._leaving: deque[weakref.ref[_Stored]] = deque()
@@ -83,7 +93,7 @@ class ActivationOffload:
 
     def metrics(self) -> dict[str, float]:
         """Return the bytes moved since the last call, as a metric of the step."""
-        return {BYTES_MOVED: float(self.take_bytes_moved())}
+        return {self.metric: float(self.take_bytes_moved())}
 
     def close(self) -> None:
         """Free the host memory that no forward waiting for its backward uses."""
