@@ -8,7 +8,7 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 
 from tests.ranks import run_ranks
 from tests.workers.test_worker import AR, place, plan_of
-from verl_memopt.config.schema import Actor, Fsdp, ScoringModel
+from verl_memopt.config.schema import Actor, Fsdp, MixedPrecision, ScoringModel
 from verl_memopt.data.batch import rollout_batch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group, training_mesh
@@ -141,22 +141,55 @@ def test_an_offloaded_model_holds_no_device_byte_outside_its_own_phase(worker_of
     torch.testing.assert_close(expected, logits(model), rtol=0, atol=1e-5)
 
 
+SHARDINGS = [
+    {},
+    {"reshard_after_forward": False},
+    {"fsdp_size": 1},
+    {"own_units": False},
+    {"offload_policy": True},
+    {"mixed_precision": MixedPrecision(reduce_dtype="bfloat16")},
+]
+"""Settings of ``fsdp_config`` that change no score."""
+
+
 def two_ranks(rank, folder, tiny_folder):
-    """Returns the scores of this rank's rows: three of five, the last of them a copy."""
-    plan = plan_of(tiny_folder, None, reward_model=SETTINGS, reward_folder=str(folder))
-    mesh = training_mesh("cpu", 2, -1)
-    model = build_reward_model(SETTINGS, plan.settings.model, folder, mesh, torch.device("cpu"))
-    model.requires_grad_(False)
-    assert materialize_critic(model, folder, torch.device("cpu"), False, REWARD_KEY)
-    rows = [[0, 1, 4], [2, 3, 0]][rank]
-    return compute_scores(model, conversations(True, rows), [[0, 1], [2]], torch.device("cpu")).tolist()
+    """Returns the scores of this rank's rows, sharded in each way: three of five rows, the last of them a copy."""
+    plan, scores = plan_of(tiny_folder), []
+    for more in SHARDINGS:
+        settings = ScoringModel(fsdp_config=Fsdp(dtype="fp32", **more))
+        mesh = training_mesh("cpu", 2, settings.fsdp_config.fsdp_size)
+        model = build_reward_model(settings, plan.settings.model, folder, mesh, torch.device("cpu"))
+        model.requires_grad_(False)
+        assert materialize_critic(model, folder, torch.device("cpu"), settings.fsdp_config.offload_policy, REWARD_KEY)
+        batch = conversations(True, [[0, 1, 4], [2, 3, 0]][rank])
+        scores.append(compute_scores(model, batch, [[0, 1], [2]], torch.device("cpu")).tolist())
+    return scores
 
 
-def test_two_ranks_give_the_scores_of_one(tiny_folder, tmp_path):
+def test_two_ranks_give_the_scores_of_one_however_the_model_is_sharded(tiny_folder, tmp_path):
     folder, model = classifier(tmp_path / "rm", tiny_folder)
-    one, other = run_ranks(two_ranks, 2, folder, tiny_folder)
     expected = logits(model)[[0, 1, 4, 2, 3, 0]]
-    torch.testing.assert_close(torch.tensor([*one, *other]), expected, rtol=0, atol=1e-5)
+    for one, other in zip(*run_ranks(two_ranks, 2, folder, tiny_folder), strict=True):
+        torch.testing.assert_close(torch.tensor([*one, *other]), expected, rtol=0, atol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("settings", "error"),
+    [
+        (ScoringModel(fsdp_config=Fsdp(dtype="fp32"), quantization="int8"), 0.02),
+        (ScoringModel(fsdp_config=Fsdp(dtype="fp32"), quantization="nf4"), 0.3),
+        (ScoringModel(fsdp_config=Fsdp(dtype="bfloat16", model_dtype="bfloat16")), 0.1),
+    ],
+    ids=["int8", "nf4", "bfloat16"],
+)
+def test_fewer_bits_cost_some_exactness_and_take_less_memory(worker_of, tiny_folder, tmp_path, settings, error):
+    folder, model = classifier(tmp_path / "rm", tiny_folder)
+    worker = worker_of(folder, settings)
+    found = scored(worker, conversations(True), [[0, 1, 2, 3, 4]])
+    differences = (found - logits(model)).abs()
+    assert 0 < differences.max() < error
+    held = sum(parameter.nbytes for parameter in worker.reward_model.parameters())
+    assert held < 0.7 * sum(parameter.nbytes for parameter in model.parameters())
 
 
 def test_a_conversation_without_its_end_is_a_mistake():

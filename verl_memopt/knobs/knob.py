@@ -28,6 +28,7 @@ SECTIONS: dict[str, tuple[str, ...]] = {
     ),
     "trained_fsdp": ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"),
     "ref": ("actor_rollout_ref.ref",),
+    "scoring_model": ("reward_model.model",),
     "log_prob_pass": ("actor_rollout_ref.rollout", "actor_rollout_ref.ref"),
     "rollout": ("actor_rollout_ref.rollout",),
     "memory": ("memory",),

@@ -1,8 +1,8 @@
-"""Store the reference's linear layers in 8 or 4 bits; each becomes a plain weight only while it is used.
+"""Store the linear layers of a frozen model in 8 or 4 bits; each becomes a plain weight only while it is used.
 
-Use it when: a reference and a policy share one device and parameters are the peak.
+Use it when: a reference or a reward model shares a device with the policy and parameters are the peak.
 Saves: per parameter of the blocks' linear layers, all but 1.03 bytes with int8 and all but 0.56 with nf4.
-Costs: the reference's log-probs are not exact. The error is measured when the model is loaded, and logged.
+Costs: log-probs and scores are not exact. The error of a reference is measured when it is loaded, and logged.
 Works with: ``param_offload``, which then moves the codes. It refuses LoRA, whose reference is the policy's own base. Source of
     the nf4 levels: arXiv 2305.14314.
 """
@@ -19,17 +19,18 @@ _KEY = "actor_rollout_ref.ref.quantization"
 
 @dataclass(frozen=True)
 class QuantizedFrozen:
-    """Settings of the quantised reference."""
+    """Settings of a quantised model."""
 
     quantization: Literal["none", "int8", "nf4"] = "none"
-    """none, int8 or nf4: width at which the reference's linear layers rest. Lossy; the error is measured at load and logged."""
+    """none, int8 or nf4: width at which the linear layers of the frozen model rest. Lossy; the error of a reference is measured
+    at load and logged."""
 
 
 KNOB = Knob(
     name="quantized_frozen",
     place=200,
     cost="inexact reference",
-    settings={"ref": QuantizedFrozen},
+    settings={"ref": QuantizedFrozen, "scoring_model": QuantizedFrozen},
     known_as={
         "load_in_8bit": "actor_rollout_ref.ref.quantization",
         "load_in_4bit": "actor_rollout_ref.ref.quantization",

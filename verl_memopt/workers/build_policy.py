@@ -99,7 +99,7 @@ def build_reward_model(model: ScoringModel, policy: Model, folder: Path, mesh: D
 
     keys = ModelKeys(REWARD_KEY, f"{REWARD_KEY}.fsdp_config")
     as_critic = frozen_value_model(model, policy)
-    return _build(take_over, as_critic, model.fsdp_config, folder, mesh, device, keys, False, False, "none")
+    return _build(take_over, as_critic, model.fsdp_config, folder, mesh, device, keys, False, False, model.quantization)
 
 
 def _build(

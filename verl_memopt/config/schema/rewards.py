@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from verl_memopt.config.schema.training import Fsdp
+from verl_memopt.knobs.index import knob_settings
 from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range
 
 POLICY_TOKENIZER = "policy"
@@ -38,8 +39,11 @@ class RewardKwargs:
     """Tokens of a response that gets the whole penalty."""
 
 
+_ScoringKnobs: Any = knob_settings("scoring_model")
+
+
 @dataclass(frozen=True)
-class ScoringModel:
+class ScoringModel(_ScoringKnobs):
     """The reward model's own model: a sequence or token classifier with one label.
 
     The knobs of ``actor_rollout_ref.model`` act in it as they do in the reference.
