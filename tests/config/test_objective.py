@@ -21,6 +21,41 @@ def test_groups_that_are_left_out_are_named(settled):
     assert objective(algorithm, "vanilla", None).endswith("no KL, groups whose responses agree in score left out")
 
 
+CORRECTIONS = [
+    (
+        {"preset": "decoupled_k3_rs_seq_tis"},
+        "loss vanilla (one clipped ratio per token), no KL, importance weights per sequence, rejection seq_mean_k3",
+    ),
+    (
+        {"preset": "bypass_ppo_clip", "rollout_is": "token"},
+        "loss ppo_clip (one clipped ratio to the engine per token), no KL",
+    ),
+    (
+        {"preset": "bypass_pg_is"},
+        "loss reinforce (log-probs without a ratio), no KL, importance weights per sequence",
+    ),
+]
+
+
+@pytest.mark.parametrize(("more", "words"), CORRECTIONS)
+def test_a_correction_is_named_with_the_loss_that_bypass_mode_takes(settled, more, words):
+    settings = settled({f"algorithm.rollout_correction.{key}": value for key, value in more.items()})
+    assert objective(settings.algorithm, "vanilla", None) == f"advantages rloo, {words}"
+
+
+def test_rows_that_are_drawn_are_named(settled):
+    assert objective(settled({"algorithm.use_pf_ppo": True}).algorithm, "vanilla", None).endswith("rows drawn by score (pow)")
+
+
+def test_a_loss_that_bypass_mode_does_not_take_earns_a_warning(settled, caplog):
+    algorithm = settled({"algorithm.rollout_correction.bypass_mode": True}).algorithm
+    for loss, warns in (("sequence", True), ("vanilla", False)):
+        caplog.clear()
+        with caplog.at_level(logging.INFO):
+            log_objective(algorithm, loss, None)
+        assert [record.levelname for record in caplog.records] == ["INFO", *["WARNING"] * warns]
+
+
 @pytest.mark.parametrize("loss", choices()[LOSS])
 def test_every_loss_has_its_words(settled, loss):
     assert objective(settled({}).algorithm, loss, None).endswith("), no KL")

@@ -127,6 +127,28 @@ def test_a_further_round_of_a_step_has_seeds_of_its_own_and_the_engine_may_stay_
     assert methods(engine) == ["generate"] * 3
 
 
+@pytest.mark.parametrize("frees_engine", [True, False])
+def test_a_greedy_round_answers_each_prompt_once_and_the_engine_releases_its_memory(frees_engine):
+    engine = Engine(0)
+    answers = generator_of(engine, frees_engine).generate_greedy(PROMPTS, 3)
+    prompt_ids, _, sampling, _ = engine.asked[0][3]
+    assert prompt_ids == answers.prompt_ids == [[1], [2]]
+    assert [row.index for row in answers.rows] == [0, 1]
+    assert answers.texts == ["A", "B"]
+    assert not sampling.do_sample
+    assert not sampling.log_probs
+    assert answers.generation.log_probs is None
+    assert methods(engine) == ["generate", *["release_engine"] * frees_engine]
+
+
+def test_a_greedy_round_that_is_abandoned_releases_the_engine_too():
+    engine = Engine(0)
+    engine.outcome = "stopped"
+    with pytest.raises(Stopped):
+        generator_of(engine).generate_greedy(PROMPTS, 3)
+    assert methods(engine) == ["generate", "release_engine"]
+
+
 def test_an_engine_that_keeps_its_memory_is_not_asked_to_release_it():
     engine = Engine(0)
     generator_of(engine, frees_engine=False).generate(PROMPTS, 3)
