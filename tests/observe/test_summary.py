@@ -40,3 +40,4 @@ def test_the_environment_names_device_command_and_installed_versions() -> None:
 def test_skipped_updates_are_counted_over_the_whole_run() -> None:
     rows = [{"step": 0}, {"step": 1, "actor/skipped_updates": 2.0}, {"step": 2, "actor/skipped_updates": 0.0}]
     assert build_summary([*rows, {"step": 3, "actor/skipped_updates": 1.0}], [])["skipped_updates"] == 3
+    assert build_summary([*rows, {"step": 3, "critic/skipped_updates": 4.0}], [])["skipped_updates"] == 6

