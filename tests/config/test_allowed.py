@@ -26,8 +26,8 @@ def test_a_reason_is_of_a_word_that_is_no_choice():
 
 
 def test_a_word_of_another_project_is_refused_with_its_reason():
-    (text,) = complaints(reward_model__reward_manager="prime")
-    assert text.startswith("reward_model.reward_manager=prime: prime gives score 0 where a function fails.")
+    (text,) = complaints(reward_model__reward_manager="gdpo")
+    assert text.startswith("reward_model.reward_manager=gdpo: rewards are one number a response, and gdpo weighs several.")
 
 
 def test_an_unknown_word_is_no_choice():
