@@ -5,15 +5,17 @@ from verl_memopt.config.allowed import choices
 from verl_memopt.config.checks import RULES
 from verl_memopt.config.correction_rules import TOKEN_BASELINES
 from verl_memopt.config.keys import value_at
-from verl_memopt.knobs.conditions import WITHOUT_GROUPS
+from verl_memopt.knobs.conditions import WITHOUT_BASELINE, WITHOUT_GROUPS
 
 AR = "actor_rollout_ref"
 LIMITS = {
     **{
         f"a group of {name} has two answers": ({"algorithm.adv_estimator": name}, f"{AR}.rollout.n", [2], [1])
         for name in choices()["algorithm.adv_estimator"]
-        if name not in ("rloo", *WITHOUT_GROUPS, *TOKEN_BASELINES)
+        if name not in (*WITHOUT_BASELINE, *WITHOUT_GROUPS, *TOKEN_BASELINES)
     },
+    "RLOO does without a baseline": ({"algorithm.adv_estimator": "rloo"}, f"{AR}.rollout.n", [1, 2], []),
+    "GRPO does without a baseline": ({"algorithm.adv_estimator": "grpo"}, f"{AR}.rollout.n", [1, 2], []),
     "REINFORCE++ compares no group": ({"algorithm.adv_estimator": "reinforce_plus_plus"}, f"{AR}.rollout.n", [1, 2], []),
     "one round a step answers its prompts": ({"data.train_batch_size": 256}, "data.gen_batch_size", [256], [255, 512]),
     "groups that are filtered are sampled": (

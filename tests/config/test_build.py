@@ -77,7 +77,6 @@ def test_exactly_the_keys_marked_required_are_missing_from_an_empty_config():
         "data.train_files",
         "data.val_files",
         "actor_rollout_ref.model.path",
-        "actor_rollout_ref.rollout.name",
     ]
 
 

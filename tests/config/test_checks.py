@@ -131,8 +131,8 @@ WRONG = {
         f"{AR}.actor.ppo_micro_batch_size_per_gpu=1024, lower ppo_mini_batch_size, or set {AR}.actor.optim.in_backward=false.",
     ),
     "a group of one": (
-        {f"{AR}.rollout.n": 1},
-        f"{AR}.rollout.n=1, algorithm.adv_estimator=rloo: a group of one has no baseline to compare with. "
+        {f"{AR}.rollout.n": 1, "algorithm.adv_estimator": "opo"},
+        f"{AR}.rollout.n=1, algorithm.adv_estimator=opo: a group of one has no baseline to compare with. "
         f"Set {AR}.rollout.n to 2 or more.",
     ),
     "mini-batches that do not fill a step": (
@@ -327,7 +327,7 @@ def test_a_possible_combination_passes(settled, more):
 FOUR = {"trainer.n_gpus_per_node": 4}
 ONE_STEP = {f"{AR}.actor.optim.in_backward": True, f"{AR}.actor.optim.clip_grad": None, f"{AR}.actor.use_dynamic_bsz": False}
 LIMITS = {
-    "a group has two answers": ({"algorithm.adv_estimator": "rloo"}, f"{AR}.rollout.n", [2], [1]),
+    "a group has two answers": ({"algorithm.adv_estimator": "opo"}, f"{AR}.rollout.n", [2], [1]),
     "a step is whole mini-batches": ({f"{AR}.actor.ppo_mini_batch_size": 64}, "data.train_batch_size", [64, 128], [63, 65, 127]),
     "a mini-batch divides a step": ({"data.train_batch_size": 64}, f"{AR}.actor.ppo_mini_batch_size", [32, 64], [33, 63, 65]),
     "rows divide over devices": (

@@ -134,6 +134,12 @@ def test_a_group_of_one_has_an_advantage_under_reinforce_plus_plus():
     assert advantages.per_token.tolist() == pytest.approx(whitened([1.0, 1.0, 0.25, 1.0, 1.0, 1.0]), abs=1e-6)
 
 
+@pytest.mark.parametrize("name", ["rloo", "grpo"])
+def test_with_one_response_to_each_prompt_the_reward_itself_is_the_advantage(name):
+    advantages = shaped(batch_of(RESPONSES, samples=1), [1.0, 0.0, 0.25, 1.0], Algorithm(name))
+    assert advantages.per_token.tolist() == pytest.approx([1.0, 1.0, 0.25, 1.0, 1.0, 1.0], abs=2e-6)
+
+
 BY_HAND = {
     "reinforce_plus_plus_baseline": whitened([0.5, 0.5, -0.375, 0.375, 0.375, 0.375]),
     "opo": [0.0, 0.0, -0.5625, 0.1875, 0.1875, 0.1875],  # baselines by length: 1 and (0.25 + 3 * 1) / 4

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_memopt.knobs.conditions import WITHOUT_GROUPS
+from verl_memopt.knobs.conditions import WITHOUT_BASELINE, WITHOUT_GROUPS
 from verl_memopt.knobs.knob import Refusal
 
 _ROLLOUT, _LOSS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.policy_loss"
@@ -16,7 +16,7 @@ def _groups() -> Iterator[Refusal]:
     on, metric, kl = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.use_kl_in_reward"
     yield Refusal(
         (n, "algorithm.adv_estimator"),
-        lambda samples, estimator: samples < 2 and estimator not in WITHOUT_GROUPS,
+        lambda samples, estimator: samples < 2 and estimator not in (*WITHOUT_GROUPS, *WITHOUT_BASELINE),
         "a group of one has no baseline to compare with",
         f"Set {n} to 2 or more.",
     )

@@ -50,8 +50,16 @@ def load_settings(config_name: str, overrides: list[str], config_dir: str | None
     Raises:
         ConfigError: one, that lists everything wrong, before anything is started.
     """
-    composed, presets = _compose(config_name, overrides, config_dir)
+    composed, presets = _compose(config_name, _without_blanks(overrides), config_dir)
     return settings_from_mapping(composed, {key for group, name in presets.items() for key in _kept(group, name, composed)})
+
+
+def _without_blanks(overrides: list[str]) -> list[str]:
+    """Return the overrides that say something. A space after the backslash that ends a line of a script is an argument too."""
+    said = [override for override in overrides if override.strip()]
+    if len(said) < len(overrides):
+        logger.warning("an argument of spaces alone is left out: a backslash with a space after it does not continue a line")
+    return said
 
 
 def settings_from_mapping(tree: Mapping[str, Any], of_presets: Set[str] = frozenset()) -> Settings:

@@ -14,6 +14,9 @@ WITH_CRITIC = ("gae",)
 WITHOUT_GROUPS = (*WITH_CRITIC, "reinforce_plus_plus", "remax")
 """Values of ``algorithm.adv_estimator`` that do not compare the responses to one prompt, so that a single one is enough."""
 
+WITHOUT_BASELINE = ("rloo", "rloo_vectorized", "grpo", "grpo_vectorized")
+"""Values that take the reward itself as advantage where each prompt has a single response, as verl does."""
+
 LOSSES_OF_SEQUENCES = ("sequence", "gspo", "geo_mean")
 """Values of ``actor.policy_loss.loss_mode`` with one ratio per sequence: a token's gradient depends on its whole sequence."""
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass, replace
@@ -17,7 +18,7 @@ from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.conditions import WITH_CRITIC, needs_reference
+from verl_memopt.knobs.conditions import WITH_CRITIC, WITHOUT_BASELINE, needs_reference
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.reward_folder import find_reward_model
@@ -47,6 +48,8 @@ from verl_memopt.workers.worker import WorkerPlan
 
 VAL_ONLY = "val_only"
 """Folder inside the run's that holds the record of ``trainer.val_only``."""
+
+logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
@@ -262,6 +265,11 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     """Return what runs the training steps. Each part gets the settings that it reads."""
     settings, environment = context.settings, context.environment
     roles, data, algorithm = settings.actor_rollout_ref, settings.data, settings.algorithm
+    if roles.rollout.n == 1 and algorithm.adv_estimator in WITHOUT_BASELINE:
+        logger.warning(
+            "actor_rollout_ref.rollout.n=1, algorithm.adv_estimator=%s: a single response has no baseline, so the reward itself "
+            "is its advantage, as in verl. Set n to 2 or more for a baseline.", algorithm.adv_estimator,
+        )  # fmt: skip
     actor, rollout, balance = roles.actor, roles.rollout, settings.trainer.balance_batch
     update_budget, old_budget, ref_budget = budgets(roles)
     correction = algorithm.rollout_correction

@@ -229,6 +229,7 @@ def compute_advantages(
         old_log_probs=batch.old_log_probs,
         sum_pi_squared=sum_pi_squared,
         weights=batch.weights,
+        sampled_once=batch.group.unique().numel() == batch.num_rows,
     )
     estimated = ESTIMATORS[algorithm.adv_estimator](inputs)
     return Advantages(estimated.per_token, estimated.returns, rewards, kl_mean, group_counts(rewards, batch.group, valid))

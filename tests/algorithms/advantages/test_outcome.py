@@ -16,6 +16,7 @@ from verl_memopt.algorithms.advantages.outcome import (
     grpo_passk_advantages,
     opo_advantages,
     rloo_advantages,
+    without_baseline,
 )
 
 NAN = float("nan")
@@ -150,6 +151,12 @@ def test_a_group_with_one_valid_member_gets_zero_and_an_invalid_row_changes_no_o
     assert torch.equal(alone[:2], torch.zeros(2))
     with_invalid = ADVANTAGES[name](*tensors([1.0, 0.0, NAN], [1, 1, 1]))
     assert torch.equal(with_invalid, torch.cat([alone[2:], torch.zeros(1)]))
+
+
+def test_without_a_baseline_the_reward_itself_is_the_advantage():
+    rewards, _, valid = tensors([2.0, NAN, -1.0], [4, 0, 7])
+    assert without_baseline(rewards, valid).tolist() == [2.0, 0.0, -1.0]
+    assert without_baseline(rewards, valid, True).tolist() == pytest.approx([2 / 1.000001, 0.0, -1 / 1.000001], rel=1e-7)
 
 
 def test_leave_one_out_by_hand():

@@ -8,13 +8,14 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_memopt.algorithms.advantages.gae import gae_advantages
-from verl_memopt.algorithms.advantages.outcome import ADVANTAGES, STD_OPTION, opo_advantages
+from verl_memopt.algorithms.advantages.outcome import ADVANTAGES, STD_OPTION, opo_advantages, without_baseline
 from verl_memopt.algorithms.advantages.token_baseline import optimal_token_baseline_advantages
 from verl_memopt.algorithms.advantages.token_level import (
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,
     remax_advantages,
 )
+from verl_memopt.knobs.conditions import WITHOUT_BASELINE
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,8 @@ class AdvantageInputs:
     """fp32 [R], the sum of squared probabilities over the vocabulary."""
     weights: Tensor | None = None
     """fp32 [R], importance weights of the rollout correction."""
+    sampled_once: bool = False
+    """Every prompt of the step has one row, so that no group gives a baseline."""
 
 
 @dataclass(frozen=True)
@@ -67,6 +70,8 @@ def _outcome(name: str) -> Callable[[AdvantageInputs], TokenAdvantages]:
         if name in STD_OPTION:
             assert inputs.normalize_by_std is not None, f"{name} needs algorithm.norm_adv_by_std_in_grpo"
             options = {"normalize_by_std": inputs.normalize_by_std}
+        if inputs.sampled_once and name in WITHOUT_BASELINE:
+            return _spread(without_baseline(inputs.rewards, inputs.valid, **options), inputs)
         return _spread(ADVANTAGES[name](inputs.rewards, inputs.group, inputs.valid, **options), inputs)
 
     return estimate

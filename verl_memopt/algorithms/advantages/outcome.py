@@ -4,7 +4,7 @@
 is bool: a row that is not valid gets advantage 0 and counts in no sum. Arithmetic is fp64, results are fp32.
 
 A group that cannot compare gets exactly 0: one valid member, or valid members with equal rewards. verl gives a group of one its
-reward itself as advantage.
+reward itself as advantage, and so does :func:`without_baseline` in a step whose prompts were all sampled once.
 """
 
 from __future__ import annotations
@@ -124,6 +124,21 @@ def opo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, lengths: Tenso
     weighted = zeros.index_add(0, member, torch.where(valid, weights * rewards.double(), 0.0))[member]
     baseline = weighted / zeros.index_add(0, member, weights)[member].clamp(min=1)
     return _where_informative(stats, rewards.double() - baseline)
+
+
+def without_baseline(rewards: Tensor, valid: Tensor, normalize_by_std: bool = False) -> Tensor:
+    """Return the advantages of responses that have nothing to compare with: the rewards themselves, as in verl.
+
+    Args:
+        rewards: fp32 [B].
+        valid: bool [B].
+        normalize_by_std: Divide by (1 + 1e-6), the standard deviation that verl gives a group of one.
+
+    Returns:
+        fp32 [B].
+    """
+    alone = torch.where(valid, rewards.double(), 0.0)
+    return (alone / (1 + STD_EPSILON) if normalize_by_std else alone).float()
 
 
 ADVANTAGES: dict[str, Callable[..., Tensor]] = {

@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from verl_memopt.config.schema.data import REQUIRED
 from verl_memopt.knobs.index import knob_settings
 from verl_memopt.knobs.ranges import (
     NOT_NEGATIVE,
@@ -52,7 +51,7 @@ _RolloutKnobs: Any = knob_settings("rollout", "log_prob_pass")
 class Rollout(_RolloutKnobs):
     """Generation."""
 
-    name: Literal["vllm", "hf"] = REQUIRED
+    name: Literal["vllm", "hf"] = "vllm"
     """vllm, or hf (transformers generate)."""
     mode: Literal["async"] = "async"
     """Accepted for compatibility; the engine lives in the worker's process."""
