@@ -69,7 +69,7 @@ def worker(handed, tmp_path):
 
         group = LocalGroup(build, "cpu")
         try:
-            with start_rewards(settings.custom_reward_function, 1, tmp_path) as rewards:
+            with start_rewards(settings.custom_reward_function, settings.reward_model, tmp_path) as rewards:
                 learner = build_learner(context, TimedGroup(group, clock, in_process=True), rewards)
                 learner.sync_weights()
                 learner.train_step(1)
