@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass, replace
-from typing import Any
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from verl_memopt.data.batch import TOKEN_FIELDS, RolloutBatch
+from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.batching.row_tokens import chains
 from verl_memopt.models.pack import Pack, pack_groups, pack_prompt, pack_suffixes
 
-LOSS_FIELDS = tuple(name for name in TOKEN_FIELDS if name != "rollout_log_probs")
-"""Fields of a batch that its micro-batches carry, one value per response token."""
+Field = Tensor | None
+TokenTensors = tuple[Field, Field, Field, Field, Field, Field, Field, Field]
+"""The tensors with one value per response token, in the order of the fields of :class:`MicroBatch`."""
 
 
 @dataclass(frozen=True)
@@ -45,9 +45,12 @@ class MicroBatch:
         def moved(tensor: Tensor | None) -> Tensor | None:
             return None if tensor is None else tensor.to(device, non_blocking=True)
 
-        flat: dict[str, Any] = {name: moved(getattr(self, name)) for name in LOSS_FIELDS}
+        fields = (
+            moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages), moved(self.selected),
+            moved(self.old_values), moved(self.returns), moved(self.weights), moved(self.kept),
+        )  # fmt: skip
         prompt = None if self.prompt is None else self.prompt.to(device)
-        return replace(self, pack=self.pack.to(device), prompt=prompt, **flat)
+        return MicroBatch(self.pack.to(device), *fields, prompt, self.ends)
 
 
 def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
@@ -56,7 +59,7 @@ def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
     prompts, responses = chosen.prompts, chosen.responses
     tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
     pack = pack_groups(*tokens, chosen.prompt_groups())
-    return replace(MicroBatch(pack), **_flat(chosen))
+    return MicroBatch(pack, *_flat(chosen))
 
 
 def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
@@ -75,9 +78,11 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
         for part in chain:
             chosen = batch.select(part)
             pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
-            yield replace(MicroBatch(pack, prompt=prompt, ends=part is chain[-1]), **_flat(chosen))
+            yield MicroBatch(pack, *_flat(chosen), prompt, part is chain[-1])
 
 
-def _flat(batch: RolloutBatch) -> dict[str, Any]:
-    """Return the tensors with one value per response token, by the fields of :class:`MicroBatch`."""
-    return {name: getattr(batch, name) for name in LOSS_FIELDS}
+def _flat(batch: RolloutBatch) -> TokenTensors:
+    return (
+        batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.selected, batch.old_values, batch.returns,
+        batch.weights, batch.kept,
+    )  # fmt: skip

@@ -156,5 +156,7 @@ def test_every_operator_that_torch_has_is_spelled_as_torch_does():
         assert hasattr(getattr(torch.ops, namespace), operator), name
 
 
-def test_the_index_names_the_three_keys():
-    assert len(knob_named("activation_checkpointing").keys) == 3
+def test_the_index_names_the_three_keys_of_each_trained_model():
+    names = ("enable_gradient_checkpointing", "gradient_checkpointing_mode", "gradient_checkpointing_every")
+    models = ("actor_rollout_ref.model", "critic.model")
+    assert set(knob_named("activation_checkpointing").keys) == {f"{model}.{name}" for model in models for name in names}
