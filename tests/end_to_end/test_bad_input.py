@@ -57,7 +57,8 @@ def test_settings_that_cannot_be_are_refused_under_their_keys(refused, overrides
 
 
 def test_all_mistakes_are_told_at_once(refused):
-    message = refused("trainer.save_freq=often", "trainer.total_trainig_steps=3", f"{AR}.rollout.n=1")
+    alone = ("algorithm.adv_estimator=opo", f"{AR}.rollout.n=1")
+    message = refused("trainer.save_freq=often", "trainer.total_trainig_steps=3", *alone)
     assert message.startswith("3 problems in the settings:\n")
     assert len(message.strip().splitlines()) == 4
 
