@@ -25,10 +25,10 @@ def build_naive(job: Job) -> Side:
 
 
 def _naive_micro_batch(model: nn.Module, job: Job, rows: Sequence[int]) -> None:
-    queries, responses, mask = _inputs(job, rows)
+    queries, responses, mask = padded_rows(job, rows)
     advantages = _advantages(job, rows)
     context = queries.shape[1]
-    output = _forward(model, job, torch.cat([queries, responses], 1))
+    output = forward(model, job, torch.cat([queries, responses], 1))
     logits = output.logits[:, context - 1 : -1]
     logits /= TEMPERATURE
     all_log_probs = torch.nn.functional.log_softmax(logits, dim=-1)
@@ -43,7 +43,7 @@ def build_response_logits(job: Job) -> Side:
 
     def update() -> None:
         for rows in job.cuts():
-            queries, responses, mask = _inputs(job, rows)
+            queries, responses, mask = padded_rows(job, rows)
             log_probs = _kept_log_probs(model, job, queries, responses) * mask
             _clipped(log_probs.sum(1), _advantages(job, rows), len(job.batch.answers)).backward()
 
@@ -52,12 +52,13 @@ def build_response_logits(job: Job) -> Side:
 
 def _kept_log_probs(model: nn.Module, job: Job, queries: Tensor, responses: Tensor) -> Tensor:
     kept = responses.shape[1] + 1
-    logits = _forward(model, job, torch.cat([queries, responses], 1), logits_to_keep=kept).logits[:, :-1]
+    logits = forward(model, job, torch.cat([queries, responses], 1), logits_to_keep=kept).logits[:, :-1]
     chosen = torch.gather(logits, 2, responses.unsqueeze(-1)).squeeze(-1)
     return chosen.float() - torch.logsumexp(logits.float(), dim=-1)
 
 
-def _forward(model: nn.Module, job: Job, ids: Tensor, **options: Any) -> Any:
+def forward(model: nn.Module, job: Job, ids: Tensor, **options: Any) -> Any:
+    """Return what a model of transformers gives for rows padded on the left of the prompt and the right of the answer."""
     mask = ids != PAD
     position_ids = mask.cumsum(1) - mask.long()
     # Without padding transformers comes to no mask by itself, but by reading values, which a fake tensor lacks.
@@ -65,8 +66,8 @@ def _forward(model: nn.Module, job: Job, ids: Tensor, **options: Any) -> Any:
     return model(input_ids=ids, attention_mask=given, position_ids=position_ids, use_cache=False, **options)
 
 
-def _inputs(job: Job, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Gives prompts padded on the left, answers padded on the right, and the answers' mask."""
+def padded_rows(job: Job, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
+    """Return prompts padded on the left, answers padded on the right, and the answers' mask, int64 [rows, longest]."""
     queries, _ = padded([job.batch.prompt_of(row) for row in rows], "left", job.device)
     responses, mask = padded([job.batch.answers[row] for row in rows], "right", job.device)
     return queries, responses, mask

@@ -8,9 +8,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from benchmarks.update_pass.naive import build_naive, build_response_logits
+from benchmarks.update_pass.naive import build_naive, build_response_logits, forward, padded_rows
 from benchmarks.update_pass.pair import clipped_value_loss, critic_model, pair_side
-from benchmarks.update_pass.sides import PAD, Job, Side, padded, plain_side
+from benchmarks.update_pass.sides import Job, Side, plain_side
 
 
 def build_naive_ppo(job: Job) -> Side:
@@ -29,22 +29,12 @@ def _side(job: Job, build_actor: Callable[[Job], Side]) -> Side:
     def update() -> None:
         for rows in job.cuts():
             queries, responses, mask = padded_rows(job, rows)
-            ids = torch.cat([queries, responses], 1)
-            attended = ids != PAD
-            positions = attended.cumsum(1) - attended.long()
-            found = model(input_ids=ids, attention_mask=attended, position_ids=positions, use_cache=False).logits
-            predictions = found[:, queries.shape[1] - 1 : -1, 0].float()
+            logits = forward(model, job, torch.cat([queries, responses], 1)).logits
+            predictions = logits[:, queries.shape[1] - 1 : -1, 0].float()
             values, returns = (padded_values(column, rows) for column in (job.values, job.returns))
             (clipped_value_loss(predictions, values, returns) * mask).sum().div(len(job.batch.answers)).backward()
 
     return pair_side(build_actor(job), plain_side(model, update))
-
-
-def padded_rows(job: Job, rows: Sequence[int]) -> tuple[Tensor, Tensor, Tensor]:
-    """Return prompts padded on the left, answers padded on the right, and the answers' mask, int64 [rows, longest]."""
-    queries, _ = padded([job.batch.prompt_of(row) for row in rows], "left", job.device)
-    responses, mask = padded([job.batch.answers[row] for row in rows], "right", job.device)
-    return queries, responses, mask
 
 
 def padded_values(column: Sequence[Tensor], rows: Sequence[int]) -> Tensor:

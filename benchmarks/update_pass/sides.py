@@ -85,6 +85,11 @@ def plain_model(job: Job, attention: str = "sdpa") -> nn.Module:
     else:
         with job.device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(job.folder), **options)
+    return in_training(model, job)
+
+
+def in_training(model: nn.Module, job: Job) -> nn.Module:
+    """Return the model in training mode, with its blocks checkpointed where that is asked for."""
     model.train()
     if job.checkpointing:
         model.gradient_checkpointing_enable(gradient_checkpointing_kwargs={"use_reentrant": False})

@@ -12,11 +12,10 @@ from benchmarks.update_pass.ours import build_ours, build_ours_no_sharing, cut
 from benchmarks.update_pass.sides import Side, plain_model
 from benchmarks.update_pass.table import ratios, render
 from benchmarks.update_pass.work import WORKLOADS, Batch, Workload, make_batch, shrunk
+from tests.benchmarks.small_update import TINY
 from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.models.tiny import TinyShape
 
 CPU = torch.device("cpu")
-TINY = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_positions=256)
 WORK = Workload("a small one", TINY, groups=2, k=3, prompt=9, answer=4, spread=0.5, chunk_tokens=5)
 HERE = ("naive", "response_logits", "ours_no_sharing", "ours")
 """Contestants that need no peer's package."""

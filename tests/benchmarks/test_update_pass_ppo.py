@@ -9,11 +9,10 @@ from benchmarks.update_pass.contest import CONTESTANTS, difference, make_job, ru
 from benchmarks.update_pass.pair import critic_model
 from benchmarks.update_pass.sides import CLIP_VALUE
 from benchmarks.update_pass.work import WORKLOADS, Workload, make_batch
+from tests.benchmarks.small_update import TINY
 from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.models.tiny import TinyShape
 
 CPU = torch.device("cpu")
-TINY = TinyShape(hidden_size=32, intermediate_size=48, num_layers=2, num_heads=4, num_kv_heads=2, head_dim=16, max_positions=256)
 WORK = Workload("a small one", TINY, groups=2, k=3, prompt=9, answer=4, spread=0.5, chunk_tokens=5, token_budget=31, critic=True)
 HERE = ("naive_ppo", "response_logits_ppo", "ours_ppo_no_sharing", "ours_ppo")
 """Contestants that need no peer's package."""

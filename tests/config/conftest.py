@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 
+from verl_memopt.config.keys import value_at
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
@@ -41,3 +42,18 @@ def complaint(settled: Callable[[dict[str, Any]], Settings]) -> Callable[[dict[s
         return str(caught.value)
 
     return message
+
+
+@pytest.fixture
+def assert_limit(
+    settled: Callable[[dict[str, Any]], Settings], complaint: Callable[[dict[str, Any]], str]
+) -> Callable[[dict[str, Any], str, list[Any], list[Any]], None]:
+    """Check that a key takes the values within a limit, and that those beyond are refused by its name."""
+
+    def check(others: dict[str, Any], key: str, within: list[Any], beyond: list[Any]) -> None:
+        for value in within:
+            assert value_at(settled(others | {key: value}), key) == value
+        for value in beyond:
+            assert key in complaint(others | {key: value})
+
+    return check

@@ -1,5 +1,7 @@
 import pytest
 
+from verl_memopt.config.keys import value_at
+
 PENALTY = "reward_model.reward_kwargs.overlong_buffer_cfg"
 MANAGER = "reward_model.reward_manager"
 LONGEST = "reward_model.reward_kwargs.max_resp_len"
@@ -38,7 +40,7 @@ def test_the_buffer_lies_inside_a_response(complaint, length):
 
 
 def test_a_buffer_that_does_not_act_may_have_any_length(settled):
-    settled({f"{PENALTY}.len": 4096, LONGEST: 256})
+    assert value_at(settled({f"{PENALTY}.len": 4096, LONGEST: 256}), f"{PENALTY}.len") == 4096
 
 
 @pytest.mark.parametrize(("manager", "mode"), [("naive", "raise"), ("batch", "raise"), ("dapo", "raise"), ("prime", "score")])
@@ -132,10 +134,9 @@ def test_what_a_reward_model_cannot_have_is_refused(complaint, given, address, w
 
 
 def test_a_limit_of_length_bounds_what_a_micro_batch_must_hold(settled):
-    settled(
-        ENABLED
-        | {f"{MODEL}.input_tokenizer": None, "reward_model.forward_max_token_len_per_gpu": 600, "reward_model.max_length": 600}
-    )
+    sizes = {"reward_model.forward_max_token_len_per_gpu": 600, "reward_model.max_length": 600}
+    settings = settled(ENABLED | sizes | {f"{MODEL}.input_tokenizer": None})
+    assert {key: value_at(settings, key) for key in sizes} == sizes
 
 
 @pytest.mark.parametrize(

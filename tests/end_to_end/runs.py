@@ -11,6 +11,7 @@ import psutil
 
 from tests.forked import PYTHON, shared_server
 from verl_memopt.cli import main
+from verl_memopt.data.toy import make_toy
 
 ROOT = Path(__file__).parents[2]
 RECIPES = ROOT / "recipe" / "rloo"
@@ -113,3 +114,19 @@ def survivors(processes, seconds=20):
     """Gives those that are still there after a while."""
     _, alive = psutil.wait_procs(processes, timeout=seconds)
     return alive
+
+
+def assert_nine_of_ten_seeds_learn(tmp_path, run):
+    """Run the toy task with ten seeds: other held-out sums, other first weights, another data order and other samples.
+
+    ``run(toy, run_dir, *overrides)`` runs one of them to its end.
+    """
+    outcomes = {}
+    for seed in range(10):
+        toy, run_dir = make_toy(tmp_path / f"toy{seed}", seed=seed), tmp_path / f"run{seed}"
+        run(toy, run_dir, f"data.seed={seed}", "trainer.total_training_steps=15", "trainer.test_freq=15")
+        summary = json.loads((run_dir / "summary.json").read_text())
+        outcomes[seed] = (summary["validation_before"], summary["validation_after"])
+    print(outcomes)  # noqa: T201 - the figures are the point of this proof
+    assert all(before <= 0.5 for before, _ in outcomes.values()), outcomes
+    assert sum(after >= 0.9 for _, after in outcomes.values()) >= 9, outcomes

@@ -31,8 +31,8 @@ _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 """Its default looks like a wish for normalisation, so giving even the default earns the warning."""
 
 
-def _idle() -> Iterator[Idle]:
-    """Yield the rules about settings that belong to no knob."""
+def _of_advantages() -> Iterator[Idle]:
+    """Yield the rules of estimators, groups and the KL."""
     yield Idle(_NAMED_ON_SIGHT, (_ESTIMATOR,), lambda name: name not in _DIVIDED_BY_STD, "it belongs to grpo and grpo_passk")
     yield Idle(
         "algorithm.gamma", (_ESTIMATOR,), lambda name: name not in _DISCOUNTED, "it belongs to gae and reinforce_plus_plus"
@@ -46,6 +46,10 @@ def _idle() -> Iterator[Idle]:
         yield Idle(key, (_KL_TYPE,), lambda kind: kind == "fixed", f"{_KL_TYPE} is fixed")
     for key in ("kl_loss_coef", "kl_loss_type"):
         yield Idle(f"{_AR}.actor.{key}", (_KL_LOSS,), lambda on: not on, "actor.use_kl_loss is false")
+
+
+def _of_losses() -> Iterator[Idle]:
+    """Yield the rules of the losses."""
     scale_factor = Idle(
         f"{_AR}.actor.loss_scale_factor",
         (_AGG_MODE,),
@@ -79,6 +83,10 @@ def _idle() -> Iterator[Idle]:
         lambda mode, kl, entropy: mode in (*LOSSES_OF_SEQUENCES, "sapo") and not kl and entropy == 0,
         _PER_SEQUENCE,
     )
+
+
+def _of_rollouts() -> Iterator[Idle]:
+    """Yield the rules of sampling and of the engine."""
     alike = "greedy samples of one prompt are all alike, so every advantage is 0"
     yield Idle(
         _SAMPLES,
@@ -88,6 +96,10 @@ def _idle() -> Iterator[Idle]:
     )
     for key in ("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"):
         yield Idle(f"{_AR}.rollout.{key}", (_ENGINE,), lambda name: name == "hf", f"it belongs to {_ENGINE}=vllm")
+
+
+def _of_rewards_and_runs() -> Iterator[Idle]:
+    """Yield the rules of reward functions, validation and checkpoints."""
     yield Idle(f"{_REWARD}.name", (f"{_REWARD}.path",), lambda path: path is None, f"{_REWARD}.path is null")
     yield Idle(
         f"{_REWARD}.fallback_score", (f"{_REWARD}.on_error",), lambda mode: mode == "raise", f"{_REWARD}.on_error is raise"
@@ -104,7 +116,10 @@ def _idle() -> Iterator[Idle]:
     )
 
 
-IDLE = {idle.key: idle for idle in (*_idle(), *CORRECTION_IDLE, *idles())}
+IDLE = {
+    idle.key: idle
+    for idle in (*_of_advantages(), *_of_losses(), *_of_rollouts(), *_of_rewards_and_runs(), *CORRECTION_IDLE, *idles())
+}
 """Key -> when giving it asks for something that does not happen, and why."""
 
 
