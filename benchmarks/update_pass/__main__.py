@@ -289,7 +289,8 @@ def report(record: dict[str, Any], json_file: Path | None, png_file: Path | None
     if json_file is not None:
         write(json_file, record)
     if png_file is not None and "rows" in record:
-        draw([row_from(row) for row in record["rows"]], record["work"]["what"].capitalize(), source(record), png_file)
+        what = record["work"]["what"]
+        draw([row_from(row) for row in record["rows"]], what[:1].upper() + what[1:], source(record), png_file)
     if png_file is not None and "growth" in record:
         draw_growth(_series(record), source(record), png_file)
 
