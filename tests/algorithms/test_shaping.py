@@ -45,3 +45,8 @@ def test_rows_are_drawn_in_proportion_to_their_weights_and_never_without_one():
     assert counts[1] == 0
     assert counts[0].item() == pytest.approx(2250, abs=4 * (3000 * 0.75 * 0.25) ** 0.5)
     assert torch.equal(drawn, resample_rows(weights, torch.Generator().manual_seed(0)))
+
+
+@pytest.mark.parametrize("method", PF_PPO_METHODS)
+def test_no_rows_have_no_weights(method):
+    assert pf_ppo_weights(torch.zeros(0), torch.zeros(0, dtype=torch.bool), method, 2.0).shape == (0,)

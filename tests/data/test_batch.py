@@ -69,6 +69,18 @@ def test_a_batch_with_a_prompt_too_many_is_refused():
         torn.row_tokens()
 
 
+def test_kept_sizes_count_the_tokens_of_each_row_that_no_correction_rejects():
+    assert batch().kept_sizes() == [1, 0, 2]
+    corrected = batch()
+    corrected.kept = torch.tensor([False, True, True])
+    assert corrected.kept_sizes() == [0, 0, 2]
+
+
+def test_a_batch_without_rows_has_groups_of_integers():
+    empty = Ragged.from_rows([], torch.int64)
+    assert rollout_batch(empty, empty, torch.zeros(0, dtype=torch.int64), Actor()).prompt_group.dtype == torch.int64
+
+
 def test_no_rows_can_be_selected():
     none = batch().select([])
     assert (none.num_rows, none.responses.num_rows, none.advantages.numel()) == (0, 0, 0)

@@ -6,7 +6,8 @@ import torch
 from tests.algorithms.ragged import Ragged
 from verl_memopt.algorithms.advantages.estimators import ESTIMATORS, NEEDS, AdvantageInputs
 from verl_memopt.algorithms.advantages.gae import gae_advantages
-from verl_memopt.algorithms.advantages.outcome import grpo_advantages, opo_advantages
+from verl_memopt.algorithms.advantages.outcome import grpo_advantages, opo_advantages, without_baseline
+from verl_memopt.algorithms.advantages.token_baseline import optimal_token_baseline_advantages
 from verl_memopt.algorithms.kl import token_level_rewards
 
 NAN = float("nan")
@@ -76,3 +77,51 @@ def test_names_reach_their_functions():
     result = ESTIMATORS["gae"](given)
     assert torch.equal(result.per_token, expected[0])
     assert torch.equal(result.returns, expected[1])
+
+
+def test_a_step_of_single_samples_takes_the_reward_itself_where_a_group_would_give_the_baseline():
+    once = replace(inputs(), group=torch.arange(5), sampled_once=True, valid=torch.tensor([True, True, False, True, True]))
+    for name in ("rloo", "rloo_vectorized", "grpo"):
+        given = replace(once, normalize_by_std=False)
+        expected = without_baseline(once.rewards, once.valid, **({"normalize_by_std": False} if name == "grpo" else {}))
+        assert torch.equal(ESTIMATORS[name](given).per_token, expected[SAMPLE.row])
+        assert torch.equal(ESTIMATORS[name](replace(given, sampled_once=False)).per_token, torch.zeros(10))
+    assert torch.equal(
+        ESTIMATORS["grpo"](once).per_token, without_baseline(once.rewards, once.valid, normalize_by_std=True)[SAMPLE.row]
+    )
+    in_groups = replace(inputs(), sampled_once=True)
+    assert torch.equal(ESTIMATORS["gpg"](in_groups).per_token, ESTIMATORS["gpg"](inputs()).per_token)
+
+
+def test_importance_weights_reach_the_token_baseline():
+    given, weights = inputs(), torch.linspace(0.2, 2.0, 10)
+    result = ESTIMATORS["optimal_token_baseline"](replace(given, weights=weights))
+    expected = optimal_token_baseline_advantages(
+        given.token_rewards, given.group, given.valid, SAMPLE.row, SAMPLE.lengths, given.old_log_probs, given.sum_pi_squared,
+        weights,
+    )  # fmt: skip
+    assert torch.equal(result.per_token, expected[0])
+    assert not torch.equal(result.per_token, ESTIMATORS["optimal_token_baseline"](given).per_token)
+
+
+@pytest.mark.parametrize(
+    ("name", "field", "message"),
+    [
+        ("grpo", "normalize_by_std", "grpo needs algorithm.norm_adv_by_std_in_grpo"),
+        ("gae", "token_rewards", "gae needs token_rewards"),
+        ("gae", "values", "gae needs the values of a critic"),
+        ("gae", "gamma", "gae needs algorithm.gamma"),
+        ("gae", "lam", "gae needs algorithm.lam"),
+        ("reinforce_plus_plus", "token_rewards", "reinforce_plus_plus needs token_rewards"),
+        ("reinforce_plus_plus", "gamma", "reinforce_plus_plus needs algorithm.gamma"),
+        ("remax", "token_rewards", "remax needs token_rewards"),
+        ("remax", "baselines", "remax needs the scores of greedy responses"),
+        ("optimal_token_baseline", "token_rewards", "optimal_token_baseline needs token_rewards"),
+        ("optimal_token_baseline", "old_log_probs", "optimal_token_baseline needs old log-probs"),
+        ("optimal_token_baseline", "sum_pi_squared", "optimal_token_baseline needs actor.calculate_sum_pi_squared"),
+    ],
+)
+def test_an_input_that_is_missing_is_named(name, field, message):
+    with pytest.raises(AssertionError) as error:
+        ESTIMATORS[name](replace(inputs(), **{field: None}))
+    assert str(error.value).splitlines()[0] == message

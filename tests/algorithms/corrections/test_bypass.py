@@ -109,3 +109,31 @@ def test_a_token_is_local_where_its_gradient_stays_while_other_log_probs_move(na
     for leaf in (here, moved.requires_grad_()):
         bypass_loss(tokens(leaf), settings, correction)[0].backward()
     assert not local or here.grad[0] == moved.grad[0]
+
+
+def test_weights_and_kept_tokens_that_the_batch_has_are_not_read():
+    given = replace(tokens(NEW), weights=torch.full((9,), 7.0), kept=torch.zeros(9, dtype=torch.bool))
+    for name in ("bypass_ppo_clip", "bypass_pg_is"):
+        assert bypass_loss(given, SETTINGS, PRESETS[name])[0] == bypass_loss(tokens(NEW), SETTINGS, PRESETS[name])[0] != 0
+
+
+def test_with_the_clip_a_mean_over_a_row_is_over_its_kept_tokens():
+    settings = replace(SETTINGS, loss_agg_mode="seq-mean-token-mean")
+    correction = replace(PRESETS["bypass_ppo_clip"], rollout_rs="token_k1", rollout_rs_threshold="0.8_1.25")
+    expected = 0.0
+    for new, old, advantages in zip(*map(SAMPLE.lists, (NEW, ENGINE, ADVANTAGES)), strict=True):
+        logs = [n - o for n, o in zip(new, old, strict=True)]
+        losses = [
+            max(-a * math.exp(log), -a * min(max(math.exp(log), 0.8), 1.3))
+            for a, log in zip(advantages, logs, strict=True)
+            if 0.8 <= math.exp(-log) <= 1.25
+        ]
+        expected += sum(losses) / len(losses) / 3
+    assert gradient(settings, correction)[0] == pytest.approx(expected, rel=1e-6)
+
+
+def test_sequence_weights_are_divided_by_their_mean_over_rows():
+    normalized = replace(PRESETS["bypass_pg_is"], rollout_is="sequence", rollout_is_batch_normalize=True)
+    plain = gradient(SETTINGS, replace(normalized, rollout_is_batch_normalize=False))[1]
+    weights = [min(math.exp(sum(row)), 2.0) for row in SAMPLE.lists(NEW - ENGINE)]
+    torch.testing.assert_close(gradient(SETTINGS, normalized)[1], plain / (sum(weights) / 3), rtol=1e-6, atol=0)

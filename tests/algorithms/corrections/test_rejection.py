@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.corrections.rejection import kept_lengths, rejection
+from verl_memopt.algorithms.corrections.rejection import kept_lengths, kept_tokens, rejection
 from verl_memopt.config.correction_bounds import REJECTIONS
 
 K = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
@@ -51,6 +51,7 @@ def test_a_rejection_keeps_what_its_definition_keeps(name):
         flags = naive_rejection(sample.lists(log_ratio), name, lower, upper)
         kept, metrics = rejection(log_ratio, sample.row, sample.lengths, name, threshold_of(name))
         assert kept.tolist() == [flag for row in flags for flag in row]
+        assert torch.equal(kept, kept_tokens(log_ratio, sample.row, sample.lengths, name, threshold_of(name)))
         filled = [row for row in flags if row]
         rejected = [not flag for row in filled for flag in row]
         prefix = f"rollout_rs_{name}_"
@@ -116,3 +117,12 @@ def test_a_batch_without_tokens_keeps_nothing_and_reports_nothing_rejected(rows)
     kept, metrics = rejection(nothing, nothing.long(), torch.zeros(rows, dtype=torch.int64), "token_k1,seq_max_k2", "2,2")
     assert kept.shape == (0,)
     assert set(metrics.values()) == {0.0}
+
+
+@pytest.mark.parametrize(
+    ("name", "threshold", "log_ratio"), [("token_k2", 0.125, 0.5), ("token_k1", "1_2", 0.0), ("token_k1", "0.5_1", 0.0)]
+)
+def test_a_number_at_its_bound_is_kept(name, threshold, log_ratio):
+    sample, values = Ragged((1,), 0), torch.tensor([log_ratio])
+    assert kept_tokens(values, sample.row, sample.lengths, name, threshold).all()
+    assert rejection(values, sample.row, sample.lengths, name, threshold)[0].all()

@@ -6,7 +6,7 @@ import torch
 from tests.algorithms.ragged import Ragged
 from verl_memopt.algorithms.corrections.importance import importance_weights
 from verl_memopt.algorithms.corrections.rejection import rejection
-from verl_memopt.algorithms.corrections.rollout import correct
+from verl_memopt.algorithms.corrections.rollout import correct, corrects_before_update
 from verl_memopt.config.correction_presets import PRESETS
 
 SAMPLE = Ragged((3, 0, 5, 1), 4)
@@ -39,3 +39,21 @@ def test_weights_and_kept_tokens_are_those_of_the_log_ratio_trainer_minus_engine
 def test_normalised_weights_have_mean_one_over_the_tokens_of_the_step():
     settings = replace(PRESETS["decoupled_token_is"], rollout_is_batch_normalize=True)
     assert correct(TRAINER, ENGINE, SAMPLE.row, SAMPLE.lengths, settings).weights.mean().item() == pytest.approx(1, rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("bypass", "weights", "rejections", "corrects"),
+    [
+        (False, None, None, False),
+        (False, "token", None, True),
+        (False, None, "token_k1", True),
+        (False, "token", "token_k1", True),
+        (True, None, None, False),
+        (True, "token", None, False),
+        (True, None, "token_k1", False),
+        (True, "token", "token_k1", False),
+    ],
+)
+def test_a_step_corrects_before_its_update_in_decoupled_mode_alone(bypass, weights, rejections, corrects):
+    settings = replace(PRESETS["decoupled_token_is"], bypass_mode=bypass, rollout_is=weights, rollout_rs=rejections)
+    assert corrects_before_update(settings) is corrects

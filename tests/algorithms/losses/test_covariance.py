@@ -5,6 +5,7 @@ from hypothesis import strategies as st
 
 from tests.algorithms.ragged import ragged
 from verl_memopt.algorithms.losses.covariance import (
+    SELECTIONS,
     clip_cov_loss,
     kl_cov_loss,
     select_clip_cov,
@@ -13,6 +14,7 @@ from verl_memopt.algorithms.losses.covariance import (
 )
 from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens
 from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.config.schema import PolicyLoss
 
 SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None, 0.5)
 
@@ -106,3 +108,16 @@ def test_the_penalty_of_kl_cov_has_no_gradient_where_every_ratio_is_one():
 def test_kl_cov_without_its_coefficient_names_the_setting():
     with pytest.raises(AssertionError, match="ppo_kl_coef"):
         kl_cov_loss(tokens([0.2], [True]), LossSettings(0.2, 0.3, 3.0, "token-mean", None))
+
+
+def test_a_mode_selects_by_its_settings():
+    generator = torch.Generator().manual_seed(0)
+    log_probs, advantages = (torch.randn(400, generator=generator) for _ in range(2))
+    loss = PolicyLoss(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=2.0, kl_cov_ratio=0.1)
+    chosen = SELECTIONS["clip_cov"](log_probs, advantages, loss, torch.Generator().manual_seed(3))
+    expected = select_clip_cov(log_probs, advantages, 0.05, 0.1, 2.0, torch.Generator().manual_seed(3))
+    assert torch.equal(chosen, expected)
+    assert chosen.sum() == 20
+    chosen = SELECTIONS["kl_cov"](log_probs, advantages, loss, generator)
+    assert torch.equal(chosen, select_kl_cov(log_probs, advantages, 0.1))
+    assert chosen.sum() == 40

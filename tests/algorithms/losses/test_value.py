@@ -70,6 +70,7 @@ def test_explained_variance_is_one_for_the_returns_zero_for_a_constant_and_negat
     errors, spread = statistics.variance((returns - values).tolist()), statistics.variance(returns.tolist())
     assert explained_variance(values, returns) == pytest.approx(1 - errors / (spread + 1e-5))
     assert explained_variance(torch.ones(1), torch.ones(1)) == 0
+    assert explained_variance(torch.tensor([0.0, 1.0]), torch.tensor([0.0, 2.0])) == pytest.approx(0.75, abs=1e-5)
 
 
 @pytest.mark.parametrize("mode", LOSS_AGG_MODES)

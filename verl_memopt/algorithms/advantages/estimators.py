@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -64,17 +65,14 @@ class TokenAdvantages:
     """fp32 [R]; equal to the advantages where an estimator scores whole responses."""
 
 
-def _outcome(name: str) -> Callable[[AdvantageInputs], TokenAdvantages]:
-    def estimate(inputs: AdvantageInputs) -> TokenAdvantages:
-        options = {}
-        if name in STD_OPTION:
-            assert inputs.normalize_by_std is not None, f"{name} needs algorithm.norm_adv_by_std_in_grpo"
-            options = {"normalize_by_std": inputs.normalize_by_std}
-        if inputs.sampled_once and name in WITHOUT_BASELINE:
-            return _spread(without_baseline(inputs.rewards, inputs.valid, **options), inputs)
-        return _spread(ADVANTAGES[name](inputs.rewards, inputs.group, inputs.valid, **options), inputs)
-
-    return estimate
+def _outcome(name: str, inputs: AdvantageInputs) -> TokenAdvantages:
+    options = {}
+    if name in STD_OPTION:
+        assert inputs.normalize_by_std is not None, f"{name} needs algorithm.norm_adv_by_std_in_grpo"
+        options = {"normalize_by_std": inputs.normalize_by_std}
+    if inputs.sampled_once and name in WITHOUT_BASELINE:
+        return _spread(without_baseline(inputs.rewards, inputs.valid, **options), inputs)
+    return _spread(ADVANTAGES[name](inputs.rewards, inputs.group, inputs.valid, **options), inputs)
 
 
 def _opo(inputs: AdvantageInputs) -> TokenAdvantages:
@@ -126,7 +124,7 @@ def _spread(per_row: Tensor, inputs: AdvantageInputs) -> TokenAdvantages:
 
 
 ESTIMATORS: dict[str, Callable[[AdvantageInputs], TokenAdvantages]] = {
-    **{name: _outcome(name) for name in ADVANTAGES},
+    **{name: partial(_outcome, name) for name in ADVANTAGES},
     "opo": _opo,
     "gae": _gae,
     "reinforce_plus_plus": _reinforce_plus_plus,
