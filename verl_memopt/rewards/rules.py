@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from verl_memopt.config.sandbox_rules import URL
 from verl_memopt.errors import DataError, RewardError
+from verl_memopt.rewards.code_task import CODE_SOURCES
 
 Rule = Callable[[str, Any], float]
 
@@ -88,16 +90,21 @@ RULES: dict[str, Rule] = {
 """Rules by data source."""
 
 
-def check_sources(sources: Iterable[tuple[str, str]]) -> None:
+def check_sources(sources: Iterable[tuple[str, str]], sandbox: bool = False) -> None:
     """Check that each data source has a rule. For runs without a custom function.
 
     Args:
         sources: (data_source, address) of each row.
+        sandbox: There is a service that runs the programs of code tasks.
 
     Raises:
-        DataError: A data source has no rule, or the package of its rule is not installed. The message names the first such row.
+        DataError: A data source has no rule, or what its rule needs is missing. The message names the first such row.
     """
     for source, address in sources:
+        if source in CODE_SOURCES:
+            if not sandbox:
+                raise DataError(f"{address}: {_no_sandbox(source)}")
+            continue
         if source not in RULES:
             raise DataError(f"{address}: {_no_rule(source)}")
         if RULES[source] is math_answer and find_spec("math_verify") is None:
@@ -114,7 +121,8 @@ def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_
         RewardError: There is no such rule.
     """
     if data_source not in RULES:
-        raise RewardError(f"cannot score this row: {_no_rule(data_source)}")
+        missing = _no_sandbox(data_source) if data_source in CODE_SOURCES else _no_rule(data_source)
+        raise RewardError(f"cannot score this row: {missing}")
     return RULES[data_source](solution_str, ground_truth)
 
 
@@ -131,8 +139,15 @@ def score_batch_by_rule(
 
 def _no_rule(source: str) -> str:
     return (
-        f"data_source {source!r} has no rule. There are rules for {', '.join(RULES)}. "
+        f"data_source {source!r} has no rule. There are rules for {', '.join([*RULES, *CODE_SOURCES])}. "
         "Use one of these, or set custom_reward_function.path."
+    )
+
+
+def _no_sandbox(source: str) -> str:
+    return (
+        f"data_source {source!r} is of code tasks, and programs of responses are run by a sandbox service only. Set {URL} to the "
+        "address of a SandboxFusion service, or set custom_reward_function.path."
     )
 
 
