@@ -100,6 +100,13 @@ def test_a_mathematical_answer_counts_by_its_value(solution: str, truth: object,
     assert math_answer(solution, truth) == score
 
 
+def test_the_mathematical_rows_beside_verls_code_tasks_are_scored() -> None:
+    pytest.importorskip("math_verify")
+    for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads"):
+        assert score_by_rule(f"numina_{name}", r"so \boxed{\frac{1}{2}}", "0.5") == 1.0
+        assert score_by_rule(f"numina_{name}", r"so \boxed{2}", "0.5") == 0.0
+
+
 def test_an_answer_that_cannot_be_computed_in_time_scores_nothing() -> None:
     pytest.importorskip("math_verify")
     assert math_answer(r"\boxed{9^{9^{9^{9}}}}", "4") == 0.0

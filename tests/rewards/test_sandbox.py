@@ -214,6 +214,13 @@ def test_every_manager_scores_code_beside_other_rules(service: Judge, manager: s
     assert len(service.requests) == 4
 
 
+def test_a_mathematical_answer_that_takes_too_long_ends_beside_code(service: Judge) -> None:
+    pytest.importorskip("math_verify")
+    slow = RewardRow("numina_olympiads", r"\boxed{9^{9^{9^{9}}}}", "4", {}, "train.jsonl:0")
+    with RewardRunner(CustomReward(timeout_seconds=30.0), 1, sandbox=SandboxFusion(service.url)) as runner:
+        assert [result.score for result in runner.score([slow, *code_rows(DOUBLES)])] == [0.0, 0.75]
+
+
 def test_processes_share_the_bound(service: Judge) -> None:
     together = Together(20)
     service.behaviours = [together]

@@ -68,7 +68,7 @@ class CodeTask:
         Raises:
             RewardError: The ground truth is something else, or has no test case. verl gives 0 to every response then.
         """
-        task = _mapping(ground_truth)
+        task = _dict_of(ground_truth)
         assertions = task.get("assert_case")
         if isinstance(assertions, list):
             task = {"inputs": [""] * len(assertions), "outputs": [None] * len(assertions)} | task
@@ -159,7 +159,7 @@ def _went_wrong(result: Mapping[str, Any]) -> bool:
     return status in ("Error", "TimeLimitExceeded") or (status == "Finished" and result.get("return_code") != 0)
 
 
-def _mapping(ground_truth: Any) -> Mapping[str, Any]:
+def _dict_of(ground_truth: Any) -> dict[str, Any]:
     if isinstance(ground_truth, str):
         try:
             ground_truth = json.loads(ground_truth)
@@ -167,7 +167,7 @@ def _mapping(ground_truth: Any) -> Mapping[str, Any]:
             raise _unreadable(f"it is no JSON ({error})") from error
     if not isinstance(ground_truth, Mapping):
         raise _unreadable(f"it is of type {type(ground_truth).__name__}")
-    return ground_truth
+    return dict(ground_truth)
 
 
 def _unreadable(why: str) -> RewardError:

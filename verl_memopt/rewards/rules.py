@@ -77,6 +77,9 @@ def math_answer(solution: str, ground_truth: Any) -> float:
     return float(verify(expected, answer, timeout_seconds=MATH_SECONDS))
 
 
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+"""Sources of mathematical problems in the data sets Eurus-2-RL and NuminaMath."""
+
 RULES: dict[str, Rule] = {
     "toy/arithmetic": exact_match,
     "openai/gsm8k": gsm8k,
@@ -86,6 +89,7 @@ RULES: dict[str, Rule] = {
     "lighteval/MATH": math_answer,
     "DigitalLearningGmbH/MATH-lighteval": math_answer,
     "HuggingFaceH4/MATH-500": math_answer,
+    **{f"numina_{name}": math_answer for name in _NUMINA},
 }
 """Rules by data source."""
 

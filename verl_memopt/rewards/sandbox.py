@@ -6,8 +6,8 @@ runs in a process of the run.
 The score is the share of the first ten test cases that the program passes, and 0 for a response without code. Of two things verl
 makes a wrong answer, and this rule an error of the row: the service does not answer, or the row's ground truth is no code task.
 Then the response has no score, and ``custom_reward_function.on_error`` decides, as for every reward function. Beyond the tenth
-case nothing is run, since nothing else would count. A function called by name that raises fails its case; verl accepts it where
-the case expects no output.
+case nothing is run, since nothing else would count. Where a function that is called by name raises, or does not exist, the case
+fails; verl compares what was printed before, so such a program passes a case that expects no output.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ class Grader:
         Raises:
             RewardError: The service gives no answer, or says in each of ``TRIES`` that it could not run the program.
         """
-        body = {
+        body: dict[str, Any] = {
             "code": program,
             "language": "python",
             "stdin": case.stdin,
