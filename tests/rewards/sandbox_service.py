@@ -4,6 +4,7 @@ import json
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler
@@ -66,10 +67,10 @@ def says(what: Any) -> Any:
 
 
 class Together:
-    """Waits until a number of programs are under way at the same time, and counts the most that were."""
+    """Waits until a number of programs are under way at the same time, and a moment for more, and counts the most that were."""
 
     def __init__(self, number: int) -> None:
-        self._barrier = threading.Barrier(number)
+        self._barrier = threading.Barrier(number, action=lambda: time.sleep(0.1))
         self._lock = threading.Lock()
         self._under_way = 0
         self.most = 0

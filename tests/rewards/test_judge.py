@@ -159,6 +159,22 @@ def test_an_answer_that_is_too_long_is_not_asked_for_again(judge: Judge) -> None
     assert ask(judge.url, 1, QUICK) == 1
 
 
+def test_an_answer_that_is_too_long_is_not_read_to_its_end(judge: Judge) -> None:
+    sent = []
+
+    def pours(handler: BaseHTTPRequestHandler, body: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(8 * LARGEST_ANSWER_BYTES))
+        handler.end_headers()
+        for _ in range(8):
+            sent.append(handler.wfile.write(bytes(LARGEST_ANSWER_BYTES)))
+
+    judge.behaviours = [pours]
+    with pytest.raises(LongAnswerError):
+        ask(judge.url, 1, QUICK)
+    assert len(sent) < 8
+
+
 def test_messages_call_the_service_by_its_name(judge: Judge) -> None:
     judge.behaviours = [fails(503)]
     patience = Patience(20, 10, 2, 0.001, name="oracle", way_out="Wake it.")

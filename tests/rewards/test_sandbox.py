@@ -194,6 +194,24 @@ def test_a_row_that_is_given_up_keeps_its_slot_until_its_call_has_ended(service:
     assert asyncio.run(second_row()) == 1
 
 
+def test_the_first_error_gives_up_the_calls_of_its_row_that_still_wait(service: Judge) -> None:
+    def waits(handler: BaseHTTPRequestHandler, body: Any) -> None:
+        service.released.wait(60)
+        runs_it(handler, body)
+
+    service.behaviours = [fails(404), waits]
+    grader = Grader(Sandbox(service.url, 1, 64), QUICK)
+
+    async def two_rows() -> float:
+        with pytest.raises(RewardError, match="404"):
+            await grader.score(DOUBLES, TASK)
+        service.released.set()
+        return await grader.score(DOUBLES, {"inputs": ["1"], "outputs": ["2"]})
+
+    assert asyncio.run(two_rows()) == 1.0
+    assert len(service.requests) <= 3  # the one that failed, one that had begun by then, and that of the second row
+
+
 @pytest.mark.parametrize(
     ("most", "processes", "slots"), [(64, 1, [64]), (64, 4, [16] * 4), (25, 64, [13, 12]), (7, 3, [7]), (1, 1, [1])]
 )
