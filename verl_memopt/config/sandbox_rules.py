@@ -25,8 +25,8 @@ ROUND_SECONDS = CASE_SECONDS + 5
 def rows_at_a_time(slots: int) -> int:
     """Return how many rows a reward process has under way.
 
-    Their test cases are at most 2.5 times the slots, and 3 times below 10 slots. So some wait while a slow case of
-    another row runs, and no row waits for more than two rounds of programs that never end.
+    With 4 slots or more their test cases are at most 2.5 times the slots. So other rows use the slots of a row whose last
+    case is slow, and no case waits for more than two programs that never end.
 
     Args:
         slots: Programs that the process may have under way.
@@ -36,6 +36,8 @@ def rows_at_a_time(slots: int) -> int:
 
 def longest_row_seconds(max_concurrent: int) -> int:
     """Return the longest time of a row in which every program runs until the service stops it.
+
+    With fewer than 4 slots the cases of one row wait for each other.
 
     Args:
         max_concurrent: Programs that all reward processes together may have under way.
