@@ -110,6 +110,15 @@ IDLE_CASES = {
             "max_resp_len": 256,
         }.items()
     },
+    "reward_model.sandbox_fusion.url": (
+        {"custom_reward_function.path": "mine.py"},
+        "http://h",
+        {"custom_reward_function.path": None},
+    ),
+    **{
+        f"reward_model.sandbox_fusion.{key}": ({}, 100, {"reward_model.sandbox_fusion.url": "http://h"})
+        for key in ("max_concurrent", "memory_limit_mb")
+    },
     "trainer.test_freq": ({}, 5, {"data.val_files": "val.jsonl"}),
     "trainer.keep_best": (
         {},

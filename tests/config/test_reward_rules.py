@@ -124,7 +124,6 @@ def test_the_tokenizer_of_the_responses_is_the_policys(settled, tokenizer):
         ({f"{MODEL}.fsdp_config.dtype": "fp16"}, f"{MODEL}.fsdp_config.dtype=fp16: half precision", "Set fp32 or"),
         ({f"{MODEL}.fsdp_config.ulysses_sequence_parallel_size": 2}, f"{MODEL}.fsdp_config.ulysses", "Set 1."),
         ({"reward_model.enable_resource_pool": True}, "reward_model.enable_resource_pool=true: ", "shares the devices"),
-        ({"reward_model.sandbox_fusion.url": "http://x"}, "reward_model.sandbox_fusion.url=http://x: ", "rewards.judge"),
     ],
 )
 def test_what_a_reward_model_cannot_have_is_refused(complaint, given, address, way_out):

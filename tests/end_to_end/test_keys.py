@@ -21,6 +21,9 @@ READ_ELSEWHERE = {
     # read only where Ray starts the workers (tests/workers/test_ray_group.py)
     "ray_kwargs.ray_init",
     "trainer.ray_wait_register_center_timeout",
+    # read only where there is a sandbox service (tests/rewards/test_sandbox.py)
+    "reward_model.sandbox_fusion.max_concurrent",
+    "reward_model.sandbox_fusion.memory_limit_mb",
     # read only where a prompt holds a special token (tests/data/test_dataset.py)
     "data.allow_special_tokens",
 }

@@ -1,13 +1,16 @@
 """Loading a reward function of the user's own."""
 
+import asyncio
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from verl_memopt.errors import RewardError
+from verl_memopt.rewards.concurrent import is_async
 from verl_memopt.rewards.custom import load_reward_function
 from verl_memopt.rewards.rules import score_batch_by_rule, score_by_rule
+from verl_memopt.rewards.sandbox import Sandbox
 
 
 def write(folder: Path, text: str) -> str:
@@ -19,6 +22,16 @@ def write(folder: Path, text: str) -> str:
 def test_without_a_file_the_rules_are_used() -> None:
     assert load_reward_function(None, "compute_score", {}) is score_by_rule
     assert load_reward_function(None, "compute_score", {}, whole_batch=True) is score_batch_by_rule
+
+
+def test_with_a_service_the_rules_score_code_too_and_wait_for_many_rows() -> None:
+    sandbox = Sandbox("http://h", 4, 64)
+    rules = load_reward_function(None, "compute_score", {}, sandbox=sandbox)
+    assert is_async(rules)
+    assert asyncio.run(rules("toy/arithmetic", "4", "4")) == 1.0
+    assert asyncio.run(rules("apps", "no code", {"inputs": ["1"], "outputs": ["1"]})) == 0.0
+    batch = load_reward_function(None, "compute_score", {}, whole_batch=True, sandbox=sandbox)
+    assert asyncio.run(batch(["toy/arithmetic"] * 2, ["4", "5"], ["4", "4"], [{}, {}])) == [1.0, 0.0]
 
 
 def test_the_function_is_called_with_its_fixed_arguments(tmp_path: Path) -> None:

@@ -14,7 +14,7 @@ import pytest
 from tests.rewards.conftest import rows
 from verl_memopt.config.schema import CustomReward
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.judge import Patience, ask, ask_async
+from verl_memopt.rewards.judge import LARGEST_ANSWER_BYTES, LongAnswerError, Patience, ask, ask_async
 from verl_memopt.rewards.runner import RewardRunner
 
 ROOT = Path(__file__).parents[2]
@@ -148,6 +148,38 @@ def test_a_request_that_is_wrong_is_not_repeated(judge: Judge) -> None:
     with pytest.raises(RewardError, match=r"refused the request: HTTP status 404 Not Found \(no such model\)"):
         ask(judge.url, 1, QUICK)
     assert len(judge.requests) == 1
+
+
+def test_an_answer_that_is_too_long_is_not_asked_for_again(judge: Judge) -> None:
+    judge.behaviours = [fails(200, b" " * LARGEST_ANSWER_BYTES + b"1")]
+    with pytest.raises(LongAnswerError, match=f"answered with over {LARGEST_ANSWER_BYTES} bytes"):
+        ask(judge.url, 1, QUICK)
+    assert len(judge.requests) == 1
+    judge.behaviours = [fails(200, b" " * (LARGEST_ANSWER_BYTES - 1) + b"1")]
+    assert ask(judge.url, 1, QUICK) == 1
+
+
+def test_an_answer_that_is_too_long_is_not_read_to_its_end(judge: Judge) -> None:
+    sent = []
+
+    def pours(handler: BaseHTTPRequestHandler, body: Any) -> None:
+        handler.send_response(200)
+        handler.send_header("Content-Length", str(8 * LARGEST_ANSWER_BYTES))
+        handler.end_headers()
+        for _ in range(8):
+            sent.append(handler.wfile.write(bytes(LARGEST_ANSWER_BYTES)))
+
+    judge.behaviours = [pours]
+    with pytest.raises(LongAnswerError):
+        ask(judge.url, 1, QUICK)
+    assert len(sent) < 8
+
+
+def test_messages_call_the_service_by_its_name(judge: Judge) -> None:
+    judge.behaviours = [fails(503)]
+    patience = Patience(20, 10, 2, 0.001, name="oracle", way_out="Wake it.")
+    with pytest.raises(RewardError, match=r"^the oracle at http.* gave no answer in 2 attempts.* Wake it\.$"):
+        ask(judge.url, 1, patience)
 
 
 def test_an_address_that_is_no_url_is_refused() -> None:

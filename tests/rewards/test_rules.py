@@ -7,6 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_memopt.errors import DataError, RewardError
+from verl_memopt.rewards.code_task import CODE_SOURCES
 from verl_memopt.rewards.rules import (
     RULES,
     check_sources,
@@ -99,6 +100,13 @@ def test_a_mathematical_answer_counts_by_its_value(solution: str, truth: object,
     assert math_answer(solution, truth) == score
 
 
+def test_the_mathematical_rows_beside_verls_code_tasks_are_scored() -> None:
+    pytest.importorskip("math_verify")
+    for name in ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads"):
+        assert score_by_rule(f"numina_{name}", r"so \boxed{\frac{1}{2}}", "0.5") == 1.0
+        assert score_by_rule(f"numina_{name}", r"so \boxed{2}", "0.5") == 0.0
+
+
 def test_an_answer_that_cannot_be_computed_in_time_scores_nothing() -> None:
     pytest.importorskip("math_verify")
     assert math_answer(r"\boxed{9^{9^{9^{9}}}}", "4") == 0.0
@@ -125,6 +133,16 @@ def test_an_unknown_data_source_is_refused_with_its_row_and_the_known_ones() -> 
     check_sources([(source, "a.parquet:1") for source, rule in RULES.items() if rule is not math_answer])
     with pytest.raises(DataError, match=r"a\.parquet:2: data_source 'openai/prm800k' has no rule.*openai/gsm8k"):
         check_sources([("openai/gsm8k", "a.parquet:1"), ("openai/prm800k", "a.parquet:2")])
+
+
+@pytest.mark.parametrize("source", CODE_SOURCES)
+def test_a_code_task_needs_a_sandbox_service(source: str) -> None:
+    check_sources([(source, "a.parquet:1"), ("toy/arithmetic", "a.parquet:2")], sandbox=True)
+    wrong = rf"data_source '{source}' is of code tasks.*Set reward_model\.sandbox_fusion\.url.*custom_reward_function\.path"
+    with pytest.raises(DataError, match=rf"^a\.parquet:1: {wrong}"):
+        check_sources([(source, "a.parquet:1")])
+    with pytest.raises(RewardError, match=f"^cannot score this row: {wrong}"):
+        score_by_rule(source, "```python\n1\n```", "{}")
 
 
 def test_a_batch_is_scored_row_by_row() -> None:

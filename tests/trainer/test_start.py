@@ -34,3 +34,9 @@ def test_reward_processes_have_their_function_before_the_run_goes_on(settled, tm
     context = build_run(settled({"custom_reward_function.path": str(broken)}))
     with pytest.raises(RewardError, match=re.escape(str(broken))), rewards_of(context):
         pytest.fail("the body ran")
+
+
+def test_a_service_for_programs_is_not_asked_where_a_function_decides(settled):
+    context = build_run(settled({"reward_model.sandbox_fusion.url": "http://127.0.0.1:9/run_code"}))
+    with rewards_of(context) as runner:
+        assert runner.pids()

@@ -83,6 +83,8 @@ RENAMED_SECTIONS = {
     "reward.custom_reward_function.": "custom_reward_function.",
     "reward.reward_model.": "reward_model.",
     "reward.reward_kwargs.": "reward_model.reward_kwargs.",
+    "reward.sandbox_fusion.": "reward_model.sandbox_fusion.",
+    "sandbox_fusion.": "reward_model.sandbox_fusion.",
 }
 """Every key below the one section stands for the same key below the other."""
 

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl_memopt.config.correction_rules import CORRECTION_IDLE
 from verl_memopt.config.problems import shown
+from verl_memopt.config.sandbox_rules import SANDBOX_IDLE
 from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES, WITHOUT_GROUPS
 from verl_memopt.knobs.critic_rules import idles, twin_idle
 from verl_memopt.knobs.knob import Idle
@@ -107,6 +108,7 @@ def _of_rewards_and_runs() -> Iterator[Idle]:
     off = f"{_OVERLONG}.enable is false"
     for key in (f"{_OVERLONG}.len", f"{_OVERLONG}.penalty_factor", f"{_OVERLONG}.log", "reward_model.reward_kwargs.max_resp_len"):
         yield Idle(key, (f"{_OVERLONG}.enable",), lambda on: not on, off)
+    yield from SANDBOX_IDLE
     yield Idle("trainer.test_freq", ("data.val_files",), lambda files: files is None, "data.val_files is null")
     yield Idle(
         "trainer.keep_best",

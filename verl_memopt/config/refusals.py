@@ -34,9 +34,6 @@ ANY = None
 EITHER = (True, False)
 _REWARD_DEVICES = "the reward model shares the devices of the workers, in turns with the other models"
 _AFTER_ROLLOUT = "responses are scored after the rollout: by reward processes, and by a reward model in the workers"
-_NO_SANDBOX = (
-    "no sandbox service is called. Use custom_reward_function.path with a function that asks it through verl_memopt.rewards.judge"
-)
 _TEXT_ONLY = "prompts are text only. Remove the key"
 _UNREAD = "it has no effect in verl either. Remove the key"
 _FSDP1 = "it exists in FSDP1 only, and fsdp2 is the one strategy. Remove the key"
@@ -166,8 +163,6 @@ _REWARD_MODEL = {
     "reward_loop_source": Refusal(("register",), _OWN_REWARD),
     "reward_loop_module_path": Refusal((), _OWN_REWARD),
     "reward_loop_class_name": Refusal((), _OWN_REWARD),
-    "sandbox_fusion.url": Refusal((), _NO_SANDBOX),
-    "sandbox_fusion.*": Refusal(ANY, _NO_SANDBOX),
     "rollout.*": Refusal(ANY, "the reward model computes one forward of each conversation in the workers, without an engine"),
     "strategy": Refusal(("fsdp", "fsdp2"), "the reward model is sharded by fsdp2"),
     "model.use_remove_padding": Refusal(EITHER, _PACKED),

@@ -56,6 +56,7 @@ HARMLESS_KEYS = {
                 f"{_AR}.nccl_timeout",
                 "reward_model.num_workers",
                 "reward_model.max_concurrent",
+                "reward_model.sandbox_fusion.max_concurrent",
                 f"{_AR}.rollout.disable_log_stats",
                 f"{_AR}.rollout.mode",
             ),

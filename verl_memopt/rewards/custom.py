@@ -10,6 +10,7 @@ from typing import Any
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.rules import score_batch_by_rule, score_by_rule
+from verl_memopt.rewards.sandbox import Sandbox, rules_with_sandbox
 
 RewardFunction = Callable[..., Any]
 """Called with the arguments of one row by name. Returns a number, or a dict with ``score``; a coroutine of it if ``async``.
@@ -25,7 +26,7 @@ BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_info
 
 
 def load_reward_function(
-    path: str | None, name: str, reward_kwargs: Mapping[str, Any], whole_batch: bool = False
+    path: str | None, name: str, reward_kwargs: Mapping[str, Any], whole_batch: bool = False, sandbox: Sandbox | None = None
 ) -> RewardFunction:
     """Return the reward function, with its keyword arguments bound.
 
@@ -34,10 +35,13 @@ def load_reward_function(
         name: The function in it.
         reward_kwargs: Further keyword arguments for every call.
         whole_batch: The function scores all rows in one call.
+        sandbox: The service that runs programs for the rules. None = there is none.
 
     Raises:
         RewardError: The file or the function is missing, or the function does not accept the arguments.
     """
+    if path is None and sandbox is not None:
+        return rules_with_sandbox(sandbox, whole_batch)
     if path is None:
         return score_batch_by_rule if whole_batch else score_by_rule
     function = load_from_file(path, name, key="custom_reward_function.path", error=RewardError)

@@ -45,6 +45,14 @@ class Patience:
     """Pause after the first failed attempt; it doubles with each further one, and up to half of it is random."""
     headers: Mapping[str, str] = field(default_factory=dict)
     """Further headers, such as Authorization."""
+    name: str = "judge"
+    """What messages call the service."""
+    way_out: str = "Start the judge, or allow more time."
+    """How messages say to correct that the service gives no answer."""
+
+
+class LongAnswerError(RewardError):
+    """An answer is longer than ``LARGEST_ANSWER_BYTES``. Another attempt would not mend that."""
 
 
 class _PassingError(Exception):
@@ -67,16 +75,17 @@ def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[f
     Raises:
         RewardError: The judge gave no answer within the limits, or refused the request. The message says how often it was asked
             and what went wrong last.
+        LongAnswerError: The answer is too long.
     """
     if urlsplit(url).scheme not in ("http", "https"):
-        raise RewardError(f"the judge's address {url!r} is no http or https URL. Correct it in the reward function.")
+        raise RewardError(f"the {patience.name}'s address {url!r} is no http or https URL. Correct it in the reward function.")
     text = json.dumps(body).encode()
     end = time.monotonic() + patience.limit_seconds
     last, attempts = "", 0
     while attempts < patience.attempts and (left := end - time.monotonic()) > 0:
         attempts += 1
         try:
-            return _attempt(url, text, patience.headers, min(patience.attempt_seconds, left))
+            return _attempt(url, text, patience, min(patience.attempt_seconds, left))
         except _PassingError as problem:
             last = str(problem)
             wait = max(patience.backoff_seconds * 2 ** (attempts - 1) * random.uniform(1, 1.5), problem.pause_seconds)
@@ -85,8 +94,8 @@ def ask(url: str, body: Any, patience: Patience = Patience(), pause: Callable[[f
                 break
             pause(wait)
     raise RewardError(
-        f"the judge at {url} gave no answer in {attempts} attempt{'s' if attempts > 1 else ''} and at most "
-        f"{patience.limit_seconds:g} s. The last one failed: {last}. Start the judge, or allow more time."
+        f"the {patience.name} at {url} gave no answer in {attempts} attempt{'s' if attempts > 1 else ''} and at most "
+        f"{patience.limit_seconds:g} s. The last one failed: {last}. {patience.way_out}"
     )
 
 
@@ -101,7 +110,7 @@ def _threads() -> ThreadPoolExecutor:
     return ThreadPoolExecutor(MOST_THREADS, thread_name_prefix="judge")
 
 
-def _attempt(url: str, text: bytes, headers: Mapping[str, str], seconds: float) -> Any:
+def _attempt(url: str, text: bytes, patience: Patience, seconds: float) -> Any:
     """Return the answer to one request.
 
     Raises:
@@ -115,11 +124,17 @@ def _attempt(url: str, text: bytes, headers: Mapping[str, str], seconds: float) 
     try:
         with closing(connection):
             target = urlunsplit(("", "", place.path or "/", place.query, ""))
-            connection.request("POST", target, text, {"Content-Type": "application/json", "Connection": "close", **headers})
+            connection.request(
+                "POST", target, text, {"Content-Type": "application/json", "Connection": "close", **patience.headers}
+            )
             socket = connection.sock
             socket.settimeout(max(end - time.monotonic(), LEAST_WAIT_SECONDS))
             answer = connection.getresponse()
             received = _read(answer, socket, end)
+        if len(received) > LARGEST_ANSWER_BYTES:
+            raise LongAnswerError(
+                f"the {patience.name} at {url} answered with over {LARGEST_ANSWER_BYTES} bytes. Make it answer with less."
+            )
         if answer.status // 100 == 2:
             return json.loads(received)
     except TimeoutError as error:
@@ -131,20 +146,23 @@ def _attempt(url: str, text: bytes, headers: Mapping[str, str], seconds: float) 
     quoted = " ".join(received[: 4 * QUOTED_CHARACTERS].decode(errors="replace").split())[:QUOTED_CHARACTERS]
     reason = f"HTTP status {answer.status} {answer.reason}{f' ({quoted})' if quoted else ''}"
     if answer.status not in PASSING_STATUS:
-        raise RewardError(f"the judge at {url} refused the request: {reason}. Correct the reward function.")
+        raise RewardError(f"the {patience.name} at {url} refused the request: {reason}. Correct the address or what is sent.")
     named = answer.getheader("Retry-After", "")
     raise _PassingError(reason, float(named) if named.isdigit() else 0.0)
 
 
 def _read(answer: http.client.HTTPResponse, socket: socket_module.socket, end: float) -> bytes:
-    """Return the whole answer, or raise TimeoutError at ``end``, also where it comes in drops."""
+    """Return the whole answer, or raise TimeoutError at ``end``, also where it comes in drops.
+
+    Of an answer that is too long, a little more than ``LARGEST_ANSWER_BYTES`` is returned.
+    """
     parts: list[bytes] = []
     size = 0
     while part := answer.read1(PART_BYTES):
         parts.append(part)
         size += len(part)
         if size > LARGEST_ANSWER_BYTES:
-            raise OSError(f"the answer is longer than {LARGEST_ANSWER_BYTES} bytes")
+            return b"".join(parts)
         left = end - time.monotonic()
         if left <= 0:
             raise TimeoutError

@@ -7,7 +7,9 @@ from collections.abc import Callable, Iterable, Sequence
 from importlib.util import find_spec
 from typing import Any
 
+from verl_memopt.config.sandbox_rules import URL
 from verl_memopt.errors import DataError, RewardError
+from verl_memopt.rewards.code_task import CODE_SOURCES
 
 Rule = Callable[[str, Any], float]
 
@@ -75,6 +77,9 @@ def math_answer(solution: str, ground_truth: Any) -> float:
     return float(verify(expected, answer, timeout_seconds=MATH_SECONDS))
 
 
+_NUMINA = ("aops_forum", "synthetic_math", "amc_aime", "synthetic_amc", "cn_k12", "olympiads")
+"""Sources of mathematical problems in the data sets Eurus-2-RL and NuminaMath."""
+
 RULES: dict[str, Rule] = {
     "toy/arithmetic": exact_match,
     "openai/gsm8k": gsm8k,
@@ -84,20 +89,26 @@ RULES: dict[str, Rule] = {
     "lighteval/MATH": math_answer,
     "DigitalLearningGmbH/MATH-lighteval": math_answer,
     "HuggingFaceH4/MATH-500": math_answer,
+    **{f"numina_{name}": math_answer for name in _NUMINA},
 }
 """Rules by data source."""
 
 
-def check_sources(sources: Iterable[tuple[str, str]]) -> None:
+def check_sources(sources: Iterable[tuple[str, str]], sandbox: bool = False) -> None:
     """Check that each data source has a rule. For runs without a custom function.
 
     Args:
         sources: (data_source, address) of each row.
+        sandbox: There is a service that runs the programs of code tasks.
 
     Raises:
-        DataError: A data source has no rule, or the package of its rule is not installed. The message names the first such row.
+        DataError: A data source has no rule, or what its rule needs is missing. The message names the first such row.
     """
     for source, address in sources:
+        if source in CODE_SOURCES:
+            if not sandbox:
+                raise DataError(f"{address}: {_no_sandbox(source)}")
+            continue
         if source not in RULES:
             raise DataError(f"{address}: {_no_rule(source)}")
         if RULES[source] is math_answer and find_spec("math_verify") is None:
@@ -114,7 +125,8 @@ def score_by_rule(data_source: str, solution_str: str, ground_truth: Any, extra_
         RewardError: There is no such rule.
     """
     if data_source not in RULES:
-        raise RewardError(f"cannot score this row: {_no_rule(data_source)}")
+        missing = _no_sandbox(data_source) if data_source in CODE_SOURCES else _no_rule(data_source)
+        raise RewardError(f"cannot score this row: {missing}")
     return RULES[data_source](solution_str, ground_truth)
 
 
@@ -131,8 +143,15 @@ def score_batch_by_rule(
 
 def _no_rule(source: str) -> str:
     return (
-        f"data_source {source!r} has no rule. There are rules for {', '.join(RULES)}. "
+        f"data_source {source!r} has no rule. There are rules for {', '.join([*RULES, *CODE_SOURCES])}. "
         "Use one of these, or set custom_reward_function.path."
+    )
+
+
+def _no_sandbox(source: str) -> str:
+    return (
+        f"data_source {source!r} is of code tasks, and programs of responses are run by a sandbox service only. Set {URL} to the "
+        "address of a SandboxFusion service, or set custom_reward_function.path."
     )
 
 

@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import Any, Self
 
 from verl_memopt.config import schema
+from verl_memopt.config.sandbox_rules import rows_at_a_time
 from verl_memopt.errors import RewardError, Stopped
 from verl_memopt.rewards.limits import Limits
 from verl_memopt.rewards.managers import MANAGERS, Manager, num_processes
 from verl_memopt.rewards.process import RewardProcess
 from verl_memopt.rewards.rows import RewardResult, RewardRow
+from verl_memopt.rewards.sandbox import Sandbox, share_out
 from verl_memopt.rewards.scorer import FunctionCall
 
 logger = logging.getLogger(__name__)
@@ -43,6 +45,7 @@ class RewardRunner:
         logs: Folder for what the function prints, one file per process. None = the standard output of this process.
         manager: How rows reach the function, ``reward_model.reward_manager``.
         max_concurrent: Rows that an async function has under way at a time in one process.
+        sandbox: The service that runs programs for the rules, ``reward_model.sandbox_fusion``. None = there is none.
     """
 
     def __init__(
@@ -52,9 +55,14 @@ class RewardRunner:
         logs: Path | None = None,
         manager: str = schema.RewardModel.reward_manager,
         max_concurrent: int = schema.RewardModel.max_concurrent,
+        sandbox: schema.SandboxFusion | None = None,
     ) -> None:
         """Start the processes."""
         num_workers = num_processes(manager, num_workers)
+        self._sandboxes: list[Sandbox] = []
+        if sandbox is not None:
+            self._sandboxes = share_out(sandbox, num_workers)
+            num_workers = len(self._sandboxes)
         self._custom = custom
         self._manager = MANAGERS[manager]
         self._max_concurrent = max_concurrent
@@ -112,13 +120,16 @@ class RewardRunner:
     def _start(self, index: int) -> RewardProcess:
         custom = self._custom
         log = None if self._logs is None else self._logs / f"process_{index}.log"
+        sandbox = self._sandboxes[index] if self._sandboxes else None
+        rows = self._max_concurrent if sandbox is None else min(self._max_concurrent, rows_at_a_time(sandbox.slots))
         call = FunctionCall(
             path=custom.path,
             name=custom.name,
             reward_kwargs=dict(custom.reward_kwargs),
             whole_batch=self._manager.whole_batch,
-            max_concurrent=self._max_concurrent,
+            max_concurrent=rows,
             timeout_seconds=custom.timeout_seconds,
+            sandbox=sandbox,
         )
         return RewardProcess(call, Limits.of(custom), log)
 

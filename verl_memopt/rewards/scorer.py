@@ -21,6 +21,7 @@ from verl_memopt.errors import RewardError
 from verl_memopt.rewards.concurrent import is_async, score_concurrently
 from verl_memopt.rewards.custom import RewardFunction, load_reward_function
 from verl_memopt.rewards.limits import Limits
+from verl_memopt.rewards.sandbox import Sandbox
 from verl_memopt.rewards.score import Outcome, failure, outcome_of, outcomes_of_batch
 
 PROGRESS = struct.Struct("qd")
@@ -48,6 +49,8 @@ class FunctionCall:
     """Rows that an async function has under way at a time."""
     timeout_seconds: float = 60.0
     """Longest time of a row, which a process keeps itself where rows run concurrently."""
+    sandbox: Sandbox | None = None
+    """The service that runs programs for the rules."""
 
 
 def main(pipe: int, progress: int, limits: Limits) -> None:
@@ -65,7 +68,7 @@ def main(pipe: int, progress: int, limits: Limits) -> None:
         try:
             call: FunctionCall = connection.recv()
             try:
-                function = load_reward_function(call.path, call.name, call.reward_kwargs, call.whole_batch)
+                function = load_reward_function(call.path, call.name, call.reward_kwargs, call.whole_batch, call.sandbox)
             except RewardError as problem:
                 connection.send((str(problem), False))
                 return

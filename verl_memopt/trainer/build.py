@@ -121,7 +121,8 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         if checkpoint is not None:
             compare_settings(settings, environment, checkpoint)
         by_rules = settings.custom_reward_function.path is None and not settings.reward_model.enable
-        train, validation = _datasets(data, environment, by_rules)
+        sandbox = settings.reward_model.sandbox_fusion.url is not None
+        train, validation = _datasets(data, environment, by_rules, sandbox)
         reward_folder, conversations = _reward_model(settings, environment, (train, validation))
         loader = _build_loader(data, train, checkpoint)
         total_steps = _total_steps(trainer, loader)
@@ -156,18 +157,20 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     )  # fmt: skip
 
 
-def _datasets(data: Data, environment: Environment, by_rules: bool) -> tuple[PromptDataset, PromptDataset | None]:
+def _datasets(data: Data, environment: Environment, by_rules: bool, sandbox: bool) -> tuple[PromptDataset, PromptDataset | None]:
     """Return the training rows and the held-out rows.
 
     Args:
         data: names the files.
         environment: has the tokenizer.
         by_rules: rewards come from built-in rules, so each row's ``data_source`` must have one.
+        sandbox: a service runs the programs of code tasks.
     """
     train = build_dataset(data.train_files, data, environment.tokenizer, "train")
     validation = None if data.val_files is None else build_dataset(data.val_files, data, environment.tokenizer, "val")
     if by_rules:
-        check_sources((row.data_source, row.address) for split in (train, validation or ()) for row in split)
+        rows = (row for split in (train, validation or ()) for row in split)
+        check_sources(((row.data_source, row.address) for row in rows), sandbox)
     return train, validation
 
 

@@ -8,9 +8,10 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_memopt.config.schema import CustomReward, RewardModel
+from verl_memopt.config.schema import CustomReward, RewardModel, SandboxFusion
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.sandbox import check_service
 from verl_memopt.trainer.build import RunContext
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.group import WorkerGroup
@@ -29,12 +30,21 @@ def start_rewards(custom: CustomReward, reward_model: RewardModel, run_dir: Path
         run_dir: gets a folder with what each process prints.
 
     Raises:
-        RewardError: the function cannot be loaded.
+        RewardError: the function cannot be loaded, or the sandbox service does not answer.
     """
     workers, manager, concurrent = reward_model.num_workers, reward_model.reward_manager, reward_model.max_concurrent
-    with RewardRunner(custom, workers, run_dir / "reward_logs", manager, concurrent) as runner:
+    sandbox = _sandbox(custom, reward_model)
+    with RewardRunner(custom, workers, run_dir / "reward_logs", manager, concurrent, sandbox) as runner:
+        if sandbox is not None:
+            check_service(sandbox)
         runner.check()
         yield runner
+
+
+def _sandbox(custom: CustomReward, reward_model: RewardModel) -> SandboxFusion | None:
+    """Return the settings of the service that runs programs for the rules; None where there is none, or no rule decides."""
+    by_rules = custom.path is None and not reward_model.enable
+    return reward_model.sandbox_fusion if by_rules and reward_model.sandbox_fusion.url is not None else None
 
 
 @contextmanager

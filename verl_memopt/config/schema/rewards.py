@@ -39,6 +39,19 @@ class RewardKwargs:
     """Tokens of a response that gets the whole penalty."""
 
 
+@dataclass(frozen=True)
+class SandboxFusion:
+    """A SandboxFusion service, which runs the programs of code tasks."""
+
+    url: str | None = None
+    """Address of the service's run_code, such as http://localhost:8080/run_code. The service runs the programs of rows whose data
+    source is apps, codecontests, codeforces or taco; null = such rows need ``custom_reward_function.path``."""
+    max_concurrent: PositiveInt = 64
+    """Most programs that all reward processes together have under way at the service."""
+    memory_limit_mb: PositiveInt = 1024
+    """Memory in MB that the service gives to a program."""
+
+
 _ScoringKnobs: Any = knob_settings("scoring_model")
 
 
@@ -87,6 +100,8 @@ class RewardModel:
     naive, and ``reward_kwargs.overlong_buffer_cfg`` acts."""
     reward_kwargs: RewardKwargs = field(default_factory=RewardKwargs)
     """Arguments of the reward manager."""
+    sandbox_fusion: SandboxFusion = field(default_factory=SandboxFusion)
+    """The service that runs the programs of code tasks."""
     num_workers: PositiveInt = 1
     """Processes that run the reward function."""
     max_concurrent: PositiveInt = 64

@@ -1,0 +1,98 @@
+"""A SandboxFusion service on this machine, of a few lines: it runs Python programs in processes, with SandboxFusion's answers."""
+
+import json
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from http.server import BaseHTTPRequestHandler
+from typing import Any
+
+from tests.rewards.test_judge import Judge, reply
+
+MOST_SECONDS = 2.0
+"""This service stops a program earlier than it is asked to, so that tests of endless programs end."""
+
+
+def answer(status: str, printed: str | None = "", return_code: int | None = 0, run: str = "Finished", message: str = "") -> Any:
+    """An answer about a program that was run."""
+    ran = {"status": run, "execution_time": 0.1, "return_code": return_code, "stdout": printed, "stderr": ""}
+    return {
+        "status": status,
+        "message": message,
+        "compile_result": None,
+        "run_result": ran,
+        "executor_pod_name": None,
+        "files": {},
+    }
+
+
+def not_compiled(status: str = "Finished") -> Any:
+    """An answer about a program that could not be compiled."""
+    compiled = {"status": status, "execution_time": 0.1, "return_code": 1, "stdout": "", "stderr": "error"}
+    return {
+        "status": "Failed",
+        "message": "",
+        "compile_result": compiled,
+        "run_result": None,
+        "executor_pod_name": None,
+        "files": {},
+    }
+
+
+FAILS_INSIDE = {"status": "SandboxError", "message": "no pod is\nfree", "compile_result": None, "run_result": None, "files": {}}
+
+
+def result_of(body: Any) -> Any:
+    """Runs the program of a request."""
+    assert body["language"] == "python"
+    command = [sys.executable, "-I", "-S", "-c", body["code"]]
+    try:
+        done = subprocess.run(command, input=body["stdin"] or "", capture_output=True, text=True, timeout=MOST_SECONDS)
+    except subprocess.TimeoutExpired:
+        return answer("Failed", None, None, "TimeLimitExceeded")
+    return answer("Failed" if done.returncode else "Success", done.stdout, done.returncode)
+
+
+def runs_it(handler: BaseHTTPRequestHandler, body: Any) -> None:
+    """Runs the program and answers what it did."""
+    reply(handler, 200, json.dumps(result_of(body)).encode())
+
+
+def says(what: Any) -> Any:
+    """A service that gives one answer, whatever the program."""
+    return lambda handler, body: reply(handler, 200, json.dumps(what).encode())
+
+
+class Together:
+    """Waits until a number of programs are under way at the same time, and a moment for more, and counts the most that were."""
+
+    def __init__(self, number: int) -> None:
+        self._barrier = threading.Barrier(number, action=lambda: time.sleep(0.1))
+        self._lock = threading.Lock()
+        self._under_way = 0
+        self.most = 0
+
+    def __call__(self, handler: BaseHTTPRequestHandler, body: Any) -> None:
+        with self._lock:
+            self._under_way += 1
+            self.most = max(self.most, self._under_way)
+        self._barrier.wait(60)
+        with self._lock:
+            self._under_way -= 1
+        runs_it(handler, body)
+
+
+@contextmanager
+def sandbox_service() -> Iterator[Judge]:
+    """A service that runs programs until it is told otherwise."""
+    service = Judge()
+    service.behaviours = [runs_it]
+    try:
+        yield service
+    finally:
+        service.released.set()
+        service.server.shutdown()
+        service.server.server_close()

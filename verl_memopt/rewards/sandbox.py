@@ -1,0 +1,190 @@
+"""Scores of code tasks: a SandboxFusion service runs the program of a response on the test cases, over HTTP.
+
+The service is https://github.com/bytedance/SandboxFusion, at ``reward_model.sandbox_fusion.url``. No program of a response ever
+runs in a process of the run.
+
+The score is the share of the first ten test cases that the program passes, and 0 for a response without code. Of two things verl
+makes a wrong answer, and this rule an error of the row: the service does not answer, or the row's ground truth is no code task.
+Then the response has no score, and ``custom_reward_function.on_error`` decides, as for every reward function. Beyond the tenth
+case nothing is run, since nothing else would count. Where a function that is called by name raises, or does not exist, the case
+fails; verl compares what was printed before, so such a program passes a case that expects no output.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from itertools import takewhile
+from typing import Any
+
+from verl_memopt.config.sandbox_rules import CASE_SECONDS, CASES, URL
+from verl_memopt.config.schema import SandboxFusion
+from verl_memopt.errors import RewardError
+from verl_memopt.rewards.code_task import CODE_SOURCES, Case, CodeTask, Verdict, program_in, verdict_of
+from verl_memopt.rewards.judge import LongAnswerError, Patience, ask
+from verl_memopt.rewards.rules import score_by_rule
+
+PATIENCE = Patience(
+    limit_seconds=45,
+    attempt_seconds=3 * CASE_SECONDS,
+    name="sandbox service",
+    way_out=f"Start the service, or correct {URL}.",
+)
+"""How long and how often the service is asked for one run. It may take the two time limits and as much again to answer."""
+
+TRIES = 3
+"""How often a program is run that the service says it could not run."""
+
+
+@dataclass(frozen=True)
+class Sandbox:
+    """The service, as one reward process uses it."""
+
+    url: str
+    """Where programs are sent."""
+    slots: int
+    """Most programs that this process has under way."""
+    memory_limit_mb: int
+    """Memory of a program."""
+
+
+def share_out(settings: SandboxFusion, num_processes: int) -> list[Sandbox]:
+    """Return the part of each reward process in the service, whose slots add up to ``max_concurrent``.
+
+    There may be fewer processes than ``num_processes``, so that each has slots for all test cases of a row. One process waits for
+    many programs at a time.
+
+    Args:
+        settings: ``reward_model.sandbox_fusion``, with a url.
+        num_processes: Most reward processes.
+    """
+    assert settings.url is not None
+    total = settings.max_concurrent
+    count = max(1, min(num_processes, total // CASES))
+    return [Sandbox(settings.url, total // count + (place < total % count), settings.memory_limit_mb) for place in range(count)]
+
+
+class Grader:
+    """Scores responses to code tasks.
+
+    Args:
+        sandbox: The service. Never more than ``slots`` of its calls are under way, also where rows were given up.
+        patience: Time limits and attempts of a call.
+    """
+
+    def __init__(self, sandbox: Sandbox, patience: Patience = PATIENCE) -> None:
+        """Start no thread yet: each starts with the first call that needs it."""
+        self._sandbox = sandbox
+        self._patience = patience
+        self._threads = ThreadPoolExecutor(sandbox.slots, thread_name_prefix="sandbox")
+
+    async def score(self, solution: str, ground_truth: Any) -> float:
+        """Return the share of the test cases that the program of a response passes.
+
+        Where one case shows that the program does not compile, the cases after it are not passed.
+
+        Args:
+            solution: The response.
+            ground_truth: The row's test cases, as :meth:`CodeTask.read` takes them.
+
+        Raises:
+            RewardError: The ground truth is no code task, or the service gives no answer.
+        """
+        code = program_in(solution)
+        try:
+            task = CodeTask.read(ground_truth)
+            if code is None:
+                return 0.0
+            verdicts = await self._verdicts(task, code)
+        except RewardError as problem:
+            raise RewardError(f"cannot score this row: {problem}") from problem
+        compiled = takewhile(lambda verdict: verdict is not Verdict.NOT_COMPILED, verdicts)
+        return sum(verdict is Verdict.PASSED for verdict in compiled) / len(verdicts)
+
+    async def _verdicts(self, task: CodeTask, code: str) -> Sequence[Verdict]:
+        """Return the verdict of each case. With the first error, the calls that still wait are given up."""
+        loop = asyncio.get_running_loop()
+        calls = [loop.run_in_executor(self._threads, self.run, task.program(code, case), case) for case in task.cases]
+        try:
+            return await asyncio.gather(*calls)
+        finally:
+            for call in calls:
+                call.cancel()
+
+    def run(self, program: str, case: Case) -> Verdict:
+        """Return what a program does on a test case.
+
+        A program that prints more than an answer can hold has failed.
+
+        Raises:
+            RewardError: The service gives no answer, or says in each of ``TRIES`` that it could not run the program.
+        """
+        body: dict[str, Any] = {
+            "code": program,
+            "language": "python",
+            "stdin": case.stdin,
+            "compile_timeout": CASE_SECONDS,
+            "run_timeout": CASE_SECONDS,
+            "memory_limit_MB": self._sandbox.memory_limit_mb,
+            "files": {},
+            "fetch_files": [],
+        }
+        for attempt in range(TRIES):
+            time.sleep(self._patience.backoff_seconds * attempt)
+            try:
+                answer = ask(self._sandbox.url, body, self._patience)
+                verdict = verdict_of(answer, case.expected)
+            except LongAnswerError:
+                return Verdict.FAILED
+            except RewardError as problem:
+                raise RewardError(f"{URL}={self._sandbox.url}: {problem}") from problem
+            if verdict is not Verdict.UNKNOWN:
+                return verdict
+        reason = " ".join(str(answer.get("message") or "without a reason").split())[:200]
+        raise RewardError(
+            f"{URL}={self._sandbox.url}: the service failed to run the program, {TRIES} times ({reason}). See the service's log."
+        )
+
+
+def check_service(settings: SandboxFusion, patience: Patience = PATIENCE) -> None:
+    """Let the service run a first program, so that a wrong address is an error before a run begins.
+
+    Args:
+        settings: ``reward_model.sandbox_fusion``. Without a url nothing happens.
+        patience: Time limits and attempts.
+
+    Raises:
+        RewardError: The service gives no answer, or a wrong one. The message names key and address.
+    """
+    if settings.url is None:
+        return
+    [sandbox] = share_out(settings, 1)
+    if Grader(sandbox, patience).run("print(input() * 2)", Case("ab", "abab")) is not Verdict.PASSED:
+        raise RewardError(
+            f"{URL}={settings.url}: the service ran a first program, print(input() * 2), and it failed. See its log."
+        )
+
+
+def rules_with_sandbox(sandbox: Sandbox, whole_batch: bool = False) -> Callable[..., Awaitable[Any]]:
+    """Return the rules as an async reward function that scores code tasks too.
+
+    Args:
+        sandbox: The service.
+        whole_batch: The function scores all rows in one call.
+    """
+    grader = Grader(sandbox)
+
+    async def score(data_source: str, solution_str: str, ground_truth: Any, extra_info: dict[str, Any] | None = None) -> float:
+        if data_source in CODE_SOURCES:
+            return await grader.score(solution_str, ground_truth)
+        return score_by_rule(data_source, solution_str, ground_truth)
+
+    async def score_batch(
+        data_sources: Sequence[str], solution_strs: Sequence[str], ground_truths: Sequence[Any], extra_infos: Sequence[Any]
+    ) -> list[float]:
+        return await asyncio.gather(*map(score, data_sources, solution_strs, ground_truths))
+
+    return score_batch if whole_batch else score
