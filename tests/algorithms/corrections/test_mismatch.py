@@ -52,3 +52,13 @@ def test_equal_probabilities_have_no_mismatch():
         "kl", "k3_kl", "log_ppl_diff", "log_ppl_abs_diff", "log_ppl_diff_max", "log_ppl_diff_min", "chi2_token", "chi2_seq",
     }  # fmt: skip
     assert metrics["ppl_ratio"] == 1
+
+
+@pytest.mark.parametrize("far", [30.0, -30.0])
+def test_log_ratios_beyond_twenty_count_as_twenty_where_they_are_raised_to_a_power(far):
+    trainer, engine, row = torch.tensor([-40.0, -1.0]), torch.tensor([-40.0 - far, -1.0]), torch.tensor([0, 1])
+    metrics = mismatch_metrics(trainer, engine, row, torch.tensor([1, 1]))
+    held = math.copysign(20.0, far)
+    assert metrics["kl"] == -far / 2
+    assert metrics["k3_kl"] == pytest.approx((math.exp(held) - held - 1) / 2, rel=1e-12)
+    assert metrics["chi2_token"] == metrics["chi2_seq"] == pytest.approx((math.exp(2 * held) + 1) / 2 - 1, rel=1e-12)

@@ -35,6 +35,7 @@ def test_kl_cov_selects_the_tokens_with_the_largest_covariance(sample, ratio):
     if len(set(covariance)) == len(covariance):
         assert set(selected.nonzero().flatten().tolist()) == set(expected)
     assert selected.sum() == number
+    assert selected.dtype == torch.bool
 
 
 @given(ragged(shortest=1), st.sampled_from([0.01, 0.5, 1.0]))
@@ -47,6 +48,7 @@ def test_clip_cov_selects_at_random_among_covariances_between_the_bounds(sample,
         chosen = select_clip_cov(log_probs, advantages, ratio, 0.1, 2.0, torch.Generator().manual_seed(seed))
         return set(chosen.nonzero().flatten().tolist())
 
+    assert select_clip_cov(log_probs, advantages, ratio, 0.1, 2.0, torch.Generator()).dtype == torch.bool
     assert choose(0) == choose(0) <= candidates
     assert len(choose(0)) == min(max(int(ratio * len(covariance)), 1), len(candidates))
 
@@ -106,7 +108,7 @@ def test_the_penalty_of_kl_cov_has_no_gradient_where_every_ratio_is_one():
 
 
 def test_kl_cov_without_its_coefficient_names_the_setting():
-    with pytest.raises(AssertionError, match="ppo_kl_coef"):
+    with pytest.raises(AssertionError, match=r"^kl_cov needs actor\.policy_loss\.ppo_kl_coef"):
         kl_cov_loss(tokens([0.2], [True]), LossSettings(0.2, 0.3, 3.0, "token-mean", None))
 
 
@@ -121,3 +123,9 @@ def test_a_mode_selects_by_its_settings():
     chosen = SELECTIONS["kl_cov"](log_probs, advantages, loss, generator)
     assert torch.equal(chosen, select_kl_cov(log_probs, advantages, 0.1))
     assert chosen.sum() == 40
+
+
+def test_a_covariance_at_a_bound_of_clip_cov_is_no_candidate():
+    log_probs, advantages = torch.tensor([-1.0, -3.0]), torch.tensor([1.0, -1.0])  # both covariances are 1
+    for bounds, chosen in (((1.0, 2.0), 0), ((0.5, 1.0), 0), ((0.5, 1.5), 2)):
+        assert select_clip_cov(log_probs, advantages, 1.0, *bounds, torch.Generator()).sum() == chosen
