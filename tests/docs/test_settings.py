@@ -95,14 +95,24 @@ def test_figures_of_the_readmes_ladder_are_those_of_the_evidence():
 
 
 def test_figures_of_the_update_pass_are_those_of_the_evidence():
-    record = json.loads((DOCS / "evidence" / "2026-11-21-update-pass" / "b.json").read_text())
-    measured = {(row["contestant"], row["checkpointing"]): figures(row) for row in record["rows"]}
-    for page, columns in ((README, 3), (DOCS / "update_pass.md", 6)):
+    measured = {
+        (row["contestant"], row["checkpointing"]): figures(row)
+        for record in ("2026-11-21-update-pass/b.json", "2026-11-22-update-pass-ppo/p.json")
+        for row in json.loads((DOCS / "evidence" / record).read_text())["rows"]
+    }
+    for page, columns, number in ((README, 3, 7), (DOCS / "update_pass.md", 6, 16)):
         rows = re.findall(r"^\| `(\w+)` \| ([\d.,| ]+) \|$", page.read_text(), re.MULTILINE)
-        assert len(rows) in (7, 8)
+        assert len(rows) == number
         for name, said in rows:
             expected = (*measured[name, False], *measured[name, True])[:columns]
             assert tuple(said.split(" | ")) == expected, (page.name, name)
+
+
+def test_the_readmes_sentence_about_ppo_has_the_figures_of_the_evidence():
+    record = json.loads((DOCS / "evidence" / "2026-11-22-update-pass-ppo" / "p.json").read_text())
+    plain = {row["contestant"]: figures(row) for row in record["rows"] if not row["checkpointing"]}
+    said = re.findall(r"takes ([\d.]+) s and ([\d,]+) MiB", README.read_text())
+    assert said == [plain["ours_ppo"][:2], plain["verl_ppo_prefix_grouper"][:2]]
 
 
 def figures(row):
