@@ -39,6 +39,7 @@ def lineage(root, commits, tracked=None):
         ({4: 1, 6: 2, 8: 3, 5: None}, "5\n", [4, 5]),
         ({2: 1, 4: 2, 6: None}, "6\n", [2, 4, 6]),
         ({2: None, 4: None}, "x", [2, 4]),
+        ({2: None, 4: 1, 6: 2}, "6\n", [2, 4, 6]),
         # The old format has no numbers: the tracker decides, and any later commit is newer.
         ({2: 0, 4: 0, 6: 0}, "4\n", [2, 4]),
         ({2: 0, 4: 0}, None, [2, 4]),
@@ -66,8 +67,15 @@ def test_the_runs_own_checkpoints_are_told_from_those_left_behind(tmp_path, comm
 )
 def test_a_tracker_that_disagrees_is_doubted_in_words(tmp_path, tracked, doubt):
     result = lineage(tmp_path, {2: 1, 4: 2}, tracked)
-    assert (result.doubt is None) == (doubt is None)
-    assert doubt is None or (doubt in result.doubt and "of step 4" in result.doubt)
+    rest = "and the checkpoint that was committed last is of step 4; that one counts"
+    assert result.doubt == (None if doubt is None else f"{tmp_path / TRACKER}: {doubt}, {rest}")
+
+
+@pytest.mark.parametrize(
+    ("commits", "tracked"), [({4: 1, 6: 2, 8: 3, 5: 4}, "5\n"), ({2: 0, 4: 0}, "9\n"), ({2: 0, 4: 0}, None), ({}, "3\n")]
+)
+def test_the_step_of_the_last_commit_and_a_folder_without_commit_numbers_raise_no_doubt(tmp_path, commits, tracked):
+    assert lineage(tmp_path, commits, tracked).doubt is None
 
 
 def test_every_flipped_bit_of_the_tracker_is_noticed_and_changes_nothing(tmp_path):

@@ -56,6 +56,12 @@ def test_a_manifest_that_is_something_else_is_refused(folder, text):
         read_manifest(folder)
 
 
+@pytest.mark.parametrize("text", ["[]", "null", '"format"'])
+def test_json_that_is_no_object_is_said_to_be_none(folder, text):
+    (folder / MANIFEST).write_text(text)
+    assert find_fault(folder) == f"{MANIFEST} cannot be read: expected a JSON object"
+
+
 def test_the_first_format_knew_the_sizes_of_its_files_and_who_wrote_it(folder):
     old = {"format": 1, "step": 7, "world_size": 2, "torch": "2.12.0", "files": {"data.pt": 6}}
     (folder / MANIFEST).write_text(json.dumps(old))
