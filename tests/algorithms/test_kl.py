@@ -124,3 +124,9 @@ def test_token_rewards_without_a_kl_are_the_scores_alone():
     sample = Ragged((2, 0, 1), 0)
     rewards = token_level_rewards(torch.tensor([1.0, 2.0, 3.0]), sample.row, sample.lengths)
     assert rewards.tolist() == [0.0, 1.0, 3.0]
+
+
+def test_a_kl_without_a_coefficient_takes_nothing_off():
+    sample = Ragged((2, 1), 0)
+    rewards = token_level_rewards(torch.tensor([1.0, 3.0]), sample.row, sample.lengths, torch.ones(3))
+    assert rewards.tolist() == [0.0, 1.0, 3.0]

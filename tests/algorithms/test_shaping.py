@@ -50,3 +50,8 @@ def test_rows_are_drawn_in_proportion_to_their_weights_and_never_without_one():
 @pytest.mark.parametrize("method", PF_PPO_METHODS)
 def test_no_rows_have_no_weights(method):
     assert pf_ppo_weights(torch.zeros(0), torch.zeros(0, dtype=torch.bool), method, 2.0).shape == (0,)
+
+
+def test_a_buffer_of_no_length_is_no_buffer():
+    with pytest.raises(AssertionError, match=r"\(100, 0\)|\(0, 100\)"):
+        overlong_penalty(torch.tensor([50]), 100, 0, 1.0)

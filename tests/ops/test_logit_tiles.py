@@ -16,6 +16,7 @@ from verl_memopt.ops.logit_tiles import (
     log_softmax_,
     softmax_,
     sum_of_exponentials,
+    sum_of_squares,
 )
 
 ROWS, COLUMNS = 6, 50
@@ -232,3 +233,12 @@ def test_with_one_tile_the_gradient_of_the_hidden_states_is_written_where_it_goe
     with LargestNew(into.hidden if into_hidden else into.weight) as largest:
         tiles.differentiate(hidden, targets, found, torch.ones(ROWS), None, into, True)
     assert largest.elements < hidden.numel()
+
+
+@pytest.mark.parametrize("scratch_columns", [None, 3, 7, 20])
+def test_the_sum_of_squares_is_over_all_columns_and_leaves_the_log_probs(scratch_columns):
+    log_p = torch.randn(5, 17, generator=torch.Generator().manual_seed(0)).log_softmax(-1)
+    before, scratch = log_p.clone(), None if scratch_columns is None else torch.full((5, scratch_columns), 3.0)
+    total = sum_of_squares(log_p, scratch)
+    torch.testing.assert_close(total, before.double().exp().square().sum(1).float(), rtol=1e-6, atol=0)
+    assert torch.equal(log_p, before)

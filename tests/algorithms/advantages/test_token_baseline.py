@@ -69,3 +69,31 @@ def test_a_tail_that_one_row_reaches_has_no_baseline_or_no_advantage():
     )  # fmt: skip
     assert optimal_token_baseline_advantages(*arguments, True)[0].tolist() == [0.25, -0.25, 0.5, 0.5]
     assert optimal_token_baseline_advantages(*arguments, False)[0].tolist() == [0.25, -0.25, 0.0, 0.0]
+
+
+def test_a_place_of_certain_tokens_has_a_baseline_of_zero():
+    sample = Ragged((1, 1), 0)  # p = 1 and a sum of squares of 1: no gradient, no weight
+    advantages, _ = optimal_token_baseline_advantages(
+        torch.tensor([1.0, 3.0]), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), sample.row, sample.lengths,
+        torch.zeros(2), torch.ones(2),
+    )  # fmt: skip
+    assert advantages.tolist() == [1.0, 3.0]
+
+
+def test_equal_returns_give_exactly_zero_whatever_their_weights():
+    sample = Ragged((1, 1, 1, 1), 0)
+    advantages, _ = optimal_token_baseline_advantages(
+        torch.full((4,), 0.1), torch.zeros(4, dtype=torch.int64), torch.tensor([True, True, True, False]), sample.row,
+        sample.lengths, torch.tensor([-0.3, -1.1, -2.7, -1.0]), torch.tensor([0.61, 0.37, 0.13, 0.5]),
+    )  # fmt: skip
+    assert torch.equal(advantages, torch.zeros(4))
+
+
+def test_a_tail_has_no_baseline_unless_it_is_asked_for():
+    sample = Ragged((1, 3), 0)
+    arguments = (
+        torch.tensor([1.0, 0.0, 0.0, 0.5]), torch.zeros(2, dtype=torch.int64), torch.ones(2, dtype=torch.bool), sample.row,
+        sample.lengths, torch.full((4,), -1.0), torch.full((4,), 0.5),
+    )  # fmt: skip
+    by_default, _ = optimal_token_baseline_advantages(*arguments)
+    assert torch.equal(by_default, optimal_token_baseline_advantages(*arguments, None, True)[0])

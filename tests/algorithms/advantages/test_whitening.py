@@ -28,3 +28,11 @@ def test_valid_tokens_have_mean_zero_and_deviation_one_and_others_are_zero(sampl
 def test_values_that_cannot_be_compared_are_exactly_zero(values):
     values = torch.tensor(values, dtype=torch.float64)
     assert torch.equal(whiten(values, torch.ones_like(values, dtype=torch.bool)), torch.zeros_like(values))
+
+
+def test_equal_values_are_exactly_zero_beside_one_that_is_not_valid():
+    values = torch.tensor([0.1, 0.1, 0.1, NAN], dtype=torch.float64)  # whose mean is not 0.1
+    valid = torch.tensor([True, True, True, False])
+    assert values[:3].sum() / 3 != 0.1
+    assert torch.equal(whiten(values, valid), torch.zeros(4, dtype=torch.float64))
+    assert torch.equal(whiten(values[:3], valid[:3]), torch.zeros(3, dtype=torch.float64))

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.corrections.importance import importance_weights, mean_weight
+from verl_memopt.algorithms.corrections.importance import bounded_weights, importance_weights, mean_weight
 from verl_memopt.config.correction_bounds import importance_bounds
 
 levels = st.sampled_from(["token", "sequence"])
@@ -87,3 +87,34 @@ def test_no_tokens_have_no_metrics_and_a_mean_of_one(level):
 def test_weights_that_are_all_zero_are_not_divided():
     sample = Ragged((1,), 0)
     assert mean_weight(torch.zeros(1), sample.row, sample.lengths, "token") == 1
+
+
+@pytest.mark.parametrize("threshold", ["1_2", "0.5_1"])
+def test_a_ratio_at_a_bound_is_inside(threshold):
+    sample = Ragged((2,), 0)
+    weights, metrics = importance_weights(torch.zeros(2), sample.row, sample.lengths, "token", threshold, False)
+    assert weights.tolist() == [1.0, 1.0]
+    assert {name for name, value in metrics.items() if "fraction" in name or "oob" in name if value} == set()
+
+
+def test_without_a_lower_bound_low_means_below_one_over_the_upper_and_rows_without_tokens_count_nowhere():
+    sample, log_ratio = Ragged((2, 0, 2), 0), torch.tensor([-1.0, -1.0, 0.3, 0.0])
+    _, metrics = importance_weights(log_ratio, sample.row, sample.lengths, "token", 2.0, False)
+    first, second = math.exp(-1), (math.exp(0.3) + 1) / 2
+    assert metrics["rollout_is_ratio_fraction_low"] == metrics["rollout_is_seq_fraction_low"] == 0.5
+    assert metrics["rollout_is_ratio_fraction_high"] == metrics["rollout_is_seq_fraction_high"] == 0
+    assert metrics["rollout_is_seq_mean"] == pytest.approx((first + second) / 2)
+    assert metrics["rollout_is_seq_std"] == pytest.approx(statistics.stdev([first, second]))
+    assert metrics["rollout_is_seq_min"] == pytest.approx(first)
+
+
+def test_ratios_are_held_below_the_power_of_twenty_before_their_bounds():
+    sample = Ragged((2,), 0)
+    raw, _ = bounded_weights(torch.tensor([30.0, -30.0]), sample.row, sample.lengths, "token", 2.0)
+    assert raw.tolist() == pytest.approx([math.exp(20), math.exp(-20)])
+
+
+def test_weights_near_zero_have_a_small_share_of_effective_samples():
+    sample = Ragged((2,), 0)
+    _, metrics = importance_weights(torch.full((2,), -20.0), sample.row, sample.lengths, "token", 2.0, False)
+    assert metrics["rollout_is_eff_sample_size"] == pytest.approx(math.exp(-40) / 1e-16)

@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
@@ -55,3 +56,12 @@ def test_weights_multiply_and_rejected_tokens_are_left_out_of_the_mean():
     )
     sapo_loss(tokens, SETTINGS)[0].backward()
     assert leaf.grad.tolist() == pytest.approx([-1.0, 0.0, -0.5])
+
+
+@pytest.mark.parametrize("name", ["tau_pos", "tau_neg"])
+def test_a_steepness_that_is_missing_is_named(name):
+    one = torch.zeros(1, dtype=torch.int64)
+    tokens = LossTokens(torch.zeros(1), torch.zeros(1), torch.ones(1), one, one + 1, GlobalCounts(1, 1))
+    with pytest.raises(AssertionError) as error:
+        sapo_loss(tokens, replace(SETTINGS, **{name: None}))
+    assert str(error.value).splitlines()[0] == f"sapo needs actor.{name}"

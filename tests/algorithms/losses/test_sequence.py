@@ -92,3 +92,12 @@ def test_the_importance_weight_of_a_geometric_mean_is_a_geometric_mean():
     )  # fmt: skip
     assert geo_mean_loss(tokens, SETTINGS)[0].item() == pytest.approx(-2)
     assert sequence_loss(tokens, SETTINGS)[0].item() == pytest.approx(-4.25)
+
+
+def test_geo_mean_counts_no_token_of_an_advantage_of_zero_and_small_ones_by_their_sign():
+    new, advantages = torch.tensor([0.5, 0.6, 0.7, -0.5, 0.1]), torch.tensor([0.5, 0.5, 0.0, -0.5, -0.5])
+    tokens = LossTokens(
+        new, torch.zeros(5), advantages, torch.tensor([0, 0, 1, 2, 2]), torch.tensor([2, 1, 2]), GlobalCounts(5, 3)
+    )
+    _, metrics = geo_mean_loss(tokens, SETTINGS)
+    assert (metrics["pg_clipfrac"].item(), metrics["pg_clipfrac_lower"].item()) == pytest.approx((0.4, 0.2))
