@@ -33,6 +33,7 @@ from verl_memopt.workers.log_probs import compute_log_probs, pack_log_probs
 from verl_memopt.workers.micro_batches import micro_batch
 from verl_memopt.workers.rlt_scores import (
     compute_student_log_probs,
+    join_log_probs,
     student_batch,
     student_micro_batches,
     targets_at,
@@ -176,6 +177,16 @@ def test_the_order_of_rows_the_cap_and_the_chunk_do_not_show(student):
     for values, whole, part in ((permuted.think, expected.think, THINK), (permuted.solution, expected.solution, SOLUTION)):
         by_row = whole.split(rows.parts[:, part].tolist())
         close(values, torch.cat([by_row[place] for place in order]))
+
+
+def test_shares_of_rows_join_to_the_whole(student):
+    rows, _ = encode(random_samples(9, seed=7))
+    expected, parts = scored(student, rows), []
+    for share in ([8, 0, 3], [1], [], [7, 2, 6, 5, 4]):
+        parts.append((share, scored(student, rows.select(share))))
+    joined = join_log_probs(parts, rows)
+    close(joined.think, expected.think)
+    close(joined.solution, expected.solution)
 
 
 def test_packed_rows_are_padded_rows(student, tiny_folder):
@@ -339,7 +350,7 @@ def test_the_cap_is_hard_and_a_longer_row_goes_alone():
 def test_rows_of_one_question_compute_its_prompt_once():
     tokens = student_batch(rows_of(100, 10, 6, count=5)).row_tokens()
     assert tokens.cost(range(5)) == 100 + 5 * (10 + 4 + 6 - 1)
-    assert student_batch(rows_of(100, 10, 6, count=5), shared_prompts=False).row_tokens().cost(range(5)) == 5 * (100 + 19)
+    assert student_batch(rows_of(100, 10, 6, count=5), share_prefixes=False).row_tokens().cost(range(5)) == 5 * (100 + 19)
     assert len(student_micro_batches(tokens, 200)) == 1
 
 

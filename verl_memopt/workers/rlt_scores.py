@@ -36,12 +36,12 @@ class StudentLogProbs:
     solution: Tensor
 
 
-def student_batch(rows: StudentRows, shared_prompts: bool = True) -> RolloutBatch:
+def student_batch(rows: StudentRows, share_prefixes: bool = True) -> RolloutBatch:
     """Return the rows as prompts and responses. A response is explanation, bridge and solution.
 
     Args:
         rows: The student's sequences.
-        shared_prompts: Rows with the same prompt compute it once, together.
+        share_prefixes: Rows with the same prompt compute it once, together.
     """
     part = rows.part_of_token()
     is_response = (part != PREFIX) & (part != END)
@@ -52,7 +52,7 @@ def student_batch(rows: StudentRows, shared_prompts: bool = True) -> RolloutBatc
         prompts=prompts,
         responses=Ragged(flat=rows.ids.flat[is_response], lengths=rows.parts[:, [THINK, BRIDGE, SOLUTION]].sum(1), batch_size=[]),
         group=torch.tensor(groups, dtype=torch.int64),
-        prompt_group=torch.tensor(groups if shared_prompts else range(len(groups)), dtype=torch.int64),
+        prompt_group=torch.tensor(groups if share_prefixes else range(len(groups)), dtype=torch.int64),
         batch_size=[],
     )
 
@@ -90,7 +90,7 @@ def compute_student_log_probs(
     micro_batches: Sequence[Sequence[int]],
     temperature: float,
     device: torch.device,
-    shared_prompts: bool = True,
+    share_prefixes: bool = True,
 ) -> StudentLogProbs:
     """Return the student's log-probs of explanations and solutions.
 
@@ -100,9 +100,9 @@ def compute_student_log_probs(
         micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
         temperature: Divides the logits.
         device: The device of the student.
-        shared_prompts: As for :func:`student_batch`.
+        share_prefixes: As for :func:`student_batch`.
     """
-    batch = student_batch(rows, shared_prompts)
+    batch = student_batch(rows, share_prefixes)
     part = rows.part_of_token()
     part = part[(part != PREFIX) & (part != END)]
     read_tokens = _read_tokens(part != BRIDGE, batch.responses.sizes(), micro_batches, device)
@@ -114,6 +114,19 @@ def compute_student_log_probs(
     log_probs = scatter_tokens(outputs, rows.parts[:, [THINK, SOLUTION]].sum(1).tolist())
     is_think = part[part != BRIDGE] == THINK
     return StudentLogProbs(think=log_probs[is_think], solution=log_probs[~is_think])
+
+
+def join_log_probs(parts: Sequence[tuple[Sequence[int], StudentLogProbs]], rows: StudentRows) -> StudentLogProbs:
+    """Return the log-probs of all rows from those of each rank's share.
+
+    Args:
+        parts: (rows of the share, their log-probs). Together they hold every row once.
+        rows: All rows.
+    """
+    return StudentLogProbs(
+        think=scatter_tokens([(share, part.think) for share, part in parts], rows.parts[:, THINK].tolist()),
+        solution=scatter_tokens([(share, part.solution) for share, part in parts], rows.parts[:, SOLUTION].tolist()),
+    )
 
 
 def targets_at(pack: Pack, places: Tensor) -> Pack:

@@ -161,6 +161,17 @@ def test_the_forced_prefix_is_scored_on_request_only():
     assert encode(("q", "s", [TAG]), include_forced_prefix=True).status.tolist() == [OK]
 
 
+def test_chosen_rows_keep_all_that_belongs_to_them():
+    samples = [("q", "s", ["1", TAG, "x"]), ("q", "s" * 60, []), ("r", "t", ["23"])]
+    limit = sum(lengths(encode(("q", "s", ["123456"]))))
+    rows = encode(*samples, max_student_len=limit)
+    chosen, expected = rows.select([2, 0, 1]), encode(samples[2], samples[0], samples[1], max_student_len=limit)
+    assert chosen.status.tolist() == [NO_END_TAG, OK, SKIPPED]
+    for name in ("parts", "status", "matched", "has_text_after"):
+        assert torch.equal(getattr(chosen, name), getattr(expected, name))
+    assert torch.equal(chosen.ids.flat, expected.ids.flat)
+
+
 def test_a_batch_may_be_empty():
     rows = encode()
     assert (rows.num_rows, rows.parts.shape, rows.ids.num_rows) == (0, (0, 5), 0)

@@ -65,6 +65,17 @@ class StudentRows:
         """Return bool [N]: False for skipped rows."""
         return self.status != SKIPPED
 
+    def select(self, rows: Sequence[int]) -> StudentRows:
+        """Return the chosen rows in the given order."""
+        index = torch.as_tensor(rows, dtype=torch.int64)
+        return StudentRows(
+            ids=self.ids.select(rows),
+            parts=self.parts[index],
+            status=self.status[index],
+            matched=self.matched[index],
+            has_text_after=self.has_text_after[index],
+        )
+
 
 class StudentEncoder:
     """Builds the student's sequences from questions, solutions and the teacher's responses.
