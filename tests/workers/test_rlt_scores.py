@@ -30,7 +30,7 @@ from verl_memopt.rewards.rlt.status import EMPTY_THINK, NO_END_TAG, OK, SKIPPED,
 from verl_memopt.rewards.rlt.student_rows import NUM_PARTS, SOLUTION, THINK, StudentEncoder, StudentRows, reused_log_probs
 from verl_memopt.workers.build_policy import build_policy
 from verl_memopt.workers.log_probs import compute_log_probs, pack_log_probs
-from verl_memopt.workers.micro_batches import micro_batch
+from verl_memopt.workers.micro_batches import micro_batch, micro_batches_of
 from verl_memopt.workers.rlt_scores import (
     compute_student_log_probs,
     join_log_probs,
@@ -177,6 +177,19 @@ def test_the_order_of_rows_the_cap_and_the_chunk_do_not_show(student):
     for values, whole, part in ((permuted.think, expected.think, THINK), (permuted.solution, expected.solution, SOLUTION)):
         by_row = whole.split(rows.parts[:, part].tolist())
         close(values, torch.cat([by_row[place] for place in order]))
+
+
+def test_a_prompt_computed_ahead_of_several_micro_batches_does_not_show(student):
+    rows = rows_of(80, 20, 10, count=8)
+    expected = scored(student, rows, NO_LIMIT, shared=False)
+    student.supports_prefix_kv = True
+    batch = student_batch(rows)
+    bins = student_micro_batches(batch.row_tokens(), 150)
+    prompts_ahead = [micro.prompt is not None for micro in micro_batches_of(batch, bins, True)]
+    assert prompts_ahead == [True] * len(bins) == [True] * 4
+    log_probs = scored(student, rows, 150)
+    close(log_probs.think, expected.think)
+    close(log_probs.solution, expected.solution)
 
 
 def test_shares_of_rows_join_to_the_whole(student):
