@@ -212,7 +212,17 @@ def test_a_log_prob_that_is_not_finite_names_its_row(value, which, message):
 @pytest.mark.parametrize("transform", sorted(TRANSFORMS))
 @pytest.mark.parametrize("u", [-1e4, -1e-8])
 def test_a_reward_is_finite_however_far_apart_the_models_are(estimator, transform, u):
-    settings = RltReward(**estimator, normalize_kl_fn=transform, normalize_log_prob_fn=transform, reduction_kl_fn=["mean", "min"])
+    names = sorted(REDUCTIONS)
+    weights = [0.0, *[1.0] * (len(names) - 1)]
+    settings = RltReward(
+        **estimator,
+        normalize_kl_fn=transform,
+        normalize_log_prob_fn=transform,
+        reduction_kl_fn=names,
+        kl_penalty_reward_coeff=weights,
+        reduction_log_prob_fn=names,
+        answer_log_prob_coeff=weights,
+    )
     scores = one(settings, [(u, -1e-8), (-1e4 - u, -1e4)], s=[-1e4, -1e-8])
     assert all(bool(torch.isfinite(value).all()) for value in (scores.reward, scores.r_ss, scores.r_kl, *scores.parts.values()))
 

@@ -32,7 +32,7 @@ def test_any_tokens_are_spelled_one_by_one_and_end_where_their_bytes_end(ids):
 
 def test_ids_that_the_tokenizer_lacks_have_no_bytes():
     a, missing = TOKENIZER.convert_tokens_to_ids("a"), len(TOKENIZER)
-    ids = torch.tensor([a, missing, missing + 1000, -1, a])
+    ids = torch.tensor([a, missing, missing + 1000, -2, a])
     assert BYTES.spell(ids) == b"aa"
     assert BYTES.ends(ids).tolist() == [1, 1, 1, 1, 2]
 
