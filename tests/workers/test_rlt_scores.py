@@ -325,6 +325,30 @@ def test_no_rows_and_skipped_rows_alone_have_nothing_to_score(student):
         assert (log_probs.think.tolist(), log_probs.solution.tolist()) == ([], [])
 
 
+def spearman(one, other):
+    """Returns the rank correlation of each group, [groups], of values [groups, members] without ties."""
+    first, second = (values.argsort(1).argsort(1).double() for values in (one, other))
+    members = one.shape[1]
+    return 1 - 6 * (first - second).square().sum(1) / (members * (members**2 - 1))
+
+
+def test_a_student_in_bfloat16_moves_rewards_little_and_keeps_their_order(teacher, one_rank, tmp_path):
+    folder = make_tiny_model(tmp_path / "student", TinyShape(initializer_range=0.06), seed=1)
+    samples = random_samples(64, seed=9, repeats=8)
+    rows, teacher_prompts = encode(samples)
+    v = reused_log_probs(old_log_probs(teacher, samples, teacher_prompts), rows.parts[:, THINK])
+    rewards = []
+    for dtype in ("fp32", "bfloat16"):
+        log_probs = scored(built(folder, one_rank, dtype), rows)
+        assert log_probs.solution.dtype == torch.float32
+        rewards.append(
+            rlt_scores(RltReward(), rows, log_probs.think, v, log_probs.solution, addresses(samples)).reward.view(8, 8)
+        )
+    assert 0 < (rewards[0] - rewards[1]).abs().max() < 0.02
+    # Two neighbours of eight that change places make 0.976 of a group, so the mean over groups is held.
+    assert spearman(*rewards).mean() > 0.99
+
+
 def test_the_student_gets_no_gradient_and_stays_as_it_is(student):
     before = [parameter.detach().clone() for parameter in student.parameters()]
     rows, _ = encode(random_samples(6, seed=5))

@@ -1,11 +1,13 @@
 """The dataset of an RLT run."""
 
+import inspect
 import json
 
 import pytest
 from transformers import PreTrainedTokenizerFast
 
-from verl_memopt.config.schema import Data
+from verl_memopt.config.schema import CustomClass, Data
+from verl_memopt.data.dataset import build_dataset
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.rlt.dataset import TOO_LONG, RltDataset
 from verl_memopt.data.rlt.format import FORMATS, STRATOS
@@ -80,6 +82,13 @@ def test_a_template_that_fails_names_the_row(tmp_path, tokenizer: PreTrainedToke
     monkeypatch.setattr(tokenizer, "chat_template", "{{ raise_exception('no') }}")
     with pytest.raises(DataError, match=r"rows.jsonl:1: the chat template cannot render"):
         RltDataset(write(tmp_path, row(1)), settings(), tokenizer, "train")
+
+
+def test_a_run_can_name_it_as_its_dataset_class(tmp_path, tokenizer: PreTrainedTokenizerFast) -> None:
+    path = write(tmp_path, row(1))
+    custom = CustomClass(path=inspect.getfile(RltDataset), name="RltDataset")
+    (prompt,) = build_dataset(path, settings(custom_cls=custom), tokenizer, "train")
+    assert prompt == RltDataset(path, settings(), tokenizer, "train")[0]
 
 
 def test_every_format_of_the_settings_exists() -> None:
