@@ -1,6 +1,7 @@
 """The student's sequences: their parts, and what happens to long ones."""
 
 import dataclasses
+import re
 from difflib import SequenceMatcher
 
 import pytest
@@ -185,6 +186,56 @@ def test_without_merges_both_alignments_agree(align):
     assert torch.equal(one.ids.flat, other.ids.flat)
     assert torch.equal(one.parts, other.parts)
     assert torch.equal(one.status, other.status)
+
+
+def place_of(part, whole, last):
+    """Returns where a list of tokens first or last lies in another."""
+    places = [place for place in range(len(whole) - len(part) + 1) if whole[place : place + len(part)] == part]
+    return places[-1 if last else 0]
+
+
+def published(tokenizer, question, solution, completion):
+    """Returns the student's ids and the first places of explanation and solution, by the published way: text and search."""
+    tags = re.escape(SHORT.explanation.begin) + "(.*?)" + re.escape(TAG)
+    completion = SHORT.forced_prefix + completion
+    match = re.search(tags, completion, flags=re.DOTALL) or re.search(tags, completion + TAG, flags=re.DOTALL)
+    turn = SHORT.thought.wrap(match[1]) + "\n\n" + SHORT.solution.wrap(solution)
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": turn}]
+    whole, think, target = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (tokenizer.apply_chat_template(chat, tokenize=False), match[1], solution)
+    )
+    return whole, place_of(think, whole, last=False), place_of(target, whole, last=True)
+
+
+def places(rows):
+    """Returns the first places of explanation and solution of the first row."""
+    prefix, think, bridge = rows.parts[0, :3].tolist()
+    return prefix, prefix + think + bridge
+
+
+WORDS = st.text("ab7 \n\u00e9", min_size=1, max_size=6)
+
+
+@given(WORDS, WORDS.filter(str.strip), WORDS, st.sampled_from(["", TAG, TAG + "x", TAG + TAG]))
+def test_tokenizing_again_is_the_published_way_where_its_search_finds_one_place(question, solution, thought, rest):
+    tokenizer = with_merges((b"a", b"b"), (b"7", b"7"))
+    question, thought = f"Q{question}", f"T{thought}t"
+    rows = encode(
+        (question, f"S{solution}s", [thought + rest]), tokenizer=tokenizer, align="retokenize", include_forced_prefix=True
+    )
+    ids_, think_at, solution_at = published(tokenizer, question, f"S{solution}s", thought + rest)
+    assert rows.ids.flat.tolist() == ids_
+    assert places(rows) == (think_at, solution_at)
+
+
+def test_the_published_search_finds_the_question_where_the_explanation_repeats_it():
+    tokenizer = with_merges()
+    rows = encode(("x\n\n7 y", "2", ["7", TAG]), tokenizer=tokenizer, align="retokenize", include_forced_prefix=True)
+    ids_, think_at, solution_at = published(tokenizer, "x\n\n7 y", "2", "7" + TAG)
+    assert rows.ids.flat.tolist() == ids_
+    assert think_at < places(rows)[0]
+    assert solution_at == places(rows)[1]
 
 
 def test_with_merges_only_tokens_at_borders_differ():
