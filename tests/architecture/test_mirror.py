@@ -15,6 +15,7 @@ NO_TEST = {
     "knobs/knob.py": "records alone; test_index.py and test_toy_knob.py read what they hold",
     "knobs/conditions.py": "three sums of settings, held by the refusals that ask for them",
     "knobs/ranges.py": "values alone; tests/config/test_allowed.py tries each at its bounds",
+    "rewards/rlt/status.py": "numbers and their names alone",
     "rewards/rows.py": "records alone",
     "workers/plan.py": "records alone",
 }

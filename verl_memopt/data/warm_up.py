@@ -45,14 +45,14 @@ def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmU
         recipe: Settings of the warm-up.
         seed: Seed of the batches and of the teacher.
     """
-    model, tokenizer = _load(folder)
+    model, tokenizer = load_model(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])
     careless, right = (_ids(tokenizer, [lesson[i] + tokenizer.eos_token for lesson in lessons]) for i in (1, 2))
     optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.99))
     schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, max(0.05, 1 - step / recipe.steps)))
     draw = torch.Generator().manual_seed(seed)
     loss = torch.tensor(0.0)
-    with _one_thread():
+    with one_thread():
         for _ in range(recipe.steps):
             pick = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
             is_careless = torch.rand(recipe.batch_size, 1, generator=draw) < recipe.carelessness
@@ -81,10 +81,10 @@ def _teacher_loss(model: Any, prompts: Tensor, careless: Tensor, right: Tensor, 
 
 def greedy_accuracy(folder: Path, problems: Sequence[tuple[str, str]]) -> float:
     """Return the share of (question, answer) pairs that greedy decoding answers exactly, with the turn ended."""
-    model, tokenizer = _load(folder)
+    model, tokenizer = load_model(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, problem[0]) for problem in problems])
     answers = _ids(tokenizer, [problem[1] + tokenizer.eos_token for problem in problems])
-    with _one_thread(), torch.no_grad():
+    with one_thread(), torch.no_grad():
         sequences = prompts
         for _ in range(answers.shape[1]):
             sequences = torch.cat(
@@ -93,7 +93,8 @@ def greedy_accuracy(folder: Path, problems: Sequence[tuple[str, str]]) -> float:
     return (sequences[:, prompts.shape[1] :] == answers).all(dim=1).double().mean().item()
 
 
-def _load(folder: Path) -> tuple[Any, Any]:
+def load_model(folder: Path) -> tuple[Any, Any]:
+    """Return the model in fp32 and the tokenizer of a folder."""
     from transformers import AutoModelForCausalLM, AutoTokenizer
 
     return AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32), AutoTokenizer.from_pretrained(folder)
@@ -109,7 +110,7 @@ def _ids(tokenizer: Any, texts: list[str]) -> Tensor:
 
 
 @contextmanager
-def _one_thread() -> Iterator[None]:
+def one_thread() -> Iterator[None]:
     """Use one thread: it is the fastest for such small tensors, and sums do not depend on the number of cores."""
     before = torch.get_num_threads()
     torch.set_num_threads(1)

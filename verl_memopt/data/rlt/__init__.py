@@ -1,0 +1,1 @@
+"""Data of RLT: questions with known solutions, and the prompts of teacher and student."""
