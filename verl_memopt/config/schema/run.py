@@ -84,6 +84,9 @@ class Algorithm:
     """grpo and grpo_passk: divide by the group's standard deviation."""
     normalize_advantages: bool = False
     """rloo: divide the advantages by (std + 1e-4), after their mean is subtracted; both over the valid rows of the whole step."""
+    mask_truncated_responses: bool = False
+    """Leave a response that reaches its limit without an end out of the losses. Its reward still counts for the baseline of its
+    group, and the response for the mean over sequences."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward."""
     kl_penalty: KlEstimator = "kl"
