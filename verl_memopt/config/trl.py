@@ -45,45 +45,45 @@ def translate_trl(tree: Mapping[str, Any], written: Written | None = None) -> tu
         written: The keys that the user wrote; None = all keys of the tree.
     """
     flat = flatten(tree, our_key)
-    given = {name: value for name, value in flat.items() if name in NAMES}
+    trl = {name: value for name, value in flat.items() if name in NAMES}
     name_of_estimator = effective(ESTIMATOR, flat)
     estimator = VALUES[ESTIMATOR].get(name_of_estimator, name_of_estimator) if isinstance(name_of_estimator, str) else None
-    if not given or estimator not in ESTIMATORS:
+    if not trl or estimator not in ESTIMATORS:
         return tree, []
-    values = {key: value for key, value in flat.items() if key not in given}
+    values = {key: value for key, value in flat.items() if key not in trl}
     written = written or Written(frozenset(flat))
-    problems = [each for name in given if name in NO_EQUAL for each in refuse(name, given[name], NO_EQUAL[name])]
-    readable, unreadable = _readable(given, estimator)
+    problems = [each for name in trl if name in NO_EQUAL for each in refuse(name, trl[name], NO_EQUAL[name])]
+    readable, unreadable = _readable(trl, estimator)
     for name, spelling in readable:
         competitors = [key for key in spelling.keys if key in written.beside(name)]
         if competitors:
-            both = {name: given[name]} | {key: flat.get(key, "...") for key in competitors}
+            both = {name: trl[name]} | {key: flat.get(key, "...") for key in competitors}
             problems.append(problem(both, "two spellings of one setting", f"Keep {competitors[0]}."))
             continue
         try:
-            ours = spelling.convert(name, given, values)
+            ours = spelling.convert(name, trl, values)
         except NotConvertibleError as error:
-            address = {each: given[each] for each in error.names or (name,)}
+            address = {each: trl[each] for each in error.names or (name,)}
             problems.append(problem(address, error.what, error.way_out))
             continue
-        _notice(name, given[name], ours, spelling.note)
+        _notice(name, trl[name], ours, spelling.note)
         values |= ours
     return values, problems + unreadable
 
 
-def _readable(given: Mapping[str, Any], estimator: str) -> tuple[list[tuple[str, Spelling]], list[Problem]]:
+def _readable(trl: Mapping[str, Any], estimator: str) -> tuple[list[tuple[str, Spelling]], list[Problem]]:
     """Return the names that can be read with their rows, in the order of the table, and what is wrong with the others."""
     problems: list[Problem] = []
     twice: set[str] = set()
     for names in ONE_SETTING:
-        both = {name: given[name] for name in names if name in given}
+        both = {name: trl[name] for name in names if name in trl}
         if len(both) > 1 and twice.isdisjoint(both):
             twice |= both.keys()
             problems.append(problem(both, "two spellings of one setting", "Keep one."))
     readable = {name: spelling for spelling in SPELLINGS if estimator in spelling.estimators for name in spelling.names}
-    for name in sorted(given.keys() - readable.keys() - NO_EQUAL.keys()):
-        problems.append(problem({name: given[name]}, f"{estimator} has no such setting", "Remove it."))
-    return [(name, spelling) for name, spelling in readable.items() if name in given and name not in twice], problems
+    for name in sorted(trl.keys() - readable.keys() - NO_EQUAL.keys()):
+        problems.append(problem({name: trl[name]}, f"{estimator} has no such setting", "Remove it."))
+    return [(name, spelling) for name, spelling in readable.items() if name in trl and name not in twice], problems
 
 
 def _notice(name: str, value: Any, ours: Mapping[str, Any], note: str) -> None:

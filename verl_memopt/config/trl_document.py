@@ -99,7 +99,7 @@ def _readable() -> str:
 
 
 def _row(spelling: Spelling) -> tuple[str, str, str]:
-    only = {RLOO: "RLOO only", GRPO: "GRPO only"}.get(spelling.estimators)
+    only = "RLOO only" if spelling.estimators == RLOO else "GRPO only" if spelling.estimators == GRPO else ""
     notes = [note for note in (only, spelling.note) if note]
     return _code(spelling.names), _code(spelling.keys), ": ".join(notes)
 

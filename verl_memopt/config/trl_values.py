@@ -28,11 +28,11 @@ BATCH_NAMES = (
 )  # fmt: skip
 """Names of TRL that together decide how many responses a rollout has, and how many an optimizer step."""
 
-Given = Mapping[str, Any]
+TrlSettings = Mapping[str, Any]
 """Name of TRL -> value, of all names that the user wrote."""
 Values = Mapping[str, Any]
 """Our key -> value, of what is set so far."""
-Convert = Callable[[str, Given, Values], dict[str, Any]]
+Convert = Callable[[str, TrlSettings, Values], dict[str, Any]]
 """Return our keys and values for one name of TRL, from the name, all names of TRL and our values so far."""
 
 
@@ -58,7 +58,7 @@ def effective(key: str, values: Values) -> Any:
 
 def copied(*keys: str) -> Convert:
     """Return the conversion that gives our keys the value as it is."""
-    return lambda name, given, values: dict.fromkeys(keys, given[name])
+    return lambda name, trl, values: dict.fromkeys(keys, trl[name])
 
 
 def words(key: str, meanings: Mapping[str, Any]) -> Convert:
@@ -69,8 +69,8 @@ def words(key: str, meanings: Mapping[str, Any]) -> Convert:
         meanings: Value of TRL, in lower case -> our value.
     """
 
-    def convert(name: str, given: Given, values: Values) -> dict[str, Any]:
-        word = str(given[name]).lower()
+    def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+        word = str(trl[name]).lower()
         if word not in meanings:
             raise NotConvertibleError("this value has no equal", f"Set {key}.")
         return {key: meanings[word]}
@@ -80,30 +80,30 @@ def words(key: str, meanings: Mapping[str, Any]) -> Convert:
 
 def off_at_zero(key: str, off: Any) -> Convert:
     """Return the conversion of a number that TRL switches off with 0 or null, and we with another value."""
-    return lambda name, given, values: {key: off if given[name] in (None, 0) else given[name]}
+    return lambda name, trl, values: {key: off if trl[name] in (None, 0) else trl[name]}
 
 
 def unless_none(*keys: str) -> Convert:
     """Return the conversion that copies a value, and takes null as a name that is not written."""
-    return lambda name, given, values: {} if given[name] is None else dict.fromkeys(keys, given[name])
+    return lambda name, trl, values: {} if trl[name] is None else dict.fromkeys(keys, trl[name])
 
 
-def kl(name: str, given: Given, values: Values) -> dict[str, Any]:
+def kl(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the KL that TRL's coefficient asks for: in the reward for RLOO, in the loss for GRPO. 0 asks for no reference."""
-    value = given[name]
+    value = trl[name]
     in_loss = str(effective(ESTIMATOR, values)).startswith("grpo")
     switch, coefficient = (KL_IN_LOSS, KL_LOSS_COEF) if in_loss else (KL_IN_REWARD, KL_COEF)
     return {switch: False} if value in (0, None) else {switch: True, coefficient: value}
 
 
-def batch(name: str, given: Given, values: Values) -> dict[str, Any]:
+def batch(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return prompts per rollout and per optimizer step, from all names of TRL that decide them.
 
     Raises:
         NotConvertibleError: They do not divide into groups.
     """
-    names = tuple(each for each in BATCH_NAMES if given.get(each) is not None)
-    numbers = {each: _count(each, given) for each in names}
+    names = tuple(each for each in BATCH_NAMES if trl.get(each) is not None)
+    numbers = {each: _count(each, trl) for each in names}
     devices = math.prod(_number(key, values) for key in ("trainer.nnodes", "trainer.n_gpus_per_node"))
     samples = _number(SAMPLES, values)
     per_device, accumulated = numbers.get("per_device_train_batch_size"), numbers.get("gradient_accumulation_steps", 1)
@@ -147,8 +147,8 @@ def _number(key: str, values: Values) -> int:
     return value
 
 
-def _count(name: str, given: Given) -> int:
-    value = given[name]
+def _count(name: str, trl: TrlSettings) -> int:
+    value = trl[name]
     if isinstance(value, bool) or not isinstance(value, int) or value < 1:
         raise NotConvertibleError("expected a whole number above 0", "Correct it.", (name,))
     return value
@@ -160,35 +160,35 @@ def updates_per_rollout(values: Values) -> int:
     return max(prompts // mini_batch, 1) * epochs
 
 
-def optimizer_steps(name: str, given: Given, values: Values) -> dict[str, Any]:
+def optimizer_steps(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the training steps that take at least so many optimizer steps. TRL's -1 asks for nothing."""
-    if given[name] in (None, -1):
+    if trl[name] in (None, -1):
         return {}
-    return {STEPS: math.ceil(_count(name, given) / updates_per_rollout(values))}
+    return {STEPS: math.ceil(_count(name, trl) / updates_per_rollout(values))}
 
 
-def episodes(name: str, given: Given, values: Values) -> dict[str, Any]:
+def episodes(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the training steps that sample at least so many responses."""
-    if given[name] is None:
+    if trl[name] is None:
         return {}
-    return {STEPS: math.ceil(_count(name, given) / (_number(PROMPTS, values) * _number(SAMPLES, values)))}
+    return {STEPS: math.ceil(_count(name, trl) / (_number(PROMPTS, values) * _number(SAMPLES, values)))}
 
 
-def passes_over_data(name: str, given: Given, values: Values) -> dict[str, Any]:
+def passes_over_data(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the epochs of the run. A number of steps in TRL's names wins, one of a recipe does not."""
-    value = given[name]
+    value = trl[name]
     if isinstance(value, float) and value.is_integer():
         value = int(value)
     epochs = _count(name, {name: value})
-    has_steps = given.get("max_steps") not in (None, -1) or given.get("total_episodes") is not None
+    has_steps = trl.get("max_steps") not in (None, -1) or trl.get("total_episodes") is not None
     return {TOTAL_EPOCHS: epochs} if has_steps else {TOTAL_EPOCHS: epochs, STEPS: None}
 
 
 def every(key: str) -> Convert:
     """Return the conversion of a distance in optimizer steps to one in training steps."""
 
-    def convert(name: str, given: Given, values: Values) -> dict[str, Any]:
-        updates, steps = updates_per_rollout(values), _count(name, given)
+    def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+        updates, steps = updates_per_rollout(values), _count(name, trl)
         if steps % updates:
             what = f"a training step takes {updates} optimizer steps, and this is no multiple of them"
             raise NotConvertibleError(what, f"Set {key}, in training steps.")
@@ -200,18 +200,18 @@ def every(key: str) -> Convert:
 def beta(place: int) -> Convert:
     """Return the conversion of one of Adam's two decays."""
 
-    def convert(name: str, given: Given, values: Values) -> dict[str, Any]:
+    def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
         present = effective(BETAS, values)
         betas = list(present) if isinstance(present, list | tuple) and len(present) == 2 else [None, None]
-        betas[place] = given[name]
+        betas[place] = trl[name]
         return {BETAS: betas}
 
     return convert
 
 
-def loggers(name: str, given: Given, values: Values) -> dict[str, Any]:
+def loggers(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the loggers: console and JSON lines, which TRL always has in its own way, and those that TRL names."""
-    value = given[name]
+    value = trl[name]
     asked_for = value if isinstance(value, list | tuple) else [value]
     others = [each for each in asked_for if each not in ("none", None)]
     if any(each not in ("tensorboard", "wandb") for each in others):
@@ -219,6 +219,6 @@ def loggers(name: str, given: Given, values: Values) -> dict[str, Any]:
     return {"trainer.logger": ["console", "jsonl", *others]}
 
 
-def reward_model(name: str, given: Given, values: Values) -> dict[str, Any]:
+def reward_model(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the reward model of a path."""
-    return {"reward_model.enable": True, "reward_model.model.path": given[name]}
+    return {"reward_model.enable": True, "reward_model.model.path": trl[name]}
