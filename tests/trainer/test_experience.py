@@ -47,6 +47,11 @@ def test_a_batch_may_hold_only_empty_responses():
     assert (batch.responses.flat.dtype, batch.rollout_log_probs.dtype) == (torch.int64, torch.float32)
 
 
+def test_an_incomplete_group_is_no_batch():
+    with pytest.raises(AssertionError, match="3 rows are no groups of 2"):
+        batch_of(RESPONSES[:3])
+
+
 class Reader(Member):
     """Scores a token as itself and as its negative, micro-batch by micro-batch, as a pass puts it together."""
 

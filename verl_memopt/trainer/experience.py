@@ -166,12 +166,13 @@ def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
     """Return the ragged batch of the answers.
 
     Args:
-        answers: The rollouts of a step.
+        answers: The rollouts of a step: all answers to a prompt, then those to the next.
         samples: Answers to each prompt.
         actor: The ``actor`` section of the settings. It says how the passes compute prompts.
     """
     generation = answers.generation
     log_probs = generation.log_probs
+    assert len(answers.prompt_ids) % samples == 0, f"{len(answers.prompt_ids)} rows are no groups of {samples}"
     return rollout_batch(
         prompts=prompt_rows(answers.prompt_ids),
         responses=Ragged.from_rows(generation.response_ids, torch.int64),
