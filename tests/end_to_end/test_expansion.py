@@ -4,7 +4,7 @@ import json
 
 import pytest
 
-from tests.end_to_end.runs import LOCAL, learned, metrics, train_here
+from tests.end_to_end.runs import LOCAL, learned, metrics, succeeded, train, train_here
 from verl_memopt.data.expansion import EXPANSIONS
 from verl_memopt.models.tokenizer import build_tokenizer
 
@@ -75,3 +75,16 @@ def test_the_twenty_steps_learn_something_from_prompts_of_unequal_lengths(runs):
     assert len({row["actor/pg_loss"] for row in steps}) > STEPS // 2
     assert all(row["prompt_length/min"] < row["prompt_length/max"] for row in steps)
     assert sum(row["data/tokens_dropped"] for row in steps) > 0
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(600)
+def test_three_steps_over_two_ranks_are_alike_to_the_last_bit(toy, tmp_path):
+    ranks = ("trainer.n_gpus_per_node=2", "trainer.worker_group=ray", "trainer.total_training_steps=3", "trainer.test_freq=-1")
+    rows = {}
+    for method in EXPANSIONS:
+        own = (f"algorithm.expansion={method}", f"data.train_files={write_rows(tmp_path / 'rows.jsonl')}", "data.val_files=null")
+        succeeded(train(toy, tmp_path / method, *OVERRIDES, *ranks, *own))
+        rows[method] = {step: learned(row) for step, row in metrics(tmp_path / method).items()}
+    assert rows == dict.fromkeys(EXPANSIONS, rows["token"])
+    assert list(rows["token"]) == [1, 2, 3]
