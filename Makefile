@@ -50,6 +50,7 @@ mutants: setup
 
 docs: setup
 	.venv/bin/python -m verl_memopt.config.document > docs/configuration.md
+	.venv/bin/python -m verl_memopt.config.trl_document > docs/from_trl.md
 	.venv/bin/python -m verl_memopt.knobs.document > docs/memory.md
 	.venv/bin/python -m verl_memopt.knobs.formulas > docs/formulas.md
 	@if [ -x .venv/bin/mkdocs ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict && echo "the site: build/docs/index.html"; \

@@ -24,6 +24,12 @@ LIMITS = {
         {"algorithm.filter_groups.enable": True, "algorithm.use_kl_in_reward": True}, "algorithm.filter_groups.metric",
         ["score", "acc"], ["seq_final_reward"],
     ),
+    "bypass mode reads every token": (
+        {"algorithm.mask_truncated_responses": True}, "algorithm.rollout_correction.bypass_mode", [False], [True],
+    ),
+    "responses that never end are not all masked": (
+        {f"{AR}.rollout.ignore_eos": True}, "algorithm.mask_truncated_responses", [False], [True],
+    ),
     "a covariance lies between the bounds": (
         {f"{AR}.actor.policy_loss.loss_mode": "clip_cov"}, f"{AR}.actor.policy_loss.clip_cov_lb", [4.9, -1.0], [5.0, 6.0],
     ),

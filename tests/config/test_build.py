@@ -88,10 +88,10 @@ def test_exactly_the_keys_marked_required_are_missing_from_an_empty_config():
         ("data.trian_files", "data.train_files"),
         ("actor_rollout_ref.actor.gpu_memory_utilization", "actor_rollout_ref.rollout.gpu_memory_utilization"),
         ("gpu_memory_utilisation", "actor_rollout_ref.rollout.gpu_memory_utilization"),
-        ("rloo_k", "actor_rollout_ref.rollout.n"),
+        ("actor_rollout_ref.rollout.rloo_k", "actor_rollout_ref.rollout.n"),
         ("algorithm.rloo_k", "actor_rollout_ref.rollout.n"),
         ("actor_rollout_ref.actor.learning_rate", "actor_rollout_ref.actor.optim.lr"),
-        ("num_ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"),
+        ("trainer.num_ppo_epochs", "actor_rollout_ref.actor.ppo_epochs"),
     ],
 )
 def test_an_unknown_key_is_answered_with_the_one_meant(complaint, key, meant):

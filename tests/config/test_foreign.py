@@ -8,7 +8,9 @@ from verl_memopt.config.keys import leaf_keys
 
 @pytest.mark.parametrize("name", FOREIGN)
 def test_every_foreign_name_answers_with_keys_that_exist(name):
-    named = re.findall(r"\b(?:actor_rollout_ref|algorithm|data|trainer|custom_reward_function)(?:\.\w+)+", FOREIGN[name])
+    named = re.findall(
+        r"\b(?:actor_rollout_ref|algorithm|data|trainer|custom_reward_function|reward_model)(?:\.\w+)+", FOREIGN[name]
+    )
     assert named
     assert set(named) <= set(leaf_keys())
 

@@ -127,3 +127,20 @@ def test_steps_without_an_update_of_the_policy_say_nothing_about_its_gradient():
     health = Health(validates=True)
     for step in range(1, 20):
         assert health.step(step, [0.0] * 8, 2, {"critic/grad_norm": 0.0}) == []
+
+
+def test_a_step_with_more_than_a_tenth_of_its_answers_without_a_score_is_told_once():
+    health, scores = Health(validates=True), HALF * 10
+    assert health.step(1, scores, SAMPLES, {"reward/invalid_rows": 4.0}) == []
+    (text,) = health.step(2, scores, SAMPLES, {"reward/invalid_rows": 5.0})
+    assert text.startswith("5 of 40 answers of step 2 have no score (NaN), so nothing is learned from them.")
+    assert health.step(3, scores, SAMPLES, {"reward/invalid_rows": 40.0}) == []
+
+
+def test_answers_without_a_score_change_no_other_warning():
+    health, metrics = Health(validates=False), {"actor/grad_norm": 1.0}
+    assert [health.step(step, [1.0, 1.0, math.nan, 1.0] * 32, SAMPLES, metrics) for step in range(3)] == [[]] * 3
+    assert health.step(4, [math.nan] * 8, SAMPLES, {"actor/grad_norm": 0.0}) == []
+    (text,) = health.step(5, [0.0, math.nan, math.nan, 0.0] * 32, SAMPLES, metrics)
+    assert text.startswith("the training reward is below its start: ")
+    assert Score.of([1.0, math.nan, math.nan, math.nan], 2) == Score(1, 1.0, 1.0)

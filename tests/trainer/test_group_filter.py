@@ -1,4 +1,5 @@
 import math
+from dataclasses import replace
 
 import pytest
 
@@ -67,6 +68,17 @@ def test_rounds_follow_until_the_step_is_full_and_every_part_stays_beside_its_pr
     assert metrics["reward/filtered_groups_share"] == pytest.approx(4 / 6)
     assert (kept.prompts.rows_truncated, kept.prompts.tokens_dropped) == (3, 9)
     assert kept.answers.generation.cached_tokens == 40  # half of the prompt tokens of two rounds
+
+
+def test_a_prompt_that_is_kept_once_stays_so_in_a_step_of_several_rounds():
+    rounds = [round_of(10, [1.0, 1.0, 0.0, 1.0]), round_of(30, [1.0, 0.0, 0.0, 0.0])]
+    for batch in rounds:
+        shared = [ids for ids in batch.answers.prompt_ids[::2] for _ in range(2)]
+        batch.answers = replace(batch.answers, prompt_ids=shared)
+    kept, _, _ = filled(rounds)
+    prompts = to_batch(kept.answers, 2, Actor()).prompts
+    assert prompts.stored.flat.tolist() == [11, 30]
+    assert prompts.flat.tolist() == [11, 11, 30, 30]
 
 
 def test_log_probs_stay_absent():

@@ -2,10 +2,13 @@ import math
 from contextlib import contextmanager
 
 import pytest
+import torch
 
 from tests.trainer.conftest import AR, batch_of, rewards_of, write_rows
 from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.expansion import EXPANSIONS
 from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.data.shared_rows import SharedRows
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.build import build_learner, build_run
@@ -54,6 +57,28 @@ def test_a_step_answers_scores_updates_and_syncs(settled):
     assert first.metrics["actor/skipped_updates"] == first.metrics["training/log_probs_not_finite"] == 0
     assert phases[2:] == ["gen", "reward", "old_log_prob", "adv", "update_actor", "update_weights"] * 2
     assert {"data/tokens_dropped", "actor/kl_loss", "actor/reward_kl_penalty"}.isdisjoint(first.metrics)
+
+
+def test_the_batch_of_a_lazy_step_holds_each_prompt_once(settled):
+    held = {}
+    for method in EXPANSIONS:
+        with running(settled({"algorithm.expansion": method})) as learner:
+            batch = learner.generate(learner.prompts.next(), 1)
+            assert learner.update(learner.advantages(learner.log_probs(learner.reward(batch)))).metrics["actor/grad_norm"] > 0
+        held[method] = batch.rows.prompts
+    assert {method for method, prompts in held.items() if isinstance(prompts, SharedRows)} == {"lazy"}
+    lazy, token = held["lazy"], held["token"]
+    assert torch.equal(lazy.flat, token.flat)
+    assert token.flat.nbytes - lazy.stored.flat.nbytes == (2 - 1) * sum(lazy.stored.sizes()) * 8 > 0
+
+
+def test_responses_that_reach_their_limit_are_masked_and_counted(settled):
+    with running(settled({"algorithm.mask_truncated_responses": True})) as learner:
+        batch = learner.advantages(learner.log_probs(learner.scored(1)))
+    truncated = [reason == "length" for reason in batch.answers.generation.finish_reasons]
+    assert batch.metrics["reward/masked_rows"] == sum(truncated) > 0
+    assert [size == 0 for size in batch.rows.kept_sizes()] == truncated
+    assert batch.advantages.per_token.abs().sum() > 0
 
 
 def test_a_step_is_the_same_when_it_is_run_again(settled):

@@ -45,6 +45,19 @@ def _groups() -> Iterator[Refusal]:
 
 def _losses() -> Iterator[Refusal]:
     """Yield the rules of the policy's loss."""
+    mask, bypass = "algorithm.mask_truncated_responses", "algorithm.rollout_correction.bypass_mode"
+    yield Refusal(
+        (mask, bypass),
+        lambda masks, on: masks and on,
+        "the losses of bypass mode read every token",
+        f"Set {mask}=false, or {bypass}=false.",
+    )
+    yield Refusal(
+        (mask, f"{_ROLLOUT}.ignore_eos"),
+        lambda masks, ignores: masks and ignores,
+        "no response ends by itself, so nothing would be learned",
+        f"Set {mask}=false.",
+    )
     yield Refusal(
         (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
         lambda lower, upper, mode: mode == "clip_cov" and lower >= upper,

@@ -84,7 +84,7 @@ def _key_tables() -> Iterator[str]:
         rows = [_row(section, kind, name) for name, below in field_types(kind).items() if not dataclasses.is_dataclass(below)]
         if rows:
             yield f"## `{section}`\n"
-            yield _table(("key", "type", "default", "meaning"), rows)
+            yield table(("key", "type", "default", "meaning"), rows)
 
 
 def _row(section: str, kind: type, name: str) -> tuple[str, str, str, str]:
@@ -115,13 +115,13 @@ def _default(key: str) -> str:
 
 
 def _spellings() -> Iterator[str]:
-    yield _table(("spelling", "key"), [(f"`{alias}`", f"`{key}`") for alias, key in spelled()])
+    yield table(("spelling", "key"), [(f"`{alias}`", f"`{key}`") for alias, key in spelled()])
 
 
 def _value_spellings() -> Iterator[str]:
     rows = [(f"`{key}`", f"`{word}`", f"`{ours}`") for key, words in VALUES.items() for word, ours in words.items()]
     rows.append(("`actor_rollout_ref.actor.policy_loss.loss_mode`", "hyphens", "underscores"))
-    yield _table(("key", "word", "read as"), rows)
+    yield table(("key", "word", "read as"), rows)
 
 
 def _refusals() -> Iterator[str]:
@@ -129,10 +129,16 @@ def _refusals() -> Iterator[str]:
     for key, refusal in REFUSED.items():
         passes = "any" if refusal.inert is None else ", ".join(f"`{shown(value)}`" for value in refusal.inert) or "`null`"
         rows.append((f"`{key}`", passes, f"{refusal.reason}."))
-    yield _table(("key", "passes", "why, and what to do"), rows)
+    yield table(("key", "passes", "why, and what to do"), rows)
 
 
-def _table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+def table(head: tuple[str, ...], rows: Sequence[tuple[str, ...]]) -> str:
+    """Return a table in Markdown.
+
+    Args:
+        head: Name of each column.
+        rows: Cells of each row.
+    """
     lines = [head, tuple("---" for _ in head), *rows]
     return "".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |\n" for line in lines)
 

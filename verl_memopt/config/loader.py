@@ -27,6 +27,7 @@ from verl_memopt.config.keys import flatten
 from verl_memopt.config.plain import to_plain
 from verl_memopt.config.problems import Problem, raise_together, shown
 from verl_memopt.config.schema import Settings
+from verl_memopt.config.trl import Written, translate_trl
 from verl_memopt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -50,8 +51,19 @@ def load_settings(config_name: str, overrides: list[str], config_dir: str | None
     Raises:
         ConfigError: one, that lists everything wrong, before anything is started.
     """
-    composed, presets = _compose(config_name, _without_blanks(overrides), config_dir)
-    return settings_from_mapping(composed, {key for group, name in presets.items() for key in _kept(group, name, composed)})
+    overrides = _without_blanks(overrides)
+    composed, presets = _compose(config_name, overrides, config_dir)
+    of_presets = {key for group, name in presets.items() for key in _kept(group, name, composed)}
+    return settings_from_mapping(composed, of_presets, _written(overrides, config_name, config_dir))
+
+
+def _written(overrides: list[str], config_name: str, config_dir: str | None) -> Written:
+    """Return the keys that the user wrote on the command line, and those of the config file itself."""
+    parsed = [OverridesParser.create().parse_override(line) for line in overrides]
+    command_line = {key for each in parsed for key in flatten({each.key_or_group: each.value()})}
+    file = _folder(config_name, config_dir) / f"{config_name.removesuffix('.yaml')}.yaml"
+    of_file = flatten(yaml.safe_load(file.read_text()) or {}) if file.is_file() else {}
+    return Written(command_line, of_file.keys())
 
 
 def _without_blanks(overrides: list[str]) -> list[str]:
@@ -62,7 +74,9 @@ def _without_blanks(overrides: list[str]) -> list[str]:
     return said
 
 
-def settings_from_mapping(tree: Mapping[str, Any], of_presets: Set[str] = frozenset()) -> Settings:
+def settings_from_mapping(
+    tree: Mapping[str, Any], of_presets: Set[str] = frozenset(), written: Written | None = None
+) -> Settings:
     """Return the settings of a mapping, nested or with dotted keys, that holds only the keys that differ from the defaults.
 
     Spellings are translated, keys without effect are dropped with a warning, typed sections are built and then checked.
@@ -71,11 +85,14 @@ def settings_from_mapping(tree: Mapping[str, Any], of_presets: Set[str] = frozen
         tree: the mapping.
         of_presets: keys that a preset set and the user did not. They earn no warning where they have no effect: a profile serves
             runs with a critic or a reference and runs without.
+        written: the keys that the user wrote, which a name of TRL must not meet; None = all keys of the mapping.
 
     Raises:
         ConfigError: one, that lists everything wrong.
     """
+    tree, of_trl = translate_trl(tree, written)
     translated, problems = translate(tree)
+    problems = of_trl + problems
     for model in adapter.MODELS:
         of_folder, faults = adapter.adapter_settings(model, translated)
         translated |= of_folder

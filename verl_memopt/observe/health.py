@@ -1,4 +1,4 @@
-"""Signs that a run has stopped learning or has become worse. Each is reported once per run.
+"""Signs that a run has stopped learning, has become worse or wastes its answers. Each is reported once per run.
 
 A score now is compared with the score at the start: the mean over prompts, and the standard error of that mean. A small
 difference is noise, and a healthy run gets no warning.
@@ -21,6 +21,8 @@ ZERO_STEPS = 5
 """Consecutive steps with a gradient of exactly 0 before a warning."""
 ZERO_PROMPTS = 64
 """Consecutive prompts whose answers all score the same, before a warning. In a few hard prompts this happens by chance."""
+INVALID_SHARE = 0.1
+"""Share of the answers of a step without a score from which a warning is given."""
 
 LOWER = "Lower actor_rollout_ref.actor.optim.lr and go back to a checkpoint from before, if it does not recover."
 ANSWERLESS = (
@@ -36,6 +38,10 @@ ALIKE = (
 WORSE = (
     "the {what} is below its start: {now} at step {step}, {first} at the start (mean, and standard error of the mean over "
     "prompts). " + LOWER
+)
+SCORELESS = (
+    "{invalid} of {answers} answers of step {step} have no score (NaN), so nothing is learned from them. Look at them in the "
+    "samples that trainer.rollout_data_dir writes, or let the reward function score them."
 )
 """Texts of the warnings."""
 
@@ -53,8 +59,9 @@ class Score:
 
     @classmethod
     def of(cls, scores: Sequence[float], samples: int) -> Score:
-        """Return the score of answers, where each prompt has ``samples`` consecutive answers."""
-        means = [sum(scores[start : start + samples]) / samples for start in range(0, len(scores), samples)]
+        """Return the score of answers, where each prompt has ``samples`` consecutive answers. NaN is no score."""
+        groups = [_known(scores[start : start + samples]) for start in range(0, len(scores), samples)]
+        means = [sum(group) / len(group) for group in groups if group]
         return cls(len(means), sum(means), sum(mean * mean for mean in means))
 
     def plus(self, other: Score) -> Score:
@@ -127,20 +134,23 @@ class Health:
 
         Args:
             step: Number of the step.
-            scores: Scores of its answers, prompt by prompt.
+            scores: Scores of its answers, prompt by prompt; NaN for an answer without one.
             samples: Answers of each prompt.
             metrics: Metrics of the step.
         """
-        state, score = self._state, Score.of(scores, samples)
-        state.lowest, state.highest = min(state.lowest, *scores), max(state.highest, *scores)
+        state, score, known = self._state, Score.of(scores, samples), _known(scores)
+        state.lowest, state.highest = min([state.lowest, *known]), max([state.highest, *known])
         if state.first.prompts < WINDOW_PROMPTS:
             state.first = state.first.plus(score)
         else:
             state.recent = _last([*state.recent, score])
         self._count_zero(score, metrics)
-        warnings = self._zero(min(scores), score)
+        warnings = self._zero(min(known), score) if known else {}
         if not self._validates and self.collapsed:
             warnings["reward"] = WORSE.format(what="training reward", now=self._recent(), step=step, first=state.first)
+        invalid = metrics.get("reward/invalid_rows", 0.0)
+        if invalid > INVALID_SHARE * len(scores):
+            warnings["invalid"] = SCORELESS.format(invalid=int(invalid), answers=len(scores), step=step)
         return self._new(warnings)
 
     def validation(self, step: int, scores: Sequence[float], samples: int) -> list[str]:
@@ -209,6 +219,11 @@ class Health:
         new = {kind: text for kind, text in warnings.items() if kind not in self._state.warned}
         self._state.warned += new
         return list(new.values())
+
+
+def _known(scores: Sequence[float]) -> list[float]:
+    """Return the scores that are not NaN."""
+    return [score for score in scores if not math.isnan(score)]
 
 
 def _last(scores: list[Score]) -> list[Score]:

@@ -15,6 +15,7 @@ from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Data, FilterGroups, Model, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
+from verl_memopt.data.expansion import check_prompts
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
 from verl_memopt.errors import ConfigError
@@ -121,8 +122,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         if checkpoint is not None:
             compare_settings(settings, environment, checkpoint)
         by_rules = settings.custom_reward_function.path is None and not settings.reward_model.enable
-        sandbox = settings.reward_model.sandbox_fusion.url is not None
-        train, validation = _datasets(data, environment, by_rules, sandbox)
+        train, validation = _datasets(data, environment, by_rules, settings)
         reward_folder, conversations = _reward_model(settings, environment, (train, validation))
         loader = _build_loader(data, train, checkpoint)
         total_steps = _total_steps(trainer, loader)
@@ -157,20 +157,25 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     )  # fmt: skip
 
 
-def _datasets(data: Data, environment: Environment, by_rules: bool, sandbox: bool) -> tuple[PromptDataset, PromptDataset | None]:
+def _datasets(
+    data: Data, environment: Environment, by_rules: bool, settings: Settings
+) -> tuple[PromptDataset, PromptDataset | None]:
     """Return the training rows and the held-out rows.
 
     Args:
         data: names the files.
         environment: has the tokenizer.
         by_rules: rewards come from built-in rules, so each row's ``data_source`` must have one.
-        sandbox: a service runs the programs of code tasks.
+        settings: say how prompts are expanded, and whether a service runs the programs of code tasks.
     """
     train = build_dataset(data.train_files, data, environment.tokenizer, "train")
     validation = None if data.val_files is None else build_dataset(data.val_files, data, environment.tokenizer, "val")
+    for split in (train, validation):
+        if isinstance(split, PromptDataset):  # rows of another class are checked when they are read
+            check_prompts(split, settings.algorithm.expansion, environment.tokenizer)
     if by_rules:
         rows = (row for split in (train, validation or ()) for row in split)
-        check_sources(((row.data_source, row.address) for row in rows), sandbox)
+        check_sources(((row.data_source, row.address) for row in rows), settings.reward_model.sandbox_fusion.url is not None)
     return train, validation
 
 

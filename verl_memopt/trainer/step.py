@@ -21,6 +21,7 @@ from verl_memopt.trainer.resampling import draw_rows
 from verl_memopt.trainer.rewarder import Rewarder
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
+from verl_memopt.trainer.truncated import mask_truncated
 from verl_memopt.trainer.update import PolicyUpdate
 
 
@@ -173,6 +174,8 @@ class Learner:
         with self.workers.clock.phase("adv"):
             if corrects_before_update(algorithm.rollout_correction):
                 batch.metrics |= correct_before_update(batch.rows, algorithm.rollout_correction)
+            if algorithm.mask_truncated_responses:
+                batch.metrics |= mask_truncated(batch.rows, batch.answers.generation.finish_reasons)
             own = batch.baselines, batch.sum_pi_squared
             batch.advantages = compute_advantages(batch.rows, batch.scores, batch.names, algorithm, self.kl_control, *own)
             batch.rows.advantages = batch.advantages.per_token

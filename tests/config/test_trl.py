@@ -1,0 +1,234 @@
+"""TRL's names where a user writes them: each becomes our key with one notice, and no two spellings meet."""
+
+import logging
+from pathlib import Path
+
+import pytest
+
+from verl_memopt.config.keys import leaf_keys, value_at
+from verl_memopt.config.loader import load_settings
+from verl_memopt.config.trl import Written, translate_trl
+from verl_memopt.config.trl_spellings import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS
+from verl_memopt.errors import ConfigError
+
+AR = "actor_rollout_ref"
+ROLLOUT, ACTOR, OPTIM = f"{AR}.rollout", f"{AR}.actor", f"{AR}.actor.optim"
+N, PROMPTS, MINI = f"{ROLLOUT}.n", "data.train_batch_size", f"{ACTOR}.ppo_mini_batch_size"
+STEPS = "trainer.total_training_steps"
+RECIPES = str(Path(__file__).parents[2] / "recipe" / "rloo")
+RECIPE = """
+defaults: [{entry}, _self_]
+data: {{train_files: train.jsonl, val_files: null, train_batch_size: 64}}
+actor_rollout_ref:
+  model: {{path: folder}}
+  actor: {{ppo_mini_batch_size: 16, use_dynamic_bsz: true}}
+  rollout: {{name: hf, n: 4}}
+trainer: {{total_training_steps: 100}}
+"""
+"""64 prompts with 4 responses each, and 4 optimizer steps a rollout."""
+
+MEANINGS = {
+    "num_generations": (8, {N: 8}),
+    "rloo_k": (8, {N: 8}),
+    "num_generations_eval": (3, {f"{ROLLOUT}.val_kwargs.n": 3}),
+    "num_iterations": (3, {f"{ACTOR}.ppo_epochs": 3}),
+    "num_ppo_epochs": (3, {f"{ACTOR}.ppo_epochs": 3}),
+    "per_device_train_batch_size": (64, {PROMPTS: 16, MINI: 16}),
+    "generation_batch_size": (2048, {PROMPTS: 512}),
+    "steps_per_generation": (2, {PROMPTS: 64, MINI: 32}),
+    "num_mini_batches": (2, {PROMPTS: 64, MINI: 32}),
+    "max_steps": (7, {STEPS: 2}),
+    "total_episodes": (257, {STEPS: 2}),
+    "num_train_epochs": (2.0, {"trainer.total_epochs": 2, STEPS: None}),
+    "save_steps": (40, {"trainer.save_freq": 10}),
+    "eval_steps": (4, {"trainer.test_freq": 1}),
+    "logging_steps": (5, {"trainer.table_every_steps": 5}),
+    "max_completion_length": (64, {"data.max_response_length": 64}),
+    "response_length": (64, {"data.max_response_length": 64}),
+    "max_prompt_length": (64, {"data.max_prompt_length": 64, "data.truncation": "error"}),
+    "epsilon": (0.3, {f"{ACTOR}.clip_ratio": 0.3, f"{ACTOR}.clip_ratio_low": 0.3, f"{ACTOR}.clip_ratio_high": 0.3}),
+    "cliprange": (0.3, {f"{ACTOR}.clip_ratio": 0.3, f"{ACTOR}.clip_ratio_low": 0.3, f"{ACTOR}.clip_ratio_high": 0.3}),
+    "epsilon_high": (0.28, {f"{ACTOR}.clip_ratio_low": 0.2, f"{ACTOR}.clip_ratio_high": 0.28}),
+    "beta": (0.05, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.05, f"{ACTOR}.use_kl_loss": False}),
+    "kl_coef": (0.05, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.05, f"{ACTOR}.use_kl_loss": False}),
+    "normalize_advantages": (True, {"algorithm.normalize_advantages": True}),
+    "normalize_advantage": (True, {"algorithm.normalize_advantages": True}),
+    "normalize_reward": (True, {"algorithm.normalize_advantages": True}),
+    "mask_truncated_completions": (True, {"algorithm.mask_truncated_responses": True}),
+    "temperature": (0.7, {f"{ROLLOUT}.temperature": 0.7}),
+    "top_p": (0.9, {f"{ROLLOUT}.top_p": 0.9}),
+    "top_k": (0, {f"{ROLLOUT}.top_k": -1}),
+    "repetition_penalty": (1.1, {f"{ROLLOUT}.repetition_penalty": 1.1}),
+    "learning_rate": (3e-6, {f"{OPTIM}.lr": 3e-6}),
+    "weight_decay": (0.1, {f"{OPTIM}.weight_decay": 0.1}),
+    "adam_beta1": (0.8, {f"{OPTIM}.betas": (0.8, 0.999)}),
+    "adam_beta2": (0.95, {f"{OPTIM}.betas": (0.9, 0.95)}),
+    "max_grad_norm": (0.5, {f"{OPTIM}.clip_grad": 0.5}),
+    "lr_scheduler_type": ("linear", {f"{OPTIM}.lr_scheduler_type": "linear"}),
+    "warmup_steps": (3, {f"{OPTIM}.lr_warmup_steps": 3}),
+    "warmup_ratio": (0.1, {f"{OPTIM}.lr_warmup_steps_ratio": 0.1}),
+    "gradient_checkpointing": (False, {f"{AR}.model.enable_gradient_checkpointing": False}),
+    "use_vllm": (True, {f"{ROLLOUT}.name": "vllm"}),
+    "vllm_gpu_memory_utilization": (0.3, {f"{ROLLOUT}.gpu_memory_utilization": 0.3}),
+    "vllm_tensor_parallel_size": (1, {f"{ROLLOUT}.tensor_model_parallel_size": 1}),
+    "vllm_max_model_length": (2048, {f"{ROLLOUT}.max_model_len": 2048}),
+    "vllm_enable_sleep_mode": (True, {f"{ROLLOUT}.free_cache_engine": True}),
+    "shuffle_dataset": (False, {"data.shuffle": False}),
+    "seed": (3, {"data.seed": 3}),
+    "model_name_or_path": ("other", {f"{AR}.model.path": "other"}),
+    "sft_model_path": ("other", {f"{AR}.model.path": "other"}),
+    "reward_model_path": ("judge", {"reward_model.enable": True, "reward_model.model.path": "judge"}),
+    "output_dir": ("out", {"trainer.default_local_dir": "out"}),
+    "run_name": ("mine", {"trainer.experiment_name": "mine"}),
+    "exp_name": ("mine", {"trainer.experiment_name": "mine"}),
+    "report_to": ("wandb", {"trainer.logger": ["console", "jsonl", "wandb"]}),
+}
+"""Name of TRL -> a value, and the settings that it makes of the recipe below."""
+IN_GRPO = {
+    "beta": (0.04, {f"{ACTOR}.use_kl_loss": True, f"{ACTOR}.kl_loss_coef": 0.04, "algorithm.use_kl_in_reward": False}),
+    "scale_rewards": ("group", {"algorithm.norm_adv_by_std_in_grpo": True}),
+    "loss_type": ("dr_grpo", {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}),
+}
+NEEDS_ANOTHER = {"gradient_accumulation_steps"}
+"""Names that mean something beside another name alone."""
+
+
+@pytest.fixture
+def load(tmp_path):
+    """Gives the settings of a recipe with some lines on top: overrides of the command line, and lines of the recipe itself."""
+
+    def settings(*overrides, entry="rloo_trainer", lines=""):
+        (tmp_path / "mine.yaml").write_text(RECIPE.format(entry=entry) + lines)
+        return load_settings("mine", list(overrides), str(tmp_path))
+
+    return settings
+
+
+@pytest.fixture
+def refused(load):
+    def message(*overrides, **more):
+        with pytest.raises(ConfigError) as caught:
+            load(*overrides, **more)
+        return str(caught.value)
+
+    return message
+
+
+def test_every_name_is_tried():
+    known = {name for spelling in SPELLINGS for name in spelling.names}
+    assert known == MEANINGS.keys() | IN_GRPO.keys() | NEEDS_ANOTHER
+    assert not known & NO_EQUAL.keys()
+    assert not {name for name in known | NO_EQUAL.keys() if "." in name or any(key.startswith(f"{name}.") for key in leaf_keys())}
+    assert known | NO_EQUAL.keys() == NAMES
+
+
+@pytest.mark.parametrize("name", MEANINGS)
+def test_a_name_of_trl_wins_over_the_recipe_and_earns_one_notice(load, caplog, name):
+    value, expected = MEANINGS[name]
+    caplog.set_level(logging.INFO)
+    settings = load(f"{name}={str(value).lower() if isinstance(value, bool) else value}")
+    assert {key: value_at(settings, key) for key in expected} == expected
+    (notice,) = [text for text in caplog.messages if "TRL's spelling" in text]
+    assert notice.startswith(f"{name}=")
+    keys = {key for spelling in SPELLINGS if name in spelling.names and "rloo" in spelling.estimators for key in spelling.keys}
+    assert any(f"{key}=" in notice for key in keys)
+
+
+@pytest.mark.parametrize("name", IN_GRPO)
+def test_grpo_reads_the_names_in_its_own_way(load, refused, name):
+    value, expected = IN_GRPO[name]
+    settings = load(f"{name}={value}", entry="grpo_trainer")
+    assert {key: value_at(settings, key) for key in expected} == expected
+    if name not in MEANINGS:
+        assert refused(f"{name}={value}") == f"{name}={value}: rloo has no such setting. Remove it."
+
+
+@pytest.mark.parametrize(
+    ("name", "key"), [(name, key) for row in SPELLINGS if "rloo" in row.estimators for name in row.names for key in row.keys]
+)
+def test_a_name_and_our_key_at_once_are_refused_even_if_they_agree(refused, name, key):
+    value = MEANINGS.get(name, (2, {}))[0]
+    text = str(value).lower() if isinstance(value, bool) else value
+    message = refused(f"{name}={text}", f"++{key}=null")
+    assert any(
+        line.startswith(f"{name}={text}, ") and "two spellings of one setting. Keep " in line for line in message.splitlines()
+    )
+
+
+def test_verls_other_spelling_of_our_key_is_refused_beside_a_name_too(refused):
+    assert "rloo_k=4, actor_rollout_ref.rollout.n=" in refused("rloo_k=4", f"{ACTOR}.rollout_n=4")
+
+
+@pytest.mark.parametrize("names", [names for names in ONE_SETTING if len(names) > 1], ids=" ".join)
+def test_an_old_and_a_new_name_at_once_are_refused(refused, names):
+    lines = [f"{name}={MEANINGS[name][0]}" for name in names]
+    message = refused(*lines)
+    assert ", ".join(line.replace("True", "true") for line in lines) + ": two spellings of one setting. Keep one." in message
+
+
+def test_a_recipe_may_use_the_names_and_may_not_have_both_spellings(load, refused):
+    assert "num_generations=2, actor_rollout_ref.rollout.n=4: two spellings" in refused(lines="num_generations: 2\n")
+    assert load(lines="temperature: 0.5\n").actor_rollout_ref.rollout.temperature == 0.5
+    assert load("rloo_k=2").actor_rollout_ref.rollout.n == 2
+    assert "temperature=0.5" in refused(f"{ROLLOUT}.temperature=0.7", lines="temperature: 0.5\n")
+
+
+def test_a_mapping_is_one_place_where_no_two_spellings_meet():
+    tree = {"algorithm.adv_estimator": "rloo", "rloo_k": 4}
+    assert translate_trl(tree) == ({"algorithm.adv_estimator": "rloo", N: 4}, [])
+    assert translate_trl({**tree, "algorithm.adv_estimator": "rloo_vectorized"})[0][N] == 4
+    values, (conflict,) = translate_trl({**tree, AR: {"rollout": {"n": 8}}})
+    assert conflict.text == f"rloo_k=4, {N}=8: two spellings of one setting. Keep {N}."
+    assert values[N] == 8
+
+
+def test_what_competes_with_a_name_depends_on_where_it_stands():
+    written = Written({"rloo_k", "data.seed"}, {"beta", f"{ACTOR}.rollout_n"})
+    assert written.beside("rloo_k") == {"rloo_k", "data.seed"}
+    assert written.beside("beta") == {"rloo_k", "data.seed", "beta", N}
+
+
+@pytest.mark.parametrize("estimator", ["gae", "reinforce_plus_plus"])
+def test_with_another_estimator_a_name_is_unknown_and_the_hint_says_where_it_is_read(refused, estimator):
+    message = refused("rloo_k=4", f"algorithm.adv_estimator={estimator}", entry="ppo_trainer")
+    assert f"rloo_k: no such key. Did you mean {N}? With algorithm.adv_estimator={' or '.join(ESTIMATORS)} " in message
+
+
+@pytest.mark.parametrize("name", NO_EQUAL)
+def test_a_name_without_an_equal_is_refused_with_the_way_out_or_asks_for_nothing(load, refused, caplog, name):
+    refusal = NO_EQUAL[name]
+    for value in refusal.inert or ():
+        caplog.clear()
+        assert load(f"{name}={value}") == load()
+        assert sum(f"{name}=" in text and "does nothing here" in text for text in caplog.messages) == 1
+    if refusal.inert is None:
+        assert load(f"{name}=3") == load()
+    else:
+        assert refused(f"{name}=3") == f"{name}=3: {refusal.reason}."
+
+
+def test_the_shipped_recipes_read_the_names():
+    files = ["data.train_files=a.jsonl", "data.val_files=null", f"{AR}.model.path=folder", "num_generations=2"]
+    for path in sorted(Path(RECIPES).glob("*.yaml")):
+        assert load_settings(path.stem, files, RECIPES).actor_rollout_ref.rollout.n == 2
+
+
+def test_a_script_of_the_older_trainer_means_what_it_meant(load):
+    settings = load(
+        "rloo_k=4", "cliprange=0.2", "kl_coef=0.03", "num_ppo_epochs=2", "num_mini_batches=2", "per_device_train_batch_size=8",
+        "gradient_accumulation_steps=4", "response_length=53", "total_episodes=1000", "normalize_reward=true", "temperature=0.7",
+    )  # fmt: skip
+    # 8 rows x 4 passes x 2 mini-batches = 64 responses = 16 prompts; 1000 / 64 = 15.6 rollouts.
+    expected = {PROMPTS: 16, MINI: 8, STEPS: 16, f"{ACTOR}.ppo_epochs": 2, "data.max_response_length": 53, N: 4}
+    assert {key: value_at(settings, key) for key in expected} == expected
+
+
+def test_a_script_of_the_newer_trainer_means_what_it_meant(load):
+    settings = load(
+        "num_generations=8", "epsilon=0.2", "epsilon_high=0.28", "beta=0.0", "num_iterations=2", "steps_per_generation=8",
+        "per_device_train_batch_size=16", "gradient_accumulation_steps=2", "max_completion_length=256", "max_steps=100",
+        "normalize_advantages=true", "save_steps=16", "learning_rate=1e-6", "++trainer.n_gpus_per_node=2",
+    )  # fmt: skip
+    # 16 rows x 2 devices x 8 passes = 256 responses = 32 prompts; 8 / 2 = 4 optimizer steps a pass, 8 a rollout; 100 / 8 = 12.5.
+    expected = {PROMPTS: 32, MINI: 8, STEPS: 13, "trainer.save_freq": 2, "algorithm.use_kl_in_reward": False, N: 8}
+    assert {key: value_at(settings, key) for key in expected} == expected

@@ -1,0 +1,169 @@
+"""Values of TRL in another unit: the arithmetic by hand, and what is refused with its reason."""
+
+import pytest
+
+from verl_memopt.config.trl_values import (
+    BETAS,
+    EPOCHS,
+    MINI_BATCH,
+    PROMPTS,
+    SAMPLES,
+    STEPS,
+    NotConvertibleError,
+    batch,
+    beta,
+    copied,
+    effective,
+    episodes,
+    every,
+    kl,
+    loggers,
+    off_at_zero,
+    optimizer_steps,
+    passes_over_data,
+    reward_model,
+    unless_none,
+    updates_per_rollout,
+    words,
+)
+
+SET = {SAMPLES: 4, PROMPTS: 64, MINI_BATCH: 16, EPOCHS: 2}
+"""64 prompts x 4 responses, 4 optimizer steps a pass, 2 passes."""
+PER_DEVICE, ACCUMULATED, GENERATION, PASSES, MINIS = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
+    "num_mini_batches",
+)  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("given", "prompts", "mini_batch"),
+    [
+        ({PER_DEVICE: 8}, 2, 2),
+        ({PER_DEVICE: 8, ACCUMULATED: 4}, 8, 8),
+        ({PER_DEVICE: 8, PASSES: 4}, 8, 2),
+        ({PER_DEVICE: 8, ACCUMULATED: 2, PASSES: 4}, 8, 4),
+        ({PER_DEVICE: 8, ACCUMULATED: 2, MINIS: 4}, 16, 4),
+        ({PER_DEVICE: 8, GENERATION: 32}, 8, 2),
+        ({PER_DEVICE: 8, ACCUMULATED: 2, GENERATION: 32}, 8, 4),
+        ({PER_DEVICE: 8, GENERATION: None, PASSES: None}, 2, 2),
+        ({GENERATION: 32}, 8, None),
+        ({PASSES: 2}, None, 32),
+        ({PASSES: 4, ACCUMULATED: 4}, None, 64),
+        ({MINIS: 8}, None, 8),
+    ],
+)
+def test_prompts_of_a_rollout_and_of_an_optimizer_step_follow_from_responses_and_passes(given, prompts, mini_batch):
+    expected = {PROMPTS: prompts, MINI_BATCH: mini_batch}
+    for name in given:
+        assert batch(name, given, SET) == {key: number for key, number in expected.items() if number is not None}
+
+
+def test_devices_multiply_the_responses():
+    assert batch(PER_DEVICE, {PER_DEVICE: 8}, {**SET, "trainer.nnodes": 2, "trainer.n_gpus_per_node": 3})[PROMPTS] == 12
+
+
+@pytest.mark.parametrize(
+    ("given", "reason"),
+    [
+        ({PER_DEVICE: 6}, "6 responses do not divide into groups of 4"),
+        ({PER_DEVICE: 4, PASSES: 3, ACCUMULATED: 2}, "3 passes do not divide into optimizer steps of 2"),
+        ({PER_DEVICE: 2, PASSES: 4}, "2 prompts do not divide over 4 optimizer steps"),
+        ({MINIS: 5}, "64 prompts do not divide over 5 optimizer steps"),
+        ({GENERATION: 32, PASSES: 2}, "TRL takes one of the two"),
+        ({PER_DEVICE: 8, GENERATION: 20}, "generation_batch_size is no multiple"),
+        ({ACCUMULATED: 4}, "it says nothing without per_device_train_batch_size"),
+        ({PER_DEVICE: 0}, "expected a whole number above 0"),
+        ({PASSES: True}, "expected a whole number above 0"),
+        ({MINIS: "2"}, "expected a whole number above 0"),
+    ],
+)
+def test_what_has_no_whole_number_here_is_refused(given, reason):
+    with pytest.raises(NotConvertibleError, match=reason) as caught:
+        batch(next(iter(given)), given, SET)
+    assert set(caught.value.names) <= given.keys()
+    assert caught.value.way_out
+
+
+@pytest.mark.parametrize("key", [SAMPLES, PROMPTS])
+def test_a_setting_of_ours_that_is_no_number_is_named(key):
+    with pytest.raises(NotConvertibleError, match=f"{key} is no whole number above 0"):
+        batch(PASSES, {PASSES: 2}, {**SET, key: "many"})
+
+
+def test_steps_are_rollouts_and_the_last_one_is_whole():
+    assert updates_per_rollout(SET) == 8
+    assert [optimizer_steps("max_steps", {"max_steps": steps}, SET) for steps in (1, 8, 9, 80)] == [
+        {STEPS: 1}, {STEPS: 1}, {STEPS: 2}, {STEPS: 10},
+    ]  # fmt: skip
+    assert [episodes("total_episodes", {"total_episodes": number}, SET) for number in (1, 256, 257)] == [
+        {STEPS: 1}, {STEPS: 1}, {STEPS: 2},
+    ]  # fmt: skip
+    for nothing in (None, -1):
+        assert optimizer_steps("max_steps", {"max_steps": nothing}, SET) == {}
+    assert episodes("total_episodes", {"total_episodes": None}, SET) == {}
+    with pytest.raises(NotConvertibleError):
+        episodes("total_episodes", {"total_episodes": 0}, SET)
+
+
+def test_a_distance_between_saves_must_be_whole_rollouts():
+    assert every("trainer.save_freq")("save_steps", {"save_steps": 16}, SET) == {"trainer.save_freq": 2}
+    with pytest.raises(NotConvertibleError, match="a training step takes 8 optimizer steps"):
+        every("trainer.save_freq")("save_steps", {"save_steps": 12}, SET)
+    with pytest.raises(NotConvertibleError, match="expected a whole number"):
+        every("trainer.save_freq")("save_steps", {"save_steps": 0.1}, SET)
+
+
+def test_epochs_win_over_the_steps_of_a_recipe_and_not_over_steps_in_trls_names():
+    assert passes_over_data("e", {"e": 3}, SET) == {"trainer.total_epochs": 3, STEPS: None}
+    assert passes_over_data("e", {"e": 3.0, "max_steps": -1}, SET) == {"trainer.total_epochs": 3, STEPS: None}
+    for name in ("max_steps", "total_episodes"):
+        assert passes_over_data("e", {"e": 3, name: 5}, SET) == {"trainer.total_epochs": 3}
+    with pytest.raises(NotConvertibleError):
+        passes_over_data("e", {"e": 0.5}, SET)
+
+
+@pytest.mark.parametrize("estimator", ["rloo", "grpo", "grpo_vectorized"])
+def test_no_kl_asks_for_no_reference(estimator):
+    switch = "algorithm.use_kl_in_reward" if estimator == "rloo" else "actor_rollout_ref.actor.use_kl_loss"
+    values = {"algorithm.adv_estimator": estimator}
+    assert kl("beta", {"beta": 0.0}, values) == kl("beta", {"beta": None}, values) == {switch: False}
+    assert kl("beta", {"beta": 0.1}, values)[switch] is True
+
+
+def test_single_values_are_copied_left_out_or_replaced():
+    assert copied("a", "b")("x", {"x": 3}, {}) == {"a": 3, "b": 3}
+    assert unless_none("a")("x", {"x": None}, {}) == {}
+    assert unless_none("a")("x", {"x": 3}, {}) == {"a": 3}
+    assert [off_at_zero("a", -1)("x", {"x": value}, {}) for value in (0, None, 1, 50)] == [{"a": n} for n in (-1, -1, 1, 50)]
+    assert words("a", {"true": "vllm"})("x", {"x": True}, {}) == {"a": "vllm"}
+    with pytest.raises(NotConvertibleError, match="no equal"):
+        words("a", {"true": "vllm"})("x", {"x": "server"}, {})
+
+
+def test_one_of_adams_decays_leaves_the_other():
+    assert beta(0)("adam_beta1", {"adam_beta1": 0.5}, {}) == {BETAS: [0.5, 0.999]}
+    assert beta(1)("adam_beta2", {"adam_beta2": 0.5}, {BETAS: [0.7, 0.9]}) == {BETAS: [0.7, 0.5]}
+    assert beta(1)("adam_beta2", {"adam_beta2": 0.5}, {BETAS: "none"}) == {BETAS: [None, 0.5]}
+
+
+@pytest.mark.parametrize(
+    ("value", "others"),
+    [("none", []), (None, []), (["none"], []), ("wandb", ["wandb"]), (["tensorboard", "wandb"], ["tensorboard", "wandb"])],
+)
+def test_loggers_join_the_console_and_the_file(value, others):
+    assert loggers("report_to", {"report_to": value}, {}) == {"trainer.logger": ["console", "jsonl", *others]}
+
+
+def test_a_logger_that_is_not_here_is_refused():
+    with pytest.raises(NotConvertibleError, match="no equal"):
+        loggers("report_to", {"report_to": ["wandb", "mlflow"]}, {})
+
+
+def test_a_path_asks_for_a_reward_model():
+    expected = {"reward_model.enable": True, "reward_model.model.path": "judge"}
+    assert reward_model("reward_model_path", {"reward_model_path": "judge"}, {}) == expected
+
+
+def test_a_key_that_is_not_set_has_its_default():
+    assert effective(SAMPLES, {}) == 1
+    assert effective(SAMPLES, SET) == 4
