@@ -74,7 +74,9 @@ def measure_arm(arm: Arm, shapes: Shapes, device: str, limit_bytes: int | None, 
         short = dataclasses.replace(shortened(shapes), epochs=1)
         values = run_arm(arm, short, real, None, seed, folder, Options(arm.micro_batch, autocast=False, for_values=True)).values
         batch = _batch(arm, shapes, folder, seed)
-        where = f"float32, real tensors, prompt of {short.truncated if batch.dropped else short.prompt}, answers of {short.response}"
+        where = (
+            f"float32, real tensors, prompt of {short.truncated if batch.dropped else short.prompt}, answers of {short.response}"
+        )
         return [_record(phase, ran.source, arm, batch, shapes, values, where) for phase in ran.phases]
 
 
@@ -168,7 +170,7 @@ def _program(
         policy = stack.enter_context(own_policy(settings, shapes.epochs, meter.device))
         return OwnTrainer(policy, settings, shapes, arm, options, meter).train
     fake = isinstance(meter, FakeMeter)
-    models: list[nn.Module] = [build_model(folder, meter.device, fake) for _ in range(2)]
+    models: list[nn.Module] = [build_model(folder, meter.device, fake, options.dtype) for _ in range(2)]
     for model in models:
         meter.count_model(model)
     if arm.update == LEGACY:
@@ -180,4 +182,3 @@ def _batch(arm: Arm, shapes: Shapes, folder: Path, seed: int) -> StudyBatch:
     from transformers import AutoTokenizer
 
     return make_batch(arm, shapes, AutoTokenizer.from_pretrained(folder), seed)
-

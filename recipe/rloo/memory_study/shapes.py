@@ -18,10 +18,46 @@ from verl_memopt.models.tiny import TinyShape, make_tiny_model
 
 FIRST_ID = 3
 """Ids below it are special tokens. No answer has one."""
-ENGLISH = (
-    "the report of office program agency state budget review law fund plan data cost risk public service year officials found "
-    "federal local rule audit actions health energy water grants spending oversight contracts management and for with under from"
-).split()
+ENGLISH = [
+    "the",
+    "report",
+    "of",
+    "office",
+    "program",
+    "agency",
+    "state",
+    "budget",
+    "review",
+    "law",
+    "fund",
+    "plan",
+    "data",
+    "cost",
+    "risk",
+    "public",
+    "service",
+    "year",
+    "officials",
+    "found",
+    "federal",
+    "local",
+    "rule",
+    "audit",
+    "actions",
+    "health",
+    "energy",
+    "water",
+    "grants",
+    "spending",
+    "oversight",
+    "contracts",
+    "management",
+    "and",
+    "for",
+    "with",
+    "under",
+    "from",
+]
 """Words of the documents that are made locally."""
 INSTRUCTION = "\nSummarize the report.\n"
 DOCUMENT_FIELDS = ("input", "report", "text", "document")

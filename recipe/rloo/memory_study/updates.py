@@ -203,7 +203,14 @@ class OwnTrainer:
         self, policy: Policy, settings: ActorRolloutRef, shapes: Shapes, arm: Arm, options: Options, meter: Meter
     ) -> None:
         """Remember the arguments."""
-        self.policy, self.settings, self.shapes, self.arm, self.options, self.meter = policy, settings, shapes, arm, options, meter
+        self.policy, self.settings, self.shapes, self.arm, self.options, self.meter = (
+            policy,
+            settings,
+            shapes,
+            arm,
+            options,
+            meter,
+        )
 
     def train(self, batch: StudyBatch) -> Values:
         """Run the step on a batch and return the values of its first epoch."""
@@ -246,4 +253,3 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().clone()
-

@@ -26,6 +26,7 @@ from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.trained_model import MiniBatch
 from verl_memopt.workers.worker import Worker
 
+
 @dataclass(frozen=True)
 class WholeRun:
     """What a step held.
