@@ -1,7 +1,7 @@
 """Measures an arm: the bytes of each phase at the study's shapes, and loss and gradient norm of the same program in fp32.
 
-A fake GPU has no values, and a baseline that fits on no CPU has none there. So every arm runs a second time, with real fp32 tensors,
-the same vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run.
+A fake GPU has no values, and the baseline does not fit on a CPU. So every arm runs a second time, with real fp32 tensors, the same
+vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verl_memopt.observe.byte_tracker import ByteTracker
 CPU, FAKE, CUDA = "cpu", "fake", "cuda"
 THIS = "recipe.rloo.memory_study.measure"
 STEADY_EPOCHS = 2
-"""Epochs of the updates that save. The first one creates the optimizer state; the second and all later ones hold the same bytes."""
+"""Epochs of the updates that save. The first creates the optimizer state; the second and all later ones hold the same bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ def measure_arm(arm: Arm, shapes: Shapes, device: str, limit_bytes: int | None, 
     Args:
         arm: The program.
         shapes: The sizes.
-        device: ``cpu`` = real tensors, counted by the byte tracker. ``fake`` = a fake GPU with a simulated allocator; this project's
-            own updates run on the CPU there too, and their records say so. ``cuda`` = a GPU.
+        device: ``cpu`` = real tensors, counted by the byte tracker. ``fake`` = a fake GPU with a simulated allocator; this
+            project's own updates run on the CPU there too, and their records say so. ``cuda`` = a GPU.
         limit_bytes: Largest number of bytes of the device. None = no limit.
         seed: Seed of model, document, answers and rewards.
 

@@ -224,7 +224,8 @@ class OwnTrainer:
             assert rows.old_log_probs is not None
             rows.old_log_probs[:: batch.response_len] -= torch.tensor(batch.drift)
         counts = GlobalCounts(tokens=float(batch.rows * batch.response_len), sequences=float(batch.rows))
-        return [self._epoch(epoch, rows, update_cuts, counts) for epoch in range(self.shapes.epochs)][0]
+        epochs = [self._epoch(epoch, rows, update_cuts, counts) for epoch in range(self.shapes.epochs)]
+        return epochs[0]
 
     def _epoch(self, epoch: int, rows: RolloutBatch, cuts: Any, counts: GlobalCounts) -> Values:
         policy, trained = self.policy, self.policy.trained
