@@ -1,7 +1,7 @@
 """Measures an arm: the bytes of each phase at the study's shapes, and loss and gradient norm of the same program in fp32.
 
-A fake GPU has no values, and the baseline does not fit on a CPU. So every arm runs a second time, with real fp32 tensors, the same
-vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run.
+A fake GPU has no values, and the baseline does not fit on a CPU. So every arm runs a second time, with real fp32 tensors, the
+same vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run.
 """
 
 from __future__ import annotations
