@@ -27,6 +27,9 @@ from recipe.rloo.memory_study.shapes import Shapes, StudyBatch
 KL_COEF = 0.05
 ATTENTION = "memory_study"
 """Name of the attention function in a config of transformers."""
+FAKE_STEPS = 8
+"""Steps of a generation that run on a fake device. Each later step would make the same tensors, and a cache one token longer. Of
+them only the scores are made there."""
 aten = torch.ops.aten
 
 
@@ -245,12 +248,14 @@ class LegacyTrainer:
 
         cache = DynamicCache()
         steps: list[Tensor] = []
-        for ids in (queries, *responses[:, :-1].split(1, dim=1)):
+        inputs = (queries, *responses[:, :-1].split(1, dim=1))
+        for ids in inputs[:FAKE_STEPS] if isinstance(queries, FakeTensor) else inputs:
             output = forward(
                 self.policy, ids, self.options.autocast, past_key_values=cache, use_cache=True, logits_to_keep=1,
                 position_ids=_positions(ids, cache.get_seq_length()),
             )  # fmt: skip
             steps.append(output.logits[:, -1] / self.shapes.temperature)
+        steps.extend(torch.empty_like(steps[0]) for _ in inputs[len(steps) :])
         return torch.stack(steps, 1)
 
     def _epoch(
