@@ -1,0 +1,237 @@
+"""Run cells: each in a process of its own, with a time limit, its outcome on file, and in shuffled order."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import multiprocessing
+import os
+import platform
+import random
+import resource
+import sys
+import time
+import traceback
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor, as_completed
+from contextlib import ExitStack
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+from recipe.rloo.memory_study.arms import Arm, larger
+from recipe.rloo.memory_study.monitor import PERIOD_SECONDS, sampling
+from recipe.rloo.memory_study.records import (
+    COMPLETED,
+    EXIT_CODES,
+    FAILED,
+    OOM,
+    REFUSED,
+    TIMEOUT,
+    Cell,
+    CellResult,
+    Failure,
+    OutOfMemory,
+    UpdateRecord,
+    read_result,
+    write_result,
+)
+from verl_memopt.errors import ConfigError
+
+MEASURE = "recipe.rloo.memory_study.measure_cell:measure_cell"
+"""Module and name of the function that measures a cell."""
+PACKAGES = ("torch", "transformers", "verl-memopt")
+CELLS, SAMPLES = "cells", "samples"
+"""Folders of the results: one JSON and one log for each cell, and the device's samples."""
+
+Measure = Callable[[Cell], Sequence[UpdateRecord]]
+
+
+@dataclass(frozen=True)
+class How:
+    """How the cells are run."""
+
+    out: Path
+    """Folder of the results."""
+    measure: str = MEASURE
+    """Module and name of the function that measures a cell."""
+    time_limit: float = 600.0
+    """Seconds after which a cell is ended."""
+    jobs: int = 1
+    """Cells that run at the same time. One on a GPU, whose memory they would share."""
+    period: float = PERIOD_SECONDS
+    """Seconds between two readings of the device."""
+
+
+def shuffled(cells: Sequence[Cell], seed: int) -> list[Cell]:
+    """Return the cells in an order that only the seed decides, so that no arm always runs first."""
+    order = list(cells)
+    random.Random(seed).shuffle(order)
+    return order
+
+
+def run_study(
+    arms: Sequence[Arm], repeats: int, seed: int, device_of: Callable[[Arm], str], limit_bytes: int | None, how: How,
+    more_ks: bool = True,
+) -> Iterator[CellResult]:  # fmt: skip
+    """Run the arms, then the larger group sizes of those that completed, and yield each result as it comes.
+
+    A simulated cell that does not fit below the limit runs once more without one. That shows what it would have needed. It has a
+    file of its own, and enters no bar.
+
+    Args:
+        arms: The arms at the published group sizes.
+        repeats: Processes for each arm.
+        seed: Seed of ids and weights, and of the order.
+        device_of: Returns the device of an arm: ``cpu``, ``fake`` or ``cuda``.
+        limit_bytes: Largest number of bytes on the device. None = no limit.
+        how: How the cells are run.
+        more_ks: Whether the larger group sizes run too.
+    """
+    wave, completed = list(arms), set[Arm]()
+    while wave:
+        cells = [Cell(arm, repeat, seed, device_of(arm), limit_bytes) for arm in wave for repeat in range(repeats)]
+        results = list[CellResult]()
+        for result in run_cells(shuffled(cells, seed), how):
+            results.append(result)
+            yield result
+        too_large = [result.cell for result in results if result.outcome == OOM and result.cell.device == "fake"]
+        without_limit = [dataclasses.replace(cell, limit_bytes=None) for cell in too_large if cell.repeat == 0]
+        yield from run_cells(without_limit, how)
+        bad = {result.cell.arm for result in results if result.outcome != COMPLETED}
+        completed |= {arm for arm in wave if arm not in bad}
+        ran = {(arm.name, arm.k) for arm in wave}
+        wave = [arm for arm in larger(completed) if (arm.name, arm.k) not in ran] if more_ks else []
+
+
+def run_cells(cells: Sequence[Cell], how: How) -> Iterator[CellResult]:
+    """Run cells, each in a fresh process, and yield their results as they end."""
+    (how.out / CELLS).mkdir(parents=True, exist_ok=True)
+    with ThreadPoolExecutor(max_workers=how.jobs) as pool:
+        for future in as_completed([pool.submit(_run_in_process, cell, how) for cell in cells]):
+            yield future.result()
+
+
+def result_path(out: Path, cell: Cell) -> Path:
+    """Return the file of a cell's result."""
+    return out / CELLS / f"{cell.name}.json"
+
+
+def _run_in_process(cell: Cell, how: How) -> CellResult:
+    """Run one cell in a process that is forked from a server which has only imported modules."""
+    path = result_path(how.out, cell)
+    path.unlink(missing_ok=True)
+    context = multiprocessing.get_context("forkserver")
+    context.set_forkserver_preload([how.measure.partition(":")[0]])
+    process = context.Process(target=_cell_main, args=(cell, how), name=cell.name)
+    started = time.time()
+    with ExitStack() as stack:
+        if cell.device == "cuda":
+            (how.out / SAMPLES).mkdir(exist_ok=True)
+            sampler = stack.enter_context(sampling(how.out / SAMPLES / f"{cell.name}.csv", how.period))
+            process.start()
+            sampler.watch(process.pid or 0)
+        else:
+            process.start()
+        process.join(how.time_limit)
+        late = process.is_alive()
+        if late:
+            _end(process)
+    seconds = time.time() - started
+    if path.exists() and not late:
+        result = read_result(path)
+        assert process.exitcode == result.exit_code, (cell.name, process.exitcode, result.outcome)
+        return result
+    if late:
+        failure = Failure("Timeout", f"ended after {how.time_limit:g} seconds")
+    else:
+        failure = Failure("ProcessDied", _death(process.exitcode))
+    result = CellResult(cell, TIMEOUT if late else FAILED, (), failure, started, seconds, None, _versions())
+    write_result(path, result)
+    return result
+
+
+def _end(process: multiprocessing.process.BaseProcess) -> None:
+    process.terminate()
+    process.join(5)
+    if process.is_alive():
+        process.kill()
+        process.join()
+
+
+def _death(code: int | None) -> str:
+    if code == -9:
+        return "killed by signal 9, as a host does that has no memory left"
+    return f"killed by signal {-code}" if code is not None and code < 0 else f"ended with code {code} and left no result"
+
+
+def _cell_main(cell: Cell, how: How) -> None:
+    """Run a cell in this process, its output in a log, and end with the exit code of its outcome."""
+    log = os.open(result_path(how.out, cell).with_suffix(".log"), os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    for stream in (1, 2):
+        os.dup2(log, stream)
+    module, _, name = how.measure.partition(":")
+    try:
+        measure_and_record(cell, getattr(importlib.import_module(module), name), result_path(how.out, cell))
+    except Exception as error:
+        traceback.print_exc()
+        sys.stderr.flush()
+        raise SystemExit(EXIT_CODES[outcome_of(error)]) from error
+
+
+def measure_and_record(cell: Cell, measure: Measure, path: Path) -> CellResult:
+    """Measure a cell and write its result.
+
+    Raises:
+        Exception: Whatever ``measure`` raised, once its outcome is on file.
+    """
+    started = time.time()
+    try:
+        records = tuple(measure(cell))
+    except Exception as error:
+        write_result(path, _result(cell, outcome_of(error), (), failure_of(error), started))
+        raise
+    result = _result(cell, COMPLETED, records, None, started)
+    write_result(path, result)
+    return result
+
+
+def _result(cell: Cell, outcome: str, records: tuple[UpdateRecord, ...], failure: Failure | None, started: float) -> CellResult:
+    largest = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+    return CellResult(cell, outcome, records, failure, started, time.time() - started, largest, _versions())
+
+
+def outcome_of(error: Exception) -> str:
+    """Return the outcome of a cell that raised an error.
+
+    Memory that ran out is ``oom``, whether this study, torch or the host said so. A setting that cannot work is ``refused``.
+    """
+    names = {kind.__name__ for kind in type(error).__mro__}
+    if isinstance(error, (OutOfMemory, MemoryError)) or names & {"OutOfMemoryError", "DeviceMemoryError"}:
+        return OOM
+    return REFUSED if isinstance(error, ConfigError) else FAILED
+
+
+def failure_of(error: Exception) -> Failure:
+    """Return what is kept of an error: its phase, the bytes asked for and held, and the tensor, where it knows them."""
+    requested = getattr(error, "requested_bytes", getattr(error, "asked_bytes", None))
+    held = getattr(error, "held_bytes", getattr(error, "num_bytes", None))
+    return Failure(
+        error=type(error).__name__,
+        message=" ".join(str(error).split())[:500],
+        phase=getattr(error, "phase", ""),
+        requested_bytes=requested,
+        held_bytes=held,
+        shape=getattr(error, "shape", ""),
+        peak_before_failure=getattr(error, "peak_bytes", held),
+    )
+
+
+def _versions() -> dict[str, str]:
+    versions = {"python": platform.python_version()}
+    for package in PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            versions[package] = "not installed"
+    return versions
