@@ -3,21 +3,24 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe.rloo.memory_study.arms import EXPANSIONS
+from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, LEGACY, TRUNCATED
 from recipe.rloo.memory_study.charts_methods import draw_methods
 from recipe.rloo.memory_study.charts_savings import draw_savings
 from recipe.rloo.memory_study.charts_timeline import draw_timeline
 from recipe.rloo.memory_study.combine import SUMMARY_NAME, read_results
-from recipe.rloo.memory_study.records import OOM
+from recipe.rloo.memory_study.findings import find, held_bytes, process_bytes
+from recipe.rloo.memory_study.formula import device_bytes
+from recipe.rloo.memory_study.published import CARD_GIB, LABELS, PEAKS_GIB
+from recipe.rloo.memory_study.records import COMPLETED, OOM
 from verl_memopt.errors import DataError
-from verl_memopt.observe.drawing import PALETTE
+from verl_memopt.observe.drawing import INK, PALETTE, figure, note, save, style
 
 if TYPE_CHECKING:
-    pass
+    from matplotlib.axes import Axes
 
 MIB, GIB = 2**20, 2**30
 MUTED = "#5b6670"

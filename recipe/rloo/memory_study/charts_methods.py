@@ -75,8 +75,8 @@ def _id_bytes(axes: Axes) -> None:
     axes.margins(y=0.12)
 
 
-COLUMNS = ("method", "prompt", "tokens\na row", "dropped\na row", "ids of k = 2, 4, 8", "loss at\nk = 4", "gradient\nnorm", "peak GiB\nk = 2",
-           "k = 4", "k = 8")  # fmt: skip
+COLUMNS = ("method", "prompt", "tokens\na row", "dropped\na row", "ids of k = 2, 4, 8", "loss at\nk = 4", "gradient\nnorm",
+           "peak GiB\nk = 2", "k = 4", "k = 8")  # fmt: skip
 WIDTHS = (0.13, 0.08, 0.07, 0.07, 0.2, 0.09, 0.09, 0.08, 0.08, 0.08)
 
 

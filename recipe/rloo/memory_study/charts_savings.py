@@ -46,8 +46,8 @@ def draw_savings(summary: Mapping[str, Any], path: Path) -> Path:
     _growth(growth, rows)
     controls = summary["controls"]
     drawing.supxlabel(
-        f"Whole prompt of 3,015 tokens and equal ids, except for the cut one. Largest difference between arms with equal ids: loss "
-        f"{controls['loss_error']:.0e}, gradient norm {controls['grad_norm_error']:.0e} (relative).",
+        f"Whole prompt of 3,015 tokens and equal ids, except for the cut one. Largest difference between arms with equal ids: "
+        f"loss {controls['loss_error']:.0e}, gradient norm {controls['grad_norm_error']:.0e} (relative).",
         x=0.01, ha="left", fontsize=9, color=MUTED,
     )  # fmt: skip
     return save(drawing, path)
@@ -98,8 +98,8 @@ def _growth(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         for k, size in points:
             filled = k in finished
             axes.plot([k], [size], "o" if filled else "x", color=colour, markersize=5 if filled else 7)
-        axes.annotate(words.split("\n")[0].removeprefix("... "), (xs[-1], ys[-1]), (7, 0), textcoords="offset points", va="center",
-                      fontsize=8, color=colour)  # fmt: skip
+        label = words.split("\n")[0].removeprefix("... ")
+        axes.annotate(label, (xs[-1], ys[-1]), (7, 0), textcoords="offset points", va="center", fontsize=8, color=colour)
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sorted(ks), [str(k) for k in sorted(ks)])

@@ -37,7 +37,7 @@ Point = tuple[float, int, int | None]
 
 
 def draw_timeline(results: Sequence[CellResult], path: Path) -> Path:
-    """Draw the memory of one update of four arms, in two columns: the published trainer at its scale, and what saves at its own."""
+    """Draw the memory of one update of four arms, each at its own scale."""
     drawing = figure(14, 8.4)
     for axes, (names, title) in zip(drawing.subplots(2, 2).flat, PANELS, strict=True):
         cells = [cell for name in names if (cell := _cell(results, name)) is not None]
@@ -64,8 +64,10 @@ def _panel(axes: Axes, cells: Sequence[CellResult], title: str) -> None:
     points, phases = lines[0]
     for phase in dict.fromkeys(name for name, _, _ in phases):
         stretches = [(begin, end - begin) for name, begin, end in phases if name == phase]
-        axes.broken_barh(stretches, (0, 1), transform=axes.get_xaxis_transform(), color=PHASE_COLOURS.get(phase, MUTED), alpha=0.16,
-                         linewidth=0, label=phase)  # fmt: skip
+        colour = PHASE_COLOURS.get(phase, MUTED)
+        axes.broken_barh(
+            stretches, (0, 1), transform=axes.get_xaxis_transform(), color=colour, alpha=0.16, linewidth=0, label=phase
+        )
     xs, live = [x for x, _, _ in points], [size / divisor for _, size, _ in points]
     axes.fill_between(xs, live, step="post", color=INK, alpha=0.12, linewidth=0)
     axes.step(xs, live, where="post", color=INK, linewidth=1.4, label="live tensors")
@@ -101,8 +103,8 @@ def _ladder(axes: Axes, record: UpdateRecord, rows: int, divisor: float, highest
         size = level * logits / divisor
         if size <= highest * 1.1:
             axes.axhline(size, color=MUTED, linewidth=0.7, linestyle=":")
-            axes.annotate(f"{level:g} B/logit", (1.0, size), (3, 0), xycoords=axes.get_yaxis_transform(), textcoords="offset points",
-                          va="center", fontsize=8, color=MUTED)  # fmt: skip
+            place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
+            axes.annotate(f"{level:g} B/logit", (1.0, size), (3, 0), **place, fontsize=8, color=MUTED)  # fmt: skip
 
 
 def one_update(result: CellResult) -> tuple[list[Point], list[tuple[str, float, float]]]:

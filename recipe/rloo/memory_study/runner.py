@@ -13,10 +13,10 @@ import sys
 import time
 import traceback
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor, as_completed
 from contextlib import ExitStack
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
+from multiprocessing.connection import wait
 from pathlib import Path
 
 from recipe.rloo.memory_study.arms import Arm, larger
@@ -107,9 +107,19 @@ def run_study(
 def run_cells(cells: Sequence[Cell], how: How) -> Iterator[CellResult]:
     """Run cells, each in a fresh process, and yield their results as they end."""
     (how.out / CELLS).mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(max_workers=how.jobs) as pool:
-        for future in as_completed([pool.submit(_run_in_process, cell, how) for cell in cells]):
-            yield future.result()
+    waiting, running = list(cells), list[_Running]()
+    try:
+        while waiting or running:
+            while waiting and len(running) < how.jobs:
+                running.append(_Running(waiting.pop(0), how))
+            nearest = min(each.deadline for each in running)
+            wait([each.process.sentinel for each in running], max(0.0, nearest - time.monotonic()))
+            for each in [each for each in running if each.has_ended() or each.is_late()]:
+                running.remove(each)
+                yield each.result()
+    finally:
+        for each in running:
+            each.end()
 
 
 def result_path(out: Path, cell: Cell) -> Path:
@@ -117,46 +127,55 @@ def result_path(out: Path, cell: Cell) -> Path:
     return out / CELLS / f"{cell.name}.json"
 
 
-def _run_in_process(cell: Cell, how: How) -> CellResult:
-    """Run one cell in a process that is forked from a server which has only imported modules."""
-    path = result_path(how.out, cell)
-    path.unlink(missing_ok=True)
-    context = multiprocessing.get_context("forkserver")
-    context.set_forkserver_preload([how.measure.partition(":")[0]])
-    process = context.Process(target=_cell_main, args=(cell, how), name=cell.name)
-    started = time.time()
-    with ExitStack() as stack:
+class _Running:
+    """A cell in a process of its own, forked from a server which has only imported modules; on a GPU with its sampler."""
+
+    def __init__(self, cell: Cell, how: How) -> None:
+        self.cell, self.how, self.path = cell, how, result_path(how.out, cell)
+        self.path.unlink(missing_ok=True)
+        context = multiprocessing.get_context("forkserver")
+        context.set_forkserver_preload([how.measure.partition(":")[0]])
+        self.process = context.Process(target=_cell_main, args=(cell, how), name=cell.name)
+        self.started, self.deadline = time.time(), time.monotonic() + how.time_limit
+        self.sampling = ExitStack()
+        sampler = None
         if cell.device == "cuda":
             (how.out / SAMPLES).mkdir(exist_ok=True)
-            sampler = stack.enter_context(sampling(how.out / SAMPLES / f"{cell.name}.csv", how.period))
-            process.start()
-            sampler.watch(process.pid or 0)
-        else:
-            process.start()
-        process.join(how.time_limit)
-        late = process.is_alive()
+            sampler = self.sampling.enter_context(sampling(how.out / SAMPLES / f"{cell.name}.csv", how.period))
+        self.process.start()
+        if sampler is not None and self.process.pid is not None:
+            sampler.watch(self.process.pid)
+
+    def has_ended(self) -> bool:
+        return not self.process.is_alive()
+
+    def is_late(self) -> bool:
+        return time.monotonic() >= self.deadline
+
+    def end(self) -> None:
+        """End the process and its sampler, by force where it must be."""
+        for signal in (self.process.terminate, self.process.kill):
+            if self.process.is_alive():
+                signal()
+                self.process.join(5)
+        self.sampling.close()
+
+    def result(self) -> CellResult:
+        """Return what became of the cell, and write it where the process could not."""
+        late = not self.has_ended()
+        self.end()
+        if self.path.exists() and not late:
+            result = read_result(self.path)
+            assert self.process.exitcode == result.exit_code, (self.cell.name, self.process.exitcode, result.outcome)
+            return result
         if late:
-            _end(process)
-    seconds = time.time() - started
-    if path.exists() and not late:
-        result = read_result(path)
-        assert process.exitcode == result.exit_code, (cell.name, process.exitcode, result.outcome)
+            failure = Failure("Timeout", f"ended after {self.how.time_limit:g} seconds")
+        else:
+            failure = Failure("ProcessDied", _death(self.process.exitcode))
+        seconds = time.time() - self.started
+        result = CellResult(self.cell, TIMEOUT if late else FAILED, (), failure, self.started, seconds, None, _versions())
+        write_result(self.path, result)
         return result
-    if late:
-        failure = Failure("Timeout", f"ended after {how.time_limit:g} seconds")
-    else:
-        failure = Failure("ProcessDied", _death(process.exitcode))
-    result = CellResult(cell, TIMEOUT if late else FAILED, (), failure, started, seconds, None, _versions())
-    write_result(path, result)
-    return result
-
-
-def _end(process: multiprocessing.process.BaseProcess) -> None:
-    process.terminate()
-    process.join(5)
-    if process.is_alive():
-        process.kill()
-        process.join()
 
 
 def _death(code: int | None) -> str:

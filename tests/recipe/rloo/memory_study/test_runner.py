@@ -146,12 +146,12 @@ def test_repeats_run_and_larger_groups_can_be_left_out(how):
 
 
 def test_a_simulated_cell_without_room_shows_what_it_would_need(how):
-    results = list(run_study([TOKEN, SAVING], 2, 0, lambda _: "fake", 60_000, how, more_ks=False))
+    results = list(run_study([TOKEN, SAVING], 2, 0, lambda _: "fake", 100_000, how, more_ks=False))
     outcomes = sorted((result.cell.arm.update, result.cell.limit_bytes or 0, result.outcome) for result in results)
     assert outcomes == [
         ("legacy", 0, "completed"),
-        ("legacy", 60_000, "oom"),
-        ("legacy", 60_000, "oom"),
-        ("response_only", 60_000, "completed"),
-        ("response_only", 60_000, "completed"),
+        ("legacy", 100_000, "oom"),
+        ("legacy", 100_000, "oom"),
+        ("response_only", 100_000, "completed"),
+        ("response_only", 100_000, "completed"),
     ]
