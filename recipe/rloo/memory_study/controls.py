@@ -59,17 +59,13 @@ def _check_ids(results: Iterable[CellResult], controls: Controls) -> None:
     expected: dict[tuple[object, ...], tuple[str, str]] = {}
     for result in results:
         cell = result.cell
-        for update, ids in ids_of(result).items():
-            key = (cell.arm.k, cell.arm.prompt, cell.seed, cell.shapes, update)
-            first, name = expected.setdefault(key, (ids, cell.name))
-            if ids != first:
-                controls.diverged.setdefault(cell.name, f"update {update}: ids {ids[:12]}, but {first[:12]} in {name}")
+        for record in result.records:
+            key = (cell.arm.k, cell.arm.prompt, cell.seed, cell.shapes, record.update)
+            first, name = expected.setdefault(key, (record.ids_sha256, cell.name))
+            if record.ids_sha256 != first:
+                reason = f"update {record.update}: ids {record.ids_sha256[:12]}, but {first[:12]} in {name}"
+                controls.diverged.setdefault(cell.name, reason)
     controls.ids_groups = len(expected)
-
-
-def ids_of(result: CellResult) -> dict[int, str]:
-    """Return the hash of the ids of each update."""
-    return {record.update: record.ids_sha256 for record in result.records}
 
 
 def _check_values(results: Iterable[CellResult], controls: Controls) -> None:
