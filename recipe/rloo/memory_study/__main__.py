@@ -21,6 +21,7 @@ from verl_memopt.distributed.device import device_count
 from verl_memopt.errors import UserError
 
 GIB = 2**30
+PRELOAD = "recipe.rloo.memory_study.preload"
 SHAPE = (3015, 100, 151_669)
 """Tokens of a prompt, tokens of a response, vocabulary: what the choice of the device goes by."""
 
@@ -92,7 +93,8 @@ def run(options: argparse.Namespace) -> set[str]:
     if options.device == CUDA and not has_gpu:
         raise UserError("--device cuda: no GPU is visible to this process. Use --device auto or fake.")
     on_gpu = has_gpu and options.device in ("auto", CUDA)
-    how = How(options.out, options.measure, options.time_limit, 1 if on_gpu else options.jobs, options.period)
+    preload = (PRELOAD,) if options.measure == MEASURE and not has_gpu else ()
+    how = How(options.out, options.measure, options.time_limit, 1 if on_gpu else options.jobs, options.period, preload)
     _say_sampler(on_gpu)
     limit = None if options.device_limit_gb is None else int(options.device_limit_gb * GIB)
     devices = device_chooser(options.device, has_gpu, cpu_bytes(options), SHAPE)

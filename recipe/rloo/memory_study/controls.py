@@ -11,7 +11,7 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
 from recipe.rloo.memory_study.arms import LEGACY
-from recipe.rloo.memory_study.records import COMPLETED, DEVICE_ALLOCATOR, DIVERGED, CellResult, Failure, UpdateRecord
+from recipe.rloo.memory_study.records import COMPLETED, DEVICE_ALLOCATOR, DIVERGED, THIS_RUN, CellResult, Failure, UpdateRecord
 
 FP32_TOLERANCE, BF16_TOLERANCE = 1e-5, 1e-2
 """Largest relative difference of losses and of gradient norms between arms with equal ids."""
@@ -88,8 +88,12 @@ def _check_values(results: Iterable[CellResult], controls: Controls) -> None:
 
 
 def tolerance(first: UpdateRecord, second: UpdateRecord) -> float:
-    """Return how far the values of two records may differ, relative to the second."""
-    return BF16_TOLERANCE if "bfloat16" in first.dtype + second.dtype else FP32_TOLERANCE
+    """Return how far the values of two records may differ, relative to the second.
+
+    Values that another run gave have the precision of that run, which ``values_from`` names.
+    """
+    precisions = (record.dtype if record.values_from == THIS_RUN else record.values_from for record in (first, second))
+    return BF16_TOLERANCE if any("bfloat16" in precision for precision in precisions) else FP32_TOLERANCE
 
 
 def _difference(value: float | None, expected: float | None) -> float:

@@ -61,6 +61,8 @@ class How:
     """Cells that run at the same time. One on a GPU, whose memory they would share."""
     period: float = PERIOD_SECONDS
     """Seconds between two readings of the device."""
+    preload: tuple[str, ...] = ()
+    """Modules that the server imports from which the processes are forked. Empty = that of ``measure``."""
 
 
 def shuffled(cells: Sequence[Cell], seed: int) -> list[Cell]:
@@ -134,7 +136,7 @@ class _Running:
         self.cell, self.how, self.path = cell, how, result_path(how.out, cell)
         self.path.unlink(missing_ok=True)
         context = multiprocessing.get_context("forkserver")
-        context.set_forkserver_preload([how.measure.partition(":")[0]])
+        context.set_forkserver_preload(list(how.preload) or [how.measure.partition(":")[0]])
         self.process = context.Process(target=_cell_main, args=(cell, how), name=cell.name)
         self.started, self.deadline = time.time(), time.monotonic() + how.time_limit
         self.sampling = ExitStack()

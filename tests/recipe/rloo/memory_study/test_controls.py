@@ -92,3 +92,5 @@ def test_bf16_values_may_differ_more():
     fp32 = result().records[0]
     bf16 = dataclasses.replace(fp32, dtype="float32, autocast bfloat16")
     assert (tolerance(fp32, fp32), tolerance(fp32, bf16), tolerance(bf16, fp32)) == (1e-5, 1e-2, 1e-2)
+    elsewhere = dataclasses.replace(bf16, values_from="float32, a short prompt")
+    assert tolerance(elsewhere, fp32) == 1e-5
