@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -83,6 +84,7 @@ def _add_run_options(parser: argparse.ArgumentParser) -> None:
     add("--time-limit", type=float, default=600.0, help="seconds of a cell (default: %(default)s)")
     add("--jobs", type=int, default=1, help="cells at the same time; 1 on a GPU (default: %(default)s)")
     add("--period", type=float, default=PERIOD_SECONDS, help="seconds between readings of a GPU (default: %(default)s)")
+    add("--documents", type=Path, help="GovReport (.jsonl) or a text file, for the prompt (default: random words, made locally)")
     add("--measure", default=MEASURE, help=argparse.SUPPRESS)
 
 
@@ -94,7 +96,8 @@ def run(options: argparse.Namespace) -> set[str]:
         raise UserError("--device cuda: no GPU is visible to this process. Use --device auto or fake.")
     on_gpu = has_gpu and options.device in ("auto", CUDA)
     preload = (PRELOAD,) if options.measure == MEASURE and not has_gpu else ()
-    how = How(options.out, options.measure, options.time_limit, 1 if on_gpu else options.jobs, options.period, preload)
+    how = How(options.out, options.measure, options.time_limit, 1 if on_gpu else options.jobs, options.period)
+    how = dataclasses.replace(how, preload=preload, documents=documents_of(options))
     _say_sampler(on_gpu)
     limit = None if options.device_limit_gb is None else int(options.device_limit_gb * GIB)
     devices = device_chooser(options.device, has_gpu, cpu_bytes(options), SHAPE)
@@ -123,6 +126,19 @@ def chosen_arms(options: argparse.Namespace) -> list[Arm]:
     if not arms:
         raise UserError("no arm has this expansion, name and group size together. Leave one of --expansion, --arm, --k out.")
     return arms
+
+
+def documents_of(options: argparse.Namespace) -> str | None:
+    """Return where the documents are, as an absolute path, or None.
+
+    Raises:
+        UserError: There is nothing.
+    """
+    if options.documents is None:
+        return None
+    if not options.documents.exists():
+        raise UserError(f"--documents {options.documents}: no such file or folder.")
+    return str(options.documents.resolve())
 
 
 def cpu_bytes(options: argparse.Namespace) -> int:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import dataclasses
+
 from recipe.rloo.memory_study.measure import measure_arm
 from recipe.rloo.memory_study.records import Cell, UpdateRecord
-from recipe.rloo.memory_study.shapes import PUBLISHED
+from recipe.rloo.memory_study.shapes import SHAPES
 
 
 def measure_cell(cell: Cell) -> list[UpdateRecord]:
@@ -13,4 +15,5 @@ def measure_cell(cell: Cell) -> list[UpdateRecord]:
     Raises:
         OutOfMemory: The device, or the limit of the cell, had no room.
     """
-    return measure_arm(cell.arm, PUBLISHED, cell.device, cell.limit_bytes, cell.seed)
+    shapes = dataclasses.replace(SHAPES[cell.shapes], documents=cell.documents)
+    return measure_arm(cell.arm, shapes, cell.device, cell.limit_bytes, cell.seed)

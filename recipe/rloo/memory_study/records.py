@@ -101,6 +101,8 @@ class Cell:
     """Largest number of bytes on the device. None = no limit."""
     shapes: str = "published"
     """Name of the shapes: ``published`` or ``small``."""
+    documents: str | None = None
+    """A file or folder with documents for the prompt. None = a document that is made locally."""
 
     @property
     def name(self) -> str:

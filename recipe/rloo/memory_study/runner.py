@@ -61,6 +61,8 @@ class How:
     """Cells that run at the same time. One on a GPU, whose memory they would share."""
     period: float = PERIOD_SECONDS
     """Seconds between two readings of the device."""
+    documents: str | None = None
+    """A file or folder with documents for the prompts. None = a document that is made locally."""
     preload: tuple[str, ...] = ()
     """Modules that the server imports from which the processes are forked. Empty = that of ``measure``."""
 
@@ -92,7 +94,11 @@ def run_study(
     """
     wave, completed = list(arms), set[Arm]()
     while wave:
-        cells = [Cell(arm, repeat, seed, device_of(arm), limit_bytes) for arm in wave for repeat in range(repeats)]
+        cells = [
+            Cell(arm, repeat, seed, device_of(arm), limit_bytes, documents=how.documents)
+            for arm in wave
+            for repeat in range(repeats)
+        ]
         results = list[CellResult]()
         for result in run_cells(shuffled(cells, seed), how):
             results.append(result)

@@ -80,6 +80,7 @@ def test_arms_that_diverge_end_with_4(tmp_path, capsys):
     [
         (["run", "--device", "cuda"], "no GPU is visible"),
         (["run", "--expansion", "lazy", "--arm", "token_full_legacy"], "no arm has this"),
+        (["run", "--documents", "no/such/file"], "no such file or folder"),
         (["combine"], "no results"),
         (["charts"], "no such file"),
     ],
