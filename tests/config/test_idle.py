@@ -16,6 +16,7 @@ def _twins(keys):
 
 IDLE_CASES = {
     "algorithm.norm_adv_by_std_in_grpo": ({}, True, {"algorithm.adv_estimator": "grpo"}),
+    "algorithm.normalize_advantages": ({"algorithm.adv_estimator": "opo"}, True, {"algorithm.adv_estimator": "rloo"}),
     "algorithm.gamma": ({}, 0.5, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     "algorithm.filter_groups.enable": (
         {"algorithm.adv_estimator": "reinforce_plus_plus", f"{AR}.rollout.n": 1},

@@ -16,6 +16,12 @@ def test_estimator_loss_and_both_kls_are_named(settled):
     )
 
 
+def test_normalised_advantages_are_named_for_the_estimator_that_has_them(settled):
+    for estimator, words in (("rloo", "advantages rloo (normalised over the step), "), ("opo", "advantages opo, ")):
+        algorithm = settled({"algorithm.normalize_advantages": True, "algorithm.adv_estimator": estimator}).algorithm
+        assert objective(algorithm, "sequence", None).startswith(words)
+
+
 def test_groups_that_are_left_out_are_named(settled):
     algorithm = settled({"algorithm.filter_groups.enable": True}).algorithm
     assert objective(algorithm, "vanilla", None).endswith("no KL, groups whose responses agree in score left out")

@@ -69,6 +69,18 @@ def test_a_text_prompt_is_taken_as_already_rendered(jsonl: Write, tokenizer: Pre
     assert read(jsonl(row(prompt="<|im_start|>1+1")), tokenizer)[0].text == "<|im_start|>1+1"
 
 
+def test_a_prompt_of_ids_is_kept_and_shown_as_its_text(tmp_path: Path, jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
+    ids = tokenize(tokenizer, ["<|im_start|>user\n1+1="])[0]
+    rows = [row(prompt=ids), row(prompt=[*ids, *ids])]
+    parquet.write_table(pa.Table.from_pylist(rows), tmp_path / "rows.parquet")
+    for path in (jsonl(*rows), str(tmp_path / "rows.parquet")):
+        first, second = read(path, tokenizer, max_prompt_length=len(ids) * 2)
+        assert (first.ids, first.text, first.plain, first.messages) == (tuple(ids), "<|im_start|>user\n1+1=", (), None)
+        assert second.ids == (*ids, *ids)
+        (kept,) = read(path, tokenizer, max_prompt_length=len(ids), filter_overlong_prompts=True)
+        assert kept.ids == tuple(ids)
+
+
 def test_template_arguments_reach_the_chat_template(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     dataset = read(jsonl(row()), tokenizer, apply_chat_template_kwargs={"chat_template": "{{ flag }}", "flag": "seen"})
     assert dataset[0].text == "seen"
@@ -104,6 +116,10 @@ def test_columns_are_found_under_the_names_that_the_settings_give(jsonl: Write, 
         (row(extra_info={"deep": [{"\ud812": 1}]}), r":2: a string contains \\ud812, half of a surrogate pair"),
         (row(prompt=4), r":2: prompt must be a string or a list of"),
         (row(prompt=[]), r":2: prompt must be a string or a list of"),
+        (row(prompt=[3, "4"]), r":2: prompt must be a string or a list of"),
+        (row(prompt=[3, -1]), r":2: a token id must be a whole number of at least 0, but the prompt is \[3, -1\]"),
+        (row(prompt=[True, False]), r":2: a token id must be a whole number of at least 0"),
+        (row(prompt=[3] * 41), r":2: the prompt has 41 tokens, but data\.max_prompt_length is 40\."),
         (row(prompt=[{"role": "user"}]), r":2: prompt must be a string or a list of"),
         (row(prompt=[{"role": "user", "content": [{"type": "image"}]}]), r":2: prompt must be a string or a list of"),
         (row(extra_info="x"), r":2: extra_info must be an object"),

@@ -5,7 +5,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from transformers import PreTrainedTokenizerFast
 
-from verl_memopt.data.encoder import PromptEncoder
+from verl_memopt.data.encoder import PromptEncoder, decode
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.models.tokenizer import build_tokenizer
 
@@ -50,6 +50,27 @@ def test_copies_of_a_prompt_count_once() -> None:
     encoder = PromptEncoder(TOKENIZER, 5, "left")
     encoder.encode(["0123456789"] * 3 + ["01"] * 3, ["a:1"] * 6, copies=3)
     assert (encoder.rows_truncated, encoder.tokens_dropped) == (1, 5)
+
+
+def test_the_first_prompt_that_is_cut_earns_the_one_warning(caplog: pytest.LogCaptureFixture) -> None:
+    encoder = PromptEncoder(TOKENIZER, 5, "left")
+    encoder.encode(["01234", "0123456789", "01234567"], ["a:1", "a:2", "a:3"])
+    (warning,) = caplog.messages
+    assert warning.startswith("data.truncation=left: a:2 has 10 tokens and keeps 5 (data.max_prompt_length).")
+
+
+def test_ids_fit_as_texts_do() -> None:
+    encoder = PromptEncoder(TOKENIZER, 5, "right", embedding_rows=100)
+    assert encoder.fit([1, 2, 3, 4, 5, 6], "a:1") == [1, 2, 3, 4, 5]
+    assert encoder.fit([1, 2, 3, 4, 5, 6], "a:1", counted=False) == [1, 2, 3, 4, 5]
+    assert (encoder.rows_truncated, encoder.tokens_dropped) == (1, 1)
+    with pytest.raises(DataError, match=r"^a:2: the prompt has the token id 100, but the model's embedding has 100 rows"):
+        encoder.fit([100], "a:2")
+
+
+def test_decoded_text_keeps_special_tokens_and_spaces() -> None:
+    text = "<|im_start|>user\n1 , 2 ! it 's<|im_end|>"
+    assert decode(TOKENIZER, TOKENIZER(text, add_special_tokens=False)["input_ids"]) == text
 
 
 def test_error_refuses_a_prompt_over_the_limit_with_its_row_and_length() -> None:

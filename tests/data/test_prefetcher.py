@@ -2,7 +2,7 @@ import pytest
 
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
-from verl_memopt.data.expansion import expand
+from verl_memopt.data.expansion import EXPANSIONS, expand
 from verl_memopt.data.loader import StepLoader
 from verl_memopt.data.prefetcher import PromptPrefetcher
 from verl_memopt.errors import DataError
@@ -38,7 +38,15 @@ def test_the_prefetcher_gives_the_loaders_steps_in_order(prefetcher):
 
 def test_ids_belong_to_their_prompts(prefetcher):
     step = prefetcher.next()
-    assert step.prompt_ids == expand(step.prompts, 2, "token", encoder())
+    assert step.prompt_ids == expand(step.prompts, range(3), 2, "token", encoder()).ids
+
+
+@pytest.mark.parametrize("method", EXPANSIONS)
+def test_every_expansion_gives_the_same_steps(prefetcher, method):
+    other = PromptPrefetcher(loader(), 2, method, encoder())
+    assert [other.next() for _ in range(5)] == [prefetcher.next() for _ in range(5)]
+    assert other.state_dict() == prefetcher.state_dict()
+    other.close()
 
 
 def test_the_state_is_that_of_the_last_step_taken_not_of_the_one_ahead(prefetcher):
@@ -62,7 +70,7 @@ def test_the_epoch_is_that_of_the_step_taken(prefetcher):
 def test_truncation_is_counted_for_the_step_that_suffered_it():
     prefetcher = PromptPrefetcher(loader(), 2, "string", encoder(6, "left"))
     for step in (prefetcher.next(), prefetcher.next()):
-        lengths = [len(ids) for ids in expand(step.prompts, 1, "token", encoder())]
+        lengths = [len(ids) for ids in expand(step.prompts, range(3), 1, "token", encoder()).ids]
         assert step.tokens_dropped == sum(max(0, length - 6) for length in lengths) > 0
         assert step.rows_truncated == sum(length > 6 for length in lengths)
     prefetcher.close()

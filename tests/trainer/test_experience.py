@@ -9,12 +9,18 @@ from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.aliases import VALUES
 from verl_memopt.config.allowed import choices
 from verl_memopt.config.schema import Actor, Algorithm, KlControl
+from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.encoder import PromptEncoder
+from verl_memopt.data.expansion import EXPANSIONS, expand
+from verl_memopt.data.shared_rows import SharedRows
 from verl_memopt.errors import RewardError
+from verl_memopt.models.tokenizer import build_tokenizer
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.experience import LogProbPass, compute_advantages, to_batch
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget
 from verl_memopt.workers.log_probs import LogProbs
+from verl_memopt.workers.micro_batches import micro_batch
 
 
 def batch_of(responses, log_probs=None, samples=2):
@@ -86,6 +92,52 @@ def test_every_token_of_a_response_gets_the_advantage_of_its_row():
     assert advantages.returns.tolist() == advantages.per_token.tolist()
     assert advantages.rewards.tolist() == [1.0, 0.0, 0.25, 1.0]
     assert advantages.kl_mean is None
+
+
+def test_normalized_advantages_are_divided_by_the_deviation_of_the_whole_batch():
+    settings = Algorithm(adv_estimator="rloo", normalize_advantages=True)
+    advantages = shaped(batch_of(RESPONSES), [1.0, 0.0, 0.25, 1.0], settings)
+    scale = math.sqrt((2 * 1.0**2 + 2 * 0.75**2) / 3) + 1e-4  # of the advantages 1, -1, -0.75, 0.75
+    assert advantages.per_token.tolist() == pytest.approx([1 / scale] * 2 + [-0.75 / scale] + [0.75 / scale] * 3, rel=1e-6)
+
+
+TOKENIZER = build_tokenizer()
+PROMPTS = [PromptRow(index, text, "s", None, {}, f"a:{index}") for index, text in enumerate(("1+1=", "123456+7="))]
+
+
+def expanded_batch(method, use_prefix_grouper=True):
+    """Two prompts of unequal lengths with two answers each."""
+    expanded = expand(PROMPTS, [0, 1], 2, method, PromptEncoder(TOKENIZER, 100, "error"))
+    answers = Answers([], expanded.ids, Generation([[5, 6], [7], [8], [9, 10, 11]], None, []), [])
+    return to_batch(answers, 2, Actor(use_prefix_grouper=use_prefix_grouper))
+
+
+@pytest.mark.parametrize("method", EXPANSIONS)
+def test_no_expansion_compares_two_prompts(method):
+    batch = expanded_batch(method)
+    assert batch.group.tolist() == [0, 0, 1, 1]
+    assert shaped(batch, [1.0, 1.0, 5.0, 5.0]).per_token.tolist() == [0.0] * 7
+    assert shaped(batch, [1.0, 2.0, 5.0, 9.0]).per_token.tolist() == [-1.0, -1.0, 1.0, -4.0, 4.0, 4.0, 4.0]
+
+
+@pytest.mark.parametrize("method", EXPANSIONS)
+@pytest.mark.parametrize("shares_prompts", [True, False])
+def test_every_expansion_gives_one_batch_whichever_rows_are_read(method, shares_prompts):
+    batch, token = expanded_batch(method, shares_prompts), expanded_batch("token", shares_prompts)
+    assert isinstance(batch.prompts, SharedRows) == (method == "lazy")
+    for rows in ([0, 1, 2, 3], [3, 0], [2], [1, 1, 2]):
+        one, other = batch.select(rows), token.select(rows)
+        assert one.row_tokens() == other.row_tokens()
+        one, other = micro_batch(batch, rows).pack, micro_batch(token, rows).pack
+        assert torch.equal(one.input_ids, other.input_ids)
+        assert torch.equal(one.position_ids, other.position_ids)
+
+
+def test_lazy_holds_the_ids_of_a_prompt_once_until_a_micro_batch_reads_them():
+    lazy, token = expanded_batch("lazy").prompts, expanded_batch("token").prompts
+    assert token.flat.numel() - lazy.stored.flat.numel() == (2 - 1) * (4 + 9)
+    assert lazy.select([2, 3]).stored.flat.numel() == 9
+    assert lazy.select([2, 3]).flat.numel() == 2 * 9
 
 
 def test_grpo_divides_by_the_groups_spread_unless_told_not_to():

@@ -21,7 +21,6 @@ WHY_NOT: dict[tuple[str, str], str] = {
     ("reward_model.reward_manager", "gdpo"): "rewards are one number a response, and gdpo weighs several",
     (f"{_AR}.rollout.mode", "sync"): "the engine lives in the worker's process and has no other mode",
     (f"{_AR}.actor.kl_loss_type", "full"): "a KL over the whole vocabulary would need whole logits",
-    **{("algorithm.expansion", name): "this way of expansion is not available" for name in ("lazy", "repeat_sampler")},
     **{
         (f"{role}.fsdp_config.{key}", name): "half precision needs loss scaling, which is not available"
         for role in (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")

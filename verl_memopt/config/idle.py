@@ -34,6 +34,7 @@ _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 def _of_advantages() -> Iterator[Idle]:
     """Yield the rules of estimators, groups and the KL."""
     yield Idle(_NAMED_ON_SIGHT, (_ESTIMATOR,), lambda name: name not in _DIVIDED_BY_STD, "it belongs to grpo and grpo_passk")
+    yield Idle("algorithm.normalize_advantages", (_ESTIMATOR,), lambda name: name != "rloo", "it belongs to rloo")
     yield Idle(
         "algorithm.gamma", (_ESTIMATOR,), lambda name: name not in _DISCOUNTED, "it belongs to gae and reinforce_plus_plus"
     )

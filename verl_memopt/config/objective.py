@@ -37,7 +37,8 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
     correction, loss_in_words = algorithm.rollout_correction, f"loss {loss} ({_RATIO[loss]})"
     if correction.bypass_mode:
         loss_in_words = f"loss {correction.loss_type} ({_BYPASS[correction.loss_type]})"
-    parts = [f"advantages {algorithm.adv_estimator}", loss_in_words]
+    normalized = " (normalised over the step)" if algorithm.normalize_advantages and algorithm.adv_estimator == "rloo" else ""
+    parts = [f"advantages {algorithm.adv_estimator}{normalized}", loss_in_words]
     if kl_in_loss is not None:
         parts.append(f"KL in the loss {kl_in_loss}")
     if algorithm.use_kl_in_reward:

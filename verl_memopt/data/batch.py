@@ -10,6 +10,7 @@ from torch import Tensor
 
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.ragged import Ragged, token_index
+from verl_memopt.data.shared_rows import SharedRows
 from verl_memopt.memory.batching.row_tokens import RowTokens
 from verl_memopt.memory.batching.shared_prompt import prompt_groups
 
@@ -22,6 +23,7 @@ TOKEN_FIELDS = (
 class RolloutBatch(TensorClass):
     """Prompts with n responses each. Row = prompt_index * n + sample_index.
 
+    ``prompts`` holds the prompt of each row, or each prompt once with an index from row to prompt (``algorithm.expansion=lazy``).
     ``group`` is int64 [B]: the prompt that each row answers. ``prompt_group`` is int64 [B], or None: rows with the same number
     compute their prompt once, together. None = each row computes its own. ``selected`` is bool [R]: the tokens that the losses
     ``clip_cov`` and ``kl_cov`` act on. ``kept`` is bool [R]: False for the tokens that the rollout correction rejects. The other
@@ -30,7 +32,7 @@ class RolloutBatch(TensorClass):
     correction.
     """
 
-    prompts: Ragged
+    prompts: Ragged | SharedRows
     responses: Ragged
     group: Tensor
     prompt_group: Tensor | None = None
@@ -90,7 +92,7 @@ class RolloutBatch(TensorClass):
 
 
 def rollout_batch(
-    prompts: Ragged, responses: Ragged, group: Tensor, actor: Actor, rollout_log_probs: Tensor | None = None
+    prompts: Ragged | SharedRows, responses: Ragged, group: Tensor, actor: Actor, rollout_log_probs: Tensor | None = None
 ) -> RolloutBatch:
     """Return the batch of a step, with the rows that compute their prompt together as the settings say.
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -11,7 +11,7 @@ import numpy as np
 from jinja2 import TemplateError
 
 from verl_memopt.config import schema
-from verl_memopt.data.encoder import overlong, tokenize
+from verl_memopt.data.encoder import decode, overlong, tokenize
 from verl_memopt.data.files import RawRow, read_rows
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.data.special_tokens import Spans, special_tokens_of
@@ -29,7 +29,7 @@ class PromptRow:
     index: int
     """Position in the dataset."""
     text: str
-    """The prompt: rendered by the chat template, or the text of the file. Special tokens appear as written."""
+    """The prompt: rendered by the chat template, the text of the file, or that of its ids. Special tokens appear as written."""
     data_source: str
     """Selects the default reward and groups validation metrics."""
     ground_truth: Any
@@ -42,6 +42,8 @@ class PromptRow:
     """Spans of ``text`` whose special tokens are encoded as plain text. Elsewhere they become tokens."""
     messages: list[dict[str, str]] | None = None
     """The prompt as the file has it, where it is a list of messages. A reward model renders it with its own template."""
+    ids: tuple[int, ...] | None = None
+    """The prompt as the file has it, where it is a list of token ids. They are used as they are."""
 
 
 class PromptDataset:
@@ -93,8 +95,9 @@ class PromptDataset:
         if not isinstance(source, str):
             raise DataError(f"{address}: {self._data.reward_fn_key} must be a string, but it is {source!r}. Correct the row.")
         prompt = _column(address, columns, self._data.prompt_key, "Set data.prompt_key, or add it")
-        text, plain = self._render(address, prompt)
-        if not text:
+        ids = _token_ids(address, prompt)
+        text, plain = (decode(self._tokenizer, ids), ()) if ids else self._render(address, prompt)
+        if not text and ids is None:
             raise DataError(f"{address}: the prompt is empty. Remove the row, or add a prompt.")
         return PromptRow(
             index=-1,
@@ -104,7 +107,8 @@ class PromptDataset:
             extra_info=_extra_info(address, columns),
             address=address,
             plain=plain,
-            messages=None if isinstance(prompt, str) else prompt,
+            messages=None if isinstance(prompt, str) or ids else prompt,
+            ids=ids,
         )
 
     def _render(self, address: str, prompt: Any) -> tuple[str, Spans]:
@@ -120,8 +124,8 @@ class PromptDataset:
             return prompt, self._special.find(prompt) if hides else ()
         if not _is_chat(prompt):
             raise DataError(
-                f"{address}: {self._data.prompt_key} must be a string or a list of {{role, content}} with string "
-                f"values, but it is {prompt!r:.200}. Correct the row."
+                f"{address}: {self._data.prompt_key} must be a string or a list of {{role, content}} with string values or of "
+                f"token ids, but it is {prompt!r:.200}. Correct the row."
             )
         arguments = self._data.apply_chat_template_kwargs
         shown = self._special.hide(prompt) if hides else prompt
@@ -156,7 +160,7 @@ class PromptDataset:
         data = self._data
         if data.truncation != "error" and not data.filter_overlong_prompts:
             return rows
-        lengths = [len(ids) for ids in tokenize(self._tokenizer, [row.text for row in rows], [row.plain for row in rows])]
+        lengths = _lengths(self._tokenizer, rows)
         too_long = [i for i, length in enumerate(lengths) if length > data.max_prompt_length]
         if not too_long:
             return rows
@@ -222,6 +226,24 @@ def _extra_info(address: str, columns: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(extra, dict):
         raise DataError(f"{address}: extra_info must be an object, but it is {extra!r:.200}. Correct the row.")
     return extra
+
+
+def _token_ids(address: str, prompt: Any) -> tuple[int, ...] | None:
+    """Return a prompt that is a list of token ids, or None for any other prompt."""
+    if not isinstance(prompt, list) or not prompt or not all(isinstance(token, int) for token in prompt):
+        return None
+    if any(isinstance(token, bool) or token < 0 for token in prompt):
+        raise DataError(
+            f"{address}: a token id must be a whole number of at least 0, but the prompt is {prompt!r:.200}. Correct it."
+        )
+    return tuple(prompt)
+
+
+def _lengths(tokenizer: Any, rows: Sequence[PromptRow]) -> list[int]:
+    """Return the tokens of each prompt."""
+    texts = [row for row in rows if row.ids is None]
+    of_texts = iter(tokenize(tokenizer, [row.text for row in texts], [row.plain for row in texts]))
+    return [len(next(of_texts) if row.ids is None else row.ids) for row in rows]
 
 
 def _is_chat(prompt: Any) -> bool:

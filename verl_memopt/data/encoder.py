@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
 from collections.abc import Callable, Sequence
 from typing import Any
 
 from verl_memopt.data.special_tokens import Spans, special_tokens_of
 from verl_memopt.errors import ConfigError, DataError
+
+logger = logging.getLogger(__name__)
 
 
 def _keep_end(ids: list[int], limit: int) -> list[int]:
@@ -45,6 +48,17 @@ def tokenize(tokenizer: Any, texts: Sequence[str], plain: Sequence[Spans] = ()) 
         return special_tokens_of(tokenizer).encode(texts, plain)
     encoded = tokenizer(list(texts), add_special_tokens=False, truncation=False, return_attention_mask=False, verbose=False)
     return encoded["input_ids"]
+
+
+def decode(tokenizer: Any, ids: Sequence[int]) -> str:
+    """Return the text of token ids as the tokenizer has it: with special tokens, and with no spaces cleaned up.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+        ids: Token ids.
+    """
+    text: str = tokenizer.decode(list(ids), skip_special_tokens=False, clean_up_tokenization_spaces=False)
+    return text
 
 
 class PromptEncoder:
@@ -88,9 +102,19 @@ class PromptEncoder:
             DataError: A prompt is empty, is too long with ``truncation=error``, or has a token id that the model does not have.
         """
         rows = tokenize(self.tokenizer, texts, plain)
-        return [self._fit(ids, addresses[i], counted=i % copies == 0) for i, ids in enumerate(rows)]
+        return [self.fit(ids, addresses[i], counted=i % copies == 0) for i, ids in enumerate(rows)]
 
-    def _fit(self, ids: list[int], address: str, counted: bool) -> list[int]:
+    def fit(self, ids: list[int], address: str, counted: bool = True) -> list[int]:
+        """Return the ids of a prompt within ``max_prompt_length``. The first prompt that is cut earns a warning.
+
+        Args:
+            ids: Token ids of the prompt.
+            address: File and row, for errors.
+            counted: Count what is cut. False for a further copy of a prompt.
+
+        Raises:
+            DataError: As :meth:`encode` raises it.
+        """
         if not ids:
             raise DataError(f"{address}: the prompt has no tokens. Remove the row, or add a prompt.")
         if self.embedding_rows is not None and max(ids) >= self.embedding_rows:
@@ -104,6 +128,11 @@ class PromptEncoder:
         if cut is None:
             raise overlong(address, len(ids), self.max_prompt_length)
         if counted:
+            if not self.rows_truncated:
+                logger.warning(
+                    "data.truncation=%s: %s has %d tokens and keeps %d (data.max_prompt_length). data/tokens_dropped counts what "
+                    "each step loses.", self.truncation, address, len(ids), self.max_prompt_length,
+                )  # fmt: skip
             self.rows_truncated += 1
             self.tokens_dropped += len(ids) - self.max_prompt_length
         return cut(ids, self.max_prompt_length)

@@ -61,7 +61,7 @@ class StepLoader:
     ) -> None:
         """Start at the first row of epoch 0."""
         self._key = key
-        self._dataset = dataset
+        self.dataset = dataset
         self._batch_size = batch_size
         self._sampler = sampler if sampler is not None else shuffled if shuffle else in_order
         self.seed = seed
@@ -71,17 +71,21 @@ class StepLoader:
         self.steps_per_epoch = len(self._order) // batch_size
 
     def next_step(self) -> list[PromptRow]:
-        """Return the next ``batch_size`` rows. A new epoch begins when the present one has no full batch left."""
+        """Return the next ``batch_size`` rows, as :meth:`next_indices` chooses them."""
+        return [self.dataset[index] for index in self.next_indices()]
+
+    def next_indices(self) -> list[int]:
+        """Return the indices of the next ``batch_size`` rows. A new epoch begins when the present one has no full batch left."""
         if self._position + self._batch_size > len(self._order):
             self.epoch, self._position = self.epoch + 1, 0
             self._order = self._order_of(self.epoch)
         chosen = self._order[self._position : self._position + self._batch_size]
         self._position += self._batch_size
-        return [self._dataset[index] for index in chosen]
+        return chosen
 
     def state_dict(self) -> dict[str, int]:
         """Return seed, epoch, position, and the number of rows, to check on resume that the dataset is the same."""
-        return {"seed": self.seed, "epoch": self.epoch, "position": self._position, "num_rows": len(self._dataset)}
+        return {"seed": self.seed, "epoch": self.epoch, "position": self._position, "num_rows": len(self.dataset)}
 
     def load_state_dict(self, state: dict[str, Any]) -> None:
         """Continue from a saved state.
@@ -89,16 +93,16 @@ class StepLoader:
         Raises:
             DataError: The dataset has another number of rows.
         """
-        if state["num_rows"] != len(self._dataset):
+        if state["num_rows"] != len(self.dataset):
             raise DataError(
                 f"data.train_files: the checkpoint was written with {state['num_rows']} rows, but there are "
-                f"{len(self._dataset)} now. Use the same files and settings, or start again with trainer.resume_mode=disable."
+                f"{len(self.dataset)} now. Use the same files and settings, or start again with trainer.resume_mode=disable."
             )
         self.seed, self.epoch, self._position = state["seed"], state["epoch"], state["position"]
         self._order = self._order_of(self.epoch)
 
     def _order_of(self, epoch: int) -> list[int]:
-        num_rows = len(self._dataset)
+        num_rows = len(self.dataset)
         order = list(self._sampler(num_rows, self.seed, epoch))
         if not all(isinstance(index, int) and 0 <= index < num_rows for index in order):
             raise DataError(f"data.sampler: epoch {epoch} has an index outside of 0..{num_rows - 1}. Correct the sampler.")

@@ -14,7 +14,7 @@ from verl_memopt.data.loader import StepLoader
 
 @dataclass(frozen=True)
 class StepPrompts:
-    """A step's prompts, the ids of all their samples (row = prompt * n + sample), and what truncation removed."""
+    """A step's prompts, the ids of all their samples as :class:`Expanded` has them, and what truncation removed."""
 
     prompts: list[PromptRow]
     prompt_ids: list[list[int]]
@@ -30,7 +30,7 @@ class PromptPrefetcher:
     Args:
         loader: Returns the prompts of each step.
         n: Samples of each prompt.
-        expansion: How the samples of a prompt get their ids.
+        expansion: How the samples of a prompt get their ids, a key of ``EXPANSIONS``.
         encoder: An encoder of the prefetcher's own, because it works in its own thread.
     """
 
@@ -81,8 +81,8 @@ class PromptPrefetcher:
         self._thread.shutdown(wait=True, cancel_futures=True)
 
     def _prepare(self) -> tuple[StepPrompts, dict[str, Any], int]:
-        encoder, prompts = self._encoder, self._loader.next_step()
+        encoder, loader = self._encoder, self._loader
         rows, tokens = encoder.rows_truncated, encoder.tokens_dropped
-        ids = expand(prompts, self._n, self._expansion, encoder)
-        step = StepPrompts(prompts, ids, encoder.rows_truncated - rows, encoder.tokens_dropped - tokens)
-        return step, self._loader.state_dict(), self._loader.epoch
+        expanded = expand(loader.dataset, loader.next_indices(), self._n, self._expansion, encoder)
+        cut = encoder.rows_truncated - rows, encoder.tokens_dropped - tokens
+        return StepPrompts(expanded.prompts, expanded.ids, *cut), loader.state_dict(), loader.epoch

@@ -15,6 +15,7 @@ from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Data, FilterGroups, Model, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
+from verl_memopt.data.expansion import check_prompts
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
 from verl_memopt.errors import ConfigError
@@ -121,7 +122,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         if checkpoint is not None:
             compare_settings(settings, environment, checkpoint)
         by_rules = settings.custom_reward_function.path is None and not settings.reward_model.enable
-        train, validation = _datasets(data, environment, by_rules)
+        train, validation = _datasets(data, environment, by_rules, settings.algorithm.expansion)
         reward_folder, conversations = _reward_model(settings, environment, (train, validation))
         loader = _build_loader(data, train, checkpoint)
         total_steps = _total_steps(trainer, loader)
@@ -156,16 +157,20 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     )  # fmt: skip
 
 
-def _datasets(data: Data, environment: Environment, by_rules: bool) -> tuple[PromptDataset, PromptDataset | None]:
+def _datasets(data: Data, environment: Environment, by_rules: bool, expansion: str) -> tuple[PromptDataset, PromptDataset | None]:
     """Return the training rows and the held-out rows.
 
     Args:
         data: names the files.
         environment: has the tokenizer.
         by_rules: rewards come from built-in rules, so each row's ``data_source`` must have one.
+        expansion: ``algorithm.expansion``, which must be able to give the ids of every row.
     """
     train = build_dataset(data.train_files, data, environment.tokenizer, "train")
     validation = None if data.val_files is None else build_dataset(data.val_files, data, environment.tokenizer, "val")
+    for rows in (train, validation):
+        if isinstance(rows, PromptDataset):  # rows of another class are checked when they are read
+            check_prompts(rows, expansion, environment.tokenizer)
     if by_rules:
         check_sources((row.data_source, row.address) for split in (train, validation or ()) for row in split)
     return train, validation

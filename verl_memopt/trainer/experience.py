@@ -15,6 +15,7 @@ from verl_memopt.config.schema import Actor, Algorithm
 from verl_memopt.data.batch import RolloutBatch, rollout_batch
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.data.ragged import Ragged, token_index
+from verl_memopt.data.shared_rows import prompt_rows
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
@@ -172,7 +173,7 @@ def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
     generation = answers.generation
     log_probs = generation.log_probs
     return rollout_batch(
-        prompts=Ragged.from_rows(answers.prompt_ids, torch.int64),
+        prompts=prompt_rows(answers.prompt_ids),
         responses=Ragged.from_rows(generation.response_ids, torch.int64),
         group=torch.arange(len(answers.prompt_ids)) // samples,
         actor=actor,
@@ -225,6 +226,7 @@ def compute_advantages(
         lam=algorithm.lam,
         values=batch.old_values,
         normalize_by_std=algorithm.norm_adv_by_std_in_grpo,
+        normalize_advantages=algorithm.normalize_advantages,
         baselines=baselines,
         old_log_probs=batch.old_log_probs,
         sum_pi_squared=sum_pi_squared,

@@ -21,7 +21,7 @@ class Answers:
 
     Attributes:
         rows: Dataset row of each response.
-        prompt_ids: Tokens of each prompt.
+        prompt_ids: Tokens of each prompt. Rows of one prompt may be one list object, and must not be changed.
         generation: Tokens and log-probs of the responses.
         texts: Responses, decoded without special tokens.
     """

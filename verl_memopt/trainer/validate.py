@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from verl_memopt.data.dataset import PromptDataset, PromptRow
+from verl_memopt.data.dataset import PromptDataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
 from verl_memopt.observe.validation import ValidationRow, validation_metrics
@@ -36,7 +36,7 @@ class Validator:
     Attributes:
         rows: The validation set.
         batch_size: Prompts of one call; None for all at once.
-        expansion: ``algorithm.expansion``: prompts are repeated as text or as tokens.
+        expansion: ``algorithm.expansion``, how the samples of a prompt get their ids.
         encoder: Encoder of the prompts.
         generator: Answers the prompts.
         rewards: Scores the answers.
@@ -51,10 +51,9 @@ class Validator:
 
     def validate(self, step: int) -> Validation:
         """Answer the whole validation set and score it."""
-        prompts = [self.rows[index] for index in range(len(self.rows))]
         answered = []
-        for rows in _batches(prompts, self.batch_size):
-            answers = self._answer(rows, step)
+        for indices in _batches(len(self.rows), self.batch_size):
+            answers = self._answer(indices, step)
             answered.append((answers, self.rewards.score(answers)))
         scored = [
             ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
@@ -62,14 +61,14 @@ class Validator:
             for index, result in enumerate(results)
         ]
         samples = self.generator.rollout.val_kwargs.n
-        assert len(scored) == len(prompts) * samples, (len(scored), len(prompts), samples)
+        assert len(scored) == len(self.rows) * samples, (len(scored), len(self.rows), samples)
         return Validation(validation_metrics(scored), sum(row.score for row in scored) / len(scored), answered)
 
-    def _answer(self, rows: list[PromptRow], step: int) -> Answers:
-        prompt_ids = expand(rows, self.generator.rollout.val_kwargs.n, self.expansion, self.encoder)
-        return self.generator.generate_validation(rows, prompt_ids, step)
+    def _answer(self, indices: Sequence[int], step: int) -> Answers:
+        expanded = expand(self.rows, indices, self.generator.rollout.val_kwargs.n, self.expansion, self.encoder)
+        return self.generator.generate_validation(expanded.prompts, expanded.ids, step)
 
 
-def _batches(rows: list[PromptRow], size: int | None) -> Iterator[list[PromptRow]]:
-    step = len(rows) if size is None else size
-    return (rows[start : start + step] for start in range(0, len(rows), step))
+def _batches(num_rows: int, size: int | None) -> Iterator[Sequence[int]]:
+    rows, step = range(num_rows), num_rows if size is None else size
+    return (rows[start : start + step] for start in range(0, num_rows, step))

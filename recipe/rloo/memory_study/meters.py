@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 import torch
+from torch import nn
 
 from recipe.rloo.memory_study.allocator import CachingAllocator
 from recipe.rloo.memory_study.fake_device import DEVICE as FAKE_GPU
@@ -52,6 +53,9 @@ class Meter(Protocol):
 
     def phase(self, name: str, update: int = 0) -> AbstractPhase:
         """Measure the body of a ``with`` statement. Raises OutOfMemory where the body runs out of memory."""
+
+    def count_model(self, model: nn.Module) -> None:
+        """Count the weights of a model from here on, where they were made without an op that the meter sees."""
 
     def empty_cache(self) -> None:
         """Return the allocator's cached blocks to the device."""
@@ -98,6 +102,9 @@ class FakeMeter:
         figures = enter, allocator.live_peak, allocator.live, allocator.reserved_peak
         self.phases.append(Phase(update, name, *figures, seconds, tuple(points)))
 
+    def count_model(self, model: nn.Module) -> None:
+        """Do nothing: every tensor of the device was made by an op."""
+
     def empty_cache(self) -> None:
         """Return the cached blocks."""
         self.allocator.empty_cache()
@@ -131,6 +138,10 @@ class TrackerMeter:
             raise OutOfMemory(name, error.asked_bytes, held, error.op) from error
         figures = enter, tracker.peaks[DEVICE].bytes, tracker.total(), None
         self.phases.append(Phase(update, name, *figures, time.perf_counter() - started))
+
+    def count_model(self, model: nn.Module) -> None:
+        """Count the weights, which are read from a mapped file."""
+        self._tracker.mark("params", model.parameters())
 
     def empty_cache(self) -> None:
         """Do nothing: live tensors are all that there is."""
@@ -168,6 +179,9 @@ class DeviceMeter:
         seconds = time.perf_counter() - started
         figures = enter, peaks[0], device_room.memory_allocated(device), peaks[1]
         self.phases.append(Phase(update, name, *figures, seconds))
+
+    def count_model(self, model: nn.Module) -> None:
+        """Do nothing: the allocator counts all."""
 
     def empty_cache(self) -> None:
         """Return the cached blocks."""

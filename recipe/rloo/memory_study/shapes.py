@@ -13,7 +13,7 @@ from typing import Any
 from recipe.rloo.memory_study.arms import TRUNCATED, TRUNCATED_TOKENS, Arm
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
-from verl_memopt.data.expansion import EXPANSIONS, expand
+from verl_memopt.data.expansion import expand
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 
 FIRST_ID = 3
@@ -23,7 +23,7 @@ ENGLISH = (
     "federal local rule audit actions health energy water grants spending oversight contracts management and for with under from"
 ).split()
 """Words of the documents that are made locally."""
-INSTRUCTION = "\nSummarize the report in one paragraph.\n"
+INSTRUCTION = "\nSummarize the report.\n"
 DOCUMENT_FIELDS = ("input", "report", "text", "document")
 """Fields of a JSON line that may hold the document, in this order. SCROLLS names it ``input``."""
 
@@ -59,7 +59,7 @@ PUBLISHED_MODEL = TinyShape(
 
 PUBLISHED = Shapes("published", PUBLISHED_MODEL)
 """Shapes of the published experiment. It draws one prompt a batch."""
-SMALL = Shapes("small", PUBLISHED_MODEL, prompt=96, truncated=33, response=8)
+SMALL = Shapes("small", PUBLISHED_MODEL, prompt=48, truncated=16, response=8)
 """The published model with a short prompt and short answers: every arm fits on a small machine with real tensors."""
 SHAPES = {shapes.name: shapes for shapes in (PUBLISHED, SMALL)}
 
@@ -71,13 +71,16 @@ class StudyBatch:
     Attributes:
         prompts: Ids of each row's prompt, as the model gets them.
         answers: Ids of each row's answer.
-        rewards: One for each row, multiples of 1/8, so that sums of them are exact.
+        rewards: One for each row, multiples of 1/64, so that sums of them are exact.
+        drift: Log-ratio of each answer where values are compared, as if the policy had moved since the answers were drawn. They are
+            multiples of 1/1024, which fp32 adds to a log-prob without rounding, and too small to be clipped.
         dropped: Prompt tokens that truncation removed, over all rows.
     """
 
     prompts: tuple[tuple[int, ...], ...]
     answers: tuple[tuple[int, ...], ...]
     rewards: tuple[float, ...]
+    drift: tuple[float, ...]
     dropped: int = 0
 
     @property
@@ -128,18 +131,14 @@ def make_batch(arm: Arm, shapes: Shapes, tokenizer: Any, seed: int) -> StudyBatc
     """
     kept = shapes.truncated if arm.prompt == TRUNCATED else shapes.prompt
     encoder = PromptEncoder(tokenizer, kept, "right", embedding_rows=shapes.model.vocab_size)
-    text = prompt_text(shapes, tokenizer, seed)
-    row = PromptRow(0, text, "study", "", {}, "the study's document")
-    prompts = expand([row], arm.k, arm.expansion if arm.expansion in EXPANSIONS else "token", encoder)
+    record = PromptRow(0, prompt_text(shapes, tokenizer, seed), "study", "", {}, "the study's document")
+    prompts = expand([record], [0], arm.k, arm.expansion, encoder).ids
     draw = random.Random(seed)
     answers = [tuple(draw.randrange(FIRST_ID, shapes.model.vocab_size) for _ in range(shapes.response)) for _ in range(arm.k)]
-    rewards = tuple(draw.randrange(8) / 8 for _ in range(arm.k))
-    return StudyBatch(tuple(map(tuple, prompts)), tuple(answers), _unequal(rewards), arm.k * (shapes.prompt - len(prompts[0])))
-
-
-def _unequal(rewards: tuple[float, ...]) -> tuple[float, ...]:
-    """Return the rewards, with the first one raised where all are equal: without a signal there is no gradient to compare."""
-    return (rewards[0] + 1, *rewards[1:]) if len(set(rewards)) == 1 else rewards
+    rewards = tuple(draw.randrange(64) / 64 for _ in range(arm.k))
+    drift = tuple(draw.randrange(-100, 100) / 1024 for _ in range(arm.k))
+    dropped = arm.k * (shapes.prompt - len(prompts[0]))
+    return StudyBatch(tuple(map(tuple, prompts)), tuple(answers), rewards, drift, dropped)
 
 
 def prompt_text(shapes: Shapes, tokenizer: Any, seed: int) -> str:

@@ -6,7 +6,7 @@ import torch
 from tests.algorithms.ragged import Ragged
 from verl_memopt.algorithms.advantages.estimators import ESTIMATORS, NEEDS, AdvantageInputs
 from verl_memopt.algorithms.advantages.gae import gae_advantages
-from verl_memopt.algorithms.advantages.outcome import grpo_advantages, opo_advantages
+from verl_memopt.algorithms.advantages.outcome import grpo_advantages, opo_advantages, rloo_advantages
 from verl_memopt.algorithms.kl import token_level_rewards
 
 NAN = float("nan")
@@ -70,6 +70,9 @@ def test_names_reach_their_functions():
     assert torch.equal(ESTIMATORS["grpo"](given).per_token, expected)
     raw = ESTIMATORS["grpo"](replace(given, normalize_by_std=False))
     assert torch.equal(raw.per_token, grpo_advantages(given.rewards, given.group, given.valid, False)[SAMPLE.row])
+    normalized = ESTIMATORS["rloo"](replace(given, normalize_advantages=True))
+    expected = rloo_advantages(given.rewards, given.group, given.valid, normalize=True)[SAMPLE.row]
+    assert torch.equal(normalized.per_token, expected)
     expected = opo_advantages(given.rewards, given.group, given.valid, SAMPLE.lengths)[SAMPLE.row]
     assert torch.equal(ESTIMATORS["opo"](given).per_token, expected)
     expected = gae_advantages(given.token_rewards, given.values, SAMPLE.row, SAMPLE.lengths, given.valid, 0.9, 0.8)

@@ -10,6 +10,7 @@ from torch._subclasses import FakeTensorMode
 from tests.algorithms.ragged import ragged
 from verl_memopt.algorithms.advantages.outcome import (
     ADVANTAGES,
+    NORMALIZE_OPTION,
     STD_OPTION,
     gpg_advantages,
     grpo_advantages,
@@ -29,6 +30,15 @@ def naive_rloo(rewards, groups, valid):
         others = [r for j, r in enumerate(rewards) if j != i and groups[j] == groups[i] and valid[j]]
         result.append(reward - sum(others) / len(others) if valid[i] and others else 0.0)
     return result
+
+
+def naive_normalized(advantages, valid):
+    """(A - mean) / (std + 1e-4) over the valid rows of the batch; 0 where fewer than two of them or none differ."""
+    known = [advantage for advantage, counts in zip(advantages, valid, strict=True) if counts]
+    if len(known) < 2 or len(set(known)) == 1:
+        return [0.0] * len(advantages)
+    mean, std = statistics.fmean(known), statistics.stdev(known)
+    return [(advantage - mean) / (std + 1e-4) if counts else 0.0 for advantage, counts in zip(advantages, valid, strict=True)]
 
 
 def naive_grpo(rewards, groups, valid, by_std):
@@ -94,6 +104,7 @@ def test_advantages_equal_the_row_by_row_definitions_for_any_order_of_rows_and_a
     arguments = tensors(rewards, groups, valid)
     for ours, naive in [
         (rloo_advantages(*arguments), naive_rloo(rewards, groups, valid)),
+        (rloo_advantages(*arguments, normalize=True), naive_normalized(naive_rloo(rewards, groups, valid), valid)),
         (grpo_advantages(*arguments), naive_grpo(rewards, groups, valid, by_std=True)),
         (grpo_advantages(*arguments, normalize_by_std=False), naive_grpo(rewards, groups, valid, by_std=False)),
         (grpo_passk_advantages(*arguments), naive_passk(rewards, groups, valid, by_std=True)),
@@ -126,11 +137,50 @@ def test_gpg_makes_up_for_groups_that_teach_nothing():
     assert gpg_advantages(*tensors([1.0, 0.0, 1.0, 1.0], [0, 0, 1, 1])).tolist() == [1.0, -1.0, 0.0, 0.0]
 
 
+@given(rows)
+def test_without_a_baseline_the_rewards_themselves_are_normalized(rows):
+    rewards, _, valid = (list(column) for column in zip(*rows, strict=True))
+    normalized = without_baseline(torch.tensor(rewards), torch.tensor(valid), normalize=True)
+    torch.testing.assert_close(normalized, torch.tensor(naive_normalized(rewards, valid)), rtol=1e-6, atol=1e-6)
+
+
+def test_normalized_advantages_of_equal_rewards_are_exactly_zero_beside_groups_that_differ():
+    rewards, groups, valid = tensors([0.1, 0.1, 0.1, 1.0, 0.3, 7.0, NAN, 2.0], [0, 0, 0, 1, 1, 2, 3, 3])
+    advantages = rloo_advantages(rewards, groups, valid, normalize=True)
+    assert [place for place, advantage in enumerate(advantages.tolist()) if advantage != 0.0] == [3, 4]
+    # Seven valid rows of 0 but for 0.7 and -0.7: the variance is 2 * 0.49 / 6.
+    assert advantages[3].item() == pytest.approx(0.7 / (math.sqrt(0.98 / 6) + 1e-4), rel=1e-6)
+
+
 def test_options_are_named_for_the_estimators_that_take_them():
     for name, estimate in ADVANTAGES.items():
         if name in STD_OPTION:
             raw, scaled = (estimate(*tensors([1.0, 0.0], [0, 0]), normalize_by_std=by_std) for by_std in (False, True))
             assert not torch.equal(raw, scaled)
+        if name in NORMALIZE_OPTION:
+            raw, scaled = (estimate(*tensors([1.0, 0.0], [0, 0]), normalize=normalize) for normalize in (False, True))
+            assert not torch.equal(raw, scaled)
+
+
+def published_advantages(rewards, k):
+    """Gives what a published patch computes: prompt-major rows are viewed as if they were k-major, [k, b]."""
+    viewed = torch.tensor(rewards).view(k, -1)
+    return (viewed - (viewed.sum(0) - viewed) / (k - 1)).flatten().tolist()
+
+
+LAYOUTS = {"prompt-major": ([1.0, 1.0, 5.0, 5.0], [0, 0, 1, 1]), "k-major": ([1.0, 5.0, 1.0, 5.0], [0, 1, 0, 1])}
+"""Rewards 1, 1 of prompt A and 5, 5 of prompt B, two samples each, and the prompt of each row."""
+
+
+def test_the_published_grouping_compares_two_prompts_and_ours_does_not():
+    for rewards, groups in LAYOUTS.values():
+        assert rloo_advantages(*tensors(rewards, groups)).tolist() == [0.0, 0.0, 0.0, 0.0]
+    assert published_advantages(LAYOUTS["prompt-major"][0], k=2) == [-4.0, -4.0, 4.0, 4.0]  # wrong: all must be 0
+    assert published_advantages(LAYOUTS["k-major"][0], k=2) == [0.0, 0.0, 0.0, 0.0]  # right, in the layout that it was made for
+    rewards = [1.0, 2.0, 5.0, 9.0]  # A: 1, 2. B: 5, 9
+    assert rloo_advantages(*tensors(rewards, [0, 0, 1, 1])).tolist() == [-1.0, 1.0, -4.0, 4.0]
+    assert rloo_advantages(*tensors([1.0, 5.0, 2.0, 9.0], [0, 1, 0, 1])).tolist() == [-1.0, -4.0, 1.0, 4.0]
+    assert published_advantages(rewards, k=2) == [-4.0, -7.0, 4.0, 7.0]
 
 
 @pytest.mark.parametrize("name", ADVANTAGES)

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.advantages.whitening import whiten
+from verl_memopt.algorithms.advantages.whitening import normalize_rows, whiten
 
 NAN = float("nan")
 
@@ -24,7 +24,18 @@ def test_valid_tokens_have_mean_zero_and_deviation_one_and_others_are_zero(sampl
     torch.testing.assert_close(result[valid], expected, rtol=1e-9, atol=1e-9)
 
 
+@pytest.mark.parametrize("standardize", [whiten, normalize_rows])
 @pytest.mark.parametrize("values", [[], [5.0], [0.1] * 7])
-def test_values_that_cannot_be_compared_are_exactly_zero(values):
+def test_values_that_cannot_be_compared_are_exactly_zero(values, standardize):
     values = torch.tensor(values, dtype=torch.float64)
-    assert torch.equal(whiten(values, torch.ones_like(values, dtype=torch.bool)), torch.zeros_like(values))
+    assert torch.equal(standardize(values, torch.ones_like(values, dtype=torch.bool)), torch.zeros_like(values))
+
+
+@given(ragged())
+def test_valid_rows_are_divided_by_their_deviation_and_what_trl_adds_to_it(sample):
+    rows, valid = sample.rows(0), sample.rows(1, (0.0, 1.0, 1.0)).bool()
+    known = rows[valid].tolist()
+    expected = torch.zeros_like(rows)
+    if len(set(known)) > 1:
+        expected[valid] = (rows[valid] - statistics.fmean(known)) / (statistics.stdev(known) + 1e-4)
+    torch.testing.assert_close(normalize_rows(rows.where(valid, NAN), valid), expected, rtol=1e-9, atol=1e-9)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from torch import Tensor
 
 from verl_memopt.algorithms.advantages.gae import gae_advantages
-from verl_memopt.algorithms.advantages.outcome import ADVANTAGES, STD_OPTION, opo_advantages, without_baseline
+from verl_memopt.algorithms.advantages.outcome import ADVANTAGES, NORMALIZE_OPTION, STD_OPTION, opo_advantages, without_baseline
 from verl_memopt.algorithms.advantages.token_baseline import optimal_token_baseline_advantages
 from verl_memopt.algorithms.advantages.token_level import (
     reinforce_plus_plus_advantages,
@@ -40,6 +40,8 @@ class AdvantageInputs:
     """``algorithm.lam``, GAE's decay."""
     normalize_by_std: bool | None = None
     """``algorithm.norm_adv_by_std_in_grpo``."""
+    normalize_advantages: bool = False
+    """``algorithm.normalize_advantages``."""
     values: Tensor | None = None
     """fp32 [R], of the critic."""
     baselines: Tensor | None = None
@@ -70,6 +72,8 @@ def _outcome(name: str) -> Callable[[AdvantageInputs], TokenAdvantages]:
         if name in STD_OPTION:
             assert inputs.normalize_by_std is not None, f"{name} needs algorithm.norm_adv_by_std_in_grpo"
             options = {"normalize_by_std": inputs.normalize_by_std}
+        if name in NORMALIZE_OPTION:
+            options = {"normalize": inputs.normalize_advantages}
         if inputs.sampled_once and name in WITHOUT_BASELINE:
             return _spread(without_baseline(inputs.rewards, inputs.valid, **options), inputs)
         return _spread(ADVANTAGES[name](inputs.rewards, inputs.group, inputs.valid, **options), inputs)

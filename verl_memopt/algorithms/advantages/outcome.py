@@ -15,13 +15,14 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.advantages.groups import GroupStatistics, group_statistics
+from verl_memopt.algorithms.advantages.whitening import normalize_rows
 from verl_memopt.algorithms.rows import dense_ids
 
 STD_EPSILON = 1e-6
 """Added to a group's standard deviation in GRPO. This is verl's value, so that results agree with verl."""
 
 
-def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize: bool = False) -> Tensor:
     """Return leave-one-out advantages: the reward minus the mean reward of the other valid members of the group.
 
     This equals n / (n - 1) * (reward - mean). Source: RLOO, arXiv 2402.14740.
@@ -30,13 +31,16 @@ def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
         rewards: fp32 [B].
         group: int64 [B], the prompt of each row.
         valid: bool [B].
+        normalize: Give the valid rows of the whole step mean 0 and standard deviation 1, as :func:`normalize_rows` does. The
+            mean is 0 already, since the advantages of a group sum to 0.
 
     Returns:
         fp32 [B]. Exactly 0 where all members are equal or only one is valid.
     """
     stats = group_statistics(rewards, group, valid)
     scale = stats.count / (stats.count - 1).clamp(min=1)
-    return _where_informative(stats, scale * (rewards.double() - stats.mean))
+    advantages = torch.where(stats.informative, scale * (rewards.double() - stats.mean), 0.0)
+    return _where_informative(stats, normalize_rows(advantages, valid) if normalize else advantages)
 
 
 def grpo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
@@ -126,18 +130,19 @@ def opo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, lengths: Tenso
     return _where_informative(stats, rewards.double() - baseline)
 
 
-def without_baseline(rewards: Tensor, valid: Tensor, normalize_by_std: bool = False) -> Tensor:
+def without_baseline(rewards: Tensor, valid: Tensor, normalize_by_std: bool = False, normalize: bool = False) -> Tensor:
     """Return the advantages of responses that have nothing to compare with: the rewards themselves, as in verl.
 
     Args:
         rewards: fp32 [B].
         valid: bool [B].
         normalize_by_std: Divide by (1 + 1e-6), the standard deviation that verl gives a group of one.
+        normalize: As in :func:`rloo_advantages`.
 
     Returns:
         fp32 [B].
     """
-    alone = torch.where(valid, rewards.double(), 0.0)
+    alone = normalize_rows(rewards, valid) if normalize else torch.where(valid, rewards.double(), 0.0)
     return (alone / (1 + STD_EPSILON) if normalize_by_std else alone).float()
 
 
@@ -153,6 +158,9 @@ ADVANTAGES: dict[str, Callable[..., Tensor]] = {
 
 STD_OPTION = frozenset({"grpo", "grpo_vectorized", "grpo_passk"})
 """Estimators that take ``normalize_by_std`` (``algorithm.norm_adv_by_std_in_grpo``)."""
+
+NORMALIZE_OPTION = frozenset({"rloo", "rloo_vectorized"})
+"""Estimators that take ``normalize`` (``algorithm.normalize_advantages``)."""
 
 
 def _where_informative(stats: GroupStatistics, advantages: Tensor) -> Tensor:

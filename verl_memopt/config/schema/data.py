@@ -64,7 +64,7 @@ class Data:
     truncation: Literal["error", "left", "right", "middle"] = "error"
     """What happens to a prompt over the cap: error, left, right, middle. Tokens lost are counted and logged."""
     prompt_key: str = "prompt"
-    """Column that holds the prompt: a list of {role, content}, or a text that is used as it is."""
+    """Column that holds the prompt: a list of {role, content}, or a text or a list of token ids that is used as it is."""
     allow_special_tokens: bool = False
     """Let the tokenizer read special tokens such as ``<|im_end|>`` inside prompts as tokens. false = they are plain text, except
     those of the chat template. Set true for prompts whose text is already rendered."""

@@ -82,6 +82,8 @@ class Algorithm:
     """gae: how far an advantage looks ahead. 1 = the return minus the value; 0 = one token."""
     norm_adv_by_std_in_grpo: bool = True
     """grpo and grpo_passk: divide by the group's standard deviation."""
+    normalize_advantages: bool = False
+    """rloo: divide the advantages by (std + 1e-4), after their mean is subtracted; both over the valid rows of the whole step."""
     use_kl_in_reward: bool = False
     """Subtract the KL to the reference from the reward."""
     kl_penalty: KlEstimator = "kl"
@@ -96,8 +98,10 @@ class Algorithm:
     """Draw the rows of the update from the batch by their score, with replacement (PF-PPO)."""
     pf_ppo: PfPpo = field(default_factory=PfPpo)
     """How PF-PPO weighs the rows."""
-    expansion: Literal["string", "token"] = "string"
-    """How a prompt becomes ``rollout.n`` rows: string (as text, before one tokenization) or token (as ids)."""
+    expansion: Literal["token", "lazy", "repeat_sampler", "string"] = "string"
+    """How a prompt becomes ``rollout.n`` rows; all four give the same ids. token = its ids are repeated; lazy = its ids are kept
+    once, and repeated in a micro-batch only; repeat_sampler = its index in the data set is repeated, and each copy is read and
+    tokenized; string = its text is repeated, and each copy is tokenized."""
 
 
 @dataclass(frozen=True)
