@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, LEGACY, TRUNCATED
+from recipe.rloo.memory_study.arms import EXPANSIONS, FIXED_ROWS, FULL, KS, LEGACY, TRUNCATED
 from recipe.rloo.memory_study.charts_methods import draw_methods
 from recipe.rloo.memory_study.charts_savings import draw_savings
 from recipe.rloo.memory_study.charts_timeline import draw_timeline
@@ -17,7 +17,7 @@ from recipe.rloo.memory_study.formula import device_bytes
 from recipe.rloo.memory_study.published import CARD_GIB, LABELS, PEAKS_GIB
 from recipe.rloo.memory_study.records import COMPLETED, OOM
 from verl_memopt.errors import DataError
-from verl_memopt.observe.drawing import INK, PALETTE, figure, note, save, style
+from verl_memopt.observe.drawing import INK, PALETTE, figure, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -94,10 +94,7 @@ def _gib(row: Row) -> float | None:
 
 def _method_bars(axes: Axes, peaks: Mapping[tuple[str, int], tuple[float | None, str]]) -> None:
     """Draw a group of bars per group size, one bar per expansion."""
-    if not peaks:
-        note(axes, "Not measured.")
-        return
-    ks = sorted({k for _, k in peaks})
+    ks = sorted({*KS, *(k for _, k in peaks)})
     width = 0.8 / len(EXPANSIONS)
     for place, expansion in enumerate(EXPANSIONS):
         offsets = [group - 0.4 + (place + 0.5) * width for group in range(len(ks))]
@@ -105,7 +102,14 @@ def _method_bars(axes: Axes, peaks: Mapping[tuple[str, int], tuple[float | None,
         axes.bar(offsets, [size or 0.0 for size in sizes], width * 0.9, color=COLOURS[expansion], label=LABELS[expansion])
         for offset, size, k in zip(offsets, sizes, ks, strict=True):
             _write(axes, offset, size, peaks.get((expansion, k), (None, ""))[1])
+    _finish(axes, ks)
+
+
+def _finish(axes: Axes, ks: Sequence[int]) -> None:
+    """Name the groups, and draw the limit of the published card."""
     axes.set_xticks(range(len(ks)), [f"k = {k}" for k in ks])
+    axes.set_xlim(-0.6, len(ks) - 0.4)
+    axes.margins(y=0.08)
     _card_line(axes)
 
 
@@ -127,10 +131,7 @@ def _card_line(axes: Axes) -> None:
 def _fixed_bars(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw the token-level runs with a fixed micro-batch: whole and cut prompt, at every group size."""
     shown = [row for row in rows if row["update"] == LEGACY and not row["coupled"] and row["expansion"] == "token"]
-    if not shown:
-        note(axes, "Not measured.")
-        return
-    ks = sorted({row["k"] for row in shown})
+    ks = sorted({*KS, *(row["k"] for row in shown)})
     for shift, prompt, colour, label in (
         (-0.2, FULL, FULL_COLOUR, "whole prompt"),
         (0.2, TRUNCATED, CUT_COLOUR, "cut prompt"),
@@ -141,12 +142,11 @@ def _fixed_bars(axes: Axes, rows: Sequence[Row]) -> None:
                 size = _gib(row)
                 axes.bar(place + shift, size or 0.0, 0.36, color=colour, label=label if place == 0 else None)
                 _write(axes, place + shift, size, row["outcome"])
-    axes.set_xticks(range(len(ks)), [f"k = {k}" for k in ks])
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
-    _card_line(axes)
-    rows_of_forward = shown[0]["micro_batch"]
+    _finish(axes, ks)
+    if shown:
+        axes.legend(frameon=False, fontsize=9, loc="upper right", bbox_to_anchor=(1.0, 0.9))
     _titles(
         axes,
-        f"4. Micro-batch fixed at {rows_of_forward}: the peak does not depend on k",
+        f"4. Here, {FIXED_ROWS} rows in a forward at every k: the peak does not depend on k",
         f"Basic; the other methods are equal; {_measured_by(rows)}",
     )

@@ -62,6 +62,7 @@ def _bytes_per_token(axes: Axes, rows: Sequence[Row]) -> None:
                 axes.bar_label(bar, fmt="{:.2f}", fontsize=8, padding=2)
     axes.set_xticks(range(len(EXPANSIONS)), [LABELS[name].replace(" ", "\n") for name in EXPANSIONS], fontsize=8.5)
     axes.set_xlabel(f"k = {k}; dark: whole prompt, light: cut prompt", color=INK)
+    axes.set_xlim(-0.6, len(EXPANSIONS) - 0.4)
     axes.margins(y=0.12)
 
 

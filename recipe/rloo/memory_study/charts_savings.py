@@ -47,10 +47,14 @@ def draw_savings(summary: Mapping[str, Any], path: Path) -> Path:
     controls = summary["controls"]
     drawing.supxlabel(
         f"Whole prompt of 3,015 tokens and equal ids, except for the cut one. Largest difference between arms with equal ids: "
-        f"loss {controls['loss_error']:.0e}, gradient norm {controls['grad_norm_error']:.0e} (relative).",
+        f"loss {_difference(controls['loss_error'])}, gradient norm {_difference(controls['grad_norm_error'])} (relative).",
         x=0.01, ha="left", fontsize=9, color=MUTED,
     )  # fmt: skip
     return save(drawing, path)
+
+
+def _difference(size: float) -> str:
+    return f"{size:.0e}" if size else "none"
 
 
 def _bars(axes: Axes, rows: Sequence[dict[str, Any]], k: int) -> None:

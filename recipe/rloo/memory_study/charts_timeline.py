@@ -6,16 +6,19 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from recipe.rloo.memory_study.arms import FULL, TRUNCATED
+from recipe.rloo.memory_study.arms import FULL, LEGACY, TRUNCATED
 from recipe.rloo.memory_study.findings import counted
 from recipe.rloo.memory_study.formula import LADDER
+from recipe.rloo.memory_study.published import LABELS
 from recipe.rloo.memory_study.records import COMPLETED, SIMULATED_ALLOCATOR, CellResult, UpdateRecord
+from recipe.rloo.memory_study.timeline import Point
 from verl_memopt.observe.drawing import INK, PALETTE, figure, note, save, style, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MUTED, RED, BLUE = "#5b6670", "#b8433d", "#3b6ea5"
+MUTED, RED = "#5b6670", "#b8433d"
+EVENTS = "allocations and frees of more than 1 MiB"
 K = 4
 """The largest group size at which the published whole-prompt run fits its card."""
 PANELS = (
@@ -33,12 +36,10 @@ PHASE_COLOURS = dict(
     )
 )
 
-Point = tuple[float, int, int | None]
-
 
 def draw_timeline(results: Sequence[CellResult], path: Path) -> Path:
     """Draw the memory of one update of four arms, each at its own scale."""
-    drawing = figure(14, 8.4)
+    drawing = figure(15, 8.8)
     for axes, (names, title) in zip(drawing.subplots(2, 2).flat, PANELS, strict=True):
         cells = [cell for name in names if (cell := _cell(results, name)) is not None]
         _panel(axes, cells, title)
@@ -56,44 +57,47 @@ def _panel(axes: Axes, cells: Sequence[CellResult], title: str) -> None:
         style(axes, title, "", "")
         note(axes, "Not measured, or did not complete.")
         return
-    first = cells[0]
-    lines = [one_update(cell) for cell in cells]
-    divisor, unit = unit_of(size for points, _ in lines for _, live, reserved in points for size in (live, reserved))
-    record = counted(first)[0]
-    style(axes, f"{title}, k = {first.cell.arm.k}", _seconds_of(record), f"{record.measured_by}, {unit}")
-    points, phases = lines[0]
+    arm, record = cells[0].cell.arm, counted(cells[0])[0]
+    points, phases = one_update(cells[0])
+    highest = max(max(live, reserved or 0) for _, live, reserved in points)
+    divisor, unit = unit_of([highest])
+    style(axes, f"{title}, k = {arm.k}", _time_of(record), f"{record.measured_by}, {unit}")
+    _shade(axes, phases)
+    xs, live = [x for x, _, _ in points], [size / divisor for _, size, _ in points]
+    axes.fill_between(xs, live, step="post", color=INK, alpha=0.15, linewidth=0)
+    axes.step(xs, live, where="post", color=INK, linewidth=1.6, label="live tensors")
+    if points[0][2] is not None:
+        reserved = [(size or 0) / divisor for _, _, size in points]
+        axes.step(xs, reserved, where="post", color=RED, linewidth=1.6, label="reserved by the allocator")
+    for cell in cells[1:]:
+        _over(axes, one_update(cell)[0], xs[-1], divisor, cell.cell.arm.expansion)
+    axes.set_ylim(0, 1.12 * highest / divisor)
+    axes.set_xlim(0, xs[-1])
+    published = arm.update == LEGACY
+    if published:
+        _ladder(axes, record, arm.micro_batch, divisor, highest / divisor)
+    axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.12 if published else 1.0, 1.0))
+
+
+def _shade(axes: Axes, phases: Sequence[tuple[str, float, float]]) -> None:
+    """Shade each phase over its time."""
     for phase in dict.fromkeys(name for name, _, _ in phases):
         stretches = [(begin, end - begin) for name, begin, end in phases if name == phase]
         colour = PHASE_COLOURS.get(phase, MUTED)
         axes.broken_barh(
             stretches, (0, 1), transform=axes.get_xaxis_transform(), color=colour, alpha=0.16, linewidth=0, label=phase
         )
-    xs, live = [x for x, _, _ in points], [size / divisor for _, size, _ in points]
-    axes.fill_between(xs, live, step="post", color=INK, alpha=0.12, linewidth=0)
-    axes.step(xs, live, where="post", color=INK, linewidth=1.4, label="live tensors")
-    if points[0][2] is not None:
-        axes.step(xs, [(size or 0) / divisor for _, _, size in points], where="post", color=RED, linewidth=1.4, label="reserved")
-    for other, cell in zip(lines[1:], cells[1:], strict=True):
-        _over(axes, other[0], xs[-1], divisor, cell.cell.arm.expansion)
-    highest = max(max(size, reserved or 0) for _, size, reserved in points) / divisor
-    axes.set_ylim(0, highest * 1.12)
-    axes.set_xlim(0, xs[-1])
-    if "legacy" in first.cell.arm.name:
-        _ladder(axes, record, first.cell.arm.micro_batch, divisor, highest)
-    axes.legend(
-        frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.0 if "legacy" not in first.cell.arm.name else 1.1, 1.0)
-    )
 
 
 def _over(axes: Axes, points: Sequence[Point], length: float, divisor: float, expansion: str) -> None:
     """Draw another arm's live bytes over the first arm's, with its time stretched to the same length."""
     stretch = length / (points[-1][0] or 1.0)
     axes.step([x * stretch for x, _, _ in points], [size / divisor for _, size, _ in points], where="post", color=PALETTE[1],
-              linewidth=1.2, linestyle=(0, (2, 2)), label=f"live, {expansion}")  # fmt: skip
+              linewidth=1.6, linestyle=(0, (1.5, 2.5)), label=f"live tensors, {LABELS[expansion]}")  # fmt: skip
 
 
-def _seconds_of(record: UpdateRecord) -> str:
-    return "seconds of the simulation" if record.measured_by == SIMULATED_ALLOCATOR else "seconds"
+def _time_of(record: UpdateRecord) -> str:
+    return f"{EVENTS}, in order" if record.measured_by == SIMULATED_ALLOCATOR else "seconds"
 
 
 def _ladder(axes: Axes, record: UpdateRecord, rows: int, divisor: float, highest: float) -> None:
@@ -108,14 +112,22 @@ def _ladder(axes: Axes, record: UpdateRecord, rows: int, divisor: float, highest
 
 
 def one_update(result: CellResult) -> tuple[list[Point], list[tuple[str, float, float]]]:
-    """Return the points of a run's last update, and its phases as (name, begin, end), in seconds from the update's begin."""
+    """Return the points of a run's last update, and its phases as (name, begin, end), from the update's begin.
+
+    Time is seconds. Where it was simulated it is the number of events: a simulation's seconds are not those of a device.
+    """
     records = counted(result)
-    records = [record for record in records if record.update == records[-1].update]
     points, phases, passed = list[Point](), list[tuple[str, float, float]](), 0.0
     for record in records:
-        points += [(passed + seconds, live, reserved) for seconds, live, reserved in timeline_of(record)]
-        phases.append((record.phase, passed, passed + record.seconds))
-        passed += record.seconds
+        if record.update == records[-1].update:
+            stretch = timeline_of(record)
+            length = record.seconds
+            if record.measured_by == SIMULATED_ALLOCATOR:
+                stretch = [(float(place), live, reserved) for place, (_, live, reserved) in enumerate(stretch)]
+                length = float(len(stretch))
+            points += [(passed + moment, live, reserved) for moment, live, reserved in stretch]
+            phases.append((record.phase, passed, passed + length))
+            passed += length
     return points, phases
 
 
