@@ -50,6 +50,11 @@ def test_a_larger_group_is_tried_where_the_one_before_it_completed():
     assert {arm.k for arm in larger([*ARMS, *tried])} == {32}
 
 
+def test_the_projects_default_update_alone_goes_on_to_64():
+    last = larger([*main_arms([32]), *saving_arms([32])])
+    assert {(arm.update, arm.k) for arm in last} == {("shared_prompt", 64), ("shared_prompt_checkpointing", 64)}
+
+
 def test_no_larger_group_is_tried_where_one_did_not_complete_or_none_is_left():
     assert larger(main_arms([2, 4])) == []
     assert larger(coupled_arms()) == []
