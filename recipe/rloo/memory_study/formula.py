@@ -1,7 +1,8 @@
-"""The published memory figures, the formula that predicts them, and the ladder of bytes per logit."""
+"""The published memory figures, the formula that predicts them, and the published plateaus of bytes per logit."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 MIB = 2**20
@@ -62,17 +63,26 @@ PUBLISHED_RUNS = (
 )
 """The raw samples of the published runs, reduced to peaks."""
 
-LADDER = (4.0, 6.2, 8.0, 12.0, 14.0)
-"""Published plateaus of the device memory, in bytes per logit of a forward: above the level between updates, divided by B T V."""
+PLATEAUS = (4.0, 6.2, 8.0, 12.0, 14.0)
+"""Published plateaus of the device memory, in bytes per logit: above the level between updates, divided by B T V."""
 
 
-def rungs(levels: list[float], ladder: tuple[float, ...] = LADDER, tolerance: float = 0.05) -> dict[float, float]:
-    """Return for each published plateau the measured level that is nearest to it, where one lies within the tolerance.
+def bytes_per_logit(reserved: Sequence[int], between: int, logits: int) -> list[float]:
+    """Return levels of the device memory in the unit of the plateaus.
+
+    Args:
+        reserved: Bytes that the allocator held at each turning point.
+        between: Bytes that it held between two updates.
+        logits: Number of logits of one forward, B T V.
+    """
+    return [(level - between) / logits for level in reserved]
+
+
+def nearest_levels(levels: Sequence[float], plateaus: Sequence[float] = PLATEAUS) -> dict[float, float]:
+    """Return for each published plateau the measured level that is nearest to it.
 
     Args:
         levels: Measured levels, in bytes per logit.
-        ladder: The plateaus to find.
-        tolerance: Largest distance, as a share of the plateau.
+        plateaus: The plateaus to find.
     """
-    nearest = {plateau: min(levels, key=lambda level: abs(level - plateau)) for plateau in ladder} if levels else {}
-    return {plateau: level for plateau, level in nearest.items() if abs(level - plateau) <= tolerance * plateau}
+    return {plateau: min(levels, key=lambda level: abs(level - plateau)) for plateau in plateaus}

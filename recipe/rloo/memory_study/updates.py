@@ -78,8 +78,10 @@ class MendedTrainer:
         with torch.no_grad():
             with meter.phase("old_log_prob"):
                 old_log_probs = self._all_log_probs(self.policy, ids, responses, self.options.autocast)
+                meter.empty_cache()
             with meter.phase("reference"):
                 self._all_log_probs(self.reference, ids, responses, False)
+                meter.empty_cache()
         drift = torch.tensor(batch.drift).to(meter.device) if self.options.for_values else None
         epochs = [self._epoch(epoch, ids, responses, old_log_probs, advantages, drift) for epoch in range(self.shapes.epochs)]
         return epochs[0]
@@ -117,6 +119,7 @@ class MendedTrainer:
             values = read_values(self.policy, total, self.options.for_values and epoch == 0)
             self.optimizer.step()
             self.optimizer.zero_grad()
+            meter.empty_cache()
         return values
 
 
