@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING
 
 from recipe.rloo.memory_study.arms import FULL, LEGACY, TRUNCATED
 from recipe.rloo.memory_study.findings import counted
-from recipe.rloo.memory_study.formula import LADDER
+from recipe.rloo.memory_study.formula import PLATEAUS
 from recipe.rloo.memory_study.published import LABELS
 from recipe.rloo.memory_study.records import COMPLETED, SIMULATED_ALLOCATOR, CellResult, UpdateRecord
 from recipe.rloo.memory_study.timeline import Point
@@ -75,7 +75,7 @@ def _panel(axes: Axes, cells: Sequence[CellResult], title: str) -> None:
     axes.set_xlim(0, xs[-1])
     published = arm.update == LEGACY
     if published:
-        _ladder(axes, record, arm.micro_batch, divisor, highest / divisor)
+        _plateaus(axes, record, arm.micro_batch, divisor, highest / divisor)
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.12 if published else 1.0, 1.0))
 
 
@@ -100,10 +100,10 @@ def _time_of(record: UpdateRecord) -> str:
     return f"{EVENTS}, in order" if record.measured_by == SIMULATED_ALLOCATOR else "seconds"
 
 
-def _ladder(axes: Axes, record: UpdateRecord, rows: int, divisor: float, highest: float) -> None:
+def _plateaus(axes: Axes, record: UpdateRecord, rows: int, divisor: float, highest: float) -> None:
     """Mark the published bytes per logit at the right: multiples of B T V."""
     logits = rows * (record.prompt_len + record.response_len) * record.vocab
-    for level in LADDER:
+    for level in PLATEAUS:
         size = level * logits / divisor
         if size <= highest * 1.1:
             axes.axhline(size, color=MUTED, linewidth=0.7, linestyle=":")

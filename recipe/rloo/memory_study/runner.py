@@ -92,7 +92,7 @@ def run_study(
         how: How the cells are run.
         more_ks: Whether the larger group sizes run too.
     """
-    wave, completed = list(arms), set[Arm]()
+    wave, ran, completed = list(arms), set[Arm](), set[Arm]()
     while wave:
         cells = [
             Cell(arm, repeat, seed, device_of(arm), limit_bytes, documents=how.documents)
@@ -108,8 +108,8 @@ def run_study(
         yield from run_cells(without_limit, how)
         bad = {result.cell.arm for result in results if result.outcome != COMPLETED}
         completed |= {arm for arm in wave if arm not in bad}
-        ran = {(arm.name, arm.k) for arm in wave}
-        wave = [arm for arm in larger(completed) if (arm.name, arm.k) not in ran] if more_ks else []
+        ran |= set(wave)
+        wave = [arm for arm in larger(completed) if arm not in ran] if more_ks else []
 
 
 def run_cells(cells: Sequence[Cell], how: How) -> Iterator[CellResult]:

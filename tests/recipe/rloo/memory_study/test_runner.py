@@ -139,6 +139,13 @@ def test_a_study_goes_on_to_larger_groups_of_what_completed(how):
     assert ks == [("raises", 8), *((name, k) for name in completed for k in (8, 16, 32))]
 
 
+def test_an_arm_without_room_ends_its_series_and_no_other(how):
+    arms = [main_arms([8])[0], saving_arms([8])[0]]
+    results = list(run_study(arms, 1, 0, lambda _: "cpu", 500_000, how))
+    ran = sorted((result.cell.arm.update, result.cell.arm.k, result.outcome) for result in results)
+    assert ran == [*(("legacy", k, "completed") for k in (8, 16, 32)), ("no_retention", 8, "completed"), ("no_retention", 16, "oom")]
+
+
 def test_repeats_run_and_larger_groups_can_be_left_out(how):
     arms = main_arms([8])[:1]
     results = list(run_study(arms, 3, 0, lambda _: "cpu", None, how, more_ks=False))
