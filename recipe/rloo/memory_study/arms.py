@@ -15,7 +15,9 @@ TRUNCATED_TOKENS = 1024
 LEGACY = "legacy"
 SAVINGS = ("no_retention", "response_only", "chunked", "shared_prompt", "shared_prompt_checkpointing")
 """Updates that save memory with the whole prompt and the same loss, each on top of the one before."""
-UPDATES = (LEGACY, *SAVINGS)
+WHOLE_RUN = "whole_run"
+"""A whole step of this project: rollout, log-probs, update, weight sync. It samples its own answers."""
+UPDATES = (LEGACY, *SAVINGS, WHOLE_RUN)
 
 KS = (2, 4, 8)
 """The published group sizes."""
@@ -89,7 +91,12 @@ def saving_arms(ks: Iterable[int] = KS) -> list[Arm]:
     return arms
 
 
-ARMS: tuple[Arm, ...] = (*main_arms(), *coupled_arms(), *saving_arms())
+def whole_run_arms() -> list[Arm]:
+    """Return the whole step of this project at the largest published group size."""
+    return [Arm(f"token_{FULL}_{WHOLE_RUN}", "token", FULL, WHOLE_RUN, KS[-1], KS[-1])]
+
+
+ARMS: tuple[Arm, ...] = (*main_arms(), *coupled_arms(), *saving_arms(), *whole_run_arms())
 """What the study runs at the published group sizes. The larger ones follow from it: see ``larger``."""
 
 

@@ -14,7 +14,8 @@ from verl_memopt.observe.drawing import INK, figure, note, save, size_text, styl
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
-MIB, GIB = 2**20, 2**30
+MIB = 2**20
+CARD_MIB = 32 * 1024
 MUTED, RED, LIGHT_RED, BLUE, LIGHT_BLUE = "#5b6670", "#b8433d", "#e39a97", "#3b6ea5", "#8fb0d0"
 Row = Mapping[str, Any]
 
@@ -79,7 +80,7 @@ def _bars(axes: Axes, rows: Sequence[dict[str, Any]], k: int) -> None:
     axes.set_xlim(smallest / 3, largest * 14)
     axes.set_yticks(range(len(known)), [words for words, _, _ in known])
     axes.tick_params(axis="y", length=0)
-    axes.invert_yaxis()
+    axes.set_ylim(len(known) - 0.4, -0.6)
 
 
 def _live(row: dict[str, Any]) -> float | None:
@@ -89,24 +90,32 @@ def _live(row: dict[str, Any]) -> float | None:
 
 
 def _growth(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
-    style(axes, "How the peak grows with the group", "k, answers to a prompt", "live tensors at the peak, MiB", grid="both")
-    ks = set[int]()
+    below = "k, answers to a prompt; x: simulated, has no room below the limit"
+    style(axes, "How the peak grows with the group", below, "live tensors at the peak, MiB (logarithmic)", grid="both")
+    ks, labels = set[int](), list[tuple[int, float, str, str]]()
     for name, words, colour in STEPS:
         points = sorted((row["k"], size) for row in rows if row["name"] == name and (size := _live(row)) is not None)
         if not points:
             continue
         ks |= {k for k, _ in points}
-        xs, ys = [k for k, _ in points], [size for _, size in points]
-        axes.plot(xs, ys, "-", color=colour, linewidth=1.6)
+        axes.plot([k for k, _ in points], [size for _, size in points], "-", color=colour, linewidth=1.6)
         finished = {row["k"] for row in rows if row["name"] == name and row["outcome"] == COMPLETED}
         for k, size in points:
-            filled = k in finished
-            axes.plot([k], [size], "o" if filled else "x", color=colour, markersize=5 if filled else 7)
-        label = words.split("\n")[0].removeprefix("... ")
-        axes.annotate(label, (xs[-1], ys[-1]), (7, 0), textcoords="offset points", va="center", fontsize=8, color=colour)
+            axes.plot([k], [size], "o" if k in finished else "x", color=colour, markersize=5 if k in finished else 7)
+        labels.append((*points[-1], words.split("\n")[0].removeprefix("... "), colour))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sorted(ks), [str(k) for k in sorted(ks)])
     axes.set_xlim(right=max(ks) * 7)
-    axes.axhline(32 * 1024, color=MUTED, linewidth=1, linestyle="--")
-    axes.text(min(ks), 32 * 1024 * 1.08, "a card of 32 GiB; x: simulated, does not fit the limit", fontsize=8, color=MUTED)
+    _label_lines(axes, labels)
+    axes.axhline(CARD_MIB, color=MUTED, linewidth=1, linestyle="--")
+    axes.text(max(ks) * 6.8, CARD_MIB * 0.95, "a card of 32 GiB", fontsize=8, color=MUTED, ha="right", va="top")
+
+
+def _label_lines(axes: Axes, labels: Sequence[tuple[int, float, str, str]]) -> None:
+    """Write each line's name beside its end, apart from the one below it."""
+    lowest = 0.0
+    for k, size, words, colour in sorted(labels, key=lambda label: label[1]):
+        height = max(size, lowest)
+        axes.text(k * 1.12, height, words, va="center", fontsize=8, color=colour)
+        lowest = height * 1.22

@@ -60,6 +60,8 @@ def _check_ids(results: Iterable[CellResult], controls: Controls) -> None:
     for result in results:
         cell = result.cell
         for record in result.records:
+            if not record.ids_sha256:
+                continue
             key = (cell.arm.k, cell.arm.prompt, cell.seed, cell.shapes, record.update)
             first, name = expected.setdefault(key, (record.ids_sha256, cell.name))
             if record.ids_sha256 != first:
@@ -72,7 +74,7 @@ def _check_values(results: Iterable[CellResult], controls: Controls) -> None:
     """Compare loss and gradient norm of each update between the cells that had the same ids."""
     expected: dict[tuple[object, ...], tuple[UpdateRecord, str]] = {}
     for result in results:
-        for record in {record.update: record for record in result.records}.values():
+        for record in {record.update: record for record in result.records if record.ids_sha256}.values():
             key = (record.ids_sha256, record.update, result.cell.seed, record.values_from)
             first, name = expected.setdefault(key, (record, result.cell.name))
             loss, norm = _difference(record.loss, first.loss), _difference(record.grad_norm, first.grad_norm)

@@ -7,7 +7,7 @@ import statistics
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
-from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, KS, LEGACY, TRUNCATED, Arm
+from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, KS, LEGACY, TRUNCATED, WHOLE_RUN, Arm
 from recipe.rloo.memory_study.formula import IDLE_BYTES, device_bytes, predicted_bytes
 from recipe.rloo.memory_study.published import PEAKS_GIB
 from recipe.rloo.memory_study.records import COMPLETED, OOM, CellResult, UpdateRecord, worst
@@ -141,13 +141,19 @@ def find(rows: Iterable[Row], **values: Any) -> Row | None:
 
 
 def findings(rows: Sequence[Row]) -> dict[str, Any]:
-    """Return the study's answers: formula, truncation, expansion, savings."""
+    """Return the study's answers: formula, truncation, expansion, savings, and a whole step of this project."""
     return {
         "formula": formula_rows(rows),
         "truncation": truncation_rows(rows),
         "expansion": expansion_rows(rows),
         "savings": saving_rows(rows),
+        "whole_run": [_named(row) for row in rows if row["update"] == WHOLE_RUN and row["outcome"] == COMPLETED],
     }
+
+
+def _named(row: Row) -> Row:
+    """Return what a whole step of this project took."""
+    return {name: row[name] for name in ("k", "peak", "peak_phase", "measured_by")}
 
 
 def formula_rows(rows: Sequence[Row]) -> list[Row]:
@@ -196,15 +202,12 @@ def expansion_rows(rows: Sequence[Row]) -> list[Row]:
     for coupled in (False, True):
         for prompt in (FULL, TRUNCATED):
             for k in KS:
-                group = [
-                    row
-                    for row in rows
-                    if (row["update"], row["coupled"], row["prompt"], row["k"]) == (LEGACY, coupled, prompt, k)
-                ]
-                held = [size for row in group if (size := held_bytes(row)) is not None]
-                if len(held) < 2:
+                common = (LEGACY, coupled, prompt, k)
+                group = [row for row in rows if (row["update"], row["coupled"], row["prompt"], row["k"]) == common]
+                group = [row for row in group if held_bytes(row) is not None]
+                if len(group) < 2:
                     continue
-                whole = [device_bytes(process_bytes(size)) for size in held]
+                whole = [device_bytes(process_bytes(held_bytes(row) or 0.0)) for row in group]
                 compared.append(
                     {"prompt": prompt, "k": k, "coupled": coupled, "expansions": [row["expansion"] for row in group]}
                     | {"smallest_bytes": min(whole), "largest_bytes": max(whole)}
@@ -219,7 +222,7 @@ def saving_rows(rows: Sequence[Row]) -> list[Row]:
     """Return what each update with the whole prompt takes, against the published one at the same group size. Live bytes."""
     compared = []
     for row in rows:
-        if row["update"] == LEGACY or row["outcome"] != COMPLETED:
+        if row["update"] in (LEGACY, WHOLE_RUN) or row["outcome"] != COMPLETED:
             continue
         base = find(rows, update=LEGACY, coupled=True, expansion="token", prompt=FULL, k=row["k"])
         figures = None if base is None else needed(base)

@@ -19,7 +19,7 @@ from recipe.rloo.memory_study.fake_device import NoRoomForTensor
 from recipe.rloo.memory_study.records import BYTE_TRACKER, DEVICE_ALLOCATOR, SIMULATED_ALLOCATOR, OutOfMemory
 from recipe.rloo.memory_study.timeline import Point, TimelineTracker, thinned
 from verl_memopt.distributed import device as device_room
-from verl_memopt.observe.byte_tracker import DEVICE, DeviceLimitError
+from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker, DeviceLimitError
 
 
 @dataclass(frozen=True)
@@ -112,15 +112,16 @@ class TrackerMeter:
     """Measures real tensors on a CPU (:class:`Meter`). There is no caching allocator, so nothing is reserved.
 
     Args:
-        tracker: A byte tracker that is entered.
+        tracker: A byte tracker that is entered. A :class:`TimelineTracker` gives the phases their timelines.
     """
 
     device = torch.device("cpu")
     source = BYTE_TRACKER
 
-    def __init__(self, tracker: TimelineTracker) -> None:
+    def __init__(self, tracker: ByteTracker) -> None:
         """Measure nothing yet."""
         self._tracker = tracker
+        self._changes = tracker.changes if isinstance(tracker, TimelineTracker) else []
         self.phases: list[Phase] = []
 
     @contextmanager
@@ -128,14 +129,14 @@ class TrackerMeter:
         """Measure the body."""
         tracker = self._tracker
         tracker.enter(name)
-        enter, first, started = tracker.total(), len(tracker.changes), time.perf_counter()
+        enter, first, started = tracker.total(), len(self._changes), time.perf_counter()
         try:
             yield
         except DeviceLimitError as error:
             held = error.num_bytes - error.asked_bytes
             raise OutOfMemory(name, error.asked_bytes, held, error.op) from error
         figures = enter, tracker.peaks[DEVICE].bytes, tracker.total(), None
-        points = [(moment - started, live, None) for moment, live in tracker.changes[first:]]
+        points = [(moment - started, live, None) for moment, live in self._changes[first:]]
         self.phases.append(Phase(update, name, *figures, time.perf_counter() - started, thinned(points)))
 
     def count_model(self, model: nn.Module) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable
 
-from recipe.rloo.memory_study.arms import Arm
+from recipe.rloo.memory_study.arms import WHOLE_RUN, Arm
 from recipe.rloo.memory_study.formula import predicted_bytes
 
 AUTO, CPU, FAKE, CUDA = "auto", "cpu", "fake", "cuda"
@@ -17,6 +17,7 @@ ROW_BYTES = {
     "chunked": 90 * MIB,
     "shared_prompt": 20 * MIB,
     "shared_prompt_checkpointing": 20 * MIB,
+    "whole_run": 20 * MIB,
 }
 """Bytes of a row of one forward at the published shapes, for each update that saves. It only decides where an arm runs."""
 MOST_CPU_BYTES = 20 * 2**30
@@ -46,6 +47,9 @@ def device_chooser(asked: str, has_gpu: bool, cpu_bytes: int, shape: tuple[int, 
     """
 
     def device(arm: Arm) -> str:
+        if asked == FAKE and arm.update == WHOLE_RUN:
+            # A worker samples and reads values.
+            return CPU
         if asked != AUTO:
             return asked
         if has_gpu:

@@ -31,6 +31,7 @@ def report(summary: Mapping[str, Any]) -> str:
         _expansion_table(rows, coupled=False),
         _formula_table(summary["findings"]["formula"]),
         _saving_table(summary["findings"]["savings"], rows),
+        _whole_run(summary["findings"]["whole_run"]),
         _controls(summary),
     ]
     return "\n\n".join(part for part in parts if part)
@@ -94,6 +95,14 @@ def _smaller(row: Mapping[str, Any] | None) -> str:
         return "-"
     times = row["times_smaller"]
     return f"{row['peak_bytes'] / MIB:,.0f}" + ("" if times is None else f" ({times:,.1f}x)")
+
+
+def _whole_run(rows: Sequence[Mapping[str, Any]]) -> str:
+    return "\n".join(
+        f"A whole step of this project at k = {row['k']} (rollout, log-probs, update, weight sync): "
+        f"{row['peak']['median'] / MIB:,.0f} MiB live, in {row['peak_phase']} ({row['measured_by']})."
+        for row in rows
+    )
 
 
 def _controls(summary: Mapping[str, Any]) -> str:

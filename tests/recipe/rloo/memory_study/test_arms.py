@@ -15,7 +15,7 @@ from recipe.rloo.memory_study.arms import (
 
 def test_a_name_and_a_group_size_say_which_program_runs():
     cells = [arm.cell for arm in ARMS]
-    assert len(set(cells)) == len(cells) == 24 + 24 + 18
+    assert len(set(cells)) == len(cells) == 24 + 24 + 18 + 1
 
 
 def test_the_main_table_has_every_expansion_prompt_and_group_size_with_as_many_rows_in_a_forward():

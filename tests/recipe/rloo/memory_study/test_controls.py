@@ -83,6 +83,13 @@ def test_a_repeat_with_other_bytes_diverges_unless_a_device_counted_them():
     assert set(outcomes(device).values()) == {"completed"}
 
 
+def test_a_run_that_samples_its_answers_is_compared_with_none():
+    sampled = with_records(result(SAVING), ids_sha256="", loss=None, grad_norm=None)
+    checked, controls = check([result(), sampled])
+    assert [each.outcome for each in checked] == ["completed", "completed"]
+    assert controls.ids_groups == controls.values_groups == 1
+
+
 def test_a_cell_that_did_not_complete_is_left_as_it_is():
     failed = CellResult(cell(name="raises"), "failed", (), Failure("ValueError", "no"))
     assert check([failed, result()])[0][0] is failed

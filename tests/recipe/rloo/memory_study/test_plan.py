@@ -1,6 +1,6 @@
 import pytest
 
-from recipe.rloo.memory_study.arms import ARMS, main_arms, saving_arms
+from recipe.rloo.memory_study.arms import ARMS, WHOLE_RUN, main_arms, saving_arms, whole_run_arms
 from recipe.rloo.memory_study.plan import device_chooser, needed_bytes
 
 SHAPE = (3015, 100, 151_669)
@@ -10,7 +10,9 @@ GIB = 2**30
 @pytest.mark.parametrize(("asked", "has_gpu"), [("cpu", True), ("fake", True), ("cuda", True), ("cpu", False)])
 def test_a_device_that_is_asked_for_is_taken(asked, has_gpu):
     device = device_chooser(asked, has_gpu, 0, SHAPE)
-    assert {device(arm) for arm in ARMS} == {asked}
+    assert {device(arm) for arm in ARMS if arm.update != WHOLE_RUN} == {asked}
+    # A worker samples and reads values, which fake tensors have not.
+    assert {device(arm) for arm in whole_run_arms()} == {"cpu" if asked == "fake" else asked}
 
 
 def test_a_gpu_takes_every_arm():

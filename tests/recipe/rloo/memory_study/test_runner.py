@@ -143,7 +143,11 @@ def test_an_arm_without_room_ends_its_series_and_no_other(how):
     arms = [main_arms([8])[0], saving_arms([8])[0]]
     results = list(run_study(arms, 1, 0, lambda _: "cpu", 500_000, how))
     ran = sorted((result.cell.arm.update, result.cell.arm.k, result.outcome) for result in results)
-    assert ran == [*(("legacy", k, "completed") for k in (8, 16, 32)), ("no_retention", 8, "completed"), ("no_retention", 16, "oom")]
+    assert ran == [
+        *(("legacy", k, "completed") for k in (8, 16, 32)),
+        ("no_retention", 8, "completed"),
+        ("no_retention", 16, "oom"),
+    ]
 
 
 def test_repeats_run_and_larger_groups_can_be_left_out(how):
