@@ -25,7 +25,7 @@ PANELS = (
     ((f"token_{FULL}_legacy_coupled", f"string_{FULL}_legacy_coupled"), "Published trainer, whole prompt"),
     ((f"token_{TRUNCATED}_legacy_coupled", f"string_{TRUNCATED}_legacy_coupled"), "Published trainer, prompt cut to 1,024"),
     ((f"token_{FULL}_response_only",), "Whole prompt, logits of the response alone"),
-    ((f"token_{FULL}_shared_prompt",), "Whole prompt, this project's default update"),
+    ((f"token_{FULL}_shared_prompt_checkpointing",), "Whole prompt, this project's update"),
 )
 """Arms of each panel: the second one is drawn over the first."""
 PHASE_COLOURS = dict(
