@@ -1,9 +1,9 @@
 """A simulation of torch's caching allocator on a GPU: live and reserved bytes of a sequence of allocations and frees.
 
-It follows the rules of ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings and one stream. Sizes are rounded to 512 bytes.
-Small and large sizes have pools of their own. A freed block stays in its pool and merges with its free neighbours. A request takes
-the smallest free block that fits, and what is left of it stays free. ``empty_cache`` returns the segments that are wholly free,
-the smallest first. A request that does not fit under the limit returns all free segments before it fails.
+It follows the rules of ``c10/cuda/CUDACachingAllocator.cpp`` with its default settings and one stream. Sizes are rounded to 512
+bytes. Small and large sizes have pools of their own. A freed block stays in its pool and merges with its free neighbours. A
+request takes the smallest free block that fits, and what is left of it stays free. ``empty_cache`` returns the segments that are
+wholly free, the smallest first. A request that does not fit under the limit returns all free segments before it fails.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """A GPU without memory: ``cuda`` tensors have shapes and dtypes but no values, and a simulated allocator counts their bytes.
 
-What it counts is exact where the program decides it: the order in which tensors are made and dropped. Memory inside a kernel, such as
-the workspace of a matrix product, is not seen.
+What it counts is exact where the program decides it: the order in which tensors are made and dropped. Memory inside a kernel,
+such as the workspace of a matrix product, is not seen.
 """
 
 from __future__ import annotations

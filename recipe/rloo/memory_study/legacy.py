@@ -1,8 +1,8 @@
 """The published trainer's order of statements, written anew as the baseline of the study.
 
-What makes it large is kept on purpose: logits of every position, in fp32; the temperature divided into a view of them in place, which
-makes autograd write two more tensors of full size in backward; the output and its logits held until the epoch ends; the scores of the
-generation held through the whole update; the old log-probs taken from those scores.
+What makes it large is kept on purpose: logits of every position, in fp32; a view of them divided by the temperature in place, for
+which autograd writes two more tensors of full size in backward; the output and its logits, held until the epoch ends; the scores
+of the generation, held through the whole update, from which the old log-probs come.
 
 Left out, because no tensor of it is large: the reward model, the shuffling of rows, evaluation. The answers are given, and are
 replayed token by token through the same forwards that would have drawn them, so that every arm learns from the same ids.
@@ -42,6 +42,8 @@ class Options:
     """Take the old log-probs from the update's own forward, moved by the batch's drift, and leave the KL out of the reward. Every
     ratio is then known exactly, so that loss and gradient can be compared between programs. Otherwise the published difference of
     two sums over a whole answer loses about 1e-4 of a ratio."""
+    dtype: torch.dtype = torch.float32
+    """Of the weights. float64 gives the values that rounding moves the programs away from."""
 
 
 @dataclass(frozen=True)
@@ -53,14 +55,14 @@ class Values:
     gradients: dict[str, Tensor] | None = None
 
 
-def build_model(folder: Path, device: torch.device, fake: bool) -> nn.Module:
-    """Return the fp32 causal LM of a folder, in training mode. On a fake device its weights have no values."""
-    from transformers import AutoConfig, AutoModelForCausalLM, AttentionInterface
+def build_model(folder: Path, device: torch.device, fake: bool, dtype: torch.dtype) -> nn.Module:
+    """Return the causal LM of a folder, in training mode. On a fake device its weights have no values."""
+    from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
     from transformers.utils.logging import disable_progress_bar
 
     disable_progress_bar()
     AttentionInterface.register(ATTENTION, _attention)
-    options = {"dtype": torch.float32, "attn_implementation": ATTENTION}
+    options = {"dtype": dtype, "attn_implementation": ATTENTION}
     if fake:
         with device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **options)
@@ -112,18 +114,19 @@ def autocast(kind: str) -> Iterator[None]:
 
 
 def forward(model: nn.Module, ids: Tensor, mixed: bool, **options: Any) -> Any:
-    """Return the model's output with fp32 logits.
+    """Return the model's output.
 
     Args:
         model: A causal LM of transformers.
         ids: int64 [B, T], without padding.
-        mixed: Compute under bf16 autocast.
+        mixed: Compute under bf16 autocast, and cast the logits to fp32.
         **options: Further arguments of the model.
     """
     # No row has padding. Given a prepared mask, transformers does not read values to find that out.
     with autocast(ids.device.type) if mixed else nullcontext():
         output = model(input_ids=ids, attention_mask={"full_attention": None}, **options)
-    output.logits = output.logits.float()
+    if mixed:
+        output.logits = output.logits.float()
     return output
 
 
@@ -179,8 +182,8 @@ class LegacyTrainer:
         shapes: Temperature, clip, epochs and learning rate.
         options: Micro-batch and precision.
         meter: Measures the phases.
-        rounds: The published lazy and sampler branches generate the k answers in k rounds, and keep every round's scores beside their
-            concatenation. 1 = all rows in one round.
+        rounds: The published lazy and sampler branches generate the k answers in k rounds, and keep every round's scores beside
+            their concatenation. 1 = all rows in one round.
     """
 
     def __init__(
@@ -199,8 +202,8 @@ class LegacyTrainer:
         context = queries.shape[1]
         with torch.no_grad():
             with meter.phase("rollout"):
-                # Both stay alive until this method returns: nothing reads the scores after the next phase.
-                rounds, scores = self._generate(queries, responses)  # noqa: F841
+                # Both stay alive until this method returns, though nothing reads them after the next phase.
+                _pieces, scores = self._generate(queries, responses)
                 query_responses = torch.cat((queries, responses), 1)
             with meter.phase("old_log_prob"):
                 logits = scores[:]
@@ -219,7 +222,8 @@ class LegacyTrainer:
             advantages = rewards - (rewards.sum() - rewards) / (batch.rows - 1)
         drift = torch.tensor(batch.drift).to(meter.device) if self.options.for_values else None
         tensors = query_responses, responses, old_log_probs, advantages, drift
-        return [self._epoch(epoch, *tensors) for epoch in range(self.shapes.epochs)][0]
+        epochs = [self._epoch(epoch, *tensors) for epoch in range(self.shapes.epochs)]
+        return epochs[0]
 
     def _generate(self, queries: Tensor, responses: Tensor) -> tuple[list[Tensor], Tensor]:
         """Replay the answers. Return the scores of each round, and those of all rows, fp32 [B, R, V]."""

@@ -1,7 +1,7 @@
 """Measures an arm: the bytes of each phase at the study's shapes, and loss and gradient norm of the same program in fp32.
 
-A fake GPU has no values, and a baseline that fits on no CPU has none there. So every arm runs a second time, with real fp32 tensors,
-the same vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run.
+A fake GPU has no values, and the baseline does not fit on a CPU. So every arm runs a second time, with real fp32 tensors, the same
+vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ from verl_memopt.errors import ConfigError
 CPU, FAKE, CUDA = "cpu", "fake", "cuda"
 THIS = "recipe.rloo.memory_study.measure"
 STEADY_EPOCHS = 2
-"""Epochs of the updates that save. The first one creates the optimizer state; the second and all later ones hold the same bytes."""
+"""Epochs of the updates that save. The first creates the optimizer state; the second and all later ones hold the same bytes."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -55,8 +55,8 @@ def measure_arm(arm: Arm, shapes: Shapes, device: str, limit_bytes: int | None, 
     Args:
         arm: The program.
         shapes: The sizes.
-        device: ``cpu`` = real tensors, counted by the byte tracker. ``fake`` = a fake GPU with a simulated allocator; this project's
-            own updates run on the CPU there too, and their records say so. ``cuda`` = a GPU.
+        device: ``cpu`` = real tensors, counted by the byte tracker. ``fake`` = a fake GPU with a simulated allocator; this
+            project's own updates run on the CPU there too, and their records say so. ``cuda`` = a GPU.
         limit_bytes: Largest number of bytes of the device. None = no limit.
         seed: Seed of model, document, answers and rewards.
 
@@ -74,7 +74,9 @@ def measure_arm(arm: Arm, shapes: Shapes, device: str, limit_bytes: int | None, 
         short = dataclasses.replace(shortened(shapes), epochs=1)
         values = run_arm(arm, short, real, None, seed, folder, Options(arm.micro_batch, autocast=False, for_values=True)).values
         batch = _batch(arm, shapes, folder, seed)
-        where = f"float32, real tensors, prompt of {short.truncated if batch.dropped else short.prompt}, answers of {short.response}"
+        where = (
+            f"float32, real tensors, prompt of {short.truncated if batch.dropped else short.prompt}, answers of {short.response}"
+        )
         return [_record(phase, ran.source, arm, batch, shapes, values, where) for phase in ran.phases]
 
 
@@ -168,7 +170,7 @@ def _program(
         policy = stack.enter_context(own_policy(settings, shapes.epochs, meter.device))
         return OwnTrainer(policy, settings, shapes, arm, options, meter).train
     fake = isinstance(meter, FakeMeter)
-    models: list[nn.Module] = [build_model(folder, meter.device, fake) for _ in range(2)]
+    models: list[nn.Module] = [build_model(folder, meter.device, fake, options.dtype) for _ in range(2)]
     for model in models:
         meter.count_model(model)
     if arm.update == LEGACY:
@@ -180,4 +182,3 @@ def _batch(arm: Arm, shapes: Shapes, folder: Path, seed: int) -> StudyBatch:
     from transformers import AutoTokenizer
 
     return make_batch(arm, shapes, AutoTokenizer.from_pretrained(folder), seed)
-

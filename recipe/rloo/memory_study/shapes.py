@@ -1,4 +1,4 @@
-"""The published shapes, and what the study feeds to every arm: a model, a long document as prompt, k answers and their rewards."""
+"""The published shapes, and what every arm gets: a model, a long document as prompt, k answers and their rewards."""
 
 from __future__ import annotations
 
@@ -19,9 +19,10 @@ from verl_memopt.models.tiny import TinyShape, make_tiny_model
 FIRST_ID = 3
 """Ids below it are special tokens. No answer has one."""
 ENGLISH = (
-    "the report of office program agency state budget review law fund plan data cost risk public service year officials found "
-    "federal local rule audit actions health energy water grants spending oversight contracts management and for with under from"
-).split()
+    "the", "report", "of", "office", "program", "agency", "state", "budget", "review", "law", "fund", "plan", "data", "cost",
+    "risk", "public", "service", "year", "officials", "federal", "local", "rule", "audit", "actions", "health", "energy", "water",
+    "grants", "spending", "oversight", "contracts", "management", "and", "for", "with", "under", "from",
+)  # fmt: skip
 """Words of the documents that are made locally."""
 INSTRUCTION = "\nSummarize the report.\n"
 DOCUMENT_FIELDS = ("input", "report", "text", "document")
@@ -72,8 +73,8 @@ class StudyBatch:
         prompts: Ids of each row's prompt, as the model gets them.
         answers: Ids of each row's answer.
         rewards: One for each row, multiples of 1/64, so that sums of them are exact.
-        drift: Log-ratio of each answer where values are compared, as if the policy had moved since the answers were drawn. They are
-            multiples of 1/1024, which fp32 adds to a log-prob without rounding, and too small to be clipped.
+        drift: Log-ratio of each answer where values are compared, as if the policy had moved since the answers were drawn. They
+            are multiples of 1/1024, which fp32 adds to a log-prob without rounding, and too small to be clipped.
         dropped: Prompt tokens that truncation removed, over all rows.
     """
 

@@ -203,7 +203,14 @@ class OwnTrainer:
         self, policy: Policy, settings: ActorRolloutRef, shapes: Shapes, arm: Arm, options: Options, meter: Meter
     ) -> None:
         """Remember the arguments."""
-        self.policy, self.settings, self.shapes, self.arm, self.options, self.meter = policy, settings, shapes, arm, options, meter
+        self.policy, self.settings, self.shapes, self.arm, self.options, self.meter = (
+            policy,
+            settings,
+            shapes,
+            arm,
+            options,
+            meter,
+        )
 
     def train(self, batch: StudyBatch) -> Values:
         """Run the step on a batch and return the values of its first epoch."""
@@ -217,7 +224,8 @@ class OwnTrainer:
             assert rows.old_log_probs is not None
             rows.old_log_probs[:: batch.response_len] -= torch.tensor(batch.drift)
         counts = GlobalCounts(tokens=float(batch.rows * batch.response_len), sequences=float(batch.rows))
-        return [self._epoch(epoch, rows, update_cuts, counts) for epoch in range(self.shapes.epochs)][0]
+        epochs = [self._epoch(epoch, rows, update_cuts, counts) for epoch in range(self.shapes.epochs)]
+        return epochs[0]
 
     def _epoch(self, epoch: int, rows: RolloutBatch, cuts: Any, counts: GlobalCounts) -> Values:
         policy, trained = self.policy, self.policy.trained
@@ -246,4 +254,3 @@ def _whole(parameter: nn.Parameter) -> Tensor:
     gradient = parameter.grad
     assert gradient is not None
     return (gradient.full_tensor() if isinstance(gradient, DTensor) else gradient).detach().cpu().clone()
-

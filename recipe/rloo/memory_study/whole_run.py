@@ -1,8 +1,8 @@
 """The live bytes of one whole step of this project at the study's shapes: rollout, log-probs, update, weight sync.
 
-The worker is the one of a training run, with the project's defaults, transformers' generation and fp32. The byte tracker counts what
-is on the device in each phase: the policy, the reference, the optimizer state, the engine's weights and its KV cache. Nothing is left
-out. The KV cache is transformers' own, which exists only during the rollout; vLLM's has the size that the user gives it.
+The worker is the one of a training run, with the project's defaults, transformers' generation and fp32. The byte tracker counts
+what is on the device in each phase: the policy, the reference, the optimizer state, the engine's weights and its KV cache. Nothing
+is left out. The KV cache is transformers' own and exists only during the rollout; vLLM's has the size that the user gives it.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from verl_memopt.workers.local_group import LocalGroup
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.trained_model import MiniBatch
 from verl_memopt.workers.worker import Worker
+
 
 @dataclass(frozen=True)
 class WholeRun:

@@ -31,10 +31,13 @@ def test_the_weights_of_a_model_count_once_the_meter_knows_them():
 
 
 def test_running_out_of_memory_names_the_phase_and_the_bytes():
-    with ByteTracker(limit_bytes=1000) as tracker, pytest.raises(OutOfMemory) as error, TrackerMeter(tracker).phase("backward"):
+    def backward(meter):
         kept = torch.zeros(100)
-        torch.zeros(200)
-    assert kept.numel() == 100
+        with meter.phase("backward"):
+            return kept, torch.zeros(200)
+
+    with ByteTracker(limit_bytes=1000) as tracker, pytest.raises(OutOfMemory) as error:
+        backward(TrackerMeter(tracker))
     assert (error.value.phase, error.value.requested_bytes, error.value.held_bytes) == ("backward", 800, 400)
 
 
