@@ -1,6 +1,6 @@
 """Runs a function in a process in which autograd takes fake ``cuda`` tensors, on a machine without a GPU.
 
-This file does not import torch: the guard must be loaded first. Run as a program it is that process.
+This file does not import torch: the guard must be loaded first.
 """
 
 from __future__ import annotations
@@ -17,6 +17,8 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
+from verl_memopt.errors import ConfigError
+
 SOURCE = Path(__file__).with_name("fake_guard.cpp")
 ROOT = Path(__file__).parents[3]
 COMPILE_SECONDS = 300
@@ -24,7 +26,7 @@ COMPILE_SECONDS = 300
 _loaded = False
 
 
-class NoCompilerError(RuntimeError):
+class NoCompilerError(ConfigError):
     """The guard cannot be compiled on this machine."""
 
 
@@ -45,7 +47,8 @@ def call_in_fake_process(function: str, *args: Any) -> Any:
     with tempfile.TemporaryDirectory() as folder:
         request, answer = Path(folder) / "request", Path(folder) / "answer"
         request.write_bytes(pickle.dumps((function, args)))
-        command = [sys.executable, "-m", "recipe.rloo.memory_study.fake_guard", str(library), str(request), str(answer)]
+        command = [sys.executable, "-c", f"import {__name__} as it; it.serve(*it.sys.argv[1:])"]
+        command += [str(library), str(request), str(answer)]
         paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
         child = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
         if child.returncode:
@@ -95,16 +98,17 @@ def _call(function: str, args: tuple[Any, ...]) -> Any:
     return getattr(importlib.import_module(module), name)(*args)
 
 
-def _serve(library: str, request: str, answer: str) -> None:
-    """Load the guard, run the request, and write its answer."""
+def serve(library: str, request: str, answer: str) -> None:
+    """Load the guard in a fresh process, run a request, and write its answer.
+
+    Args:
+        library: The compiled guard.
+        request: File with the pickled function and its arguments.
+        answer: File to write the pickled result to.
+    """
+    global _loaded
     assert "torch" not in sys.modules, "torch was imported before the guard"
     ctypes.CDLL(library)
-    # Run as a program this file is __main__. What the function imports is another copy of it, which must know too.
-    this = importlib.import_module("recipe.rloo.memory_study.fake_guard")
-    this._loaded = True
+    _loaded = True
     function, args = pickle.loads(Path(request).read_bytes())
     Path(answer).write_bytes(pickle.dumps(_call(function, args)))
-
-
-if __name__ == "__main__":
-    _serve(*sys.argv[1:])

@@ -62,13 +62,16 @@ def build_model(folder: Path, device: torch.device, fake: bool, dtype: torch.dty
 
     disable_progress_bar()
     AttentionInterface.register(ATTENTION, _attention)
-    options = {"dtype": dtype, "attn_implementation": ATTENTION}
+    options: dict[str, Any] = {"dtype": dtype, "attn_implementation": ATTENTION}
+    model: Any
     if fake:
         with device:
             model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), **options)
     else:
-        model = AutoModelForCausalLM.from_pretrained(folder, **options).to(device)
-    return model.train()
+        model = AutoModelForCausalLM.from_pretrained(folder, **options)
+        model.to(device)
+    trained: nn.Module = model.train()
+    return trained
 
 
 def _attention(

@@ -1,7 +1,7 @@
 """Measures an arm: the bytes of each phase at the study's shapes, and loss and gradient norm of the same program in fp32.
 
-A fake GPU has no values, and the baseline does not fit on a CPU. So every arm runs a second time, with real fp32 tensors, the same
-vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run.
+A fake GPU has no values, and the baseline does not fit on a CPU. So every arm runs a second time, with real fp32 tensors, the
+same vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run.
 """
 
 from __future__ import annotations
@@ -74,9 +74,8 @@ def measure_arm(arm: Arm, shapes: Shapes, device: str, limit_bytes: int | None, 
         short = dataclasses.replace(shortened(shapes), epochs=1)
         values = run_arm(arm, short, real, None, seed, folder, Options(arm.micro_batch, autocast=False, for_values=True)).values
         batch = _batch(arm, shapes, folder, seed)
-        where = (
-            f"float32, real tensors, prompt of {short.truncated if batch.dropped else short.prompt}, answers of {short.response}"
-        )
+        prompt = short.truncated if batch.dropped else short.prompt
+        where = f"float32, real tensors, prompt of {prompt}, answers of {short.response}"
         return [_record(phase, ran.source, arm, batch, shapes, values, where) for phase in ran.phases]
 
 

@@ -6,7 +6,7 @@ import gc
 import re
 import time
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -49,7 +49,7 @@ class Meter(Protocol):
     source: str
     phases: list[Phase]
 
-    def phase(self, name: str, update: int = 0) -> AbstractPhase:
+    def phase(self, name: str, update: int = 0) -> AbstractContextManager[None]:
         """Measure the body of a ``with`` statement. Raises OutOfMemory where the body runs out of memory."""
 
     def count_model(self, model: nn.Module) -> None:
@@ -57,16 +57,6 @@ class Meter(Protocol):
 
     def empty_cache(self) -> None:
         """Return the allocator's cached blocks to the device."""
-
-
-class AbstractPhase(Protocol):
-    """The context manager that ``Meter.phase`` returns."""
-
-    def __enter__(self) -> None:
-        """Begin the phase."""
-
-    def __exit__(self, *exception: object) -> bool | None:
-        """End the phase."""
 
 
 class FakeMeter:

@@ -1,8 +1,8 @@
 """The live bytes of one whole step of this project at the study's shapes: rollout, log-probs, update, weight sync.
 
 The worker is the one of a training run, with the project's defaults, transformers' generation and fp32. The byte tracker counts
-what is on the device in each phase: the policy, the reference, the optimizer state, the engine's weights and its KV cache. Nothing
-is left out. The KV cache is transformers' own and exists only during the rollout; vLLM's has the size that the user gives it.
+what is on the device in each phase: the policy, the reference, the optimizer state, the engine's weights and its KV cache. The KV
+cache is transformers' own and exists only during the rollout; vLLM's has the size that the user gives it.
 """
 
 from __future__ import annotations
