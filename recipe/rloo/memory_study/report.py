@@ -38,7 +38,7 @@ def report(summary: Mapping[str, Any]) -> str:
 
 
 def _expansion_table(rows: Sequence[Mapping[str, Any]], coupled: bool) -> str:
-    shown = [row for row in rows if row["update"] == "legacy" and row["coupled"] == coupled]
+    shown = [dict(row) for row in rows if row["update"] == "legacy" and row["coupled"] == coupled]
     if not shown:
         return ""
     ks = sorted({row["k"] for row in shown})
