@@ -14,7 +14,7 @@ from recipe.rloo.memory_study.arms import ARMS, EXPANSIONS, Arm, quick_arms, sel
 from recipe.rloo.memory_study.charts import draw_all
 from recipe.rloo.memory_study.combine import combine
 from recipe.rloo.memory_study.monitor import PERIOD_SECONDS, NoNvmlError, open_device
-from recipe.rloo.memory_study.plan import CUDA, DEVICES, MOST_CPU_BYTES, QUICK_CPU_BYTES, device_chooser
+from recipe.rloo.memory_study.plan import CPU, CUDA, DEVICES, MOST_CPU_BYTES, QUICK_CPU_BYTES, device_chooser, needed_bytes
 from recipe.rloo.memory_study.records import COMPLETED, EXIT_CODES, REFUSED, CellResult, worst
 from recipe.rloo.memory_study.report import cell_line, report
 from recipe.rloo.memory_study.runner import MEASURE, How, run_study
@@ -94,6 +94,7 @@ def run(options: argparse.Namespace) -> set[str]:
     has_gpu = device_count(CUDA) > 0
     if options.device == CUDA and not has_gpu:
         raise UserError("--device cuda: no GPU is visible to this process. Use --device auto or fake.")
+    refuse_too_large(options, arms)
     on_gpu = has_gpu and options.device in ("auto", CUDA)
     preload = (PRELOAD,) if options.measure == MEASURE and not has_gpu else ()
     how = How(options.out, options.measure, options.time_limit, 1 if on_gpu else options.jobs, options.period)
@@ -126,6 +127,21 @@ def chosen_arms(options: argparse.Namespace) -> list[Arm]:
     if not arms:
         raise UserError("no arm has this expansion, name and group size together. Leave one of --expansion, --arm, --k out.")
     return arms
+
+
+def refuse_too_large(options: argparse.Namespace, arms: Sequence[Arm]) -> None:
+    """Refuse real tensors on a CPU for arms that need more than the limit for them.
+
+    Raises:
+        UserError: There is such an arm.
+    """
+    needs = {arm.cell: needed_bytes(arm, *SHAPE) for arm in arms} if options.device == CPU else {}
+    largest = max(needs, key=lambda cell: needs[cell], default="")
+    if largest and needs[largest] > cpu_bytes(options):
+        raise UserError(
+            f"--device cpu: {largest} needs about {needs[largest] / GIB:.0f} GiB of real tensors, and the limit is "
+            f"{cpu_bytes(options) / GIB:.0f}. Raise --cpu-limit-gb if this machine has as much, or use --device auto."
+        )
 
 
 def documents_of(options: argparse.Namespace) -> str | None:
