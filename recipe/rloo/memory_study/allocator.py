@@ -91,7 +91,7 @@ class CachingAllocator:
         reserved: Bytes of all segments, in use or cached.
         live_peak: Highest ``live`` since ``reset_peaks``.
         reserved_peak: Highest ``reserved`` since ``reset_peaks``.
-        history: (live, reserved) after each event that changed ``reserved``.
+        history: (live, reserved) after each allocation and free of a large block, and each segment that was returned.
     """
 
     def __init__(self, limit_bytes: int | None = None) -> None:
@@ -126,11 +126,13 @@ class CachingAllocator:
         self._used[key] = block
         self.live += block.size
         self.live_peak = max(self.live_peak, self.live)
+        self._note(block.size)
 
     def free(self, key: Hashable) -> None:
         """Give a block back to its pool, where it stays cached."""
         block = self._used.pop(key)
-        self.live -= block.size
+        size = block.size
+        self.live -= size
         block.free = True
         for neighbour in (block.before, block.after):
             if neighbour is not None and neighbour.free:
@@ -144,6 +146,7 @@ class CachingAllocator:
             for block in pool.whole_segments():
                 pool.remove(block)
                 self._reserve(-block.size)
+                self._note(block.size)
 
     def reset_peaks(self) -> None:
         """Start both peaks at the present level."""
@@ -165,7 +168,11 @@ class CachingAllocator:
     def _reserve(self, num_bytes: int) -> None:
         self.reserved += num_bytes
         self.reserved_peak = max(self.reserved_peak, self.reserved)
-        self.history.append((self.live, self.reserved))
+
+    def _note(self, num_bytes: int) -> None:
+        """Add the present levels to the history, unless the block that changed them is small."""
+        if num_bytes > SMALL_BYTES:
+            self.history.append((self.live, self.reserved))
 
 
 def _split(block: _Block, size: int) -> None:

@@ -15,12 +15,16 @@ TRUNCATED_TOKENS = 1024
 LEGACY = "legacy"
 SAVINGS = ("no_retention", "response_only", "chunked", "shared_prompt", "shared_prompt_checkpointing")
 """Updates that save memory with the whole prompt and the same loss, each on top of the one before."""
-UPDATES = (LEGACY, *SAVINGS)
+WHOLE_RUN = "whole_run"
+"""A whole step of this project: rollout, log-probs, update, weight sync. It samples its own answers."""
+UPDATES = (LEGACY, *SAVINGS, WHOLE_RUN)
 
 KS = (2, 4, 8)
 """The published group sizes."""
-MORE_KS = (16, 32, 64)
+MORE_KS = (16, 32)
 """Further group sizes. One is run where the next smaller one completed."""
+MOST_KS = (*MORE_KS, 64)
+"""The same for this project's default update, with and without checkpointing."""
 FIXED_ROWS = 2
 """Rows of one forward in the main table, whatever the group size."""
 
@@ -87,23 +91,29 @@ def saving_arms(ks: Iterable[int] = KS) -> list[Arm]:
     return arms
 
 
-ARMS: tuple[Arm, ...] = (*main_arms(), *coupled_arms(), *saving_arms())
+def whole_run_arms() -> list[Arm]:
+    """Return the whole step of this project at the largest published group size."""
+    return [Arm(f"token_{FULL}_{WHOLE_RUN}", "token", FULL, WHOLE_RUN, KS[-1], KS[-1])]
+
+
+ARMS: tuple[Arm, ...] = (*main_arms(), *coupled_arms(), *saving_arms(), *whole_run_arms())
 """What the study runs at the published group sizes. The larger ones follow from it: see ``larger``."""
 
 
 def larger(completed: Iterable[Arm]) -> list[Arm]:
-    """Return the arms to try next: those that completed at every smaller group size, at the next of MORE_KS.
+    """Return the arms to try next: those that completed at their largest group size, at the one that follows it.
 
     The published coupling ends at the published sizes, and so do arms with a truncated prompt: nothing new is seen there.
     """
-    largest: dict[str, Arm] = {}
+    largest: dict[str, int] = {}
     for arm in completed:
-        if not arm.coupled and arm.prompt == FULL and arm.k >= largest.get(arm.name, arm).k:
-            largest[arm.name] = arm
-    sizes = (*KS, *MORE_KS)
-    after = dict(zip(sizes[len(KS) - 1 :], MORE_KS, strict=False))
-    next_ks = {name: after[arm.k] for name, arm in largest.items() if arm.k in after}
-    return [arm for k in MORE_KS for arm in (*main_arms([k]), *saving_arms([k])) if next_ks.get(arm.name) == k]
+        if not arm.coupled and arm.prompt == FULL:
+            largest[arm.name] = max(arm.k, largest.get(arm.name, 0))
+    sizes = (KS[-1], *MOST_KS)
+    following = dict(zip(sizes, MOST_KS, strict=False))
+    next_k = {name: following.get(k) for name, k in largest.items()}
+    arms = [arm for k in MOST_KS for arm in (*main_arms([k]), *saving_arms([k])) if next_k.get(arm.name) == k]
+    return [arm for arm in arms if arm.k in MORE_KS or arm.update.startswith("shared_prompt")]
 
 
 def quick_arms() -> tuple[Arm, ...]:

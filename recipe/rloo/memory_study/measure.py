@@ -23,10 +23,10 @@ from recipe.rloo.memory_study.legacy import LegacyTrainer, Options, Values, buil
 from recipe.rloo.memory_study.meters import DeviceMeter, FakeMeter, Meter, Phase, TrackerMeter, merged
 from recipe.rloo.memory_study.records import OutOfMemory, UpdateRecord
 from recipe.rloo.memory_study.shapes import Shapes, StudyBatch, make_batch, make_model, shortened
+from recipe.rloo.memory_study.timeline import TimelineTracker
 from recipe.rloo.memory_study.updates import OWN_UPDATES, RESPONSE_ONLY, MendedTrainer, OwnTrainer, own_policy, own_settings
 from verl_memopt.distributed.device import cap_device_memory, local_device
 from verl_memopt.errors import ConfigError
-from verl_memopt.observe.byte_tracker import ByteTracker
 
 CPU, FAKE, CUDA = "cpu", "fake", "cuda"
 THIS = "recipe.rloo.memory_study.measure"
@@ -134,7 +134,7 @@ def run_arm(
         gpu = local_device("cuda", 0)
         cap_device_memory(gpu, limit_bytes)
         return _run(arm, batch, shapes, folder, options, DeviceMeter(gpu), rounds)
-    with ByteTracker(limit_bytes=limit_bytes, default_kind="params") as tracker:
+    with TimelineTracker(limit_bytes=limit_bytes, default_kind="params") as tracker:
         return _run(arm, batch, shapes, folder, options, TrackerMeter(tracker), rounds)
 
 

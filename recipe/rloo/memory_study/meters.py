@@ -17,11 +17,9 @@ from recipe.rloo.memory_study.allocator import CachingAllocator
 from recipe.rloo.memory_study.fake_device import DEVICE as FAKE_GPU
 from recipe.rloo.memory_study.fake_device import NoRoomForTensor
 from recipe.rloo.memory_study.records import BYTE_TRACKER, DEVICE_ALLOCATOR, SIMULATED_ALLOCATOR, OutOfMemory
+from recipe.rloo.memory_study.timeline import Point, TimelineTracker, thinned
 from verl_memopt.distributed import device as device_room
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker, DeviceLimitError
-
-Point = tuple[float, int, int | None]
-"""Seconds since the phase began, live bytes, reserved bytes."""
 
 
 @dataclass(frozen=True)
@@ -78,7 +76,7 @@ class FakeMeter:
 
     @contextmanager
     def phase(self, name: str, update: int = 0) -> Iterator[None]:
-        """Measure the body. The timeline has each change of the reserved bytes, evenly spaced over the duration."""
+        """Measure the body. The timeline has each change by a large block, evenly spaced over the duration."""
         allocator = self.allocator
         allocator.reset_peaks()
         enter, first, started = allocator.live, len(allocator.history), time.perf_counter()
@@ -90,7 +88,7 @@ class FakeMeter:
         seconds, changes = time.perf_counter() - started, allocator.history[first:]
         points = [(seconds * (place + 1) / (len(changes) + 1), live, held) for place, (live, held) in enumerate(changes)]
         figures = enter, allocator.live_peak, allocator.live, allocator.reserved_peak
-        self.phases.append(Phase(update, name, *figures, seconds, tuple(points)))
+        self.phases.append(Phase(update, name, *figures, seconds, thinned(points)))
 
     def count_model(self, model: nn.Module) -> None:
         """Do nothing: every tensor of the device was made by an op."""
@@ -104,7 +102,7 @@ class TrackerMeter:
     """Measures real tensors on a CPU (:class:`Meter`). There is no caching allocator, so nothing is reserved.
 
     Args:
-        tracker: A byte tracker that is entered.
+        tracker: A byte tracker that is entered. A :class:`TimelineTracker` gives the phases their timelines.
     """
 
     device = torch.device("cpu")
@@ -113,6 +111,7 @@ class TrackerMeter:
     def __init__(self, tracker: ByteTracker) -> None:
         """Measure nothing yet."""
         self._tracker = tracker
+        self._changes = tracker.changes if isinstance(tracker, TimelineTracker) else []
         self.phases: list[Phase] = []
 
     @contextmanager
@@ -120,14 +119,15 @@ class TrackerMeter:
         """Measure the body."""
         tracker = self._tracker
         tracker.enter(name)
-        enter, started = tracker.total(), time.perf_counter()
+        enter, first, started = tracker.total(), len(self._changes), time.perf_counter()
         try:
             yield
         except DeviceLimitError as error:
             held = error.num_bytes - error.asked_bytes
             raise OutOfMemory(name, error.asked_bytes, held, error.op) from error
         figures = enter, tracker.peaks[DEVICE].bytes, tracker.total(), None
-        self.phases.append(Phase(update, name, *figures, time.perf_counter() - started))
+        points = [(moment - started, live, None) for moment, live in self._changes[first:]]
+        self.phases.append(Phase(update, name, *figures, time.perf_counter() - started, thinned(points)))
 
     def count_model(self, model: nn.Module) -> None:
         """Count the weights, which are read from a mapped file."""

@@ -20,6 +20,9 @@ WORST_FIRST = (FAILED, DIVERGED, TIMEOUT, REFUSED, OOM, COMPLETED)
 BYTE_TRACKER, SIMULATED_ALLOCATOR, DEVICE_ALLOCATOR = "byte tracker", "simulated allocator", "device allocator"
 """Values of ``measured_by``: real tensors on a CPU, fake tensors on a fake GPU, a real GPU."""
 
+THIS_RUN = "this run"
+"""Value of ``values_from`` where the measured run itself had values."""
+
 
 class OutOfMemory(RuntimeError):  # noqa: N818 - the name of the event, as in torch
     """A device, or the limit set for it, had no room for a tensor.
@@ -79,7 +82,7 @@ class UpdateRecord:
     """Duration of the phase. On fake tensors this is the time of the simulation."""
     measured_by: str
     """Source of the bytes: BYTE_TRACKER, SIMULATED_ALLOCATOR or DEVICE_ALLOCATOR."""
-    values_from: str = "this run"
+    values_from: str = THIS_RUN
     """Source of loss and gradient norm. Fake tensors have no values: then it says at which shape the same program ran."""
     timeline: tuple[tuple[float, int, int | None], ...] = ()
     """(seconds since the phase began, live bytes, reserved bytes) at each turning point. Empty = only enter, peak and exit."""
@@ -98,6 +101,8 @@ class Cell:
     """Largest number of bytes on the device. None = no limit."""
     shapes: str = "published"
     """Name of the shapes: ``published`` or ``small``."""
+    documents: str | None = None
+    """A file or folder with documents for the prompt. None = a document that is made locally."""
 
     @property
     def name(self) -> str:

@@ -15,7 +15,7 @@ from recipe.rloo.memory_study.arms import (
 
 def test_a_name_and_a_group_size_say_which_program_runs():
     cells = [arm.cell for arm in ARMS]
-    assert len(set(cells)) == len(cells) == 24 + 24 + 18
+    assert len(set(cells)) == len(cells) == 24 + 24 + 18 + 1
 
 
 def test_the_main_table_has_every_expansion_prompt_and_group_size_with_as_many_rows_in_a_forward():
@@ -48,6 +48,11 @@ def test_a_larger_group_is_tried_where_the_one_before_it_completed():
     assert {arm.micro_batch for arm in tried if arm.update == "legacy"} == {FIXED_ROWS}
     assert {arm.micro_batch for arm in tried if arm.update == "shared_prompt"} == {16}
     assert {arm.k for arm in larger([*ARMS, *tried])} == {32}
+
+
+def test_the_projects_default_update_alone_goes_on_to_64():
+    last = larger([*main_arms([32]), *saving_arms([32])])
+    assert {(arm.update, arm.k) for arm in last} == {("shared_prompt", 64), ("shared_prompt_checkpointing", 64)}
 
 
 def test_no_larger_group_is_tried_where_one_did_not_complete_or_none_is_left():
