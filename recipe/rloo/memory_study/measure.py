@@ -165,7 +165,7 @@ def _program(
 ) -> Callable[[StudyBatch], Values]:
     """Build the models of an arm on the meter's device and return its training step."""
     if arm.update in OWN_UPDATES:
-        settings = own_settings(arm, shapes, folder)
+        settings = own_settings(arm, shapes, folder, options.whole_rows)
         policy = stack.enter_context(own_policy(settings, shapes.epochs, meter.device))
         return OwnTrainer(policy, settings, shapes, arm, options, meter).train
     fake = isinstance(meter, FakeMeter)

@@ -105,10 +105,12 @@ def test_an_unknown_device_is_refused():
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("whole_rows", [False, True])
 @pytest.mark.parametrize(("k", "times"), [(4, 250), (8, 400)])
-def test_the_default_update_is_hundreds_of_times_smaller_with_the_whole_prompt(k, times, folder):
+def test_the_default_update_is_hundreds_of_times_smaller_with_the_whole_prompt(k, times, whole_rows, folder):
     published = run_arm(arm(k=k, rows=k), PUBLISHED, "fake", None, 0, folder, Options(k)).phases
-    ours = run_arm(arm(OWN, k, k), dataclasses.replace(PUBLISHED, epochs=2), "cpu", None, 0, folder, Options(k)).phases
+    steady, options = dataclasses.replace(PUBLISHED, epochs=2), Options(k, whole_rows=whole_rows)
+    ours = run_arm(arm(OWN, k, k), steady, "cpu", None, 0, folder, options).phases
     largest = [max(phase.peak for phase in run if phase.name in STEP) for run in (published, ours)]
     assert largest[0] > times * largest[1]
 
