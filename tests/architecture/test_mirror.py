@@ -7,7 +7,7 @@ import pytest
 ROOT = Path(__file__).parents[2]
 SOURCES = sorted(path.relative_to(ROOT / "verl_memopt") for path in (ROOT / "verl_memopt").rglob("*.py"))
 TESTS = sorted(path.relative_to(ROOT / "tests") for path in (ROOT / "tests").rglob("test_*.py"))
-ROOMS_OF_THEIR_OWN = {"architecture", "benchmarks", "docs", "end_to_end", "faults", "gpu", "virtual_gpu"}
+ROOMS_OF_THEIR_OWN = {"architecture", "benchmarks", "docs", "end_to_end", "faults", "gpu", "recipe", "virtual_gpu"}
 """Folders of tests that look at the whole rather than at a file."""
 
 NO_TEST = {

@@ -1,0 +1,1 @@
+"""RLOO: settings, data, and the memory study."""

@@ -1,0 +1,114 @@
+"""Runs a function in a process in which autograd takes fake ``cuda`` tensors, on a machine without a GPU.
+
+This file does not import torch: the guard must be loaded first.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import hashlib
+import importlib
+import importlib.util
+import os
+import pickle
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.errors import ConfigError
+
+SOURCE = Path(__file__).with_name("fake_guard.cpp")
+ROOT = Path(__file__).parents[3]
+COMPILE_SECONDS = 300
+
+_loaded = False
+
+
+class NoCompilerError(ConfigError):
+    """The guard cannot be compiled on this machine."""
+
+
+def call_in_fake_process(function: str, *args: Any) -> Any:
+    """Call a function where there is a fake CUDA device, and return its result.
+
+    Args:
+        function: ``module:name``. In a process that has the guard, it is called there.
+        *args: Its arguments. They are pickled, and so is the result.
+
+    Raises:
+        NoCompilerError: There is no C++ compiler.
+        RuntimeError: The function raised. The message holds its traceback.
+    """
+    if _loaded:
+        return _call(function, args)
+    library = compiled_guard()
+    with tempfile.TemporaryDirectory() as folder:
+        request, answer = Path(folder) / "request", Path(folder) / "answer"
+        request.write_bytes(pickle.dumps((function, args)))
+        command = [sys.executable, "-c", f"import {__name__} as it; it.serve(*it.sys.argv[1:])"]
+        command += [str(library), str(request), str(answer)]
+        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+        child = subprocess.run(command, env={**os.environ, "PYTHONPATH": paths}, capture_output=True, text=True)
+        if child.returncode:
+            raise RuntimeError(f"{function} failed on the fake device:\n{child.stderr[-3000:]}")
+        return pickle.loads(answer.read_bytes())
+
+
+def compiled_guard() -> Path:
+    """Return the library of the guard. It is compiled once for each version of torch and of its source.
+
+    Raises:
+        NoCompilerError: There is no C++ compiler, or the source does not compile.
+    """
+    spec = importlib.util.find_spec("torch")
+    assert spec is not None
+    assert spec.submodule_search_locations is not None
+    torch_folder = Path(spec.submodule_search_locations[0])
+    version = (torch_folder / "version.py").read_bytes()
+    digest = hashlib.sha256(SOURCE.read_bytes() + version).hexdigest()[:16]
+    cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_memopt"
+    library = cache / f"fake-guard-{digest}.so"
+    if not library.exists():
+        cache.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryDirectory(dir=cache) as folder:
+            aside = Path(folder) / library.name
+            _compile(torch_folder, aside)
+            os.replace(aside, library)
+    return library
+
+
+def _compile(torch_folder: Path, target: Path) -> None:
+    compiler, libraries = os.environ.get("CXX", "g++"), torch_folder / "lib"
+    flags = ["-std=c++20", "-O0", "-shared", "-fPIC", f"-I{torch_folder / 'include'}", str(SOURCE), "-o", str(target)]
+    links = [f"-L{libraries}", "-lc10", "-ltorch_cpu", f"-Wl,-rpath,{libraries}"]
+    try:
+        done = subprocess.run([compiler, *flags, *links], capture_output=True, text=True, timeout=COMPILE_SECONDS)
+    except FileNotFoundError as error:
+        raise NoCompilerError(
+            f"There is no C++ compiler named {compiler}. Fake GPU tensors need one: install g++, or name yours in CXX."
+        ) from error
+    if done.returncode:
+        raise NoCompilerError(f"{SOURCE.name} does not compile with {compiler}:\n{done.stderr[-3000:]}")
+
+
+def _call(function: str, args: tuple[Any, ...]) -> Any:
+    module, name = function.split(":")
+    return getattr(importlib.import_module(module), name)(*args)
+
+
+def serve(library: str, request: str, answer: str) -> None:
+    """Load the guard in a fresh process, run a request, and write its answer.
+
+    Args:
+        library: The compiled guard.
+        request: File with the pickled function and its arguments.
+        answer: File to write the pickled result to.
+    """
+    global _loaded
+    assert "torch" not in sys.modules, "torch was imported before the guard"
+    ctypes.CDLL(library)
+    _loaded = True
+    function, args = pickle.loads(Path(request).read_bytes())
+    Path(answer).write_bytes(pickle.dumps(_call(function, args)))

@@ -1,0 +1,81 @@
+"""What the tests run in the process with the fake GPU."""
+
+import torch
+
+from recipe.rloo.memory_study.allocator import MIB
+from recipe.rloo.memory_study.fake_device import NoRoomForTensor, fake_device
+
+
+def linear_backward():
+    """Return (live bytes) of a linear layer on the fake device: after its weights, its forward, and its backward."""
+    with fake_device() as allocator:
+        layer = torch.nn.Linear(1024, 512, bias=False, device="cuda")
+        held = [allocator.live]
+        output = layer(torch.zeros(256, 1024, device="cuda"))
+        held.append(allocator.live)
+        output.sum().backward()
+        del output
+        held.append(allocator.live)
+        assert layer.weight.grad.device.type == "cuda"
+    return held
+
+
+def autocast_dtypes():
+    """Return the dtypes of a product under bf16 autocast and of its gradient."""
+    from recipe.rloo.memory_study.legacy import autocast
+
+    with fake_device():
+        weight = torch.zeros(8, 8, device="cuda", requires_grad=True)
+        with autocast("cuda"):
+            product = weight @ weight
+        product.float().sum().backward()
+        return str(product.dtype), str(weight.grad.dtype), torch.is_autocast_enabled("cuda")
+
+
+def views_and_host_tensors():
+    """Return the live bytes beside a view, a tensor on the host, and a tensor that was dropped."""
+    with fake_device() as allocator:
+        whole = torch.zeros(1024, 1024, device="cuda")
+        view = whole[:10].t()
+        host = torch.zeros(1024, 1024)
+        torch.zeros(1024, 1024, device="cuda")
+        assert view.shape[0] == 1024
+        assert host.device.type == "cpu"
+        return allocator.live
+
+
+def refused():
+    """Return what a tensor that does not fit is told."""
+    kept = []
+    try:
+        with fake_device(limit_bytes=99 * MIB):
+            kept.append(torch.zeros(20, 1024, 1024, device="cuda"))
+            kept.append(torch.zeros(10, 1024, 1024, dtype=torch.bfloat16, device="cuda"))
+    except NoRoomForTensor as error:
+        return error.requested_bytes, error.held_bytes, error.shape
+    return None
+
+
+def all_cases():
+    """Return what each of the functions above returns, by name."""
+    return {case.__name__: case() for case in (linear_backward, autocast_dtypes, views_and_host_tensors, refused)}
+
+
+def raises(text):
+    """Fail with a text."""
+    raise ValueError(text)
+
+
+def legacy_runs(cases, folder):
+    """Return the run of the published update for each (k, prompt, micro-batch, rounds), at the published shapes."""
+    from recipe.rloo.memory_study.arms import Arm
+    from recipe.rloo.memory_study.legacy import Options
+    from recipe.rloo.memory_study.measure import run_arm
+    from recipe.rloo.memory_study.shapes import PUBLISHED
+
+    return {
+        (k, prompt, rows, rounds): run_arm(
+            Arm("legacy", "token", prompt, "legacy", k, rows), PUBLISHED, "fake", None, 0, folder, Options(rows), rounds
+        )
+        for k, prompt, rows, rounds in cases
+    }

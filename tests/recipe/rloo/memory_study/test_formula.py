@@ -1,0 +1,33 @@
+import pytest
+
+from recipe.rloo.memory_study import formula
+
+VOCAB = 151_669
+
+
+@pytest.mark.parametrize(
+    ("rows", "prompt", "mib"),
+    [(2, 3015, 13_488), (4, 3015, 26_335), (8, 3015, 52_030), (2, 1024, 5_425), (4, 1024, 10_208), (8, 1024, 19_776)],
+)
+def test_the_formula_gives_the_figures_of_the_reference(rows, prompt, mib):
+    assert round(formula.predicted_bytes(rows, prompt, 100, VOCAB) / formula.MIB) == mib
+
+
+@pytest.mark.parametrize(("k", "share"), [(2, 55.2), (4, 58.8)])
+def test_truncation_takes_its_share_of_the_whole_device(k, share):
+    before, after = (formula.predicted_bytes(k, prompt, 100, VOCAB) for prompt in (3015, 1024))
+    assert round(100 * formula.reduction(before, after), 1) == share
+
+
+@pytest.mark.parametrize("run", [run for run in formula.PUBLISHED_RUNS if run.peak_mib], ids=str)
+def test_the_formula_is_within_a_hundredth_of_every_completed_run(run):
+    predicted = formula.predicted_bytes(run.k, run.prompt, 100, VOCAB) / formula.MIB
+    assert abs(predicted / run.peak_mib - 1) < 0.01
+
+
+def test_levels_are_counted_above_the_level_between_updates():
+    assert formula.bytes_per_logit([100, 500], between=100, logits=100) == [0, 4]
+
+
+def test_a_plateau_has_the_level_nearest_to_it():
+    assert formula.nearest_levels([0.2, 3.9, 6.4, 13.0], (4.0, 14.0)) == {4.0: 3.9, 14.0: 13.0}

@@ -1,0 +1,61 @@
+import json
+from pathlib import Path
+
+import pytest
+
+from recipe.rloo.memory_study.arms import saving_arms
+from recipe.rloo.memory_study.combine import summarize
+from recipe.rloo.memory_study.controls import check
+from recipe.rloo.memory_study.page import ENGLISH, KOREAN, cause_table, formula_table, methods_table, savings_table
+from tests.recipe.rloo.memory_study.hand_made import GIB, MIB, completed, out_of_memory, published
+
+DOCS = Path(__file__).parents[4] / "docs"
+EVIDENCE = DOCS / "evidence/2026-11-22-rloo-memory-study/summary.json"
+SHARED = next(arm for arm in saving_arms([8]) if arm.update == "shared_prompt")
+
+
+def summary_of(*results):
+    return summarize(*check(results))
+
+
+def cells_of(table, *words):
+    (line,) = (line for line in table.splitlines() if all(word in line for word in words))
+    return [cell.strip() for cell in line.strip("|").split("|")]
+
+
+def test_published_peaks_stand_beside_the_prompts_that_they_had():
+    table = methods_table(summary_of(completed(published(), 1, 10 * GIB)))
+    assert cells_of(table, "whole", "Basic") == ["whole", "Basic", "14.38", "26.99", "out of memory", "11.71", "", ""]
+    assert cells_of(table, "cut", "String-level")[2:5] == ["6.40", "11.01", "20.25"]
+    assert cells_of(table, "whole", "String-level")[2:5] == ["", "", ""]
+
+
+def test_a_run_without_room_is_a_status_with_its_need():
+    arm = published(k=8)
+    results = [out_of_memory(arm), completed(arm, 45 * GIB, 50 * GIB), completed(SHARED, 90 * MIB, limit=32 * GIB)]
+    assert cells_of(methods_table(summary_of(*results)), "whole", "Basic")[-1] == "out of memory (51.71)"
+    table = savings_table(summary_of(*results))
+    assert cells_of(table, "published trainer") == ["published trainer", "out of memory (46,080)"]
+    assert cells_of(table, "computed once")[-1] == "90"
+
+
+def test_a_cut_prompt_is_compared_with_the_whole_one_of_the_same_method():
+    results = [completed(published("token", prompt, 4), 1, held) for prompt, held in (("full", 24 * GIB), ("truncated", 9 * GIB))]
+    table = cause_table(summary_of(*results))
+    rest = (641 + 1109.9) / 1024
+    assert cells_of(table, "cut")[-1] == f"{100 * (1 - (9 + rest) / (24 + rest)):.1f} %"
+    assert cells_of(table, "whole")[-1] == ""
+
+
+def test_both_languages_have_the_same_words():
+    assert ENGLISH.keys() == KOREAN.keys()
+
+
+@pytest.mark.parametrize(("page", "words"), [("rloo_memory_study.md", ENGLISH), ("README_ko.md", KOREAN)])
+def test_the_figures_of_a_page_are_those_of_the_evidence(page, words):
+    text, summary = (DOCS / page).read_text(), json.loads(EVIDENCE.read_text())
+    assert methods_table(summary, words) in text
+    assert savings_table(summary, words) in text
+    if words is ENGLISH:
+        assert cause_table(summary) in text
+        assert formula_table(summary) in text

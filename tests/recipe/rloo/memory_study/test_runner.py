@@ -1,0 +1,168 @@
+import dataclasses
+import os
+
+import pytest
+import torch
+
+from recipe.rloo.memory_study.arms import main_arms, saving_arms
+from recipe.rloo.memory_study.records import EXIT_CODES, Cell, OutOfMemory, read_result
+from recipe.rloo.memory_study.runner import (
+    How,
+    failure_of,
+    measure_and_record,
+    outcome_of,
+    result_path,
+    run_cells,
+    run_study,
+    shuffled,
+)
+from tests.recipe.rloo.memory_study.stand_in import SAVING, STRING, TOKEN, cell, measure_cell
+from verl_memopt.errors import ConfigError, DeviceMemoryError
+
+STAND_IN = "tests.recipe.rloo.memory_study.stand_in:measure_cell"
+
+
+@pytest.fixture
+def how(tmp_path):
+    return How(tmp_path, STAND_IN, time_limit=120, jobs=2)
+
+
+def pid_cell(cell):
+    """Return no records, and leave the id of the process that ran."""
+    with open(os.environ["PIDS"], "a") as file:
+        file.write(f"{os.getpid()}\n")
+    return []
+
+
+def test_each_cell_runs_in_a_process_of_its_own(how, tmp_path, monkeypatch):
+    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+    how = dataclasses.replace(how, measure=f"{__name__}:pid_cell")
+    outcomes = [result.outcome for result in run_cells([cell(), cell(repeat=1), cell(STRING)], how)]
+    assert outcomes == ["completed"] * 3
+    pids = set((tmp_path / "pids").read_text().split())
+    assert len(pids) == 3
+    assert str(os.getpid()) not in pids
+
+
+def test_a_result_is_what_the_process_measured(how):
+    (result,) = run_cells([cell()], how)
+    assert result == read_result(result_path(how.out, cell()))
+    here = measure_cell(cell())
+    same = ("phase", "allocated_enter", "allocated_peak", "allocated_exit", "ids_sha256", "loss", "grad_norm")
+    assert [[getattr(record, name) for name in same] for record in result.records] == [
+        [getattr(record, name) for name in same] for record in here
+    ]
+    assert result.host_rss > 2**20
+    assert result.versions["torch"] == torch.__version__
+
+
+def test_every_way_to_end_has_its_outcome_and_the_others_still_run(how):
+    how = dataclasses.replace(how, time_limit=20)
+    cells = [
+        cell(),
+        cell(name="raises"),
+        cell(name="refuses"),
+        cell(name="dies"),
+        cell(limit_bytes=30_000),
+    ]
+    results = {result.cell.arm.name + str(result.cell.limit_bytes or ""): result for result in run_cells(cells, how)}
+    assert {name: result.outcome for name, result in results.items()} == {
+        "token_full_legacy": "completed",
+        "raises": "failed",
+        "refuses": "refused",
+        "dies": "failed",
+        "token_full_legacy30000": "oom",
+    }
+    assert results["dies"].failure.message.startswith("killed by signal 9")
+    assert results["raises"].failure.error == "ValueError"
+    log = result_path(how.out, results["raises"].cell).with_suffix(".log").read_text()
+    assert log.rstrip().endswith("ValueError: something is wrong")
+
+
+def test_a_cell_that_hangs_is_ended_at_the_time_limit(how):
+    (result,) = run_cells([cell(name="hangs")], dataclasses.replace(how, time_limit=3))
+    assert (result.outcome, result.exit_code) == ("timeout", 5)
+    assert read_result(result_path(how.out, result.cell)) == result
+
+
+def test_running_out_of_memory_keeps_phase_bytes_and_tensor(tmp_path):
+    path = tmp_path / "cell.json"
+    with pytest.raises(OutOfMemory):
+        measure_and_record(cell(limit_bytes=40_000), measure_cell, path)
+    result = read_result(path)
+    assert result.records == ()
+    failure = result.failure
+    assert (failure.phase, failure.error) == ("forward", "OutOfMemory")
+    assert failure.held_bytes + failure.requested_bytes > 40_000 >= failure.held_bytes
+    assert failure.shape.startswith("aten")
+
+
+def test_an_error_is_on_file_and_is_raised_again(tmp_path):
+    with pytest.raises(ValueError, match="something is wrong"):
+        measure_and_record(cell(name="raises"), measure_cell, tmp_path / "cell.json")
+    assert read_result(tmp_path / "cell.json").outcome == "failed"
+
+
+@pytest.mark.parametrize(
+    ("error", "outcome"),
+    [
+        (OutOfMemory("forward", 1, 2), "oom"),
+        (torch.OutOfMemoryError("no room"), "oom"),
+        (DeviceMemoryError("no room", "update_actor", 1, 2, 3), "oom"),
+        (MemoryError(), "oom"),
+        (ConfigError("no"), "refused"),
+        (ValueError("no"), "failed"),
+    ],
+)
+def test_an_error_says_the_outcome(error, outcome):
+    assert outcome_of(error) == outcome
+    assert outcome in EXIT_CODES
+
+
+def test_a_failure_has_what_the_error_knows():
+    failure = failure_of(DeviceMemoryError("no  room", "update_actor", 1, 2, 3))
+    assert (failure.phase, failure.requested_bytes, failure.held_bytes, failure.message) == ("update_actor", 1, 2, "no room")
+    assert failure_of(ValueError("x")).phase == ""
+
+
+def test_the_seed_alone_decides_the_order():
+    cells = [Cell(arm, 0, 0, "cpu", None) for arm in main_arms()]
+    assert shuffled(cells, 1) == shuffled(cells, 1) != cells
+    assert sorted(shuffled(cells, 1), key=cells.index) == cells
+
+
+def test_a_study_goes_on_to_larger_groups_of_what_completed(how):
+    arms = [*main_arms([8])[:1], *saving_arms([8])[:1], dataclasses.replace(TOKEN, name="raises", k=8)]
+    results = list(run_study(arms, 1, 0, lambda _: "cpu", None, how))
+    ks = sorted((result.cell.arm.name, result.cell.arm.k) for result in results)
+    completed = ("token_full_legacy", "token_full_no_retention")
+    assert ks == [("raises", 8), *((name, k) for name in completed for k in (8, 16, 32))]
+
+
+def test_an_arm_without_room_ends_its_series_and_no_other(how):
+    arms = [main_arms([8])[0], saving_arms([8])[0]]
+    results = list(run_study(arms, 1, 0, lambda _: "cpu", 500_000, how))
+    ran = sorted((result.cell.arm.update, result.cell.arm.k, result.outcome) for result in results)
+    assert ran == [
+        *(("legacy", k, "completed") for k in (8, 16, 32)),
+        ("no_retention", 8, "completed"),
+        ("no_retention", 16, "oom"),
+    ]
+
+
+def test_repeats_run_and_larger_groups_can_be_left_out(how):
+    arms = main_arms([8])[:1]
+    results = list(run_study(arms, 3, 0, lambda _: "cpu", None, how, more_ks=False))
+    assert sorted(result.cell.repeat for result in results) == [0, 1, 2]
+
+
+def test_a_simulated_cell_without_room_shows_what_it_would_need(how):
+    results = list(run_study([TOKEN, SAVING], 2, 0, lambda _: "fake", 100_000, how, more_ks=False))
+    outcomes = sorted((result.cell.arm.update, result.cell.limit_bytes or 0, result.outcome) for result in results)
+    assert outcomes == [
+        ("legacy", 0, "completed"),
+        ("legacy", 100_000, "oom"),
+        ("legacy", 100_000, "oom"),
+        ("response_only", 100_000, "completed"),
+        ("response_only", 100_000, "completed"),
+    ]
