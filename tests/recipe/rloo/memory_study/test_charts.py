@@ -95,7 +95,7 @@ def test_every_axis_has_a_unit(tmp_path, drawn):
     panels = [axes for axes in drawn[2].axes if axes.lines]
     assert len(panels) == 4
     assert all(axes.get_ylabel().endswith(("MiB", "GiB")) for axes in panels)
-    assert [axes.get_xlabel() for axes in panels] == ["allocations and frees of more than 1 MiB, in order"] * 2 + ["seconds"] * 2
+    assert [axes.get_xlabel() for axes in panels] == ["changes of the allocator's memory, in order"] * 2 + ["seconds"] * 2
 
 
 def test_savings_are_counted_against_what_the_published_trainer_would_need(tmp_path, drawn):
