@@ -75,6 +75,15 @@ def test_a_run_without_room_is_a_word_and_never_a_bar(tmp_path, drawn):
     assert words(cut).count("out of\nmemory") == 0
 
 
+def test_bytes_per_token_are_those_of_runs_that_completed(tmp_path, drawn):
+    checked, controls = check(study())
+    draw_methods(summarize(checked, controls), tmp_path / "methods.png")
+    cost = drawn[0].axes[1]
+    assert cost.get_xlabel().startswith("k = 4;")
+    assert len(cost.patches) == 8
+    assert all(patch.get_height() > 0 for patch in cost.patches)
+
+
 def test_a_bar_is_as_high_as_the_true_peak(tmp_path, drawn):
     result = completed(published(), 1, 10 * GIB)
     draw_peaks(summarize(*check([result])), tmp_path / "peaks.png")
