@@ -1,7 +1,8 @@
 """Measures an arm: the bytes of each phase at the study's shapes, and loss and gradient norm of the same program in fp32.
 
 A fake GPU has no values, and the baseline does not fit on a CPU. So every arm runs a second time, with real fp32 tensors, the
-same vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run.
+same vocabulary, the same number of rows, and a short prompt. Loss and gradient norm of every record come from that run. In it all
+programs sum over the whole vocabulary at once, so that they round alike.
 """
 
 from __future__ import annotations
@@ -72,10 +73,11 @@ def measure_arm(arm: Arm, shapes: Shapes, device: str, limit_bytes: int | None, 
         ran = run_arm(arm, steps, device, limit_bytes, seed, folder, Options(arm.micro_batch))
         real = CUDA if device == CUDA else CPU
         short = dataclasses.replace(shortened(shapes), epochs=1)
-        values = run_arm(arm, short, real, None, seed, folder, Options(arm.micro_batch, autocast=False, for_values=True)).values
+        options = Options(arm.micro_batch, autocast=False, for_values=True, whole_rows=True)
+        values = run_arm(arm, short, real, None, seed, folder, options).values
         batch = _batch(arm, shapes, folder, seed)
         prompt = short.truncated if batch.dropped else short.prompt
-        where = f"float32, real tensors, prompt of {prompt}, answers of {short.response}"
+        where = f"float32, real tensors, prompt of {prompt}, answers of {short.response}, sums over the whole vocabulary"
         return [_record(phase, ran.source, arm, batch, shapes, values, where) for phase in ran.phases]
 
 
@@ -165,7 +167,7 @@ def _program(
 ) -> Callable[[StudyBatch], Values]:
     """Build the models of an arm on the meter's device and return its training step."""
     if arm.update in OWN_UPDATES:
-        settings = own_settings(arm, shapes, folder)
+        settings = own_settings(arm, shapes, folder, options.whole_rows)
         policy = stack.enter_context(own_policy(settings, shapes.epochs, meter.device))
         return OwnTrainer(policy, settings, shapes, arm, options, meter).train
     fake = isinstance(meter, FakeMeter)

@@ -73,8 +73,9 @@ class StudyBatch:
         prompts: Ids of each row's prompt, as the model gets them.
         answers: Ids of each row's answer.
         rewards: One for each row, multiples of 1/64, so that sums of them are exact.
-        drift: Log-ratio of each answer where values are compared, as if the policy had moved since the answers were drawn. They
-            are multiples of 1/1024, which fp32 adds to a log-prob without rounding, and too small to be clipped.
+        drift: Log-ratio of each answer where values are compared, as if the policy had moved since the answers were drawn,
+            towards those above the mean. Multiples of 1/1024, which fp32 adds to a log-prob without rounding, and too small to be
+            clipped. The advantages of a group sum to 0, and without a drift so would its losses.
         dropped: Prompt tokens that truncation removed, over all rows.
     """
 
@@ -137,7 +138,9 @@ def make_batch(arm: Arm, shapes: Shapes, tokenizer: Any, seed: int) -> StudyBatc
     draw = random.Random(seed)
     answers = [tuple(draw.randrange(FIRST_ID, shapes.model.vocab_size) for _ in range(shapes.response)) for _ in range(arm.k)]
     rewards = tuple(draw.randrange(64) / 64 for _ in range(arm.k))
-    drift = tuple(draw.randrange(-100, 100) / 1024 for _ in range(arm.k))
+    sizes = [draw.randrange(32, 100) / 1024 for _ in range(arm.k)]
+    mean = sum(rewards) / arm.k
+    drift = tuple(size if reward > mean else -size for size, reward in zip(sizes, rewards, strict=True))
     dropped = arm.k * (shapes.prompt - len(prompts[0]))
     return StudyBatch(tuple(map(tuple, prompts)), tuple(answers), rewards, drift, dropped)
 

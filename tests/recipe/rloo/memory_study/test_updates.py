@@ -1,7 +1,7 @@
 """Every update that saves gives the loss and the gradient of the published one, on real tensors.
 
-With 151,669 terms in a sum, fp32 itself moves the published gradient by 6e-6 from the exact one, which the same program gives in
-float64. The mended programs sum as it does and agree with it. This project's own head sums in tiles and is nearer to the exact.
+With 151,669 terms in a sum, fp32 moves the published gradient by 5e-6 from the exact one, which the same program has in float64.
+What sums in the same way agrees with it. This project's default sums in tiles, which ends nearer to the exact gradient.
 """
 
 import dataclasses
@@ -23,8 +23,8 @@ OWN = [("chunked", 4), ("chunked", 1), ("shared_prompt", 4), ("shared_prompt_che
 PUBLISHED_UPDATE = Arm("legacy", "token", FULL, "legacy", 4, 4)
 
 
-def values(arm, shapes, folder, dtype=torch.float32):
-    options = Options(arm.micro_batch, autocast=False, for_values=True, dtype=dtype)
+def values(arm, shapes, folder, dtype=torch.float32, whole_rows=False):
+    options = Options(arm.micro_batch, autocast=False, for_values=True, whole_rows=whole_rows, dtype=dtype)
     return run_arm(arm, shapes, "cpu", None, 0, folder, options).values
 
 
@@ -59,26 +59,29 @@ def test_a_mended_update_has_loss_and_gradient_of_the_published_one(update, rows
 
 
 @pytest.mark.parametrize(("update", "rows"), OWN)
-def test_an_own_update_has_the_exact_loss_and_gradient_of_the_published_one(update, rows, folder, published, exact):
+def test_an_own_update_over_whole_rows_has_loss_and_gradient_of_the_published_one(update, rows, folder, published):
+    own = values(Arm("arm", "token", FULL, update, 4, rows), ONE_EPOCH, folder, whole_rows=True)
+    assert abs(own.loss / published.loss - 1) < 2e-6
+    assert abs(own.grad_norm / published.grad_norm - 1) < 2e-6
+    assert difference(own.gradients, published.gradients) < 2e-6
+
+
+@pytest.mark.parametrize(("update", "rows"), OWN)
+def test_by_default_an_own_update_is_nearer_to_the_exact_gradient(update, rows, folder, published, exact):
     own = values(Arm("arm", "token", FULL, update, 4, rows), ONE_EPOCH, folder)
     assert abs(own.loss / exact.loss - 1) < 2e-6
     assert abs(own.loss / published.loss - 1) < 2e-6
     assert abs(own.grad_norm / published.grad_norm - 1) < 2e-6
-    assert difference(own.gradients, exact.gradients) < 2e-6
-
-
-def test_rounding_moves_the_published_gradient_further_from_the_exact_one(published, exact):
-    assert 2e-6 < difference(published.gradients, exact.gradients) < 1e-5
+    assert difference(own.gradients, exact.gradients) < difference(published.gradients, exact.gradients) < 1e-5
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("update", ["response_only", "shared_prompt_checkpointing"])
 def test_the_same_holds_for_a_prompt_five_times_as_long(update, folder):
-    own = values(Arm("arm", "token", FULL, update, 2, 2), LONGER, folder)
-    longer = dataclasses.replace(PUBLISHED_UPDATE, k=2, micro_batch=2)
-    reference = values(longer, LONGER, folder, torch.float32 if update == "response_only" else torch.float64)
-    assert abs(own.loss / reference.loss - 1) < 2e-6
-    assert difference(own.gradients, reference.gradients) < 2e-6
+    ours = values(Arm("arm", "token", FULL, update, 2, 2), LONGER, folder, whole_rows=True)
+    published = values(dataclasses.replace(PUBLISHED_UPDATE, k=2, micro_batch=2), LONGER, folder)
+    assert abs(ours.loss / published.loss - 1) < 2e-6
+    assert difference(ours.gradients, published.gradients) < 2e-6
 
 
 def test_a_truncated_prompt_has_another_gradient(folder, published):
@@ -88,7 +91,7 @@ def test_a_truncated_prompt_has_another_gradient(folder, published):
 
 def test_the_drift_makes_a_loss_that_can_be_compared(published):
     # At ratios of 1 the loss is minus the mean advantage, which is 0 in every group.
-    assert published.loss > 1e-3
+    assert published.loss < -0.01
 
 
 @pytest.mark.parametrize(
