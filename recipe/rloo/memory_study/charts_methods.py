@@ -27,7 +27,8 @@ def draw_methods(summary: Mapping[str, Any], path: Path) -> Path:
     """Draw what each method fed the model, its bytes per token, the ids that it saves, and a table with the controls."""
     rows = [dict(row) for row in summary["rows"] if row["update"] == LEGACY and row["coupled"]]
     drawing = figure(14, 8.8)
-    upper, lower = drawing.subfigures(2, 1, height_ratios=[1, 1])
+    halves: Any = drawing.subfigures(2, 1, height_ratios=[1, 1])
+    upper, lower = halves
     fed, cost, ids = upper.subplots(1, 3)
     _published_tokens(fed)
     _bytes_per_token(cost, rows)

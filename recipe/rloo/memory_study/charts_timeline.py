@@ -112,8 +112,9 @@ def _plateaus(axes: Axes, record: UpdateRecord, rows: int, base: float, divisor:
         size = (base + level * logits) / divisor
         if size <= axes.get_ylim()[1]:
             axes.axhline(size, color=MUTED, linewidth=0.7, linestyle=":")
-            place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
-            axes.annotate(f"{level:g} B/logit", (1.0, size), (3, 0), **place, fontsize=8, color=MUTED)
+            side = axes.get_yaxis_transform()
+            axes.annotate(f"{level:g} B/logit", (1.0, size), (3, 0), xycoords=side, textcoords="offset points", va="center",
+                          fontsize=8, color=MUTED)  # fmt: skip
 
 
 def _mark_peak(axes: Axes, xs: Sequence[float], levels: Sequence[float], colour: str, unit: str) -> None:
