@@ -14,6 +14,7 @@ from recipe.rloo.memory_study.arms import TRUNCATED, TRUNCATED_TOKENS, Arm
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
+from verl_memopt.errors import ConfigError
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 
 FIRST_ID = 3
@@ -154,6 +155,9 @@ def prompt_text(shapes: Shapes, tokenizer: Any, seed: int) -> str:
         shapes: Length of the prompt, and where documents are.
         tokenizer: Tokenizer of the model.
         seed: Chooses the document.
+
+    Raises:
+        ConfigError: The document is too short.
     """
 
     def turn(document: str) -> str:
@@ -167,9 +171,13 @@ def prompt_text(shapes: Shapes, tokenizer: Any, seed: int) -> str:
     count = _most(len(words), lambda number: length(" ".join(words[:number])) <= shapes.prompt)
     document = " ".join(words[:count])
     missing = shapes.prompt - length(document)
+    if missing and count == len(words):
+        raise ConfigError(
+            f"documents={shapes.documents}: a document of {len(words)} words does not fill a prompt of {shapes.prompt} tokens. "
+            "Name longer documents."
+        )
     document += "".join(str(place % 10) for place in range(missing))
-    if length(document) != shapes.prompt:
-        raise ValueError(f"a document of {len(words)} words does not make a prompt of {shapes.prompt} tokens")
+    assert length(document) == shapes.prompt, (length(document), shapes.prompt)
     return turn(document)
 
 
@@ -199,7 +207,7 @@ def read_documents(path: Path) -> list[str]:
         path: GovReport as SCROLLS publishes it (``.jsonl``), or one document in a ``.txt`` file.
 
     Raises:
-        ValueError: There is no document.
+        ConfigError: There is no document.
     """
     files = sorted(path.rglob("*")) if path.is_dir() else [path]
     documents: list[str] = []
@@ -209,8 +217,9 @@ def read_documents(path: Path) -> list[str]:
         elif file.suffix in (".jsonl", ".json"):
             documents.extend(_documents_of_lines(file.read_text(encoding="utf-8").splitlines()))
     if not documents:
-        raise ValueError(
-            f"{path}: no document. Name a .txt file, or a .jsonl file whose lines have one of the fields {DOCUMENT_FIELDS}."
+        raise ConfigError(
+            f"documents={path}: no document. Name a .txt file, or a .jsonl file whose lines have one of the fields "
+            f"{', '.join(DOCUMENT_FIELDS)}."
         )
     return documents
 

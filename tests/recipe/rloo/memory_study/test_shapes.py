@@ -1,3 +1,4 @@
+import dataclasses
 import json
 
 import pytest
@@ -5,6 +6,7 @@ from transformers import AutoTokenizer
 
 from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, TRUNCATED, Arm
 from recipe.rloo.memory_study.shapes import PUBLISHED, SMALL, make_batch, prompt_text, read_documents
+from verl_memopt.errors import ConfigError
 from verl_memopt.models.tokenizer import build_tokenizer
 
 
@@ -66,8 +68,22 @@ def test_documents_come_from_json_lines_and_text_files(tmp_path):
 
 def test_a_folder_without_documents_is_refused_with_the_way_out(tmp_path):
     (tmp_path / "train.jsonl").write_text('{"title": "x"}\n')
-    with pytest.raises(ValueError, match=r"no document\. Name a \.txt file"):
+    with pytest.raises(ConfigError, match=r"no document\. Name a \.txt file"):
         read_documents(tmp_path)
+
+
+def test_a_document_of_the_user_is_cut_to_the_prompt(tmp_path, tokenizer):
+    (tmp_path / "report.txt").write_text("An audit of the year. " * 400)
+    shapes = dataclasses.replace(SMALL, documents=str(tmp_path))
+    text = prompt_text(shapes, tokenizer, 0)
+    assert text.startswith("<|im_start|>user\nAn audit")
+    assert len(tokenizer(text)["input_ids"]) == SMALL.prompt
+
+
+def test_a_document_that_is_too_short_is_refused(tmp_path, tokenizer):
+    (tmp_path / "report.txt").write_text("")
+    with pytest.raises(ConfigError, match="Name longer documents"):
+        prompt_text(dataclasses.replace(PUBLISHED, documents=str(tmp_path)), tokenizer, 0)
 
 
 def test_the_tokenizer_of_the_model_folder_is_the_one_of_the_tests(tmp_path, tokenizer):
