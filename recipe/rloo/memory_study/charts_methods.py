@@ -27,7 +27,8 @@ def draw_methods(summary: Mapping[str, Any], path: Path) -> Path:
     """Draw what each method fed the model, its bytes per token, the ids that it saves, and a table with the controls."""
     rows = [dict(row) for row in summary["rows"] if row["update"] == LEGACY and row["coupled"]]
     drawing = figure(14, 8.8)
-    upper, lower = drawing.subfigures(2, 1, height_ratios=[1, 1])
+    halves: Any = drawing.subfigures(2, 1, height_ratios=[1, 1])
+    upper, lower = halves
     fed, cost, ids = upper.subplots(1, 3)
     _published_tokens(fed)
     _bytes_per_token(cost, rows)
@@ -48,13 +49,13 @@ def _published_tokens(axes: Axes) -> None:
 def _bytes_per_token(axes: Axes, rows: Sequence[Row]) -> None:
     """Draw the peak of a forward divided by its tokens. Equal heights mean that a row's length alone decides."""
     style(axes, "Here: the peak divided by the tokens of a forward", "", "MiB per token")
-    k = max((row["k"] for row in rows if held_bytes(row)), default=None)
+    k = max((row["k"] for row in rows if row["outcome"] == COMPLETED and row["prompt"] == FULL), default=None)
     if k is None:
         note(axes, "Not measured.")
         return
     for shift, prompt, alpha in ((-0.2, FULL, 1.0), (0.2, TRUNCATED, 0.45)):
         for place, expansion in enumerate(EXPANSIONS):
-            row = find(rows, expansion=expansion, prompt=prompt, k=k)
+            row = find(rows, expansion=expansion, prompt=prompt, k=k, outcome=COMPLETED)
             held = None if row is None else held_bytes(row)
             if row is not None and held is not None:
                 size = held / MIB / (row["micro_batch"] * row["tokens_per_row"])

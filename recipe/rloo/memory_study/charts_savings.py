@@ -26,7 +26,7 @@ STEPS = (
     (f"token_{FULL}_response_only", "logits of the response alone", LIGHT_BLUE),
     (f"token_{FULL}_chunked", "no logits: log-prob in chunks", LIGHT_BLUE),
     (f"token_{FULL}_chunked_one_row", "... and one row a forward", LIGHT_BLUE),
-    (f"token_{FULL}_shared_prompt", "... and the prompt computed once", BLUE),
+    (f"token_{FULL}_shared_prompt", "prompt computed once,\nrows packed together", BLUE),
     (f"token_{FULL}_shared_prompt_checkpointing", "... and checkpointing:\nthis project's update", BLUE),
 )
 """Arms from the most memory to the least, with their words and colours."""
@@ -102,7 +102,7 @@ def _growth(axes: Axes, rows: Sequence[dict[str, Any]]) -> None:
         finished = {row["k"] for row in rows if row["name"] == name and row["outcome"] == COMPLETED}
         for k, size in points:
             axes.plot([k], [size], "o" if k in finished else "x", color=colour, markersize=5 if k in finished else 7)
-        labels.append((*points[-1], words.split("\n")[0].removeprefix("... ").rstrip(":"), colour))
+        labels.append((*points[-1], words.split("\n")[0].removeprefix("... ").rstrip(":,"), colour))
     axes.set_xscale("log", base=2)
     axes.set_yscale("log")
     axes.set_xticks(sorted(ks), [str(k) for k in sorted(ks)])

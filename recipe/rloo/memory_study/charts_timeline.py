@@ -12,13 +12,13 @@ from recipe.rloo.memory_study.formula import PLATEAUS
 from recipe.rloo.memory_study.published import LABELS
 from recipe.rloo.memory_study.records import COMPLETED, SIMULATED_ALLOCATOR, CellResult, UpdateRecord
 from recipe.rloo.memory_study.timeline import Point
-from verl_memopt.observe.drawing import INK, PALETTE, figure, note, save, style, unit_of
+from verl_memopt.observe.drawing import INK, PALETTE, figure, note, save, size_text, style, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
 
 MUTED, RED = "#5b6670", "#b8433d"
-EVENTS = "allocations and frees of more than 1 MiB"
+EVENTS = "changes of the allocator's memory"
 K = 4
 """The largest group size at which the published whole-prompt run fits its card."""
 PANELS = (
@@ -69,23 +69,28 @@ def _panel(axes: Axes, cells: Sequence[CellResult], title: str) -> None:
     if points[0][2] is not None:
         reserved = [(size or 0) / divisor for _, _, size in points]
         axes.step(xs, reserved, where="post", color=RED, linewidth=1.6, label="reserved by the allocator")
+        _mark_peak(axes, xs, reserved, RED, unit)
     for cell in cells[1:]:
         _over(axes, one_update(cell)[0], xs[-1], divisor, cell.cell.arm.expansion)
-    axes.set_ylim(0, 1.12 * highest / divisor)
+    _mark_peak(axes, xs, live, INK, unit)
+    axes.set_ylim(0, 1.15 * highest / divisor)
     axes.set_xlim(0, xs[-1])
     published = arm.update == LEGACY
     if published:
-        _plateaus(axes, record, arm.micro_batch, divisor, highest / divisor)
+        _plateaus(axes, record, arm.micro_batch, points[0][1], divisor)
     axes.legend(frameon=False, fontsize=8.5, loc="upper left", bbox_to_anchor=(1.12 if published else 1.0, 1.0))
 
 
 def _shade(axes: Axes, phases: Sequence[tuple[str, float, float]]) -> None:
     """Shade each phase over its time."""
-    for phase in dict.fromkeys(name for name, _, _ in phases):
+    names = [name for name, _, _ in phases]
+    for phase in dict.fromkeys(names):
+        # This project's update has one phase for both.
+        label = phase if "forward" in names or phase != "backward" else "forward and backward"
         stretches = [(begin, end - begin) for name, begin, end in phases if name == phase]
         colour = PHASE_COLOURS.get(phase, MUTED)
         axes.broken_barh(
-            stretches, (0, 1), transform=axes.get_xaxis_transform(), color=colour, alpha=0.16, linewidth=0, label=phase
+            stretches, (0, 1), transform=axes.get_xaxis_transform(), color=colour, alpha=0.16, linewidth=0, label=label
         )
 
 
@@ -100,15 +105,23 @@ def _time_of(record: UpdateRecord) -> str:
     return f"{EVENTS}, in order" if record.measured_by == SIMULATED_ALLOCATOR else "seconds"
 
 
-def _plateaus(axes: Axes, record: UpdateRecord, rows: int, divisor: float, highest: float) -> None:
-    """Mark the published bytes per logit at the right: multiples of B T V."""
+def _plateaus(axes: Axes, record: UpdateRecord, rows: int, base: float, divisor: float) -> None:
+    """Mark the published bytes per logit at the right: multiples of B T V above the level between two updates."""
     logits = rows * (record.prompt_len + record.response_len) * record.vocab
     for level in PLATEAUS:
-        size = level * logits / divisor
-        if size <= highest * 1.1:
+        size = (base + level * logits) / divisor
+        if size <= axes.get_ylim()[1]:
             axes.axhline(size, color=MUTED, linewidth=0.7, linestyle=":")
-            place = {"xycoords": axes.get_yaxis_transform(), "textcoords": "offset points", "va": "center"}
-            axes.annotate(f"{level:g} B/logit", (1.0, size), (3, 0), **place, fontsize=8, color=MUTED)  # fmt: skip
+            side = axes.get_yaxis_transform()
+            axes.annotate(f"{level:g} B/logit", (1.0, size), (3, 0), xycoords=side, textcoords="offset points", va="center",
+                          fontsize=8, color=MUTED)  # fmt: skip
+
+
+def _mark_peak(axes: Axes, xs: Sequence[float], levels: Sequence[float], colour: str, unit: str) -> None:
+    """Write the highest level of a line above it."""
+    place = max(range(len(levels)), key=lambda index: levels[index])
+    text, where = f"{size_text(levels[place])} {unit}", (xs[place], levels[place])
+    axes.annotate(text, where, (2, 4), textcoords="offset points", fontsize=9, color=colour, fontweight="bold")
 
 
 def one_update(result: CellResult) -> tuple[list[Point], list[tuple[str, float, float]]]:

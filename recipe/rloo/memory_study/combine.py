@@ -8,12 +8,13 @@ import datetime
 import json
 import os
 import platform
+from collections import Counter
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 from recipe.rloo.memory_study.controls import Controls, check
-from recipe.rloo.memory_study.findings import findings, rows_of
+from recipe.rloo.memory_study.findings import findings, is_need, limited_arms, rows_of
 from recipe.rloo.memory_study.monitor import COLUMNS as SAMPLE_COLUMNS
 from recipe.rloo.memory_study.published import PEAKS_GIB
 from recipe.rloo.memory_study.records import CellResult, Failure, UpdateRecord, read_result, worst
@@ -71,10 +72,9 @@ def read_results(out: Path) -> list[CellResult]:
 def summarize(results: Sequence[CellResult], controls: Controls) -> dict[str, Any]:
     """Return the summary: rows, findings, controls, published figures, outcomes, and where it ran."""
     rows = rows_of(results)
-    limited = any(result.cell.limit_bytes is not None for result in results)
+    limited = limited_arms(results)
     # What a simulation needs without the limit says nothing about whether the study went well.
-    asked = [result for result in results if not limited or result.cell.limit_bytes is not None]
-    counts = {outcome: sum(result.outcome == outcome for result in asked) for outcome in {result.outcome for result in asked}}
+    counts = Counter(result.outcome for result in results if not is_need(result, limited))
     return {
         "outcome": worst(set(counts)),
         "outcomes": dict(sorted(counts.items())),

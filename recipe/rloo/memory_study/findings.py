@@ -27,15 +27,25 @@ def rows_of(results: Sequence[CellResult]) -> list[Row]:
     A peak is the largest over the phases of a run, without warm-up, and the median over repeats. A run that did not complete
     enters neither. Where a simulated cell ran out of memory below a limit, ``without_limit`` has what it would have needed.
     """
-    limited = any(result.cell.limit_bytes is not None for result in results)
     cells: dict[Arm, list[CellResult]] = {}
     needs: dict[Arm, CellResult] = {}
+    limited = limited_arms(results)
     for result in results:
-        if limited and result.cell.limit_bytes is None:
+        if is_need(result, limited):
             needs[result.cell.arm] = result
         else:
             cells.setdefault(result.cell.arm, []).append(result)
     return [_row(arm, cells[arm], needs.get(arm)) for arm in sorted(cells, key=_order)]
+
+
+def limited_arms(results: Sequence[CellResult]) -> set[Arm]:
+    """Return the arms that ran below a limit."""
+    return {result.cell.arm for result in results if result.cell.limit_bytes is not None}
+
+
+def is_need(result: CellResult, limited: set[Arm]) -> bool:
+    """Return whether a result only shows what an arm that ran below a limit would need without it."""
+    return result.cell.limit_bytes is None and result.cell.arm in limited
 
 
 def _order(arm: Arm) -> tuple[object, ...]:

@@ -30,7 +30,7 @@ ENGLISH = {
     f"token_{FULL}_response_only": "+ logits of the response alone",
     f"token_{FULL}_chunked": "+ no logits: log-probs in chunks",
     f"token_{FULL}_chunked_one_row": "+ one row in a forward",
-    f"token_{FULL}_shared_prompt": "+ the prompt is computed once",
+    f"token_{FULL}_shared_prompt": "the prompt is computed once, rows packed together",
     f"token_{FULL}_shared_prompt_checkpointing": "+ activation checkpointing: this project's update",
 }
 KOREAN = {
@@ -48,7 +48,7 @@ KOREAN = {
     f"token_{FULL}_response_only": "+ 응답의 로짓만 계산",
     f"token_{FULL}_chunked": "+ 로짓 없이 로그 확률을 조각으로 계산",
     f"token_{FULL}_chunked_one_row": "+ forward 한 번에 한 행",
-    f"token_{FULL}_shared_prompt": "+ 프롬프트를 한 번만 계산",
+    f"token_{FULL}_shared_prompt": "프롬프트를 한 번만 계산하고 행을 함께 묶음",
     f"token_{FULL}_shared_prompt_checkpointing": "+ 활성값 체크포인팅: 이 프로젝트의 업데이트",
 }
 """Words of the tables, by language."""

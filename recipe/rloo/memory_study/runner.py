@@ -99,6 +99,7 @@ def run_study(
             for arm in wave
             for repeat in range(repeats)
         ]
+        _forget(cells, how.out)
         results = list[CellResult]()
         for result in run_cells(shuffled(cells, seed), how):
             results.append(result)
@@ -133,6 +134,13 @@ def run_cells(cells: Sequence[Cell], how: How) -> Iterator[CellResult]:
 def result_path(out: Path, cell: Cell) -> Path:
     """Return the file of a cell's result."""
     return out / CELLS / f"{cell.name}.json"
+
+
+def _forget(cells: Sequence[Cell], out: Path) -> None:
+    """Remove earlier results of cells, with and without a limit: a table of both would compare different runs."""
+    for cell in cells:
+        for limit_bytes in (None, 1):
+            result_path(out, dataclasses.replace(cell, limit_bytes=limit_bytes)).unlink(missing_ok=True)
 
 
 class _Running:

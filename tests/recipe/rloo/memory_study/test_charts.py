@@ -75,6 +75,15 @@ def test_a_run_without_room_is_a_word_and_never_a_bar(tmp_path, drawn):
     assert words(cut).count("out of\nmemory") == 0
 
 
+def test_bytes_per_token_are_those_of_runs_that_completed(tmp_path, drawn):
+    checked, controls = check(study())
+    draw_methods(summarize(checked, controls), tmp_path / "methods.png")
+    cost = drawn[0].axes[1]
+    assert cost.get_xlabel().startswith("k = 4;")
+    assert len(cost.patches) == 8
+    assert all(patch.get_height() > 0 for patch in cost.patches)
+
+
 def test_a_bar_is_as_high_as_the_true_peak(tmp_path, drawn):
     result = completed(published(), 1, 10 * GIB)
     draw_peaks(summarize(*check([result])), tmp_path / "peaks.png")
@@ -95,7 +104,7 @@ def test_every_axis_has_a_unit(tmp_path, drawn):
     panels = [axes for axes in drawn[2].axes if axes.lines]
     assert len(panels) == 4
     assert all(axes.get_ylabel().endswith(("MiB", "GiB")) for axes in panels)
-    assert [axes.get_xlabel() for axes in panels] == ["allocations and frees of more than 1 MiB, in order"] * 2 + ["seconds"] * 2
+    assert [axes.get_xlabel() for axes in panels] == ["changes of the allocator's memory, in order"] * 2 + ["seconds"] * 2
 
 
 def test_savings_are_counted_against_what_the_published_trainer_would_need(tmp_path, drawn):

@@ -49,6 +49,14 @@ def test_a_run_without_room_has_no_peak_and_says_what_it_would_need():
     assert held_bytes(alone) is None
 
 
+def test_an_arm_without_a_limit_is_a_row_beside_one_with_a_limit():
+    rows = rows_of([completed(ARM, 1, GIB), completed(published(k=4), 1, 2 * GIB, limit=32 * GIB)])
+    assert [(row["k"], row["outcome"], row["limit_bytes"]) for row in rows] == [
+        (2, "completed", None),
+        (4, "completed", 32 * GIB),
+    ]
+
+
 def test_one_repeat_that_failed_is_the_outcome_of_the_row():
     (row,) = rows_of([completed(ARM, 100), dataclasses.replace(out_of_memory(ARM, None), outcome="failed")])
     assert row["outcome"] == "failed"

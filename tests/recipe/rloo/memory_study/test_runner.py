@@ -150,6 +150,13 @@ def test_an_arm_without_room_ends_its_series_and_no_other(how):
     ]
 
 
+def test_a_study_under_another_limit_replaces_the_one_before_it(how):
+    for limit in (100_000, None):
+        list(run_study([TOKEN], 1, 0, lambda _: "fake", limit, how, more_ks=False))
+        left = {read_result(path).cell.limit_bytes for path in (how.out / "cells").glob("*.json")}
+        assert left == ({100_000, None} if limit else {None})
+
+
 def test_repeats_run_and_larger_groups_can_be_left_out(how):
     arms = main_arms([8])[:1]
     results = list(run_study(arms, 3, 0, lambda _: "cpu", None, how, more_ks=False))
