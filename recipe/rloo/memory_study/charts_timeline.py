@@ -118,10 +118,14 @@ def _plateaus(axes: Axes, record: UpdateRecord, rows: int, base: float, divisor:
 
 
 def _mark_peak(axes: Axes, xs: Sequence[float], levels: Sequence[float], colour: str, unit: str) -> None:
-    """Write the highest level of a line above it."""
+    """Write the highest level of a line above it, on the side of it that has room."""
     place = max(range(len(levels)), key=lambda index: levels[index])
     text, where = f"{size_text(levels[place])} {unit}", (xs[place], levels[place])
-    axes.annotate(text, where, (2, 4), textcoords="offset points", fontsize=9, color=colour, fontweight="bold")
+    late = xs[place] > xs[0] + 0.75 * (xs[-1] - xs[0])
+    axes.annotate(
+        text, where, (-2 if late else 2, 4), textcoords="offset points", fontsize=9, color=colour, fontweight="bold",
+        ha="right" if late else "left",
+    )  # fmt: skip
 
 
 def one_update(result: CellResult) -> tuple[list[Point], list[tuple[str, float, float]]]:
