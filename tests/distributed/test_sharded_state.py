@@ -256,3 +256,15 @@ def test_torchs_own_checksums_are_left_out_of_a_save_and_nowhere_else(tiny_folde
         assert (seen, get_crc32_options()) == ([False], setting)
     finally:
         set_crc32_options(before)
+
+
+@pytest.mark.parametrize("number", [0, 2])
+def test_a_save_leaves_the_number_of_steps_that_an_optimizer_took(tiny_folder, one_rank, tmp_path, number):
+    run = parts(tiny_folder, one_rank)
+    for seed in range(number):
+        step(*run, seed=seed)
+    save_training_state(tmp_path, *run, CPU, ALL)
+    other = parts(tiny_folder, one_rank)
+    load_training_state(tmp_path, *other, CPU, ALL)
+    for _, optimizer, _ in (run, other):
+        assert {float(values["step"]) for values in optimizer.state.values()} == {number}

@@ -125,4 +125,20 @@ def test_a_batch_without_tokens_keeps_nothing_and_reports_nothing_rejected(rows)
 def test_a_number_at_its_bound_is_kept(name, threshold, log_ratio):
     sample, values = Ragged((1,), 0), torch.tensor([log_ratio])
     assert kept_tokens(values, sample.row, sample.lengths, name, threshold).all()
-    assert rejection(values, sample.row, sample.lengths, name, threshold)[0].all()
+    kept, metrics = rejection(values, sample.row, sample.lengths, name, threshold)
+    assert kept.all()
+    assert {key for key, value in metrics.items() if "fraction" in key and value} == set()
+
+
+@pytest.mark.parametrize(("far", "statistic"), [(30.0, -20.0), (-30.0, 20.0)])
+def test_log_ratios_count_as_twenty_at_most(far, statistic):
+    sample = Ragged((1,), 0)
+    _, metrics = rejection(torch.tensor([far]), sample.row, sample.lengths, "token_k1", "0.5_2")
+    assert metrics["rollout_rs_token_k1_mean"] == metrics["rollout_rs_token_k1_max"] == statistic
+
+
+def test_the_deviation_of_k2_counts_nothing_below_zero_and_that_of_k1_holds_to_its_bounds():
+    sample, log_ratio = Ragged((2,), 0), torch.tensor([0.0, 2.0])
+    _, metrics = rejection(log_ratio, sample.row, sample.lengths, "token_k2,token_k1", "0.5,0.5_2")
+    assert metrics["rollout_rs_token_k2_std"] == pytest.approx(0.25)
+    assert metrics["rollout_rs_token_k1_std"] == pytest.approx(math.log(2) / 2)

@@ -94,3 +94,13 @@ def test_rejected_tokens_are_as_if_they_were_not_there(mode):
         assert not predictions.grad[~kept].any()
 
     check()
+
+
+def test_metrics_are_shares_of_the_tokens_of_the_mini_batch():
+    row, lengths = torch.tensor([0, 0]), torch.tensor([2])
+    predictions, targets = torch.tensor([0.9, 0.1]), torch.tensor([2.0, 0.1])
+    loss, metrics = value_loss(predictions, torch.zeros(2), targets, row, lengths, GlobalCounts(4, 1), 0.5, "token-mean")
+    assert metrics.keys() == {"vf_loss", "vf_clipfrac", "vpred_mean"}
+    assert metrics["vf_loss"] == loss
+    assert not metrics["vf_loss"].requires_grad
+    assert (metrics["vf_clipfrac"].item(), metrics["vpred_mean"].item()) == pytest.approx((0.25, 0.25))
