@@ -67,8 +67,9 @@ def advantages(name: str, by_std: bool = True, corrected: bool = False) -> Case:
         result = ESTIMATORS[name](
             AdvantageInputs(
                 batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
-                batch.token_rewards, GAMMA, LAM, by_std, batch.values, batch.baselines, batch.old_log_probs,
-                batch.sum_pi_squared, weights_and_kept(batch)[0] if corrected else None,
+                token_rewards=batch.token_rewards, gamma=GAMMA, lam=LAM, normalize_by_std=by_std, values=batch.values,
+                baselines=batch.baselines, old_log_probs=batch.old_log_probs, sum_pi_squared=batch.sum_pi_squared,
+                weights=weights_and_kept(batch)[0] if corrected else None,
             )
         )  # fmt: skip
         return {"advantages": result.per_token, "returns": result.returns}

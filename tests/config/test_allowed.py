@@ -74,6 +74,7 @@ ABOVE_0 = [
     f"{AR}.rollout.checkpoint_engine.update_weights_bucket_megabytes",
     *("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"),
     *(f"reward_model.{key}" for key in ("num_workers", "max_concurrent", "reward_kwargs.max_resp_len", "max_length")),
+    *("reward_model.sandbox_fusion.max_concurrent", "reward_model.sandbox_fusion.memory_limit_mb"),
     *(f"reward_model.{key}_per_gpu" for key in ("micro_batch_size", "forward_max_token_len")),
     *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb")),
     *("critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu", "critic.cliprange_value"),

@@ -57,7 +57,7 @@ def call_in_fake_process(function: str, *args: Any) -> Any:
 
 
 def compiled_guard() -> Path:
-    """Return the library of the guard. It is compiled once for each version of torch and of its source.
+    """Return the library of the guard. It is compiled once for each installation of torch and version of its source.
 
     Raises:
         NoCompilerError: There is no C++ compiler, or the source does not compile.
@@ -67,7 +67,8 @@ def compiled_guard() -> Path:
     assert spec.submodule_search_locations is not None
     torch_folder = Path(spec.submodule_search_locations[0])
     version = (torch_folder / "version.py").read_bytes()
-    digest = hashlib.sha256(SOURCE.read_bytes() + version).hexdigest()[:16]
+    # The library finds torch by its path.
+    digest = hashlib.sha256(SOURCE.read_bytes() + version + str(torch_folder).encode()).hexdigest()[:16]
     cache = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "verl_memopt"
     library = cache / f"fake-guard-{digest}.so"
     if not library.exists():

@@ -28,20 +28,17 @@ def how(tmp_path):
 
 
 def pid_cell(cell):
-    """Return no records, and leave the id of the process that ran."""
-    with open(os.environ["PIDS"], "a") as file:
-        file.write(f"{os.getpid()}\n")
-    return []
+    """Measure as the stand-in does, with the id of the process that ran in place of its seconds."""
+    return [dataclasses.replace(record, seconds=os.getpid()) for record in measure_cell(cell)]
 
 
-def test_each_cell_runs_in_a_process_of_its_own(how, tmp_path, monkeypatch):
-    monkeypatch.setenv("PIDS", str(tmp_path / "pids"))
+def test_each_cell_runs_in_a_process_of_its_own(how):
     how = dataclasses.replace(how, measure=f"{__name__}:pid_cell")
-    outcomes = [result.outcome for result in run_cells([cell(), cell(repeat=1), cell(STRING)], how)]
-    assert outcomes == ["completed"] * 3
-    pids = set((tmp_path / "pids").read_text().split())
+    results = list(run_cells([cell(), cell(repeat=1), cell(STRING)], how))
+    assert [result.outcome for result in results] == ["completed"] * 3
+    pids = {record.seconds for result in results for record in result.records}
     assert len(pids) == 3
-    assert str(os.getpid()) not in pids
+    assert os.getpid() not in pids
 
 
 def test_a_result_is_what_the_process_measured(how):
