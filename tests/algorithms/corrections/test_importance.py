@@ -98,9 +98,9 @@ def test_a_ratio_at_a_bound_is_inside(threshold):
 
 
 def test_without_a_lower_bound_low_means_below_one_over_the_upper_and_rows_without_tokens_count_nowhere():
-    sample, log_ratio = Ragged((2, 0, 2), 0), torch.tensor([-1.0, -1.0, 0.3, 0.0])
+    sample, log_ratio = Ragged((2, 0, 2), 0), torch.tensor([-1.0, -1.0, 0.3, -0.3])
     _, metrics = importance_weights(log_ratio, sample.row, sample.lengths, "token", 2.0, False)
-    first, second = math.exp(-1), (math.exp(0.3) + 1) / 2
+    first, second = math.exp(-1), (math.exp(0.3) + math.exp(-0.3)) / 2
     assert metrics["rollout_is_ratio_fraction_low"] == metrics["rollout_is_seq_fraction_low"] == 0.5
     assert metrics["rollout_is_ratio_fraction_high"] == metrics["rollout_is_seq_fraction_high"] == 0
     assert metrics["rollout_is_seq_mean"] == pytest.approx((first + second) / 2)

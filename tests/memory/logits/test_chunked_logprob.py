@@ -84,7 +84,11 @@ ALL_KINDS = [
 
 @settings(deadline=None, max_examples=120)
 @given(
-    tokens=st.integers(0, 9), cut=CUTS, temperature=st.sampled_from([1.0, 0.7, 2.0]), entropy=st.booleans(), bias=st.booleans()
+    tokens=st.integers(0, 9),
+    cut=CUTS,
+    temperature=st.sampled_from([1.0, 0.5, 0.7, 2.0]),
+    entropy=st.booleans(),
+    bias=st.booleans(),
 )
 def test_values_and_gradients_equal_those_of_whole_logits(tokens, cut, temperature, entropy, bias):
     given = inputs(tokens, torch.float32, bias)
@@ -375,3 +379,9 @@ def test_sums_of_squared_probabilities_take_the_bytes_of_an_entropy_and_no_logit
         found = tracker.peaks["device"].kinds["logits"]
     expected = CHUNK * (FREE_TILE + 4096) * 4
     assert expected <= found <= expected * 1.01
+
+
+def test_sums_of_squared_probabilities_are_refused_where_there_are_gradients():
+    with pytest.raises(AssertionError) as error:
+        head_log_probs(*inputs(2), 1.0, 0, False, sum_pi_squared=SumPiSquared())
+    assert str(error.value).splitlines()[0] == "sums of squared probabilities have no gradient"

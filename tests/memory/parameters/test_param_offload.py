@@ -252,3 +252,14 @@ def test_parameters_of_several_widths_start_at_multiples_of_their_width():
     home.to_host()
     with home.readable():
         assert [parameter.tolist() for parameter in (narrow, *wide)] == [[1.0], *([float(value)] * 3 for value in range(4))]
+
+
+def test_parameters_of_odd_sizes_and_several_dtypes_are_read_where_they_rest():
+    dtypes = (torch.bfloat16, torch.float32, torch.bfloat16, torch.float64, torch.bfloat16, torch.float32)
+    parameters = [torch.nn.Parameter(torch.arange(1, 4).to(dtype)) for dtype in dtypes]
+    home = ParamHome("mixed", parameters, CPU)
+    home.to_host()
+    with home.readable():
+        assert all(parameter.tolist() == [1, 2, 3] for parameter in parameters)
+    home.to_device()
+    assert all(parameter.tolist() == [1, 2, 3] for parameter in parameters)
