@@ -5,19 +5,21 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
 
 from verl_memopt.config import schema
 from verl_memopt.data.encoder import decode, overlong, tokenize
-from verl_memopt.data.files import RawRow, read_rows
+from verl_memopt.data.files import read_rows
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.data.special_tokens import Spans, special_tokens_of
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)
+
+Row = TypeVar("Row")
 
 REFUSED_COLUMNS = ("images", "videos")
 
@@ -64,11 +66,7 @@ class PromptDataset:
         self._data = data
         self._tokenizer = tokenizer
         self._split = split
-        limit, shuffle = {
-            "train": (data.train_max_samples, data.shuffle),
-            "val": (data.val_max_samples, data.validation_shuffle),
-        }[split]
-        chosen = _subset(read_rows(files, f"data.{split}_files"), limit, data.seed if shuffle else None)
+        chosen = chosen_rows(read_rows(files, f"data.{split}_files"), data, split)
         self._special = special_tokens_of(tokenizer)
         self._special_counts: list[tuple[str, int]] = []
         rows = [self._row(address, columns) for address, columns in chosen]
@@ -195,13 +193,23 @@ def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> 
     return dataset
 
 
-def _subset(rows: list[RawRow], limit: int, seed: int | None) -> list[RawRow]:
-    """Return at most ``limit`` rows (-1 = all) in file order: the first ones, or a random choice where a seed is given."""
+def chosen_rows(rows: list[Row], data: schema.Data, split: str) -> list[Row]:
+    """Return the rows that ``data.{split}_max_samples`` leaves (-1 = all), in file order: the first, or a random choice.
+
+    Args:
+        rows: All rows of the files.
+        data: Limit, shuffling and seed.
+        split: ``train`` or ``val``.
+    """
+    limit, shuffle = {
+        "train": (data.train_max_samples, data.shuffle),
+        "val": (data.val_max_samples, data.validation_shuffle),
+    }[split]
     if limit < 0 or limit >= len(rows):
         return rows
-    if seed is None:
+    if not shuffle or data.seed is None:
         return rows[:limit]
-    return [rows[i] for i in sorted(np.random.default_rng(seed).permutation(len(rows))[:limit].tolist())]
+    return [rows[i] for i in sorted(np.random.default_rng(data.seed).permutation(len(rows))[:limit].tolist())]
 
 
 def _column(address: str, columns: dict[str, Any], name: str, remedy: str) -> Any:

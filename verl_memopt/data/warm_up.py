@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -48,21 +48,43 @@ def warm_up(folder: Path, lessons: Sequence[tuple[str, str, str]], recipe: WarmU
     model, tokenizer = load_model(folder)
     prompts = _ids(tokenizer, [_prompt(tokenizer, lesson[0]) for lesson in lessons])
     careless, right = (_ids(tokenizer, [lesson[i] + tokenizer.eos_token for lesson in lessons]) for i in (1, 2))
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, max(0.05, 1 - step / recipe.steps)))
-    draw = torch.Generator().manual_seed(seed)
-    loss = torch.tensor(0.0)
+
+    def loss_of(draw: torch.Generator) -> Tensor:
+        pick = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
+        is_careless = torch.rand(recipe.batch_size, 1, generator=draw) < recipe.carelessness
+        return _teacher_loss(model, prompts[pick], careless[pick], right[pick], is_careless, recipe.carelessness)
+
+    loss = descend(model, loss_of, recipe.steps, recipe.lr, recipe.weight_decay, seed)
+    model.save_pretrained(folder)
+    return loss
+
+
+def descend(
+    model: Any, loss_of: Callable[[torch.Generator], Tensor], steps: int, lr: float, weight_decay: float, seed: int
+) -> float:
+    """Take AdamW's steps down a loss, on one thread, and return the loss of the last step.
+
+    The learning rate rises over 20 steps and then falls linearly to a twentieth of its peak.
+
+    Args:
+        model: Is trained in place.
+        loss_of: Returns the loss of a batch that it draws with the given generator.
+        steps: Optimizer steps.
+        lr: Peak learning rate.
+        weight_decay: Decoupled weight decay.
+        seed: Seed of the generator.
+    """
+    optimizer = torch.optim.AdamW(model.parameters(), lr=lr, weight_decay=weight_decay, betas=(0.9, 0.99))
+    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, max(0.05, 1 - step / steps)))
+    draw, loss = torch.Generator().manual_seed(seed), torch.tensor(0.0)
     with one_thread():
-        for _ in range(recipe.steps):
-            pick = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
-            is_careless = torch.rand(recipe.batch_size, 1, generator=draw) < recipe.carelessness
-            loss = _teacher_loss(model, prompts[pick], careless[pick], right[pick], is_careless, recipe.carelessness)
+        for _ in range(steps):
+            loss = loss_of(draw)
             loss.backward()
             torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
             optimizer.zero_grad()
             schedule.step()
-    model.save_pretrained(folder)
     return loss.item()
 
 

@@ -7,10 +7,8 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any
 
-import numpy as np
-
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.dataset import PromptRow, chosen_rows
 from verl_memopt.data.encoder import overlong, tokenize
 from verl_memopt.data.rlt.format import FORMATS
 from verl_memopt.data.rlt.prompts import RltPrompts
@@ -51,12 +49,8 @@ class RltDataset:
         records = read_records(read_source(files, split, f"data.{split}_files"), rlt_format)
         self.rejected = dict(records.rejected)
         """Reason -> number of rows that were rejected."""
-        limit, shuffle = {
-            "train": (data.train_max_samples, data.shuffle),
-            "val": (data.val_max_samples, data.validation_shuffle),
-        }[split]
         prompts = RltPrompts(tokenizer, rlt_format, data.apply_chat_template_kwargs, data.allow_special_tokens)
-        rows = [_as_row(prompts, record) for record in _subset(records.rows, limit, data.seed if shuffle else None)]
+        rows = [_as_row(prompts, record) for record in chosen_rows(records.rows, data, split)]
         self._rows = self._within_limit(rows, data, tokenizer)
 
     def __len__(self) -> int:
@@ -100,12 +94,3 @@ def _as_row(prompts: RltPrompts, record: RltRecord) -> PromptRow:
         address=record.address,
         plain=plain,
     )
-
-
-def _subset(records: list[RltRecord], limit: int, seed: int | None) -> list[RltRecord]:
-    """Return at most ``limit`` records (-1 = all) in file order: the first ones, or a random choice where a seed is given."""
-    if limit < 0 or limit >= len(records):
-        return records
-    if seed is None:
-        return records[:limit]
-    return [records[place] for place in sorted(np.random.default_rng(seed).permutation(len(records))[:limit].tolist())]

@@ -13,7 +13,7 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_memopt.data.rlt.lessons import Lesson
-from verl_memopt.data.warm_up import load_model, one_thread
+from verl_memopt.data.warm_up import descend, load_model
 
 IGNORED = -100
 """Label of a token that is not learned, as in torch's cross entropy."""
@@ -45,21 +45,14 @@ def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: RltWarmU
         seed: Seed of the batches.
     """
     model, _ = load_model(folder)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=recipe.lr, weight_decay=recipe.weight_decay, betas=(0.9, 0.99))
-    schedule = torch.optim.lr_scheduler.LambdaLR(optimizer, lambda step: min((step + 1) / 20, max(0.05, 1 - step / recipe.steps)))
-    draw = torch.Generator().manual_seed(seed)
-    loss = torch.tensor(0.0)
-    with one_thread():
-        for _ in range(recipe.steps):
-            drawn = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
-            loss = lesson_loss(model, [lessons[place] for place in drawn])
-            loss.backward()
-            torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-            optimizer.step()
-            optimizer.zero_grad()
-            schedule.step()
+
+    def loss_of(draw: torch.Generator) -> Tensor:
+        drawn = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
+        return lesson_loss(model, [lessons[place] for place in drawn])
+
+    loss = descend(model, loss_of, recipe.steps, recipe.lr, recipe.weight_decay, seed)
     model.save_pretrained(folder)
-    return loss.item()
+    return loss
 
 
 def lesson_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
