@@ -216,6 +216,6 @@ def settings_of(row, folder, devices, more=None):
 
 def reference_of(row):
     """Gives the row in which what is lossy in ``row`` is all that is on."""
-    by_chance = row["masters"] == "rounded" or row["state"] in ("int8", "int4")
+    by_chance = row["masters"] == "rounded" or row["state"] in ("bf16", "int8", "int4")
     kept = LOSSY + (STREAMS if by_chance else ())
     return all_off() | {factor: row[factor] for factor in kept}
