@@ -18,6 +18,7 @@ from verl_memopt.ops.logit_tiles import (
     sum_of_exponentials,
     sum_of_squares,
 )
+from verl_memopt.ops.target_terms import ROWS_AT_ONCE
 
 ROWS, COLUMNS = 6, 50
 
@@ -225,13 +226,14 @@ def test_on_a_cpu_probabilities_are_those_of_torchs_own_kernel_bit_for_bit():
 
 @pytest.mark.parametrize("into_hidden", [False, True])
 def test_with_one_tile_the_gradient_of_the_hidden_states_is_written_where_it_goes(into_hidden):
-    hidden, targets = torch.randn(ROWS, 64), torch.zeros(ROWS, dtype=torch.int64)
+    rows = 2 * ROWS_AT_ONCE  # more than are copied at a time
+    hidden, targets = torch.randn(rows, 64), torch.zeros(rows, dtype=torch.int64)
     head = Head(torch.randn(3, 64), None, 1.0, 0, 0, False, False)
     into = Gradients(torch.empty_like(hidden) if into_hidden else None, torch.zeros(3, 64), None)
     tiles = LogitTiles(head, hidden)
     found = tiles.statistics(hidden, targets)
     with LargestNew(into.hidden if into_hidden else into.weight) as largest:
-        tiles.differentiate(hidden, targets, found, torch.ones(ROWS), None, into, True)
+        tiles.differentiate(hidden, targets, found, torch.ones(rows), None, into, True)
     assert largest.elements < hidden.numel()
 
 

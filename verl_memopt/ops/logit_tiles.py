@@ -13,6 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_memopt.ops.target_terms import clamped, hidden_gradient, is_inside
+
 SCRATCH_COLUMNS = 4096
 """Columns of the scratch beside the logits where functions are not compiled: for entropy, and for exponentials on a GPU."""
 
@@ -162,9 +164,9 @@ class LogitTiles:
             matrix = self._logit_gradient(hidden, targets, columns, tokens, grad_log_probs, grad_entropy, in_buffer)
             weight = self.head.weight[columns]
             if total is not None:
-                total += torch.mm(matrix, weight)
+                total += hidden_gradient(matrix, weight, targets - columns.start, hidden.new_empty(hidden.shape))
             elif into.hidden is not None:
-                torch.mm(matrix, weight, out=into.hidden)
+                hidden_gradient(matrix, weight, targets, into.hidden)
             if into.weight is not None:
                 part = into.weight[columns]
                 torch.addmm(part, matrix.t(), hidden, out=part)
@@ -272,8 +274,8 @@ def log_softmax_(
         [c] each.
     """
     top = logits.amax(-1)
-    picked = logits.gather(-1, _clamped(targets, logits)).squeeze(-1)
-    picked = torch.where(_inside(targets, logits), picked, 0.0)
+    picked = logits.gather(-1, clamped(targets, logits)).squeeze(-1)
+    picked = torch.where(is_inside(targets, logits), picked, 0.0)
     if logits.device.type == "cpu":
         # One kernel, which reads a row before it writes it.
         torch.log_softmax(logits, -1, out=logits)
@@ -319,9 +321,6 @@ def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
 def log_prob_gradient_(log_p: Tensor, targets: Tensor, grad: Tensor) -> None:
     """Turn log-probs [c, v] into the gradient of the logits, in place: ``grad * (onehot - p)``.
 
-    The multiplication comes before the product with the head, so the product rounds as in plain autograd. On a long vocabulary
-    the product of a row is a few 1e-6 from the exact one, because many small terms are added to the target's large one.
-
     Args:
         log_p: fp32 [c, v].
         targets: int64 [c], as columns.
@@ -332,7 +331,7 @@ def log_prob_gradient_(log_p: Tensor, targets: Tensor, grad: Tensor) -> None:
 
 def probability_gradient_(p: Tensor, targets: Tensor, grad: Tensor) -> None:
     """Turn probabilities [c, v] into the gradient of :func:`log_prob_gradient_`, in place."""
-    p.mul_(-grad[:, None]).scatter_add_(-1, _clamped(targets, p), (grad * _inside(targets, p))[:, None])
+    p.mul_(-grad[:, None]).scatter_add_(-1, clamped(targets, p), (grad * is_inside(targets, p))[:, None])
 
 
 def both_gradients_(
@@ -347,7 +346,7 @@ def both_gradients_(
         # -p (grad_entropy * log p + constant)
         factor = torch.mul(part, -grad_entropy[:, None], out=room) if room is not None else part * -grad_entropy[:, None]
         part.exp_().mul_(factor.sub_(constant[:, None]))
-    log_p.scatter_add_(-1, _clamped(targets, log_p), (grad_log_probs * _inside(targets, log_p))[:, None])
+    log_p.scatter_add_(-1, clamped(targets, log_p), (grad_log_probs * is_inside(targets, log_p))[:, None])
 
 
 def _merged(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
@@ -362,14 +361,6 @@ def _merged(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
     if one[4] is not None:
         squares = shares[0].square() * one[4] + shares[1].square() * other[4]
     return top, log_sum, one[2] + other[2], entropy, squares
-
-
-def _inside(targets: Tensor, logits: Tensor) -> Tensor:
-    return (targets >= 0) & (targets < logits.shape[1])
-
-
-def _clamped(targets: Tensor, logits: Tensor) -> Tensor:
-    return targets.clamp(0, logits.shape[1] - 1)[:, None]
 
 
 def _parts(wide: Tensor, scratch: Tensor | None) -> Iterator[tuple[Tensor, Tensor | None]]:

@@ -75,7 +75,8 @@ def _check_values(results: Iterable[CellResult], controls: Controls) -> None:
     expected: dict[tuple[object, ...], tuple[UpdateRecord, str]] = {}
     for result in results:
         for record in {record.update: record for record in result.records if record.ids_sha256}.values():
-            key = (record.ids_sha256, record.update, result.cell.seed, record.values_from)
+            run = record.values_from.split(", ", 1)[-1]  # without its dtype
+            key = (record.ids_sha256, record.update, result.cell.seed, run)
             first, name = expected.setdefault(key, (record, result.cell.name))
             loss, norm = _difference(record.loss, first.loss), _difference(record.grad_norm, first.grad_norm)
             controls.loss_error = max(controls.loss_error, loss)

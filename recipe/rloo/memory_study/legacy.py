@@ -45,9 +45,6 @@ class Options:
     """Take the old log-probs from the update's own forward, moved by the batch's drift, and leave the KL out of the reward. Every
     ratio is then known exactly, so that loss and gradient can be compared between programs. Otherwise the published difference of
     two sums over a whole answer loses about 1e-4 of a ratio."""
-    whole_rows: bool = False
-    """This project's own updates: compute logits of 64 tokens over the whole vocabulary, in place of 512 tokens over tiles of it.
-    The bytes are about the same, and the sums are those of the published program, which round as its sums do."""
     dtype: torch.dtype = torch.float32
     """Of the weights. float64 gives the values that rounding moves the programs away from."""
 

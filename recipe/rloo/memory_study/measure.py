@@ -15,6 +15,7 @@ from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
+import torch
 from torch import nn
 
 from recipe.rloo.memory_study.arms import LEGACY, Arm
@@ -73,11 +74,13 @@ def measure_arm(arm: Arm, shapes: Shapes, device: str, limit_bytes: int | None, 
         ran = run_arm(arm, steps, device, limit_bytes, seed, folder, Options(arm.micro_batch))
         real = CUDA if device == CUDA else CPU
         short = dataclasses.replace(shortened(shapes), epochs=1)
-        options = Options(arm.micro_batch, autocast=False, for_values=True, whole_rows=True)
+        # What sums as the published program does is up to 5e-6 from its own gradient in float64, so it has its values from there.
+        dtype = torch.float32 if arm.update in OWN_UPDATES else torch.float64
+        options = Options(arm.micro_batch, autocast=False, for_values=True, dtype=dtype)
         values = run_arm(arm, short, real, None, seed, folder, options).values
         batch = _batch(arm, shapes, folder, seed)
         prompt = short.truncated if batch.dropped else short.prompt
-        where = f"float32, real tensors, prompt of {prompt}, answers of {short.response}, sums over the whole vocabulary"
+        where = f"{str(dtype).removeprefix('torch.')}, real tensors, prompt of {prompt}, answers of {short.response}"
         return [_record(phase, ran.source, arm, batch, shapes, values, where) for phase in ran.phases]
 
 
@@ -167,7 +170,7 @@ def _program(
 ) -> Callable[[StudyBatch], Values]:
     """Build the models of an arm on the meter's device and return its training step."""
     if arm.update in OWN_UPDATES:
-        settings = own_settings(arm, shapes, folder, options.whole_rows)
+        settings = own_settings(arm, shapes, folder)
         policy = stack.enter_context(own_policy(settings, shapes.epochs, meter.device))
         return OwnTrainer(policy, settings, shapes, arm, options, meter).train
     fake = isinstance(meter, FakeMeter)

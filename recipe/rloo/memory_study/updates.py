@@ -123,7 +123,7 @@ class MendedTrainer:
         return values
 
 
-def own_settings(arm: Arm, shapes: Shapes, folder: Path, whole_rows: bool = False) -> ActorRolloutRef:
+def own_settings(arm: Arm, shapes: Shapes, folder: Path) -> ActorRolloutRef:
     """Return this project's settings for an arm: its defaults but for what the arm switches off and the study holds equal.
 
     Compute is fp32, so that values can be compared. The loss, the epochs and the temperature are the published ones.
@@ -132,10 +132,8 @@ def own_settings(arm: Arm, shapes: Shapes, folder: Path, whole_rows: bool = Fals
         arm: One of OWN_UPDATES.
         shapes: The sizes.
         folder: Folder of the model.
-        whole_rows: As in :class:`Options`.
     """
     shared = arm.update != CHUNKED
-    head = {f"{MODEL}.logprob_chunk_tokens": 64, f"{MODEL}.logprob_vocab_tile": shapes.model.vocab_size} if whole_rows else {}
     rows = {f"{ACTOR}.use_dynamic_bsz": True} if shared else {f"{ACTOR}.ppo_micro_batch_size_per_gpu": arm.micro_batch}
     settings = settings_from_mapping(
         {
@@ -163,7 +161,6 @@ def own_settings(arm: Arm, shapes: Shapes, folder: Path, whole_rows: bool = Fals
             "trainer.worker_group": "local",
         }
         | rows
-        | head
     )
     return settings.actor_rollout_ref
 

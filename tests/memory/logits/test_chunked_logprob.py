@@ -106,9 +106,8 @@ def test_values_and_gradients_equal_those_of_whole_logits(tokens, cut, temperatu
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
 @pytest.mark.parametrize("precomputed", [False, True])
-def test_on_a_long_vocabulary_gradients_round_as_those_of_whole_logits_do_or_less(temperature, precomputed):
-    # 150,000 small terms are added to the target's large one, which is a few 1e-6 from the exact sum. Over whole rows, as in an
-    # update whose loss is one of tokens, it is the same sum; over tiles of the vocabulary it is more exact.
+def test_on_a_long_vocabulary_gradients_are_more_exact_than_those_of_plain_autograd(temperature, precomputed):
+    # Autograd adds 150,000 small terms to the target's large one, which ends a few 1e-6 from the exact sum. Here it comes last.
     generator = torch.Generator().manual_seed(3)
     hidden, weight = torch.randn(48, 8, generator=generator), torch.randn(151_669, 8, generator=generator) * 0.02
     targets, factors = torch.randint(151_669, (48,), generator=generator), [torch.linspace(-1, 2, 48)]
@@ -121,9 +120,7 @@ def test_on_a_long_vocabulary_gradients_round_as_those_of_whole_logits_do_or_les
     cut = Cut(chunk=16, precomputed=precomputed)
     found = gradient(torch.float32, lambda *given: cut.run(*given, factors))
     assert relative(expected.double(), exact) > 2e-6
-    assert (
-        relative(found, expected) <= 2e-6 if precomputed else relative(found.double(), exact) < relative(expected.double(), exact)
-    )
+    assert relative(found.double(), exact) < 1e-6
 
 
 @pytest.mark.parametrize("cut", ALL_KINDS)

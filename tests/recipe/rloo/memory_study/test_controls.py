@@ -68,6 +68,13 @@ def test_values_of_another_program_are_not_compared():
     assert check([result(), elsewhere])[1].diverged == {}
 
 
+def test_values_of_the_same_run_in_float64_are_compared():
+    wide, narrow = (f"{dtype}, real tensors, prompt of 48" for dtype in ("float64", "float32"))
+    first = with_records(result(), values_from=wide)
+    assert check([first, with_records(result(STRING), values_from=narrow)])[1].diverged == {}
+    assert check([first, with_records(result(STRING), values_from=narrow, loss=100.0)])[1].diverged
+
+
 def test_a_missing_loss_is_not_an_equal_loss():
     assert outcomes([result(), with_records(result(STRING), loss=None)])["string_full_legacy_k2_r0"] == "diverged"
     assert set(outcomes([with_records(each, loss=None, grad_norm=None) for each in (result(), result(STRING))]).values()) == {

@@ -1,7 +1,8 @@
 """Every update that saves gives the loss and the gradient of the published one, on real tensors.
 
-With 151,669 terms in a sum, fp32 moves the published gradient by 5e-6 from the exact one, which the same program has in float64.
-What sums in the same way agrees with it. This project's default sums in tiles, which ends nearer to the exact gradient.
+The published update in float64 has the exact gradient. In fp32 it is 5e-6 from that, for it sums 151,669 terms of a row to the
+large one of the target. The mended updates sum in the same way, and are compared with it in fp32. This project's updates add the
+target's term last, and are compared with the exact gradient.
 """
 
 import dataclasses
@@ -23,8 +24,8 @@ OWN = [("chunked", 4), ("chunked", 1), ("shared_prompt", 4), ("shared_prompt_che
 PUBLISHED_UPDATE = Arm("legacy", "token", FULL, "legacy", 4, 4)
 
 
-def values(arm, shapes, folder, dtype=torch.float32, whole_rows=False):
-    options = Options(arm.micro_batch, autocast=False, for_values=True, whole_rows=whole_rows, dtype=dtype)
+def values(arm, shapes, folder, dtype=torch.float32):
+    options = Options(arm.micro_batch, autocast=False, for_values=True, dtype=dtype)
     return run_arm(arm, shapes, "cpu", None, 0, folder, options).values
 
 
@@ -59,27 +60,20 @@ def test_a_mended_update_has_loss_and_gradient_of_the_published_one(update, rows
 
 
 @pytest.mark.parametrize(("update", "rows"), OWN)
-def test_an_own_update_over_whole_rows_has_loss_and_gradient_of_the_published_one(update, rows, folder, published):
-    own = values(Arm("arm", "token", FULL, update, 4, rows), ONE_EPOCH, folder, whole_rows=True)
-    assert abs(own.loss / published.loss - 1) < 2e-6
-    assert abs(own.grad_norm / published.grad_norm - 1) < 2e-6
-    assert difference(own.gradients, published.gradients) < 2e-6
-
-
-@pytest.mark.parametrize(("update", "rows"), OWN)
-def test_by_default_an_own_update_is_nearer_to_the_exact_gradient(update, rows, folder, published, exact):
+def test_an_own_update_has_the_loss_and_the_exact_gradient_of_the_published_one(update, rows, folder, published, exact):
     own = values(Arm("arm", "token", FULL, update, 4, rows), ONE_EPOCH, folder)
-    assert abs(own.loss / exact.loss - 1) < 2e-6
-    assert abs(own.loss / published.loss - 1) < 2e-6
-    assert abs(own.grad_norm / published.grad_norm - 1) < 2e-6
-    assert difference(own.gradients, exact.gradients) < difference(published.gradients, exact.gradients) < 1e-5
+    for other in (exact, published):
+        assert abs(own.loss / other.loss - 1) < 2e-6
+        assert abs(own.grad_norm / other.grad_norm - 1) < 2e-6
+    assert difference(own.gradients, exact.gradients) < 1e-6
+    assert 2e-6 < difference(published.gradients, exact.gradients) < 1e-5
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("update", ["response_only", "shared_prompt_checkpointing"])
-def test_the_same_holds_for_a_prompt_five_times_as_long(update, folder):
-    ours = values(Arm("arm", "token", FULL, update, 2, 2), LONGER, folder, whole_rows=True)
-    published = values(dataclasses.replace(PUBLISHED_UPDATE, k=2, micro_batch=2), LONGER, folder)
+@pytest.mark.parametrize(("update", "dtype"), [("response_only", torch.float32), ("shared_prompt_checkpointing", torch.float64)])
+def test_the_same_holds_for_a_prompt_five_times_as_long(update, dtype, folder):
+    ours = values(Arm("arm", "token", FULL, update, 2, 2), LONGER, folder)
+    published = values(dataclasses.replace(PUBLISHED_UPDATE, k=2, micro_batch=2), LONGER, folder, dtype)
     assert abs(ours.loss / published.loss - 1) < 2e-6
     assert difference(ours.gradients, published.gradients) < 2e-6
 
