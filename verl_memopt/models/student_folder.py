@@ -38,7 +38,6 @@ def student_model(student: ScoringModel, policy: Model) -> Model:
         external_lib=student.external_lib,
         override_config=student.override_config,
         enable_gradient_checkpointing=False,
-        enable_activation_offload=False,
         lora_rank=0,
         lora_adapter_path=None,
     )

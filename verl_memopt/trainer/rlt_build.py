@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from verl_memopt.config.schema import Data, Settings
+from verl_memopt.data.batch import shares_prompts
 from verl_memopt.data.rlt.dataset import RltDataset
 from verl_memopt.data.rlt.format import FORMATS
 from verl_memopt.data.rlt.prompts import RltPrompts
@@ -60,7 +61,7 @@ def student_plan(settings: Settings, environment: Environment) -> StudentPlan | 
         rlt=reward_model.rlt,
         residency=reward_model.student_residency,
         folder=None if folder is None else str(folder),
-        shares_prompts=roles.actor.use_prefix_grouper,
+        shares_prompts=shares_prompts(roles.actor),
     )
 
 
@@ -126,5 +127,5 @@ def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder
         encoder=encoder,
         temperature=scoring_temperature(roles.rollout),
         teacher_budget=budgets(roles)[1],
-        shares_prompts=roles.actor.use_prefix_grouper,
+        shares_prompts=shares_prompts(roles.actor),
     )
