@@ -63,6 +63,20 @@ def test_a_row_without_room_for_its_solution_leaves_its_group(toy, tmp_path):
     assert rows[1]["actor/skipped_updates"] == 0
 
 
+@pytest.mark.parametrize("more", [{}, SWAP], ids=["separate", "swap"])
+def test_two_workers_give_the_rewards_of_one(toy, tmp_path, more):
+    """Nine held-out rows do not divide over two workers, and the rollouts of the first step are the same."""
+    short = {**more, "trainer.total_training_steps": 1, "trainer.test_freq": 1, "trainer.val_before_train": True}
+    two = {"trainer.worker_group": "ray", "trainer.n_gpus_per_node": 2}
+    assert train(settings_of(toy, tmp_path / "one", short)) == 0
+    assert train(settings_of(toy, tmp_path / "two", {**short, **two})) == 0
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for name in ("critic/score/mean", "critic/score/min", "rlt/r_ss", "rlt/r_kl", "rlt/match", "rlt/tokens"):
+        assert two[1][name] == pytest.approx(one[1][name], rel=1e-4)
+    for name in ("val-core/rlt/reward/mean@1", "val-aux/rlt/r_ss/mean@1"):
+        assert two[0][name] == pytest.approx(one[0][name], rel=1e-4)
+
+
 LEARNING = {
     "data.train_batch_size": 8,
     "data.val_max_samples": 64,
