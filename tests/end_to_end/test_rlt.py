@@ -118,7 +118,9 @@ def test_a_teacher_learns_to_explain_what_its_student_then_solves(tmp_path):
             "of another question": solution_log_prob(rlt, explained, [*written[1:], written[0]]),
         }
     rows = metrics(tmp_path / "run")
-    before, after = ({name: rows[step][f"val-aux/rlt/{name}/mean@1"] for name in ("r_ss", "r_kl", "match")} for step in (0, STEPS))
+    before, after = (
+        {name: rows[step][f"val-aux/rlt/{name}/mean@1"] for name in ("r_ss", "r_kl", "match")} for step in (0, STEPS)
+    )
     first, last = (
         {name: sum(rows[step][f"rlt/{name}"] for step in steps) / 10 for name in ("reward", "r_ss", "r_kl", "match")}
         for steps in (range(1, 11), range(STEPS - 9, STEPS + 1))
