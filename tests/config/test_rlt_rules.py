@@ -11,11 +11,9 @@ ALIAS = {**STUDENT, **KL, f"{MODEL}.path": None}
 SWAP = {**STUDENT, **KL, "reward_model.residency": "swap", f"{AR}.ref.fsdp_config.param_offload": True}
 
 
-@pytest.mark.parametrize(("more", "where"), [(STUDENT, "separate"), (ALIAS, "alias_ref"), (SWAP, "swap")])
-def test_the_place_of_the_student_follows_from_its_path_unless_it_is_given(settled, caplog, more, where):
-    reward_model = settled(more).reward_model
-    assert reward_model.by_student
-    assert reward_model.student_residency == where
+@pytest.mark.parametrize("more", [STUDENT, ALIAS, SWAP, ALIAS | {"reward_model.residency": "alias_ref"}])
+def test_a_student_of_its_own_and_the_reference_as_student_are_settings_without_a_warning(settled, caplog, more):
+    assert settled(more).reward_model.by_student
     assert caplog.messages == []
 
 

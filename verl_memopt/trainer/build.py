@@ -13,7 +13,7 @@ from types import MappingProxyType
 from verl_memopt.algorithms.advantages import NEEDS
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Data, FilterGroups, Model, Settings, Trainer
-from verl_memopt.data.dataset import PromptDataset, build_dataset
+from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import check_prompts
 from verl_memopt.data.loader import StepLoader, load_sampler
@@ -84,7 +84,7 @@ class RunContext:
     lock: RunLock
     environment: Environment
     loader: StepLoader
-    validation: PromptDataset | None
+    validation: PromptRows | None
     encoder: PromptEncoder
     store: CheckpointStore
     checkpoint: Checkpoint | None
@@ -165,9 +165,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     )  # fmt: skip
 
 
-def _datasets(
-    data: Data, environment: Environment, by_rules: bool, settings: Settings
-) -> tuple[PromptDataset, PromptDataset | None]:
+def _datasets(data: Data, environment: Environment, by_rules: bool, settings: Settings) -> tuple[PromptRows, PromptRows | None]:
     """Return the training rows and the held-out rows.
 
     Args:
@@ -190,7 +188,7 @@ def _datasets(
 
 
 def _reward_model(
-    settings: Settings, environment: Environment, datasets: Sequence[PromptDataset | None]
+    settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]
 ) -> tuple[Path | None, Conversations | None]:
     """Return the folder of the reward model, and what turns answers into its conversations; None without one."""
     reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
@@ -204,7 +202,7 @@ def _reward_model(
     return scorer.folder, conversations
 
 
-def _build_loader(data: Data, rows: PromptDataset, checkpoint: Checkpoint | None) -> StepLoader:
+def _build_loader(data: Data, rows: PromptRows, checkpoint: Checkpoint | None) -> StepLoader:
     """Return the loader of training prompts, at the position of the checkpoint."""
     assert data.seed is not None
     prompts = data.gen_batch_size or data.train_batch_size

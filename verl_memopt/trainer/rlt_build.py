@@ -52,14 +52,17 @@ def student_plan(settings: Settings, environment: Environment) -> StudentPlan | 
         return None
     folder = None if reward_model.model.path is None else _student_folder(settings, environment)
     _check_tokenizer(environment, folder or environment.reference_folder, reward_model.model.trust_remote_code)
-    if reward_model.student_residency == "swap":
+    residency = reward_model.residency
+    if residency == "auto":
+        residency = "alias_ref" if folder is None else "separate"
+    if residency == "swap":
         assert folder is not None
         assert environment.reference_folder is not None
         check_same_shape(reward_model.model, folder, roles.model, environment.reference_folder)
     return StudentPlan(
         model=reward_model.model,
         rlt=reward_model.rlt,
-        residency=reward_model.student_residency,
+        residency=residency,
         folder=None if folder is None else str(folder),
         shares_prompts=shares_prompts(roles.actor),
     )

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
-from verl_memopt.data.dataset import PromptDataset
+from verl_memopt.data.dataset import PromptRows
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
 from verl_memopt.observe.validation import ValidationRow, validation_metrics
@@ -46,7 +46,7 @@ class Validator:
         rlt: Scores them with a student instead; None without one.
     """
 
-    rows: PromptDataset
+    rows: PromptRows
     batch_size: int | None
     expansion: str
     encoder: PromptEncoder
