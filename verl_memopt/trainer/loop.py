@@ -69,7 +69,7 @@ class Trainer:
         self.reporter = reporter
         self.interrupts = interrupts
         self.learner = build_learner(context, workers, runner)
-        self.validator = build_validator(context, self.learner.generator, self.learner.rewards)
+        self.validator = build_validator(context, self.learner.generator, self.learner.rewards, self.learner.rlt)
         self.learner.before_update = self.begin_update
         runner.stopped = self.must_abandon
         self.stop_file = StopFile(context.stop_file)

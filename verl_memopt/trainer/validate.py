@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from verl_memopt.data.dataset import PromptDataset
+from verl_memopt.data.dataset import PromptRows
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
 from verl_memopt.observe.validation import ValidationRow, validation_metrics
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.rewarder import Rewarder
+from verl_memopt.trainer.rlt_scorer import Explained, RltScorer
 
 
 @dataclass(frozen=True)
@@ -40,29 +43,53 @@ class Validator:
         encoder: Encoder of the prompts.
         generator: Answers the prompts.
         rewards: Scores the answers.
+        rlt: Scores them with a student instead; None without one.
     """
 
-    rows: PromptDataset
+    rows: PromptRows
     batch_size: int | None
     expansion: str
     encoder: PromptEncoder
     generator: Generator
     rewards: Rewarder
+    rlt: RltScorer | None = None
 
     def validate(self, step: int) -> Validation:
-        """Answer the whole validation set and score it."""
-        answered = []
-        for indices in _batches(len(self.rows), self.batch_size):
-            answers = self._answer(indices, step)
-            answered.append((answers, self.rewards.score(answers)))
-        scored = [
+        """Answer the whole validation set and score it. A row without a score (NaN) counts in no mean."""
+        answered = self._scored_by_rewards(step) if self.rlt is None else self._scored_by_student(self.rlt, step)
+        rows = [
             ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
             for answers, results in answered
             for index, result in enumerate(results)
         ]
         samples = self.generator.rollout.val_kwargs.n
-        assert len(scored) == len(self.rows) * samples, (len(scored), len(self.rows), samples)
-        return Validation(validation_metrics(scored), sum(row.score for row in scored) / len(scored), answered)
+        assert len(rows) == len(self.rows) * samples, (len(rows), len(self.rows), samples)
+        scored = [row for row in rows if not math.isnan(row.score)]
+        mean = sum(row.score for row in scored) / len(scored) if scored else math.nan
+        return Validation(validation_metrics(scored), mean, answered)
+
+    def _scored_by_rewards(self, step: int) -> list[tuple[Answers, list[RewardResult]]]:
+        """Return the answers of each call with their rewards."""
+        answered = []
+        for indices in _batches(len(self.rows), self.batch_size):
+            answers = self._answer(indices, step)
+            answered.append((answers, self.rewards.score(answers)))
+        return answered
+
+    def _scored_by_student(self, rlt: RltScorer, step: int) -> list[tuple[Answers, list[RewardResult]]]:
+        """Return the answers of each call with the student's rewards.
+
+        All prompts are answered first. Then the engine sleeps while policy and student come to the device, each once. It wakes
+        with the policy's weights.
+        """
+        answers = [self._answer(indices, step) for indices in _batches(len(self.rows), self.batch_size)]
+        self.generator.release_engine()
+        rows = [row for each in answers for row in each.rows]
+        responses = [ids for each in answers for ids in each.generation.response_ids]
+        explained = Explained.of([row.extra_info for row in rows], responses, [row.address for row in rows])
+        results = iter(rlt.score(explained).results())
+        self.generator.restore_engine()
+        return [(each, list(islice(results, len(each.rows)))) for each in answers]
 
     def _answer(self, indices: Sequence[int], step: int) -> Answers:
         expanded = expand(self.rows, indices, self.generator.rollout.val_kwargs.n, self.expansion, self.encoder)
