@@ -37,6 +37,7 @@ from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.mini_batches import MiniBatchCutter, role_updates
 from verl_memopt.trainer.model_scores import ModelScores, reward_budget
 from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs
+from verl_memopt.trainer.reference_sync import ReferenceSync
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.trainer.rewarder import Dapo, Rewarder
 from verl_memopt.trainer.run_lock import RunLock, hold
@@ -288,6 +289,8 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     policy_update = PolicyUpdate(cutter, actor, context.store)
     mismatch = MismatchCheck(rollout, actor.fsdp_config)
     ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
+    with_reference = needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss)
+    every = roles.ref.sync_every_steps if with_reference else None
     return Learner(
         workers=workers,
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
@@ -296,7 +299,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         critic=_build_critic_training(context, workers, old_pass),
         group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
         old_pass=None if on_policy or correction.bypass_mode else old_pass,
-        ref_pass=ref_pass if needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss) else None,
+        ref_pass=ref_pass if with_reference else None,
         mismatch=mismatch,
         bypass=BypassUpdate(workers, policy_update, mismatch, correction) if correction.bypass_mode else None,
         greedy_baseline="baselines" in NEEDS.get(algorithm.adv_estimator, ()),
@@ -304,4 +307,5 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         kl_control=KlController(algorithm.kl_ctrl),
         policy_update=policy_update,
         step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
+        reference_sync=None if every is None else ReferenceSync(workers, every, context.updates_per_step),
     )

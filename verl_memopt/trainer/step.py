@@ -16,6 +16,7 @@ from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advan
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
+from verl_memopt.trainer.reference_sync import ReferenceSync
 from verl_memopt.trainer.remax import add_baselines, greedy_batch
 from verl_memopt.trainer.resampling import draw_rows
 from verl_memopt.trainer.rewarder import Rewarder
@@ -68,6 +69,7 @@ class Learner:
         kl_control: The coefficient of the KL in the reward, saved and restored with the run.
         policy_update: Cuts the batch for the optimizer steps, and reads their results.
         step_metrics: Describes the batch at the end.
+        reference_sync: Moves the reference towards the policy; None where the reference keeps its weights.
         before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
 
@@ -86,6 +88,7 @@ class Learner:
     kl_control: KlController
     policy_update: PolicyUpdate
     step_metrics: StepMetrics
+    reference_sync: ReferenceSync | None = None
     before_update: Callable[[], None] = nothing
 
     def train_step(self, step: int) -> StepResult:
@@ -107,6 +110,7 @@ class Learner:
             batch = self.update(batch)
         if not self.warms_up(step) or self.generator.frees_engine:  # a sleeping engine keeps no weights
             self.sync_weights()
+        batch = self.sync_reference(batch)
         batch = self.metrics(batch)
         return self.result(batch)
 
@@ -209,6 +213,12 @@ class Learner:
     def sync_weights(self) -> None:
         """Give the engines the policy's weights."""
         self.workers.all("update_weights", "update_weights")
+
+    def sync_reference(self, batch: StepBatch) -> StepBatch:
+        """Move the reference towards the policy, where it follows the policy and it is time."""
+        if self.reference_sync is not None and not self.warms_up(batch.step):
+            batch.metrics |= self.reference_sync.after_update(batch.metrics)
+        return batch
 
     def compare_log_probs(self, batch: StepBatch) -> StepBatch:
         """Compare the engine's log-probs with the trainer's."""
