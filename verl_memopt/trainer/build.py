@@ -148,6 +148,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             stop_file=str(stop_file),
             reward_model=None if reward_folder is None else settings.reward_model.model,
             reward_folder=None if reward_folder is None else str(reward_folder),
+            adaptive_phases=adaptive_phases(settings),
         )
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
@@ -227,6 +228,20 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
     folder = run_folder / "engine_config"
     export_folder(folder, load_model_config(model, environment.folder), environment.tokenizer_folder, None, writes=True)
     return folder
+
+
+def adaptive_phases(settings: Settings) -> tuple[str, ...]:
+    """Return the phases whose token budget learns from measured peaks."""
+    roles, critic = settings.actor_rollout_ref, settings.critic
+    adaptive = {
+        "update_actor": roles.actor.adaptive_token_budget and roles.actor.use_dynamic_bsz,
+        "old_log_prob": roles.rollout.log_prob_adaptive_token_budget and roles.rollout.log_prob_use_dynamic_bsz,
+        "ref": roles.ref.log_prob_adaptive_token_budget and roles.ref.log_prob_use_dynamic_bsz,
+        "values": critic.adaptive_token_budget and critic.use_dynamic_bsz,
+        "update_critic": critic.adaptive_token_budget and critic.use_dynamic_bsz,
+        "reward": settings.reward_model.adaptive_token_budget and settings.reward_model.use_dynamic_bsz,
+    }
+    return tuple(phase for phase, learns in adaptive.items() if learns)
 
 
 def build_rewarder(context: RunContext, workers: TimedGroup, runner: RewardRunner) -> Rewarder:

@@ -252,6 +252,9 @@ class Trainer:
         self.learner.kl_control.load_state_dict(checkpoint.driver["kl_control"])
         if self.learner.reference_sync is not None and "reference_sync" in checkpoint.driver:
             self.learner.reference_sync.load_state_dict(checkpoint.driver["reference_sync"])
+        for phase, budget in self.learner.learned_budgets().items():
+            if phase in checkpoint.driver.get("token_budgets", {}):
+                budget.load_state_dict(checkpoint.driver["token_budgets"][phase])
         # A checkpoint of an earlier version does not have them.
         if "guard" in checkpoint.driver:
             self.guard.load_state_dict(checkpoint.driver["guard"])
@@ -306,6 +309,7 @@ class Trainer:
             "kl_control": self.learner.kl_control.state_dict(),
             "guard": self.guard.state_dict(),
             "health": self.health.state_dict(),
+            "token_budgets": {phase: budget.state_dict() for phase, budget in self.learner.learned_budgets().items()},
             **self.reference_state(),
             "settings": kept_settings(self.context.settings),
             "weights": plain_shapes(self.context.environment.weights),

@@ -9,6 +9,7 @@ from verl_memopt.algorithms.corrections import corrects_before_update
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
+from verl_memopt.memory.batching.learned_budget import LearnedBudget, budget_metrics
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.corrections import BypassUpdate, correct_before_update, divergence_metrics
 from verl_memopt.trainer.critic_update import CriticTraining
@@ -207,6 +208,7 @@ class Learner:
             log_probs = [update.log_probs for update in updates]
             batch.rows.old_log_probs = self.policy_update.gather_log_probs(batch.rows, log_probs, batch.step)
             metrics = [update.metrics for update in updates]
+        self.policy_update.cutter.learn(per_rank, self.workers.figures)
         batch.metrics |= self.policy_update.metrics(metrics, batch.step)
         return self.compare_log_probs(batch) if self.old_pass is None else batch
 
@@ -230,10 +232,22 @@ class Learner:
     def metrics(self, batch: StepBatch) -> StepBatch:
         """Add the metrics of the batch, and adapt the coefficient of the KL to the KL that was measured."""
         assert batch.advantages is not None
+        batch.metrics |= budget_metrics(self.learned_budgets())
         batch.metrics |= self.step_metrics.describe(batch, self.kl_control.coefficient)
         if batch.advantages.kl_mean is not None:
             self.kl_control.update(batch.advantages.kl_mean, batch.rows.num_rows)
         return batch
+
+    def learned_budgets(self) -> dict[str, LearnedBudget]:
+        """Return the token budgets that learn, by phase."""
+        passes = [self.old_pass, self.ref_pass, None if self.critic is None else self.critic.warmup_pass]
+        budgets = {each.phase: each.budget for each in passes if each is not None}
+        budgets["update_actor"] = self.policy_update.cutter.budget
+        if self.critic is not None:
+            budgets |= {"values": self.critic.budget, "update_critic": self.critic.cutter.budget}
+        if self.rewards.model is not None:
+            budgets["reward"] = self.rewards.model.budget
+        return {phase: budget.learned for phase, budget in budgets.items() if budget.learned is not None}
 
     def result(self, batch: StepBatch) -> StepResult:
         """Return the result of a finished step."""

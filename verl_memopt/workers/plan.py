@@ -46,3 +46,5 @@ class WorkerPlan:
     """Settings of the reward model's own model. None = no model scores."""
     reward_folder: str | None = None
     """Folder of the reward model."""
+    adaptive_phases: tuple[str, ...] = ()
+    """Phases whose micro-batches are cut again after an out-of-memory error, on one rank."""

@@ -17,8 +17,9 @@ from verl_memopt.distributed.file_records import Records
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group
 from verl_memopt.errors import Stopped
 from verl_memopt.memory.host.host_buffers import host_allocator
-from verl_memopt.memory.limits.allocators import limit_bytes, memory_limits
+from verl_memopt.memory.limits.allocators import available_bytes, limit_bytes, memory_limits
 from verl_memopt.memory.limits.out_of_memory import out_of_memory_report
+from verl_memopt.memory.limits.recutting import recutting
 from verl_memopt.memory.parameters.lora import adapters_off
 from verl_memopt.memory.parameters.residency import Residency
 from verl_memopt.memory.rollout.weight_buckets import weight_slices
@@ -47,10 +48,21 @@ ENGINE_METHODS = ("generate",)
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a call and its memory."""
+    """The result of a call and its memory.
+
+    Attributes:
+        value: The result.
+        memory: Memory of the phase.
+        budget_bytes: What the process may take of its device. None = there is no limit.
+        cap_after_error: Tokens of a micro-batch after the last out-of-memory error that the call survived. None = there was none.
+        retries: Number of such errors.
+    """
 
     value: Any
     memory: PhaseMemory
+    budget_bytes: int | None = None
+    cap_after_error: int | None = None
+    retries: int = 0
 
 
 class Worker:
@@ -105,10 +117,17 @@ class Worker:
             *args: Its arguments.
         """
         counted = track and (method not in ENGINE_METHODS or self._counts_engine)
-        with self._report_out_of_memory(phase), self.residency.phase(phase), self.probe.phase(phase, counted) as report:
+        may_go_on = phase in self.plan.adaptive_phases and self.placement.world_size == 1
+        with (
+            self._report_out_of_memory(phase),
+            self.residency.phase(phase),
+            self.probe.phase(phase, counted) as report,
+            recutting(self.device, may_go_on) as recut,
+        ):
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
-        return Reply(value, dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes))
+        memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes)
+        return Reply(value, memory, available_bytes(self.device, self.device_limit), recut.cap, recut.retries)
 
     def started(self) -> PhaseMemory:
         """Return the memory of the start."""
