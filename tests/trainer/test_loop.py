@@ -225,6 +225,17 @@ def test_a_resumed_run_goes_on_with_the_reference_that_followed_the_policy(run_i
     assert len(list((cut / "global_step_4" / "ref" / "dcp").glob("*.distcp"))) == 1
 
 
+def test_learned_token_budgets_are_restored(settled):
+    adaptive = {f"{AR}.actor.adaptive_token_budget": True, "trainer.save_freq": 1, "trainer.total_training_steps": 1}
+    with ready(settled(adaptive)) as trainer:
+        trainer.learner.learned_budgets()["update_actor"].cap = 33
+        trainer.run()
+    with ready(settled(adaptive)) as trainer:
+        trainer.resume()
+        caps = {phase: budget.cap for phase, budget in trainer.learner.learned_budgets().items()}
+    assert caps == {"update_actor": 33, "old_log_prob": 40}
+
+
 def test_a_reference_that_moved_before_the_stop_is_restored(run_in):
     every_step = FOLLOWS | {f"{AR}.ref.sync_every_steps": 1, "trainer.save_freq": 2}
     whole = run_in("whole", every_step)
