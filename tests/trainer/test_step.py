@@ -242,3 +242,48 @@ def test_rows_that_are_not_scored_count_in_no_mean(rlt_toy, tmp_path):
         assert result.metrics[f"critic/{name}/mean"] == pytest.approx(sum(scores) / len(scores))
     assert math.isfinite(result.metrics["actor/grad_norm"])
     assert result.metrics["actor/skipped_updates"] == 0
+
+
+ADAPTIVE = {
+    f"{AR}.actor.adaptive_token_budget": True, f"{AR}.actor.use_kl_loss": True, f"{AR}.actor.ppo_max_token_len_per_gpu": 64,
+    "trainer.track_memory_every_steps": 1,
+}  # fmt: skip
+PASSES = ("old_log_prob", "ref", "update_actor")
+
+
+def caps(metrics):
+    return {phase: metrics[f"perf/token_budget/{phase}"] for phase in PASSES}
+
+
+def test_a_learned_budget_falls_under_a_limit_and_changes_no_metric_of_learning(settled):
+    learned, plain = [], []
+    for rows, more in ((plain, ADAPTIVE | {f"{AR}.actor.adaptive_token_budget": False}), (learned, ADAPTIVE)):
+        with running(settled(more)) as learner:
+            learner.workers.track = True
+            rows += [learner.train_step(1).metrics]
+            if more is ADAPTIVE:
+                peak = learner.workers.figures.peak_bytes
+                assert peak is not None
+                assert caps(rows[0]) == dict.fromkeys(PASSES, 64.0)  # a CPU without a limit has nothing to compare with
+                assert learner.workers.figures.budget_bytes is None
+    assert not any("token_budget" in name for name in plain[0])
+    for name in ("actor/pg_loss", "actor/grad_norm", "actor/kl_loss"):
+        assert learned[0][name] == pytest.approx(plain[0][name], abs=1e-5)
+
+
+def test_a_budget_learns_from_the_limit_of_the_device(settled):
+    with running(settled(ADAPTIVE | {"memory.device_limit_gb": 0.1})) as learner:
+        learner.workers.track = True
+        learner.workers.all("update_weights", "update_weights")
+        plenty = learner.train_step(1).metrics
+        assert caps(plenty) == dict.fromkeys(PASSES, 64.0)
+        budget = learner.learned_budgets()["ref"]
+        budget.cap = 20
+        batch = learner.generate(learner.prompts.next(), 2)
+        learner.ref_pass.compute(batch.rows, batch.names)
+        fullest = max(
+            batch.rows.row_tokens().cost(rows)
+            for rows in learner.ref_pass.budget.micro_batches(batch.rows.row_tokens(), batch.names)
+        )
+        assert 20 <= budget.cap <= 25
+        assert fullest <= budget.cap

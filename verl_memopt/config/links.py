@@ -19,6 +19,8 @@ LINKS = {
     f"{_AR}.ref.log_prob_micro_batch_size_per_gpu": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
     f"{_AR}.ref.log_prob_use_dynamic_bsz": f"{_AR}.actor.use_dynamic_bsz",
     f"{_AR}.ref.log_prob_max_token_len_per_gpu": f"{_AR}.actor.ppo_max_token_len_per_gpu",
+    f"{_AR}.ref.log_prob_adaptive_token_budget": f"{_AR}.actor.adaptive_token_budget",
+    f"{_AR}.rollout.log_prob_adaptive_token_budget": f"{_AR}.actor.adaptive_token_budget",
     f"{_AR}.ref.use_torch_compile": f"{_AR}.actor.use_torch_compile",
     f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu": f"{_AR}.actor.ppo_micro_batch_size_per_gpu",
     f"{_AR}.rollout.log_prob_use_dynamic_bsz": f"{_AR}.actor.use_dynamic_bsz",
@@ -34,6 +36,7 @@ LINKS = {
         f"{_CRITIC}.{key}": f"{_AR}.actor.{key}"
         for key in ("ppo_mini_batch_size", "ppo_epochs", "shuffle", "use_dynamic_bsz", "loss_agg_mode", "loss_scale_factor")
     },
+    f"{_CRITIC}.adaptive_token_budget": f"{_AR}.actor.adaptive_token_budget",
     **{f"{_CRITIC}.forward_{key}": f"{_CRITIC}.ppo_{key}" for key in ("micro_batch_size_per_gpu", "max_token_len_per_gpu")},
     "trainer.max_critic_ckpt_to_keep": "trainer.max_actor_ckpt_to_keep",
     f"{_CRITIC}.optim.state_dtype": f"{_CRITIC}.model.fsdp_config.model_dtype",
@@ -42,6 +45,7 @@ LINKS = {
     "reward_model.model.external_lib": f"{_AR}.model.external_lib",
     "reward_model.micro_batch_size_per_gpu": f"{_AR}.rollout.log_prob_micro_batch_size_per_gpu",
     "reward_model.use_dynamic_bsz": f"{_CRITIC}.use_dynamic_bsz",
+    "reward_model.adaptive_token_budget": f"{_CRITIC}.adaptive_token_budget",
     "reward_model.forward_max_token_len_per_gpu": f"{_CRITIC}.forward_max_token_len_per_gpu",
 }
 """Follower -> the key it follows while it is null."""

@@ -3,6 +3,7 @@
 Use it when: always with rows of different lengths. Lower the cap first when activations or logits are the peak.
 Saves: activations and logits grow with the tokens of a micro-batch, and no micro-batch ever has more than the cap.
 Costs: nothing in the result, since losses are normalised by global counts. A low cap makes products small and slow.
+    ``adaptive_token_budget`` learns the cap from measured peaks. On one device it also goes on after an out-of-memory error.
 Works with: chunked log-probs and checkpointing, which lower the bytes a token needs and so allow a higher cap.
 """
 
@@ -15,7 +16,7 @@ from typing import Annotated, Any
 
 from verl_memopt.knobs.conditions import KL, LENGTHS
 from verl_memopt.knobs.critic_rules import twin, with_critic
-from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal, switch
 from verl_memopt.knobs.ranges import POSITIVE, PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -33,6 +34,9 @@ class UpdateBudget:
     """Pack micro-batches by tokens instead of by sequences."""
     ppo_max_token_len_per_gpu: PositiveInt = 16384
     """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+    adaptive_token_budget: bool = False
+    """Learn the tokens of a micro-batch from measured peaks: from the cap down, so that the device's memory suffices, and up
+    again to the cap. On one device an update or a pass goes on after an out-of-memory error, with half the tokens."""
 
 
 @dataclass(frozen=True)
@@ -49,6 +53,8 @@ class CriticBudget:
     """Sequences per forward of the values pass; follows ``ppo_micro_batch_size_per_gpu``."""
     forward_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
     """Hard cap of tokens per forward of the values pass; follows ``ppo_max_token_len_per_gpu``."""
+    adaptive_token_budget: bool | None = None
+    """Learn the tokens of a micro-batch from measured peaks, in both passes; follows the actor's."""
 
 
 @dataclass(frozen=True)
@@ -61,6 +67,8 @@ class LogProbBudget:
     """Follows ``actor.use_dynamic_bsz``."""
     log_prob_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
     """Follows ``actor.ppo_max_token_len_per_gpu``."""
+    log_prob_adaptive_token_budget: bool | None = None
+    """Learn the tokens of a forward from measured peaks; follows ``actor.adaptive_token_budget``."""
 
 
 def _keys(role: str) -> tuple[str, str, str]:
@@ -142,6 +150,14 @@ def _log_prob_factor(role: str, name: str) -> Factor:
 
 
 _ACTOR_ROWS, _ACTOR_BY_TOKENS, BUDGET_KEY = _keys("actor")
+ADAPTIVE_KEY, _IN_BACKWARD = f"{_AR}.actor.adaptive_token_budget", f"{_AR}.actor.optim.in_backward"
+
+_STEPS_IN_BACKWARD = Refusal(
+    (ADAPTIVE_KEY, _IN_BACKWARD),
+    lambda adaptive, in_backward: adaptive and in_backward,
+    "after an out-of-memory error gradients are computed again, but not from weights that backward has updated",
+    "Set one of them to false.",
+)
 
 KNOB = Knob(
     name="token_budget",
@@ -156,8 +172,9 @@ KNOB = Knob(
     idle=(
         Idle(_ACTOR_ROWS, (_ACTOR_BY_TOKENS,), lambda by_tokens: by_tokens, "actor.use_dynamic_bsz packs by tokens"),
         Idle(BUDGET_KEY, (_ACTOR_BY_TOKENS,), lambda by_tokens: not by_tokens, "actor.use_dynamic_bsz is false"),
+        Idle(ADAPTIVE_KEY, (_ACTOR_BY_TOKENS,), lambda by_tokens: not by_tokens, "actor.use_dynamic_bsz is false"),
     ),
-    refuses=tuple(_refusals()),
+    refuses=(*_refusals(), _STEPS_IN_BACKWARD),
     advice=tuple(_advice()),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(40, on=(f"{BUDGET_KEY}={{pair}}",), off=(f"{BUDGET_KEY}={{all}}",)),
@@ -170,6 +187,7 @@ KNOB = Knob(
                 "rows": {_ACTOR_BY_TOKENS: False, _ACTOR_ROWS: 3},
             },
         ),
+        switch("adaptive budget", ADAPTIVE_KEY, fixed=False, learned=True),
         _log_prob_factor("rollout", "old batching"),
         _log_prob_factor("ref", "ref batching"),
     ),

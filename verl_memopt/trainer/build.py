@@ -38,6 +38,7 @@ from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.mini_batches import MiniBatchCutter, role_updates
 from verl_memopt.trainer.model_scores import ModelScores, reward_budget
 from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs
+from verl_memopt.trainer.reference_sync import ReferenceSync
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.trainer.rewarder import Dapo, Rewarder
 from verl_memopt.trainer.rlt_build import build_rlt_scorer, rlt_datasets, student_encoder, student_plan
@@ -153,6 +154,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             reward_model=None if reward_folder is None else settings.reward_model.model,
             reward_folder=None if reward_folder is None else str(reward_folder),
             student=student_plan(settings, environment),
+            adaptive_phases=adaptive_phases(settings),
         )
         rlt_encoder = student_encoder(settings, environment)
         released_on_error.pop_all()
@@ -236,6 +238,20 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
     return folder
 
 
+def adaptive_phases(settings: Settings) -> tuple[str, ...]:
+    """Return the phases whose token budget learns from measured peaks."""
+    roles, critic = settings.actor_rollout_ref, settings.critic
+    adaptive = {
+        "update_actor": roles.actor.adaptive_token_budget and roles.actor.use_dynamic_bsz,
+        "old_log_prob": roles.rollout.log_prob_adaptive_token_budget and roles.rollout.log_prob_use_dynamic_bsz,
+        "ref": roles.ref.log_prob_adaptive_token_budget and roles.ref.log_prob_use_dynamic_bsz,
+        "values": critic.adaptive_token_budget and critic.use_dynamic_bsz,
+        "update_critic": critic.adaptive_token_budget and critic.use_dynamic_bsz,
+        "reward": settings.reward_model.adaptive_token_budget and settings.reward_model.use_dynamic_bsz,
+    }
+    return tuple(phase for phase, learns in adaptive.items() if learns)
+
+
 def build_rewarder(context: RunContext, workers: TimedGroup, runner: RewardRunner) -> Rewarder:
     """Return what scores the answers of training and validation."""
     settings, model = context.settings, None
@@ -312,6 +328,8 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     policy_update = PolicyUpdate(cutter, actor, context.store)
     mismatch = MismatchCheck(rollout, actor.fsdp_config)
     ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
+    with_reference = needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss)
+    every = roles.ref.sync_every_steps if with_reference else None
     return Learner(
         workers=workers,
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
@@ -320,7 +338,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         critic=_build_critic_training(context, workers, old_pass),
         group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
         old_pass=None if on_policy or correction.bypass_mode else old_pass,
-        ref_pass=ref_pass if needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss) else None,
+        ref_pass=ref_pass if with_reference else None,
         mismatch=mismatch,
         bypass=BypassUpdate(workers, policy_update, mismatch, correction) if correction.bypass_mode else None,
         greedy_baseline="baselines" in NEEDS.get(algorithm.adv_estimator, ()),
@@ -329,4 +347,5 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         policy_update=policy_update,
         rlt=rlt,
         step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
+        reference_sync=None if every is None else ReferenceSync(workers, every, context.updates_per_step),
     )

@@ -76,6 +76,7 @@ class BypassUpdate:
         rows, names = batch.for_update()
         per_rank = self.policy_update.cut(rows, names, batch.step)
         updates, mean_weights = self._run([list(minis) for minis in zip(*per_rank, strict=True)])
+        self.policy_update.cutter.learn(per_rank, self.workers.figures)
         batch.metrics |= _over_mini_batches([self._metrics(ranks, batch.step) for ranks in updates])
         log_probs, first = self._log_probs(rows, updates, batch.step)
         batch.metrics |= self._corrections(rows, log_probs, first, batch.step)

@@ -12,7 +12,7 @@ from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.trainer.checkpoints import CheckpointStore
 from verl_memopt.trainer.experience import LogProbPass, run_pass
 from verl_memopt.trainer.mini_batches import MiniBatchCutter
-from verl_memopt.trainer.passes import Budget
+from verl_memopt.trainer.passes import Budget, learned_budget
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import global_metrics, refuse_partial
 from verl_memopt.trainer.update_guard import way_back
@@ -68,6 +68,7 @@ class CriticTraining:
         """
         per_rank = self.cutter.cut(batch, names, step)
         results = self.workers.each("update_critic", "update_critic", [(minis,) for minis in per_rank])
+        self.cutter.learn(per_rank, self.workers.figures)
         metrics = global_metrics(results, CRITIC)
         refuse_partial(metrics, CRITIC, step, way_back(CRITIC, self.critic.optim.lr, self.store))
         return metrics
@@ -80,11 +81,14 @@ def critic_budgets(critic: Critic) -> tuple[Budget, Budget]:
         critic.ppo_max_token_len_per_gpu,
         critic.ppo_micro_batch_size_per_gpu,
         "critic.ppo_max_token_len_per_gpu",
+        learned_budget(critic.adaptive_token_budget, bool(critic.use_dynamic_bsz), critic.ppo_max_token_len_per_gpu),
     )
+    values_tokens = critic.forward_max_token_len_per_gpu or 0
     values = replace(
         update,
-        max_tokens=critic.forward_max_token_len_per_gpu or 0,
+        max_tokens=values_tokens,
         rows=critic.forward_micro_batch_size_per_gpu,
         key="critic.forward_max_token_len_per_gpu",
+        learned=learned_budget(critic.adaptive_token_budget, bool(critic.use_dynamic_bsz), values_tokens),
     )
     return update, values

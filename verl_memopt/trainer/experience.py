@@ -157,9 +157,12 @@ def run_pass(
     """
     tokens = batch.row_tokens()
     shares = rows_per_rank(tokens, range(batch.num_rows), workers.world_size, balance)
-    bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], budget)
+    of_ranks = [tokens.select(share) for share in shares]
+    bins = cut_ranks(of_ranks, [[names[r] for r in share] for share in shares], budget)
     arguments = [(batch.select(share), cut, *options) for share, cut in zip(shares, bins, strict=True)]
-    return list(zip(shares, workers.each(phase, method, arguments), strict=True))
+    results = workers.each(phase, method, arguments)
+    budget.learn(zip(of_ranks, bins, strict=True), workers.figures)
+    return list(zip(shares, results, strict=True))
 
 
 def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.memory.batching.learned_budget import PassFigures
 from verl_memopt.trainer.passes import Budget, cut_ranks, mini_batch_rows, rows_per_rank, updates_per_step
 from verl_memopt.workers.trained_model import MiniBatch
 
@@ -47,6 +48,16 @@ class MiniBatchCutter:
             prepared = batch if prepare is None else prepare(rows, self.seed(step, index))
             mini_batches.append(self.mini_batches(prepared, rows, names))
         return [list(shares) for shares in zip(*mini_batches, strict=True)]
+
+    def learn(self, per_rank: Sequence[Sequence[MiniBatch]], figures: PassFigures) -> None:
+        """Let the budget learn from an update, if it learns.
+
+        Args:
+            per_rank: Mini-batches of each rank, as :meth:`cut` returned them.
+            figures: What the update took of the devices.
+        """
+        cut = ((mini.batch.row_tokens(), mini.micro_batches) for minis in per_rank for mini in minis)
+        self.budget.learn(cut, figures)
 
     def mini_batch_rows(self, batch: RolloutBatch, step: int) -> list[list[int]]:
         """Return the rows of each mini-batch, over all passes over the batch."""

@@ -12,8 +12,9 @@ from verl_memopt.data.batch import RolloutBatch, rollout_batch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.errors import RewardError
 from verl_memopt.trainer.conversations import Conversations
+from verl_memopt.trainer.experience import run_pass
 from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
+from verl_memopt.trainer.passes import Budget, learned_budget
 from verl_memopt.trainer.timed_group import TimedGroup
 
 BUDGET_KEY = "reward_model.forward_max_token_len_per_gpu"
@@ -52,12 +53,8 @@ class ModelScores:
         batch = self._batch(answers)
         names = [row.address for row in answers.rows]
         names += names[:1] * (batch.num_rows - num_rows)
-        tokens = batch.row_tokens()
-        shares = rows_per_rank(tokens, range(batch.num_rows), self.workers.world_size, self.balance)
-        bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)
-        arguments = [(batch.select(share), cut) for share, cut in zip(shares, bins, strict=True)]
         scores = torch.empty(batch.num_rows)
-        for share, part in zip(shares, self.workers.each("reward", "reward_scores", arguments), strict=True):
+        for share, part in run_pass(self.workers, "reward", "reward_scores", self.budget, self.balance, (), batch, names):
             scores[share] = part
         for row, score in zip(answers.rows, scores[:num_rows].tolist(), strict=True):
             if not math.isfinite(score):
@@ -80,4 +77,6 @@ class ModelScores:
 def reward_budget(reward_model: RewardModel) -> Budget:
     """Return the budget of the reward model's pass."""
     rows, tokens = reward_model.micro_batch_size_per_gpu, reward_model.forward_max_token_len_per_gpu or 0
-    return Budget(bool(reward_model.use_dynamic_bsz), tokens, rows, BUDGET_KEY)
+    by_tokens = bool(reward_model.use_dynamic_bsz)
+    learned = learned_budget(reward_model.adaptive_token_budget, by_tokens, tokens)
+    return Budget(by_tokens, tokens, rows, BUDGET_KEY, learned)

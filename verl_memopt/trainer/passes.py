@@ -5,7 +5,7 @@ from __future__ import annotations
 import heapq
 import math
 import random
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
@@ -13,6 +13,7 @@ from verl_memopt.algorithms.advantages import NEEDS
 from verl_memopt.algorithms.corrections import corrects_before_update
 from verl_memopt.algorithms.losses import SELECTIONS
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Ref, Rollout
+from verl_memopt.memory.batching.learned_budget import LearnedBudget, PassFigures
 from verl_memopt.memory.batching.row_tokens import RowTokens, pack_groups_under
 from verl_memopt.memory.batching.token_budget import balance, pack_fixed, split_to_count
 
@@ -26,12 +27,14 @@ class Budget:
         max_tokens: Hard limit.
         rows: Rows of a micro-batch, without ``by_tokens``.
         key: Setting that errors name.
+        learned: A limit that learns from measured peaks, at most ``max_tokens``. None = the limit stays as it is.
     """
 
     by_tokens: bool
     max_tokens: int
     rows: int | None
     key: str
+    learned: LearnedBudget | None = None
 
     def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
         """Return the rows of each micro-batch of one rank.
@@ -44,9 +47,26 @@ class Budget:
             ConfigError: One row alone is over the limit.
         """
         if self.by_tokens:
-            return pack_groups_under(tokens, self.max_tokens, names, self.key)
+            limit = self.max_tokens if self.learned is None else self.learned.tokens(max(tokens.each(), default=1))
+            return pack_groups_under(tokens, limit, names, self.key)
         assert self.rows is not None
         return pack_fixed(len(tokens), self.rows)
+
+    def learn(self, cut: Iterable[tuple[RowTokens, Sequence[Sequence[int]]]], figures: PassFigures) -> None:
+        """Learn from a pass that was cut by this budget.
+
+        Args:
+            cut: (tokens of the rows, micro-batches) of each rank.
+            figures: What the pass took of the devices.
+        """
+        if self.learned is not None:
+            fullest = max((tokens.cost(rows) for tokens, bins in cut for rows in bins), default=0)
+            self.learned.learn(fullest, figures)
+
+
+def learned_budget(adaptive: bool | None, by_tokens: bool, max_tokens: int) -> LearnedBudget | None:
+    """Return the learned limit of a budget; None where the settings ask for none."""
+    return LearnedBudget(max_tokens) if adaptive and by_tokens else None
 
 
 def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
@@ -57,17 +77,20 @@ def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
         actor.ppo_max_token_len_per_gpu,
         actor.ppo_micro_batch_size_per_gpu,
         "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        learned_budget(actor.adaptive_token_budget, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
     )
     return update, _log_prob_budget(update, roles.rollout, "rollout"), _log_prob_budget(update, roles.ref, "ref")
 
 
 def _log_prob_budget(update: Budget, role: Rollout | Ref, name: str) -> Budget:
+    by_tokens, max_tokens = bool(role.log_prob_use_dynamic_bsz), role.log_prob_max_token_len_per_gpu or 0
     return replace(
         update,
-        by_tokens=bool(role.log_prob_use_dynamic_bsz),
-        max_tokens=role.log_prob_max_token_len_per_gpu or 0,
+        by_tokens=by_tokens,
+        max_tokens=max_tokens,
         rows=role.log_prob_micro_batch_size_per_gpu,
         key=f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu",
+        learned=learned_budget(role.log_prob_adaptive_token_budget, by_tokens, max_tokens),
     )
 
 

@@ -9,6 +9,7 @@ from verl_memopt.algorithms.corrections import corrects_before_update
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
+from verl_memopt.memory.batching.learned_budget import LearnedBudget, budget_metrics
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.corrections import BypassUpdate, correct_before_update, divergence_metrics
 from verl_memopt.trainer.critic_update import CriticTraining
@@ -16,6 +17,7 @@ from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advan
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
+from verl_memopt.trainer.reference_sync import ReferenceSync
 from verl_memopt.trainer.remax import add_baselines, greedy_batch
 from verl_memopt.trainer.resampling import draw_rows
 from verl_memopt.trainer.rewarder import Rewarder
@@ -70,6 +72,7 @@ class Learner:
         policy_update: Cuts the batch for the optimizer steps, and reads their results.
         step_metrics: Describes the batch at the end.
         rlt: Scores the answers with a student, once their log-probs are known; None = ``rewards`` scores them.
+        reference_sync: Moves the reference towards the policy; None where the reference keeps its weights.
         before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
 
@@ -89,6 +92,7 @@ class Learner:
     policy_update: PolicyUpdate
     step_metrics: StepMetrics
     rlt: RltScorer | None = None
+    reference_sync: ReferenceSync | None = None
     before_update: Callable[[], None] = nothing
 
     def train_step(self, step: int) -> StepResult:
@@ -110,6 +114,7 @@ class Learner:
             batch = self.update(batch)
         if not self.warms_up(step) or self.generator.frees_engine:  # a sleeping engine keeps no weights
             self.sync_weights()
+        batch = self.sync_reference(batch)
         batch = self.metrics(batch)
         return self.result(batch)
 
@@ -222,12 +227,19 @@ class Learner:
             log_probs = [update.log_probs for update in updates]
             batch.rows.old_log_probs = self.policy_update.gather_log_probs(batch.rows, log_probs, batch.step)
             metrics = [update.metrics for update in updates]
+        self.policy_update.cutter.learn(per_rank, self.workers.figures)
         batch.metrics |= self.policy_update.metrics(metrics, batch.step)
         return self.compare_log_probs(batch) if self.old_pass is None else batch
 
     def sync_weights(self) -> None:
         """Give the engines the policy's weights."""
         self.workers.all("update_weights", "update_weights")
+
+    def sync_reference(self, batch: StepBatch) -> StepBatch:
+        """Move the reference towards the policy, where it follows the policy and it is time."""
+        if self.reference_sync is not None and not self.warms_up(batch.step):
+            batch.metrics |= self.reference_sync.after_update(batch.metrics)
+        return batch
 
     def compare_log_probs(self, batch: StepBatch) -> StepBatch:
         """Compare the engine's log-probs with the trainer's."""
@@ -239,10 +251,22 @@ class Learner:
     def metrics(self, batch: StepBatch) -> StepBatch:
         """Add the metrics of the batch, and adapt the coefficient of the KL to the KL that was measured."""
         assert batch.advantages is not None
+        batch.metrics |= budget_metrics(self.learned_budgets())
         batch.metrics |= self.step_metrics.describe(batch, self.kl_control.coefficient)
         if batch.advantages.kl_mean is not None:
             self.kl_control.update(batch.advantages.kl_mean, batch.rows.num_rows)
         return batch
+
+    def learned_budgets(self) -> dict[str, LearnedBudget]:
+        """Return the token budgets that learn, by phase."""
+        passes = [self.old_pass, self.ref_pass, None if self.critic is None else self.critic.warmup_pass]
+        budgets = {each.phase: each.budget for each in passes if each is not None}
+        budgets["update_actor"] = self.policy_update.cutter.budget
+        if self.critic is not None:
+            budgets |= {"values": self.critic.budget, "update_critic": self.critic.cutter.budget}
+        if self.rewards.model is not None:
+            budgets["reward"] = self.rewards.model.budget
+        return {phase: budget.learned for phase, budget in budgets.items() if budget.learned is not None}
 
     def result(self, batch: StepBatch) -> StepResult:
         """Return the result of a finished step."""

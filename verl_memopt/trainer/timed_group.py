@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
+from verl_memopt.memory.batching.learned_budget import PassFigures
 from verl_memopt.observe.phase import PhaseMemory, combine, host_rss_bytes
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.workers.group import WorkerGroup
@@ -16,6 +17,7 @@ class TimedGroup:
 
     Attributes:
         track: Count live bytes on a CPU in the calls that follow.
+        figures: What the last call took of the devices.
     """
 
     def __init__(self, group: WorkerGroup, clock: PhaseClock, in_process: bool) -> None:
@@ -30,6 +32,7 @@ class TimedGroup:
         self.clock = clock
         self.in_process = in_process
         self.track = False
+        self.figures = PassFigures()
         init = combine(group.all("started"), 0 if in_process else host_rss_bytes())
         self._memories: dict[str, list[PhaseMemory]] = {"init": [init]}
 
@@ -48,6 +51,7 @@ class TimedGroup:
             replies = self.group.each("call", [(phase, self.track, method, *args) for args in arguments])
         driver = 0 if self.in_process else host_rss_bytes()
         self._memories.setdefault(phase, []).append(combine([reply.memory for reply in replies], driver))
+        self.figures = _figures(replies)
         return [reply.value for reply in replies]
 
     def take_memories(self) -> list[PhaseMemory]:
@@ -55,6 +59,19 @@ class TimedGroup:
         memories = [_over_calls(calls) for calls in self._memories.values()]
         self._memories = {}
         return memories
+
+
+def _figures(replies: Sequence[Any]) -> PassFigures:
+    """Return the figures of one call over all ranks."""
+    peaks = [reply.memory.peak_allocated_bytes for reply in replies]
+    budgets = [reply.budget_bytes for reply in replies]
+    caps = [reply.cap_after_error for reply in replies if reply.cap_after_error is not None]
+    return PassFigures(
+        peak_bytes=None if None in peaks else max(peaks),
+        budget_bytes=None if None in budgets else min(budgets),
+        cap_after_error=min(caps, default=None),
+        retries=sum(reply.retries for reply in replies),
+    )
 
 
 def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:

@@ -58,7 +58,7 @@ class Critic:
             micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
         """
 
-        def forward(pack: Pack, prefix_kv: PrefixKV | None) -> Tensor:
+        def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> Tensor:
             return self.model(pack, prefix_kv)
 
         parts = forward_pass(self.model, batch, micro_batches, self.trained.device, forward)

@@ -72,7 +72,7 @@ def compute_log_probs(
         with_sum_pi_squared: Compute the sums of squared probabilities too.
     """
 
-    def forward(pack: Pack, prefix_kv: PrefixKV | None) -> LogProbs:
+    def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> LogProbs:
         sums = SumPiSquared() if with_sum_pi_squared else None
         log_probs, entropy = pack_log_probs(policy, pack, temperature, with_entropy, prefix_kv, sums)
         return LogProbs(log_probs, entropy, None if sums is None else sums.values)

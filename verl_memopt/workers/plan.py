@@ -64,3 +64,5 @@ class WorkerPlan:
     """Folder of the reward model."""
     student: StudentPlan | None = None
     """The student of RLT. None = no student scores."""
+    adaptive_phases: tuple[str, ...] = ()
+    """Phases whose micro-batches are cut again after an out-of-memory error, on one rank."""

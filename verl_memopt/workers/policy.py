@@ -61,6 +61,7 @@ class Policy:
         self.actor = actor
         self.trained = TrainedModel(ACTOR, model, actor.optim, actor.fsdp_config, optimizer_steps, world_size, device, offload)
         self._log_probs: list[Tensor] | None = None
+        self.trained.on_restart = self._drop_log_probs
 
     def compute_log_probs(
         self,
@@ -104,6 +105,10 @@ class Policy:
         metrics = self.update([mini], temperature)
         parts, self._log_probs = self._log_probs, None
         return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
+
+    def _drop_log_probs(self) -> None:
+        if self._log_probs is not None:
+            self._log_probs.clear()
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.

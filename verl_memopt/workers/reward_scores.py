@@ -30,7 +30,7 @@ def compute_scores(
     """
     assert all(batch.responses.sizes()), "each conversation ends with one token more"
 
-    def forward(pack: Pack, prefix_kv: PrefixKV | None) -> Tensor:
+    def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> Tensor:
         return model(pack, prefix_kv)[pack.row_lengths.cumsum(0) - 1]
 
     scores = torch.empty(batch.num_rows, dtype=torch.float32)

@@ -11,7 +11,7 @@ solution are never computed: in a causal model they change nothing before them.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 import torch
@@ -105,10 +105,11 @@ def compute_student_log_probs(
     batch = student_batch(rows, share_prefixes)
     part = rows.part_of_token()
     part = part[(part != PREFIX) & (part != END)]
-    read_tokens = _read_tokens(part != BRIDGE, batch.responses.sizes(), micro_batches, device)
+    is_read, sizes = part != BRIDGE, batch.responses.sizes()
 
-    def forward(pack: Pack, prefix_kv: PrefixKV | None) -> Tensor:
-        return pack_log_probs(student, targets_at(pack, next(read_tokens)), temperature, False, prefix_kv)[0]
+    def forward(pack: Pack, prefix_kv: PrefixKV | None, chosen: Sequence[int]) -> Tensor:
+        places = is_read[token_index(sizes, chosen)].nonzero()[:, 0].to(device, non_blocking=True)
+        return pack_log_probs(student, targets_at(pack, places), temperature, False, prefix_kv)[0]
 
     outputs = forward_pass(student, batch, micro_batches, device, forward)
     log_probs = scatter_tokens(outputs, rows.parts[:, [THINK, SOLUTION]].sum(1).tolist())
@@ -145,11 +146,3 @@ def targets_at(pack: Pack, places: Tensor) -> Pack:
         row_lengths=torch.zeros_like(pack.row_lengths).index_add(0, row, torch.ones_like(row)),
         last_block=None if last is None else replace(last, predicts=last.predicts[places]),
     )
-
-
-def _read_tokens(
-    is_read: Tensor, sizes: Sequence[int], micro_batches: Sequence[Sequence[int]], device: torch.device
-) -> Iterator[Tensor]:
-    """Yield the places of the tokens to read among the response tokens of each micro-batch, int64 on the device."""
-    for rows in micro_batches:
-        yield is_read[token_index(sizes, rows)].nonzero()[:, 0].to(device, non_blocking=True)

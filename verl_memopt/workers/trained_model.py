@@ -17,6 +17,7 @@ from torch.nn.utils import clip_grad_norm_, get_total_norm
 from verl_memopt.algorithms.reductions import GlobalCounts
 from verl_memopt.config.schema import Optim, TrainedFsdp
 from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.memory.limits.recutting import cut_again
 from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.optimizer.optimizer_in_backward import StepInBackward
 from verl_memopt.memory.parameters.param_offload import ParamHome
@@ -32,7 +33,8 @@ from verl_memopt.workers.schedule import build_optimizer, build_schedule
 class MiniBatch:
     """This rank's share of the rows of one optimizer step.
 
-    ``micro_batches`` are the rows of ``batch`` for each forward and backward, as many on every rank. ``counts`` are tokens and
+    ``micro_batches`` are the rows of ``batch`` for each forward and backward, as many on every rank; after an out-of-memory error
+    they are replaced by smaller ones. ``counts`` are tokens and
     sequences of the mini-batch over all ranks, so that the loss does not depend on how the mini-batch is split.
     """
 
@@ -46,6 +48,10 @@ LossOf = Callable[[MicroBatch, GlobalCounts, PrefixKV | None], tuple[Tensor, dic
 
 Its arguments are the micro-batch on the device, the sizes of the mini-batch, and the prefix KV of the prompt of its responses.
 The caller runs the backward of ``world_size`` times the loss, exactly once."""
+
+
+Restart = Callable[[RuntimeError], Iterable[MicroBatch] | None]
+"""Returns smaller micro-batches of a whole mini-batch after an error, or None where the error must be raised."""
 
 
 class SavedTensorHooks(Protocol):
@@ -123,6 +129,7 @@ class TrainedModel:
 
     Attributes:
         home: The place of the parameters on the host. None = they stay on the device.
+        on_restart: Called when the gradients of a mini-batch were dropped and its first forward comes again.
     """
 
     def __init__(
@@ -145,6 +152,7 @@ class TrainedModel:
         self.device = device
         self.offload = offload
         self.home: ParamHome | None = None
+        self.on_restart: Callable[[], None] = lambda: None
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         key = f"{role.key}.optim"
         self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key)
@@ -177,14 +185,35 @@ class TrainedModel:
             self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
         reuse = self.model.supports_prefix_kv
         steps = [
-            self.step(micro_batches_of(mini.batch, mini.micro_batches, reuse), mini.counts, loss_of) for mini in mini_batches
+            self.step(micro_batches_of(mini.batch, mini.micro_batches, reuse), mini.counts, loss_of, self._restart_of(mini))
+            for mini in mini_batches
         ]
         metrics = over_steps(steps, self.role.counts)
         if self.offload is not None:
             metrics |= self.offload.metrics()
         return metrics
 
-    def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
+    def _restart_of(self, mini: MiniBatch) -> Restart:
+        """Return what cuts a mini-batch again after an out-of-memory error in its forward or backward."""
+
+        def restart(error: RuntimeError) -> Iterable[MicroBatch] | None:
+            tokens = mini.batch.row_tokens()
+            fullest = max(mini.micro_batches, key=tokens.cost)
+            smaller = cut_again(error, self.model, tokens, mini.micro_batches, fullest)
+            if smaller is None:
+                return None
+            mini.micro_batches[:] = smaller
+            return micro_batches_of(mini.batch, smaller, self.model.supports_prefix_kv)
+
+        return restart
+
+    def step(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        counts: GlobalCounts,
+        loss_of: LossOf,
+        restart: Restart | None = None,
+    ) -> dict[str, Tensor]:
         """Take one optimizer step, unless the gradient norm is not finite, and return its metrics as host tensors.
 
         A skipped step drops the gradient and leaves weights, optimizer state and schedule unchanged. The norm is the same on all
@@ -194,9 +223,10 @@ class TrainedModel:
             micro_batches: The micro-batches, read one at a time.
             counts: Tokens and sequences of the mini-batch over all ranks.
             loss_of: The loss.
+            restart: Cuts the mini-batch again after an out-of-memory error. None = the error is raised.
         """
         role, learning_rate = self.role, self.schedule.get_last_lr()[0]
-        metrics = self.accumulate(micro_batches, counts, loss_of)
+        metrics = self._accumulate_whole(micro_batches, counts, loss_of, restart)
         metrics[role.grad_norm] = self.clip()
         metrics[role.lr] = torch.tensor(learning_rate)
         if self.in_backward is not None:
@@ -226,6 +256,22 @@ class TrainedModel:
         else:
             norm = clip_grad_norm_(parameters, limit)
         return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _accumulate_whole(
+        self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf, restart: Restart | None
+    ) -> dict[str, Tensor]:
+        """Add the gradient of a mini-batch. After an out-of-memory error drop it and start again with smaller micro-batches."""
+        remaining: Iterable[MicroBatch] | None = micro_batches
+        while True:
+            try:
+                assert remaining is not None
+                return self.accumulate(remaining, counts, loss_of)
+            except RuntimeError as error:
+                remaining = None if restart is None else restart(error)
+                if remaining is None:
+                    raise
+            self.optimizer.zero_grad(set_to_none=True)
+            self.on_restart()
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.

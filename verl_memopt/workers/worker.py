@@ -17,8 +17,9 @@ from verl_memopt.distributed.file_records import Records
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group
 from verl_memopt.errors import Stopped
 from verl_memopt.memory.host.host_buffers import host_allocator
-from verl_memopt.memory.limits.allocators import limit_bytes, memory_limits
+from verl_memopt.memory.limits.allocators import available_bytes, limit_bytes, memory_limits
 from verl_memopt.memory.limits.out_of_memory import out_of_memory_report
+from verl_memopt.memory.limits.recutting import recutting
 from verl_memopt.memory.parameters.lora import adapters_off
 from verl_memopt.memory.parameters.residency import Residency
 from verl_memopt.memory.rollout.weight_buckets import weight_slices
@@ -37,6 +38,7 @@ from verl_memopt.workers.group import Placement
 from verl_memopt.workers.log_probs import LogProbs, compute_log_probs, scoring_temperature
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import Policy, Updated
+from verl_memopt.workers.reference_sync import MovingReference
 from verl_memopt.workers.reward_scores import compute_scores
 from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_deterministic
 from verl_memopt.workers.student import Scored, Student
@@ -48,10 +50,21 @@ ENGINE_METHODS = ("generate",)
 
 @dataclass(frozen=True)
 class Reply:
-    """The result of a call and its memory."""
+    """The result of a call and its memory.
+
+    Attributes:
+        value: The result.
+        memory: Memory of the phase.
+        budget_bytes: What the process may take of its device. None = there is no limit.
+        cap_after_error: Tokens of a micro-batch after the last out-of-memory error that the call survived. None = there was none.
+        retries: Number of such errors.
+    """
 
     value: Any
     memory: PhaseMemory
+    budget_bytes: int | None = None
+    cap_after_error: int | None = None
+    retries: int = 0
 
 
 class Worker:
@@ -79,6 +92,7 @@ class Worker:
         self.engine: RolloutEngine | None = None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
+        self.moving_reference: MovingReference | None = None
         self.critic: Critic | None = None
         self.reward_model: ValueModel | None = None
         self.student: Student | None = None
@@ -106,10 +120,17 @@ class Worker:
             *args: Its arguments.
         """
         counted = track and (method not in ENGINE_METHODS or self._counts_engine)
-        with self._report_out_of_memory(phase), self.residency.phase(phase), self.probe.phase(phase, counted) as report:
+        may_go_on = phase in self.plan.adaptive_phases and self.placement.world_size == 1
+        with (
+            self._report_out_of_memory(phase),
+            self.residency.phase(phase),
+            self.probe.phase(phase, counted) as report,
+            recutting(self.device, may_go_on) as recut,
+        ):
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
-        return Reply(value, dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes))
+        memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes)
+        return Reply(value, memory, available_bytes(self.device, self.device_limit), recut.cap, recut.retries)
 
     def started(self) -> PhaseMemory:
         """Return the memory of the start."""
@@ -199,6 +220,11 @@ class Worker:
         assert self.student is not None
         return self.student.log_probs(rows, micro_batches, self.temperature)
 
+    def sync_reference(self) -> None:
+        """Move the reference towards the policy."""
+        assert self.moving_reference is not None
+        self.moving_reference.follow(self.settings.ref.sync_mixup_alpha)
+
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics."""
         assert self.policy is not None
@@ -253,6 +279,17 @@ class Worker:
         with self.residency.phase("load_critic"):
             load_trained(self.critic.trained, Path(folder), contents)
 
+    def save_reference(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of a reference that follows the policy, and return the record of each file."""
+        assert self.moving_reference is not None
+        return self.moving_reference.save(Path(folder))
+
+    def load_reference(self, folder: str, contents: Sequence[str]) -> None:
+        """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
+        assert self.moving_reference is not None
+        with self.residency.phase("sync_ref"):
+            self.moving_reference.load(Path(folder))
+
     def export(self, folder: str, weights: bool) -> None:
         """Write the policy in Hugging Face format, with or without its weights."""
         assert self.policy is not None
@@ -281,7 +318,7 @@ class Worker:
         for trained in self._trained():
             if trained.offload is not None:
                 trained.offload.close()
-        self.policy = self.reference = self.critic = self.reward_model = self.student = None
+        self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.student = None
         self.residency = Residency(self.device)
 
     # Building.
@@ -297,6 +334,8 @@ class Worker:
         self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = roles.reference(Path(self.plan.reference_folder))
+            if self.settings.ref.sync_every_steps is not None:
+                self.moving_reference = roles.moving_reference(self.reference, self.policy)
             self.residency.rest()
         if self.plan.critic is not None:
             self.critic = roles.critic(Path(str(self.plan.critic_folder)))

@@ -100,6 +100,8 @@ class RewardModel:
     """Pack its micro-batches by tokens instead of by conversations; follows the critic's."""
     forward_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
     """Hard cap of tokens per forward with ``use_dynamic_bsz``; follows the critic's values pass."""
+    adaptive_token_budget: bool | None = None
+    """Learn the tokens of a forward from measured peaks; follows the critic's."""
     max_length: Annotated[int | None, POSITIVE] = None
     """Tokens of a conversation beyond which its end is cut off; null = none is cut."""
     reward_manager: Literal["naive", "batch", "dapo", "prime", "rlt"] = "naive"

@@ -15,7 +15,7 @@ from contextlib import contextmanager
 import torch
 
 from verl_memopt.config import schema
-from verl_memopt.distributed.device import cap_device_memory, device_memory_cap, empty_cache, is_gpu
+from verl_memopt.distributed.device import cap_device_memory, device_memory_cap, empty_cache, is_gpu, memory_info
 from verl_memopt.memory.host.host_buffers import GIB, host_limits
 from verl_memopt.observe.device_ledger import AsleepReader, ledger_of
 
@@ -47,6 +47,17 @@ def device_limit(device: torch.device, limit: int | None) -> Iterator[None]:
         yield
     finally:
         cap_device_memory(device, before)
+
+
+def available_bytes(device: torch.device, limit: int | None) -> int | None:
+    """Return what this process may take of its device: the limit, on a GPU at most what it holds and what is free.
+
+    None on a CPU without a limit.
+    """
+    if not is_gpu(device):
+        return limit
+    held_and_free = ledger_of(device).reserved() + memory_info(device)[0]
+    return held_and_free if limit is None else min(limit, held_and_free)
 
 
 def engine_share(utilization: float, total: int, limit: int | None) -> float:

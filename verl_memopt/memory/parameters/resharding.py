@@ -33,6 +33,30 @@ def reshard_units(model: nn.Module) -> None:
             _free_post_forward_shards(module)
 
 
+def can_abandon(model: nn.Module) -> bool:
+    """Return whether :func:`abandon_pass` works: the model is not sharded, or torch can reset FSDP2 (2.13 and later)."""
+    return not isinstance(model, FSDPModule) or hasattr(model, "reset_iter_state")
+
+
+def abandon_pass(model: nn.Module) -> None:
+    """Make a model ready for a new forward after an error in the middle of a forward or a backward.
+
+    What was gathered is freed, and whole gradients that wait for their reduction are dropped. Gradients of the parameters
+    themselves stay.
+    """
+    if not isinstance(model, FSDPModule):
+        return
+    model.reset_iter_state()
+    for module in model.modules():
+        if isinstance(module, FSDPModule):
+            _free_post_forward_shards(module)
+            group = module._get_fsdp_state()._fsdp_param_group
+            for parameter in () if group is None else group.fsdp_params:
+                parameter.unsharded_accumulated_grad = None
+                if hasattr(parameter, "_unsharded_param"):
+                    parameter._unsharded_param.grad = None
+
+
 def _free_post_forward_shards(unit: FSDPModule) -> None:
     """Free the larger shards that a number as ``reshard_after_forward`` leaves; FSDP2 keeps them for a backward."""
     group = unit._get_fsdp_state()._fsdp_param_group
