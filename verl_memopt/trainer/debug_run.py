@@ -92,11 +92,12 @@ def replayed_steps(settings: Settings, environment: Environment, done: int) -> i
         done: Steps of the checkpoint from which the run continues.
 
     Raises:
-        DataError: The dump has no step after those.
+        DataError: The dump has no step after those, or its first step cannot be replayed.
     """
     steps, replay = settings.trainer.total_training_steps, replay_of(settings, environment)
     if isinstance(replay, Replay):
         last = replay.last_step(done + 1)
+        replay.read(done + 1)  # a dump that does not fit shows before a worker starts
         return last if steps is None else min(last, steps)
     assert steps is not None, "a mode without a dump has a default number of steps"
     return done + steps

@@ -142,8 +142,8 @@ class Replay:
                 raise DataError(f"{each.address}: it has no score. Score the dump first with debug=score_only.")
             if self.with_log_probs and sample.rollout_log_probs is None:
                 raise DataError(
-                    f"{each.address}: it has no log-probs of the engine, which algorithm.rollout_correction reads. Write the dump "
-                    "with actor_rollout_ref.rollout.calculate_log_probs=true."
+                    f"{each.address}: it has no log-probs of the engine, which algorithm.rollout_correction reads. Write the "
+                    "dump with actor_rollout_ref.rollout.calculate_log_probs=true."
                 )
         if len(read) % self.samples:
             raise DataError(
@@ -163,14 +163,13 @@ def check_same_prompts(replayed: Replayed, prompts: StepPrompts) -> None:
     Raises:
         DataError: A row answers another prompt.
     """
-    given, own = replayed.answers.prompt_ids, prompts.prompt_ids
-    wrong = next(
-        (row for row, (one, other) in enumerate(zip(given, own, strict=False)) if one != other), min(len(given), len(own))
-    )
-    if wrong < max(len(given), len(own)):
-        place = replayed.answers.rows[wrong].address if wrong < len(given) else "the dump"
+    dumped, own = replayed.answers.prompt_ids, prompts.prompt_ids
+    same = [one == other for one, other in zip(dumped, own, strict=False)]
+    first = same.index(False) if False in same else len(same)
+    if first < max(len(dumped), len(own)):
+        place = replayed.answers.rows[first].address if first < len(dumped) else "the dump"
         raise DataError(
-            f"{place}: it does not answer row {wrong + 1} of this step. Replay the dump with the data, seed and batch size of "
+            f"{place}: it does not answer row {first + 1} of this step. Replay the dump with the data, seed and batch size of "
             "the run that wrote it, or with debug=train_only, which takes the prompts from the dump."
         )
 
