@@ -117,6 +117,12 @@ def debug_rules() -> Iterator[Refusal]:
         f"Set {_ROLLOUT}.calculate_log_probs=true.",
     )
     yield Refusal(
+        (_MODE, f"{_ROLLOUT}.max_logprob_diff"),
+        lambda mode, limit: mode == "sync_check" and limit is None,
+        "the check needs a limit for the difference of log-probs",
+        f"Set {_ROLLOUT}.max_logprob_diff=auto.",
+    )
+    yield Refusal(
         (_MODE, "algorithm.adv_estimator"),
         lambda mode, estimator: mode == "forge" and estimator == "remax",
         "forged rows have no greedy responses",

@@ -43,6 +43,8 @@ class WorkerPlan:
     """The rollout correction in bypass mode. None = decoupled mode, or no correction."""
     stop_file: str | None = None
     """File in which the driver writes when rollouts are abandoned. None = never."""
+    sync_check: bool = False
+    """Compare the engine's weights with the policy's after each sync, and look for stale cache blocks."""
     reward_model: ScoringModel | None = None
     """Settings of the reward model's own model. None = no model scores."""
     reward_folder: str | None = None

@@ -27,7 +27,7 @@ from verl_memopt.models.value_model import ValueModel
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.ops.fused import fused_statements
-from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine
+from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine, max_model_len
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import StopFile, never
 from verl_memopt.workers.checkpoint import export_trained, load_trained, plain_weights, save_trained
@@ -38,6 +38,7 @@ from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import Policy, Updated
 from verl_memopt.workers.reward_scores import compute_scores
 from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_deterministic
+from verl_memopt.workers.sync_check import SyncCheck
 from verl_memopt.workers.trained_model import MiniBatch, TrainedModel
 
 ENGINE_METHODS = ("generate",)
@@ -75,6 +76,7 @@ class Worker:
         self.probe = MemoryProbe(self.device, self._resident, self.device_limit, plan.kinds_on_gpu)
         self.residency = Residency(self.device)
         self.engine: RolloutEngine | None = None
+        self.sync_check = SyncCheck(max_model_len(plan.settings.rollout)) if plan.sync_check else None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
         self.critic: Critic | None = None
@@ -130,6 +132,8 @@ class Worker:
         """
         assert self.engine is not None
         self.wake_engine()
+        if self.sync_check is not None:
+            self.sync_check.check_cache(self.engine)
         stoppable = may_stop and self.plan.stop_file is not None
         stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
         try:
@@ -160,6 +164,8 @@ class Worker:
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
         self.engine.load_weights(weight_slices(plain_weights(self.policy.model), dtype, bucket))
+        if self.sync_check is not None:
+            self.sync_check.check_weights(self.engine, weight_slices(plain_weights(self.policy.model), dtype, bucket))
 
     def old_log_probs(
         self,
