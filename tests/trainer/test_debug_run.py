@@ -8,7 +8,7 @@ from verl_memopt.config.debug_modes import MODES
 from verl_memopt.config.keys import leaf_values
 from verl_memopt.config.problems import shown
 from verl_memopt.config.schema import Settings
-from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.errors import ConfigError, DataError, DeviceMemoryError
 from verl_memopt.trainer.debug_run import debug_settings
 from verl_memopt.trainer.run import train
 
@@ -125,6 +125,28 @@ def test_two_deterministic_runs_without_a_seed_agree_in_every_bit(trains, tmp_pa
     for name in ("one", "two"):
         trains(mode("deterministic", data__seed=None) | {"trainer.default_local_dir": str(tmp_path / name)})
     assert learned(tmp_path / "one") == learned(tmp_path / "two")
+
+
+def test_the_memory_of_each_phase_is_shown_after_every_step(trains, run_dir, capsys):
+    trains(mode("memory"))
+    rows = [json.loads(line) for line in (run_dir / "phase_memory.jsonl").read_text().splitlines()]
+    for step in (1, 2):
+        own = {row["phase"]: row for row in rows if row["step"] == step}
+        assert own.keys() >= {"gen", "old_log_prob", "update_actor", "update_weights"}
+        assert all(0 < row["enter_bytes"] <= row["peak_bytes"] for row in own.values())
+    first, second = (row for row in rows if row["phase"] == "update_actor")
+    born = first["exit_bytes"] - first["enter_bytes"]
+    assert born > 100_000, "the optimizer's state"
+    assert abs(second["exit_bytes"] - second["enter_bytes"]) < born / 100
+    shown = capsys.readouterr().out
+    assert shown.index("memory of step 1, MiB") < shown.index("memory of step 2, MiB")
+
+
+def test_a_snapshot_is_written_when_memory_runs_out(settled, run_dir):
+    with pytest.raises(DeviceMemoryError, match="out of device memory"):
+        train(settled(mode("memory") | {"memory.device_limit_gb": 1.5e-3}))
+    snapshot = json.loads((run_dir / "out_of_memory_rank0.json").read_text())
+    assert {"params", "rollout weights"} <= {tensor["kind"] for tensor in snapshot["tensors"]}
 
 
 @pytest.mark.parametrize("name", MODES)

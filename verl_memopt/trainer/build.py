@@ -145,6 +145,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             memory=settings.memory,
             bypass=settings.algorithm.rollout_correction if settings.algorithm.rollout_correction.bypass_mode else None,
             stop_file=str(stop_file),
+            snapshot_folder=str(folder) if settings.debug.mode == "memory" else None,
             sync_check=settings.debug.mode == "sync_check",
             reward_model=None if reward_folder is None else settings.reward_model.model,
             reward_folder=None if reward_folder is None else str(reward_folder),

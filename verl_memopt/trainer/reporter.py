@@ -11,9 +11,11 @@ from types import TracebackType
 from verl_memopt.config.plain import to_yaml
 from verl_memopt.observe.charts import draw_charts
 from verl_memopt.observe.console import RunConsole, print_end
+from verl_memopt.observe.files import append_rows
 from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
 from verl_memopt.observe.metrics import memory_metrics, throughput_metrics, token_timings
 from verl_memopt.observe.phase import PhaseMemory
+from verl_memopt.observe.phase_table import memory_table, phase_rows
 from verl_memopt.observe.report import finish_summary
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.samples import Sample, dump_samples
@@ -54,6 +56,7 @@ class Reporter:
         place = LoggingPlace(self.folder, self.console, trainer.project_name, trainer.experiment_name, resumed)
         self.dump = written_dump(context.settings, context.folder)
         self._digest = tokenizer_digest(context.environment.tokenizer) if self.dump or trainer.validation_data_dir else ""
+        self.shows_memory = context.settings.debug.mode == "memory"
         self._carried: dict[str, float] = {}
         self.loggers: StepLoggers = build_loggers(trainer.logger, place)
 
@@ -79,6 +82,9 @@ class Reporter:
 
     def phases(self, step: int, memories: Sequence[PhaseMemory]) -> dict[str, float]:
         """Add the phases since the last call to the timeline, and return their times and memory as metrics."""
+        if self.shows_memory and memories:
+            self.console.console.print(memory_table(step, memories))
+            append_rows(self.folder.phase_memory, phase_rows(step, memories))
         timings = self.clock.timings()
         self.folder.add_timeline(step, self.clock.take(), {memory.name: memory for memory in memories})
         return timings | memory_metrics(memories)

@@ -45,6 +45,8 @@ class WorkerPlan:
     """File in which the driver writes when rollouts are abandoned. None = never."""
     sync_check: bool = False
     """Compare the engine's weights with the policy's after each sync, and look for stale cache blocks."""
+    snapshot_folder: str | None = None
+    """Where a snapshot of the memory is written when it runs out. None = nowhere."""
     reward_model: ScoringModel | None = None
     """Settings of the reward model's own model. None = no model scores."""
     reward_folder: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -19,6 +19,7 @@ from verl_memopt.errors import Stopped
 from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.memory.limits.allocators import limit_bytes, memory_limits
 from verl_memopt.memory.limits.out_of_memory import out_of_memory_report
+from verl_memopt.memory.limits.snapshot import MemorySnapshot
 from verl_memopt.memory.parameters.lora import adapters_off
 from verl_memopt.memory.parameters.residency import Residency
 from verl_memopt.memory.rollout.weight_buckets import weight_slices
@@ -75,6 +76,8 @@ class Worker:
         self.device_limit = limit_bytes(plan.memory.device_limit_gb)
         self.probe = MemoryProbe(self.device, self._resident, self.device_limit, plan.kinds_on_gpu)
         self.residency = Residency(self.device)
+        folder = plan.snapshot_folder
+        self.snapshot = None if folder is None else MemorySnapshot(Path(folder), placement.rank, self.device, self._resident)
         self.engine: RolloutEngine | None = None
         self.sync_check = SyncCheck(max_model_len(plan.settings.rollout)) if plan.sync_check else None
         self.policy: Policy | None = None
@@ -318,7 +321,13 @@ class Worker:
         if self.critic is not None:
             yield self.critic.trained
 
-    def _report_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def _report_out_of_memory(self, phase: str) -> Iterator[None]:
+        snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
+        with self._report(phase), snapshot:
+            yield
+
+    def _report(self, phase: str) -> AbstractContextManager[None]:
         return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit, self.plan.critic)
 
     @property
