@@ -77,6 +77,8 @@ ABOVE_0 = [
     *("reward_model.sandbox_fusion.max_concurrent", "reward_model.sandbox_fusion.memory_limit_mb"),
     *(f"reward_model.{key}_per_gpu" for key in ("micro_batch_size", "forward_max_token_len")),
     *(f"custom_reward_function.{key}" for key in ("timeout_seconds", "cpu_seconds", "memory_gb")),
+    *(f"reward_model.rlt.{key}" for key in ("clip_log_prob", "clip_kl", "unbias_student_log_probs_temp", "max_student_len")),
+    *(f"reward_model.rlt.{key}" for key in ("max_tokens_per_micro_batch", "logits_chunk_tokens")),
     *("critic.forward_micro_batch_size_per_gpu", "critic.forward_max_token_len_per_gpu", "critic.cliprange_value"),
     *(f"trainer.{key}" for key in ("nnodes", "n_gpus_per_node", "total_epochs", "total_training_steps", "table_every_steps")),
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
@@ -92,7 +94,7 @@ FROM_0 = [
     *(f"{AR}.rollout.seed", f"{AR}.rollout.val_kwargs.temperature", "algorithm.kl_ctrl.kl_coef"),
     *(f"reward_model.reward_kwargs.overlong_buffer_cfg.{key}" for key in ("len", "penalty_factor")),
     *("trainer.track_memory_every_steps", "trainer.log_val_generations", "algorithm.filter_groups.max_num_gen_batches"),
-    "trainer.critic_warmup",
+    *("trainer.critic_warmup", "reward_model.rlt.empty_think_kl"),
 ]
 ABOVE_0_OR_MINUS_1 = [
     *("data.train_max_samples", "data.val_max_samples", f"{AR}.actor.optim.total_training_steps", *roles("fsdp_size")),
@@ -122,6 +124,7 @@ EDGES = {
         ([(0, 0), (1 - STEP, 1 - STEP)], [(-STEP, 0.9), (0.9, -STEP), (1, 0.9), (0.9, 1)]),
     ),
     "custom_reward_function.open_files": ([64], [63]),
+    "reward_model.rlt.not_matched_penalty": ([0, -STEP], [STEP]),
     f"{AR}.rollout.sleep_level": ([1, 2], [0, 3]),
 }
 """Key -> values at the bounds of its range, and values just beyond them."""

@@ -15,5 +15,9 @@ def test_every_foreign_name_answers_with_keys_that_exist(name):
     assert set(named) <= set(leaf_keys())
 
 
+def test_the_coefficients_of_rlt_are_keys_of_the_reward_model():
+    assert hint("reward.kl_penalty_reward_coeff") == "Did you mean reward_model.rlt.kl_penalty_reward_coeff?"
+
+
 def test_a_foreign_name_is_found_below_any_section():
     assert hint("algorithm.num_generations") == "Did you mean actor_rollout_ref.rollout.n?"

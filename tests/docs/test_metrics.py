@@ -5,8 +5,10 @@ import re
 
 import pytest
 
+from tests import rlt
 from tests.docs.pages import DOCS
 from tests.end_to_end.runs import LOCAL, metrics, succeeded, train
+from verl_memopt.trainer.run import train as train_here
 
 PAGE = DOCS / "metrics.md"
 AR = "actor_rollout_ref"
@@ -59,7 +61,7 @@ def pattern(name):
 
 @pytest.fixture(scope="module")
 def logged(toy, tmp_path_factory):
-    """Return every name of short runs: one on-policy, one with all that adds metrics, one with a critic."""
+    """Return every name of short runs: one on-policy, one with all that adds metrics, one with a critic, one of RLT."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "reward.py").write_text(REWARD)
     names = set()
@@ -68,6 +70,8 @@ def logged(toy, tmp_path_factory):
         run_dir = folder / str(number)
         succeeded(train(toy, run_dir, *LOCAL, *SHORT, *told))
         names |= {name for row in metrics(run_dir).values() for name in row}
+    assert train_here(rlt.settings_of(rlt.brief_toy(folder / "rlt_toy"), folder / "rlt")) == 0
+    names |= {name for row in metrics(folder / "rlt").values() for name in row}
     return names - {"step", "run_id"}
 
 

@@ -13,6 +13,7 @@ from verl_memopt.trainer.passes import (
     cut_ranks,
     mini_batch_rows,
     rows_per_rank,
+    uneven_shares,
     update_gives_old_log_probs,
     updates_per_step,
 )
@@ -20,6 +21,28 @@ from verl_memopt.trainer.passes import (
 BY_TOKENS = Budget(True, 10, None, "some.key")
 BY_ROWS = Budget(False, 0, 2, "some.key")
 alone = RowTokens.alone
+
+
+def test_uneven_shares_hold_every_row_once_and_groups_whole():
+    tokens = RowTokens((5,) * 7, (1, 2, 3, 4, 5, 6, 7), (0, 0, 1, 1, 2, 2, 3))
+    shares = uneven_shares(tokens, 2)
+    assert sorted(chain.from_iterable(shares)) == list(range(7))
+    owners = {
+        group: {rank for rank, share in enumerate(shares) for row in share if tokens.groups[row] == group} for group in range(4)
+    }
+    assert {len(ranks) for ranks in owners.values()} == {1}
+    costs = [tokens.select(share).cost(range(len(share))) for share in shares]
+    assert max(costs) - min(costs) <= 16
+    assert uneven_shares(tokens, 1) == [list(range(7))]
+
+
+def test_ranks_without_a_row_have_an_empty_share_and_a_group_is_cut_only_for_want_of_groups():
+    assert sorted(map(len, uneven_shares(alone([3, 4]), 4))) == [0, 0, 1, 1]
+    assert uneven_shares(alone([]), 2) == [[], []]
+    shares = uneven_shares(RowTokens((5,) * 6, (2,) * 6, (0,) * 6), 4)
+    assert sorted(map(len, shares)) == [1, 1, 2, 2]
+    lengths = alone([9, 0, 0, 0, 0])
+    assert sorted(map(len, uneven_shares(lengths, 2))) == [1, 4]
 
 
 def test_mini_batches_are_whole_groups_in_order():

@@ -71,6 +71,7 @@ HARMLESS_KEYS = {
         ),
         "the same values are kept elsewhere, or computed again",
     ),
+    "reward_model.residency": "the same weights lie elsewhere",
     **{f"{model}.lora_adapter_path": "the adapters come from the checkpoint" for model in _TRAINED.values()},
 }
 """Key -> why no number of the training can depend on it. A key that is neither here nor refused changes the trajectory."""

@@ -113,6 +113,15 @@ def rollout_batch(
     )
 
 
+def shares_prompts(actor: Actor) -> bool:
+    """Return whether rows with the same prompt compute it once, together.
+
+    Args:
+        actor: The ``actor`` section of the settings.
+    """
+    return len(set(prompt_groups((0, 0), actor))) == 1
+
+
 def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Sequence[int]) -> Tensor:
     """Return fp32 [R] on the host, in batch order, from parts that each hold the tokens of some rows.
 

@@ -76,7 +76,7 @@ def written_dump(settings: Settings, record: Path) -> Path | None:
 def replay_of(settings: Settings, environment: Environment) -> Replay | Forge | None:
     """Return where the rows of a step come from in place of the engine; None where the engine generates them."""
     if settings.debug.mode == "forge":
-        return build_forge(settings, environment.embedding_rows)
+        return build_forge(settings, environment.tokenizer, environment.embedding_rows)
     if not settings.actor_rollout_ref.rollout.skip_rollout:
         return None
     mode = mode_of(settings)

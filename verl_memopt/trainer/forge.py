@@ -1,8 +1,12 @@
-"""Forged steps: synthetic rows of the largest lengths, so that a run meets its highest memory without any data."""
+"""Forged steps: synthetic rows of the largest lengths, so that a run meets its highest memory without any data.
+
+The token ids have exactly those lengths. The texts, which a reward model or a student reads, have about as many tokens.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 
@@ -15,6 +19,7 @@ from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.replay import Replayed
 
 SOURCE = "forged"
+WORD = " the"
 
 
 @dataclass(frozen=True)
@@ -28,6 +33,9 @@ class Forge:
         response_tokens: Tokens of each response, ``data.max_response_length``.
         num_tokens: Token ids are below it.
         seed: Of the run.
+        question: The question of every prompt, for a student.
+        solution: Its solution.
+        answer: The text of every response, for a reward model with a tokenizer of its own.
         log_probs: Forge log-probs of the engine as well.
         scored: The forged scores are the rewards. False = a reward model scores the rows.
     """
@@ -38,6 +46,9 @@ class Forge:
     response_tokens: int
     num_tokens: int
     seed: int
+    question: str
+    solution: str
+    answer: str
     log_probs: bool
     scored: bool = True
 
@@ -47,22 +58,31 @@ class Forge:
         num_rows = self.prompts * self.samples
         prompt_rows, prompt_ids = [], []
         for index in range(self.prompts):
-            row = PromptRow(index, "", SOURCE, "", {}, f"forged prompt {index + 1}")
+            question = f"{index}{self.question}"
+            info = {"question": question, "solution": self.solution, "reasoning_trace": None}
+            row = PromptRow(index, question, SOURCE, self.solution, info, f"forged prompt {index + 1}")
             prompt_rows += [row] * self.samples
             prompt_ids += [random.integers(self.num_tokens, size=self.prompt_tokens).tolist()] * self.samples
         response_ids = random.integers(self.num_tokens, size=(num_rows, self.response_tokens)).tolist()
         uniform = [-float(np.log(self.num_tokens))] * self.response_tokens
         generation = Generation(response_ids, [uniform] * num_rows if self.log_probs else None, ["length"] * num_rows)
         results = [RewardResult(score) for score in random.random(num_rows).tolist()]
-        answers = Answers(prompt_rows, prompt_ids, generation, [""] * num_rows)
+        answers = Answers(prompt_rows, prompt_ids, generation, [self.answer] * num_rows)
         return Replayed(StepPrompts(prompt_rows[:: self.samples], prompt_ids, 0, 0), answers, results)
 
 
-def build_forge(settings: Settings, num_tokens: int) -> Forge:
+def text_of(tokenizer: Any, tokens: int) -> str:
+    """Return a text of about so many tokens, and at least one word."""
+    per_word = len(tokenizer(WORD * 8, add_special_tokens=False)["input_ids"]) / 8
+    return WORD * max(1, int(tokens / per_word))
+
+
+def build_forge(settings: Settings, tokenizer: Any, num_tokens: int) -> Forge:
     """Return what makes the rows of ``debug.mode=forge``.
 
     Args:
         settings: Of the run, with a concrete seed.
+        tokenizer: Tokenizer of the run.
         num_tokens: Rows of the embedding.
     """
     data, rollout = settings.data, settings.actor_rollout_ref.rollout
@@ -74,6 +94,9 @@ def build_forge(settings: Settings, num_tokens: int) -> Forge:
         response_tokens=data.max_response_length,
         num_tokens=num_tokens,
         seed=data.seed,
+        question=text_of(tokenizer, data.max_prompt_length // 2),
+        solution=text_of(tokenizer, data.max_prompt_length // 4),
+        answer=text_of(tokenizer, data.max_response_length),
         log_probs=rollout.calculate_log_probs,
         scored=not settings.reward_model.enable,
     )

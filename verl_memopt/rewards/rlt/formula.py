@@ -20,8 +20,8 @@ from torch import Tensor
 
 from verl_memopt.config.allowed import LARGEST_SCORE
 from verl_memopt.config.schema.rlt import RltReward
-from verl_memopt.errors import ConfigError, RewardError
-from verl_memopt.rewards.rlt.reductions import REDUCTIONS, reduce_rows
+from verl_memopt.errors import RewardError
+from verl_memopt.rewards.rlt.reductions import reduce_rows
 from verl_memopt.rewards.rlt.status import NAMES, SKIPPED
 from verl_memopt.rewards.rlt.student_rows import SOLUTION, THINK, StudentRows
 
@@ -78,42 +78,6 @@ class RltScores:
         shares = {f"status/{name}": (self.status == status).double().mean().item() for status, name in NAMES.items()}
         text_after = self.has_text_after.double().mean().item()
         return means | shares | {"text_after_end_tag": text_after, "num_rows": float(len(self.status))}
-
-
-def check_settings(settings: RltReward, key: str, temperature: float) -> None:
-    """Check what no single field can say.
-
-    Args:
-        settings: Settings of the reward.
-        key: The section that holds them, for errors.
-        temperature: Temperature of the rollouts.
-
-    Raises:
-        ConfigError: Weights and reductions do not belong together, a reduction appears twice, or the student's temperature is not
-            that of the rollouts.
-    """
-    for weights, names in (
-        ("answer_log_prob_coeff", "reduction_log_prob_fn"),
-        ("kl_penalty_reward_coeff", "reduction_kl_fn"),
-    ):
-        weight_values, reductions = getattr(settings, weights), getattr(settings, names)
-        if len(weight_values) != len(reductions):
-            raise ConfigError(
-                f"{key}.{weights}={weight_values}: there are {len(weight_values)} weights for {len(reductions)} reductions "
-                f"({key}.{names}). Give one weight for each."
-            )
-        repeated = sorted({name for name in reductions if reductions.count(name) > 1})
-        if repeated:
-            raise ConfigError(f"{key}.{names}: {repeated[0]} appears twice. Name it once, with the sum of its weights.")
-        unknown = [name for name in reductions if name not in REDUCTIONS]
-        if unknown:
-            raise ConfigError(f"{key}.{names}: {unknown[0]} is no reduction. Use {', '.join(REDUCTIONS)}.")
-    student = settings.unbias_student_log_probs_temp
-    if student is not None and student != temperature:
-        raise ConfigError(
-            f"{key}.unbias_student_log_probs_temp={student}: the rollouts have temperature {temperature}, so both sides of the "
-            "KL would belong to different distributions. Leave it out to follow the rollouts."
-        )
 
 
 def rlt_scores(

@@ -1,0 +1,136 @@
+"""RLT end to end: runs of a few steps in every residency, and a teacher that learns to explain."""
+
+import dataclasses
+import json
+import math
+
+import pytest
+import torch
+
+from tests.end_to_end.runs import metrics
+from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
+from tests.trainer.conftest import ready
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.data.rlt.toy import make_rlt_toy
+from verl_memopt.trainer.rlt_scorer import Explained
+from verl_memopt.trainer.run import train
+
+
+@pytest.fixture(scope="module")
+def toy(tmp_path_factory):
+    return brief_toy(tmp_path_factory.mktemp("rlt") / "toy")
+
+
+OFFLOADED = {f"{role}.fsdp_config.param_offload": True for role in (f"{AR}.actor", f"{AR}.ref", MODEL)}
+RUNS = {
+    "separate": {},
+    "all offloaded": {**OFFLOADED, f"{AR}.rollout.free_cache_engine": True},
+    "alias_ref": {**ALIAS, **OFFLOADED},
+    "alias with LoRA": {**ALIAS, f"{AR}.model.lora_rank": 2},
+    "swap": SWAP,
+    "int8": {f"{MODEL}.quantization": "int8"},
+    "critic": {"algorithm.adv_estimator": "gae", "critic.ppo_max_token_len_per_gpu": 256, f"{AR}.actor.use_kl_loss": False},
+    "resampled": {"algorithm.use_pf_ppo": True, "algorithm.adv_estimator": "rloo"},
+}
+
+
+@pytest.mark.parametrize("name", RUNS)
+def test_a_run_trains_validates_and_reports_the_parts_of_the_reward(toy, tmp_path, name):
+    more = {**RUNS[name], "trainer.test_freq": 2, "data.val_batch_size": 4, "trainer.rollout_data_dir": str(tmp_path / "rows")}
+    assert train(settings_of(toy, tmp_path / "run", more)) == 0
+    rows = metrics(tmp_path / "run")
+    for step in (1, 2):
+        row = rows[step]
+        assert row["rlt/reward"] == pytest.approx(row["rlt/r_ss"] - row["rlt/r_kl"] + row["rlt/match"], abs=1e-4)
+        assert row["rlt/reward"] == pytest.approx(row["critic/score/mean"], rel=1e-5)
+        assert row["rlt/num_rows"] == 6
+        assert sum(value for key, value in row.items() if key.startswith("rlt/status/")) == pytest.approx(1)
+        assert row["actor/grad_norm"] > 0
+        assert {"timing_s/reward", "timing_s/old_log_prob", "rlt/tokens", "rlt/tokens_per_second"} <= row.keys()
+        samples = [json.loads(line) for line in (tmp_path / "rows" / f"{step}.jsonl").read_text().splitlines()]
+        assert [sample["score"] for sample in samples] == pytest.approx(
+            [sample["r_ss"] - sample["r_kl"] + sample["match"] for sample in samples], abs=1e-4
+        )
+    assert math.isfinite(rows[2]["val-core/rlt/reward/mean@1"])
+
+
+def test_a_row_without_room_for_its_solution_leaves_its_group(toy, tmp_path):
+    more = {f"{RLT}.max_student_len": 42, f"{RLT}.overlong": "skip", "trainer.test_freq": 2}
+    assert train(settings_of(toy, tmp_path / "run", more)) == 0
+    rows = metrics(tmp_path / "run")
+    assert rows[1]["reward/invalid_rows"] == 6 * rows[1]["rlt/status/skipped"] > 0
+    assert rows[1]["critic/advantages/max"] == rows[1]["critic/advantages/min"] == 0
+    assert rows[1]["actor/skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("more", [{}, SWAP], ids=["separate", "swap"])
+def test_two_workers_give_the_rewards_of_one(toy, tmp_path, more):
+    """Nine held-out rows do not divide over two workers, and the rollouts of the first step are the same."""
+    short = {**more, "trainer.total_training_steps": 1, "trainer.test_freq": 1, "trainer.val_before_train": True}
+    two = {"trainer.worker_group": "ray", "trainer.n_gpus_per_node": 2}
+    assert train(settings_of(toy, tmp_path / "one", short)) == 0
+    assert train(settings_of(toy, tmp_path / "two", {**short, **two})) == 0
+    one, two = metrics(tmp_path / "one"), metrics(tmp_path / "two")
+    for name in ("critic/score/mean", "critic/score/min", "rlt/r_ss", "rlt/r_kl", "rlt/match", "rlt/tokens"):
+        assert two[1][name] == pytest.approx(one[1][name], rel=1e-4)
+    for name in ("val-core/rlt/reward/mean@1", "val-aux/rlt/r_ss/mean@1"):
+        assert two[0][name] == pytest.approx(one[0][name], rel=1e-4)
+
+
+STEPS = 100
+LEARNING = {
+    "data.train_batch_size": 8,
+    "data.val_max_samples": 64,
+    f"{AR}.actor.ppo_mini_batch_size": 8,
+    f"{AR}.actor.ppo_max_token_len_per_gpu": 4096,
+    f"{AR}.actor.optim.lr": 3e-5,
+    f"{AR}.rollout.n": 8,
+    f"{AR}.rollout.val_kwargs.do_sample": True,
+    f"{AR}.rollout.val_kwargs.temperature": 0.7,
+    f"{RLT}.max_tokens_per_micro_batch": 8192,
+    "trainer.total_training_steps": STEPS,
+    "trainer.test_freq": STEPS,
+    "trainer.val_before_train": True,
+    "data.max_response_length": 48,
+}
+
+
+def solution_log_prob(rlt, explained, responses):
+    """Returns the student's mean log-prob of a solution's token after other explanations."""
+    other = dataclasses.replace(explained, responses=Ragged.from_rows(responses, torch.int64))
+    return float(rlt.score(other).scores.parts["answer_log_prob/mean"].mean())
+
+
+@pytest.mark.slow
+def test_a_teacher_learns_to_explain_what_its_student_then_solves(tmp_path):
+    """A careless teacher forgets the carry in two of three explanations. 100 steps of 64 explanations."""
+    toy = make_rlt_toy(tmp_path / "toy")
+    with ready(settings_of(toy, tmp_path / "run", LEARNING)) as trainer:
+        trainer.run()
+        (answers, _), *_ = trainer.validator.validate(STEPS).answers
+        written = answers.generation.response_ids
+        explained = Explained.of([row.extra_info for row in answers.rows], written, [row.address for row in answers.rows])
+        rlt = trainer.learner.rlt
+        end = rlt.prompts.tokenizer(rlt.prompts.rlt_format.explanation.end)["input_ids"]
+        means = {
+            "of the trained teacher": solution_log_prob(rlt, explained, written),
+            "empty": solution_log_prob(rlt, explained, [end] * len(written)),
+            "of another question": solution_log_prob(rlt, explained, [*written[1:], written[0]]),
+        }
+    rows = metrics(tmp_path / "run")
+    before, after = (
+        {name: rows[step][f"val-aux/rlt/{name}/mean@1"] for name in ("r_ss", "r_kl", "match")} for step in (0, STEPS)
+    )
+    first, last = (
+        {name: sum(rows[step][f"rlt/{name}"] for step in steps) / 10 for name in ("reward", "r_ss", "r_kl", "match")}
+        for steps in (range(1, 11), range(STEPS - 9, STEPS + 1))
+    )
+    print({"held out before": before, "after": after, "steps 1-10": first, "last 10 steps": last})  # noqa: T201
+    print({"mean log-prob of the solution after an explanation": means})  # noqa: T201
+    assert after["r_ss"] > before["r_ss"] + 0.5
+    assert last["r_ss"] > first["r_ss"] + 0.5
+    assert before["match"] < -0.05
+    assert after["match"] > -0.02
+    assert first["match"] < -0.05
+    assert last["match"] > -0.02
+    assert means["of the trained teacher"] > max(means["empty"], means["of another question"]) + 0.5

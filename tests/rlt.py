@@ -1,0 +1,68 @@
+"""A tiny RLT run: the toy task with models that were warmed up for one step, and its settings."""
+
+import dataclasses
+
+from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.data.rlt.toy import RltToyRecipe, make_rlt_toy
+from verl_memopt.data.rlt.warm_up import RltWarmUp
+
+AR, MODEL, RLT = "actor_rollout_ref", "reward_model.model", "reward_model.rlt"
+BRIEF = RltWarmUp(steps=1, batch_size=2)
+
+
+def brief_toy(folder, **recipe):
+    """Returns the folder of a toy task whose models know nothing."""
+    recipe = dataclasses.replace(RltToyRecipe(num_validation=9, student=BRIEF, teacher=BRIEF), **recipe)
+    return make_rlt_toy(folder, recipe=recipe)
+
+
+def values_of(toy, run_dir, more=None):
+    """Returns the keys of a run on the toy task with a student of its own."""
+    least = {
+        "data.train_files": str(toy / "train.parquet"),
+        "data.val_files": str(toy / "val.parquet"),
+        "data.max_prompt_length": 64,
+        "data.max_response_length": 40,
+        "data.train_batch_size": 2,
+        "data.seed": 1,
+        "algorithm.adv_estimator": "grpo",
+        f"{AR}.model.path": str(toy / "teacher"),
+        f"{AR}.model.enable_gradient_checkpointing": False,
+        f"{AR}.actor.ppo_mini_batch_size": 2,
+        f"{AR}.actor.use_dynamic_bsz": True,
+        f"{AR}.actor.ppo_max_token_len_per_gpu": 256,
+        f"{AR}.actor.use_kl_loss": True,
+        f"{AR}.actor.kl_loss_coef": 0.04,
+        f"{AR}.actor.optim.lr": 1e-3,
+        f"{AR}.actor.fsdp_config.dtype": "fp32",
+        f"{AR}.ref.fsdp_config.dtype": "fp32",
+        f"{AR}.rollout.name": "hf",
+        f"{AR}.rollout.n": 3,
+        f"{AR}.rollout.dtype": "fp32",
+        f"{AR}.rollout.temperature": 0.7,
+        "reward_model.enable": True,
+        "reward_model.reward_manager": "rlt",
+        f"{MODEL}.path": str(toy / "student"),
+        f"{MODEL}.fsdp_config.dtype": "fp32",
+        f"{RLT}.tag_format": "short",
+        f"{RLT}.max_tokens_per_micro_batch": 256,
+        "trainer.device": "cpu",
+        "trainer.worker_group": "local",
+        "trainer.logger": ["jsonl"],
+        "trainer.track_memory_every_steps": 0,
+        "trainer.total_training_steps": 2,
+        "trainer.val_before_train": False,
+        "trainer.default_local_dir": str(run_dir),
+    }
+    return least | (more or {})
+
+
+def settings_of(toy, run_dir, more=None):
+    """Returns the settings of such a run."""
+    return settings_from_mapping(values_of(toy, run_dir, more))
+
+
+ALIAS = {f"{MODEL}.path": None}
+"""The reference is the student."""
+SWAP = {"reward_model.residency": "swap", f"{AR}.ref.fsdp_config.param_offload": True}
+"""The student takes turns with the reference."""

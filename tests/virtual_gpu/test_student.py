@@ -1,0 +1,84 @@
+"""The student of RLT on the virtual GPU: where its bytes lie after each phase, and how often the host waits for its log-probs."""
+
+import dataclasses
+
+import pytest
+import torch.distributed as dist
+from torch.testing._internal.distributed.fake_pg import FakeStore
+
+from tests.end_to_end.covering import all_off
+from tests.virtual_gpu.device import VirtualGpu
+from tests.virtual_gpu.life import PROMPTS, SLACK_BYTES, _batch, _keys, _plan
+from tests.workers.test_rlt_scores import rows_of
+from verl_memopt.config.schema import Fsdp, RltReward, ScoringModel
+from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.rollout.sampling import train_sampling
+from verl_memopt.workers.group import Placement
+from verl_memopt.workers.plan import StudentPlan
+from verl_memopt.workers.worker import Worker
+
+KNOBS = {"shared prompt": "on", "batching": "tokens", "actor param_offload": "on", "ref param_offload": "on"}
+
+
+def phases(folder, world_size, residency, offload):
+    """Return the bytes of policy, reference and student on the device after each phase, their sizes, and the host's waits."""
+    plan, settings = _plan(all_off() | KNOBS, folder, world_size, None)
+    model = ScoringModel(path=str(folder), fsdp_config=Fsdp(param_offload=offload))
+    own = None if residency == "alias_ref" else str(folder)
+    plan = dataclasses.replace(plan, student=StudentPlan(model, RltReward(), residency, own))
+    leave_process_group()
+    dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
+    with VirtualGpu() as gpu:
+        worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
+        try:
+            models = {"policy": worker.policy.model, "reference": worker.reference, "student": worker.student.model}
+            keys = {name: _keys([*model.parameters(), *model.buffers()]) for name, model in models.items()}
+            sizes = {name: sum(each.nbytes for each in model.parameters()) // world_size for name, model in models.items()}
+            batch = _batch(0, settings.actor_rollout_ref.actor).select([0, 1, 2, 4, 5, 6])
+            seen = {}
+
+            def call(phase, method, *args):
+                gpu.truth = phase == "gen"
+                value = worker.call(phase, False, method, *args).value
+                held = gpu.held()
+                seen[phase] = {name: sum(held.get(key, 0) for key in parts) for name, parts in keys.items()}
+                return value
+
+            call("update_weights", "update_weights")
+            call("gen", "generate", PROMPTS, [1, 2, 3], train_sampling(worker.settings.rollout))
+            call("old_log_prob", "old_log_probs", batch, [[0, 1, 2], [3, 4], [5]], False)
+            before = len(gpu.waits)
+            scored = call("reward", "student_log_probs", rows_of(9, 7, 3, 6), [[0, 1, 2], [3, 4], [5]])
+            waits = gpu.waits[before:]
+            assert {each.device.type for each in (scored.log_probs.think, scored.log_probs.solution)} == {"cpu"}
+            call("ref", "ref_log_probs", batch, [[0, 1, 2], [3, 4], [5]])
+            return seen, sizes, waits
+        finally:
+            worker.close()
+
+
+@pytest.mark.parametrize("world_size", [1, 2])
+@pytest.mark.parametrize("residency", ["alias_ref", "separate", "swap"])
+def test_one_model_at_a_time_is_on_the_device(on_virtual_gpu, folder, world_size, residency):
+    seen, sizes, _ = on_virtual_gpu(phases, folder, world_size, residency, True)
+    assert seen["reward"]["student"] >= sizes["student"]
+    assert seen["reward"]["policy"] <= SLACK_BYTES
+    assert seen["ref"]["reference"] >= sizes["reference"]
+    assert seen["old_log_prob"]["policy"] >= sizes["policy"]
+    assert all(seen[phase]["student"] <= SLACK_BYTES for phase in ("gen", "old_log_prob", "update_weights"))
+    if residency == "separate":
+        assert seen["reward"]["reference"] <= SLACK_BYTES
+        assert seen["ref"]["student"] <= SLACK_BYTES
+    else:  # one module and one place
+        assert seen["reward"]["student"] == seen["ref"]["reference"]
+
+
+def test_a_student_that_is_not_offloaded_stays(on_virtual_gpu, folder):
+    seen, sizes, _ = on_virtual_gpu(phases, folder, 1, "separate", False)
+    assert all(held["student"] >= sizes["student"] for held in seen.values())
+
+
+def test_the_host_waits_once_for_the_log_probs_of_all_micro_batches(on_virtual_gpu, folder):
+    _, _, waits = on_virtual_gpu(phases, folder, 1, "separate", False)
+    copies = [wait for wait in waits if wait != "torch.cuda.synchronize"]  # those are the phase's own, before and after
+    assert copies == ["aten._to_copy.default to the host"]
