@@ -19,6 +19,7 @@ OTHER = {
     f"{AR}.actor.use_torch_compile": False,
     "data.max_prompt_length": 77,
     "data.seed": 3,
+    "trainer.rollout_data_dir": "dump",
     f"{AR}.model.tokenizer_path": "tokenizer",
     f"{AR}.model.trust_remote_code": True,
     f"{AR}.model.external_lib": "json",
@@ -59,6 +60,7 @@ OWN = {
     f"{AR}.rollout.prompt_length": 600,
     f"{AR}.rollout.response_length": 9,
     f"{AR}.rollout.seed": 0,
+    f"{AR}.rollout.skip_dump_dir": "other_dump",
     "reward_model.reward_kwargs.max_resp_len": 88,
     "reward_model.model.external_lib": "pathlib",
     "reward_model.micro_batch_size_per_gpu": 8,
@@ -129,6 +131,7 @@ def test_no_follower_stays_null_but_those_of_null_targets(settled):
     open_targets = {"data.seed", f"{AR}.actor.ppo_micro_batch_size_per_gpu", "critic.ppo_micro_batch_size_per_gpu"}
     open_targets |= {f"{AR}.rollout.log_prob_micro_batch_size_per_gpu"}
     open_targets |= {f"{AR}.model.tokenizer_path", f"{AR}.model.external_lib", "trainer.max_actor_ckpt_to_keep"}
+    open_targets |= {"trainer.rollout_data_dir"}
     assert {LINKS[key] for key in LINKS if value_at(settings, key) is None} == open_targets
     assert all(value_at(settings, key) is not None for key in DERIVED)
 

@@ -137,9 +137,9 @@ def test_the_debug_group_sets_the_mode(override, mode):
 
 
 def test_an_unknown_group_choice_is_refused_with_the_choices():
-    message = refused([*LEAST, "debug=rollout_only"])
-    assert "debug/rollout_only" in message
-    assert "dry off" in message
+    message = refused([*LEAST, "debug=rollouts"])
+    assert "debug/rollouts" in message
+    assert "deterministic dry forge memory off rollout_only" in " ".join(message.split())
     assert "search path" not in message
 
 

@@ -33,6 +33,17 @@ def test_a_tracked_phase_counts_resident_tensors_and_what_is_born_inside() -> No
     assert phase.kinds == {"params": 4000, "activations": 4000}
 
 
+def test_a_tracked_phase_says_what_lived_when_it_began() -> None:
+    weight, kept = torch.zeros(1000), []
+    probe = MemoryProbe(CPU, lambda: [("params", weight), *(("params", tensor) for tensor in kept)])
+    entered = []
+    for _ in range(2):
+        with probe.phase("update_actor", track=True) as measured:
+            kept.append(torch.zeros(500))
+        entered.append((measured().entered_bytes, measured().allocated_bytes))
+    assert entered == [(4000, 6000), (6000, 8000)]
+
+
 def test_each_phase_starts_from_a_fresh_peak() -> None:
     probe = MemoryProbe(CPU, list)
     with probe.phase("gen", track=True):

@@ -132,6 +132,22 @@ def test_loaded_weights_are_the_ones_that_generate(engine: RolloutEngine, other_
     assert largest_difference(after.log_probs, naive) <= 1e-5
 
 
+def test_loaded_weights_are_equal_in_every_bit_and_one_element_that_changes_is_named(
+    engine: RolloutEngine, tied_folder: Path, other_folder: Path
+) -> None:
+    names = sorted(name for name, _ in weights_of(model_of(tied_folder)))
+    engine.load_weights(weights_of(model_of(tied_folder)))
+    found = engine.compare_weights(weights_of(model_of(tied_folder)))
+    assert (sorted(found.equal), found.different, found.unknown) == (names, [], [])
+    model = model_of(tied_folder)
+    changed = model.model.layers[1].mlp.up_proj.weight
+    with torch.no_grad():
+        changed[-1, -1] += 1e-3
+    assert engine.compare_weights(weights_of(model)).different == ["model.layers.1.mlp.up_proj.weight"]
+    others = engine.compare_weights(weights_of(model_of(other_folder))).different
+    assert {name for name in names if "norm" not in name} <= set(others)
+
+
 def test_each_weight_is_used_up_before_the_next_is_asked_for(engine: RolloutEngine, other_folder: Path) -> None:
     """The trainer may gather the next weight into the memory of the last."""
     expected = engine_answer_with(engine, other_folder)

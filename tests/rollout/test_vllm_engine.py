@@ -20,7 +20,16 @@ import torch.distributed as dist
 from tests.observe.simulated_device import GIB, MIB, SimulatedDevice
 from tests.rollout.conftest import SharedVllm
 from tests.rollout.sleeping import CumemExtension, on_simulated_gpu, simulated_gpu_worker, sleeping_allocator
-from tests.rollout.tools import engine_at, largest_difference, model_of, naive_log_probs, prompts, sampling, weights_of
+from tests.rollout.tools import (
+    engine_at,
+    largest_difference,
+    model_of,
+    naive_log_probs,
+    prompts,
+    rollout_settings,
+    sampling,
+    weights_of,
+)
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError, Stopped
 from verl_memopt.memory.limits.out_of_memory import PartDoesNotFitError
@@ -28,8 +37,10 @@ from verl_memopt.memory.rollout.rollout_memory import kv_bytes_per_token
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine
-from verl_memopt.rollout.engine import RolloutEngine
+from verl_memopt.rollout.engine import RolloutEngine, max_model_len
+from verl_memopt.rollout.vllm_engine import VllmEngine
 from verl_memopt.rollout.vllm_memory import check_no_other_sleeper
+from verl_memopt.workers.sync_check import SyncCheck
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])
@@ -54,6 +65,24 @@ def test_a_cached_prefix_of_the_old_weights_is_never_used_with_the_new(vllm_engi
     naive = naive_log_probs(other, long_prompt, after.response_ids[0], 1.0)
     assert after.log_probs is not None
     assert largest_difference(after.log_probs, [naive]) <= 1e-5
+
+
+def test_a_sync_that_does_not_reset_the_cache_is_caught_by_the_check(
+    vllm_engine: VllmEngine, tied_folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    check = SyncCheck(max_model_len(rollout_settings("vllm")))
+
+    def sync() -> None:
+        model = model_of(tied_folder)
+        vllm_engine.load_weights(weights_of(model))
+        check.check_weights(vllm_engine, weights_of(model))
+        check.check_cache(vllm_engine)
+
+    sync()
+    sync()
+    monkeypatch.setattr(vllm_engine._llm, "reset_prefix_cache", lambda: True)
+    with pytest.raises(RolloutError, match=r"took \d+ tokens of a prompt from its prefix cache"):
+        sync()
 
 
 def test_answers_to_one_prompt_compute_it_once(vllm_engine: RolloutEngine) -> None:

@@ -100,3 +100,23 @@ def test_a_tensor_that_is_not_plainly_copied_reaches_the_loader_whole() -> None:
     places = WeightMap.of({"halved": tensor.shape}, model.load_weights, torch.float32)
     places.write(sliced({"halved": tensor}, 1))
     assert torch.equal(model.parameters["halved"], tensor / 2)
+
+
+@pytest.mark.parametrize("rows", [1, 3, 100])
+@pytest.mark.parametrize(("rank", "ranks"), [(0, 1), (0, 2), (1, 2)])
+def test_what_was_written_is_found_equal_and_one_changed_element_is_named(rows: int, rank: int, ranks: int) -> None:
+    whole, model = tensors(), FusedModel(rank, ranks)
+    places = WeightMap.of({name: tensor.shape for name, tensor in whole.items()}, model.load_weights, torch.float32)
+    places.write(sliced(whole, rows))
+    found = places.compare(sliced(whole, rows))
+    assert (set(found.equal), found.different, found.unknown) == (set(SHAPES), [], [])
+    model.parameters["qk"][-1, -1] += 1  # the last row of this rank's share of k
+    changed = places.compare(sliced(whole, rows))
+    assert (set(changed.equal), changed.different) == (set(SHAPES) - {"k"}, ["k"])
+
+
+def test_a_tensor_without_a_place_cannot_be_compared() -> None:
+    model, tensor = FusedModel(0, 1), torch.randn(3)
+    places = WeightMap.of({"halved": tensor.shape}, model.load_weights, torch.float32)
+    found = places.compare(sliced({"halved": tensor}, 1))
+    assert (found.equal, found.different, found.unknown) == ([], [], ["halved"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from contextlib import AbstractContextManager, nullcontext
+from pathlib import Path
 from typing import Any, TypeAlias
 
 import torch
@@ -92,6 +93,16 @@ def reset_peak_memory(device: torch.device) -> None:
 def memory_info(device: torch.device) -> tuple[int, int]:
     """Return (free, total) bytes of the device by its driver's count. GPU only."""
     return torch.cuda.mem_get_info(device)
+
+
+def record_allocations() -> None:
+    """Let the GPU's caching allocator keep the history of its allocations, with the Python lines that asked for them."""
+    torch.cuda.memory._record_memory_history(max_entries=100_000)
+
+
+def write_allocations(path: Path) -> None:
+    """Write the allocator's present blocks and their history to a file that https://pytorch.org/memory_viz shows."""
+    torch.cuda.memory._dump_snapshot(str(path))
 
 
 def cap_device_memory(device: torch.device, num_bytes: int | None) -> None:

@@ -45,6 +45,8 @@ class PhaseMemory:
     """Peak bytes of each kind in the phase, where the tracker ran. Kinds peak at different moments."""
     host_buffer_bytes: int = 0
     """Peak bytes in host buffers, which hold data moved off the device."""
+    entered_bytes: int | None = None
+    """Live tensors at the start of the phase, without a sleeping engine's."""
 
 
 class MemoryProbe:
@@ -98,7 +100,7 @@ class MemoryProbe:
         ledger = ledger_of(self._device)
         device_room.synchronize(self._device)
         ledger.reset_peaks()
-        figures: dict = {}
+        figures: dict = {"entered_bytes": ledger.allocated()}
         yield figures
         figures.update(
             peak_allocated_bytes=ledger.peak_allocated(),
@@ -116,12 +118,13 @@ class MemoryProbe:
         figures: dict = {}
         with ByteTracker(self._device, default_kind=kind, limit_bytes=self._limit_bytes) as tracker, fsdp_kinds():
             self._mark_resident(tracker)
+            entered = tracker.total()
             tracker.enter(name)
             yield figures
         peak = tracker.peaks[DEVICE]
         figures.update(_no_figures())
         figures.update(peak_allocated_bytes=peak.bytes, allocated_bytes=tracker.total(), kinds=peak.kinds)
-        figures.update(kind_peaks=tracker.most())
+        figures.update(kind_peaks=tracker.most(), entered_bytes=entered)
 
     def _mark_resident(self, tracker: ByteTracker) -> None:
         # A function of its own, so that no local variable keeps alive a tensor that the phase frees.
@@ -160,6 +163,7 @@ def combine(memories: Sequence[PhaseMemory], driver_rss_bytes: int = 0) -> Phase
         host_rss_bytes=sum(memory.host_rss_bytes for memory in memories) + driver_rss_bytes,
         kinds=max(memories, key=lambda memory: memory.peak_allocated_bytes or 0).kinds,
         host_buffer_bytes=sum(memory.host_buffer_bytes for memory in memories),
+        entered_bytes=largest("entered_bytes"),
     )
 
 

@@ -35,6 +35,7 @@ class RunFolder:
         self.timeline = path / "memory_timeline.csv"
         self.generations = path / "generations.jsonl"
         self.warnings = path / "warnings.jsonl"
+        self.phase_memory = path / "phase_memory.jsonl"
         self.summary = path / "summary.json"
         self.tensorboard = path / "tensorboard"
         self.config_history = path / "config_history"
@@ -120,6 +121,7 @@ class RunFolder:
         keep_rows(self.metrics, lambda row: row["step"] <= step)
         keep_rows(self.generations, lambda row: row["step"] <= step)
         keep_rows(self.warnings, lambda row: row["step"] <= step)
+        keep_rows(self.phase_memory, lambda row: row["step"] <= step)
         keep_timeline(self.timeline, step)
         self._elapsed_before = max((row.elapsed_seconds + row.seconds for row in self.read_timeline()), default=0.0)
 
@@ -134,7 +136,7 @@ class RunFolder:
     def _set_aside(self) -> None:
         record = (
             *(self.metrics, self.timeline, self.generations, self.warnings, self.summary, self.tensorboard),
-            *(self.config, self.config_history),
+            *(self.phase_memory, self.config, self.config_history),
         )
         for path in (path for path in record if path.exists()):
             target = self.path / "previous" / path.name

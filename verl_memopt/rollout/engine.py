@@ -31,6 +31,18 @@ class Generation:
     """Prompt tokens that were not computed, because their keys and values were in the prefix cache."""
 
 
+@dataclass(frozen=True)
+class WeightComparison:
+    """How the weights of an engine compare with those of the policy, by name."""
+
+    equal: list[str]
+    """Equal in every bit."""
+    different: list[str]
+    """Different in at least one element."""
+    unknown: list[str]
+    """Stored in another form, so that they cannot be compared."""
+
+
 class RolloutEngine(Protocol):
     """Generates responses with its own copy of the weights, which the trainer loads into it."""
 
@@ -60,6 +72,13 @@ class RolloutEngine(Protocol):
         Raises:
             RolloutError: A name is unknown or missing, or a shape differs. The engine then refuses to generate until a load
                 succeeds.
+        """
+
+    def compare_weights(self, weights: Weights) -> WeightComparison:
+        """Compare the engine's weights with others, after a cast to the engine's dtype. The whole stream is read.
+
+        Args:
+            weights: As for :meth:`load_weights`.
         """
 
     def sleep(self) -> None:

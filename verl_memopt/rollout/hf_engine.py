@@ -16,7 +16,8 @@ from verl_memopt.memory.rollout.rollout_memory import KEEP_WEIGHTS, sleep_level
 from verl_memopt.memory.rollout.weight_buckets import Weights
 from verl_memopt.models.build import rebuild_buffers
 from verl_memopt.models.policy_model import dtype_of
-from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
+from verl_memopt.rollout.bit_comparison import BitComparison
+from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, WeightComparison, check_rows, max_model_len
 from verl_memopt.rollout.expected_weights import ExpectedWeights
 from verl_memopt.rollout.hf_sampling import RowSampler
 from verl_memopt.rollout.process_state import random_state_kept
@@ -82,6 +83,15 @@ class HfEngine:
             for part in self._expected.checked(weights):
                 target = parameters[part.name]
                 (target if part.whole else target[part.start : part.stop]).copy_(part.tensor)
+
+    def compare_weights(self, weights: Weights) -> WeightComparison:
+        """Compare each slice with its parameter."""
+        parameters = dict(self._model.named_parameters())
+        bits = BitComparison()
+        for part in self._expected.checked(weights):
+            own = parameters[part.name]
+            bits.add(part.name, own if part.whole else own[part.start : part.stop], part.tensor)
+        return bits.result([])
 
     def sleep(self) -> None:
         """Free the memory of the weights. If the engine keeps its weights, they are copied to the host first."""

@@ -26,7 +26,7 @@ from verl_memopt.memory.limits.out_of_memory import is_out_of_memory, release_fr
 from verl_memopt.memory.rollout.rollout_memory import KEEP_WEIGHTS, sleep_level
 from verl_memopt.memory.rollout.weight_buckets import Weights, WeightSlice, joined
 from verl_memopt.rollout.agreement import agreed
-from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, check_rows, max_model_len
+from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, WeightComparison, check_rows, max_model_len
 from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
 from verl_memopt.rollout.process_state import default_group_kept, process_state_kept, random_state_kept
 from verl_memopt.rollout.sampling import SamplingSettings
@@ -154,6 +154,14 @@ class VllmEngine:
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
             assert next(checked, None) is None, "vLLM left some weights out"
             self._llm.reset_prefix_cache()
+
+    def compare_weights(self, weights: Weights) -> WeightComparison:
+        """Compare each slice with the place where vLLM stores it. Weights that vLLM has transformed are unknown."""
+        assert self._expected is not None, "compare after the first load"
+        checked = self._expected.checked(weights)
+        if self._map is None:
+            return WeightComparison([], [], sorted({part.name for part in checked}))
+        return self._map.compare(checked)
 
     def sleep(self) -> None:
         """Free the memory of weights and KV cache."""

@@ -16,6 +16,8 @@ from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.memory.rollout.weight_buckets import WeightSlice, joined
+from verl_memopt.rollout.bit_comparison import BitComparison
+from verl_memopt.rollout.engine import WeightComparison
 
 Loader = Callable[[Iterator[tuple[str, Tensor]]], Any]
 """Copies (name, whole tensor) pairs into the engine's parameters."""
@@ -30,8 +32,13 @@ class _Place:
 
     def write(self, part: WeightSlice) -> None:
         """Copy the rows of the box that the slice contains."""
+        for stored, source in self.pairs(part):
+            stored.copy_(source)
+
+    def pairs(self, part: WeightSlice) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yield where rows of the slice are stored, with those rows; nothing where the box has none of them."""
         if not self.starts:
-            self.target.copy_(part.tensor)
+            yield self.target, part.tensor
             return
         first = self.starts[0]
         low, high = max(first, part.start), min(first + self.target.shape[0], part.stop)
@@ -39,7 +46,7 @@ class _Place:
             source = part.tensor[low - part.start : high - part.start]
             for dim in range(1, len(self.starts)):
                 source = source.narrow(dim, self.starts[dim], self.target.shape[dim])
-            self.target[low - first : high - first].copy_(source)
+            yield self.target[low - first : high - first], source
 
 
 class WeightMap:
@@ -79,6 +86,18 @@ class WeightMap:
         """Copy slices to their places, and cast them on the way."""
         for name, tensor in joined(self._straight(weights), self._dtype):
             self._load(iter([(name, tensor)]))
+
+    @torch.no_grad()
+    def compare(self, weights: Iterator[WeightSlice]) -> WeightComparison:
+        """Compare slices with what is stored at their places. Names without a place are unknown."""
+        bits, unknown = BitComparison(), set()
+        for part in weights:
+            if part.name not in self._places:
+                unknown.add(part.name)
+            for place in self._places.get(part.name, ()):
+                for stored, source in place.pairs(part):
+                    bits.add(part.name, stored, source)
+        return bits.result(unknown)
 
     def _straight(self, weights: Iterator[WeightSlice]) -> Iterator[WeightSlice]:
         """Write the slices that have a place, and yield the others."""

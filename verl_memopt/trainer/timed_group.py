@@ -75,11 +75,12 @@ def _figures(replies: Sequence[Any]) -> PassFigures:
 
 
 def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
-    """Return the figures of a phase over its successive calls: the largest peaks, and the live bytes of the last call."""
+    """Return the figures of a phase over its successive calls: the largest peaks, and the live bytes at both ends."""
     return replace(
         combine(calls),
         seconds=sum(call.seconds for call in calls),
         allocated_bytes=calls[-1].allocated_bytes,
+        entered_bytes=calls[0].entered_bytes,
         host_rss_bytes=max(call.host_rss_bytes for call in calls),
         host_buffer_bytes=max(call.host_buffer_bytes for call in calls),
     )

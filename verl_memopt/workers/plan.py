@@ -31,8 +31,9 @@ class WorkerPlan:
     settings: ActorRolloutRef
     folder: str
     """Folder of the policy's model."""
-    engine_folder: str
-    """Folder with the config for the engine: the model's own, or one with ``model.override_config`` merged in."""
+    engine_folder: str | None
+    """Folder with the config for the engine: the model's own, or one with ``model.override_config`` merged in. None = there is no
+    engine."""
     reference_folder: str | None
     """Folder of the reference's model. None = no model of its own."""
     tokenizer_folder: str
@@ -58,6 +59,10 @@ class WorkerPlan:
     """The rollout correction in bypass mode. None = decoupled mode, or no correction."""
     stop_file: str | None = None
     """File in which the driver writes when rollouts are abandoned. None = never."""
+    sync_check: bool = False
+    """Compare the engine's weights with the policy's after each sync, and look for stale cache blocks."""
+    snapshot_folder: str | None = None
+    """Where a snapshot of the memory is written when it runs out. None = nowhere."""
     reward_model: ScoringModel | None = None
     """Settings of the reward model's own model. None = no model scores."""
     reward_folder: str | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from contextlib import AbstractContextManager, ExitStack
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -20,6 +20,7 @@ from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.memory.limits.allocators import available_bytes, limit_bytes, memory_limits
 from verl_memopt.memory.limits.out_of_memory import out_of_memory_report
 from verl_memopt.memory.limits.recutting import recutting
+from verl_memopt.memory.limits.snapshot import MemorySnapshot
 from verl_memopt.memory.parameters.lora import adapters_off
 from verl_memopt.memory.parameters.residency import Residency
 from verl_memopt.memory.rollout.weight_buckets import weight_slices
@@ -29,7 +30,7 @@ from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.ops.fused import fused_statements
 from verl_memopt.rewards.rlt.student_rows import StudentRows
-from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine
+from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine, max_model_len
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import StopFile, never
 from verl_memopt.workers.checkpoint import export_trained, load_trained, plain_weights, save_trained
@@ -42,6 +43,7 @@ from verl_memopt.workers.reference_sync import MovingReference
 from verl_memopt.workers.reward_scores import compute_scores
 from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_deterministic
 from verl_memopt.workers.student import Scored, Student
+from verl_memopt.workers.sync_check import SyncCheck
 from verl_memopt.workers.trained_model import MiniBatch, TrainedModel
 
 ENGINE_METHODS = ("generate",)
@@ -89,7 +91,10 @@ class Worker:
         self.device_limit = limit_bytes(plan.memory.device_limit_gb)
         self.probe = MemoryProbe(self.device, self._resident, self.device_limit, plan.kinds_on_gpu)
         self.residency = Residency(self.device)
+        folder = plan.snapshot_folder
+        self.snapshot = None if folder is None else MemorySnapshot(Path(folder), placement.rank, self.device, self._resident)
         self.engine: RolloutEngine | None = None
+        self.sync_check = SyncCheck(max_model_len(plan.settings.rollout)) if plan.sync_check else None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
         self.moving_reference: MovingReference | None = None
@@ -153,14 +158,21 @@ class Worker:
             The responses, or None if the rollout was abandoned.
         """
         assert self.engine is not None
-        if self.plan.free_engine:
-            self.engine.wake_up("kv_cache")
+        self.wake_engine()
+        if self.sync_check is not None:
+            self.sync_check.check_cache(self.engine)
         stoppable = may_stop and self.plan.stop_file is not None
         stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
         try:
             return self.engine.generate(prompt_ids, seeds, sampling, stopped)
         except Stopped:
             return None
+
+    def wake_engine(self) -> None:
+        """Let the engine allocate its KV cache, if it sleeps between rollouts."""
+        assert self.engine is not None
+        if self.plan.free_engine:
+            self.engine.wake_up("kv_cache")
 
     def release_engine(self) -> None:
         """Put the engine to sleep, if it can sleep, so that it returns its device memory."""
@@ -179,6 +191,8 @@ class Worker:
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
         bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
         self.engine.load_weights(weight_slices(plain_weights(self.policy.model), dtype, bucket))
+        if self.sync_check is not None:
+            self.sync_check.check_weights(self.engine, weight_slices(plain_weights(self.policy.model), dtype, bucket))
 
     def old_log_probs(
         self,
@@ -327,8 +341,9 @@ class Worker:
         # The engine is first: it measures the free memory, sleeps, and leaves the device to the trainer.
         place, settings = self.placement, self.settings
         join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout)
-        self.engine = build_engine(settings.rollout, self._engine_place())
-        self.release_engine()
+        if self.plan.engine_folder is not None:
+            self.engine = build_engine(settings.rollout, self._engine_place(self.plan.engine_folder))
+            self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency)
         self.policy = roles.policy()
         self.residency.rest()
@@ -359,7 +374,7 @@ class Worker:
             return roles.swapped_student(reference, Path(plan.folder))
         return roles.student(Path(plan.folder))
 
-    def _engine_place(self) -> EnginePlace:
+    def _engine_place(self, folder: str) -> EnginePlace:
         place, plan = self.placement, self.plan
         return EnginePlace(
             rank=place.rank,
@@ -367,7 +382,7 @@ class Worker:
             local_rank=place.local_rank,
             tensor_parallel_size=self.settings.rollout.tensor_model_parallel_size,
             device=self.device,
-            model_folder=plan.engine_folder,
+            model_folder=folder,
             tokenizer_folder=plan.tokenizer_folder,
             trust_remote_code=self.settings.model.trust_remote_code,
             eos_token_ids=plan.eos_token_ids,
@@ -388,7 +403,13 @@ class Worker:
         if self.student is not None and all(self.student.model is not model for model in shared):
             yield self.student.model
 
-    def _report_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
+    @contextmanager
+    def _report_out_of_memory(self, phase: str) -> Iterator[None]:
+        snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
+        with self._report(phase), snapshot:
+            yield
+
+    def _report(self, phase: str) -> AbstractContextManager[None]:
         return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit, self.plan.critic)
 
     @property

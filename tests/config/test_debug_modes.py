@@ -1,0 +1,71 @@
+from pathlib import Path
+from typing import get_args
+
+import pytest
+
+from verl_memopt.config.debug_modes import MODES, NOT_WHOLE, REPLAYING, WITHOUT_DATA, of_mode
+from verl_memopt.config.keys import leaf_keys, leaf_types
+from verl_memopt.config.loader import PACKAGED, load_settings
+from verl_memopt.errors import ConfigError
+
+AR = "actor_rollout_ref"
+MODEL = [f"{AR}.model.path=m", f"{AR}.actor.use_dynamic_bsz=true"]
+LEAST = [*MODEL, "data.train_files=a", "data.val_files=null"]
+
+
+def refused(*more):
+    with pytest.raises(ConfigError) as error:
+        load_settings("rloo_trainer", [*LEAST, *more])
+    return str(error.value)
+
+
+def test_every_mode_is_a_choice_and_a_file_of_the_group():
+    assert set(MODES) == set(get_args(leaf_types()["debug.mode"])) == {path.stem for path in (PACKAGED / "debug").glob("*.yaml")}
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_the_file_of_a_mode_sets_it(name):
+    assert load_settings("rloo_trainer", [*LEAST, f"debug={name}"]).debug.mode == name
+
+
+def test_which_modes_need_no_data_replay_or_stop_before_the_end():
+    assert {"score_only", "train_only"} == REPLAYING
+    assert {"score_only", "train_only", "forge"} == WITHOUT_DATA
+    assert {"rollout_only", "score_only", "train_only", "forge"} == NOT_WHOLE
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_a_mode_decides_keys_that_exist(name):
+    assert of_mode(name).keys() <= set(leaf_keys())
+
+
+@pytest.mark.parametrize("name", MODES)
+def test_replaying_follows_the_mode(name):
+    assert load_settings("rloo_trainer", [*LEAST, f"debug={name}"]).actor_rollout_ref.rollout.skip_rollout is (name in REPLAYING)
+
+
+@pytest.mark.parametrize(
+    ("more", "says"),
+    [
+        (["debug=forge", "trainer.val_only=true", "data.val_files=b"], "a validation alone runs none of what this mode looks at"),
+        (["debug=train_only", f"{AR}.rollout.skip_rollout=false"], "this mode replays stored rollouts"),
+        (["debug=sync_check", f"{AR}.rollout.skip_rollout=true"], "this mode does not replay stored rollouts"),
+        (["debug=train_only", "algorithm.adv_estimator=remax"], "a dump has no greedy responses"),
+        (["debug=forge", "algorithm.adv_estimator=remax"], "forged rows have no greedy responses"),
+        (["debug=train_only", "algorithm.filter_groups.enable=true"], "a dump holds the groups that were kept"),
+        (["debug=sync_check", f"{AR}.rollout.calculate_log_probs=false"], "the check compares the engine's log-probs"),
+        (["debug=rollout"], "dry"),
+    ],
+)
+def test_what_a_mode_cannot_do_is_refused(more, says):
+    assert says in refused(*more)
+
+
+def test_data_that_is_missing_is_no_problem_of_a_mode_that_reads_none():
+    settings = load_settings("rloo_trainer", [*MODEL, "debug=forge"])
+    assert (settings.data.train_files, settings.data.val_files) == (None, None)
+
+
+def test_every_mode_is_explained_in_the_help_of_the_key():
+    text = (Path(PACKAGED).parent / "schema" / "run.py").read_text()
+    assert all(f"{name} = " in text for name in MODES)

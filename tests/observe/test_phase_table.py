@@ -1,0 +1,43 @@
+"""The table of ``debug.mode=memory``."""
+
+import io
+
+from rich.console import Console
+
+from verl_memopt.observe.phase import MIB, PhaseMemory, combine
+from verl_memopt.observe.phase_table import memory_table, phase_rows
+
+TRACKED = PhaseMemory("update_actor", 1.0, 5 * MIB, 3 * MIB, None, None, 70 * MIB, entered_bytes=2 * MIB)
+ON_GPU = PhaseMemory("gen", 1.0, 9 * MIB, 4 * MIB, 16 * MIB, 20 * MIB, 80 * MIB, entered_bytes=MIB)
+UNTRACKED = PhaseMemory("old_log_prob", 1.0, None, None, None, None, 60 * MIB)
+
+
+def test_a_row_has_the_bytes_at_both_ends_the_peak_and_the_host() -> None:
+    assert phase_rows(7, [TRACKED, UNTRACKED]) == [
+        {
+            "step": 7, "phase": "update_actor", "enter_bytes": 2 * MIB, "peak_bytes": 5 * MIB, "exit_bytes": 3 * MIB,
+            "reserved_bytes": None, "host_bytes": 70 * MIB,
+        },
+        {
+            "step": 7, "phase": "old_log_prob", "enter_bytes": None, "peak_bytes": None, "exit_bytes": None,
+            "reserved_bytes": None, "host_bytes": 60 * MIB,
+        },
+    ]  # fmt: skip
+
+
+def test_the_table_shows_mebibytes_and_a_dash_for_what_the_device_does_not_have() -> None:
+    console = Console(file=io.StringIO(), width=80)
+    console.print(memory_table(7, [TRACKED, ON_GPU, UNTRACKED]))
+    lines = [line.split() for line in console.file.getvalue().splitlines()]  # type: ignore[attr-defined]
+    assert lines[0] == ["memory", "of", "step", "7,", "MiB"]
+    assert lines[1] == ["phase", "enter", "peak", "exit", "reserved", "host"]
+    assert lines[3:] == [
+        ["update_actor", "2.0", "5.0", "3.0", "-", "70.0"],
+        ["gen", "1.0", "9.0", "4.0", "16.0", "80.0"],
+        ["old_log_prob", "-", "-", "-", "-", "60.0"],
+    ]
+
+
+def test_of_several_processes_the_fullest_counts() -> None:
+    other = PhaseMemory("gen", 1.0, 9 * MIB, 4 * MIB, 16 * MIB, 20 * MIB, 80 * MIB, entered_bytes=6 * MIB)
+    assert combine([ON_GPU, other]).entered_bytes == 6 * MIB
