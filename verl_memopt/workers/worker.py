@@ -13,7 +13,6 @@ import torch
 
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import empty_cache, local_device
-from verl_memopt.distributed.file_records import Records
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group
 from verl_memopt.errors import Stopped
 from verl_memopt.memory.host.host_buffers import host_allocator
@@ -33,7 +32,7 @@ from verl_memopt.rewards.rlt.student_rows import StudentRows
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine, max_model_len
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import StopFile, never
-from verl_memopt.workers.checkpoint import export_trained, load_trained, plain_weights, save_trained
+from verl_memopt.workers.checkpoint import plain_weights
 from verl_memopt.workers.critic import Critic
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.log_probs import LogProbs, compute_log_probs, scoring_temperature
@@ -45,6 +44,7 @@ from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_dete
 from verl_memopt.workers.student import Scored, Student
 from verl_memopt.workers.sync_check import SyncCheck
 from verl_memopt.workers.trained_model import MiniBatch, TrainedModel
+from verl_memopt.workers.worker_files import WorkerFiles
 
 ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
@@ -69,7 +69,7 @@ class Reply:
     retries: int = 0
 
 
-class Worker:
+class Worker(WorkerFiles):
     """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in step.
 
     Args:
@@ -268,51 +268,6 @@ class Worker:
         """Take one optimizer step per mini-batch, and return the metrics of each with the log-probs of its forward."""
         assert self.policy is not None
         return [self.policy.update_on_policy(mini, self.temperature) for mini in mini_batches]
-
-    def save(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""
-        assert self.policy is not None
-        return save_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), contents)
-
-    def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
-        assert self.critic is not None
-        return save_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), contents)
-
-    def load(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of the policy's checkpoint, written by any number of ranks."""
-        assert self.policy is not None
-        load_trained(self.policy.trained, Path(folder), contents)
-
-    def load_critic(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of the critic's checkpoint, written by any number of ranks.
-
-        The phase ``load_checkpoint`` has the policy on the device. The critic takes its place.
-        """
-        assert self.critic is not None
-        with self.residency.phase("load_critic"):
-            load_trained(self.critic.trained, Path(folder), contents)
-
-    def save_reference(self, folder: str, contents: Sequence[str]) -> Records:
-        """Write this rank's part of a reference that follows the policy, and return the record of each file."""
-        assert self.moving_reference is not None
-        return self.moving_reference.save(Path(folder))
-
-    def load_reference(self, folder: str, contents: Sequence[str]) -> None:
-        """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
-        assert self.moving_reference is not None
-        with self.residency.phase("sync_ref"):
-            self.moving_reference.load(Path(folder))
-
-    def export(self, folder: str, weights: bool) -> None:
-        """Write the policy in Hugging Face format, with or without its weights."""
-        assert self.policy is not None
-        export_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), weights)
-
-    def export_critic(self, folder: str, weights: bool) -> None:
-        """Write the critic in Hugging Face format, as a token classifier with one label, with or without its weights."""
-        assert self.critic is not None
-        export_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), weights)
 
     def close(self) -> None:
         """Free the models and the engine, and leave the process group. A second call does nothing.
