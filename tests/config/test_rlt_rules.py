@@ -101,6 +101,7 @@ def test_rules_of_a_student_say_nothing_of_other_runs(settled):
         (f"{RLT}.max_student_len", 9, {}, "reward_model.reward_manager is not rlt"),
         ("reward_model.residency", "swap", {}, "reward_model.reward_manager is not rlt"),
         ("reward_model.max_length", 9, STUDENT, "reward_model.reward_manager is rlt"),
+        (f"{MODEL}.fsdp_config.param_offload", True, ALIAS, "or the reference is the student"),
         (f"{MODEL}.input_tokenizer", None, STUDENT, "reward_model.reward_manager is rlt"),
         ("reward_model.micro_batch_size_per_gpu", 9, STUDENT, "reward_model.reward_manager is rlt"),
         ("reward_model.forward_max_token_len_per_gpu", 9, STUDENT, "reward_model.reward_manager is rlt"),
