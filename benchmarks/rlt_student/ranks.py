@@ -75,9 +75,9 @@ def _sampled(
     for number, problem in enumerate(problems):
         (ids,) = tokenize(prompts.tokenizer, [prompts.teacher(problem["question"], problem["solution"])[0]])
         with torch.no_grad():
-            drawn = teacher.generate(
-                torch.tensor([ids] * samples), do_sample=True, temperature=1.3, top_k=0, max_new_tokens=LONGEST, pad_token_id=end
-            )
+            prompt = torch.tensor([ids] * samples)
+            options = {"do_sample": True, "temperature": 1.3, "top_k": 0, "max_new_tokens": LONGEST, "pad_token_id": end}
+            drawn = teacher.generate(prompt, attention_mask=torch.ones_like(prompt), **options)
         different = {tuple(_until(row[len(ids) :].tolist(), end)) for row in drawn}
         responses += [list(row) for row in sorted(different)]
         group += [number] * len(different)

@@ -10,8 +10,8 @@ from verl_memopt.rewards.rlt.rank_agreement import ACCEPTED
 from verl_memopt.rewards.rlt.student_rows import END, SOLUTION, THINK
 
 SMALL = [
-    "--questions", "4", "--samples", "4", "--layers", "1", "--hidden", "128", "--vocabulary", "320", "--rows", "2", "--think", "8",
-    "--solution", "4", "--repeats", "1", "--warm-up", "3",
+    "--questions", "4", "--samples", "4", "--layers", "1", "--hidden", "128", "--vocabulary", "320", "--rows", "2",
+    "--think", "8", "--solution", "4", "--repeats", "1", "--warm-up", "3",
 ]  # fmt: skip
 COMMITTED = Path(benchmark.__file__).parent / "results.json"
 
