@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from benchmarks.rlt_student.students import CPU, KINDS, TEMPERATURE, scored, student_of, student_rows
+from benchmarks.rlt_student.students import BF16_WEIGHTS, CPU, KINDS, TEMPERATURE, scored, student_of, student_rows
 from verl_memopt.config.schema.rlt import RltReward
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.files import read_rows
@@ -43,9 +43,9 @@ def ranks(folder: Path, questions: int, samples: int, seed: int = 0) -> dict[str
     asked, known = ([problems[number][name] for number in group] for name in ("question", "solution"))
     rows = student_rows(prompts, StudentEncoder(prompts, settings, stops), asked, known, responses)
     teacher = _teacher_log_probs(folder, prompts, asked, known, rows)
-    scores = {kind: _scores(folder, kind, settings, rows, teacher, asked) for kind in KINDS}
+    scores = {kind: _scores(folder, kind, settings, rows, teacher, asked) for kind in (*KINDS, BF16_WEIGHTS)}
     result: dict[str, Any] = {"rows": len(group), "questions": questions, "samples": samples}
-    for kind, base in (("bf16", "fp32"), ("int8", "bf16"), ("nf4", "bf16")):
+    for kind, base in ((BF16_WEIGHTS, "fp32"), ("bf16", "fp32"), ("int8", "bf16"), ("nf4", "bf16")):
         agreement = rank_agreement(scores[kind].training_rewards(), scores[base].training_rewards(), group)
         change = (scores[kind].reward - scores[base].reward).abs()
         result[f"{kind} against {base}"] = {

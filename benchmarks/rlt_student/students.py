@@ -21,6 +21,8 @@ from verl_memopt.workers.rlt_scores import StudentLogProbs, compute_student_log_
 CPU = torch.device("cpu")
 KINDS = ("fp32", "bf16", "int8", "nf4")
 """Precisions of the linear layers. All but fp32 rest and compute in bfloat16 elsewhere."""
+BF16_WEIGHTS = "bf16 weights"
+"""A further precision: weights rest in bfloat16, and everything is computed in fp32."""
 TEMPERATURE = 0.7
 MICRO_BATCH = 2048
 """Tokens of a micro-batch."""
@@ -31,11 +33,11 @@ def student_of(folder: Path, kind: str, chunk: int = 512) -> PolicyModel:
 
     Args:
         folder: Folder of the model.
-        kind: One of :data:`KINDS`.
+        kind: One of :data:`KINDS`, or :data:`BF16_WEIGHTS`.
         chunk: Tokens whose logits exist at a time; 0 = all.
     """
-    dtype = "fp32" if kind == "fp32" else "bfloat16"
-    fsdp, model = Fsdp(dtype=dtype, model_dtype=dtype), Model(path=str(folder), logprob_chunk_tokens=chunk)
+    rests, computes = ("fp32" if kind in exact else "bfloat16" for exact in (("fp32",), ("fp32", BF16_WEIGHTS)))
+    fsdp, model = Fsdp(dtype=computes, model_dtype=rests), Model(path=str(folder), logprob_chunk_tokens=chunk)
     quantization = kind if kind in ("int8", "nf4") else "none"
     mesh = training_mesh("cpu", 1, -1)
     student = build_policy(model, fsdp, folder, mesh, CPU, "benchmark", False, False, quantization=quantization)
