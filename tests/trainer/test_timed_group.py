@@ -7,7 +7,7 @@ from verl_memopt.memory.batching.learned_budget import PassFigures
 from verl_memopt.observe.phase import host_rss_bytes
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.workers.worker import Reply
+from verl_memopt.workers.reply import Reply
 
 
 class Scripted(Member):
