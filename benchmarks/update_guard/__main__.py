@@ -32,7 +32,7 @@ from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.build_policy import build_policy, materialize
 from verl_memopt.workers.micro_batches import MicroBatch
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.trained_model import ACTOR, LossOf, MiniBatch, TrainedModel, on_host
+from verl_memopt.workers.trained_model import ACTOR, LossOf, MiniBatch, Restart, TrainedModel, on_host
 
 HEAD_DIM = 64
 KEY = "actor_rollout_ref.actor"
@@ -41,7 +41,9 @@ KEY = "actor_rollout_ref.actor"
 class Unguarded(TrainedModel):
     """Updates whatever the gradient norm is, and reads it afterwards."""
 
-    def step(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
+    def step(
+        self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf, restart: Restart | None = None
+    ) -> dict[str, Tensor]:
         metrics = self.accumulate(micro_batches, counts, loss_of)
         metrics[ACTOR.grad_norm] = self.clip()
         metrics[ACTOR.lr] = torch.tensor(self.schedule.get_last_lr()[0])

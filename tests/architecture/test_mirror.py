@@ -18,6 +18,7 @@ NO_TEST = {
     "rewards/rlt/status.py": "numbers and their names alone",
     "rewards/rows.py": "records alone",
     "workers/plan.py": "records alone",
+    "workers/reply.py": "a record alone",
 }
 NO_SOURCE = {
     "config/test_bad_input.py": "odd values of every key, through all files of the room",

@@ -20,7 +20,7 @@ from verl_memopt.trainer.loop import Trainer
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.start import start_rewards, start_workers
 from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.workers.worker import Reply
+from verl_memopt.workers.reply import Reply
 
 AR = "actor_rollout_ref"
 LEAST = {

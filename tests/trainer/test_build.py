@@ -134,3 +134,21 @@ def test_an_engine_cannot_read_weights_that_do_not_fit_the_overrides(settled):
     more = {f"{AR}.model.override_config": {"tie_word_embeddings": False}, f"{AR}.rollout.load_format": "auto"}
     with pytest.raises(ConfigError, match="Leave load_format at dummy"):
         build_run(settled(more))
+
+
+EVERY_PASS = ("update_actor", "old_log_prob", "ref", "values", "update_critic", "reward")
+
+
+@pytest.mark.parametrize(
+    ("more", "phases"),
+    [
+        ({}, ()),
+        ({f"{AR}.actor.adaptive_token_budget": True}, EVERY_PASS),
+        ({f"{AR}.rollout.log_prob_adaptive_token_budget": True}, ("old_log_prob",)),
+        ({f"{AR}.ref.log_prob_adaptive_token_budget": True, f"{AR}.ref.log_prob_use_dynamic_bsz": True}, ("ref",)),
+        ({"critic.adaptive_token_budget": True}, ("values", "update_critic", "reward")),
+        ({"reward_model.adaptive_token_budget": True}, ("reward",)),
+    ],
+)  # fmt: skip
+def test_the_workers_know_the_passes_whose_budget_learns(settled, more, phases):
+    assert build_run(settled(more)).worker_plan.adaptive_phases == phases

@@ -1,10 +1,13 @@
+from dataclasses import replace
+
 import pytest
 
 from tests.trainer.conftest import Member, Members, group_of, memory
+from verl_memopt.memory.batching.learned_budget import PassFigures
 from verl_memopt.observe.phase import host_rss_bytes
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.workers.worker import Reply
+from verl_memopt.workers.reply import Reply
 
 
 class Scripted(Member):
@@ -39,6 +42,31 @@ def test_workers_are_told_whether_to_count_bytes():
     workers.track = True
     workers.all("gen", "generate")
     assert workers.group.members[0].asked == [("gen", True, "generate", ())]
+
+
+class Pressed(Member):
+    """Answers with the figures of a call that went on after errors."""
+
+    def __init__(self, rank, peak, budget, cap, retries):
+        super().__init__(rank)
+        self.figures = peak, budget, cap, retries
+
+    def call(self, phase, track, method, *args):
+        peak, budget, cap, retries = self.figures
+        return Reply(None, replace(memory(phase), peak_allocated_bytes=peak), budget, cap, retries)
+
+
+def test_the_figures_of_a_call_are_those_of_the_rank_that_is_worst_off():
+    workers = group_of(Pressed(0, 500, 1000, None, 0), Pressed(1, 700, 900, 64, 1), Pressed(2, 600, 950, 32, 2))
+    workers.all("ref", "ref_log_probs")
+    assert workers.figures == PassFigures(peak_bytes=700, budget_bytes=900, cap_after_error=32, retries=3)
+
+
+@pytest.mark.parametrize(("peak", "budget"), [(None, 1000), (500, None)])
+def test_a_figure_that_one_rank_lacks_is_lacking(peak, budget):
+    workers = group_of(Pressed(0, 500, 1000, None, 0), Pressed(1, peak, budget, None, 0))
+    workers.all("ref", "ref_log_probs")
+    assert workers.figures == PassFigures(500 if peak else None, 1000 if budget else None)
 
 
 def test_every_call_is_timed_as_its_phase():

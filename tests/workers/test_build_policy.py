@@ -10,8 +10,9 @@ from verl_memopt.models.build import named_weights
 from verl_memopt.workers.build_policy import build_policy, materialize
 
 
-def built(folder, mesh, dtype="fp32"):
-    policy_model = build_policy(Model(path=str(folder)), Fsdp(dtype=dtype), folder, mesh, CPU, "key", False, False)
+def built(folder, mesh, dtype="fp32", quantization="none"):
+    model = Model(path=str(folder))
+    policy_model = build_policy(model, Fsdp(dtype=dtype), folder, mesh, CPU, "key", False, False, quantization=quantization)
     materialize(policy_model, folder, CPU)
     return policy_model
 

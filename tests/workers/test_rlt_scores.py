@@ -32,6 +32,7 @@ from verl_memopt.workers.build_policy import build_policy
 from verl_memopt.workers.log_probs import compute_log_probs, pack_log_probs
 from verl_memopt.workers.micro_batches import micro_batch, micro_batches_of
 from verl_memopt.workers.rlt_scores import (
+    compute_exact_log_probs,
     compute_student_log_probs,
     join_log_probs,
     student_batch,
@@ -476,3 +477,20 @@ def test_two_ranks_give_the_log_probs_of_one_with_unequal_shares(student, tiny_f
     one, other = run_ranks(on_rank, 2, tiny_folder, [samples[:cut], samples[cut:]])
     close(torch.tensor([*one.think, *other.think]), expected.think)
     close(torch.tensor([*one.solution, *other.solution]), expected.solution)
+
+
+# A quantised student.
+
+
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_student_knows_what_its_unquantised_weights_would_say(tiny_folder, one_rank, kind):
+    quantised, exact = (built(tiny_folder, one_rank, quantization=each) for each in (kind, "none"))
+    rows, _ = encode(random_samples(12, seed=4))
+    bins = student_micro_batches(student_batch(rows).row_tokens(), 256)
+    expected = scored(exact, rows)
+    before = scored(quantised, rows)
+    log_probs = compute_exact_log_probs(quantised, tiny_folder, rows, bins, HEAT, CPU)
+    close(log_probs.solution, expected.solution)
+    close(log_probs.think, expected.think)
+    assert (before.solution - expected.solution).abs().max() > 1e-4
+    close(scored(quantised, rows).solution, before.solution, atol=0)

@@ -345,7 +345,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     mismatch = MismatchCheck(rollout if replay is None else replace(rollout, max_logprob_diff=None), actor.fsdp_config)
     ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
     with_reference = needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss)
-    every = roles.ref.sync_every_steps if with_reference else None
+    every = None if context.worker_plan.reference_folder is None else roles.ref.sync_every_steps
     return Learner(
         workers=workers,
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from pathlib import Path
 
 import torch
 from torch import Tensor
@@ -20,6 +21,8 @@ from torch import Tensor
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.ragged import Ragged, token_index
 from verl_memopt.memory.batching.row_tokens import RowTokens, pack_groups_under
+from verl_memopt.memory.parameters.quantized_frozen import exact_weights
+from verl_memopt.models.build import WeightFolder
 from verl_memopt.models.pack import Pack
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.ops.prefix_kv import PrefixKV
@@ -146,3 +149,28 @@ def targets_at(pack: Pack, places: Tensor) -> Pack:
         row_lengths=torch.zeros_like(pack.row_lengths).index_add(0, row, torch.ones_like(row)),
         last_block=None if last is None else replace(last, predicts=last.predicts[places]),
     )
+
+
+def compute_exact_log_probs(
+    student: PolicyModel,
+    folder: Path,
+    rows: StudentRows,
+    micro_batches: Sequence[Sequence[int]],
+    temperature: float,
+    device: torch.device,
+    share_prefixes: bool = True,
+) -> StudentLogProbs:
+    """Return the log-probs of a quantised student under its unquantised weights. Each weight is read when a layer needs it.
+
+    Args:
+        student: The quantised student.
+        folder: Folder of its model.
+        rows: Its sequences.
+        micro_batches: Rows of each forward, with the next three as for :func:`compute_student_log_probs`.
+        temperature: Divides the logits.
+        device: The device of the student.
+        share_prefixes: Rows with the same prompt compute it once.
+    """
+    weights = WeightFolder(folder)
+    with exact_weights(student, lambda name: weights.read(name, ()).to(device)):
+        return compute_student_log_probs(student, rows, micro_batches, temperature, device, share_prefixes)

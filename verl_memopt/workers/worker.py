@@ -5,7 +5,6 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -39,6 +38,7 @@ from verl_memopt.workers.log_probs import LogProbs, compute_log_probs, scoring_t
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import Policy, Updated
 from verl_memopt.workers.reference_sync import MovingReference
+from verl_memopt.workers.reply import Reply
 from verl_memopt.workers.reward_scores import compute_scores
 from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_deterministic
 from verl_memopt.workers.student import Scored, Student
@@ -48,25 +48,6 @@ from verl_memopt.workers.worker_files import WorkerFiles
 
 ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
-
-
-@dataclass(frozen=True)
-class Reply:
-    """The result of a call and its memory.
-
-    Attributes:
-        value: The result.
-        memory: Memory of the phase.
-        budget_bytes: What the process may take of its device. None = there is no limit.
-        cap_after_error: Tokens of a micro-batch after the last out-of-memory error that the call survived. None = there was none.
-        retries: Number of such errors.
-    """
-
-    value: Any
-    memory: PhaseMemory
-    budget_bytes: int | None = None
-    cap_after_error: int | None = None
-    retries: int = 0
 
 
 class Worker(WorkerFiles):

@@ -11,7 +11,7 @@ from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.device import device_memory_cap
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.host.host_buffers import host_allocator, host_buffer
-from verl_memopt.memory.limits.allocators import DeviceCap, device_limit, engine_share, memory_limits
+from verl_memopt.memory.limits.allocators import DeviceCap, available_bytes, device_limit, engine_share, memory_limits
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 
@@ -251,3 +251,17 @@ def test_an_unknown_allocator_is_refused_with_the_known_ones():
     found = sourced(ALLOCATOR="mimalloc")
     assert found.returncode == 2
     assert "Use tcmalloc or jemalloc" in found.stderr
+
+
+@pytest.mark.parametrize("limit", [None, 5 * GIB])
+def test_a_cpu_has_what_its_limit_says(limit):
+    assert available_bytes(CPU, limit) == limit
+
+
+def test_a_gpu_has_what_the_process_holds_and_what_is_free(device):
+    tensor = device.empty(3 * GIB)
+    device.driver.outside = 4 * GIB
+    assert available_bytes(GPU, None) == 28 * GIB
+    assert available_bytes(GPU, 30 * GIB) == 28 * GIB
+    assert available_bytes(GPU, LIMIT) == LIMIT
+    del tensor

@@ -1,0 +1,1 @@
+"""Benchmarks of the student of RLT: quantised scoring, its ranks, its bytes and its speed."""
