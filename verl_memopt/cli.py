@@ -1,4 +1,4 @@
-"""The command line: ``verl-memopt train | report | check | knobs | toy``."""
+"""The command line: ``verl-memopt train | report | check | score | knobs | toy``."""
 
 from __future__ import annotations
 
@@ -164,6 +164,7 @@ COMMANDS = {
     "train": ("verl_memopt.trainer.run:run", "train a policy (Hydra overrides: key=value)"),
     "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
+    "score": ("verl_memopt.trainer.score_command:run", "score stored explanations with the student of RLT, and rank them"),
     "knobs": ("verl_memopt.cli:knobs_command", "list the memory knobs, or measure them on a model"),
     "toy": ("verl_memopt.cli:toy_command", "make the toy task: a tiny model and its data, locally"),
 }

@@ -13,8 +13,9 @@ from rich.console import Console
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.console import RunConsole
 from verl_memopt.observe.files import read_rows
-from verl_memopt.observe.loggers import LOGGERS, LoggingPlace, build_loggers, check_loggers
+from verl_memopt.observe.loggers import LOGGERS, LoggingPlace, StepLoggers, WandbLogger, build_loggers, check_loggers
 from verl_memopt.observe.run_folder import RunFolder
+from verl_memopt.observe.samples import Sample
 
 
 @pytest.fixture
@@ -60,14 +61,122 @@ def test_wandb_that_is_not_installed_is_a_config_error(place: LoggingPlace, monk
         build_loggers("wandb", place)
 
 
-def test_wandb_gets_the_settings_that_the_folder_records(place: LoggingPlace, monkeypatch: pytest.MonkeyPatch) -> None:
-    started: list[dict[str, Any]] = []
-    monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **arguments: started.append(arguments)))
+class WandbError(Exception):
+    """What wandb raises, for example without an API key."""
+
+
+class WandbRun:
+    """Records what a wandb run is told. wandb itself is not among the packages of the tests."""
+
+    def __init__(self, **arguments: Any) -> None:
+        self.arguments = arguments
+        self.logged: list[dict[str, Any]] = []
+        self.axes: dict[str, Any] = {}
+        self.exit_code: int | None = None
+
+    def define_metric(self, name: str, step_metric: str | None = None) -> None:
+        self.axes[name] = step_metric
+
+    def log(self, values: dict[str, Any]) -> None:
+        assert self.exit_code is None, "the run is finished"
+        self.logged.append(values)
+
+    def finish(self, exit_code: int) -> None:
+        self.exit_code = exit_code
+
+
+@pytest.fixture
+def wandb_runs(monkeypatch: pytest.MonkeyPatch, place: LoggingPlace) -> list[WandbRun]:
+    """The wandb runs that were started."""
+    started: list[WandbRun] = []
+
+    def init(**arguments: Any) -> WandbRun:
+        started.append(WandbRun(**arguments))
+        return started[-1]
+
+    table = lambda columns, data: [dict(zip(columns, row, strict=True)) for row in data]  # noqa: E731
+    stand_in = SimpleNamespace(init=init, Table=table, errors=SimpleNamespace(Error=WandbError))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
     place.folder.begin("trainer: {device: cpu}\nactor_rollout_ref: {actor: {optim: {lr: 1.0e-06}}}\n", None)
+    return started
+
+
+def resumed_at(place: LoggingPlace, step: int | None) -> LoggingPlace:
+    return LoggingPlace(place.folder, place.console, place.project_name, place.experiment_name, resumed_step=step)
+
+
+def test_wandb_gets_the_settings_that_the_folder_records(place: LoggingPlace, wandb_runs: list[WandbRun]) -> None:
     build_loggers("wandb", place)
-    assert [arguments["config"] for arguments in started] == [
-        {"trainer": {"device": "cpu"}, "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}}}
+    (run,) = wandb_runs
+    assert run.arguments["config"] == {"trainer": {"device": "cpu"}, "actor_rollout_ref": {"actor": {"optim": {"lr": 1e-6}}}}
+    assert (run.arguments["project"], run.arguments["name"]) == ("project", "experiment")
+    assert run.arguments["dir"] == str(place.folder.path)
+
+
+def test_a_resumed_run_continues_the_same_wandb_run_and_a_new_one_does_not(
+    place: LoggingPlace, wandb_runs: list[WandbRun]
+) -> None:
+    for step in (None, 4, 8, None):
+        build_loggers("wandb", resumed_at(place, step)).close()
+    first, second, third, new = (run.arguments["id"] for run in wandb_runs)
+    assert first == second == third != new
+    assert {run.arguments["resume"] for run in wandb_runs} == {"allow"}
+
+
+def test_steps_that_a_resumed_run_repeats_are_not_dropped_by_wandb(place: LoggingPlace, wandb_runs: list[WandbRun]) -> None:
+    logger = build_loggers("wandb", place)
+    for step in (1, 2, 3, 2):
+        logger.log(step, {"critic/score/mean": float(step)})
+    (run,) = wandb_runs
+    assert run.axes == {"training/global_step": None, "*": "training/global_step"}
+    assert [row["training/global_step"] for row in run.logged] == [1, 2, 3, 2]
+    assert [row["critic/score/mean"] for row in run.logged] == [1.0, 2.0, 3.0, 2.0]
+
+
+def test_validation_samples_are_a_table_of_wandb_and_pass_other_loggers_by(
+    place: LoggingPlace, wandb_runs: list[WandbRun]
+) -> None:
+    loggers = build_loggers(["jsonl", "console", "wandb"], place)
+    loggers.log_samples(5, [Sample("u", "toy", "1+1=", "3", "2", 0.0, [1], [2])])
+    (run,) = wandb_runs
+    assert run.logged == [
+        {
+            "val/generations": [
+                {"step": 5, "data_source": "toy", "input": "1+1=", "output": "3", "ground_truth": "2", "score": 0.0}
+            ],
+            "training/global_step": 5,
+        }
     ]
+    assert not place.folder.metrics.exists()
+
+
+@pytest.mark.parametrize("failed", [True, False])
+def test_a_wandb_run_says_whether_the_run_failed(place: LoggingPlace, wandb_runs: list[WandbRun], failed: bool) -> None:
+    build_loggers("wandb", place).close(failed)
+    assert [run.exit_code for run in wandb_runs] == [int(failed)]
+
+
+def test_a_logger_that_cannot_close_keeps_no_other_from_closing(place: LoggingPlace, wandb_runs: list[WandbRun]) -> None:
+    class Broken:
+        def log(self, step: int, metrics: Any) -> None:
+            """Record nothing."""
+
+        def close(self, failed: bool = False) -> None:
+            raise OSError("the disk is full")
+
+    loggers = StepLoggers([Broken(), WandbLogger(place)])
+    with pytest.raises(OSError, match="the disk is full"):
+        loggers.close()
+    assert [run.exit_code for run in wandb_runs] == [0]
+
+
+def test_a_wandb_that_cannot_start_is_a_config_error(place: LoggingPlace, wandb_runs: list[WandbRun]) -> None:
+    def refuse(**arguments: Any) -> WandbRun:
+        raise WandbError("api_key not configured")
+
+    sys.modules["wandb"].init = refuse  # type: ignore[attr-defined]
+    with pytest.raises(ConfigError, match=r"wandb cannot start \(api_key not configured\).*WANDB_MODE=offline"):
+        build_loggers("wandb", place)
 
 
 def test_no_logger_is_imported_before_it_is_used() -> None:

@@ -171,7 +171,7 @@ class ConsoleLogger:
         """Show a finished step."""
         self._console.step(step, metrics)
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the console."""
         self._console.close()
 

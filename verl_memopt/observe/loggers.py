@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from numbers import Number
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import yaml
 
@@ -15,6 +16,13 @@ from verl_memopt.errors import ConfigError
 from verl_memopt.observe.console import ConsoleLogger, RunConsole
 from verl_memopt.observe.files import append_rows, replace_text
 from verl_memopt.observe.run_folder import RunFolder
+from verl_memopt.observe.samples import Sample
+
+STEP = "training/global_step"
+"""Metric that is the x axis of every other one in wandb."""
+SAMPLES = "val/generations"
+"""Name of the table of validation samples in wandb."""
+SAMPLE_COLUMNS = ("step", "data_source", "input", "output", "ground_truth", "score")
 
 
 class StepLogger(Protocol):
@@ -23,8 +31,20 @@ class StepLogger(Protocol):
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Record the metrics of a step."""
 
-    def close(self) -> None:
-        """Write what is buffered and close."""
+    def close(self, failed: bool = False) -> None:
+        """Write what is buffered and close.
+
+        Args:
+            failed: The run ends with an error or by a signal.
+        """
+
+
+@runtime_checkable
+class SampleLogger(Protocol):
+    """A logger that shows samples as a table."""
+
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Record some samples of a validation."""
 
 
 @dataclass(frozen=True)
@@ -56,7 +76,7 @@ class JsonlLogger:
         """Append the metrics of a step."""
         append_rows(self._path, [{"step": step, "run_id": self._run_id, **metrics}])
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Do nothing: every row is written when it is logged."""
 
 
@@ -81,19 +101,22 @@ class TensorBoardLogger:
                 self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, failed: bool = False) -> None:
         """Close the event file."""
         self._writer.close()
 
 
 class WandbLogger:
-    """Sends metrics to Weights & Biases. A resumed run continues the same wandb run, whose id is stored in the run folder.
+    """Sends metrics, settings and validation samples to Weights & Biases. ``WANDB_MODE=offline`` keeps them in the run folder.
+
+    A resumed run continues the same wandb run, whose id is stored in the run folder. The x axis is the training step and not
+    wandb's own counter: wandb drops rows whose counter goes back, and a resumed run repeats the steps after its checkpoint.
 
     Args:
         place: Folder, names and settings of the run.
 
     Raises:
-        ConfigError: wandb is not installed.
+        ConfigError: wandb is not installed, or it cannot start.
     """
 
     def __init__(self, place: LoggingPlace) -> None:
@@ -108,22 +131,36 @@ class WandbLogger:
         id_file = place.folder.path / "wandb_id.txt"
         if place.resumed_step is None or not id_file.exists():
             replace_text(id_file, uuid.uuid4().hex[:16])
-        self._run = wandb.init(
-            project=place.project_name,
-            name=place.experiment_name,
-            config=yaml.safe_load(place.folder.config.read_text(encoding="utf-8")),
-            dir=str(place.folder.path),
-            id=id_file.read_text(encoding="utf-8"),
-            resume="allow",
-        )
+        self._wandb: Any = wandb
+        try:
+            self._run = wandb.init(
+                project=place.project_name,
+                name=place.experiment_name,
+                config=yaml.safe_load(place.folder.config.read_text(encoding="utf-8")),
+                dir=str(place.folder.path),
+                id=id_file.read_text(encoding="utf-8"),
+                resume="allow",
+            )
+        except wandb.errors.Error as error:
+            raise ConfigError(
+                f"trainer.logger=wandb: wandb cannot start ({error}). Run `wandb login`, or set WANDB_MODE=offline to keep "
+                "the record in the run folder."
+            ) from error
+        self._run.define_metric(STEP)
+        self._run.define_metric("*", step_metric=STEP)
 
     def log(self, step: int, metrics: Mapping[str, float]) -> None:
         """Send the metrics of a step."""
-        self._run.log(dict(metrics), step=step)
+        self._run.log({**metrics, STEP: step})
 
-    def close(self) -> None:
-        """Finish the wandb run."""
-        self._run.finish()
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Send samples of a validation as a table."""
+        rows = [[step, each.data_source, each.input, each.output, str(each.gts), each.score] for each in samples]
+        self._run.log({SAMPLES: self._wandb.Table(columns=list(SAMPLE_COLUMNS), data=rows), STEP: step})
+
+    def close(self, failed: bool = False) -> None:
+        """Finish the wandb run. One that failed is shown as such."""
+        self._run.finish(exit_code=int(failed))
 
 
 LOGGERS: dict[str, Callable[[LoggingPlace], StepLogger]] = {
@@ -150,10 +187,21 @@ class StepLoggers:
         for each in self._loggers:
             each.log(step, metrics)
 
-    def close(self) -> None:
-        """Close each logger."""
+    def log_samples(self, step: int, samples: Sequence[Sample]) -> None:
+        """Pass samples of a validation to each logger that shows them."""
         for each in self._loggers:
-            each.close()
+            if isinstance(each, SampleLogger):
+                each.log_samples(step, samples)
+
+    def close(self, failed: bool = False) -> None:
+        """Close each logger, also where another one fails to close.
+
+        Args:
+            failed: The run ends with an error or by a signal.
+        """
+        with ExitStack() as closing:
+            for each in reversed(self._loggers):
+                closing.callback(each.close, failed)
 
 
 def check_loggers(names: str | Sequence[str]) -> list[str]:

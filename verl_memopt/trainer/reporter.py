@@ -67,8 +67,10 @@ class Reporter:
 
     def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
         """Close the loggers and the console."""
-        self.loggers.close()
-        self.console.close()
+        try:
+            self.loggers.close(failed=kind is not None)
+        finally:
+            self.console.close()
 
     def say(self, text: str) -> None:
         """Show one line on the console."""
@@ -137,6 +139,7 @@ class Reporter:
         shown = self.context.settings.trainer.log_val_generations
         if shown > 0:
             self.folder.add_generations(step, samples[:shown])
+            self.loggers.log_samples(step, samples[:shown])
         folder = self.context.settings.trainer.validation_data_dir
         if folder is not None:
             dump_samples(Path(folder), step, samples, self._digest)

@@ -91,7 +91,7 @@ class MemorySnapshot:
 
 def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str, Any]]:
     """Return the tensors on a device, the largest first, each storage once."""
-    found: dict[int, dict[str, Any]] = {}
+    by_storage: dict[int, dict[str, Any]] = {}
     for tensor in gc.get_objects():
         if not isinstance(tensor, torch.Tensor):
             continue
@@ -102,5 +102,5 @@ def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str,
                 "shape": list(tensor.shape),
                 "dtype": str(tensor.dtype),
             }
-            found.setdefault(storage._cdata, row)
-    return sorted(found.values(), key=lambda row: -row["bytes"])
+            by_storage.setdefault(storage._cdata, row)
+    return sorted(by_storage.values(), key=lambda row: -row["bytes"])
