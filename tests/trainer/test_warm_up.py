@@ -155,6 +155,7 @@ def test_a_stopped_warm_up_goes_on_to_the_same_weights(warming, tmp_path) -> Non
     assert second.parts[-3] == "global_step_4"
     assert [row["step"] for row in metrics(tmp_path / "run")] == [0, 1, 2, 3, 4]
     resumed = load_file(second / "model.safetensors")
+    whole = load_file(uninterrupted / "model.safetensors")
     assert all(torch.equal(resumed[name], tensor) for name, tensor in whole.items())
 
 

@@ -178,7 +178,7 @@ def worker_plan(settings: Settings, environment: Environment, steps: int) -> Wor
     return WorkerPlan(
         settings=roles,
         folder=str(environment.folder),
-        engine_folder=str(environment.folder),
+        engine_folder=None,
         reference_folder=None,
         tokenizer_folder=str(environment.tokenizer_folder),
         eos_token_ids=environment.eos_token_ids,
@@ -186,7 +186,6 @@ def worker_plan(settings: Settings, environment: Environment, steps: int) -> Wor
         free_engine=environment.free_engine,
         track_init=environment.device == "cpu" and settings.trainer.track_memory_every_steps > 0,
         memory=settings.memory,
-        with_engine=False,
     )
 
 

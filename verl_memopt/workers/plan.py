@@ -46,5 +46,3 @@ class WorkerPlan:
     """Settings of the reward model's own model. None = no model scores."""
     reward_folder: str | None = None
     """Folder of the reward model."""
-    with_engine: bool = True
-    """Build a rollout engine. False = nothing is generated, as in a supervised warm-up."""

@@ -269,9 +269,8 @@ class Worker:
         # The engine is first: it measures the free memory, sleeps, and leaves the device to the trainer.
         place, settings = self.placement, self.settings
         join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout)
-        if self.plan.with_engine:
-            self.engine = build_engine(settings.rollout, self._engine_place())
-            self.release_engine()
+        self.engine = build_engine(settings.rollout, self._engine_place())
+        self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency)
         self.policy = roles.policy()
         self.residency.rest()
