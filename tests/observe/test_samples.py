@@ -5,7 +5,7 @@ from pathlib import Path
 from verl_memopt.observe.files import read_rows
 from verl_memopt.observe.samples import SCHEMA, Sample, dump_samples
 
-SAMPLE = Sample("u1", "toy", "1+1=", "2", "2", 1.0, [5, 6], [7], {"acc": 1, "score": "own"})
+SAMPLE = Sample("u1", "toy", "1+1=", "2", "2", 1.0, [5, 6], [7], {"acc": 1, "score": "own"}, "stop", [-0.5], {"level": 3})
 
 
 def test_a_dump_row_holds_what_a_replay_needs_and_every_reward_key(tmp_path: Path) -> None:

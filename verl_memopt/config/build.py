@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from contextlib import suppress
 from typing import Any, Literal, Union, get_args, get_origin
 
+from verl_memopt.config.debug_modes import DATA_KEYS, WITHOUT_DATA
 from verl_memopt.config.foreign import hint
 from verl_memopt.config.keys import leaf_types, leaf_values, section_keys, walk
 from verl_memopt.config.links import LINKED, with_links
@@ -45,6 +46,8 @@ def build(overrides: Mapping[str, Any]) -> tuple[Settings, dict[str, Any], list[
         except MismatchError as mismatch:
             problems.append(problem({key: value}, f"expected {mismatch}, got {_kind(value)}", _type_hint(key, value)))
     wrong = {key for each in problems for key in each.keys}
+    if values["debug.mode"] in WITHOUT_DATA:
+        values |= {key: None for key in DATA_KEYS if values[key] == REQUIRED}
     missing = [key for key, value in values.items() if value == REQUIRED and key not in wrong]
     problems += [Problem((key,), f"{key}: required, and not set. Set {key}=<value>.") for key in missing]
     values |= with_links({key: values[key] for key in LINKED})

@@ -13,6 +13,7 @@ from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.allowed import LARGEST_SCORE, check_values
 from verl_memopt.config.correction_rules import CORRECTION_RULES
 from verl_memopt.config.critic_rules import CRITIC_RULES, WITHOUT_CRITIC
+from verl_memopt.config.debug_modes import WITHOUT_DATA, debug_rules
 from verl_memopt.config.idle import IDLE, warn_idle
 from verl_memopt.config.keys import leaf_values
 from verl_memopt.config.links import LINKS, followers_of
@@ -105,7 +106,13 @@ def _files() -> Iterator[Refusal]:
         yield Refusal((key,), _is_no_folder_name, folder, way_out)
     train, validation, loggers = "data.train_files", "data.val_files", "trainer.logger"
     expected = "expected a path or a list of paths"
-    yield Refusal((train,), _is_no_path, expected, f"Set {train}=/path/to/file.parquet.")
+    yield Refusal(
+        (train,),
+        lambda files, mode: _is_no_path(files) and mode not in WITHOUT_DATA,
+        expected,
+        f"Set {train}=/path/to/file.parquet.",
+        about=("debug.mode",),
+    )
     yield Refusal(
         (validation,),
         lambda files: files is not None and _is_no_path(files),
@@ -263,6 +270,6 @@ def _runs() -> Iterator[Refusal]:
 
 RULES: tuple[Refusal, ...] = (
     *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *SANDBOX_RULES, *_devices(), *CRITIC_RULES,
-    *_runs(),
+    *_runs(), *debug_rules(),
 )  # fmt: skip
 """The rules that belong to no knob."""

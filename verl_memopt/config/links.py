@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 from typing import Any
 
+from verl_memopt.config.debug_modes import REPLAYING
+
 _AR = "actor_rollout_ref"
 _CRITIC = "critic"
 
@@ -26,6 +28,7 @@ LINKS = {
     f"{_AR}.rollout.prompt_length": "data.max_prompt_length",
     f"{_AR}.rollout.response_length": "data.max_response_length",
     f"{_AR}.rollout.seed": "data.seed",
+    f"{_AR}.rollout.skip_dump_dir": "trainer.rollout_data_dir",
     **{
         f"{_CRITIC}.model.{key}": f"{_AR}.model.{key}"
         for key in ("path", "tokenizer_path", "trust_remote_code", "external_lib", "attn_implementation")
@@ -51,6 +54,7 @@ DERIVED = {
     f"{_AR}.rollout.val_kwargs.do_sample": (f"{_AR}.rollout.val_kwargs.temperature",),
     "trainer.default_local_dir": ("trainer.project_name", "trainer.experiment_name"),
     "custom_reward_function.on_error": ("reward_model.reward_manager",),
+    f"{_AR}.rollout.skip_rollout": ("debug.mode",),
 }
 """Follower -> the keys it is computed from while it is null."""
 
@@ -81,6 +85,8 @@ def derived(key: str, values: Mapping[str, Any]) -> Any:
     parts = [values[part] for part in DERIVED[key]]
     if key.endswith("do_sample"):
         return parts[0] > 0
+    if key.endswith("skip_rollout"):
+        return parts[0] in REPLAYING
     if key.endswith("on_error"):
         return "score" if parts[0] == "prime" else "raise"
     return sum(parts) if key.endswith("max_model_len") else "/".join(["checkpoints", *parts])

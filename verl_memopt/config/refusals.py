@@ -109,8 +109,6 @@ _ROLLOUT = {
         (True,), "actor_rollout_ref.rollout.free_cache_engine decides whether the engine sleeps. Use it"
     ),
     "layered_summon": Refusal(EITHER, "weights always move tensor by tensor, with LoRA too"),
-    "skip_rollout": Refusal((False,), "stored rollouts are not replayed. Remove the key"),
-    "skip_dump_dir": Refusal(ANY, "stored rollouts are not replayed. Use trainer.rollout_data_dir to write them"),
     "checkpoint_engine.backend": Refusal(("naive",), "trainer and engine share a process. Remove the key"),
     "multi_turn.enable": Refusal((False,), _NOT_HERE),
     "multi_turn.*": Refusal(ANY, _NOT_HERE),

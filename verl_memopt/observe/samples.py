@@ -1,4 +1,7 @@
-"""Dumps of generated samples that a later run can replay."""
+"""Dumps of generated samples, and how a later run reads them.
+
+A dump is a folder with one ``{step}.jsonl`` per step, one row per response. The rows of one prompt are neighbours.
+"""
 
 from __future__ import annotations
 
@@ -7,9 +10,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.observe.files import json_line, replace_text
+from verl_memopt.errors import DataError
+from verl_memopt.observe.files import json_line, read_rows, replace_text
 
-SCHEMA = 1
+SCHEMA = 2
 """Version of a dump row. A reader refuses an unknown version."""
 
 
@@ -25,11 +29,31 @@ class Sample:
     """The response as text."""
     gts: Any
     """The ground truth the reward function saw."""
-    score: float
+    score: float | None
+    """None = the response was not scored."""
     prompt_ids: Sequence[int]
     response_ids: Sequence[int]
     extra: Mapping[str, Any] = field(default_factory=dict)
     """Further entries that the reward function returned, each a key of the row."""
+    finish_reason: str = "stop"
+    """``stop``, or ``length`` where the response reached its limit."""
+    rollout_log_probs: Sequence[float] | None = None
+    """The engine's log-prob of each response token. None = it returned none."""
+    extra_info: Mapping[str, Any] = field(default_factory=dict)
+    """What the reward function receives besides the ground truth."""
+    failed: bool = False
+    """The reward function failed, and ``score`` is the fallback score."""
+    messages: list[dict[str, str]] | None = None
+    """The prompt as messages, which a reward model renders with its own template. None = the prompt is a text."""
+
+
+@dataclass(frozen=True)
+class ReadSample:
+    """A sample of a dump, with its place in the files."""
+
+    sample: Sample
+    address: str
+    """File and row, counted from 1."""
 
 
 def sample_row(step: int, sample: Sample) -> dict[str, Any]:
@@ -37,6 +61,7 @@ def sample_row(step: int, sample: Sample) -> dict[str, Any]:
 
     A key of the reward function that is already used appears as ``reward_extra/<key>``.
     """
+    log_probs = sample.rollout_log_probs
     row = {
         "input": sample.input,
         "output": sample.output,
@@ -47,14 +72,110 @@ def sample_row(step: int, sample: Sample) -> dict[str, Any]:
         "data_source": sample.data_source,
         "prompt_ids": list(sample.prompt_ids),
         "response_ids": list(sample.response_ids),
+        "finish_reason": sample.finish_reason,
+        "rollout_log_probs": None if log_probs is None else list(log_probs),
+        "extra_info": dict(sample.extra_info),
+        "failed": sample.failed,
+        "messages": sample.messages,
         "schema": SCHEMA,
     }
-    return row | {f"reward_extra/{key}" if key in row else key: value for key, value in sample.extra.items()}
+    return row | {f"reward_extra/{key}" if key in row or key in OF_FILE else key: value for key, value in sample.extra.items()}
 
 
-def dump_samples(folder: Path, step: int, samples: Sequence[Sample]) -> Path:
-    """Write ``{folder}/{step}.jsonl``, one row per sample, completely or not at all, and return its path."""
+OF_FILE = ("tokenizer", "row", "rows")
+"""Keys of a dump row that belong to its file: a hash of the tokenizer, the row's number from 1, and the number of rows."""
+
+
+def dump_path(folder: Path, step: int) -> Path:
+    """Return the file of a step in a dump."""
+    return folder / f"{step}.jsonl"
+
+
+def dump_samples(folder: Path, step: int, samples: Sequence[Sample], tokenizer: str = "") -> Path:
+    """Write ``{folder}/{step}.jsonl``, one row per sample, completely or not at all, and return its path.
+
+    Args:
+        folder: Made where it does not exist.
+        step: Number of the step.
+        samples: The samples, those of one prompt in a row.
+        tokenizer: Hash of the tokenizer that the ids belong to.
+    """
     folder.mkdir(parents=True, exist_ok=True)
-    path = folder / f"{step}.jsonl"
-    replace_text(path, "".join(json_line(sample_row(step, sample)) for sample in samples))
+    path = dump_path(folder, step)
+    rows = (
+        sample_row(step, sample) | {"tokenizer": tokenizer, "row": number, "rows": len(samples)}
+        for number, sample in enumerate(samples, start=1)
+    )
+    replace_text(path, "".join(json_line(row) for row in rows))
     return path
+
+
+def dumped_steps(folder: Path) -> list[int]:
+    """Return the steps of a dump, in order."""
+    return sorted(int(path.stem) for path in folder.glob("*.jsonl") if path.stem.isdecimal())
+
+
+def read_samples(folder: Path, step: int, tokenizer: str, num_tokens: int) -> list[ReadSample]:
+    """Return the samples of one step of a dump, in the order of the file.
+
+    Args:
+        folder: Folder of the dump.
+        step: Number of the step.
+        tokenizer: Hash of the tokenizer that the reader uses.
+        num_tokens: Token ids are below it.
+
+    Raises:
+        DataError: The file is missing or incomplete, has another schema or tokenizer, or a row is malformed.
+    """
+    path = dump_path(folder, step)
+    if not path.is_file():
+        raise DataError(
+            f"{path}: there is no such file, so step {step} cannot be replayed. Set actor_rollout_ref.rollout.skip_dump_dir to "
+            "the folder of a dump, and trainer.total_training_steps to its steps."
+        )
+    rows = read_rows(path)
+    addresses = [f"{path}, row {number}" for number in range(1, len(rows) + 1)]
+    samples = [_read(row, address, tokenizer, num_tokens) for row, address in zip(rows, addresses, strict=True)]
+    for number, row in enumerate(rows, start=1):
+        if (row["row"], row["rows"]) != (number, rows[0]["rows"]):
+            raise DataError(
+                f"{addresses[number - 1]}: the file should have row {number} of {rows[0]['rows']} here, and has row {row['row']} "
+                f"of {row['rows']}. A row is missing or moved. Write the dump again."
+            )
+    if not rows or len(rows) != rows[0]["rows"]:
+        expected = rows[0]["rows"] if rows else "at least one"
+        raise DataError(f"{path}, row {len(rows) + 1}: rows are missing: {len(rows)} of {expected}. Write the dump again.")
+    return samples
+
+
+def _read(row: dict[str, Any], address: str, tokenizer: str, num_tokens: int) -> ReadSample:
+    """Return the sample of a dump row."""
+    if row.get("schema") != SCHEMA:
+        raise DataError(
+            f"{address}: a dump of schema {row.get('schema')} cannot be replayed; this version reads schema {SCHEMA}. Write the "
+            "dump again, with trainer.rollout_data_dir or debug=rollout_only."
+        )
+    own = sample_row(0, EMPTY).keys()
+    absent = [key for key in (*own, *OF_FILE) if key not in row]
+    if absent:
+        raise DataError(f"{address}: the key {absent[0]!r} is missing. Write the dump again.")
+    if row["tokenizer"] != tokenizer:
+        raise DataError(
+            f"{address}: its token ids belong to another tokenizer than that of actor_rollout_ref.model.path. Replay the dump "
+            "with the model that wrote it."
+        )
+    for key in ("prompt_ids", "response_ids"):
+        ids = row[key]
+        if not isinstance(ids, list) or not all(type(token) is int and 0 <= token < num_tokens for token in ids):
+            raise DataError(f"{address}: {key} must be token ids from 0 to {num_tokens - 1}, but it is {ids!r:.200}. Correct it.")
+    log_probs = row["rollout_log_probs"]
+    if not row["prompt_ids"] or (log_probs is not None and len(log_probs) != len(row["response_ids"])):
+        raise DataError(f"{address}: it has no prompt, or not one log-prob for each response token. Write the dump again.")
+    prefix = "reward_extra/"
+    extra = {key.removeprefix(prefix): value for key, value in row.items() if key not in own and key not in OF_FILE}
+    fields = {name: row[name] for name in Sample.__dataclass_fields__ if name != "extra"}
+    return ReadSample(Sample(**fields, extra=extra), address)
+
+
+EMPTY = Sample("", "", "", "", None, None, [], [])
+"""A sample without content; its row has every key of a dump row but the reward function's."""

@@ -29,6 +29,7 @@ from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
 from verl_memopt.trainer.conversations import Conversations
 from verl_memopt.trainer.corrections import BypassUpdate
 from verl_memopt.trainer.critic_update import CriticTraining, critic_budgets
+from verl_memopt.trainer.debug_run import mode_of, record_folder, replay_of, replayed_steps
 from verl_memopt.trainer.environment import Environment, resolve_environment
 from verl_memopt.trainer.experience import LogProbPass
 from verl_memopt.trainer.generation import Generator
@@ -37,6 +38,7 @@ from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.mini_batches import MiniBatchCutter, role_updates
 from verl_memopt.trainer.model_scores import ModelScores, reward_budget
 from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs
+from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.trainer.rewarder import Dapo, Rewarder
 from verl_memopt.trainer.run_lock import RunLock, hold
@@ -46,9 +48,6 @@ from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import PolicyUpdate
 from verl_memopt.trainer.validate import Validator
 from verl_memopt.workers.worker import WorkerPlan
-
-VAL_ONLY = "val_only"
-"""Folder inside the run's that holds the record of ``trainer.val_only``."""
 
 logger = logging.getLogger(__name__)
 
@@ -62,7 +61,7 @@ class RunContext:
         folder: where the run writes its record.
         lock: the right to write there. Whoever uses the context releases it.
         environment: devices, folders and tokenizer on this machine.
-        loader: gives the prompts of each step.
+        loader: gives the prompts of each step; None where the rows of a dump bring their own.
         validation: held-out rows; None without validation files.
         encoder: of the validation prompts.
         store: checkpoints of the run.
@@ -79,7 +78,7 @@ class RunContext:
     folder: Path
     lock: RunLock
     environment: Environment
-    loader: StepLoader
+    loader: StepLoader | None
     validation: PromptDataset | None
     encoder: PromptEncoder
     store: CheckpointStore
@@ -104,12 +103,12 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     """
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     actor, model = roles.actor, roles.model
-    with_reference = needs_reference(settings.algorithm.use_kl_in_reward, actor.use_kl_loss)
+    mode = mode_of(settings)
+    with_reference = mode.computes_log_probs and needs_reference(settings.algorithm.use_kl_in_reward, actor.use_kl_loss)
     reference = str(roles.ref.model.path) if with_reference and model.lora_rank == 0 else None
-    critic = settings.critic if settings.algorithm.adv_estimator in WITH_CRITIC else None
+    critic = settings.critic if mode.updates and settings.algorithm.adv_estimator in WITH_CRITIC else None
     environment = resolve_environment(trainer, settings.ray_kwargs, data, model, roles.rollout, reference, actor, critic)
-    # A validation alone has its own record, so that it changes nothing in the record of the run it validates.
-    folder = environment.run_dir / VAL_ONLY if trainer.val_only else environment.run_dir
+    folder = record_folder(settings, environment.run_dir)
     stop_file = environment.run_dir / ".stop"
     with ExitStack() as released_on_error:
         lock = released_on_error.enter_context(hold(folder))
@@ -121,18 +120,19 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             settings = replace(settings, data=data, actor_rollout_ref=roles)
         if checkpoint is not None:
             compare_settings(settings, environment, checkpoint)
-        by_rules = settings.custom_reward_function.path is None and not settings.reward_model.enable
-        train, validation = _datasets(data, environment, by_rules, settings)
+        by_rules = mode.scores and settings.custom_reward_function.path is None and not settings.reward_model.enable
+        train, validation = _datasets(data, environment, by_rules, settings) if mode.reads_data else (None, None)
         reward_folder, conversations = _reward_model(settings, environment, (train, validation))
-        loader = _build_loader(data, train, checkpoint)
-        total_steps = _total_steps(trainer, loader)
+        loader = None if train is None else _build_loader(data, train, checkpoint)
+        done = 0 if checkpoint is None else checkpoint.step
+        total_steps = replayed_steps(settings, environment, done) if loader is None else _total_steps(trainer, loader)
         updates = role_updates(actor, data.train_batch_size)
         critic_updates = 0 if critic is None else role_updates(critic, data.train_batch_size)
         policy_steps = total_steps if critic is None else max(total_steps - trainer.critic_warmup, 1)
         plan = WorkerPlan(
             settings=roles,
             folder=str(environment.folder),
-            engine_folder=str(_engine_folder(model, rollout.load_format, environment, folder)),
+            engine_folder=str(_engine_folder(model, rollout.load_format, environment, folder)) if mode.has_engine else None,
             reference_folder=None if environment.reference_folder is None else str(environment.reference_folder),
             tokenizer_folder=str(environment.tokenizer_folder),
             eos_token_ids=environment.eos_token_ids,
@@ -184,7 +184,7 @@ def _reward_model(
 ) -> tuple[Path | None, Conversations | None]:
     """Return the folder of the reward model, and what turns answers into its conversations; None without one."""
     reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
-    if not reward_model.enable:
+    if not reward_model.enable or not _scores_with_model(settings):
         return None, None
     longest = reward_model.max_length or data.max_prompt_length + data.max_response_length
     scorer = find_reward_model(reward_model.model, roles.model, environment.tokenizer, longest, roles.actor)
@@ -192,6 +192,11 @@ def _reward_model(
     for dataset in datasets:
         conversations.check(dataset or [])
     return scorer.folder, conversations
+
+
+def _scores_with_model(settings: Settings) -> bool:
+    """Return whether a reward model is needed. Forged rows are scored by it too, for its memory."""
+    return mode_of(settings).scores or settings.debug.mode == "forge"
 
 
 def _build_loader(data: Data, rows: PromptDataset, checkpoint: Checkpoint | None) -> StepLoader:
@@ -228,7 +233,7 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
     return folder
 
 
-def build_rewarder(context: RunContext, workers: TimedGroup, runner: RewardRunner) -> Rewarder:
+def build_rewarder(context: RunContext, workers: TimedGroup, runner: RewardRunner | None) -> Rewarder:
     """Return what scores the answers of training and validation."""
     settings, model = context.settings, None
     if context.conversations is not None:
@@ -245,7 +250,12 @@ def build_validator(context: RunContext, generator: Generator, rewards: Rewarder
     return Validator(context.validation, batch_size, expansion, context.encoder, generator, rewards)
 
 
-def _build_prefetcher(data: Data, loader: StepLoader, environment: Environment, n: int, expansion: str) -> PromptPrefetcher:
+def _build_prefetcher(
+    data: Data, loader: StepLoader | None, environment: Environment, n: int, expansion: str
+) -> PromptPrefetcher | NoPrompts:
+    """Return the prompts of each step; none where there is no data."""
+    if loader is None:
+        return NoPrompts()
     # The prefetcher works in a thread, and so needs its own tokenizer.
     tokenizer = copy.deepcopy(environment.tokenizer)
     encoder = PromptEncoder(tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
@@ -260,7 +270,7 @@ def _build_group_filter(settings: FilterGroups, num_prompts: int, samples: int) 
 def _build_critic_training(context: RunContext, workers: TimedGroup, old_pass: LogProbPass) -> CriticTraining | None:
     """Return what a step does with the critic; None without a critic."""
     settings = context.settings
-    if settings.algorithm.adv_estimator not in WITH_CRITIC:
+    if context.worker_plan.critic is None:
         return None
     critic, trainer = settings.critic, settings.trainer
     update_budget, values_budget = critic_budgets(critic)
@@ -269,7 +279,7 @@ def _build_critic_training(context: RunContext, workers: TimedGroup, old_pass: L
     return CriticTraining(workers, critic, cutter, values_budget, trainer.critic_warmup, old_pass, context.store)
 
 
-def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner) -> Learner:
+def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner | None) -> Learner:
     """Return what runs the training steps. Each part gets the settings that it reads."""
     settings, environment = context.settings, context.environment
     roles, data, algorithm = settings.actor_rollout_ref, settings.data, settings.algorithm
@@ -281,27 +291,31 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     actor, rollout, balance = roles.actor, roles.rollout, settings.trainer.balance_batch
     update_budget, old_budget, ref_budget = budgets(roles)
     correction = algorithm.rollout_correction
-    on_policy = update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
+    mode, replay = mode_of(settings), replay_of(settings, environment)
+    bypasses = correction.bypass_mode and mode.updates
+    on_policy = mode.updates and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
     statistics = actor.calculate_entropy, actor.calculate_sum_pi_squared
     old_pass = LogProbPass(workers, "old_log_prob", "old_log_probs", old_budget, balance, statistics)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     policy_update = PolicyUpdate(cutter, actor, context.store)
-    mismatch = MismatchCheck(rollout, actor.fsdp_config)
+    # The engine's log-probs of a dump may belong to other weights, so a difference is no fault.
+    mismatch = MismatchCheck(rollout if replay is None else replace(rollout, max_logprob_diff=None), actor.fsdp_config)
     ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
     return Learner(
         workers=workers,
         prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
-        generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine),
+        generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine, mode.has_engine),
         rewards=build_rewarder(context, workers, runner),
         critic=_build_critic_training(context, workers, old_pass),
         group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
-        old_pass=None if on_policy or correction.bypass_mode else old_pass,
+        old_pass=None if on_policy or bypasses else old_pass,
         ref_pass=ref_pass if needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss) else None,
         mismatch=mismatch,
-        bypass=BypassUpdate(workers, policy_update, mismatch, correction) if correction.bypass_mode else None,
+        bypass=BypassUpdate(workers, policy_update, mismatch, correction) if bypasses else None,
         greedy_baseline="baselines" in NEEDS.get(algorithm.adv_estimator, ()),
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
         policy_update=policy_update,
         step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
+        replay=replay,
     )

@@ -35,7 +35,9 @@ class Answers:
 class Generator:
     """Generates responses under the settings of ``rollout``."""
 
-    def __init__(self, rollout: Rollout, tokenizer: Any, workers: TimedGroup, frees_engine: bool) -> None:
+    def __init__(
+        self, rollout: Rollout, tokenizer: Any, workers: TimedGroup, frees_engine: bool, has_engine: bool = True
+    ) -> None:
         """Keep what later calls need.
 
         Args:
@@ -43,12 +45,14 @@ class Generator:
             tokenizer: Decodes the responses.
             workers: Workers that hold the engines.
             frees_engine: The engine releases its memory after each rollout.
+            has_engine: The workers have an engine. False = another source gives the responses.
         """
         assert rollout.seed is not None
         self.rollout = rollout
         self.tokenizer = tokenizer
         self.workers = workers
-        self.frees_engine = frees_engine
+        self.frees_engine = frees_engine and has_engine
+        self.has_engine = has_engine
         self.seed: int = rollout.seed
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> Answers:
@@ -108,6 +112,11 @@ class Generator:
         finally:
             self.release_engine()
         return self._decoded(prompts.prompts, 1, prompt_ids, generation)
+
+    def wake_and_release(self) -> None:
+        """Let the engine take all its memory, as for a rollout, and release it."""
+        self.workers.all("gen", "wake_engine")
+        self.release_engine()
 
     def release_engine(self) -> None:
         """Let the engine release its memory, if it does so between rollouts."""

@@ -16,10 +16,11 @@ from verl_memopt.observe.validation import headline_score
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.stop_file import StopFile
 from verl_memopt.trainer.build import RunContext, build_learner, build_validator
+from verl_memopt.trainer.debug_run import STEPS, mode_of
 from verl_memopt.trainer.interrupts import Interrupts
 from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.resume import plain_shapes
-from verl_memopt.trainer.step import StepResult
+from verl_memopt.trainer.step import Learner, StepResult
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update_guard import UpdateGuard
 from verl_memopt.trainer.validate import Validation
@@ -51,14 +52,14 @@ class Trainer:
     """Runs the steps of a run whose workers are ready."""
 
     def __init__(
-        self, context: RunContext, workers: TimedGroup, runner: RewardRunner, reporter: Reporter, interrupts: Interrupts
+        self, context: RunContext, workers: TimedGroup, runner: RewardRunner | None, reporter: Reporter, interrupts: Interrupts
     ) -> None:
         """Build the learner and the validator.
 
         Args:
             context: Context of the run.
             workers: Workers that hold the models and the engines.
-            runner: Scores the answers.
+            runner: Scores the answers; None where no function does.
             reporter: Writes the record of the run.
             interrupts: The request to stop, if there is one.
         """
@@ -68,10 +69,13 @@ class Trainer:
         self.runner = runner
         self.reporter = reporter
         self.interrupts = interrupts
+        self.mode = mode_of(context.settings)
+        self.train_step = STEPS.get(context.settings.debug.mode, Learner.train_step)
         self.learner = build_learner(context, workers, runner)
         self.validator = build_validator(context, self.learner.generator, self.learner.rewards)
         self.learner.before_update = self.begin_update
-        runner.stopped = self.must_abandon
+        if runner is not None:
+            runner.stopped = self.must_abandon
         self.stop_file = StopFile(context.stop_file)
         actor, critic = context.settings.actor_rollout_ref.actor, context.worker_plan.critic
         self.guard = UpdateGuard(
@@ -105,7 +109,7 @@ class Trainer:
         self.resume()
         self.note_saved()
         self.track(0)
-        self.workers.all("update_weights", "update_weights")
+        self.learner.sync_weights()
         if self.settings.val_only or (self.settings.val_before_train and self.step == 0):
             self.validate_first()
         self.reporter.started(self.step, self.workers.take_memories())
@@ -119,7 +123,7 @@ class Trainer:
             except Stopped:
                 self.learner.prompts.give_back()
                 self.reporter.say(f"step {self.step + 1} was abandoned for lack of time; the next start runs it again")
-        if self.interrupts.requested and self.saved_step < self.step:
+        if self.interrupts.requested and self.saved_step < self.step and self.mode.is_whole:
             self.timed_save()
 
     def one_step(self, step: int) -> None:
@@ -127,13 +131,14 @@ class Trainer:
         self.track(step)
         self.weights_changed = False
         with self.workers.clock.phase("step"):
-            result = self.learner.train_step(step)
+            result = self.train_step(self.learner, step)
             self.update_seconds = time.monotonic() - self.update_began
             validation = self.validation(step)
         self.step = step
         self.score = None if validation is None else headline_score(validation.metrics)
         self.reporter.step(step, self.learner.prompts.epoch, result, validation, self.workers.take_memories())
-        self.judge(result, validation)
+        if self.mode.updates:
+            self.judge(result, validation)
         if self.due(self.settings.save_freq):
             # Save after logging. A run that is killed in between resumes before this step and then drops its rows.
             self.timed_save()
@@ -252,7 +257,7 @@ class Trainer:
 
     def set_aside(self) -> None:
         """Move the checkpoints of an earlier run to ``previous/``, so that a fresh start does not delete them."""
-        if self.step > 0 or self.settings.val_only:
+        if self.step > 0 or self.settings.val_only or not self.mode.is_whole:
             return
         aside = self.context.store.set_aside()
         if aside is not None:

@@ -21,7 +21,9 @@ from verl_memopt.observe.summary import environment
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.build import RunContext
+from verl_memopt.trainer.debug_run import written_dump
 from verl_memopt.trainer.generation import Answers
+from verl_memopt.trainer.replay import tokenizer_digest
 from verl_memopt.trainer.step import StepResult
 from verl_memopt.trainer.validate import Validation
 
@@ -45,10 +47,13 @@ class Reporter:
         self.clock = clock
         trainer = context.settings.trainer
         self.folder = RunFolder(context.folder)
-        resumed = None if context.checkpoint is None or trainer.val_only else context.checkpoint.step
+        goes_on = context.checkpoint is not None and context.folder == context.environment.run_dir
+        resumed = context.checkpoint.step if goes_on and context.checkpoint is not None else None
         self.folder.begin(to_yaml(context.settings), resumed)
         self.console = RunConsole(context.total_steps, resumed or 0, trainer.table_every_steps)
         place = LoggingPlace(self.folder, self.console, trainer.project_name, trainer.experiment_name, resumed)
+        self.dump = written_dump(context.settings, context.folder)
+        self._digest = tokenizer_digest(context.environment.tokenizer) if self.dump or trainer.validation_data_dir else ""
         self._carried: dict[str, float] = {}
         self.loggers: StepLoggers = build_loggers(trainer.logger, place)
 
@@ -115,11 +120,11 @@ class Reporter:
         print_end(self.console.console, summary, self.folder.path)
 
     def _keep_samples(self, step: int, result: StepResult) -> None:
-        every, folder = self.context.settings.trainer.table_every_steps, self.context.settings.trainer.rollout_data_dir
+        every, folder = self.context.settings.trainer.table_every_steps, self.dump
         if every > 0 and step % every == 0:
             self.folder.add_generations(step, samples_of(result.answers, result.results)[:SHOWN_SAMPLES])
         if folder is not None:
-            dump_samples(Path(folder), step, samples_of(result.answers, result.results))
+            dump_samples(folder, step, samples_of(result.answers, result.results), self._digest)
 
     def _keep_validation(self, step: int, validation: Validation) -> None:
         samples = [sample for answers, results in validation.answers for sample in samples_of(answers, results)]
@@ -128,12 +133,14 @@ class Reporter:
             self.folder.add_generations(step, samples[:shown])
         folder = self.context.settings.trainer.validation_data_dir
         if folder is not None:
-            dump_samples(Path(folder), step, samples)
+            dump_samples(Path(folder), step, samples, self._digest)
 
 
 def samples_of(answers: Answers, results: Sequence[RewardResult]) -> list[Sample]:
-    """Return each answer with its score as a sample for the record."""
+    """Return each answer with its score as a sample for the record. Without results the score is None."""
     generation = answers.generation
+    log_probs: Sequence[list[float] | None] = generation.log_probs or [None] * len(answers.rows)
+    scored: Sequence[RewardResult | None] = results or [None] * len(answers.rows)
     return [
         Sample(
             uid=str(row.index),
@@ -141,12 +148,19 @@ def samples_of(answers: Answers, results: Sequence[RewardResult]) -> list[Sample
             input=row.text,
             output=text,
             gts=row.ground_truth,
-            score=result.score,
+            score=None if result is None else result.score,
             prompt_ids=prompt,
             response_ids=response,
-            extra=result.extra,
+            extra={} if result is None else result.extra,
+            finish_reason=finish_reason,
+            rollout_log_probs=row_log_probs,
+            extra_info=row.extra_info,
+            failed=result is not None and result.failed,
+            messages=row.messages,
         )
-        for row, text, result, prompt, response in zip(
-            answers.rows, answers.texts, results, answers.prompt_ids, generation.response_ids, strict=True
+        for row, text, result, prompt, response, finish_reason, row_log_probs in zip(
+            *(answers.rows, answers.texts, scored, answers.prompt_ids),
+            *(generation.response_ids, generation.finish_reasons, log_probs),
+            strict=True,
         )
     ]

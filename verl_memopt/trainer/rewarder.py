@@ -67,13 +67,13 @@ class Rewarder:
     """Scores answers, in training and in validation alike.
 
     Attributes:
-        runner: The reward processes.
+        runner: The reward processes; None where nothing is scored.
         dapo: What the manager ``dapo`` adds; None with another manager.
         model: The reward model; None where the settings have none.
         model_alone: The model's score is the reward. False = the reward function reads it and returns the reward.
     """
 
-    runner: RewardRunner
+    runner: RewardRunner | None
     dapo: Dapo | None = None
     model: ModelScores | None = None
     model_alone: bool = False
@@ -107,6 +107,7 @@ class Rewarder:
             RewardRow(row.data_source, text, row.ground_truth, info, row.address)
             for row, text, info in zip(answers.rows, answers.texts, infos, strict=True)
         ]
+        assert self.runner is not None, "this debug mode scores nothing"
         results = self.runner.score(rows)
         if model_scores is None:
             return results

@@ -6,6 +6,7 @@ import argparse
 import logging
 import sys
 from collections.abc import Sequence
+from contextlib import nullcontext
 
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.objective import log_objective
@@ -62,11 +63,14 @@ def train(settings: Settings) -> int:
     """
     from verl_memopt.observe.timing import PhaseClock
     from verl_memopt.trainer.build import build_run
+    from verl_memopt.trainer.debug_run import debug_settings, mode_of
     from verl_memopt.trainer.loop import Trainer
     from verl_memopt.trainer.reporter import Reporter
     from verl_memopt.trainer.start import start_rewards, start_workers
 
     unreadable: dict[int, str] = {}
+    settings = debug_settings(settings)
+    scores = mode_of(settings).scores
     custom, reward_model = settings.custom_reward_function, settings.reward_model
     with of_process() as interrupts:
         while True:
@@ -74,7 +78,7 @@ def train(settings: Settings) -> int:
             context = build_run(settings, unreadable)
             with (
                 context.lock,
-                start_rewards(custom, reward_model, context.environment.run_dir) as rewards,
+                start_rewards(custom, reward_model, context.environment.run_dir) if scores else nullcontext() as rewards,
                 Reporter(context, clock) as reporter,
             ):
                 try:

@@ -13,10 +13,12 @@ from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.corrections import BypassUpdate, correct_before_update, divergence_metrics
 from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, to_batch
+from verl_memopt.trainer.forge import Forge
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.remax import add_baselines, greedy_batch
+from verl_memopt.trainer.replay import NoPrompts, Replay, check_same_prompts
 from verl_memopt.trainer.resampling import draw_rows
 from verl_memopt.trainer.rewarder import Rewarder
 from verl_memopt.trainer.step_metrics import StepMetrics
@@ -54,7 +56,7 @@ class Learner:
 
     Attributes:
         workers: Workers that hold the models and the engines.
-        prompts: Prompts of the next step.
+        prompts: Prompts of the next step; none where the rows of ``replay`` bring their own.
         generator: Answers the prompts.
         rewards: Scores the answers.
         critic: Computes values and learns returns; None where the estimator needs no critic.
@@ -68,11 +70,12 @@ class Learner:
         kl_control: The coefficient of the KL in the reward, saved and restored with the run.
         policy_update: Cuts the batch for the optimizer steps, and reads their results.
         step_metrics: Describes the batch at the end.
+        replay: Gives the rows of a step in place of the engine; None where the engine generates them.
         before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
 
     workers: TimedGroup
-    prompts: PromptPrefetcher
+    prompts: PromptPrefetcher | NoPrompts
     generator: Generator
     rewards: Rewarder
     critic: CriticTraining | None
@@ -86,6 +89,7 @@ class Learner:
     kl_control: KlController
     policy_update: PolicyUpdate
     step_metrics: StepMetrics
+    replay: Replay | Forge | None = None
     before_update: Callable[[], None] = nothing
 
     def train_step(self, step: int) -> StepResult:
@@ -116,11 +120,16 @@ class Learner:
 
     def scored(self, step: int) -> StepBatch:
         """Answer and score the prompts of a step. With a group filter, further prompts follow until the step is full."""
+        if self.replay is not None:
+            return self.replayed(self.replay, step)
+        assert not isinstance(self.prompts, NoPrompts)
         if self.group_filter is None:
             return self.reward(self.baselines(self.generate(self.prompts.next(), step, stays_awake=self.greedy_baseline)))
 
+        source = self.prompts
+
         def one_round(earlier_rounds: int) -> StepBatch:
-            prompts = self.prompts.more() if earlier_rounds else self.prompts.next()
+            prompts = source.more() if earlier_rounds else source.next()
             return self.reward(self.generate(prompts, step, earlier_rounds, stays_awake=True))
 
         kept, metrics = self.group_filter.fill(one_round, step)
@@ -129,6 +138,22 @@ class Learner:
         if self.greedy_baseline:
             return self.baselines(batch)
         self.generator.release_engine()
+        return batch
+
+    def replayed(self, replay: Replay | Forge, step: int) -> StepBatch:
+        """Return the rows of a step that no engine generates, with their scores. An engine wakes and rests all the same."""
+        replayed = replay.read(step)
+        prompts = replayed.prompts
+        if not isinstance(self.prompts, NoPrompts):
+            prompts = self.prompts.next()
+            check_same_prompts(replayed, prompts)
+        if self.generator.has_engine:
+            self.generator.wake_and_release()
+        answers = replayed.answers
+        batch = StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.policy_update.actor))
+        if not replay.scored:
+            return self.reward(batch)
+        batch.results = replayed.results or []
         return batch
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> StepBatch:
@@ -207,7 +232,9 @@ class Learner:
         return self.compare_log_probs(batch) if self.old_pass is None else batch
 
     def sync_weights(self) -> None:
-        """Give the engines the policy's weights."""
+        """Give the engines the policy's weights, where there are engines."""
+        if not self.generator.has_engine:
+            return
         self.workers.all("update_weights", "update_weights")
 
     def compare_log_probs(self, batch: StepBatch) -> StepBatch:

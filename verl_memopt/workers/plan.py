@@ -15,8 +15,9 @@ class WorkerPlan:
     settings: ActorRolloutRef
     folder: str
     """Folder of the policy's model."""
-    engine_folder: str
-    """Folder with the config for the engine: the model's own, or one with ``model.override_config`` merged in."""
+    engine_folder: str | None
+    """Folder with the config for the engine: the model's own, or one with ``model.override_config`` merged in. None = there is no
+    engine."""
     reference_folder: str | None
     """Folder of the reference's model. None = no model of its own."""
     tokenizer_folder: str

@@ -129,14 +129,19 @@ class Worker:
             The responses, or None if the rollout was abandoned.
         """
         assert self.engine is not None
-        if self.plan.free_engine:
-            self.engine.wake_up("kv_cache")
+        self.wake_engine()
         stoppable = may_stop and self.plan.stop_file is not None
         stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
         try:
             return self.engine.generate(prompt_ids, seeds, sampling, stopped)
         except Stopped:
             return None
+
+    def wake_engine(self) -> None:
+        """Let the engine allocate its KV cache, if it sleeps between rollouts."""
+        assert self.engine is not None
+        if self.plan.free_engine:
+            self.engine.wake_up("kv_cache")
 
     def release_engine(self) -> None:
         """Put the engine to sleep, if it can sleep, so that it returns its device memory."""
@@ -269,8 +274,9 @@ class Worker:
         # The engine is first: it measures the free memory, sleeps, and leaves the device to the trainer.
         place, settings = self.placement, self.settings
         join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout)
-        self.engine = build_engine(settings.rollout, self._engine_place())
-        self.release_engine()
+        if self.plan.engine_folder is not None:
+            self.engine = build_engine(settings.rollout, self._engine_place(self.plan.engine_folder))
+            self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency)
         self.policy = roles.policy()
         self.residency.rest()
@@ -284,7 +290,7 @@ class Worker:
             self.reward_model = roles.reward_model(Path(str(self.plan.reward_folder)))
             self.residency.rest()
 
-    def _engine_place(self) -> EnginePlace:
+    def _engine_place(self, folder: str) -> EnginePlace:
         place, plan = self.placement, self.plan
         return EnginePlace(
             rank=place.rank,
@@ -292,7 +298,7 @@ class Worker:
             local_rank=place.local_rank,
             tensor_parallel_size=self.settings.rollout.tensor_model_parallel_size,
             device=self.device,
-            model_folder=plan.engine_folder,
+            model_folder=folder,
             tokenizer_folder=plan.tokenizer_folder,
             trust_remote_code=self.settings.model.trust_remote_code,
             eos_token_ids=plan.eos_token_ids,

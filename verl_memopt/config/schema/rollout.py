@@ -92,6 +92,12 @@ class Rollout(_RolloutKnobs):
     max_logprob_diff: Annotated[float | str | None, NATS] = "auto"
     """Stop the run when ``rollout/logprob_diff_mean`` passes this (nats). auto = by the dtypes of engine and trainer: 0.001 where
     both compute in fp32, 0.2 where one of them rounds to 16 bits, 1 with an fp8 KV cache. null = never."""
+    skip_rollout: bool | None = None
+    """Read the responses of each step from a dump instead of generating them; null = true in ``debug.mode`` score_only and
+    train_only."""
+    skip_dump_dir: str | None = None
+    """Folder of that dump, with one {step}.jsonl per step; follows ``trainer.rollout_data_dir``, and is
+    {default_local_dir}/rollouts where that is null."""
     disable_log_stats: bool = True
     """Passed to vLLM."""
     scheduling_policy: Literal["fcfs", "priority"] = "fcfs"

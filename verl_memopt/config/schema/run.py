@@ -194,7 +194,21 @@ class Memory(_MemoryKnobs):
 
 @dataclass(frozen=True)
 class Debug:
-    """Looking at a run without running it."""
+    """Run a part of a training run, or run it under watch."""
 
-    mode: Literal["off", "dry"] = "off"
-    """off, or dry (resolve the settings, print them, exit)."""
+    mode: Literal[
+        "off",
+        "dry",
+        "rollout_only",
+        "score_only",
+        "train_only",
+        "forge",
+        "memory",
+        "deterministic",
+        "sync_check",
+    ] = "off"
+    """off = a training run; dry = resolve the settings, print them, exit; rollout_only = generate, write a dump, exit;
+    score_only = score a dump and compute its log-probs, without an update; train_only = train on the rows and scores of a dump,
+    without an engine; forge = train on synthetic rows of the largest lengths, which needs no data; memory = print each phase's
+    memory after every step, and write a snapshot when memory runs out; deterministic = deterministic kernels and a fixed seed;
+    sync_check = compare the engine's weights with the policy's after every sync, and look for stale cache blocks."""
