@@ -25,9 +25,9 @@ READ = _of_trl()
 
 FOREIGN = {
     **READ,
-    "kl_penalty_reward_coeff": "custom_reward_function.reward_kwargs",
-    "answer_log_prob_coeff": "custom_reward_function.reward_kwargs",
-    "unbias_student_log_probs_temp": "custom_reward_function.reward_kwargs",
+    "kl_penalty_reward_coeff": "reward_model.rlt.kl_penalty_reward_coeff",
+    "answer_log_prob_coeff": "reward_model.rlt.answer_log_prob_coeff",
+    "unbias_student_log_probs_temp": "reward_model.rlt.unbias_student_log_probs_temp",
     "generation_aggregation_steps": "data.train_batch_size (a whole step is generated at once)",
     "missing_eos_penalty": "custom_reward_function.path (the penalty belongs in the reward function)",
     "reward_clip_range": "custom_reward_function.path (the clip belongs in the reward function)",

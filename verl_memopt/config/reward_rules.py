@@ -9,11 +9,13 @@ from verl_memopt.config.schema.rewards import POLICY_TOKENIZER
 from verl_memopt.knobs.conditions import DEVICES, LENGTHS
 from verl_memopt.knobs.knob import Idle, Refusal
 
-ENABLE = "reward_model.enable"
+ENABLE, MANAGER = "reward_model.enable", "reward_model.reward_manager"
+RLT = "rlt"
+"""Value of ``reward_model.reward_manager`` with which a student scores explanations."""
+RESIDENCY = "reward_model.residency"
 _AR, _MODEL, _FSDP = "actor_rollout_ref.model", "reward_model.model", "reward_model.model.fsdp_config"
 _ROWS, _BY_TOKENS = "reward_model.micro_batch_size_per_gpu", "reward_model.use_dynamic_bsz"
 _TOKENS = "reward_model.forward_max_token_len_per_gpu"
-MANAGER = "reward_model.reward_manager"
 _OVERLONG = "reward_model.reward_kwargs.overlong_buffer_cfg"
 _LONGEST = "reward_model.reward_kwargs.max_resp_len"
 
@@ -40,34 +42,36 @@ def _model() -> Iterator[Refusal]:
     path, tokenizer, longest = f"{_MODEL}.path", f"{_MODEL}.input_tokenizer", "reward_model.max_length"
     yield Refusal(
         (ENABLE, path),
-        lambda enabled, folder: enabled and folder is None,
+        lambda enabled, folder, manager: enabled and manager != RLT and folder is None,
         "no reward model is named",
         f"Set {path} to the folder of a sequence classifier with one label.",
+        about=(MANAGER,),
     )
     yield Refusal(
         (tokenizer,),
-        lambda name, enabled, *policys: enabled and name not in (None, POLICY_TOKENIZER, *policys),
+        lambda name, enabled, manager, *policys: enabled and manager != RLT and name not in (None, POLICY_TOKENIZER, *policys),
         "responses are decoded with the policy's own tokenizer",
         f"Set {POLICY_TOKENIZER}, or null where the reward model shares that tokenizer.",
-        about=(ENABLE, f"{_AR}.path", f"{_AR}.tokenizer_path"),
+        about=(ENABLE, MANAGER, f"{_AR}.path", f"{_AR}.tokenizer_path"),
     )
     yield Refusal(
         (_ROWS, _BY_TOKENS),
-        lambda rows, by_tokens, enabled: enabled and rows is None and not by_tokens,
+        lambda rows, by_tokens, enabled, manager: enabled and manager != RLT and rows is None and not by_tokens,
         "a micro-batch of the reward model has no size",
         f"Set {_ROWS}, or {_BY_TOKENS}=true.",
-        about=(ENABLE,),
+        about=(ENABLE, MANAGER),
     )
     yield Refusal(
         (_TOKENS,),
-        lambda most, enabled, by_tokens, tokenizer, cut, prompt, response: (
-            enabled and by_tokens and tokenizer is None and most < min(prompt + response, cut or prompt + response)
+        lambda most, enabled, manager, by_tokens, tokenizer, cut, prompt, response: (
+            (enabled and manager != RLT and by_tokens and tokenizer is None)
+            and most < min(prompt + response, cut or prompt + response)
         ),
         "a sample may have more tokens (data.max_prompt_length + data.max_response_length)",
-        lambda most, enabled, by_tokens, tokenizer, cut, prompt, response: (
+        lambda most, enabled, manager, by_tokens, tokenizer, cut, prompt, response: (
             f"Raise it to at least {min(prompt + response, cut or prompt + response)}, or lower {longest}."
         ),
-        about=(ENABLE, _BY_TOKENS, tokenizer, longest, *LENGTHS),
+        about=(ENABLE, MANAGER, _BY_TOKENS, tokenizer, longest, *LENGTHS),
     )
     yield Refusal(
         (f"{_FSDP}.fsdp_size", *DEVICES),
@@ -86,13 +90,18 @@ def _model() -> Iterator[Refusal]:
 
 
 def _idle() -> Iterator[Idle]:
-    """Yield when a key of the reward model has no effect."""
-    either = f"{ENABLE} is false, or {_BY_TOKENS} decides otherwise"
-    yield Idle(_ROWS, (ENABLE, _BY_TOKENS), lambda enabled, by_tokens: not enabled or by_tokens, either)
-    yield Idle(_TOKENS, (ENABLE, _BY_TOKENS), lambda enabled, by_tokens: not (enabled and by_tokens), either)
-    own = (_BY_TOKENS, "reward_model.max_length")
-    for key in (*own, *(key for key in leaf_types() if key.startswith(f"{_MODEL}."))):
+    """Yield when a key of the reward model or of RLT's student has no effect."""
+    either = f"{ENABLE} is false, {MANAGER} is rlt, or {_BY_TOKENS} decides otherwise"
+    deciding = (ENABLE, MANAGER, _BY_TOKENS)
+    yield Idle(_ROWS, deciding, lambda enabled, manager, by_tokens: not enabled or manager == RLT or by_tokens, either)
+    yield Idle(_TOKENS, deciding, lambda enabled, manager, by_tokens: not enabled or manager == RLT or not by_tokens, either)
+    tokenizer, without_model = f"{_MODEL}.input_tokenizer", f"{ENABLE} is false, or {MANAGER} is rlt"
+    for key in (_BY_TOKENS, "reward_model.max_length", tokenizer):
+        yield Idle(key, (ENABLE, MANAGER), lambda enabled, manager: not enabled or manager == RLT, without_model)
+    for key in (key for key in leaf_types() if key.startswith(f"{_MODEL}.") and key != tokenizer):
         yield Idle(key, (ENABLE,), lambda enabled: not enabled, f"{ENABLE} is false")
+    for key in (RESIDENCY, *(key for key in leaf_types() if key.startswith("reward_model.rlt."))):
+        yield Idle(key, (MANAGER,), lambda manager: manager != RLT, f"{MANAGER} is not rlt")
 
 
 REWARD_RULES: tuple[Refusal, ...] = (*_overlong(), *_model())

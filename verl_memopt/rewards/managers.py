@@ -19,6 +19,8 @@ class Manager:
     """A process gets one row at a time, so that a slow row delays no other."""
     uses_every_core: bool = False
     """There is one process per core at least."""
+    calls_function: bool = True
+    """There is a reward function. False = a model in the workers scores, and there are no reward processes."""
 
 
 MANAGERS = {
@@ -26,6 +28,7 @@ MANAGERS = {
     "batch": Manager(whole_batch=True),
     "dapo": Manager(),
     "prime": Manager(row_by_row=True, uses_every_core=True),
+    "rlt": Manager(calls_function=False),
 }
 """Managers by the value of ``reward_model.reward_manager``. DAPO's penalty is subtracted by the trainer, which knows lengths."""
 
@@ -37,6 +40,8 @@ def num_processes(manager: str, num_workers: int) -> int:
         manager: ``reward_model.reward_manager``.
         num_workers: ``reward_model.num_workers``.
     """
+    if not MANAGERS[manager].calls_function:
+        return 0
     if not MANAGERS[manager].uses_every_core:
         return num_workers
     return max(num_workers, min(MOST_PROCESSES, len(os.sched_getaffinity(0))))

@@ -23,6 +23,7 @@ from verl_memopt.knobs.conditions import WITH_CRITIC, WITHOUT_BASELINE, needs_re
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.reward_folder import find_reward_model
+from verl_memopt.rewards.rlt.student_rows import StudentEncoder
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
@@ -41,6 +42,8 @@ from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs
 from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.trainer.rewarder import Dapo, Rewarder
+from verl_memopt.trainer.rlt_build import build_rlt_scorer, rlt_datasets, student_encoder, student_plan
+from verl_memopt.trainer.rlt_scorer import RltScorer
 from verl_memopt.trainer.run_lock import RunLock, hold
 from verl_memopt.trainer.step import Learner
 from verl_memopt.trainer.step_metrics import StepMetrics
@@ -72,6 +75,7 @@ class RunContext:
         stop_file: tells the workers when to abandon a rollout.
         worker_plan: what each worker builds.
         conversations: turns answers into what the reward model reads; None without one.
+        student_encoder: builds the sequences of RLT's student; None without one.
     """
 
     settings: Settings
@@ -89,6 +93,7 @@ class RunContext:
     stop_file: Path
     worker_plan: WorkerPlan
     conversations: Conversations | None = None
+    student_encoder: StudentEncoder | None = None
 
 
 def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({})) -> RunContext:
@@ -147,13 +152,16 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             stop_file=str(stop_file),
             reward_model=None if reward_folder is None else settings.reward_model.model,
             reward_folder=None if reward_folder is None else str(reward_folder),
+            student=student_plan(settings, environment),
         )
+        rlt_encoder = student_encoder(settings, environment)
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(
         settings=settings, folder=folder, lock=lock, environment=environment, loader=loader, validation=validation,
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps, updates_per_step=updates,
         critic_updates_per_step=critic_updates, stop_file=stop_file, worker_plan=plan, conversations=conversations,
+        student_encoder=rlt_encoder,
     )  # fmt: skip
 
 
@@ -168,6 +176,8 @@ def _datasets(
         by_rules: rewards come from built-in rules, so each row's ``data_source`` must have one.
         settings: say how prompts are expanded, and whether a service runs the programs of code tasks.
     """
+    if settings.reward_model.by_student:
+        return rlt_datasets(data, settings, environment.tokenizer)
     train = build_dataset(data.train_files, data, environment.tokenizer, "train")
     validation = None if data.val_files is None else build_dataset(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
@@ -184,7 +194,7 @@ def _reward_model(
 ) -> tuple[Path | None, Conversations | None]:
     """Return the folder of the reward model, and what turns answers into its conversations; None without one."""
     reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
-    if not reward_model.enable or not _scores_with_model(settings):
+    if not reward_model.enable or reward_model.by_student or not _scores_with_model(settings):
         return None, None
     longest = reward_model.max_length or data.max_prompt_length + data.max_response_length
     scorer = find_reward_model(reward_model.model, roles.model, environment.tokenizer, longest, roles.actor)
@@ -242,12 +252,27 @@ def build_rewarder(context: RunContext, workers: TimedGroup, runner: RewardRunne
     return Rewarder(runner, Dapo.of(settings.reward_model), model, settings.custom_reward_function.path is None)
 
 
-def build_validator(context: RunContext, generator: Generator, rewards: Rewarder) -> Validator | None:
-    """Return the validator; None without validation files."""
+def build_validator(
+    context: RunContext, generator: Generator, rewards: Rewarder, rlt: RltScorer | None = None
+) -> Validator | None:
+    """Return the validator; None without validation files.
+
+    Args:
+        context: Context of the run.
+        generator: Answers the prompts.
+        rewards: Scores the answers.
+        rlt: Scores them with a student instead; None without one.
+    """
     if context.validation is None:
         return None
     batch_size, expansion = context.settings.data.val_batch_size, context.settings.algorithm.expansion
-    return Validator(context.validation, batch_size, expansion, context.encoder, generator, rewards)
+    return Validator(context.validation, batch_size, expansion, context.encoder, generator, rewards, rlt)
+
+
+def _build_rlt(context: RunContext, workers: TimedGroup) -> RltScorer | None:
+    """Return what scores explanations with a student; None without one."""
+    encoder = context.student_encoder
+    return None if encoder is None else build_rlt_scorer(context.settings, context.environment.tokenizer, encoder, workers)
 
 
 def _build_prefetcher(
@@ -293,7 +318,8 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     correction = algorithm.rollout_correction
     mode, replay = mode_of(settings), replay_of(settings, environment)
     bypasses = correction.bypass_mode and mode.updates
-    on_policy = mode.updates and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
+    rlt = _build_rlt(context, workers)
+    on_policy = mode.updates and rlt is None and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
     statistics = actor.calculate_entropy, actor.calculate_sum_pi_squared
     old_pass = LogProbPass(workers, "old_log_prob", "old_log_probs", old_budget, balance, statistics)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
@@ -316,6 +342,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
         policy_update=policy_update,
+        rlt=rlt,
         step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
         replay=replay,
     )

@@ -123,6 +123,11 @@ class Generator:
         if self.frees_engine:
             self.workers.all("gen", "release_engine")
 
+    def restore_engine(self) -> None:
+        """Give an engine that released its memory the policy's weights again."""
+        if self.frees_engine:
+            self.workers.all("update_weights", "update_weights")
+
     def _decoded(self, rows: Sequence[PromptRow], samples: int, prompt_ids: list[list[int]], generation: Generation) -> Answers:
         texts = self.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
         return Answers([row for row in rows for _ in range(samples)], prompt_ids, generation, texts)

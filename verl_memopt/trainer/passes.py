@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import heapq
 import math
 import random
 from collections.abc import Sequence
@@ -125,6 +126,26 @@ def _together(tokens: RowTokens, rows: Sequence[int], share: int) -> int:
     """Return how many rows can stay together: the greatest common divisor of a rank's share and of all group sizes."""
     sizes = [len(list(members)) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
     return math.gcd(share, *sizes)
+
+
+def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
+    """Return the rows of each rank, any number on each, with about the same tokens. A rank may have none.
+
+    Rows of a group stay together where there are enough groups.
+
+    Args:
+        tokens: Tokens of every row.
+        world_size: Number of ranks.
+    """
+    families = tokens.families()
+    units = split_to_count(families, max(world_size, len(families)), tokens.each())
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    load = [(0, rank) for rank in range(world_size)]
+    for unit in sorted((rows for rows in units if rows), key=tokens.cost, reverse=True):
+        total, rank = heapq.heappop(load)
+        shares[rank].extend(unit)
+        heapq.heappush(load, (total + max(tokens.cost(unit), 1), rank))
+    return [sorted(share) for share in shares]
 
 
 def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:

@@ -21,6 +21,7 @@ from verl_memopt.trainer.remax import add_baselines, greedy_batch
 from verl_memopt.trainer.replay import NoPrompts, Replay, check_same_prompts
 from verl_memopt.trainer.resampling import draw_rows
 from verl_memopt.trainer.rewarder import Rewarder
+from verl_memopt.trainer.rlt_scorer import Explained, RltScorer
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.truncated import mask_truncated
@@ -71,6 +72,7 @@ class Learner:
         policy_update: Cuts the batch for the optimizer steps, and reads their results.
         step_metrics: Describes the batch at the end.
         replay: Gives the rows of a step in place of the engine; None where the engine generates them.
+        rlt: Scores the answers with a student, once their log-probs are known; None = ``rewards`` scores them.
         before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
 
@@ -90,6 +92,7 @@ class Learner:
     policy_update: PolicyUpdate
     step_metrics: StepMetrics
     replay: Replay | Forge | None = None
+    rlt: RltScorer | None = None
     before_update: Callable[[], None] = nothing
 
     def train_step(self, step: int) -> StepResult:
@@ -169,12 +172,16 @@ class Learner:
         return add_baselines(batch, greedy, self.generator.rollout.n)
 
     def reward(self, batch: StepBatch) -> StepBatch:
-        """Score each answer."""
-        batch.results = self.rewards.score(batch.answers, self.workers.clock.phase("reward"))
+        """Score each answer. A student scores later, in :meth:`log_probs`."""
+        if self.rlt is None:
+            batch.results = self.rewards.score(batch.answers, self.workers.clock.phase("reward"))
         return batch
 
     def log_probs(self, batch: StepBatch) -> StepBatch:
-        """Add the policy's log-probs before the update and, where the settings have a KL, the reference's."""
+        """Add the policy's log-probs before the update and, where the settings have a KL, the reference's.
+
+        With RLT the student scores the answers in between, or after both where it is compared with the reference.
+        """
         old_pass = self.old_pass
         if self.bypass is not None:
             batch.rows.old_log_probs = batch.rows.rollout_log_probs
@@ -183,9 +190,21 @@ class Learner:
         if old_pass is not None:
             old = old_pass.compute(batch.rows, batch.names)
             batch.rows.old_log_probs, batch.entropy, batch.sum_pi_squared = old.log_probs, old.entropy, old.sum_pi_squared
+        if self.rlt is not None and not self.rlt.reads_reference:
+            self.score_explanations(self.rlt, batch)
         if self.ref_pass is not None:
             batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
+        if self.rlt is not None and self.rlt.reads_reference:
+            self.score_explanations(self.rlt, batch)
         return batch if old_pass is None else self.compare_log_probs(batch)
+
+    def score_explanations(self, rlt: RltScorer, batch: StepBatch) -> None:
+        """Score each answer as an explanation (RLT). The teacher's log-probs are those that the step has computed already."""
+        infos = [row.extra_info for row in batch.answers.rows]
+        explained = Explained.of(infos, batch.answers.generation.response_ids, batch.names)
+        scored = rlt.score(explained, batch.rows.ref_log_probs if rlt.reads_reference else batch.rows.old_log_probs)
+        batch.results = scored.results()
+        batch.metrics |= scored.metrics()
 
     def values(self, batch: StepBatch) -> StepBatch:
         """Add the value before each response token, where there is a critic."""

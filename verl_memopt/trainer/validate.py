@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
@@ -12,6 +13,7 @@ from verl_memopt.observe.validation import ValidationRow, validation_metrics
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.rewarder import Rewarder
+from verl_memopt.trainer.rlt_scorer import Explained, RltScorer
 
 
 @dataclass(frozen=True)
@@ -40,6 +42,7 @@ class Validator:
         encoder: Encoder of the prompts.
         generator: Answers the prompts.
         rewards: Scores the answers.
+        rlt: Scores them with a student instead; None without one.
     """
 
     rows: PromptDataset
@@ -48,21 +51,48 @@ class Validator:
     encoder: PromptEncoder
     generator: Generator
     rewards: Rewarder
+    rlt: RltScorer | None = None
 
     def validate(self, step: int) -> Validation:
-        """Answer the whole validation set and score it."""
-        answered = []
-        for indices in _batches(len(self.rows), self.batch_size):
-            answers = self._answer(indices, step)
-            answered.append((answers, self.rewards.score(answers)))
-        scored = [
+        """Answer the whole validation set and score it. A row without a score (NaN) counts in no mean."""
+        answered = self._scored_by_rewards(step) if self.rlt is None else self._scored_by_student(self.rlt, step)
+        rows = [
             ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
             for answers, results in answered
             for index, result in enumerate(results)
         ]
         samples = self.generator.rollout.val_kwargs.n
-        assert len(scored) == len(self.rows) * samples, (len(scored), len(self.rows), samples)
-        return Validation(validation_metrics(scored), sum(row.score for row in scored) / len(scored), answered)
+        assert len(rows) == len(self.rows) * samples, (len(rows), len(self.rows), samples)
+        scored = [row for row in rows if not math.isnan(row.score)]
+        mean = sum(row.score for row in scored) / len(scored) if scored else math.nan
+        return Validation(validation_metrics(scored), mean, answered)
+
+    def _scored_by_rewards(self, step: int) -> list[tuple[Answers, list[RewardResult]]]:
+        """Return the answers of each call with their rewards."""
+        answered = []
+        for indices in _batches(len(self.rows), self.batch_size):
+            answers = self._answer(indices, step)
+            answered.append((answers, self.rewards.score(answers)))
+        return answered
+
+    def _scored_by_student(self, rlt: RltScorer, step: int) -> list[tuple[Answers, list[RewardResult]]]:
+        """Return the answers of each call with the student's rewards.
+
+        All prompts are answered first, so that the engine sleeps while policy and student are on the device. It wakes with the
+        policy's weights.
+        """
+        answers = [self._answer(indices, step) for indices in _batches(len(self.rows), self.batch_size)]
+        self.generator.release_engine()
+        scored = [
+            rlt.score(
+                Explained.of(
+                    [row.extra_info for row in each.rows], each.generation.response_ids, [row.address for row in each.rows]
+                )
+            ).results()
+            for each in answers
+        ]
+        self.generator.restore_engine()
+        return list(zip(answers, scored, strict=True))
 
     def _answer(self, indices: Sequence[int], step: int) -> Answers:
         expanded = expand(self.rows, indices, self.generator.rollout.val_kwargs.n, self.expansion, self.encoder)

@@ -5,7 +5,23 @@ from __future__ import annotations
 import dataclasses
 from dataclasses import dataclass
 
-from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, RolloutCorrection, ScoringModel
+from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, RltReward, RolloutCorrection, ScoringModel
+
+
+@dataclass(frozen=True)
+class StudentPlan:
+    """What a worker builds to score explanations (RLT)."""
+
+    model: ScoringModel
+    """Settings of the student's own model."""
+    rlt: RltReward
+    """How explanations are scored."""
+    residency: str
+    """``alias_ref``, ``separate`` or ``swap``."""
+    folder: str | None = None
+    """Folder of the student's model. None with ``alias_ref``."""
+    shares_prompts: bool = True
+    """Explanations of one question compute the student's prompt once."""
 
 
 @dataclass(frozen=True)
@@ -47,3 +63,5 @@ class WorkerPlan:
     """Settings of the reward model's own model. None = no model scores."""
     reward_folder: str | None = None
     """Folder of the reward model."""
+    student: StudentPlan | None = None
+    """The student of RLT. None = no student scores."""

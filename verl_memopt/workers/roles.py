@@ -15,12 +15,14 @@ from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.memory.activations.activation_offload import BYTES_MOVED, CRITIC_BYTES_MOVED, ActivationOffload
 from verl_memopt.memory.parameters.lora import initialize_adapters, load_adapter
 from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.memory.parameters.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
+from verl_memopt.memory.parameters.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, STUDENT, Residency
 from verl_memopt.models.architecture import POLICY_KEY
+from verl_memopt.models.build import fill_from_folder
 from verl_memopt.models.packed_model import PackedModel
 from verl_memopt.models.packing_check import check_packing, refuse_sliding_window
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
 from verl_memopt.models.reward_folder import REWARD_KEY
+from verl_memopt.models.student_folder import student_model
 from verl_memopt.models.value_model import CRITIC_KEY, ValueModel
 from verl_memopt.ops.fused import compiler_works
 from verl_memopt.workers.build_policy import (
@@ -72,7 +74,7 @@ class RoleBuilder:
         if fsdp.param_offload:
             policy.trained.home = ParamHome(POLICY, policy_model.parameters(), self.device)
             # With LoRA the reference is the policy without its adapters.
-            self.residency.add(policy.trained.home, (REFERENCE,) if model.lora_rank > 0 else ())
+            self.residency.add(policy.trained.home, (REFERENCE, *self._alias) if model.lora_rank > 0 else ())
         return policy
 
     def critic(self, folder: Path) -> Critic:
@@ -112,19 +114,12 @@ class RoleBuilder:
             make_deterministic(fsdp, self.placement.rank)
             reference = self._sharded("ref", fsdp, folder, bool(ref.use_torch_compile), quantization=ref.quantization)
             reference.requires_grad_(False)
-            if model.load_mode == "mmap":
-                mapped = materialize_mapped(reference, folder, self.device)
-            else:
-                mapped = None
-                materialize(reference, folder, self.device, fsdp.offload_policy)
+            mapped = self._fill_frozen(reference, folder, fsdp, model.load_mode == "mmap")
         if ref.quantization != "none":
-            self._log_quantization_error(reference, folder)
+            self._log_quantization_error(reference, folder, "actor_rollout_ref.ref", ref.quantization)
         if fsdp.param_offload:
             home = ParamHome(REFERENCE, reference.parameters(), self.device, mapped)
-            self.residency.add(home)
-            if mapped is not None:  # the device has no values yet
-                home.to_host()
-                home.to_device()
+            self._rest_on_host(home, mapped is not None, self._alias)
         self._check_packing(reference, fsdp, folder)
         return reference
 
@@ -149,6 +144,53 @@ class RoleBuilder:
         refuse_sliding_window(reward_model.lm.config, self.plan.settings.actor)
         self._check_packing(reward_model, fsdp, folder, REWARD_KEY)
         return reward_model
+
+    def student(self, folder: Path) -> PolicyModel:
+        """Return the frozen student of RLT, a model of its own.
+
+        Args:
+            folder: Folder of its model.
+        """
+        plan = self.plan.student
+        assert plan is not None
+        fsdp, model = plan.model.fsdp_config, student_model(plan.model, self.plan.settings.model)
+        compiles = compiles_functions(self.plan.settings.actor.use_torch_compile, fsdp, self.device)
+        with torch.random.fork_rng(devices=[]):
+            make_deterministic(fsdp, self.placement.rank)
+            mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
+            quantization = plan.model.quantization
+            student = build_policy(model, fsdp, folder, mesh, self.device, REWARD_KEY, compiles, False, quantization=quantization)
+            student.requires_grad_(False)
+            mapped = self._fill_frozen(student, folder, fsdp, model.load_mode == "mmap" and fsdp.param_offload)
+        if plan.model.quantization != "none":
+            self._log_quantization_error(student, folder, REWARD_KEY, plan.model.quantization)
+        if fsdp.param_offload:
+            self._rest_on_host(ParamHome(STUDENT, student.parameters(), self.device, mapped), mapped is not None)
+        refuse_sliding_window(student.lm.config, self.plan.settings.actor)
+        self._check_packing(student, fsdp, folder, REWARD_KEY)
+        return student
+
+    def swapped_student(self, reference: PolicyModel, folder: Path) -> PolicyModel:
+        """Return the reference's module, which holds the student's weights in the phase ``reward`` and its own in ``ref``.
+
+        Both rest on the host. On the device they use the same storages, one after the other.
+
+        Args:
+            reference: The reference. It rests on the host outside of its phase.
+            folder: Folder of the student's model, which has the reference's shape.
+        """
+        with self.residency.phase("ref"):  # the storages must have their size
+            home = ParamHome(STUDENT, reference.parameters(), self.device)
+            fill_from_folder(reference, folder, REWARD_KEY)
+            home.to_host()
+        self.residency.add(home)
+        return reference
+
+    @property
+    def _alias(self) -> tuple[str, ...]:
+        """The student's name where the reference is the student."""
+        student = self.plan.student
+        return (STUDENT,) if student is not None and student.residency == "alias_ref" else ()
 
     def _sharded(
         self,
@@ -186,12 +228,26 @@ class RoleBuilder:
         dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
         check_packing(packed_model, self.device, dtype, self.plan.settings.actor, str(folder), key)
 
-    def _log_quantization_error(self, reference: PolicyModel, folder: Path) -> None:
-        settings = self.plan.settings
-        mean, largest = quantization_error(reference, folder, self.device, scoring_temperature(settings.rollout))
+    def _fill_frozen(self, model: PolicyModel, folder: Path, fsdp: Fsdp, is_mapped: bool) -> list[torch.Tensor] | None:
+        """Fill a frozen model from its folder, and return None. Or return its mapped weights, and leave it unfilled."""
+        if is_mapped:
+            return materialize_mapped(model, folder, self.device)
+        materialize(model, folder, self.device, fsdp.offload_policy)
+        return None
+
+    def _rest_on_host(self, home: ParamHome, is_mapped: bool, also: tuple[str, ...] = ()) -> None:
+        """Let a frozen model rest on the host. A mapped one gets its values on the device."""
+        self.residency.add(home, also)
+        if is_mapped:
+            home.to_host()
+            home.to_device()
+
+    def _log_quantization_error(self, model: PolicyModel, folder: Path, key: str, quantization: str) -> None:
+        temperature = scoring_temperature(self.plan.settings.rollout)
+        mean, largest = quantization_error(model, folder, self.device, temperature)
         logger.info(
-            "actor_rollout_ref.ref.quantization=%s: log-probs differ from the unquantised reference's by %.2g nats on "
-            "average, %.2g at most (256 random tokens)", settings.ref.quantization, mean, largest,
+            "%s.quantization=%s: log-probs differ from the unquantised model's by %.2g nats on average, %.2g at most "
+            "(256 random tokens)", key, quantization, mean, largest,
         )  # fmt: skip
 
 

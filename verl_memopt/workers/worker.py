@@ -27,6 +27,7 @@ from verl_memopt.models.value_model import ValueModel
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.ops.fused import fused_statements
+from verl_memopt.rewards.rlt.student_rows import StudentRows
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import StopFile, never
@@ -38,6 +39,7 @@ from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import Policy, Updated
 from verl_memopt.workers.reward_scores import compute_scores
 from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_deterministic
+from verl_memopt.workers.student import Scored, Student
 from verl_memopt.workers.trained_model import MiniBatch, TrainedModel
 
 ENGINE_METHODS = ("generate",)
@@ -61,7 +63,7 @@ class Worker:
     """
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
-        """Build the engine, the policy, the reference, the critic and the reward model."""
+        """Build the engine, the policy, the reference, the critic, and the reward model or the student."""
         if not is_set_up():
             setup_logging(placement.rank)
         self.plan = plan
@@ -79,6 +81,7 @@ class Worker:
         self.reference: PolicyModel | None = None
         self.critic: Critic | None = None
         self.reward_model: ValueModel | None = None
+        self.student: Student | None = None
         self.limits = ExitStack()
         try:
             self.limits.enter_context(memory_limits(plan.memory, self.device))
@@ -172,16 +175,34 @@ class Worker:
         assert self.policy is not None
         return self.policy.compute_log_probs(batch, micro_batches, self.temperature, with_entropy, with_sum_pi_squared)
 
-    def ref_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> LogProbs:
+    def ref_log_probs(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None
+    ) -> LogProbs:
         """Return the log-probs of a batch under the reference.
 
         The reference is a model of its own, or with LoRA the policy without its adapters.
+
+        Args:
+            batch: The batch.
+            micro_batches: Rows of each forward.
+            temperature: Divides the logits; None = as the rollouts.
         """
+        heat = self.temperature if temperature is None else temperature
         if self.reference is None:
             assert self.policy is not None
             with adapters_off(self.policy.model):
-                return self.policy.compute_log_probs(batch, micro_batches, self.temperature, False)
-        return compute_log_probs(self.reference, batch, micro_batches, self.temperature, False, self.device)
+                return self.policy.compute_log_probs(batch, micro_batches, heat, False)
+        return compute_log_probs(self.reference, batch, micro_batches, heat, False, self.device)
+
+    def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
+        """Return the log-probs of a batch under the policy at a temperature of its own."""
+        assert self.policy is not None
+        return self.policy.compute_log_probs(batch, micro_batches, temperature, False)
+
+    def student_log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]]) -> Scored:
+        """Return the student's log-probs of explanations and solutions. As :meth:`Student.log_probs`; the phase is ``reward``."""
+        assert self.student is not None
+        return self.student.log_probs(rows, micro_batches, self.temperature)
 
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics."""
@@ -265,7 +286,7 @@ class Worker:
         for trained in self._trained():
             if trained.offload is not None:
                 trained.offload.close()
-        self.policy = self.reference = self.critic = self.reward_model = None
+        self.policy = self.reference = self.critic = self.reward_model = self.student = None
         self.residency = Residency(self.device)
 
     # Building.
@@ -289,6 +310,21 @@ class Worker:
         if self.plan.reward_model is not None:
             self.reward_model = roles.reward_model(Path(str(self.plan.reward_folder)))
             self.residency.rest()
+        if self.plan.student is not None:
+            self.student = Student(self._student_model(roles), self.plan.student, self.device)
+            self.residency.rest()
+
+    def _student_model(self, roles: RoleBuilder) -> PolicyModel:
+        """Return the module that scores explanations. Without a folder it is the reference, with LoRA the policy's base."""
+        plan, reference = self.plan.student, self.reference
+        assert plan is not None
+        assert self.policy is not None
+        if plan.folder is None:
+            return self.policy.model if reference is None else reference
+        if plan.residency == "swap":
+            assert reference is not None
+            return roles.swapped_student(reference, Path(plan.folder))
+        return roles.student(Path(plan.folder))
 
     def _engine_place(self, folder: str) -> EnginePlace:
         place, plan = self.placement, self.plan
@@ -312,6 +348,13 @@ class Worker:
         if self.critic is not None:
             yield self.critic.trained
 
+    def _frozen(self) -> Iterator[torch.nn.Module]:
+        """Yield the models that are not trained, each module once."""
+        yield from (model for model in (self.reference, self.reward_model) if model is not None)
+        shared = (self.reference, None if self.policy is None else self.policy.model)
+        if self.student is not None and all(self.student.model is not model for model in shared):
+            yield self.student.model
+
     def _report_out_of_memory(self, phase: str) -> AbstractContextManager[None]:
         return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit, self.plan.critic)
 
@@ -324,8 +367,7 @@ class Worker:
         """Yield the tensors that exist before a phase with their kinds, on the device or on the host."""
         for trained in self._trained():
             yield from trained.resident_tensors()
-        for frozen in (self.reference, self.reward_model):
-            if frozen is not None:
-                yield from (("params", parameter) for parameter in frozen.parameters())
+        for frozen in self._frozen():
+            yield from (("params", parameter) for parameter in frozen.parameters())
         if self.engine is not None:
             yield from self.engine.resident_tensors()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from verl_memopt.config.schema.rlt import RltReward
 from verl_memopt.config.schema.training import Fsdp
 from verl_memopt.knobs.index import knob_settings
 from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range
@@ -63,7 +64,8 @@ class ScoringModel(_ScoringKnobs):
     """
 
     path: str | None = None
-    """Folder in Hugging Face format, or a hub id."""
+    """Folder in Hugging Face format, or a hub id. With ``reward_manager=rlt`` it is the student's, a causal LM with the policy's
+    tokenizer; null = the reference is the student."""
     input_tokenizer: str | None = POLICY_TOKENIZER
     """policy, or the path of the policy's model or tokenizer = responses are decoded, and each conversation is rendered with the
     reward model's own chat template and tokenizer; null = it shares the policy's tokenizer, and reads the ids as they are."""
@@ -83,9 +85,15 @@ class RewardModel:
 
     enable: bool = False
     """A model scores each response. Its score is the reward, or with ``custom_reward_function.path`` the function reads it as
-    ``extra_info["rm_score"]`` and returns the reward."""
+    ``extra_info["rm_score"]`` and returns the reward. With ``reward_manager=rlt`` a student scores explanations."""
     model: ScoringModel = field(default_factory=ScoringModel)
-    """The reward model's own model."""
+    """The reward model's own model; with ``reward_manager=rlt`` the student."""
+    residency: Literal["auto", "alias_ref", "separate", "swap"] = "auto"
+    """reward_manager=rlt: where the student's weights lie. alias_ref = the reference is the student and takes no memory of its
+    own; separate = a model of its own; swap = student and reference rest on the host and take turns in one place on the device,
+    for models of one shape; auto = alias_ref where ``model.path`` is null, else separate."""
+    rlt: RltReward = field(default_factory=RltReward)
+    """reward_manager=rlt: how explanations are scored."""
     micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
     """Conversations per forward of the reward model; follows the policy's pass for old log-probs."""
     use_dynamic_bsz: bool | None = None
@@ -94,10 +102,11 @@ class RewardModel:
     """Hard cap of tokens per forward with ``use_dynamic_bsz``; follows the critic's values pass."""
     max_length: Annotated[int | None, POSITIVE] = None
     """Tokens of a conversation beyond which its end is cut off; null = none is cut."""
-    reward_manager: Literal["naive", "batch", "dapo", "prime"] = "naive"
+    reward_manager: Literal["naive", "batch", "dapo", "prime", "rlt"] = "naive"
     """How the reward function is called. naive = with one row; batch = once, with the lists of all rows; prime = with one row, in
     one process per core at least (at most 64), and a row that fails scores ``custom_reward_function.fallback_score``; dapo =
-    naive, and ``reward_kwargs.overlong_buffer_cfg`` acts."""
+    naive, and ``reward_kwargs.overlong_buffer_cfg`` acts; rlt = a student scores explanations, no function is called, and the
+    data files have the columns question, solution and reasoning_trace."""
     reward_kwargs: RewardKwargs = field(default_factory=RewardKwargs)
     """Arguments of the reward manager."""
     sandbox_fusion: SandboxFusion = field(default_factory=SandboxFusion)
@@ -106,6 +115,18 @@ class RewardModel:
     """Processes that run the reward function."""
     max_concurrent: PositiveInt = 64
     """Reward functions that are ``async def`` only: rows that one process has under way at a time."""
+
+    @property
+    def by_student(self) -> bool:
+        """Whether a student scores explanations (RLT)."""
+        return self.enable and self.reward_manager == "rlt"
+
+    @property
+    def student_residency(self) -> str:
+        """The residency of the student, with ``auto`` resolved."""
+        if self.residency != "auto":
+            return self.residency
+        return "alias_ref" if self.model.path is None else "separate"
 
 
 @dataclass(frozen=True)

@@ -19,11 +19,12 @@ POLICY = "policy params"
 REFERENCE = "reference params"
 CRITIC = "critic params"
 REWARD_MODEL = "reward model params"
+STUDENT = "student params"
 
 NEEDS: dict[str, frozenset[str]] = {
     "gen": frozenset(),
     "testing": frozenset(),
-    "reward": frozenset({REWARD_MODEL}),
+    "reward": frozenset({REWARD_MODEL, STUDENT}),
     "old_log_prob": frozenset({POLICY}),
     "ref": frozenset({REFERENCE}),
     "values": frozenset({CRITIC}),
