@@ -82,6 +82,7 @@ ABOVE_0 = [
     *("trainer.max_actor_ckpt_to_keep", "trainer.ray_wait_register_center_timeout", "trainer.max_skipped_steps"),
     *("trainer.stop_deadline_seconds", "trainer.max_critic_ckpt_to_keep"),
     *(f"{AR}.actor.tau_pos", f"{AR}.actor.tau_neg"),
+    f"{AR}.ref.sync_every_steps",
     *("memory.device_limit_gb", "memory.host_limit_gb", "memory.pinned_limit_gb"),
 ]
 FROM_0 = [
@@ -102,6 +103,7 @@ UP_TO_1 = [f"{AR}.actor.optim.min_lr_ratio", f"{AR}.actor.optim.lr_warmup_steps_
 ABOVE_0_UP_TO_1 = [
     *(f"{AR}.rollout.{key}" for key in ("top_p", "val_kwargs.top_p", "gpu_memory_utilization")),
     *(f"{AR}.actor.policy_loss.{key}" for key in ("clip_cov_ratio", "kl_cov_ratio")),
+    f"{AR}.ref.sync_mixup_alpha",
 ]
 
 

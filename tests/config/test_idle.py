@@ -149,6 +149,8 @@ IDLE_CASES = {
     f"{AR}.model.gradient_checkpointing_every": ({}, 3, {f"{AR}.model.gradient_checkpointing_mode": "every_n"}),
     f"{AR}.model.activation_offload_min_bytes": ({}, 0, {f"{AR}.model.enable_activation_offload": True}),
     f"{AR}.model.activation_offload_in_flight": ({}, 5, {f"{AR}.model.enable_activation_offload": True}),
+    f"{AR}.ref.sync_every_steps": ({}, 8, {f"{AR}.actor.use_kl_loss": True}),
+    f"{AR}.ref.sync_mixup_alpha": ({}, 0.5, {f"{AR}.ref.sync_every_steps": 8, f"{AR}.actor.use_kl_loss": True}),
     f"{AR}.model.tiled_mlp.num_shards": ({}, 8, {f"{AR}.model.tiled_mlp.enabled": True}),
 }
 """Key -> (keys that make it idle, a value to give, keys that make it count; None = nothing does)."""

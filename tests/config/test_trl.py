@@ -51,6 +51,7 @@ MEANINGS = {
     "epsilon_high": (0.28, {f"{ACTOR}.clip_ratio_low": 0.2, f"{ACTOR}.clip_ratio_high": 0.28}),
     "beta": (0.05, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.05, f"{ACTOR}.use_kl_loss": False}),
     "kl_coef": (0.05, {"algorithm.use_kl_in_reward": True, "algorithm.kl_ctrl.kl_coef": 0.05, f"{ACTOR}.use_kl_loss": False}),
+    "sync_ref_model": (True, {f"{AR}.ref.sync_every_steps": 128, f"{AR}.ref.sync_mixup_alpha": 0.6}),
     "normalize_advantages": (True, {"algorithm.normalize_advantages": True}),
     "normalize_advantage": (True, {"algorithm.normalize_advantages": True}),
     "normalize_reward": (True, {"algorithm.normalize_advantages": True}),
@@ -89,7 +90,7 @@ IN_GRPO = {
     "scale_rewards": ("group", {"algorithm.norm_adv_by_std_in_grpo": True}),
     "loss_type": ("dr_grpo", {f"{ACTOR}.loss_agg_mode": "seq-mean-token-sum-norm"}),
 }
-NEEDS_ANOTHER = {"gradient_accumulation_steps"}
+NEEDS_ANOTHER = {"gradient_accumulation_steps", "ref_model_sync_steps", "ref_model_mixup_alpha"}
 """Names that mean something beside another name alone."""
 
 

@@ -9,6 +9,8 @@ from verl_memopt.config.trl_values import (
     PROMPTS,
     SAMPLES,
     STEPS,
+    SYNC_ALPHA,
+    SYNC_EVERY,
     NotConvertibleError,
     batch,
     beta,
@@ -21,6 +23,7 @@ from verl_memopt.config.trl_values import (
     off_at_zero,
     optimizer_steps,
     passes_over_data,
+    reference_sync,
     reward_model,
     unless_none,
     updates_per_rollout,
@@ -128,6 +131,27 @@ def test_no_kl_asks_for_no_reference(estimator):
     values = {"algorithm.adv_estimator": estimator}
     assert kl("beta", {"beta": 0.0}, values) == kl("beta", {"beta": None}, values) == {switch: False}
     assert kl("beta", {"beta": 0.1}, values)[switch] is True
+
+
+FOLLOWS = {"sync_ref_model": True, "ref_model_sync_steps": 32, "ref_model_mixup_alpha": 0.9}
+
+
+def test_a_reference_follows_the_policy_with_trls_defaults_for_what_is_not_written():
+    rollouts = {PROMPTS: 8, MINI_BATCH: 4, EPOCHS: 1}  # two optimizer steps each
+    for name in FOLLOWS:
+        assert reference_sync(name, FOLLOWS, rollouts) == {SYNC_EVERY: 16, SYNC_ALPHA: 0.9}
+    assert reference_sync("sync_ref_model", {"sync_ref_model": True}, rollouts) == {SYNC_EVERY: 256, SYNC_ALPHA: 0.6}
+
+
+def test_a_reference_that_trl_does_not_sync_keeps_its_weights():
+    assert reference_sync("sync_ref_model", {"sync_ref_model": False}, {}) == {SYNC_EVERY: None}
+    assert reference_sync("ref_model_sync_steps", {"ref_model_sync_steps": 32}, {}) == {}
+
+
+def test_moves_of_the_reference_lie_between_whole_rollouts():
+    rollouts = {PROMPTS: 12, MINI_BATCH: 4, EPOCHS: 1}
+    with pytest.raises(NotConvertibleError, match="512 optimizer steps: a training step takes 3"):
+        reference_sync("sync_ref_model", {"sync_ref_model": True}, rollouts)
 
 
 def test_single_values_are_copied_left_out_or_replaced():

@@ -96,7 +96,7 @@ def runs(toy, folder):
         "algorithm.rollout_correction.rollout_rs=token_k1", "algorithm.rollout_correction.rollout_rs_threshold=9",
         f"custom_reward_function.path={plugins}", "custom_reward_function.name=score", "custom_reward_function.on_error=score",
         "reward_model.reward_manager=dapo", "reward_model.reward_kwargs.overlong_buffer_cfg.enable=true",
-        "reward_model.reward_kwargs.overlong_buffer_cfg.len=2",
+        "reward_model.reward_kwargs.overlong_buffer_cfg.len=2", "actor_rollout_ref.ref.sync_every_steps=1",
     ]  # fmt: skip
     resumed = ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={folder}/other/global_step_1"]
     yield load_settings("rloo_trainer", common(toy, folder / "plain") + plain)

@@ -18,6 +18,7 @@ from verl_memopt.config.idle import IDLE, warn_idle
 from verl_memopt.config.keys import leaf_values
 from verl_memopt.config.links import LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
+from verl_memopt.config.reference_rules import REFERENCE_RULES
 from verl_memopt.config.reward_rules import REWARD_RULES, WITHOUT_REWARD_MODEL
 from verl_memopt.config.rlt_rules import RLT_RULES
 from verl_memopt.config.sandbox_rules import SANDBOX_RULES
@@ -271,6 +272,6 @@ def _runs() -> Iterator[Refusal]:
 
 RULES: tuple[Refusal, ...] = (
     *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *RLT_RULES, *SANDBOX_RULES, *_devices(),
-    *CRITIC_RULES, *_runs(), *debug_rules(),
+    *CRITIC_RULES, *REFERENCE_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip
 """The rules that belong to no knob."""

@@ -8,6 +8,7 @@ from typing import Any
 
 from verl_memopt.config.correction_rules import CORRECTION_IDLE
 from verl_memopt.config.problems import shown
+from verl_memopt.config.reference_rules import REFERENCE_IDLE
 from verl_memopt.config.sandbox_rules import SANDBOX_IDLE
 from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES, WITHOUT_GROUPS
 from verl_memopt.knobs.critic_rules import idles, twin_idle
@@ -121,8 +122,10 @@ def _of_rewards_and_runs() -> Iterator[Idle]:
 
 IDLE = {
     idle.key: idle
-    for idle in (*_of_advantages(), *_of_losses(), *_of_rollouts(), *_of_rewards_and_runs(), *CORRECTION_IDLE, *idles())
-}
+    for idle in (
+        *_of_advantages(), *_of_losses(), *_of_rollouts(), *_of_rewards_and_runs(), *CORRECTION_IDLE, *REFERENCE_IDLE, *idles(),
+    )
+}  # fmt: skip
 """Key -> when giving it asks for something that does not happen, and why."""
 
 

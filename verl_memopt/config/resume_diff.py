@@ -174,8 +174,15 @@ def _optimizer_is_loaded(key: str, now: Mapping[str, Any]) -> bool:
     return "optimizer" in (now[f"{role}.checkpoint.load_contents"] or [])
 
 
+def _reference_sync(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    if now[key] is None:
+        return TRAJECTORY, "the reference goes back to the weights of its folder"
+    return TRAJECTORY, "" if old[key] is not None else "the reference starts from the weights of its folder"
+
+
 RULES: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[str, str]]] = {
     **dict.fromkeys(LENGTH_KEYS, _length),
+    f"{_AR}.ref.sync_every_steps": _reference_sync,
     **{
         f"{role}.optim.{key}": rule
         for role in _TRAINED

@@ -29,7 +29,15 @@ _ROLLOUT, _STUDENT = f"{_AR}.rollout", "reward_model.model"
 MANAGER, RLT = "reward_model.reward_manager", "rlt"
 SAMPLES_NAME, BATCH = "num_generations", "train_batch_size"
 OFFLOADED = (f"{_AR}.ref.fsdp_config.param_offload", f"{_STUDENT}.fsdp_config.param_offload")
-OWN = ("align", "empty_think_kl", "logits_chunk_tokens", "max_student_len", "max_tokens_per_micro_batch", "overlong", "tag_format")
+OWN = (
+    "align",
+    "empty_think_kl",
+    "logits_chunk_tokens",
+    "max_student_len",
+    "max_tokens_per_micro_batch",
+    "overlong",
+    "tag_format",
+)
 """Fields of ``reward_model.rlt`` that the published recipes do not have."""
 DUMPS, FOLDER = "trainer.rollout_data_dir", "trainer.default_local_dir"
 

@@ -16,6 +16,8 @@ from verl_memopt.config.trl_values import (
     PROMPTS,
     SAMPLES,
     STEPS,
+    SYNC_ALPHA,
+    SYNC_EVERY,
     TOTAL_EPOCHS,
     Convert,
     batch,
@@ -28,6 +30,7 @@ from verl_memopt.config.trl_values import (
     off_at_zero,
     optimizer_steps,
     passes_over_data,
+    reference_sync,
     reward_model,
     unless_none,
     words,
@@ -104,6 +107,14 @@ SPELLINGS: tuple[Spelling, ...] = (
         ("beta",), (KL_IN_LOSS, KL_LOSS_COEF), kl,
         f"the KL is part of the loss, with the estimator {_ACTOR}.kl_loss_type; 0 builds no reference", GRPO,
     ),
+    *(
+        Spelling((name,), (SYNC_EVERY, SYNC_ALPHA), reference_sync, note)
+        for name, note in (
+            ("sync_ref_model", f"TRL's defaults apply to the other two names; {_BY_STEPS}"),
+            ("ref_model_sync_steps", f"it counts with sync_ref_model=true; {_BY_STEPS}"),
+            ("ref_model_mixup_alpha", "it counts with sync_ref_model=true"),
+        )
+    ),
     Spelling(
         ("normalize_advantages", "normalize_advantage"), (_NORMALIZE,), copied(_NORMALIZE),
         "over the rows of the whole step", RLOO,
@@ -173,7 +184,6 @@ NO_EQUAL: dict[str, Refusal] = {
     "reward_funcs": Refusal((), "a reward function is named by its file. Use custom_reward_function.path"),
     "whiten_rewards": Refusal((False,), "rewards are not whitened. Use algorithm.normalize_advantages"),
     "token_level_kl": Refusal((False,), "RLOO takes the KL of a whole response off its reward. Set false, or remove the key"),
-    "sync_ref_model": Refusal((False,), "the reference keeps its weights. Set false, or remove the key"),
     "min_p": Refusal((0, 0.0), f"samples are cut by {_ROLLOUT}.top_p and top_k alone. Use one of them"),
     "vllm_mode": Refusal(("colocate",), f"the engine always lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
     "disable_dropout": Refusal(EITHER, "models are computed in evaluation mode, whatever this key says"),

@@ -20,6 +20,7 @@ SAMPLES, EPOCHS = f"{_AR}.rollout.n", f"{_AR}.actor.ppo_epochs"
 PROMPTS, MINI_BATCH = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
 STEPS, TOTAL_EPOCHS = "trainer.total_training_steps", "trainer.total_epochs"
 KL_IN_REWARD, KL_COEF = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
+SYNC_EVERY, SYNC_ALPHA = f"{_AR}.ref.sync_every_steps", f"{_AR}.ref.sync_mixup_alpha"
 KL_IN_LOSS, KL_LOSS_COEF = f"{_AR}.actor.use_kl_loss", f"{_AR}.actor.kl_loss_coef"
 ESTIMATOR, BETAS = "algorithm.adv_estimator", f"{_AR}.actor.optim.betas"
 BATCH_NAMES = (
@@ -222,3 +223,19 @@ def loggers(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
 def reward_model(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the reward model of a path."""
     return {"reward_model.enable": True, "reward_model.model.path": trl[name]}
+
+
+REF_STEPS, REF_ALPHA = 512, 0.6
+"""TRL's defaults of ``ref_model_sync_steps`` and ``ref_model_mixup_alpha``."""
+
+
+def reference_sync(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return how the reference follows the policy, from the three names of TRL. Without ``sync_ref_model`` it does not."""
+    if not trl.get("sync_ref_model"):
+        return {SYNC_EVERY: None} if name == "sync_ref_model" else {}
+    steps = {"ref_model_sync_steps": trl.get("ref_model_sync_steps") or REF_STEPS}
+    alpha = trl.get("ref_model_mixup_alpha")
+    try:
+        return every(SYNC_EVERY)("ref_model_sync_steps", steps, values) | {SYNC_ALPHA: REF_ALPHA if alpha is None else alpha}
+    except NotConvertibleError as error:
+        raise NotConvertibleError(f"{steps['ref_model_sync_steps']} optimizer steps: {error.what}", error.way_out) from error

@@ -111,6 +111,45 @@ def load_training_state(
         raise CheckpointError(f"{folder}: the checkpoint could not be read: {_root(error)}.") from error
 
 
+def save_weights(folder: Path, model: nn.Module, device: torch.device) -> Records:
+    """Write the weights of a model that no optimizer trains into ``folder``, sharded. Every file is forced to disk.
+
+    Args:
+        folder: The model's folder in the checkpoint.
+        model: The sharded model. All its parameters are written, whether or not they are frozen.
+        device: The device of the copies.
+
+    Returns:
+        The record of each file that this rank wrote, relative to ``folder``.
+
+    Raises:
+        CheckpointError: The disk refuses. The message names the folder and the disk's error.
+    """
+    storage = HashingFileSystem(folder)
+    try:
+        with _one_checksum():
+            dcp.save({"model": get_model_state_dict(model)}, storage_writer=_writer(folder / "dcp", device, storage))
+    except WRITE_ERRORS as error:
+        raise CheckpointError(f"{folder}: the weights could not be written: {_root(error)}.") from error
+    return storage.records
+
+
+def load_weights(folder: Path, model: nn.Module) -> None:
+    """Read back what :func:`save_weights` wrote, in place, with any number of ranks.
+
+    Args:
+        folder: The model's folder in the checkpoint.
+        model: The sharded model.
+
+    Raises:
+        CheckpointError: A file is missing or damaged. The message names the folder and the error.
+    """
+    try:
+        dcp.load({"model": get_model_state_dict(model)}, checkpoint_id=folder / "dcp")
+    except READ_ERRORS as error:
+        raise CheckpointError(f"{folder}: the weights could not be read: {_root(error)}.") from error
+
+
 def _state(model: nn.Module, optimizer: Optimizer, contents: Sequence[str]) -> dict[str, Any]:
     state: dict[str, Any] = {}
     if "model" in contents:

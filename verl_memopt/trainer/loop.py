@@ -27,6 +27,9 @@ from verl_memopt.trainer.validate import Validation
 
 logger = logging.getLogger(__name__)
 
+REFERENCE = "ref"
+"""Folder of a reference that follows the policy, in a checkpoint."""
+
 ALWAYS_TRACKED = 2
 """How many first steps are always tracked on a CPU. The second step is the first with optimizer state."""
 
@@ -242,6 +245,9 @@ class Trainer:
             self.reporter.say(f"passed over {fault}")
         try:
             for part in self.parts():
+                if part.folder == REFERENCE and not (checkpoint.folder / part.folder).is_dir():
+                    self.reporter.say(f"{checkpoint.folder} has no reference of its own; it starts from its model's folder")
+                    continue
                 contents = list(part.settings.load_contents or [])
                 self.workers.all("load_checkpoint", part.load, str(checkpoint.folder / part.folder), contents)
         except CheckpointError as error:
@@ -249,6 +255,8 @@ class Trainer:
             raise UnreadableCheckpointError(text, checkpoint.step, str(error)) from error
         self.step = self.saved_step = checkpoint.step
         self.learner.kl_control.load_state_dict(checkpoint.driver["kl_control"])
+        if self.learner.reference_sync is not None and "reference_sync" in checkpoint.driver:
+            self.learner.reference_sync.load_state_dict(checkpoint.driver["reference_sync"])
         # A checkpoint of an earlier version does not have them.
         if "guard" in checkpoint.driver:
             self.guard.load_state_dict(checkpoint.driver["guard"])
@@ -285,12 +293,14 @@ class Trainer:
         self.reporter.saved(step, self.workers.take_memories())
 
     def parts(self) -> list[SavedRole]:
-        """Return the trained roles, each of which has a part of every checkpoint."""
+        """Return the roles whose weights change, each of which has a part of every checkpoint."""
         critic = self.context.worker_plan.critic
-        actor = SavedRole("actor", "save", "load", self.context.settings.actor_rollout_ref.actor.checkpoint)
-        if critic is None:
-            return [actor]
-        return [actor, SavedRole("critic", "save_critic", "load_critic", critic.checkpoint)]
+        parts = [SavedRole("actor", "save", "load", self.context.settings.actor_rollout_ref.actor.checkpoint)]
+        if critic is not None:
+            parts.append(SavedRole("critic", "save_critic", "load_critic", critic.checkpoint))
+        if self.learner.reference_sync is not None:
+            parts.append(SavedRole(REFERENCE, "save_reference", "load_reference", CheckpointContents()))
+        return parts
 
     def driver_state(self) -> dict[str, Any]:
         """Return the state of the driver for a checkpoint."""
@@ -301,7 +311,13 @@ class Trainer:
             "kl_control": self.learner.kl_control.state_dict(),
             "guard": self.guard.state_dict(),
             "health": self.health.state_dict(),
+            **self.reference_state(),
             "settings": kept_settings(self.context.settings),
             "weights": plain_shapes(self.context.environment.weights),
             "critic_weights": plain_shapes(self.context.environment.critic_weights),
         }
+
+    def reference_state(self) -> dict[str, Any]:
+        """Return the driver's state of a reference that follows the policy; nothing where it keeps its weights."""
+        sync = self.learner.reference_sync
+        return {} if sync is None else {"reference_sync": sync.state_dict()}

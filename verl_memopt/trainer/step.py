@@ -17,6 +17,7 @@ from verl_memopt.trainer.forge import Forge
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
+from verl_memopt.trainer.reference_sync import ReferenceSync
 from verl_memopt.trainer.remax import add_baselines, greedy_batch
 from verl_memopt.trainer.replay import NoPrompts, Replay, check_same_prompts
 from verl_memopt.trainer.resampling import draw_rows
@@ -73,6 +74,7 @@ class Learner:
         step_metrics: Describes the batch at the end.
         replay: Gives the rows of a step in place of the engine; None where the engine generates them.
         rlt: Scores the answers with a student, once their log-probs are known; None = ``rewards`` scores them.
+        reference_sync: Moves the reference towards the policy; None where the reference keeps its weights.
         before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
 
@@ -93,6 +95,7 @@ class Learner:
     step_metrics: StepMetrics
     replay: Replay | Forge | None = None
     rlt: RltScorer | None = None
+    reference_sync: ReferenceSync | None = None
     before_update: Callable[[], None] = nothing
 
     def train_step(self, step: int) -> StepResult:
@@ -114,6 +117,7 @@ class Learner:
             batch = self.update(batch)
         if not self.warms_up(step) or self.generator.frees_engine:  # a sleeping engine keeps no weights
             self.sync_weights()
+        batch = self.sync_reference(batch)
         batch = self.metrics(batch)
         return self.result(batch)
 
@@ -255,6 +259,12 @@ class Learner:
         if not self.generator.has_engine:
             return
         self.workers.all("update_weights", "update_weights")
+
+    def sync_reference(self, batch: StepBatch) -> StepBatch:
+        """Move the reference towards the policy, where it follows the policy and it is time."""
+        if self.reference_sync is not None and not self.warms_up(batch.step):
+            batch.metrics |= self.reference_sync.after_update(batch.metrics)
+        return batch
 
     def compare_log_probs(self, batch: StepBatch) -> StepBatch:
         """Compare the engine's log-probs with the trainer's."""

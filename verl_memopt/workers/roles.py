@@ -39,6 +39,7 @@ from verl_memopt.workers.log_probs import scoring_temperature
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import Policy
 from verl_memopt.workers.quantization_error import quantization_error
+from verl_memopt.workers.reference_sync import MovingReference, moving_reference
 
 logger = logging.getLogger(__name__)
 
@@ -122,6 +123,21 @@ class RoleBuilder:
             self._rest_on_host(home, mapped is not None, self._alias)
         self._check_packing(reference, fsdp, folder)
         return reference
+
+    def moving_reference(self, reference: PolicyModel, policy: Policy) -> MovingReference:
+        """Return the reference as one that follows the policy.
+
+        Args:
+            reference: The reference.
+            policy: The policy.
+
+        Raises:
+            ConfigError: The two models differ in their weights' names or shapes.
+        """
+        home = self.residency.part(REFERENCE)
+        assert home is None or isinstance(home, ParamHome), home
+        native = self.plan.settings.ref.fsdp_config.offload_policy
+        return moving_reference(reference, home, native, policy.trained, str(self.plan.reference_folder))
 
     def reward_model(self, folder: Path) -> ValueModel:
         """Return the frozen reward model.

@@ -37,6 +37,7 @@ from verl_memopt.workers.group import Placement
 from verl_memopt.workers.log_probs import LogProbs, compute_log_probs, scoring_temperature
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import Policy, Updated
+from verl_memopt.workers.reference_sync import MovingReference
 from verl_memopt.workers.reward_scores import compute_scores
 from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_deterministic
 from verl_memopt.workers.student import Scored, Student
@@ -79,6 +80,7 @@ class Worker:
         self.engine: RolloutEngine | None = None
         self.policy: Policy | None = None
         self.reference: PolicyModel | None = None
+        self.moving_reference: MovingReference | None = None
         self.critic: Critic | None = None
         self.reward_model: ValueModel | None = None
         self.student: Student | None = None
@@ -204,6 +206,11 @@ class Worker:
         assert self.student is not None
         return self.student.log_probs(rows, micro_batches, self.temperature)
 
+    def sync_reference(self) -> None:
+        """Move the reference towards the policy."""
+        assert self.moving_reference is not None
+        self.moving_reference.follow(self.settings.ref.sync_mixup_alpha)
+
     def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
         """Take one optimizer step per mini-batch and return the mean of their metrics."""
         assert self.policy is not None
@@ -258,6 +265,17 @@ class Worker:
         with self.residency.phase("load_critic"):
             load_trained(self.critic.trained, Path(folder), contents)
 
+    def save_reference(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of a reference that follows the policy, and return the record of each file."""
+        assert self.moving_reference is not None
+        return self.moving_reference.save(Path(folder))
+
+    def load_reference(self, folder: str, contents: Sequence[str]) -> None:
+        """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
+        assert self.moving_reference is not None
+        with self.residency.phase("sync_ref"):
+            self.moving_reference.load(Path(folder))
+
     def export(self, folder: str, weights: bool) -> None:
         """Write the policy in Hugging Face format, with or without its weights."""
         assert self.policy is not None
@@ -286,7 +304,7 @@ class Worker:
         for trained in self._trained():
             if trained.offload is not None:
                 trained.offload.close()
-        self.policy = self.reference = self.critic = self.reward_model = self.student = None
+        self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.student = None
         self.residency = Residency(self.device)
 
     # Building.
@@ -303,6 +321,8 @@ class Worker:
         self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = roles.reference(Path(self.plan.reference_folder))
+            if self.settings.ref.sync_every_steps is not None:
+                self.moving_reference = roles.moving_reference(self.reference, self.policy)
             self.residency.rest()
         if self.plan.critic is not None:
             self.critic = roles.critic(Path(str(self.plan.critic_folder)))

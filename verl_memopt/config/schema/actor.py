@@ -131,5 +131,10 @@ class Ref(_RefKnobs):
     """Where the reference comes from."""
     use_torch_compile: bool | None = None
     """Compile the reference's log-prob head; follows ``actor.use_torch_compile``."""
+    sync_every_steps: Annotated[int | None, POSITIVE] = None
+    """Steps between two moves of the reference towards the policy; steps that do not update the policy do not count. The
+    reference is then part of every checkpoint. null = the reference keeps its weights."""
+    sync_mixup_alpha: PositiveShare = 0.9
+    """Weight of the policy in such a move: reference = alpha x policy + (1 - alpha) x reference."""
     fsdp_config: Fsdp = field(default_factory=Fsdp)
     """Sharding and precision of the reference."""

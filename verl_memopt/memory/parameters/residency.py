@@ -31,6 +31,7 @@ NEEDS: dict[str, frozenset[str]] = {
     "update_critic": frozenset({CRITIC}),
     "update_actor": frozenset({POLICY}),
     "update_weights": frozenset({POLICY}),
+    "sync_ref": frozenset(),
     "save_checkpoint": frozenset(),
     "load_checkpoint": frozenset({POLICY}),
     "load_critic": frozenset({CRITIC}),
@@ -38,7 +39,8 @@ NEEDS: dict[str, frozenset[str]] = {
 """Phase -> the parts that must be on the device in it. Every other part that may rest on the host does.
 
 The engine's weights and its KV cache are not here: the engine sleeps and wakes through methods of its own. Optimizer state is not
-here either: it is needed inside an optimizer step only, never for a whole phase. A checkpoint is written from where parts rest.
+here either: it is needed inside an optimizer step only, never for a whole phase. A checkpoint is written from where parts rest,
+and the reference follows the policy where both rest.
 """
 
 
@@ -73,6 +75,10 @@ class Residency:
     def add(self, part: Part, also: Iterable[str] = ()) -> None:
         """Add a part. It is needed where the table says its name, or one of the names in ``also``."""
         self._parts.append((part, frozenset({part.name, *also})))
+
+    def part(self, name: str) -> Part | None:
+        """Return the part of that name; None where it never leaves the device."""
+        return next((part for part, _ in self._parts if part.name == name), None)
 
     def rest(self) -> int:
         """Move every part to the host, and return the bytes moved."""
