@@ -30,13 +30,8 @@ MANAGER, RLT = "reward_model.reward_manager", "rlt"
 SAMPLES_NAME, BATCH = "num_generations", "train_batch_size"
 OFFLOADED = (f"{_AR}.ref.fsdp_config.param_offload", f"{_STUDENT}.fsdp_config.param_offload")
 OWN = (
-    "align",
-    "empty_think_kl",
-    "logits_chunk_tokens",
-    "max_student_len",
-    "max_tokens_per_micro_batch",
-    "overlong",
-    "tag_format",
+    *("align", "empty_think_kl", "include_forced_prefix", "kl_teacher", "logits_chunk_tokens", "max_student_len"),
+    *("max_tokens_per_micro_batch", "overlong", "tag_format"),
 )
 """Fields of ``reward_model.rlt`` that the published recipes do not have."""
 DUMPS, FOLDER = "trainer.rollout_data_dir", "trainer.default_local_dir"
@@ -110,7 +105,7 @@ RLT_SPELLINGS: tuple[Spelling, ...] = (
     *(
         _same(field.name, f"reward_model.rlt.{field.name}")
         for field in fields(RltReward)
-        if field.name not in (*OWN, "kl_teacher", "include_forced_prefix")
+        if field.name not in OWN
     ),
     Spelling(("activate_debugging_logs",), ("debug.mode",), debug_mode),
     Spelling(
