@@ -61,11 +61,6 @@ def kl_teacher(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     return {"reward_model.rlt.kl_teacher": "reference" if trl[name] else "policy"}
 
 
-def student(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
-    """Return the student's model; null = the reference is the student."""
-    return {"reward_model.enable": True, f"{_STUDENT}.path": trl[name]}
-
-
 def debug_mode(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
     """Return the debug mode that prints the memory of each phase, where logs for debugging are asked for."""
     return {"debug.mode": "memory"} if trl[name] else {}
@@ -85,10 +80,7 @@ def _same(name: str, key: str, note: str = "") -> Spelling:
 
 RLT_SPELLINGS: tuple[Spelling, ...] = (
     Spelling((BATCH,), (PROMPTS, MINI_BATCH), sequences, "RLT counts responses, we count prompts"),
-    Spelling(
-        ("student_model",), ("reward_model.enable", f"{_STUDENT}.path"), student,
-        "null = the reference is the student",
-    ),
+    _same("student_model", f"{_STUDENT}.path", "null = the reference is the student"),
     Spelling(
         ("offload_untrained_models",), OFFLOADED, copied(*OFFLOADED),
         "reference and student move once for each phase, not for each forward",
