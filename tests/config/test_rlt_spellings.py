@@ -85,7 +85,7 @@ def test_no_name_is_one_of_trls_with_another_meaning() -> None:
 
 def test_without_a_student_the_names_are_unknown_keys() -> None:
     """A batch that counts responses must not be read where the user may mean prompts."""
-    with pytest.raises(ConfigError, match="train_batch_size: no such key. Did you mean data.train_batch_size"):
+    with pytest.raises(ConfigError, match=r"train_batch_size: no such key\. Did you mean data\.train_batch_size"):
         settings({"reward_model.reward_manager": "naive", "reward_model.model.path": "judge", "train_batch_size": 32})
 
 
