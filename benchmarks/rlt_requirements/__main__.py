@@ -1,6 +1,6 @@
 """Measure the passes of RLT for each model, and write the table of what a card needs.
 
-``python -m benchmarks.rlt_requirements --measure qwen2_5_0_5b ...`` counts the passes of these models and adds them to results.json.
+``python -m benchmarks.rlt_requirements --measure qwen2_5_0_5b ...`` counts the passes of these models into results.json.
 ``python -m benchmarks.rlt_requirements`` writes results.txt from it. That is arithmetic and takes a moment.
 """
 

@@ -168,7 +168,9 @@ def _student_pack(rows: Rows, max_tokens: int) -> Pack:
         prompts=Ragged(
             flat=torch.zeros(count * rows.question, dtype=torch.int64), lengths=torch.full((count,), rows.question), batch_size=[]
         ),
-        responses=Ragged(flat=torch.zeros(count * length, dtype=torch.int64), lengths=torch.full((count,), length), batch_size=[]),
+        responses=Ragged(
+            flat=torch.zeros(count * length, dtype=torch.int64), lengths=torch.full((count,), length), batch_size=[]
+        ),
         group=group, prompt_group=group, batch_size=[],
     )  # fmt: skip
     place = torch.arange(length).repeat(count)
