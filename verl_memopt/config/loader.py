@@ -25,6 +25,7 @@ from verl_memopt.config.build import build
 from verl_memopt.config.checks import check
 from verl_memopt.config.keys import flatten
 from verl_memopt.config.plain import to_plain
+from verl_memopt.config.preset_budgets import with_room_for_samples
 from verl_memopt.config.problems import Problem, raise_together, shown
 from verl_memopt.config.schema import Settings
 from verl_memopt.config.trl import Written, translate_trl
@@ -97,6 +98,7 @@ def settings_from_mapping(
         of_folder, faults = adapter.adapter_settings(model, translated)
         translated |= of_folder
         problems += faults
+    translated = with_room_for_samples(translated, of_presets - (written.command_line if written else frozenset()))
     settings, values, mistyped = build(translated)
     problems += mistyped
     wrong = {key for each in problems for key in each.keys}

@@ -1,4 +1,4 @@
-"""Settings under TRL's names: each is read as our key, with one notice. Two spellings of one setting are a problem."""
+"""Settings under TRL's names, and RLT's: each is read as our key, with one notice. Two spellings of one setting are a problem."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ from typing import Any
 from verl_memopt.config.aliases import VALUES, our_key
 from verl_memopt.config.keys import flatten
 from verl_memopt.config.problems import Problem, problem, shown
-from verl_memopt.config.refusals import refuse
+from verl_memopt.config.refusals import Refusal, refuse
+from verl_memopt.config.rlt_spellings import BATCH, MANAGER, PER_FORWARD, RLT, RLT_NO_EQUAL, RLT_SPELLINGS
 from verl_memopt.config.trl_spellings import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS, Spelling
 from verl_memopt.config.trl_values import ESTIMATOR, NotConvertibleError, effective
 
@@ -34,26 +35,50 @@ class Written:
         return set(map(our_key, competitors))
 
 
+@dataclass(frozen=True)
+class Table:
+    """The names that a run reads, in the order in which they are read."""
+
+    spellings: tuple[Spelling, ...]
+    no_equal: Mapping[str, Refusal]
+    names: Set[str]
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Any]) -> Table:
+        """Return TRL's names, and before them those of RLT where a student scores explanations.
+
+        Args:
+            flat: Dotted key -> value, of all that is set.
+        """
+        if effective(MANAGER, flat) != RLT:
+            return cls(SPELLINGS, NO_EQUAL, NAMES)
+        no_equal = NO_EQUAL | RLT_NO_EQUAL | (PER_FORWARD if BATCH in flat else {})
+        spellings = tuple(row for row in (*RLT_SPELLINGS, *SPELLINGS) if no_equal.keys().isdisjoint(row.names))
+        names = frozenset(name for row in spellings for name in row.names) | no_equal.keys()
+        return cls(spellings, no_equal, names)
+
+
 def translate_trl(tree: Mapping[str, Any], written: Written | None = None) -> tuple[Mapping[str, Any], list[Problem]]:
     """Return settings with our keys in the place of TRL's names, and what is wrong with those names.
 
     A name of TRL stands alone, outside of all sections. It is read where the estimator is one of :data:`ESTIMATORS`; with any
-    other the tree is returned as it is.
+    other the tree is returned as it is. In a run of RLT the names of its published recipes are read too.
 
     Args:
         tree: Settings, nested or with dotted keys.
         written: The keys that the user wrote; None = all keys of the tree.
     """
     flat = flatten(tree, our_key)
-    trl = {name: value for name, value in flat.items() if name in NAMES}
+    table = Table.of(flat)
+    trl = {name: value for name, value in flat.items() if name in table.names}
     name_of_estimator = effective(ESTIMATOR, flat)
     estimator = VALUES[ESTIMATOR].get(name_of_estimator, name_of_estimator) if isinstance(name_of_estimator, str) else None
     if not trl or estimator not in ESTIMATORS:
         return tree, []
     values = {key: value for key, value in flat.items() if key not in trl}
     written = written or Written(frozenset(flat))
-    problems = [each for name in trl if name in NO_EQUAL for each in refuse(name, trl[name], NO_EQUAL[name])]
-    readable, unreadable = _readable(trl, estimator)
+    problems = [each for name in trl if name in table.no_equal for each in refuse(name, trl[name], table.no_equal[name])]
+    readable, unreadable = _readable(trl, estimator, table)
     for name, spelling in readable:
         competitors = [key for key in spelling.keys if key in written.beside(name)]
         if competitors:
@@ -66,28 +91,28 @@ def translate_trl(tree: Mapping[str, Any], written: Written | None = None) -> tu
             address = {each: trl[each] for each in error.names or (name,)}
             problems.append(problem(address, error.what, error.way_out))
             continue
-        _notice(name, trl[name], ours, spelling.note)
+        _notice(name, trl[name], ours, spelling)
         values |= ours
     return values, problems + unreadable
 
 
-def _readable(trl: Mapping[str, Any], estimator: str) -> tuple[list[tuple[str, Spelling]], list[Problem]]:
+def _readable(trl: Mapping[str, Any], estimator: str, table: Table) -> tuple[list[tuple[str, Spelling]], list[Problem]]:
     """Return the names that can be read with their rows, in the order of the table, and what is wrong with the others."""
     problems: list[Problem] = []
     twice: set[str] = set()
     for names in ONE_SETTING:
-        both = {name: trl[name] for name in names if name in trl}
+        both = {name: trl[name] for name in names if name in trl and name not in table.no_equal}
         if len(both) > 1 and twice.isdisjoint(both):
             twice |= both.keys()
             problems.append(problem(both, "two spellings of one setting", "Keep one."))
-    readable = {name: spelling for spelling in SPELLINGS if estimator in spelling.estimators for name in spelling.names}
-    for name in sorted(trl.keys() - readable.keys() - NO_EQUAL.keys()):
+    readable = {name: spelling for spelling in table.spellings if estimator in spelling.estimators for name in spelling.names}
+    for name in sorted(trl.keys() - readable.keys() - table.no_equal.keys()):
         problems.append(problem({name: trl[name]}, f"{estimator} has no such setting", "Remove it."))
     return [(name, spelling) for name, spelling in readable.items() if name in trl and name not in twice], problems
 
 
-def _notice(name: str, value: Any, ours: Mapping[str, Any], note: str) -> None:
+def _notice(name: str, value: Any, ours: Mapping[str, Any], spelling: Spelling) -> None:
     meaning = ", ".join(f"{key}={shown(each)}" for key, each in ours.items())
-    logger.warning(
-        "%s=%s is TRL's spelling, read as %s%s", name, shown(value), meaning or "nothing", f" ({note})" if note else ""
-    )
+    whose = "RLT" if spelling in RLT_SPELLINGS else "TRL"
+    note = f" ({spelling.note})" if spelling.note else ""
+    logger.warning("%s=%s is %s's spelling, read as %s%s", name, shown(value), whose, meaning or "nothing", note)

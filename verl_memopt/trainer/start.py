@@ -8,7 +8,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
-from verl_memopt.config.schema import CustomReward, RewardModel, SandboxFusion
+from verl_memopt.config.schema import CustomReward, RayKwargs, RewardModel, SandboxFusion, Trainer
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.sandbox import check_service
@@ -16,6 +16,7 @@ from verl_memopt.trainer.build import RunContext
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.group import WorkerGroup
 from verl_memopt.workers.local_group import LocalGroup
+from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.ray_group import RayGroup, start_ray_group
 from verl_memopt.workers.worker import Worker
 
@@ -55,8 +56,23 @@ def start_workers(context: RunContext, clock: PhaseClock) -> Iterator[TimedGroup
         context: of the run.
         clock: times the start and every call as phases.
     """
-    trainer, ray, device = context.settings.trainer, context.settings.ray_kwargs, context.environment.device
-    build_worker = functools.partial(Worker, context.worker_plan)
+    settings = context.settings
+    with start_group(context.worker_plan, settings.trainer, settings.ray_kwargs, context.environment.device, clock) as workers:
+        yield workers
+
+
+@contextmanager
+def start_group(plan: WorkerPlan, trainer: Trainer, ray: RayKwargs, device: str, clock: PhaseClock) -> Iterator[TimedGroup]:
+    """Start the workers of a plan. However the body ends, none is left behind.
+
+    Args:
+        plan: what each worker builds.
+        trainer: devices, nodes and the kind of the group.
+        ray: arguments of Ray.
+        device: cpu or cuda.
+        clock: times the start and every call as phases.
+    """
+    build_worker = functools.partial(Worker, plan)
     is_local = trainer.worker_group == "local"
     group: WorkerGroup
     with clock.phase("init"):
