@@ -132,9 +132,11 @@ def test_one_place_on_the_device_serves_student_and_reference(scoring):
     with worker.residency.phase("reward"):
         size = size_of(worker.reference)
         assert size > 0
+        addresses = [parameter.data_ptr() for parameter in worker.reference.parameters()]
     for phase in ("ref", "reward", "ref", "reward"):
         with worker.residency.phase(phase):
             assert size_of(worker.reference) == size
+            assert [parameter.data_ptr() for parameter in worker.reference.parameters()] == addresses
     worker.residency.rest()
     assert size_of(worker.reference) == 0
     homes = [part for part, names in worker.residency._parts if names & {"reference params", STUDENT}]

@@ -43,7 +43,7 @@ from verl_memopt.trainer.reference_sync import ReferenceSync
 from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.trainer.rewarder import Dapo, Rewarder
-from verl_memopt.trainer.rlt_build import build_rlt_scorer, rlt_datasets, student_encoder, student_plan
+from verl_memopt.trainer.rlt_build import build_rlt_scorer, rlt_datasets, student_encoder, student_plan, warn_of_no_room
 from verl_memopt.trainer.rlt_scorer import RltScorer
 from verl_memopt.trainer.run_lock import RunLock, hold
 from verl_memopt.trainer.step import Learner
@@ -159,6 +159,8 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             student=student_plan(settings, environment) if _scores_with_model(settings) else None,
         )
         rlt_encoder = student_encoder(settings, environment) if _scores_with_model(settings) else None
+        if rlt_encoder is not None:
+            warn_of_no_room(rlt_encoder, settings.reward_model.rlt, (train, validation))
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(

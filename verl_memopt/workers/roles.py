@@ -205,6 +205,9 @@ class RoleBuilder:
                 fill_from_folder(reference, folder, REWARD_KEY)
             home.to_host()
         self.residency.add(home)
+        of_reference = self.residency.part(REFERENCE)
+        assert isinstance(of_reference, ParamHome)
+        self.residency.take_turns(home, of_reference)
         return reference
 
     @property
