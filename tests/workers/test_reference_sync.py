@@ -98,6 +98,16 @@ def test_a_resting_reference_follows_without_a_byte_on_the_device(following):
     assert not worker.residency.part("reference params").on_device
 
 
+@pytest.mark.parametrize("where", ["the reference rests", "the policy rests", "both on the device"])
+def test_what_stays_on_the_device_is_joined_by_no_copy(following, where):
+    worker = following(PLACES[where])
+    call(worker, "update_actor", [mini_batch()])
+    model = sum(parameter.nbytes for parameter in worker.reference.parameters())
+    memory = sync(worker)
+    assert memory.kind_peaks.get("moving average", 0) == 0
+    assert memory.kind_peaks["params"] == (2 * model if where == "both on the device" else model)
+
+
 def test_twenty_moves_allocate_no_further_host_memory(following):
     worker = following(PLACES["both rest"])
     held = [sync(worker).peak_allocated_bytes for _ in range(20)]

@@ -64,10 +64,10 @@ class RankCheck:
         if not chosen:
             return {}
         self.done = True
-        some, names = rows.select(chosen), [addresses[row] for row in chosen]
+        subset, names = rows.select(chosen), [addresses[row] for row in chosen]
         of_teacher = None if teacher is None else teacher[token_index(rows.parts[:, THINK].tolist(), chosen)]
-        log_probs = exact(some)
-        unquantised = rlt_scores(self.settings, some, log_probs.think, of_teacher, log_probs.solution, names)
+        log_probs = exact(subset)
+        unquantised = rlt_scores(self.settings, subset, log_probs.think, of_teacher, log_probs.solution, names)
         numbers = {name: number for number, name in enumerate(dict.fromkeys(names))}
         group = [numbers[name] for name in names]
         agreement = rank_agreement(scores.training_rewards()[chosen], unquantised.training_rewards(), group)

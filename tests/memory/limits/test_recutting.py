@@ -122,6 +122,7 @@ def test_no_gradient_of_the_failed_window_is_left(untied_folder, one_rank, in_ba
     for fails in (False, True):
         policy, mini = policy_of(untied_folder, one_rank, fsdp, recompute=recomputes), share(budget=MIDDLE)
         policy.trained.optimizer = torch.optim.SGD(policy.model.parameters(), lr=1.0)
+        policy.trained.schedule = torch.optim.lr_scheduler.LambdaLR(policy.trained.optimizer, lambda step: 1.0)
         if offloads:
             policy.trained.offload = ActivationOffload(policy.model, CPU, 1, 2)
         before = weights(policy.model)
