@@ -101,8 +101,8 @@ class ScoringWorker:
         leave_process_group()
 
     def _build(self, folder: str, key: str) -> PolicyModel:
-        model = Model(path=folder, trust_remote_code=self.plan.trust_remote_code, enable_gradient_checkpointing=False)  # type: ignore[call-arg]
-        fsdp = Fsdp(model_dtype=self.plan.dtype, dtype=self.plan.dtype)  # type: ignore[call-arg]
+        model = Model(path=folder, trust_remote_code=self.plan.trust_remote_code, enable_gradient_checkpointing=False)
+        fsdp = Fsdp(model_dtype=self.plan.dtype, dtype=self.plan.dtype)
         mesh = training_mesh(self.device.type, 1, -1)
         built = build_policy(model, fsdp, Path(folder), mesh, self.device, key, False, False)
         built.requires_grad_(False)
