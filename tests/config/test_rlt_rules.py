@@ -11,11 +11,9 @@ ALIAS = {**STUDENT, **KL, f"{MODEL}.path": None}
 SWAP = {**STUDENT, **KL, "reward_model.residency": "swap", f"{AR}.ref.fsdp_config.param_offload": True}
 
 
-@pytest.mark.parametrize(("more", "where"), [(STUDENT, "separate"), (ALIAS, "alias_ref"), (SWAP, "swap")])
-def test_the_place_of_the_student_follows_from_its_path_unless_it_is_given(settled, caplog, more, where):
-    reward_model = settled(more).reward_model
-    assert reward_model.by_student
-    assert reward_model.student_residency == where
+@pytest.mark.parametrize("more", [STUDENT, ALIAS, SWAP, ALIAS | {"reward_model.residency": "alias_ref"}])
+def test_a_student_of_its_own_and_the_reference_as_student_are_settings_without_a_warning(settled, caplog, more):
+    assert settled(more).reward_model.by_student
     assert caplog.messages == []
 
 
@@ -75,6 +73,23 @@ def test_bypass_mode_is_refused(complaint):
     assert f"{bypass}=true, reward_model.reward_manager=rlt: the KL of the reward" in complaint(STUDENT | {bypass: True})
 
 
+MMAP = {f"{AR}.model.load_mode": "mmap"}
+RESTS = STUDENT | {f"{MODEL}.fsdp_config.param_offload": True}
+
+
+@pytest.mark.parametrize("more", [{}, KL, {f"{AR}.model.lora_rank": 2}, KL | {f"{AR}.ref.fsdp_config.offload_policy": True}])
+def test_a_student_that_rests_on_the_host_may_rest_in_its_file(settled, complaint, more):
+    assert settled(RESTS | MMAP | more).actor_rollout_ref.model.load_mode == "mmap"
+    assert complaint(STUDENT | MMAP | more).startswith(f"{AR}.model.load_mode=mmap")
+
+
+def test_a_quantised_student_rests_in_no_file(settled, complaint):
+    quantised = MMAP | KL | {f"{MODEL}.quantization": "int8", f"{AR}.ref.fsdp_config.param_offload": True}
+    message = complaint(RESTS | quantised)
+    assert message.startswith(f"{AR}.model.load_mode=mmap, {MODEL}.quantization=int8: the student rests on the host")
+    settled(STUDENT | quantised)
+
+
 def test_rules_of_a_student_say_nothing_of_other_runs(settled):
     more = {"reward_model.residency": "swap", f"{RLT}.kl_teacher": "reference", "data.truncation": "left"}
     settled({**more, "algorithm.filter_groups.enable": True})
@@ -86,6 +101,7 @@ def test_rules_of_a_student_say_nothing_of_other_runs(settled):
         (f"{RLT}.max_student_len", 9, {}, "reward_model.reward_manager is not rlt"),
         ("reward_model.residency", "swap", {}, "reward_model.reward_manager is not rlt"),
         ("reward_model.max_length", 9, STUDENT, "reward_model.reward_manager is rlt"),
+        (f"{MODEL}.fsdp_config.param_offload", True, ALIAS, "or the reference is the student"),
         (f"{MODEL}.input_tokenizer", None, STUDENT, "reward_model.reward_manager is rlt"),
         ("reward_model.micro_batch_size_per_gpu", 9, STUDENT, "reward_model.reward_manager is rlt"),
         ("reward_model.forward_max_token_len_per_gpu", 9, STUDENT, "reward_model.reward_manager is rlt"),

@@ -2,6 +2,7 @@
 
 import pytest
 
+from tests import rlt
 from tests.workers.test_reward_scores import classifier
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.reads import leaf_keys, record_reads
@@ -24,8 +25,6 @@ READ_ELSEWHERE = {
     # read only where there is a sandbox service (tests/rewards/test_sandbox.py)
     "reward_model.sandbox_fusion.max_concurrent",
     "reward_model.sandbox_fusion.memory_limit_mb",
-    # read only where a prompt holds a special token (tests/data/test_dataset.py)
-    "data.allow_special_tokens",
 }
 CHECKED_ONLY = {
     # have a single value, which tests/config/test_checks.py holds
@@ -39,6 +38,8 @@ CHECKED_ONLY = {
     "actor_rollout_ref.rollout.prompt_length",
     # the number of checkpoints is one (tests/config/test_critic_rules.py)
     "trainer.max_critic_ckpt_to_keep",
+    # can only be the temperature of the rollouts (tests/config/test_rlt_rules.py)
+    "reward_model.rlt.unbias_student_log_probs_temp",
 }
 PLUGINS = """
 from verl_memopt.data.dataset import PromptDataset
@@ -122,6 +123,8 @@ def runs(toy, folder):
     ]  # fmt: skip
     yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic)
     yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic + ["trainer.total_training_steps=3"])
+    overlong = {f"{rlt.RLT}.max_student_len": 42, f"{rlt.RLT}.overlong": "skip"}
+    yield rlt.settings_of(rlt.brief_toy(folder / "rlt_toy"), folder / "rlt", overlong)
 
 
 @pytest.fixture(scope="module")

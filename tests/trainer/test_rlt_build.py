@@ -109,3 +109,14 @@ def test_special_tokens_of_a_question_are_text_unless_they_are_allowed(context_o
 def test_the_format_of_the_settings_tags_the_prompts(context_of):
     context = context_of({f"{RLT}.tag_format": "r1", "data.max_prompt_length": 900, f"{AR}.actor.ppo_max_token_len_per_gpu": 999})
     assert "You are a teacher." in context.validation[0].text
+
+
+def test_rows_that_can_never_be_scored_are_counted_at_the_start(context_of, caplog):
+    context_of({f"{RLT}.max_student_len": 400})
+    assert "never scored" not in caplog.text
+    limit = {f"{RLT}.max_student_len": 40}
+    context_of(limit)
+    (text,) = [text for text in caplog.messages if "val.parquet" in text]
+    assert text.startswith(f"{RLT}.max_student_len=40: question and solution of 9 of 9 rows are longer, so these rows are never")
+    with pytest.raises(ConfigError, match=r"max_student_len=40: the student's sequence for .*train\.parquet.* has \d+ tokens"):
+        context_of(limit | {f"{RLT}.overlong": "error"})

@@ -75,6 +75,11 @@ MODES = {
     "separate": ({}, "student", "teacher"),
     "offloaded": (OFFLOADED, "student", "teacher"),
     "mapped": (MAPPED | {f"{RLT}.logits_chunk_tokens": 7}, "student", "teacher"),
+    "a mapped student alone": (
+        {f"{AR}.model.load_mode": "mmap", f"{AR}.actor.use_kl_loss": False, f"{MODEL}.fsdp_config.param_offload": True},
+        "student",
+        "teacher",
+    ),
     "alias_ref": (ALIAS, "teacher", "teacher"),
     "alias of another reference": (ALIAS | {f"{AR}.ref.model.path": "student"}, "student", "teacher"),
     "alias with LoRA": (ALIAS | {f"{AR}.model.lora_rank": 2}, "teacher", "teacher"),

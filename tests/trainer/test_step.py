@@ -4,6 +4,7 @@ from contextlib import contextmanager
 import pytest
 import torch
 
+from tests import rlt
 from tests.trainer.conftest import AR, batch_of, rewards_of, write_rows
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.expansion import EXPANSIONS
@@ -14,6 +15,7 @@ from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.experience import StepBatch
 from verl_memopt.trainer.generation import Answers
+from verl_memopt.trainer.rlt_scorer import Explained
 from verl_memopt.trainer.start import start_workers
 
 
@@ -190,3 +192,53 @@ def test_the_discount_and_the_decay_reach_the_advantages(settled):
     # Values are 0 in the first step, so both halve what a token gets for each token that follows it.
     assert discounted == pytest.approx(decayed, rel=1e-6)
     assert discounted < whole
+
+
+@pytest.fixture(scope="module")
+def rlt_toy(tmp_path_factory):
+    return rlt.brief_toy(tmp_path_factory.mktemp("rlt") / "toy")
+
+
+@pytest.mark.parametrize(
+    ("more", "scoring"),
+    [
+        ({}, ["old_log_prob", "reward", "ref"]),
+        ({f"{rlt.RLT}.kl_teacher": "reference"}, ["old_log_prob", "ref", "reward"]),
+        (rlt.ALIAS, ["old_log_prob", "reward", "ref"]),
+        ({f"{rlt.RLT}.unbias_teacher_log_probs": False}, ["old_log_prob", "old_log_prob", "reward", "ref"]),
+    ],
+)
+def test_a_student_scores_between_the_log_probs_while_the_engine_sleeps(rlt_toy, tmp_path, more, scoring):
+    settings = rlt.settings_of(rlt_toy, tmp_path / "run", {f"{AR}.rollout.free_cache_engine": True, **more})
+    with running(settings) as learner:
+        learner.workers.clock.take()
+        metrics = learner.train_step(1).metrics
+        assert [span.name for span in learner.workers.clock.take()] == [
+            "gen",
+            "gen",
+            *scoring,
+            "adv",
+            "update_actor",
+            "update_weights",
+        ]
+        assert metrics["actor/grad_norm"] > 0
+        assert metrics["critic/score/mean"] == pytest.approx(metrics["rlt/reward"])
+
+
+def test_rows_that_are_not_scored_count_in_no_mean(rlt_toy, tmp_path):
+    """A limit between the lengths of the student's sequences skips some rows."""
+    with running(rlt.settings_of(rlt_toy, tmp_path / "whole")) as learner:
+        batch = learner.log_probs(learner.scored(1))
+        infos = [row.extra_info for row in batch.answers.rows]
+        explained = Explained.of(infos, batch.answers.generation.response_ids, batch.names)
+        lengths = sorted(learner.rlt.score(explained).rows.ids.lengths.tolist())
+    more = {f"{rlt.RLT}.max_student_len": (lengths[0] + lengths[-1]) // 2, f"{rlt.RLT}.overlong": "skip"}
+    with running(rlt.settings_of(rlt_toy, tmp_path / "cut", more)) as learner:
+        result = learner.train_step(1)
+    scores = [each.score for each in result.results if not math.isnan(each.score)]
+    assert 0 < len(scores) < 6
+    assert result.metrics["reward/invalid_rows"] == 6 - len(scores)
+    for name in ("score", "rewards"):
+        assert result.metrics[f"critic/{name}/mean"] == pytest.approx(sum(scores) / len(scores))
+    assert math.isfinite(result.metrics["actor/grad_norm"])
+    assert result.metrics["actor/skipped_updates"] == 0

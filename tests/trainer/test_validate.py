@@ -1,6 +1,9 @@
+import math
+
 import pytest
 
-from tests.trainer.conftest import AR
+from tests import rlt
+from tests.trainer.conftest import AR, ready
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.build import build_rewarder, build_run, build_validator
@@ -92,3 +95,42 @@ def test_a_dataset_that_only_has_a_length_and_an_index_is_read_by_both(validated
     validation = validated({"data.custom_cls.path": str(tmp_path / "rows.py"), "data.custom_cls.name": "Rows"})
     assert rows_of(validation) == [f"{index}=" for index in range(6)]
     assert all(isinstance(row, PromptRow) for answers, _ in validation.answers for row in answers.rows)
+
+
+@pytest.fixture(scope="module")
+def rlt_toy(tmp_path_factory):
+    return rlt.brief_toy(tmp_path_factory.mktemp("rlt") / "toy")
+
+
+def student_validation(toy, run_dir, more=None):
+    """Returns a validation of a run of RLT, its phases, and the same validation once more."""
+    with ready(rlt.settings_of(toy, run_dir, more)) as trainer:
+        workers = trainer.workers
+        workers.all("update_weights", "update_weights")
+        workers.clock.take()
+        first = trainer.validator.validate(1)
+        phases = [span.name for span in workers.clock.take()]
+        return first, phases, trainer.validator.validate(1)
+
+
+def test_a_student_scores_held_out_answers_after_all_of_them_are_written(rlt_toy, tmp_path):
+    whole, phases, again = student_validation(rlt_toy, tmp_path / "whole")
+    assert phases == ["testing", "old_log_prob", "reward"]
+    more = {"data.val_batch_size": 4, f"{AR}.rollout.free_cache_engine": True}
+    cut, phases, after = student_validation(rlt_toy, tmp_path / "cut", more)
+    assert phases == ["testing"] * 3 + ["gen", "old_log_prob", "reward", "update_weights"]
+    assert [len(answers.rows) for answers, _ in cut.answers] == [4, 4, 1]
+    assert cut.metrics == pytest.approx(whole.metrics, abs=1e-5)
+    assert again.metrics == whole.metrics
+    assert after.metrics == cut.metrics
+    assert whole.metrics["val-core/rlt/reward/mean@1"] == pytest.approx(whole.score)
+    parts = ("r_ss", "r_kl", "match")
+    r_ss, r_kl, match = (whole.metrics[f"val-aux/rlt/{name}/mean@1"] for name in parts)
+    assert r_ss - r_kl + match == pytest.approx(whole.score, abs=1e-4)
+
+
+def test_a_row_that_is_not_scored_counts_in_no_mean_of_a_validation(rlt_toy, tmp_path):
+    more = {f"{rlt.RLT}.max_student_len": 3, f"{rlt.RLT}.overlong": "skip"}
+    validation, _, _ = student_validation(rlt_toy, tmp_path / "run", more)
+    assert (validation.metrics, math.isnan(validation.score)) == ({}, True)
+    assert len(validation.answers[0][1]) == 9

@@ -1,6 +1,7 @@
 """The student in a worker: where its weights lie in each phase, and what twenty cycles change, which is nothing."""
 
 import dataclasses
+import gc
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from tests.workers.test_policy import batch
 from tests.workers.test_rlt_scores import rows_of
 from tests.workers.test_worker import AR, made  # noqa: F401 - made is a fixture
 from verl_memopt.config.schema import Fsdp, RltReward, ScoringModel
+from verl_memopt.errors import ConfigError
 from verl_memopt.memory.parameters.residency import NEEDS, STUDENT
 from verl_memopt.models.build import named_weights
 from verl_memopt.models.tiny import make_tiny_model
@@ -19,7 +21,7 @@ from verl_memopt.workers.student import logits_in_chunks
 
 OFFLOADED = {f"{AR}.{role}.fsdp_config.param_offload": True for role in ("actor", "ref")}
 MAPPED = {**OFFLOADED, f"{AR}.actor.use_kl_loss": True, f"{AR}.model.load_mode": "mmap"}
-MODES = ("alias_ref", "separate", "swap", "mapped", "resident", "int8", "nf4")
+MODES = ("alias_ref", "separate", "swap", "mapped", "mapped swap", "resident", "int8", "nf4")
 ROWS = rows_of(12, 20, 6, 6)
 BINS = [[0, 1, 2], [3, 4], [5]]
 
@@ -34,11 +36,11 @@ def student_folder(tmp_path_factory):
 def scoring(made, tiny_folder, student_folder):  # noqa: F811
     """Builds a worker with policy, reference and student."""
 
-    def build(mode, more=None):
-        settings = {**(MAPPED if mode == "mapped" else OFFLOADED), **(more or {})}
+    def build(mode, more=None, student_dtype="fp32"):
+        settings = {**(MAPPED if "mapped" in mode else OFFLOADED), **(more or {})}
         quantization = mode if mode in ("int8", "nf4") else "none"
-        fsdp = Fsdp(dtype="fp32", param_offload=mode not in ("resident", "int8", "nf4"))
-        residency = mode if mode in ("alias_ref", "swap") else "separate"
+        fsdp = Fsdp(dtype="fp32", model_dtype=student_dtype, param_offload=mode not in ("resident", "int8", "nf4"))
+        residency = {"alias_ref": "alias_ref", "swap": "swap", "mapped swap": "swap"}.get(mode, "separate")
         model = ScoringModel(path=str(student_folder), fsdp_config=fsdp, quantization=quantization)
         folder = None if mode == "alias_ref" else str(student_folder)
         plan = StudentPlan(model, RltReward(logits_chunk_tokens=8), residency, folder)
@@ -92,7 +94,7 @@ def test_the_student_scores_with_the_weights_of_its_folder(scoring, mode, tiny_f
 
 def test_every_residency_gives_the_same_log_probs(scoring, made):  # noqa: F811
     results = {}
-    for mode in ("separate", "swap", "mapped", "resident"):
+    for mode in ("separate", "swap", "mapped", "mapped swap", "resident"):
         results[mode] = score(scoring(mode)).value.log_probs
         made.close()
     first = results.pop("separate")
@@ -130,9 +132,11 @@ def test_one_place_on_the_device_serves_student_and_reference(scoring):
     with worker.residency.phase("reward"):
         size = size_of(worker.reference)
         assert size > 0
+        addresses = [parameter.data_ptr() for parameter in worker.reference.parameters()]
     for phase in ("ref", "reward", "ref", "reward"):
         with worker.residency.phase(phase):
             assert size_of(worker.reference) == size
+            assert [parameter.data_ptr() for parameter in worker.reference.parameters()] == addresses
     worker.residency.rest()
     assert size_of(worker.reference) == 0
     homes = [part for part, names in worker.residency._parts if names & {"reference params", STUDENT}]
@@ -141,7 +145,7 @@ def test_one_place_on_the_device_serves_student_and_reference(scoring):
     )
 
 
-@pytest.mark.parametrize("mode", ["separate", "swap", "mapped"])
+@pytest.mark.parametrize("mode", ["separate", "swap", "mapped", "mapped swap"])
 def test_moves_are_idempotent_and_only_the_students_phase_has_it_on_the_device(scoring, mode):
     worker = scoring(mode)
     (student,) = [part for part, _ in worker.residency._parts if part.name == STUDENT]
@@ -177,3 +181,18 @@ def test_logits_are_chunked_inside_the_body_alone(scoring):
     with logits_in_chunks(model, 3):
         assert model.head.chunk_tokens == 3 != before
     assert model.head.chunk_tokens == before
+
+
+@pytest.mark.parametrize(("mode", "copies"), [("separate", 3), ("swap", 3), ("mapped", 1), ("mapped swap", 1)])
+def test_a_mapped_student_takes_no_host_buffer(scoring, mode, copies):
+    gc.collect()  # buffers of workers before this one
+    worker = scoring(mode)
+    held = score(worker).memory.host_buffer_bytes
+    ref(worker)
+    (home,) = [part for part, _ in worker.residency._parts if part.name == STUDENT]
+    assert held == pytest.approx(copies * home.num_bytes, rel=0.05)
+
+
+def test_a_mapped_student_of_another_dtype_names_its_own_key(scoring):
+    with pytest.raises(ConfigError, match=r"load_mode=mmap.*reward_model\.model\.fsdp_config\.model_dtype"):
+        scoring("mapped", student_dtype="bfloat16")

@@ -98,8 +98,15 @@ def _idle() -> Iterator[Idle]:
     tokenizer, without_model = f"{_MODEL}.input_tokenizer", f"{ENABLE} is false, or {MANAGER} is rlt"
     for key in (_BY_TOKENS, "reward_model.max_length", tokenizer):
         yield Idle(key, (ENABLE, MANAGER), lambda enabled, manager: not enabled or manager == RLT, without_model)
-    for key in (key for key in leaf_types() if key.startswith(f"{_MODEL}.") and key != tokenizer):
-        yield Idle(key, (ENABLE,), lambda enabled: not enabled, f"{ENABLE} is false")
+    path = f"{_MODEL}.path"
+    yield Idle(path, (ENABLE,), lambda enabled: not enabled, f"{ENABLE} is false")
+    for key in (key for key in leaf_types() if key.startswith(f"{_MODEL}.") and key not in (tokenizer, path)):
+        yield Idle(
+            key,
+            (ENABLE, MANAGER, path),
+            lambda enabled, manager, folder: not enabled or (manager == RLT and folder is None),
+            f"{ENABLE} is false, or the reference is the student",
+        )
     for key in (RESIDENCY, *(key for key in leaf_types() if key.startswith("reward_model.rlt."))):
         yield Idle(key, (MANAGER,), lambda manager: manager != RLT, f"{MANAGER} is not rlt")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 import numpy as np
 from jinja2 import TemplateError
@@ -46,6 +46,16 @@ class PromptRow:
     """The prompt as the file has it, where it is a list of messages. A reward model renders it with its own template."""
     ids: tuple[int, ...] | None = None
     """The prompt as the file has it, where it is a list of token ids. They are used as they are."""
+
+
+class PromptRows(Protocol):
+    """A dataset as the trainer reads it: this file's, that of RLT, or a class of the user's own."""
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+
+    def __getitem__(self, index: int, /) -> PromptRow:
+        """Return the prompt at ``index``."""
 
 
 class PromptDataset:

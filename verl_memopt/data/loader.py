@@ -8,7 +8,7 @@ from typing import Any
 import numpy as np
 
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import PromptDataset, PromptRow
+from verl_memopt.data.dataset import PromptRow, PromptRows
 from verl_memopt.data.plugin import load_from_file
 from verl_memopt.errors import DataError
 
@@ -52,7 +52,7 @@ class StepLoader:
 
     def __init__(
         self,
-        dataset: PromptDataset,
+        dataset: PromptRows,
         batch_size: int,
         shuffle: bool,
         seed: int,

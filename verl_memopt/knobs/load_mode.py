@@ -1,16 +1,16 @@
 """Choose how weights come from their files: streamed shard by shard, or left in the mapped file until the device needs them.
 
-Use it when: a reference rests on the host (``param_offload``) and host memory is short.
-Saves: with ``mmap``, the host buffer in which the reference would rest. Either way no rank holds more of a model than its shard.
+Use it when: a reference or a student of RLT rests on the host (``param_offload``) and host memory is short.
+Saves: with ``mmap``, the host buffer in which that model would rest. Either way no rank holds more of a model than its shard.
 Costs: the system may drop pages of the file and read them again, and copies cannot come from page-locked memory.
 Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_config.model_dtype`` that is the file's. It
-    refuses LoRA, ``ref.quantization`` and ``offload_policy``.
+    refuses LoRA, ``ref.quantization`` and ``offload_policy``, unless a student of its own rests on the host.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 from verl_memopt.knobs.conditions import KL, needs_reference
 from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
@@ -18,6 +18,11 @@ from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
 _KEY, _RANK = "actor_rollout_ref.model.load_mode", "actor_rollout_ref.model.lora_rank"
 _OFFLOAD, _NATIVE = (f"actor_rollout_ref.ref.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
 _QUANTIZATION = "actor_rollout_ref.ref.quantization"
+_STUDENT = (
+    *("reward_model.enable", "reward_model.reward_manager", "reward_model.model.path"),
+    "reward_model.model.fsdp_config.param_offload",
+)
+"""They decide whether a student of RLT rests on the host."""
 
 
 @dataclass(frozen=True)
@@ -25,13 +30,18 @@ class LoadMode:
     """Settings of loading."""
 
     load_mode: Literal["stream", "mmap"] = "stream"
-    """stream = each rank reads its own shards, tensor by tensor; mmap = the reference that rests on the host rests in its
-    safetensors file, mapped, and takes no host memory of its own."""
+    """stream = each rank reads its own shards, tensor by tensor; mmap = a reference and a student of RLT that rest on the host
+    rest in their safetensors files, mapped, and take no host memory of their own."""
 
 
-def _without_reference(mode: str, offloaded: bool, rank: int, native: bool, in_reward: bool, in_loss: bool) -> bool:
-    """Return whether no reference rests on the host for another reason than LoRA or offload_policy, which are refused above."""
-    rests = offloaded and needs_reference(in_reward, in_loss)
+def _student_rests(enabled: bool, manager: str, path: str | None, offloaded: bool) -> bool:
+    """Return whether a student of RLT, a model of its own, rests on the host."""
+    return enabled and manager == "rlt" and path is not None and offloaded
+
+
+def _without_frozen(mode: str, offloaded: bool, rank: int, native: bool, in_reward: bool, in_loss: bool, *student: Any) -> bool:
+    """Return whether nothing rests on the host for another reason than LoRA or offload_policy, which are refused above."""
+    rests = (offloaded and needs_reference(in_reward, in_loss)) or _student_rests(*student)
     return mode == "mmap" and not (rests or rank > 0 or native)
 
 
@@ -44,29 +54,37 @@ KNOB = Knob(
     refuses=(
         Refusal(
             (_KEY, _RANK),
-            lambda mode, rank: mode == "mmap" and rank > 0,
+            lambda mode, rank, *student: mode == "mmap" and rank > 0 and not _student_rests(*student),
             "with LoRA the reference is the policy's own base, and no other rests in a file",
             f"Set {_KEY}=stream.",
+            about=_STUDENT,
         ),
         Refusal(
             (_KEY, _NATIVE),
-            lambda mode, native, rank: mode == "mmap" and native and rank == 0,
+            lambda mode, native, rank, *student: mode == "mmap" and native and rank == 0 and not _student_rests(*student),
             "with offload_policy the reference never leaves its host buffer, and none rests in a file",
             f"Set {_OFFLOAD}=true in place of offload_policy, or {_KEY}=stream.",
-            about=(_RANK,),
+            about=(_RANK, *_STUDENT),
         ),
         Refusal(
             (_KEY, _OFFLOAD),
-            _without_reference,
+            _without_frozen,
             "a mapped file is where a reference rests, and no reference rests on the host",
             f"Set {_OFFLOAD}=true (with a KL), or {_KEY}=stream.",
-            about=(_RANK, _NATIVE, *KL),
+            about=(_RANK, _NATIVE, *KL, *_STUDENT),
         ),
         Refusal(
             (_KEY, _QUANTIZATION),
             lambda mode, quantization: mode == "mmap" and quantization != "none",
             "the mapped file holds the unquantised weights",
             f"Set {_KEY}=stream.",
+        ),
+        Refusal(
+            (_KEY, "reward_model.model.quantization"),
+            lambda mode, quantization, *student: mode == "mmap" and quantization != "none" and _student_rests(*student),
+            "the student rests on the host, and the mapped file holds the unquantised weights",
+            f"Set {_KEY}=stream, or {_STUDENT[-1]}=false.",
+            about=_STUDENT,
         ),
     ),
     claims=(Claim("update_actor", "host buffers", lambda _, after: after.reference_bytes),),

@@ -251,6 +251,7 @@ def _stored_shapes(
 
 TIED = frozenset({"lm_head.weight"})
 """Weights that a folder may hold beside those of the model: a head that is tied to the embedding."""
+REFERENCE_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
 LM_HEAD = frozenset({"lm_head.weight", "lm_head.bias"})
 """The same for a model that has another head."""
 TIED_ROWS = 4096
@@ -284,12 +285,13 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
             )
 
 
-def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
+def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
     """Return each parameter's shard as a view of the mapped file. None of it is read yet.
 
     Args:
         model: The model, sharded or not.
         folder: Folder with safetensors files.
+        dtype_key: The setting of the model's dtype, to name in errors.
 
     Raises:
         ConfigError: As in :func:`fill_from_folder`. Or a file has another dtype than the model.
@@ -301,8 +303,8 @@ def mapped_weights(model: nn.Module, folder: Path) -> list[Tensor]:
         part = mapped(weights.read(name, local_region(parameter)))
         if part.dtype != parameter.dtype:
             raise ConfigError(
-                f"actor_rollout_ref.model.load_mode=mmap: {name} is {part.dtype} in {folder}, and the reference rests as "
-                f"{parameter.dtype}. Set actor_rollout_ref.ref.fsdp_config.model_dtype to the file's, or load_mode=stream."
+                f"actor_rollout_ref.model.load_mode=mmap: {name} is {part.dtype} in {folder}, and the model rests as "
+                f"{parameter.dtype}. Set {dtype_key} to the file's, or load_mode=stream."
             )
         shards.append(part)
     return shards

@@ -30,17 +30,10 @@ def student_model(student: ScoringModel, policy: Model) -> Model:
         student: The ``reward_model.model`` section of the settings.
         policy: The policy's ``model`` section.
     """
-    return replace(
-        policy,
-        path=str(student.path),
-        hf_config_path=None,
-        trust_remote_code=student.trust_remote_code,
-        external_lib=student.external_lib,
-        override_config=student.override_config,
-        enable_gradient_checkpointing=False,
-        lora_rank=0,
-        lora_adapter_path=None,
-    )
+    without_training = {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
+    own = {name: getattr(student, name) for name in ("trust_remote_code", "external_lib", "override_config")}
+    changes: dict[str, Any] = {"path": str(student.path), "hf_config_path": None, **own, **without_training}
+    return replace(policy, **changes)
 
 
 def find_student(student: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor) -> Path:

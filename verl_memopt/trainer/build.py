@@ -13,7 +13,7 @@ from types import MappingProxyType
 from verl_memopt.algorithms.advantages import NEEDS
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.config.schema import Data, FilterGroups, Model, Settings, Trainer
-from verl_memopt.data.dataset import PromptDataset, build_dataset
+from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import check_prompts
 from verl_memopt.data.loader import StepLoader, load_sampler
@@ -42,7 +42,7 @@ from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs
 from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.trainer.rewarder import Dapo, Rewarder
-from verl_memopt.trainer.rlt_build import build_rlt_scorer, rlt_datasets, student_encoder, student_plan
+from verl_memopt.trainer.rlt_build import build_rlt_scorer, rlt_datasets, student_encoder, student_plan, warn_of_no_room
 from verl_memopt.trainer.rlt_scorer import RltScorer
 from verl_memopt.trainer.run_lock import RunLock, hold
 from verl_memopt.trainer.step import Learner
@@ -83,7 +83,7 @@ class RunContext:
     lock: RunLock
     environment: Environment
     loader: StepLoader | None
-    validation: PromptDataset | None
+    validation: PromptRows | None
     encoder: PromptEncoder
     store: CheckpointStore
     checkpoint: Checkpoint | None
@@ -157,6 +157,8 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             student=student_plan(settings, environment) if _scores_with_model(settings) else None,
         )
         rlt_encoder = student_encoder(settings, environment) if _scores_with_model(settings) else None
+        if rlt_encoder is not None:
+            warn_of_no_room(rlt_encoder, settings.reward_model.rlt, (train, validation))
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(
@@ -167,9 +169,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     )  # fmt: skip
 
 
-def _datasets(
-    data: Data, environment: Environment, by_rules: bool, settings: Settings
-) -> tuple[PromptDataset, PromptDataset | None]:
+def _datasets(data: Data, environment: Environment, by_rules: bool, settings: Settings) -> tuple[PromptRows, PromptRows | None]:
     """Return the training rows and the held-out rows.
 
     Args:
@@ -192,7 +192,7 @@ def _datasets(
 
 
 def _reward_model(
-    settings: Settings, environment: Environment, datasets: Sequence[PromptDataset | None]
+    settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]
 ) -> tuple[Path | None, Conversations | None]:
     """Return the folder of the reward model, and what turns answers into its conversations; None without one."""
     reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
@@ -211,7 +211,7 @@ def _scores_with_model(settings: Settings) -> bool:
     return mode_of(settings).scores or settings.debug.mode == "forge"
 
 
-def _build_loader(data: Data, rows: PromptDataset, checkpoint: Checkpoint | None) -> StepLoader:
+def _build_loader(data: Data, rows: PromptRows, checkpoint: Checkpoint | None) -> StepLoader:
     """Return the loader of training prompts, at the position of the checkpoint."""
     assert data.seed is not None
     prompts = data.gen_batch_size or data.train_batch_size

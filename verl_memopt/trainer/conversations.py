@@ -10,7 +10,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from verl_memopt.data.dataset import PromptDataset, PromptRow
+from verl_memopt.data.dataset import PromptRow, PromptRows
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.special_tokens import Spans, special_tokens_of
 from verl_memopt.errors import ConfigError, DataError
@@ -95,7 +95,7 @@ class Conversations:
                 "Correct the row, or use another reward model."
             ) from problem
 
-    def check(self, rows: PromptDataset | Sequence[PromptRow]) -> None:
+    def check(self, rows: PromptRows) -> None:
         """Check that the tokenizer can render the conversations of a data set.
 
         Raises:

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import logging
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import Data, Settings
+from verl_memopt.config.schema import Data, RltReward, Settings
 from verl_memopt.data.batch import shares_prompts
+from verl_memopt.data.dataset import PromptRows
 from verl_memopt.data.rlt.dataset import RltDataset
 from verl_memopt.data.rlt.format import FORMATS
 from verl_memopt.data.rlt.prompts import RltPrompts
@@ -14,13 +17,16 @@ from verl_memopt.models.folder import TOKENIZER_FILES, read_tokenizer
 from verl_memopt.models.reward_folder import REWARD_KEY
 from verl_memopt.models.student_folder import check_same_shape, find_student
 from verl_memopt.rewards.rlt.same_tokenizer import check_same_tokenizer
+from verl_memopt.rewards.rlt.status import SKIPPED
 from verl_memopt.rewards.rlt.student_rows import StudentEncoder
 from verl_memopt.trainer.environment import Environment
 from verl_memopt.trainer.passes import budgets
-from verl_memopt.trainer.rlt_scorer import RltScorer
+from verl_memopt.trainer.rlt_scorer import Explained, RltScorer
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.log_probs import scoring_temperature
 from verl_memopt.workers.plan import StudentPlan
+
+logger = logging.getLogger(__name__)
 
 
 def rlt_datasets(data: Data, settings: Settings, tokenizer: Any) -> tuple[RltDataset, RltDataset | None]:
@@ -52,14 +58,17 @@ def student_plan(settings: Settings, environment: Environment) -> StudentPlan | 
         return None
     folder = None if reward_model.model.path is None else _student_folder(settings, environment)
     _check_tokenizer(environment, folder or environment.reference_folder, reward_model.model.trust_remote_code)
-    if reward_model.student_residency == "swap":
+    residency = reward_model.residency
+    if residency == "auto":
+        residency = "alias_ref" if folder is None else "separate"
+    if residency == "swap":
         assert folder is not None
         assert environment.reference_folder is not None
         check_same_shape(reward_model.model, folder, roles.model, environment.reference_folder)
     return StudentPlan(
         model=reward_model.model,
         rlt=reward_model.rlt,
-        residency=reward_model.student_residency,
+        residency=residency,
         folder=None if folder is None else str(folder),
         shares_prompts=shares_prompts(roles.actor),
     )
@@ -97,6 +106,31 @@ def student_encoder(settings: Settings, environment: Environment) -> StudentEnco
     padding = environment.tokenizer.pad_token_id
     stops = {*environment.eos_token_ids, *([] if padding is None else [padding])}
     return StudentEncoder(rlt_prompts(settings, environment.tokenizer), settings.reward_model.rlt, stops)
+
+
+def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[PromptRows | None]) -> None:
+    """Warn of rows whose question and solution alone leave no room under ``max_student_len``. They are never scored.
+
+    Args:
+        encoder: Builds the student's sequences.
+        rlt: Settings of the reward.
+        datasets: The rows of each split.
+
+    Raises:
+        ConfigError: There is such a row, and ``overlong`` is ``error``. The message names its file and its place.
+    """
+    if rlt.max_student_len is None:
+        return
+    for dataset in datasets:
+        rows = [] if dataset is None else [dataset[index] for index in range(len(dataset))]
+        empty = Explained.of([row.extra_info for row in rows], [[]] * len(rows), [row.address for row in rows])
+        encoded = encoder.encode(empty.questions, empty.solutions, empty.responses, empty.addresses)
+        without_room = (encoded.status == SKIPPED).nonzero().flatten().tolist()
+        if without_room:
+            logger.warning(
+                "reward_model.rlt.max_student_len=%d: question and solution of %d of %d rows are longer, so these rows are never "
+                "scored; the first is %s", rlt.max_student_len, len(without_room), len(rows), rows[without_room[0]].address,
+            )  # fmt: skip
 
 
 def rlt_prompts(settings: Settings, tokenizer: Any) -> RltPrompts:

@@ -49,9 +49,11 @@ class StepMetrics:
         return metrics
 
     def _rewards_and_lengths(self, batch: StepBatch) -> dict[str, float]:
+        """Return metrics of rewards and lengths. A row without a score (NaN) counts in no mean."""
         advantages, lengths = batch.advantages, batch.rows.responses.lengths
         assert advantages is not None
-        metrics = critic_metrics(batch.scores, advantages.rewards, advantages.per_token, advantages.returns)
+        scores, rewards = (values[~values.isnan()] for values in (batch.scores, advantages.rewards))
+        metrics = critic_metrics(scores, rewards, advantages.per_token, advantages.returns)
         if batch.rows.old_values is not None:
             metrics |= summary_of("critic/values", batch.rows.old_values)
             metrics["critic/vf_explained_var"] = explained_variance(batch.rows.old_values, advantages.returns)

@@ -5,8 +5,9 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
-from verl_memopt.data.dataset import PromptDataset
+from verl_memopt.data.dataset import PromptRows
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
 from verl_memopt.observe.validation import ValidationRow, validation_metrics
@@ -45,7 +46,7 @@ class Validator:
         rlt: Scores them with a student instead; None without one.
     """
 
-    rows: PromptDataset
+    rows: PromptRows
     batch_size: int | None
     expansion: str
     encoder: PromptEncoder
@@ -78,21 +79,17 @@ class Validator:
     def _scored_by_student(self, rlt: RltScorer, step: int) -> list[tuple[Answers, list[RewardResult]]]:
         """Return the answers of each call with the student's rewards.
 
-        All prompts are answered first, so that the engine sleeps while policy and student are on the device. It wakes with the
-        policy's weights.
+        All prompts are answered first. Then the engine sleeps while policy and student come to the device, each once. It wakes
+        with the policy's weights.
         """
         answers = [self._answer(indices, step) for indices in _batches(len(self.rows), self.batch_size)]
         self.generator.release_engine()
-        scored = [
-            rlt.score(
-                Explained.of(
-                    [row.extra_info for row in each.rows], each.generation.response_ids, [row.address for row in each.rows]
-                )
-            ).results()
-            for each in answers
-        ]
+        rows = [row for each in answers for row in each.rows]
+        responses = [ids for each in answers for ids in each.generation.response_ids]
+        explained = Explained.of([row.extra_info for row in rows], responses, [row.address for row in rows])
+        results = iter(rlt.score(explained).results())
         self.generator.restore_engine()
-        return list(zip(answers, scored, strict=True))
+        return [(each, list(islice(results, len(each.rows)))) for each in answers]
 
     def _answer(self, indices: Sequence[int], step: int) -> Answers:
         expanded = expand(self.rows, indices, self.generator.rollout.val_kwargs.n, self.expansion, self.encoder)

@@ -14,7 +14,14 @@ from transformers import PreTrainedModel
 from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel
 from verl_memopt.models.architecture import POLICY_KEY
 from verl_memopt.models.attention import choose_attention
-from verl_memopt.models.build import empty_model, fill_from_folder, load_model_config, mapped_weights, rebuild_buffers
+from verl_memopt.models.build import (
+    REFERENCE_DTYPE,
+    empty_model,
+    fill_from_folder,
+    load_model_config,
+    mapped_weights,
+    rebuild_buffers,
+)
 from verl_memopt.models.decoder import BlockOptions
 from verl_memopt.models.packed_model import PackedModel, allocate
 from verl_memopt.models.parallelize import ModelKeys, block_options, parallelize
@@ -164,12 +171,18 @@ def materialize_critic(
     return stored["score.weight"] is not None
 
 
-def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device) -> list[Tensor]:
+def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
     """Allocate the model's storage on the device, unfilled.
+
+    Args:
+        policy: A model without weights.
+        folder: Folder of the weights.
+        device: The device to compute on.
+        dtype_key: The setting of the model's dtype, to name in errors.
 
     Returns:
         For each parameter its values in the memory-mapped folder.
     """
     allocate(policy, device)
     rebuild_buffers(policy, device)
-    return mapped_weights(policy, folder)
+    return mapped_weights(policy, folder, dtype_key)

@@ -17,7 +17,7 @@ from verl_memopt.memory.parameters.lora import initialize_adapters, load_adapter
 from verl_memopt.memory.parameters.param_offload import ParamHome
 from verl_memopt.memory.parameters.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, STUDENT, Residency
 from verl_memopt.models.architecture import POLICY_KEY
-from verl_memopt.models.build import fill_from_folder
+from verl_memopt.models.build import REFERENCE_DTYPE, fill_from_folder, mapped_weights
 from verl_memopt.models.packed_model import PackedModel
 from verl_memopt.models.packing_check import check_packing, refuse_sliding_window
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
@@ -39,6 +39,8 @@ from verl_memopt.workers.log_probs import scoring_temperature
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.policy import Policy
 from verl_memopt.workers.quantization_error import quantization_error
+
+STUDENT_DTYPE = f"{REWARD_KEY}.fsdp_config.model_dtype"
 
 logger = logging.getLogger(__name__)
 
@@ -108,13 +110,13 @@ class RoleBuilder:
         Args:
             folder: Folder of its model.
         """
-        ref, model = self.plan.settings.ref, self.plan.settings.model
+        ref = self.plan.settings.ref
         fsdp = ref.fsdp_config
         with torch.random.fork_rng(devices=[]):
             make_deterministic(fsdp, self.placement.rank)
             reference = self._sharded("ref", fsdp, folder, bool(ref.use_torch_compile), quantization=ref.quantization)
             reference.requires_grad_(False)
-            mapped = self._fill_frozen(reference, folder, fsdp, model.load_mode == "mmap")
+            mapped = self._fill_frozen(reference, folder, fsdp, REFERENCE_DTYPE)
         if ref.quantization != "none":
             self._log_quantization_error(reference, folder, "actor_rollout_ref.ref", ref.quantization)
         if fsdp.param_offload:
@@ -161,7 +163,7 @@ class RoleBuilder:
             quantization = plan.model.quantization
             student = build_policy(model, fsdp, folder, mesh, self.device, REWARD_KEY, compiles, False, quantization=quantization)
             student.requires_grad_(False)
-            mapped = self._fill_frozen(student, folder, fsdp, model.load_mode == "mmap" and fsdp.param_offload)
+            mapped = self._fill_frozen(student, folder, fsdp, STUDENT_DTYPE)
         if plan.model.quantization != "none":
             self._log_quantization_error(student, folder, REWARD_KEY, plan.model.quantization)
         if fsdp.param_offload:
@@ -180,10 +182,16 @@ class RoleBuilder:
             folder: Folder of the student's model, which has the reference's shape.
         """
         with self.residency.phase("ref"):  # the storages must have their size
-            home = ParamHome(STUDENT, reference.parameters(), self.device)
-            fill_from_folder(reference, folder, REWARD_KEY)
+            is_mapped = self.plan.settings.model.load_mode == "mmap"
+            mapped = mapped_weights(reference, folder, STUDENT_DTYPE) if is_mapped else None
+            home = ParamHome(STUDENT, reference.parameters(), self.device, mapped)
+            if mapped is None:
+                fill_from_folder(reference, folder, REWARD_KEY)
             home.to_host()
         self.residency.add(home)
+        of_reference = self.residency.part(REFERENCE)
+        assert isinstance(of_reference, ParamHome)
+        self.residency.take_turns(home, of_reference)
         return reference
 
     @property
@@ -228,10 +236,10 @@ class RoleBuilder:
         dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
         check_packing(packed_model, self.device, dtype, self.plan.settings.actor, str(folder), key)
 
-    def _fill_frozen(self, model: PolicyModel, folder: Path, fsdp: Fsdp, is_mapped: bool) -> list[torch.Tensor] | None:
+    def _fill_frozen(self, model: PolicyModel, folder: Path, fsdp: Fsdp, dtype_key: str) -> list[torch.Tensor] | None:
         """Fill a frozen model from its folder, and return None. Or return its mapped weights, and leave it unfilled."""
-        if is_mapped:
-            return materialize_mapped(model, folder, self.device)
+        if self.plan.settings.model.load_mode == "mmap" and fsdp.param_offload:
+            return materialize_mapped(model, folder, self.device, dtype_key)
         materialize(model, folder, self.device, fsdp.offload_policy)
         return None
 

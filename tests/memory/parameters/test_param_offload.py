@@ -263,3 +263,52 @@ def test_parameters_of_odd_sizes_and_several_dtypes_are_read_where_they_rest():
         assert all(parameter.tolist() == [1, 2, 3] for parameter in parameters)
     home.to_device()
     assert all(parameter.tolist() == [1, 2, 3] for parameter in parameters)
+
+
+def two_in_one_place():
+    """Returns a frozen parameter and the homes of two models that use its storage, with the values 1 and 2."""
+    parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    one, two = (ParamHome(name, [parameter], CPU) for name in ("one", "two"))
+    one.to_host()
+    one.to_device()
+    parameter.fill_(2)
+    two.to_host()
+    one.on_device = False
+    return parameter, one, two
+
+
+def test_a_model_takes_over_the_storages_of_another_in_place():
+    parameter, one, two = two_in_one_place()
+    two.to_device()
+    address = parameter.data_ptr()
+    assert parameter.tolist() == [2, 2, 2]
+    assert one.take_over(two) == 12
+    assert (parameter.tolist(), parameter.data_ptr(), one.on_device, two.on_device) == ([1, 1, 1], address, True, False)
+    two.take_over(one)
+    assert (parameter.tolist(), parameter.data_ptr(), one.on_device, two.on_device) == ([2, 2, 2], address, False, True)
+    assert (two.to_host(), parameter.untyped_storage().nbytes()) == (12, 0)
+
+
+def test_values_that_changed_on_the_device_reach_the_host_before_they_are_copied_over():
+    parameter, one, two = two_in_one_place()
+    two.to_device()
+    parameter.fill_(3)
+    two.changed()
+    one.take_over(two)
+    assert parameter.tolist() == [1, 1, 1]
+    two.take_over(one)
+    assert parameter.tolist() == [3, 3, 3]
+
+
+def test_a_copy_that_fails_leaves_both_models_on_the_host():
+    parameter, one, two = two_in_one_place()
+    two.to_device()
+    place = next(iter(one._places.values()))
+    whole, place.slot = place.slot, torch.ones(5, dtype=torch.uint8)
+    place.flat = place.flat[:4]  # 5 bytes do not fit
+    with pytest.raises(RuntimeError):
+        one.take_over(two)
+    assert (one.on_device, two.on_device, parameter.untyped_storage().nbytes()) == (False, False, 0)
+    assert whole.numel() == 12
+    two.to_device()
+    assert parameter.tolist() == [2, 2, 2]

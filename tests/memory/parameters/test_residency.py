@@ -5,7 +5,8 @@ import torch
 
 from tests.critics import critic_mini, critic_plan, critic_weights
 from tests.workers.test_worker import AR, call, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
-from verl_memopt.memory.parameters.residency import CRITIC, NEEDS, POLICY, REFERENCE, Residency
+from verl_memopt.memory.parameters.param_offload import ParamHome
+from verl_memopt.memory.parameters.residency import CRITIC, NEEDS, POLICY, REFERENCE, STUDENT, Residency
 
 CPU = torch.device("cpu")
 
@@ -253,3 +254,29 @@ def test_the_turns_of_critic_and_policy_change_no_number(made, tiny_folder):  # 
     assert torch.equal(found[0][0], found[1][0])
     assert found[0][1:3] == found[1][1:3]
     assert same(found[0][3], found[1][3])
+
+
+def test_parts_of_one_place_take_turns_in_it():
+    parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
+    reference, student = (ParamHome(name, [parameter], CPU) for name in (REFERENCE, STUDENT))
+    reference.to_host()
+    reference.to_device()
+    parameter.fill_(2)
+    student.to_host()
+    reference.on_device = False
+    residency = Residency(CPU)
+    residency.add(reference)
+    residency.add(student)
+    residency.take_turns(reference, student)
+    assert residency.part(STUDENT) is student
+    addresses = set()
+    for phase, value in (("reward", 2.0), ("ref", 1.0), ("reward", 2.0), ("reward", 2.0), ("ref", 1.0)):
+        with residency.phase(phase):
+            assert parameter.tolist() == [value] * 3
+            addresses.add(parameter.data_ptr())
+    assert len(addresses) == 1
+    for phase in ("gen", "old_log_prob"):
+        with residency.phase(phase):
+            assert parameter.untyped_storage().nbytes() == 0
+    with residency.phase("ref"):
+        assert parameter.tolist() == [1.0] * 3

@@ -121,13 +121,6 @@ class RewardModel:
         """Whether a student scores explanations (RLT)."""
         return self.enable and self.reward_manager == "rlt"
 
-    @property
-    def student_residency(self) -> str:
-        """The residency of the student, with ``auto`` resolved."""
-        if self.residency != "auto":
-            return self.residency
-        return "alias_ref" if self.model.path is None else "separate"
-
 
 @dataclass(frozen=True)
 class CustomReward:

@@ -83,17 +83,8 @@ class ParamHome:
         """
         if not self.on_device:
             return 0
-        self._take_slots()
-        for place in self._places.values():
-            if not place.copied:
-                assert place.slot is not None
-                place.slot.copy_(place.flat, non_blocking=True)
-        # From here on the host may read its copy, and the device may reuse the memory.
-        synchronize(self._device)
-        for place in self._places.values():
-            place.copied = place.frozen
-            place.flat.untyped_storage().resize_(0)
-        self.on_device = False
+        self._copy_to_host()
+        self._free()
         return self.num_bytes
 
     def to_device(self) -> int:
@@ -102,14 +93,31 @@ class ParamHome:
             return 0
         try:
             for place in self._places.values():
-                assert place.slot is not None
                 place.flat.untyped_storage().resize_(place.flat.numel())
-                place.flat[: place.slot.numel()].copy_(place.slot, non_blocking=True)
+            self._copy_to_device()
         except BaseException:
-            for place in self._places.values():
-                place.flat.untyped_storage().resize_(0)
+            self._free()
             raise
-        self.on_device = True
+        return self.num_bytes
+
+    def take_over(self, other: ParamHome) -> int:
+        """Copy these parameters over those of another model that uses the same storages, and return the bytes moved.
+
+        The other model then rests on the host. No device memory is freed or allocated. If this fails, neither is on the device.
+
+        Args:
+            other: The home that is on the device now.
+        """
+        assert other.on_device, other.name
+        assert not self.on_device, self.name
+        other._copy_to_host()
+        try:
+            self._copy_to_device()
+        except BaseException:
+            self._free()
+            raise
+        finally:
+            other.on_device = False
         return self.num_bytes
 
     def changed(self) -> None:
@@ -144,6 +152,29 @@ class ParamHome:
         typed = place.slot.view(shard.dtype)
         # Offsets count from the start of the host's storage, which all places share.
         return typed.as_strided(shard.shape, shard.stride(), typed.storage_offset() + shard.storage_offset())
+
+    def _copy_to_host(self) -> None:
+        """Give the host the present values. What is frozen and there already is not copied again."""
+        self._take_slots()
+        for place in self._places.values():
+            if not place.copied:
+                assert place.slot is not None
+                place.slot.copy_(place.flat, non_blocking=True)
+        # From here on the host may read its copy, and the device may reuse the memory.
+        synchronize(self._device)
+        for place in self._places.values():
+            place.copied = place.frozen
+
+    def _copy_to_device(self) -> None:
+        for place in self._places.values():
+            assert place.slot is not None
+            place.flat[: place.slot.numel()].copy_(place.slot, non_blocking=True)
+        self.on_device = True
+
+    def _free(self) -> None:
+        for place in self._places.values():
+            place.flat.untyped_storage().resize_(0)
+        self.on_device = False
 
     def _take_slots(self) -> None:
         places = [place for place in self._places.values() if place.slot is None]

@@ -10,6 +10,7 @@ from typing import Protocol
 import torch
 
 from verl_memopt.distributed.device import empty_cache
+from verl_memopt.memory.parameters.param_offload import ParamHome
 
 logger = logging.getLogger(__name__)
 
@@ -68,11 +69,20 @@ class Residency:
         """Start without parts."""
         self._device = device
         self._parts: list[tuple[Part, frozenset[str]]] = []
+        self._turns: list[tuple[ParamHome, ParamHome]] = []
         self._logged: set[str] = set()
 
     def add(self, part: Part, also: Iterable[str] = ()) -> None:
         """Add a part. It is needed where the table says its name, or one of the names in ``also``."""
         self._parts.append((part, frozenset({part.name, *also})))
+
+    def take_turns(self, one: ParamHome, other: ParamHome) -> None:
+        """Note that two parts use the same storages. Where a phase needs the one that is away, it takes over from the other."""
+        self._turns += [(one, other), (other, one)]
+
+    def part(self, name: str) -> Part:
+        """Return the part of a name."""
+        return next(part for part, _ in self._parts if part.name == name)
 
     def rest(self) -> int:
         """Move every part to the host, and return the bytes moved."""
@@ -85,8 +95,9 @@ class Residency:
         The bytes moved are logged the first time a phase moves any.
         """
         needed = NEEDS[name]
+        exchanged = sum(one.take_over(other) for one, other in self._turns if one.name in needed and other.on_device)
         left = self._leave(needed)
-        arrived = sum(part.to_device() for part, names in self._parts if names & needed)
+        arrived = exchanged + sum(part.to_device() for part, names in self._parts if names & needed)
         if (left or arrived) and name not in self._logged:
             self._logged.add(name)
             logger.info("%s: %.1f MiB to the device, %.1f MiB off it, from now on once a step", name, arrived / MIB, left / MIB)
