@@ -40,8 +40,6 @@ CHECKED_ONLY = {
     "trainer.max_critic_ckpt_to_keep",
     # can only be the temperature of the rollouts (tests/config/test_rlt_rules.py)
     "reward_model.rlt.unbias_student_log_probs_temp",
-    # decided before a run begins
-    "debug.mode",
 }
 PLUGINS = """
 from verl_memopt.data.dataset import PromptDataset
@@ -103,6 +101,11 @@ def runs(toy, folder):
     yield load_settings("rloo_trainer", common(toy, folder / "plain") + plain)
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other)
     yield load_settings("grpo_trainer", common(toy, folder / "other") + other + resumed)
+    dump = [f"trainer.rollout_data_dir={folder}/dump", "trainer.total_training_steps=1"]
+    dump += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
+    yield load_settings("rloo_trainer", common(toy, folder / "dumped") + dump)
+    replayed = [f"actor_rollout_ref.rollout.skip_dump_dir={folder}/dump", "actor_rollout_ref.rollout.skip_rollout=true"]
+    yield load_settings("rloo_trainer", common(toy, folder / "replayed") + dump[1:] + replayed)
     lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
     lora += ["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
     reward_model, _ = classifier(folder / "reward_model", toy / "model")

@@ -3,9 +3,11 @@ import json
 
 import pytest
 
+from tests.rlt import brief_toy, values_of
 from tests.trainer.conftest import AR, learned
 from verl_memopt.config.debug_modes import MODES
 from verl_memopt.config.keys import leaf_values
+from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.problems import shown
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError, DataError, DeviceMemoryError
@@ -59,6 +61,34 @@ def test_generating_scoring_and_training_apart_is_the_first_step_of_a_run(trains
     assert phases(run_dir / "rollout_only") == {"init", "update_weights", "gen"}
     assert phases(run_dir / "score_only") == {"init", "reward", "old_log_prob"}
     assert phases(run_dir / "train_only") == {"init", "old_log_prob", "adv", "update_actor"}
+
+
+def test_the_parts_of_a_step_of_rlt_are_the_step_too(tmp_path):
+    """The student scores in ``score_only`` alone, between the log-probs of policy and reference."""
+    toy, run_dir, apart = brief_toy(tmp_path / "toy"), tmp_path / "run", tmp_path / "apart"
+
+    def run(folder, **more):
+        changed = {key.replace("__", "."): value for key, value in more.items()}
+        steps = {"trainer.total_training_steps": 1, "data.val_files": None}
+        assert train(settings_from_mapping(values_of(toy, folder, steps | changed))) == 0
+
+    run(run_dir)
+    run(apart, debug__mode="rollout_only")
+    run(apart, debug__mode="score_only", data__train_files="???")
+    scored = str(apart / "score_only" / "rollouts")
+    run(apart, debug__mode="train_only", data__train_files="???", actor_rollout_ref__rollout__skip_dump_dir=scored)
+    run(apart, debug__mode="forge", data__train_files="???")
+    (whole,), (scores,), (trained,) = (learned(folder) for folder in (run_dir, apart / "score_only", apart / "train_only"))
+    by_student = {name for name in whole if name.startswith("rlt/")} - {name for name in whole if "second" in name}
+    assert {name: scores[name] for name in by_student} == {name: whole[name] for name in by_student}
+    compared = [name for name in trained if name not in by_student and name != "rollout/prefix_cache_hit_rate"]
+    assert {name: trained[name] for name in compared} == {name: whole[name] for name in compared}
+    assert trained["actor/grad_norm"] > 0
+    assert not any(name.startswith("rlt/") for name in trained)
+    (forged,) = learned(apart / "forge")
+    assert forged["rlt/status/no_end_tag"] == 1.0, "a forged explanation is as long as it may be"
+    assert "reward" in phases(apart / "score_only") & phases(apart / "forge")
+    assert "reward" not in phases(apart / "rollout_only") | phases(apart / "train_only")
 
 
 def test_a_dump_without_scores_gets_them_and_changes_in_nothing_else(trains, run_dir):

@@ -1,8 +1,11 @@
 import json
+import sys
+from types import SimpleNamespace
 
 import pytest
 import torch.distributed as dist
 
+from tests.observe.test_loggers import WandbError, WandbRun
 from tests.trainer.conftest import learned
 from verl_memopt.errors import RewardError
 from verl_memopt.trainer.run import build_parser, train
@@ -73,3 +76,27 @@ def test_a_users_mistake_in_the_middle_says_where_the_record_lies_and_leaves_not
         train(settled({"custom_reward_function.path": str(tmp_path / "reward.py")}))
     assert f"the record so far: {tmp_path / 'run'}" in capsys.readouterr().out
     assert not dist.is_initialized()
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_a_wandb_run_is_finished_however_the_run_ends(settled, tmp_path, monkeypatch, fails):
+    runs = []
+
+    def init(**arguments):
+        runs.append(WandbRun(**arguments))
+        return runs[-1]
+
+    stand_in = SimpleNamespace(init=init, Table=lambda columns, data: data, errors=SimpleNamespace(Error=WandbError))
+    monkeypatch.setitem(sys.modules, "wandb", stand_in)
+    (tmp_path / "reward.py").write_text("def compute_score(*args, **kwargs):\n    return None\n")
+    broken = {"custom_reward_function.path": str(tmp_path / "reward.py")} if fails else {}
+    settings = settled({"trainer.logger": ["wandb"], "trainer.test_freq": 2, "trainer.log_val_generations": 2, **broken})
+    if fails:
+        with pytest.raises(RewardError):
+            train(settings)
+    else:
+        assert train(settings) == 0
+    (run,) = runs
+    assert run.exit_code == int(fails)
+    tables = [row["val/generations"] for row in run.logged if "val/generations" in row]
+    assert [len(table) for table in tables] == ([] if fails else [2])

@@ -67,7 +67,8 @@ def of_mode(mode: str) -> dict[str, Any]:
         mode: Value of ``debug.mode``.
     """
     if mode in NOT_WHOLE:
-        return {"data.val_files": None, "trainer.val_before_train": False, "trainer.save_freq": -1, "trainer.test_freq": -1}
+        off = {"data.val_files": None, "trainer.val_before_train": False, "trainer.save_freq": -1, "trainer.test_freq": -1}
+        return off if MODES[mode].updates else {**off, "actor_rollout_ref.actor.checkpoint.load_contents": ["model"]}
     if mode == "deterministic":
         roles = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic.model", "reward_model.model")
         return {
