@@ -66,8 +66,10 @@ class Needs:
 
     @property
     def lora(self) -> float:
-        """Bytes of the update with LoRA on bfloat16 weights: at most the full update without its gradients."""
-        return (self.shape.params * 2 + self.peaks.update - self.masters) * RESERVED + OUTSIDE
+        """Bytes of the largest phase with LoRA on bfloat16 weights. Its update is at most the full one without the gradients."""
+        frozen = self.shape.params * 2
+        update = (frozen + self.peaks.update - self.masters) * RESERVED
+        return max(update, frozen * RESERVED + self.engine) + OUTSIDE
 
     @property
     def host(self) -> int:

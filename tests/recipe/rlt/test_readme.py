@@ -66,3 +66,15 @@ def test_the_commands_of_the_warm_up_load(command) -> None:
     from verl_memopt.trainer.warm_up import check_warm_up
 
     check_warm_up(load_settings("warm_up", [word for word in command.split() if "=" in word], RECIPE))
+
+
+def test_the_table_of_requirements_is_the_committed_result() -> None:
+    lines = (ROOT / "benchmarks" / "rlt_requirements" / "results.txt").read_text().splitlines()
+    results = [line.split() for line in lines if "update_actor" in line]
+    assert len(results) >= 4
+    text = README.read_text()
+    for model, _, update, _, score, _, _, _, needs, card, host, lora, lora_card in results:
+        assert (
+            f"| `model={model}` | {update} | {score} | {needs} | `memory={card}` | {host} | {lora} | `memory={lora_card}` |"
+            in text
+        )
