@@ -34,7 +34,7 @@ from verl_memopt.workers.rlt_scores import targets_at
 
 CPU = torch.device("cpu")
 ROUNDS = 2
-"""Times that each pass runs. The first meets operations for the first time, which makes further tensors."""
+"""Times that the update runs. The first meets sharded operations for the first time, which makes further tensors."""
 
 
 @dataclass(frozen=True)
@@ -85,9 +85,8 @@ def measure_passes(shape: ModelShape, settings: Settings, rows: Rows) -> PassPea
             packs = [micro.pack.map(fake.from_tensor) for micro in old_micros]
             log_probs = _forward(trained, packs)
             del trained
-            student = _built(
-                build_policy(replace(model, logprob_chunk_tokens=chunk), own, folder, mesh, CPU, "student", False, False)
-            )
+            # A frozen model whose weights rest in the dtype of compute is no FSDP module, and fake tensors are its storage.
+            student = build_policy(replace(model, logprob_chunk_tokens=chunk), own, folder, mesh, CPU, "student", False, False)
             score = _forward(student, [student_pack.map(fake.from_tensor)])
     return PassPeaks(log_probs, score, update)
 
@@ -182,11 +181,10 @@ def _forward(model: PolicyModel, packs: Sequence[Pack]) -> int:
     """Return the peak of a pass without gradients."""
     with ByteTracker() as tracker:
         tracker.mark("params", model.parameters())
-        for _ in range(ROUNDS):
-            tracker.enter("pass")
-            held = tracker.total()
-            for pack in packs:
-                pack_log_probs(model, pack, 0.7, False)
+        tracker.enter("pass")
+        held = tracker.total()
+        for pack in packs:
+            pack_log_probs(model, pack, 0.7, False)
         return tracker.peaks[DEVICE].bytes - held
 
 

@@ -66,8 +66,10 @@ class Needs:
 
     @property
     def lora(self) -> float:
-        """Bytes of the update with LoRA on bfloat16 weights: at most the full update without its gradients."""
-        return (self.shape.params * 2 + self.peaks.update - self.masters) * RESERVED + OUTSIDE
+        """Bytes of the largest phase with LoRA on bfloat16 weights. Its update is at most the full one without the gradients."""
+        frozen = self.shape.params * 2
+        update = (frozen + self.peaks.update - self.masters) * RESERVED
+        return max(update, frozen * RESERVED + self.engine) + OUTSIDE
 
     @property
     def host(self) -> int:
@@ -104,7 +106,8 @@ def table(peaks: Mapping[str, PassPeaks], settings: Settings, rows: Rows) -> str
     widths = [max(len(line[column]) for line in lines) for column in range(len(HEAD))]
     body = "\n".join("  ".join(cell.rjust(size) for cell, size in zip(line, widths, strict=True)) for line in lines)
     budget = settings.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-    return f"""GiB of an RLT step on one card: a student of the policy's size, {rows.prompt} + {rows.response} tokens, {budget} a pack.
+    lengths = f"{rows.prompt} + {rows.response} tokens, {budget} in a micro-batch"
+    return f"""GiB of an RLT step on one card, with a student of the policy's size: {lengths}.
 Measured on fake tensors at full depth: update (gradients included), log-probs and score, each beside the parameters.
 Computed: policy (fp32 masters), engine (bfloat16 weights), KV (cache of all rows at their longest), host, LoRA, and the phases
 with {RESERVED} reserved bytes for a live one and {OUTSIDE / GIB:.1f} GiB outside of torch's allocator. No card has measured them.
