@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl_memopt.config.schema import Actor
-from verl_memopt.data.batch import RolloutBatch, rollout_batch, scatter_tokens
+from verl_memopt.data.batch import RolloutBatch, rollout_batch, scatter_tokens, shares_prompts
 from verl_memopt.data.ragged import Ragged
 
 
@@ -84,3 +84,7 @@ def test_a_batch_without_rows_has_groups_of_integers():
 def test_no_rows_can_be_selected():
     none = batch().select([])
     assert (none.num_rows, none.responses.num_rows, none.advantages.numel()) == (0, 0, 0)
+
+
+def test_rows_share_their_prompt_unless_the_settings_switch_it_off():
+    assert [shares_prompts(Actor(use_prefix_grouper=shared)) for shared in (True, False)] == [True, False]

@@ -7,7 +7,7 @@ import math
 import pytest
 import torch
 
-from tests.end_to_end.runs import metrics
+from tests.end_to_end.runs import learned, metrics
 from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
 from tests.trainer.conftest import ready
 from verl_memopt.data.ragged import Ragged
@@ -46,7 +46,7 @@ def test_a_run_trains_validates_and_reports_the_parts_of_the_reward(toy, tmp_pat
         assert row["rlt/num_rows"] == 6
         assert sum(value for key, value in row.items() if key.startswith("rlt/status/")) == pytest.approx(1)
         assert row["actor/grad_norm"] > 0
-        assert {"timing_s/reward", "timing_s/old_log_prob", "rlt/tokens", "rlt/tokens_per_second"} <= row.keys()
+        assert {"timing_s/reward", "timing_s/old_log_prob", "rlt/tokens", "perf/student_tokens_per_second"} <= row.keys()
         samples = [json.loads(line) for line in (tmp_path / "rows" / f"{step}.jsonl").read_text().splitlines()]
         assert [sample["score"] for sample in samples] == pytest.approx(
             [sample["r_ss"] - sample["r_kl"] + sample["match"] for sample in samples], abs=1e-4
@@ -61,6 +61,16 @@ def test_a_row_without_room_for_its_solution_leaves_its_group(toy, tmp_path):
     assert rows[1]["reward/invalid_rows"] == 6 * rows[1]["rlt/status/skipped"] > 0
     assert rows[1]["critic/advantages/max"] == rows[1]["critic/advantages/min"] == 0
     assert rows[1]["actor/skipped_updates"] == 0
+
+
+@pytest.mark.parametrize("more", [{}, ALIAS], ids=["separate", "alias_ref"])
+def test_a_resumed_run_is_the_run_without_a_break(toy, tmp_path, more):
+    assert train(settings_of(toy, tmp_path / "whole", more)) == 0
+    for steps in (1, 2):
+        saves = {"trainer.total_training_steps": steps, "trainer.save_freq": 1}
+        assert train(settings_of(toy, tmp_path / "broken", {**more, **saves})) == 0
+    whole, broken = (learned(metrics(tmp_path / name)[2]) for name in ("whole", "broken"))
+    assert broken == whole
 
 
 @pytest.mark.parametrize("more", [{}, SWAP], ids=["separate", "swap"])

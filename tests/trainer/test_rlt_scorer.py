@@ -198,9 +198,10 @@ def test_any_number_of_ranks_gives_the_same_rewards_in_the_same_number_of_micro_
 def test_a_micro_batch_holds_no_more_tokens_than_its_cap(tokenizer):
     member = Ranks(0)
     scored = scorer_of([member], tokenizer, max_tokens_per_micro_batch=110).score(explained_of(tokenizer, *["12"] * 6))
-    assert scored.performance["micro_batches"] == len(member.asked[-1][3][1]) > 1
-    assert scored.performance["tokens"] <= 110 * scored.performance["micro_batches"]
-    assert scored.performance["tokens_per_second"] == pytest.approx(scored.performance["tokens"] / 0.5)
+    tokens, micro_batches = (scored.metrics()[f"rlt/{name}"] for name in ("tokens", "micro_batches"))
+    assert micro_batches == len(member.asked[-1][3][1]) > 1
+    assert tokens <= 110 * micro_batches
+    assert scored.metrics()["perf/student_tokens_per_second"] == pytest.approx(tokens / 0.5)
 
 
 def test_a_skipped_row_has_no_score_and_no_parts(tokenizer):

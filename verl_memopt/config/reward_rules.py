@@ -101,11 +101,14 @@ def _idle() -> Iterator[Idle]:
     path = f"{_MODEL}.path"
     yield Idle(path, (ENABLE,), lambda enabled: not enabled, f"{ENABLE} is false")
     for key in (key for key in leaf_types() if key.startswith(f"{_MODEL}.") and key not in (tokenizer, path)):
+        in_place = key.startswith(f"{_FSDP}.")
         yield Idle(
             key,
-            (ENABLE, MANAGER, path),
-            lambda enabled, manager, folder: not enabled or (manager == RLT and folder is None),
-            f"{ENABLE} is false, or the reference is the student",
+            (ENABLE, MANAGER, path, RESIDENCY),
+            lambda enabled, manager, folder, where, in_place=in_place: (
+                not enabled or (manager == RLT and (folder is None or (in_place and where == "swap")))
+            ),
+            f"{ENABLE} is false, or the student uses the reference's own module" + (f" ({RESIDENCY}=swap)" if in_place else ""),
         )
     for key in (RESIDENCY, *(key for key in leaf_types() if key.startswith("reward_model.rlt."))):
         yield Idle(key, (MANAGER,), lambda manager: manager != RLT, f"{MANAGER} is not rlt")

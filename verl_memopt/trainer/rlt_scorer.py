@@ -26,8 +26,8 @@ from verl_memopt.trainer.passes import Budget, cut_ranks, uneven_shares
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.rlt_scores import StudentLogProbs, join_log_probs, student_batch, student_micro_batches, teacher_batch
 
-PREFIX = "rlt/"
-"""Start of the names of RLT's metrics."""
+PREFIX, MEASURED = "rlt/", "perf/student_"
+"""Starts of the names of RLT's metrics: of what a step computed, and of what was measured of it."""
 
 
 @dataclass(frozen=True)
@@ -68,7 +68,7 @@ class RltScored:
         rows: What the student read.
         student: Its log-probs of explanations and solutions.
         teacher: fp32 [tokens of all explanations], the teacher's log-probs. None where the reward does not read them.
-        performance: Metrics of the pass, without prefix.
+        performance: Metrics of the student's pass under their whole names.
     """
 
     scores: RltScores
@@ -78,8 +78,8 @@ class RltScored:
     performance: dict[str, float]
 
     def metrics(self) -> dict[str, float]:
-        """Return the metrics of rewards, statuses and performance, all under ``rlt/``."""
-        return {PREFIX + name: value for name, value in {**self.scores.metrics(), **self.performance}.items()}
+        """Return the metrics of rewards, statuses and performance."""
+        return {PREFIX + name: value for name, value in self.scores.metrics().items()} | self.performance
 
     def results(self) -> list[RewardResult]:
         """Return the reward of each row with its parts. A skipped row has the score NaN, and no parts."""
@@ -183,11 +183,11 @@ class RltScorer:
         computed = sum(tokens.select(share).cost(members) for share, cut in zip(shares, bins, strict=True) for members in cut)
         parts = [(share, reply.log_probs) for share, reply in zip(shares, replies, strict=True)]
         return join_log_probs(parts, rows), {
-            "tokens": float(computed),
-            "micro_batches": float(len(bins[0])),
-            "forward_seconds": forward,
-            "onload_seconds": max(seconds - forward, 0.0),
-            "tokens_per_second": computed / forward if forward > 0 else math.nan,
+            f"{PREFIX}tokens": float(computed),
+            f"{PREFIX}micro_batches": float(len(bins[0])),
+            f"{MEASURED}forward_seconds": forward,
+            f"{MEASURED}onload_seconds": max(seconds - forward, 0.0),
+            f"{MEASURED}tokens_per_second": computed / forward if forward > 0 else math.nan,
         }
 
     def _micro_batches(self, per_rank: Sequence[RowTokens]) -> list[list[list[int]]]:

@@ -199,7 +199,7 @@ class RoleBuilder:
         """
         with self.residency.phase("ref"):  # the storages must have their size
             is_mapped = self.plan.settings.model.load_mode == "mmap"
-            mapped = mapped_weights(reference, folder, STUDENT_DTYPE) if is_mapped else None
+            mapped = mapped_weights(reference, folder) if is_mapped else None
             home = ParamHome(STUDENT, reference.parameters(), self.device, mapped)
             if mapped is None:
                 fill_from_folder(reference, folder, REWARD_KEY)
