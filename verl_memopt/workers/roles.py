@@ -139,7 +139,7 @@ class RoleBuilder:
         Raises:
             ConfigError: The two models differ in their weights' names or shapes.
         """
-        home = self.residency.part(REFERENCE)
+        home = self.residency.find(REFERENCE)
         assert home is None or isinstance(home, ParamHome), home
         native = self.plan.settings.ref.fsdp_config.offload_policy
         return moving_reference(reference, home, native, policy.trained, str(self.plan.reference_folder))

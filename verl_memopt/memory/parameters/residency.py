@@ -75,7 +75,7 @@ class Residency:
         """Add a part. It is needed where the table says its name, or one of the names in ``also``."""
         self._parts.append((part, frozenset({part.name, *also})))
 
-    def part(self, name: str) -> Part | None:
+    def find(self, name: str) -> Part | None:
         """Return the part of that name; None where it never leaves the device."""
         return next((part for part, _ in self._parts if part.name == name), None)
 
