@@ -65,6 +65,11 @@ REFUSED = {
             ("ref fsdp_size", "one"),
             (f"{REF_FSDP}.reshard_after_forward", f"{REF_FSDP}.fsdp_size"),
         ),
+        (
+            ("in backward", "on"),
+            ("adaptive budget", "learned"),
+            (f"{OPTIM}.in_backward", f"{ACTOR}.adaptive_token_budget"),
+        ),
         (("optimizer", "torchao"), ("in backward", "on"), (ON_ITS_OWN, f"{OPTIM}.in_backward")),
         (("optimizer", "torchao"), ("masters", "rounded"), (ON_ITS_OWN, f"{OPTIM}.stochastic_rounding")),
         (("optimizer", "torchao"), ("actor optimizer_offload", "on"), (ON_ITS_OWN, f"{FSDP}.optimizer_offload")),

@@ -95,7 +95,7 @@ def test_a_resting_reference_follows_without_a_byte_on_the_device(following):
     call(worker, "update_actor", [mini_batch()])
     memory = sync(worker)
     assert memory.kinds.get("params", 0) == memory.kinds.get("moving average", 0) == 0
-    assert not worker.residency.part("reference params").on_device
+    assert not worker.residency.find("reference params").on_device
 
 
 @pytest.mark.parametrize("where", ["the reference rests", "the policy rests", "both on the device"])

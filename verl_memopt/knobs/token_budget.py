@@ -16,7 +16,7 @@ from typing import Annotated, Any
 
 from verl_memopt.knobs.conditions import KL, LENGTHS
 from verl_memopt.knobs.critic_rules import twin, with_critic
-from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal, switch
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal
 from verl_memopt.knobs.ranges import POSITIVE, PositiveInt
 from verl_memopt.knobs.shapes import activation_saving
 
@@ -151,6 +151,7 @@ def _log_prob_factor(role: str, name: str) -> Factor:
 
 _ACTOR_ROWS, _ACTOR_BY_TOKENS, BUDGET_KEY = _keys("actor")
 ADAPTIVE_KEY, _IN_BACKWARD = f"{_AR}.actor.adaptive_token_budget", f"{_AR}.actor.optim.in_backward"
+_ADAPTIVE_KEYS = (ADAPTIVE_KEY, *(f"{_AR}.{role}.log_prob_adaptive_token_budget" for role in ("rollout", "ref")))
 
 _STEPS_IN_BACKWARD = Refusal(
     (ADAPTIVE_KEY, _IN_BACKWARD),
@@ -187,7 +188,9 @@ KNOB = Knob(
                 "rows": {_ACTOR_BY_TOKENS: False, _ACTOR_ROWS: 3},
             },
         ),
-        switch("adaptive budget", ADAPTIVE_KEY, fixed=False, learned=True),
+        Factor(
+            "adaptive budget", {"fixed": dict.fromkeys(_ADAPTIVE_KEYS, False), "learned": dict.fromkeys(_ADAPTIVE_KEYS, True)}
+        ),
         _log_prob_factor("rollout", "old batching"),
         _log_prob_factor("ref", "ref batching"),
     ),

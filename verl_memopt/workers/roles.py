@@ -136,7 +136,7 @@ class RoleBuilder:
         Raises:
             ConfigError: The two models differ in their weights' names or shapes.
         """
-        home = self.residency.part(REFERENCE)
+        home = self.residency.find(REFERENCE)
         assert home is None or isinstance(home, ParamHome), home
         native = self.plan.settings.ref.fsdp_config.offload_policy
         return moving_reference(reference, home, native, policy.trained, str(self.plan.reference_folder))
@@ -205,7 +205,7 @@ class RoleBuilder:
                 fill_from_folder(reference, folder, REWARD_KEY)
             home.to_host()
         self.residency.add(home)
-        of_reference = self.residency.part(REFERENCE)
+        of_reference = self.residency.find(REFERENCE)
         assert isinstance(of_reference, ParamHome)
         self.residency.take_turns(home, of_reference)
         return reference

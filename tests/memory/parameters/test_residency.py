@@ -268,7 +268,7 @@ def test_parts_of_one_place_take_turns_in_it():
     residency.add(reference)
     residency.add(student)
     residency.take_turns(reference, student)
-    assert residency.part(STUDENT) is student
+    assert residency.find(STUDENT) is student
     addresses = set()
     for phase, value in (("reward", 2.0), ("ref", 1.0), ("reward", 2.0), ("reward", 2.0), ("ref", 1.0)):
         with residency.phase(phase):

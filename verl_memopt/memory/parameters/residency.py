@@ -82,7 +82,7 @@ class Residency:
         """Note that two parts use the same storages. Where a phase needs the one that is away, it takes over from the other."""
         self._turns += [(one, other), (other, one)]
 
-    def part(self, name: str) -> Part | None:
+    def find(self, name: str) -> Part | None:
         """Return the part of that name; None where it never leaves the device."""
         return next((part for part, _ in self._parts if part.name == name), None)
 
