@@ -126,7 +126,7 @@ def test_the_published_values_leave_the_recipe_as_it_is() -> None:
         "train_batch_size=32", "num_generations=8", "max_completion_length=4096", "vllm_gpu_memory_utilization=0.7",
         "enable_prefix_caching=true", "offload_untrained_models=true", "beta=0.04", "temperature=0.7", "learning_rate=1e-6",
         "max_steps=125", "answer_log_prob_coeff=[1,0.01]", "kl_penalty_reward_coeff=[3,0.03]", "use_vllm=true",
-        "per_device_train_batch_size=1", "generation_aggregation_steps=8", "student_model=null",
+        "per_device_train_batch_size=1", "generation_aggregation_steps=8",
     ]  # fmt: skip
     assert load_settings("teacher_rlt_mono", published, RECIPE) == load_settings("teacher_rlt_mono", [], RECIPE)
     many = [

@@ -26,6 +26,7 @@ MORE = {
     "train_only": {"actor_rollout_ref.rollout.skip_dump_dir": "rollouts"},
 }
 """Debug mode -> what it needs besides."""
+TEACHER, STUDENT = "actor_rollout_ref.model.path", "reward_model.model.path"
 BUDGET = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
 
 
@@ -43,7 +44,10 @@ def preset_keys(group, name):
 def composed(recipe, model, memory, debug):
     """Return the settings of a recipe with a model, a profile and a debug mode."""
     presets = preset_keys("memory", memory) | preset_keys("model", model)
-    tree = recipe_keys(recipe) | presets | {"debug.mode": preset_keys("debug", debug)["mode"]} | MORE.get(debug, {})
+    recipe = dict(recipe_keys(recipe))
+    if recipe[STUDENT] == recipe[TEACHER]:  # it follows the teacher's
+        recipe[STUDENT] = presets[TEACHER]
+    tree = recipe | presets | {"debug.mode": preset_keys("debug", debug)["mode"]} | MORE.get(debug, {})
     return settings_from_mapping(tree, presets.keys(), Written(frozenset()))
 
 
@@ -103,6 +107,19 @@ def test_the_recipe_for_one_gpu_has_the_published_values() -> None:
     assert (roles.actor.kl_loss_coef, rollout.temperature, roles.actor.optim.lr) == (0.04, 0.7, 1e-6)
     assert (roles.ref.sync_every_steps, roles.ref.sync_mixup_alpha) == (32, 0.9)
     assert settings.trainer.n_gpus_per_node == 1
+
+
+def test_the_student_is_the_teachers_start_unless_another_is_named() -> None:
+    students = [
+        load_settings("teacher_rlt_mono", more, RECIPE).reward_model.model.path
+        for more in (
+            ["model=llama3_2_1b"],
+            ["model_name_or_path=/m/teacher"],
+            ["student_model=/m/student"],
+            ["student_model=null"],
+        )
+    ]
+    assert students == ["meta-llama/Llama-3.2-1B-Instruct", "Qwen/Qwen2.5-1.5B-Instruct", "/m/student", None]
 
 
 def test_the_batch_and_the_task_are_in_files_of_their_own() -> None:

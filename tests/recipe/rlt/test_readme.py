@@ -78,3 +78,13 @@ def test_the_table_of_requirements_is_the_committed_result() -> None:
             f"| `model={model}` | {update} | {score} | {needs} | `memory={card}` | {host} | {lora} | `memory={lora_card}` |"
             in text
         )
+
+
+@pytest.mark.parametrize("row", RLT_SPELLINGS, ids=lambda row: row.names[0])
+def test_the_page_says_what_each_published_name_is_read_as(row) -> None:
+    page = (DOCS / "rlt.md").read_text()
+    name = row.names[0]
+    if row.keys == (f"reward_model.rlt.{name}",):
+        assert "keep their names below `reward_model.rlt`" in page
+    else:
+        assert f"| `{name}` | {', '.join(f'`{key}`' for key in row.keys)} | {row.note} |" in page
