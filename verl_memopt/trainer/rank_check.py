@@ -51,7 +51,7 @@ class RankCheck:
     ) -> dict[str, float]:
         """Return ``rank_correlation``, and warn where it is too low. The metrics are empty after the first check.
 
-        A batch without a group of two scored rows is left to the next.
+        A batch without a group of two scored rows, or whose rewards are all equal in each group, is left to the next.
 
         Args:
             rows: What the student read.
@@ -63,7 +63,6 @@ class RankCheck:
         chosen = [] if self.done else _some_groups(rows, addresses)
         if not chosen:
             return {}
-        self.done = True
         subset, names = rows.select(chosen), [addresses[row] for row in chosen]
         of_teacher = None if teacher is None else teacher[token_index(rows.parts[:, THINK].tolist(), chosen)]
         log_probs = exact(subset)
@@ -73,6 +72,7 @@ class RankCheck:
         agreement = rank_agreement(scores.training_rewards()[chosen], unquantised.training_rewards(), group)
         if not agreement.num_groups:
             return {}
+        self.done = True
         warning = agreement.warning(self.quantization, self.key)
         if warning is not None:
             logger.warning("%s", warning)
