@@ -244,6 +244,21 @@ def test_rows_that_are_not_scored_count_in_no_mean(rlt_toy, tmp_path):
     assert result.metrics["actor/skipped_updates"] == 0
 
 
+@pytest.mark.parametrize("kind", ["int8", "nf4"])
+def test_a_quantised_students_ranks_are_checked_in_the_first_step_alone(rlt_toy, tmp_path, kind):
+    with running(rlt.settings_of(rlt_toy, tmp_path / "run", {f"{rlt.MODEL}.quantization": kind})) as learner:
+        first, second = (learner.train_step(step).metrics for step in (1, 2))
+    assert -1 <= first["rlt/rank_correlation"] <= 1
+    assert "rlt/rank_correlation" not in second
+
+
+def test_a_scoring_pass_whose_budget_learns_has_its_cap_among_the_metrics(rlt_toy, tmp_path):
+    more = {f"{AR}.actor.adaptive_token_budget": True, f"{rlt.RLT}.max_tokens_per_micro_batch": 100}
+    with running(rlt.settings_of(rlt_toy, tmp_path / "run", more)) as learner:
+        metrics = learner.train_step(1).metrics
+    assert metrics["perf/token_budget/reward"] == 100.0
+
+
 ADAPTIVE = {
     f"{AR}.actor.adaptive_token_budget": True, f"{AR}.actor.use_kl_loss": True, f"{AR}.actor.ppo_max_token_len_per_gpu": 64,
     "trainer.track_memory_every_steps": 1,

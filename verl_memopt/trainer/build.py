@@ -249,14 +249,14 @@ def _engine_folder(model: Model, load_format: str, environment: Environment, run
 
 def adaptive_phases(settings: Settings) -> tuple[str, ...]:
     """Return the phases whose token budget learns from measured peaks."""
-    roles, critic = settings.actor_rollout_ref, settings.critic
+    roles, critic, rewards = settings.actor_rollout_ref, settings.critic, settings.reward_model
     adaptive = {
         "update_actor": roles.actor.adaptive_token_budget and roles.actor.use_dynamic_bsz,
         "old_log_prob": roles.rollout.log_prob_adaptive_token_budget and roles.rollout.log_prob_use_dynamic_bsz,
         "ref": roles.ref.log_prob_adaptive_token_budget and roles.ref.log_prob_use_dynamic_bsz,
         "values": critic.adaptive_token_budget and critic.use_dynamic_bsz,
         "update_critic": critic.adaptive_token_budget and critic.use_dynamic_bsz,
-        "reward": settings.reward_model.adaptive_token_budget and settings.reward_model.use_dynamic_bsz,
+        "reward": rewards.adaptive_token_budget and (rewards.use_dynamic_bsz or rewards.by_student),
     }
     return tuple(phase for phase, learns in adaptive.items() if learns)
 

@@ -13,6 +13,7 @@ from verl_memopt.data.dataset import PromptRows
 from verl_memopt.data.rlt.dataset import RltDataset
 from verl_memopt.data.rlt.format import FORMATS
 from verl_memopt.data.rlt.prompts import RltPrompts
+from verl_memopt.memory.batching.learned_budget import LearnedBudget
 from verl_memopt.models.folder import TOKENIZER_FILES, read_tokenizer
 from verl_memopt.models.reward_folder import REWARD_KEY
 from verl_memopt.models.student_folder import check_same_shape, find_student
@@ -21,6 +22,7 @@ from verl_memopt.rewards.rlt.status import SKIPPED
 from verl_memopt.rewards.rlt.student_rows import StudentEncoder
 from verl_memopt.trainer.environment import Environment
 from verl_memopt.trainer.passes import budgets
+from verl_memopt.trainer.rank_check import RankCheck
 from verl_memopt.trainer.rlt_scorer import Explained, RltScorer
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.log_probs import scoring_temperature
@@ -153,7 +155,9 @@ def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder
         encoder: Builds the student's sequences.
         workers: Workers that hold the student.
     """
-    rlt, roles = settings.reward_model.rlt, settings.actor_rollout_ref
+    rlt, roles, quantization = settings.reward_model.rlt, settings.actor_rollout_ref, settings.reward_model.model.quantization
+    check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
+    adaptive = settings.reward_model.adaptive_token_budget
     return RltScorer(
         workers=workers,
         settings=rlt,
@@ -162,4 +166,6 @@ def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder
         temperature=scoring_temperature(roles.rollout),
         teacher_budget=budgets(roles)[1],
         shares_prompts=shares_prompts(roles.actor),
+        rank_check=check,
+        learned=LearnedBudget(rlt.max_tokens_per_micro_batch) if adaptive else None,
     )

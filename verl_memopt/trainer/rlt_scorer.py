@@ -16,6 +16,7 @@ from verl_memopt.data.batch import scatter_tokens
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.data.rlt.prompts import RltPrompts
+from verl_memopt.memory.batching.learned_budget import LearnedBudget
 from verl_memopt.memory.batching.row_tokens import RowTokens
 from verl_memopt.memory.batching.token_budget import split_to_count
 from verl_memopt.rewards.rlt.formula import RltScores, rlt_scores
@@ -23,6 +24,7 @@ from verl_memopt.rewards.rlt.status import SKIPPED
 from verl_memopt.rewards.rlt.student_rows import THINK, StudentEncoder, StudentRows, needs_teacher_pass, reused_log_probs
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.passes import Budget, cut_ranks, uneven_shares
+from verl_memopt.trainer.rank_check import RankCheck
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.rlt_scores import StudentLogProbs, join_log_probs, student_batch, student_micro_batches, teacher_batch
 
@@ -68,7 +70,7 @@ class RltScored:
         rows: What the student read.
         student: Its log-probs of explanations and solutions.
         teacher: fp32 [tokens of all explanations], the teacher's log-probs. None where the reward does not read them.
-        performance: Metrics of the student's pass under their whole names.
+        performance: Metrics of the student's pass, and of the check of a quantised student, under their whole names.
     """
 
     scores: RltScores
@@ -105,6 +107,8 @@ class RltScorer:
         temperature: Temperature of the rollouts.
         teacher_budget: How a pass of the teacher is cut into micro-batches.
         shares_prompts: Explanations of one question compute their prompts once.
+        rank_check: Compares a quantised student with its unquantised weights in the first batch; None where it is not quantised.
+        learned: The token budget of the student's pass, where it learns. None = the budget of the settings.
     """
 
     workers: TimedGroup
@@ -114,6 +118,8 @@ class RltScorer:
     temperature: float
     teacher_budget: Budget
     shares_prompts: bool = True
+    rank_check: RankCheck | None = None
+    learned: LearnedBudget | None = None
 
     @property
     def reads_reference(self) -> bool:
@@ -136,6 +142,9 @@ class RltScorer:
         teacher = self._teacher(explained, rows, response_log_probs)
         student, performance = self._student(rows)
         scores = rlt_scores(self.settings, rows, student.think, teacher, student.solution, explained.addresses)
+        if self.rank_check is not None:
+            agreement = self.rank_check.check(rows, scores, teacher, explained.addresses, self._exact)
+            performance |= {PREFIX + name: value for name, value in agreement.items()}
         return RltScored(scores, rows, student, teacher, performance)
 
     def _teacher(self, explained: Explained, rows: StudentRows, response_log_probs: Tensor | None) -> Tensor | None:
@@ -171,14 +180,22 @@ class RltScorer:
         ids = dict(zip(rendered, tokenize(self.prompts.tokenizer, texts, [plain for _, plain in rendered.values()]), strict=True))
         return Ragged.from_rows([ids[pair] for pair in pairs], torch.int64)
 
-    def _student(self, rows: StudentRows) -> tuple[StudentLogProbs, dict[str, float]]:
+    def _exact(self, rows: StudentRows) -> StudentLogProbs:
+        """Return the log-probs of some rows under the unquantised weights of a quantised student."""
+        return self._student(rows, "exact_student_log_probs")[0]
+
+    def _student(self, rows: StudentRows, method: str = "student_log_probs") -> tuple[StudentLogProbs, dict[str, float]]:
         """Return the student's log-probs of all rows, and the performance of the pass."""
         tokens = student_batch(rows, self.shares_prompts).row_tokens()
         shares = uneven_shares(tokens, self.workers.world_size)
-        bins = self._micro_batches([tokens.select(share) for share in shares])
+        of_ranks = [tokens.select(share) for share in shares]
+        bins = self._micro_batches(of_ranks)
         began = time.perf_counter()
         arguments = [(rows.select(share), cut) for share, cut in zip(shares, bins, strict=True)]
-        replies = self.workers.each("reward", "student_log_probs", arguments)
+        replies = self.workers.each("reward", method, arguments)
+        if self.learned is not None and method == "student_log_probs":
+            fullest = max((part.cost(members) for part, cut in zip(of_ranks, bins, strict=True) for members in cut), default=0)
+            self.learned.learn(fullest, self.workers.figures)
         seconds, forward = time.perf_counter() - began, max(reply.seconds for reply in replies)
         computed = sum(tokens.select(share).cost(members) for share, cut in zip(shares, bins, strict=True) for members in cut)
         parts = [(share, reply.log_probs) for share, reply in zip(shares, replies, strict=True)]
@@ -192,6 +209,7 @@ class RltScorer:
 
     def _micro_batches(self, per_rank: Sequence[RowTokens]) -> list[list[list[int]]]:
         """Return the micro-batches of each rank under the hard cap. All ranks get the same number."""
-        cut = [student_micro_batches(tokens, self.settings.max_tokens_per_micro_batch) for tokens in per_rank]
+        limit = self.settings.max_tokens_per_micro_batch if self.learned is None else self.learned.cap
+        cut = [student_micro_batches(tokens, limit) for tokens in per_rank]
         count = max(map(len, cut))
         return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, per_rank, strict=True)]

@@ -293,7 +293,10 @@ class Learner:
             budgets |= {"values": self.critic.budget, "update_critic": self.critic.cutter.budget}
         if self.rewards.model is not None:
             budgets["reward"] = self.rewards.model.budget
-        return {phase: budget.learned for phase, budget in budgets.items() if budget.learned is not None}
+        learned = {phase: budget.learned for phase, budget in budgets.items() if budget.learned is not None}
+        if self.rlt is not None and self.rlt.learned is not None:
+            learned["reward"] = self.rlt.learned
+        return learned
 
     def result(self, batch: StepBatch) -> StepResult:
         """Return the result of a finished step."""

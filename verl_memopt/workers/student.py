@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 
 import torch
 
@@ -13,7 +14,7 @@ from verl_memopt.memory.parameters.lora import adapters_off
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.rewards.rlt.student_rows import StudentRows
 from verl_memopt.workers.plan import StudentPlan
-from verl_memopt.workers.rlt_scores import StudentLogProbs, compute_student_log_probs
+from verl_memopt.workers.rlt_scores import StudentLogProbs, compute_exact_log_probs, compute_student_log_probs
 
 
 @dataclass(frozen=True)
@@ -53,6 +54,16 @@ class Student:
             scope.enter_context(adapters_off(self.model))
             log_probs = compute_student_log_probs(
                 self.model, rows, micro_batches, temperature, self.device, self.plan.shares_prompts
+            )
+        return Scored(log_probs, time.perf_counter() - began)
+
+    def exact_log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]], temperature: float) -> Scored:
+        """Return the log-probs of a quantised student under its unquantised weights. Arguments as for :meth:`log_probs`."""
+        assert self.plan.folder is not None, "a quantised student is a model of its own"
+        began = time.perf_counter()
+        with logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens):
+            log_probs = compute_exact_log_probs(
+                self.model, Path(self.plan.folder), rows, micro_batches, temperature, self.device, self.plan.shares_prompts
             )
         return Scored(log_probs, time.perf_counter() - began)
 

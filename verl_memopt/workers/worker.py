@@ -215,6 +215,11 @@ class Worker(WorkerFiles):
         assert self.student is not None
         return self.student.log_probs(rows, micro_batches, self.temperature)
 
+    def exact_student_log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]]) -> Scored:
+        """Return what a quantised student's unquantised weights say. The phase is ``reward``."""
+        assert self.student is not None
+        return self.student.exact_log_probs(rows, micro_batches, self.temperature)
+
     def sync_reference(self) -> None:
         """Move the reference towards the policy."""
         assert self.moving_reference is not None
