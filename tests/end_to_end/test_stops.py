@@ -4,10 +4,12 @@ import contextlib
 import json
 import os
 import random
+import re
 import resource
 import signal
 import subprocess
 import time
+from pathlib import Path
 
 import psutil
 import pytest
@@ -216,10 +218,22 @@ def test_a_signal_to_all_processes_of_a_ray_run_saves_and_the_rerun_equals_an_un
     assert_equal_runs(run_dir, uninterrupted)
 
 
+def wait_until_signals_are_caught(process):
+    """Waits until the program has taken over from the start of the interpreter, which a busy machine can make slow."""
+    bit = 1 << (signal.SIGTERM - 1)
+    for _ in range(600):
+        caught = re.search(r"SigCgt:\s*([0-9a-f]+)", Path(f"/proc/{process.pid}/status").read_text())
+        if int(caught[1], 16) & bit:
+            return
+        time.sleep(0.05)
+    raise AssertionError("the program catches no signal")
+
+
 @pytest.mark.parametrize("seconds", [0.3, 1.5, 3.0])
 def test_a_signal_while_a_run_starts_ends_it_at_once_without_traceback(toy, tmp_path, seconds):
     """Imports, the start of Ray and of the workers: the moments are where they fall on this machine."""
     process = start_command(toy, tmp_path / "run", *RAY_STOPS)
+    wait_until_signals_are_caught(process)
     time.sleep(seconds)
     output = ended(process, 130, signal_all(process, signal.SIGINT))
     assert "SIGINT: ended before the first step" in output
@@ -227,6 +241,7 @@ def test_a_signal_while_a_run_starts_ends_it_at_once_without_traceback(toy, tmp_
 
 HANGS = """
 import time
+from pathlib import Path
 
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     time.sleep(0 if len(open({path!r}, "a").write("x") * " ") and len(open({path!r}).read()) < {rows} else 600)

@@ -61,7 +61,6 @@ class Policy:
         self.actor = actor
         self.trained = TrainedModel(ACTOR, model, actor.optim, actor.fsdp_config, optimizer_steps, world_size, device, offload)
         self._log_probs: list[Tensor] | None = None
-        self.trained.on_restart = self._drop_log_probs
 
     def compute_log_probs(
         self,
@@ -103,12 +102,9 @@ class Policy:
         """
         self._log_probs = []
         metrics = self.update([mini], temperature)
-        parts, self._log_probs = self._log_probs, None
+        # Those of forwards that an out-of-memory error made void come first.
+        parts, self._log_probs = self._log_probs[-len(mini.micro_batches) :], None
         return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
-
-    def _drop_log_probs(self) -> None:
-        if self._log_probs is not None:
-            self._log_probs.clear()
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.

@@ -129,7 +129,6 @@ class TrainedModel:
 
     Attributes:
         home: The place of the parameters on the host. None = they stay on the device.
-        on_restart: Called when the gradients of a mini-batch were dropped and its first forward comes again.
     """
 
     def __init__(
@@ -152,7 +151,6 @@ class TrainedModel:
         self.device = device
         self.offload = offload
         self.home: ParamHome | None = None
-        self.on_restart: Callable[[], None] = lambda: None
         trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
         key = f"{role.key}.optim"
         self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key)
@@ -271,7 +269,6 @@ class TrainedModel:
                 if remaining is None:
                     raise
             self.optimizer.zero_grad(set_to_none=True)
-            self.on_restart()
 
     def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
         """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.
