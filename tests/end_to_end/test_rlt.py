@@ -3,6 +3,7 @@
 import dataclasses
 import json
 import math
+import random
 
 import pytest
 import torch
@@ -12,6 +13,7 @@ from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
 from tests.trainer.conftest import ready
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.data.rlt.toy import make_rlt_toy
+from verl_memopt.rewards.rlt.student_rows import THINK
 from verl_memopt.trainer.rlt_scorer import Explained
 from verl_memopt.trainer.run import train
 
@@ -111,6 +113,15 @@ def solution_log_prob(rlt, explained, responses):
     return float(rlt.score(other).scores.parts["answer_log_prob/mean"].mean())
 
 
+def shuffled(explanations, end):
+    """Returns the tokens of each explanation in a random order, with the end tag after them."""
+    rows = [explanation.tolist() for explanation in explanations]
+    order = random.Random(5)
+    for tokens in rows:
+        order.shuffle(tokens)
+    return [[*tokens, *end] for tokens in rows]
+
+
 @pytest.mark.slow
 def test_a_teacher_learns_to_explain_what_its_student_then_solves(tmp_path):
     """A careless teacher forgets the carry in two of three explanations. 100 steps of 64 explanations."""
@@ -122,10 +133,12 @@ def test_a_teacher_learns_to_explain_what_its_student_then_solves(tmp_path):
         explained = Explained.of([row.extra_info for row in answers.rows], written, [row.address for row in answers.rows])
         rlt = trainer.learner.rlt
         end = rlt.prompts.tokenizer(rlt.prompts.rlt_format.explanation.end)["input_ids"]
+        explanations = rlt.score(explained).rows.part(THINK).rows()
         means = {
             "of the trained teacher": solution_log_prob(rlt, explained, written),
             "empty": solution_log_prob(rlt, explained, [end] * len(written)),
             "of another question": solution_log_prob(rlt, explained, [*written[1:], written[0]]),
+            "with its tokens shuffled": solution_log_prob(rlt, explained, shuffled(explanations, end)),
         }
     rows = metrics(tmp_path / "run")
     before, after = (
@@ -143,4 +156,5 @@ def test_a_teacher_learns_to_explain_what_its_student_then_solves(tmp_path):
     assert after["match"] > -0.02
     assert first["match"] < -0.05
     assert last["match"] > -0.02
-    assert means["of the trained teacher"] > max(means["empty"], means["of another question"]) + 0.5
+    trained = means.pop("of the trained teacher")
+    assert trained > max(means.values()) + 0.5
