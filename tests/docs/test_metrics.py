@@ -62,7 +62,7 @@ def pattern(name):
 
 @pytest.fixture(scope="module")
 def logged(toy, tmp_path_factory):
-    """Return every name of short runs: one on-policy, one with all that adds metrics, one with a critic, one of RLT."""
+    """Return every name of short runs: one on-policy, one with all that adds metrics, one with a critic, one of RLT with a quantised student."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "reward.py").write_text(REWARD)
     names = set()
@@ -71,7 +71,8 @@ def logged(toy, tmp_path_factory):
         run_dir = folder / str(number)
         succeeded(train(toy, run_dir, *LOCAL, *SHORT, *told))
         names |= {name for row in metrics(run_dir).values() for name in row}
-    assert train_here(rlt.settings_of(rlt.brief_toy(folder / "rlt_toy"), folder / "rlt")) == 0
+    quantised = {f"{rlt.MODEL}.quantization": "int8"}
+    assert train_here(rlt.settings_of(rlt.brief_toy(folder / "rlt_toy"), folder / "rlt", quantised)) == 0
     names |= {name for row in metrics(folder / "rlt").values() for name in row}
     return names - {"step", "run_id"}
 
