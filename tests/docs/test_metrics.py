@@ -62,7 +62,7 @@ def pattern(name):
 
 @pytest.fixture(scope="module")
 def logged(toy, tmp_path_factory):
-    """Return every name of short runs: one on-policy, one with all that adds metrics, one with a critic, one of RLT with a quantised student."""
+    """Return every name of short runs: on-policy, with all that adds metrics, with a critic, of RLT with a quantised student."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "reward.py").write_text(REWARD)
     names = set()
