@@ -41,7 +41,8 @@ def test_a_reference_that_cannot_follow_is_refused_with_the_way_out(settled, mor
 
 
 def test_one_device_has_no_shards_that_could_differ(settled):
-    settled(FOLLOWS | {f"{AR}.ref.fsdp_config.fsdp_size": 1})
+    reference = settled(FOLLOWS | {f"{AR}.ref.fsdp_config.fsdp_size": 1}).actor_rollout_ref.ref
+    assert (reference.fsdp_config.fsdp_size, reference.sync_every_steps) == (1, FOLLOWS[EVERY])
 
 
 @pytest.mark.parametrize(("more", "key"), [({EVERY: 32}, EVERY), ({f"{AR}.actor.use_kl_loss": True, ALPHA: 0.5}, ALPHA)])

@@ -92,7 +92,8 @@ def test_a_quantised_student_rests_in_no_file(settled, complaint):
 
 def test_rules_of_a_student_say_nothing_of_other_runs(settled):
     more = {"reward_model.residency": "swap", f"{RLT}.kl_teacher": "reference", "data.truncation": "left"}
-    settled({**more, "algorithm.filter_groups.enable": True})
+    settings = settled({**more, "algorithm.filter_groups.enable": True})
+    assert (settings.reward_model.residency, settings.algorithm.filter_groups.enable) == ("swap", True)
 
 
 @pytest.mark.parametrize(

@@ -52,6 +52,7 @@ def test_a_cache_that_is_reset_with_every_sync_passes(tiny_folder, model):
     check, engine = SyncCheck(100), CachingEngine(tiny_folder, resets=True)
     for _ in range(3):
         synced(check, engine, model)
+        assert engine.cache, "the probe fills it again, so the next sync has something to reset"
 
 
 def test_a_cache_that_is_not_reset_is_caught_at_the_second_sync(tiny_folder, model):

@@ -33,9 +33,9 @@ from verl_memopt.workers.schedule import build_optimizer, build_schedule
 class MiniBatch:
     """This rank's share of the rows of one optimizer step.
 
-    ``micro_batches`` are the rows of ``batch`` for each forward and backward, as many on every rank; after an out-of-memory error
-    they are replaced by smaller ones. ``counts`` are tokens and
-    sequences of the mini-batch over all ranks, so that the loss does not depend on how the mini-batch is split.
+    ``micro_batches`` are the rows of ``batch`` for each forward and backward. Every rank has as many of them. After an
+    out-of-memory error they are replaced by smaller ones. ``counts`` are tokens and sequences of the mini-batch over all ranks, so
+    that the loss does not depend on how the mini-batch is split.
     """
 
     batch: RolloutBatch
