@@ -34,8 +34,8 @@ class MiniBatch:
     """This rank's share of the rows of one optimizer step.
 
     ``micro_batches`` are the rows of ``batch`` for each forward and backward. Every rank has as many of them. After an
-    out-of-memory error they are replaced by smaller ones. ``counts`` are tokens and sequences of the mini-batch over all ranks, so
-    that the loss does not depend on how the mini-batch is split.
+    out-of-memory error they are replaced by smaller ones. ``counts`` are tokens and sequences of the mini-batch over all ranks,
+    so that the loss does not depend on how the mini-batch is split.
     """
 
     batch: RolloutBatch
