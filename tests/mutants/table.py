@@ -23,7 +23,7 @@ LIST = Path("tests/mutants/survivors.toml")
 PARTS = {
     "algorithms": ("algorithms/",),
     "packing": ("models/pack.py", "memory/batching/token_budget.py", "data/ragged.py", "data/batch.py"),
-    "log-probs": ("memory/logits/chunked_logprob.py", "ops/logit_tiles.py"),
+    "log-probs": ("memory/logits/chunked_logprob.py", "ops/logit_tiles.py", "ops/target_terms.py"),
     "residency": ("memory/parameters/residency.py", "memory/parameters/param_offload.py"),
     "checkpoints": ("trainer/", "distributed/"),
 }

@@ -3,11 +3,17 @@
 Ray's own processes follow a killed driver, but the two agents of its node outlive it by a minute, and so do processes that Ray
 was about to start when the driver died. The guardian waits for the end of a pipe that only the starter holds. It has its own
 session, where no Ctrl-C reaches it. It imports the standard library alone.
+
+It looks for new processes ten times a second. A process may start between two looks and lose its parent together with the driver.
+It is then nobody's descendant any more, and Ray's agents start so if the driver is killed at that moment. So every process that
+starts before :meth:`Guardian.all_started` has an environment variable by which the guardian finds it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
+import secrets
 import select
 import signal
 import subprocess
@@ -29,6 +35,9 @@ ROUNDS, ROUND_SECONDS = 20, 0.1
 
 STARTED = b"all have started\n"
 
+MARK = "VERL_MEMOPT_GUARDED_BY"
+"""Environment variable of the guarded processes. Its value is the guardian's own."""
+
 Born = tuple[int, int]
 """A process id and its start time in clock ticks since boot. An id alone may be used again."""
 
@@ -36,19 +45,22 @@ Born = tuple[int, int]
 class Guardian:
     """Kills descendants of this process once this process is gone.
 
-    It kills those that are born from now on until :meth:`all_started`, and their descendants.
+    It kills those that are born from now on until :meth:`all_started`, and their descendants. Until then this process has the
+    environment variable ``VERL_MEMOPT_GUARDED_BY``, which they inherit.
     """
 
     def __init__(self) -> None:
         """Start the guardian, and return once it watches."""
+        value = secrets.token_hex(16)
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", __file__, str(os.getpid())],
+            [sys.executable, "-S", "-E", __file__, str(os.getpid()), value],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pipe = self._process.stdin
         self._process.stdout.readline()
+        os.environ[MARK] = value
 
     @property
     def pid(self) -> int:
@@ -60,17 +72,23 @@ class Guardian:
 
         Processes that they start later are guarded too. Other processes are not.
         """
+        os.environ.pop(MARK, None)
         self._pipe.write(STARTED)
         self._pipe.flush()
 
     def dismiss(self) -> None:
         """End the guardian without killing anything. May be called again."""
+        os.environ.pop(MARK, None)
         self._process.kill()
         self._process.communicate()
 
 
-def guard(starter: int) -> None:
-    """Watch the descendants of ``starter`` that are born from now on, and kill them when standard input ends."""
+def guard(starter: int, value: str) -> None:
+    """Watch the descendants of ``starter`` that are born from now on, and kill them when standard input ends.
+
+    Processes whose environment has ``VERL_MEMOPT_GUARDED_BY`` with this value are killed as well.
+    """
+    mark = b"\0" + f"{MARK}={value}".encode() + b"\0"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     others, guarded = _born(descendants(starter)), set[Born]()
@@ -83,7 +101,7 @@ def guard(starter: int) -> None:
         guarded |= _born(descendants(starter)) - others
         starting = starting and not ready
     for _ in range(ROUNDS):
-        guarded |= _born([child for pid in _alive(guarded) for child in descendants(pid)])
+        guarded |= _born(_marked(mark)) | _born([child for pid in _alive(guarded) for child in descendants(pid)])
         alive = _alive(guarded)
         if not alive:
             break
@@ -93,6 +111,16 @@ def guard(starter: int) -> None:
 
 def _alive(processes: set[Born]) -> list[int]:
     return [pid for pid, _ in processes & _born([pid for pid, _ in processes])]
+
+
+def _marked(mark: bytes) -> list[int]:
+    """Return the ids of the processes that this process may look at and whose environment has the variable."""
+    marked = []
+    for entry in Path("/proc").iterdir():
+        with contextlib.suppress(OSError):
+            if entry.name.isdigit() and mark in b"\0" + (entry / "environ").read_bytes():
+                marked.append(int(entry.name))
+    return marked
 
 
 def _born(pids: list[int]) -> set[Born]:
@@ -109,4 +137,4 @@ def _born(pids: list[int]) -> set[Born]:
 
 
 if __name__ == "__main__":
-    guard(int(sys.argv[1]))
+    guard(int(sys.argv[1]), sys.argv[2])
