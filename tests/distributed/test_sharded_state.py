@@ -11,7 +11,13 @@ from verl_memopt.config.schema import Optim
 from verl_memopt.distributed import sharded_state
 from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.distributed.sharded_state import HashingFileSystem, load_training_state, save_training_state
+from verl_memopt.distributed.sharded_state import (
+    HashingFileSystem,
+    load_training_state,
+    load_weights,
+    save_training_state,
+    save_weights,
+)
 from verl_memopt.errors import CheckpointError
 from verl_memopt.models.build import named_weights
 from verl_memopt.workers.schedule import build_optimizer, build_schedule
@@ -84,6 +90,27 @@ def test_a_folder_that_cannot_be_written_is_an_error_that_names_it(tiny_folder, 
     (tmp_path / "dcp").write_text("a file where a folder must be")
     with pytest.raises(CheckpointError, match="could not be written"):
         save_training_state(tmp_path, *parts(tiny_folder, one_rank), CPU, ALL)
+
+
+def test_weights_that_no_optimizer_trains_come_back_bit_for_bit(tiny_folder, one_rank, tmp_path):
+    policy = sharded(tiny_folder, one_rank, dtype="fp32").requires_grad_(False)
+    saved = full(policy)
+    records = save_weights(tmp_path, policy, CPU)
+    assert records == record_folder(tmp_path, tmp_path)
+    assert records
+    for parameter in policy.parameters():
+        parameter.zero_()
+    load_weights(tmp_path, policy)
+    assert all(torch.equal(tensor, saved[name]) for name, tensor in full(policy).items())
+
+
+def test_weights_that_cannot_be_written_or_read_are_errors_that_name_the_folder(tiny_folder, one_rank, tmp_path):
+    policy = sharded(tiny_folder, one_rank, dtype="fp32")
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}/none: the weights could not be read: \w+Error: .*none"):
+        load_weights(tmp_path / "none", policy)
+    (tmp_path / "dcp").write_text("a file where a folder must be")
+    with pytest.raises(CheckpointError, match=rf"^{tmp_path}: the weights could not be written: \w+Error: .*dcp"):
+        save_weights(tmp_path, policy, CPU)
 
 
 def two_ranks(rank, folder, out):

@@ -106,6 +106,31 @@ def test_a_confident_token_keeps_its_small_gradient_in_half_precision():
     torch.testing.assert_close(into.hidden[0].float(), other[None] * 8, rtol=2**-7, atol=0)
 
 
+@pytest.mark.parametrize("temperature", [0.5, 1.0, 2.0])
+def test_logits_are_divided_by_the_temperature_in_half_precision(temperature):
+    generator = torch.Generator().manual_seed(0)
+    hidden, weight = torch.randn(ROWS, 8, generator=generator).bfloat16(), torch.randn(COLUMNS, 8, generator=generator).bfloat16()
+    targets = torch.arange(ROWS)
+    exact = ((hidden @ weight.t()).double() / temperature).log_softmax(-1)
+    found = LogitTiles(Head(weight, None, temperature, 0, 0, False, False), hidden).statistics(hidden, targets)
+    torch.testing.assert_close(found.log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
+
+
+def test_over_several_tiles_too_the_targets_term_is_added_last():
+    columns, tile, width = 120_000, 40_000, 8
+    targets = torch.arange(16) * 7_000  # in each of the tiles
+    generator = torch.Generator().manual_seed(1)
+    weight = 0.05 * torch.randn(columns, width, generator=generator) + 1.0
+    weight[targets] *= 100
+    hidden = 1e-3 * torch.randn(16, width, generator=generator)
+    p = (hidden.double() @ weight.double().t()).softmax(-1)
+    exact = (torch.nn.functional.one_hot(targets, columns) - p) @ weight.double()
+    tiles = LogitTiles(Head(weight, None, 1.0, 0, tile, False, False), hidden)
+    into = Gradients(torch.empty_like(hidden), None, None)
+    tiles.differentiate(hidden, targets, tiles.statistics(hidden, targets), torch.ones(16), None, into, True)
+    assert float((into.hidden - exact).norm() / exact.norm()) < 5e-7
+
+
 @pytest.mark.slow
 @pytest.mark.skipif(shutil.which("c++") is None, reason="needs a C++ compiler")
 def test_compiled_functions_give_the_same_numbers():

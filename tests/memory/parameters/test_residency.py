@@ -256,7 +256,8 @@ def test_the_turns_of_critic_and_policy_change_no_number(made, tiny_folder):  # 
     assert same(found[0][3], found[1][3])
 
 
-def test_parts_of_one_place_take_turns_in_it():
+def two_in_one_place(residency):
+    """Adds a reference of ones and a student of twos that share one parameter, and returns it and the student."""
     parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
     reference, student = (ParamHome(name, [parameter], CPU) for name in (REFERENCE, STUDENT))
     reference.to_host()
@@ -264,10 +265,32 @@ def test_parts_of_one_place_take_turns_in_it():
     parameter.fill_(2)
     student.to_host()
     reference.on_device = False
-    residency = Residency(CPU)
     residency.add(reference)
     residency.add(student)
     residency.take_turns(reference, student)
+    return parameter, student
+
+
+def test_a_part_is_found_by_its_name():
+    residency, boxes, _ = two_boxes()
+    assert residency.find(REFERENCE) is boxes[1]
+    assert residency.find(STUDENT) is None
+
+
+def test_parts_of_several_places_take_turns_in_each():
+    residency = Residency(CPU)
+    parameters = [two_in_one_place(residency)[0] for _ in range(3)]
+    addresses = set()
+    for phase, value in (("reward", 2.0), ("ref", 1.0), ("reward", 2.0)):
+        with residency.phase(phase):
+            assert [parameter.tolist() for parameter in parameters] == [[value] * 3] * 3
+            addresses.add(tuple(parameter.data_ptr() for parameter in parameters))
+    assert len(addresses) == 1
+
+
+def test_parts_of_one_place_take_turns_in_it():
+    residency = Residency(CPU)
+    parameter, student = two_in_one_place(residency)
     assert residency.find(STUDENT) is student
     addresses = set()
     for phase, value in (("reward", 2.0), ("ref", 1.0), ("reward", 2.0), ("reward", 2.0), ("ref", 1.0)):
