@@ -8,6 +8,8 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 
+from verl_memopt.workers.processes import marked
+
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -106,19 +108,11 @@ def kill_marked(mark: str, seconds: float) -> list[int]:
     supervisor's environment.
     """
     deadline, killed = time.monotonic() + seconds, set()
-    while (alive := list(_marked(mark.encode()))) and time.monotonic() < deadline:
+    while (alive := marked(mark)) and time.monotonic() < deadline:
         killed.update(alive)
         _send(alive, signal.SIGKILL)
         time.sleep(_ROUND_SECONDS)
     return sorted(killed)
-
-
-def _marked(mark: bytes) -> Iterator[int]:
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-                if mark in file.read().split(b"\0"):
-                    yield int(name)
 
 
 def _send(pids: Iterable[int], number: int) -> None:

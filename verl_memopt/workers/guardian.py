@@ -11,7 +11,6 @@ starts before :meth:`Guardian.all_started` has an environment variable by which 
 
 from __future__ import annotations
 
-import contextlib
 import os
 import secrets
 import select
@@ -23,9 +22,9 @@ from pathlib import Path
 
 if __name__ == "__main__":  # run as a file, because a package would add its own imports
     sys.path.insert(0, str(Path(__file__).parent))
-    from processes import descendants, kill
+    from processes import descendants, kill, marked
 else:
-    from verl_memopt.workers.processes import descendants, kill
+    from verl_memopt.workers.processes import descendants, kill, marked
 
 LOOK_SECONDS = 0.1
 """Time between two searches for new processes, until all have started."""
@@ -88,7 +87,6 @@ def guard(starter: int, value: str) -> None:
 
     Processes whose environment has ``VERL_MEMOPT_GUARDED_BY`` with this value are killed as well.
     """
-    mark = b"\0" + f"{MARK}={value}".encode() + b"\0"
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     others, guarded = _born(descendants(starter)), set[Born]()
@@ -101,7 +99,7 @@ def guard(starter: int, value: str) -> None:
         guarded |= _born(descendants(starter)) - others
         starting = starting and not ready
     for _ in range(ROUNDS):
-        guarded |= _born(_marked(mark)) | _born([child for pid in _alive(guarded) for child in descendants(pid)])
+        guarded |= _born(marked(f"{MARK}={value}")) | _born([child for pid in _alive(guarded) for child in descendants(pid)])
         alive = _alive(guarded)
         if not alive:
             break
@@ -111,16 +109,6 @@ def guard(starter: int, value: str) -> None:
 
 def _alive(processes: set[Born]) -> list[int]:
     return [pid for pid, _ in processes & _born([pid for pid, _ in processes])]
-
-
-def _marked(mark: bytes) -> list[int]:
-    """Return the ids of the processes that this process may look at and whose environment has the variable."""
-    marked = []
-    for entry in Path("/proc").iterdir():
-        with contextlib.suppress(OSError):
-            if entry.name.isdigit() and mark in b"\0" + (entry / "environ").read_bytes():
-                marked.append(int(entry.name))
-    return marked
 
 
 def _born(pids: list[int]) -> set[Born]:
