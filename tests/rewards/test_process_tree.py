@@ -11,6 +11,7 @@ from verl_memopt.rewards.process_tree import (
     cpu_seconds,
     descendants,
     kill_marked,
+    marked,
     proportional_bytes,
     resident_bytes,
 )
@@ -89,6 +90,19 @@ def test_processes_with_a_mark_are_killed_wherever_they_are_and_others_are_not()
     finally:
         other.kill()
         other.wait()
+
+
+def test_a_process_is_marked_by_a_whole_entry_of_its_environment() -> None:
+    one, more = (
+        subprocess.Popen(["sleep", "60"], env={"BEFORE": "1", "THE_TEST": value, "AFTER": "1"}) for value in ("one", "one more")
+    )
+    try:
+        assert marked("THE_TEST=one") == [one.pid]
+        assert marked("TEST=one") == []
+    finally:
+        for process in (one, more):
+            process.kill()
+            process.wait()
 
 
 def test_ending_descendants_leaves_none_of_a_tree_that_goes_on_growing(tmp_path: Path) -> None:

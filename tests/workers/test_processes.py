@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from verl_memopt.workers.processes import descendants, is_alive, kill, marked, wait_until_gone
+from verl_memopt.workers.processes import descendants, is_alive, kill, wait_until_gone
 
 
 def started(code):
@@ -48,19 +48,6 @@ def test_a_process_name_with_spaces_and_parentheses_is_read():
     assert process.pid in descendants(os.getpid())
     kill([process.pid])
     process.communicate()
-
-
-def test_a_process_is_marked_by_a_whole_entry_of_its_environment():
-    one, more = (
-        subprocess.Popen(["sleep", "60"], env={"BEFORE": "1", "THE_TEST": value, "AFTER": "1"}) for value in ("one", "one more")
-    )
-    try:
-        assert marked("THE_TEST=one") == [one.pid]
-        assert marked("TEST=one") == []
-    finally:
-        for process in (one, more):
-            process.kill()
-            process.wait()
 
 
 def test_killing_what_is_gone_is_no_error_and_waiting_says_who_is_left(family):

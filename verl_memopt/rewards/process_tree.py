@@ -8,8 +8,6 @@ import signal
 import time
 from collections.abc import Iterable, Iterator
 
-from verl_memopt.workers.processes import marked
-
 _TICKS = os.sysconf("SC_CLK_TCK")
 _PAGE = os.sysconf("SC_PAGE_SIZE")
 
@@ -113,6 +111,20 @@ def kill_marked(mark: str, seconds: float) -> list[int]:
         _send(alive, signal.SIGKILL)
         time.sleep(_ROUND_SECONDS)
     return sorted(killed)
+
+
+def marked(mark: str) -> list[int]:
+    """Return the ids of all processes but this one whose initial environment has the entry ``mark`` (``NAME=value``).
+
+    Processes of other users are left out.
+    """
+    entry, pids = mark.encode(), []
+    for name in os.listdir("/proc"):
+        if name.isdigit() and int(name) != os.getpid():
+            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
+                if entry in file.read().split(b"\0"):
+                    pids.append(int(name))
+    return pids
 
 
 def _send(pids: Iterable[int], number: int) -> None:

@@ -20,11 +20,8 @@ import sys
 import time
 from pathlib import Path
 
-if __name__ == "__main__":  # run as a file, because a package would add its own imports
-    sys.path.insert(0, str(Path(__file__).parent))
-    from processes import descendants, kill, marked
-else:
-    from verl_memopt.workers.processes import descendants, kill, marked
+from verl_memopt.rewards.process_tree import marked
+from verl_memopt.workers.processes import descendants, kill
 
 LOOK_SECONDS = 0.1
 """Time between two searches for new processes, until all have started."""
@@ -51,8 +48,10 @@ class Guardian:
     def __init__(self) -> None:
         """Start the guardian, and return once it watches."""
         value = secrets.token_hex(16)
+        package = str(Path(__file__).parents[2])
+        program = f"import sys; sys.path.append({package!r}); from {__name__} import guard; guard({os.getpid()}, {value!r})"
         self._process = subprocess.Popen(
-            [sys.executable, "-S", "-E", __file__, str(os.getpid()), value],
+            [sys.executable, "-S", "-E", "-c", program],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
         )  # fmt: skip
         assert self._process.stdin is not None
@@ -122,7 +121,3 @@ def _born(pids: list[int]) -> set[Born]:
         if pid != os.getpid() and fields[0] not in (b"Z", b"X"):
             born.add((pid, int(fields[19])))
     return born
-
-
-if __name__ == "__main__":
-    guard(int(sys.argv[1]), sys.argv[2])

@@ -65,20 +65,6 @@ def kill_descendants() -> list[int]:
     return left
 
 
-def marked(mark: str) -> list[int]:
-    """Return the ids of all processes but this one whose first environment has the entry ``mark`` (``NAME=value``).
-
-    Processes inherit it, so this finds orphans that descend from nobody any more. Processes of other users are left out.
-    """
-    entry, found = mark.encode(), []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):
-                if entry in Path(f"/proc/{name}/environ").read_bytes().split(b"\0"):
-                    found.append(int(name))
-    return found
-
-
 def wait_until_gone(pids: Iterable[int], seconds: float) -> list[int]:
     """Wait until none of these processes runs, at most ``seconds``, and return those that still run."""
     deadline = time.monotonic() + seconds
