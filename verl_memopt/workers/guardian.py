@@ -2,7 +2,7 @@
 
 Ray's own processes follow a killed driver, but the two agents of its node outlive it by a minute, and so do processes that Ray
 was about to start when the driver died. The guardian waits for the end of a pipe that only the starter holds. It has its own
-session, where no Ctrl-C reaches it. It imports the standard library alone.
+session, where no Ctrl-C reaches it. It needs nothing beyond the standard library.
 
 It looks for new processes ten times a second. A process may start between two looks and lose its parent together with the driver.
 It is then nobody's descendant any more, and Ray's agents start so if the driver is killed at that moment. So every process that
