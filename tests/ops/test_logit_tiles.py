@@ -11,12 +11,14 @@ from verl_memopt.ops.logit_tiles import (
     Head,
     LogitTiles,
     _compiled,
+    add_target_terms_,
     both_gradients_,
     log_prob_gradient_,
     log_softmax_,
     softmax_,
     sum_of_exponentials,
     sum_of_squares,
+    target_logits,
 )
 from verl_memopt.ops.target_terms import ROWS_AT_ONCE
 
@@ -36,7 +38,8 @@ def scratch(columns):
 def test_a_tile_gives_what_its_softmax_says(columns):
     values, targets = logits()
     exact = values.double().log_softmax(-1)
-    top, log_sum, picked, entropy = log_softmax_(values, targets, scratch(columns), True)
+    picked = target_logits(values, targets)
+    top, log_sum, entropy = log_softmax_(values, scratch(columns), True)
     torch.testing.assert_close(values, exact.float(), rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(picked - top - log_sum, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
     torch.testing.assert_close(entropy, -(exact.exp() * exact).sum(-1).float(), rtol=2e-6, atol=2e-6)
@@ -45,11 +48,11 @@ def test_a_tile_gives_what_its_softmax_says(columns):
 def test_a_target_of_another_tile_adds_nothing():
     values, _ = logits()
     for targets in (torch.full((ROWS,), -3), torch.full((ROWS,), COLUMNS)):
-        picked = log_softmax_(values.clone(), targets, None, False)[2]
-        assert torch.equal(picked, torch.zeros(ROWS))
+        assert torch.equal(target_logits(values, targets), torch.zeros(ROWS))
         log_p = values.log_softmax(-1)
         probabilities = log_p.exp()
-        log_prob_gradient_(log_p, targets, torch.full((ROWS,), -2.0))
+        log_prob_gradient_(log_p, torch.full((ROWS,), -2.0))
+        add_target_terms_(log_p, targets, torch.full((ROWS,), -2.0))
         assert torch.equal(log_p, 2 * probabilities)
 
 
@@ -65,9 +68,10 @@ def test_gradients_of_a_tile_are_those_of_autograd(columns, entropy):
     (expected,) = torch.autograd.grad(total, exact)
     found = log_p.detach().float()
     if entropy:
-        both_gradients_(found, targets, entropies.detach().float(), *factors, scratch(columns))
+        both_gradients_(found, entropies.detach().float(), *factors, scratch(columns))
     else:
-        log_prob_gradient_(found, targets, factors[0])
+        log_prob_gradient_(found, factors[0])
+    add_target_terms_(found, targets, factors[0])
     torch.testing.assert_close(found, expected.float(), rtol=1e-6, atol=1e-6)
 
 
@@ -166,9 +170,9 @@ class LargestNew(TorchDispatchMode):
 @pytest.mark.parametrize("entropy", [False, True])
 def test_off_a_cpu_no_second_buffer_of_the_logits_is_made(entropy):
     """The statements of a GPU, on a device without bytes."""
-    values, targets = torch.empty(ROWS, 16_384, device="meta"), torch.empty(ROWS, dtype=torch.int64, device="meta")
+    values = torch.empty(ROWS, 16_384, device="meta")
     with LargestNew(values) as largest:
-        log_softmax_(values, targets, torch.empty(ROWS, SCRATCH_COLUMNS, device="meta"), entropy)
+        log_softmax_(values, torch.empty(ROWS, SCRATCH_COLUMNS, device="meta"), entropy)
     assert largest.elements <= ROWS * SCRATCH_COLUMNS
 
 
@@ -194,9 +198,9 @@ def test_a_function_is_compiled_once():
 @pytest.mark.filterwarnings("error")
 def test_scratch_has_the_columns_of_its_part():
     """torch warns when it must resize an output."""
-    values, targets = logits()
-    entropy = log_softmax_(values, targets, scratch(7), True)[3]
-    both_gradients_(values, targets, entropy, torch.ones(ROWS), torch.ones(ROWS), scratch(7))
+    values, _ = logits()
+    entropy = log_softmax_(values, scratch(7), True)[2]
+    both_gradients_(values, entropy, torch.ones(ROWS), torch.ones(ROWS), scratch(7))
 
 
 @pytest.mark.parametrize("largest_first", [False, True])
@@ -221,7 +225,8 @@ class OnGpu(torch.Tensor):
 def test_the_statements_of_a_gpu_turn_logits_into_probabilities():
     values, targets = logits(6)
     exact = values.double()
-    top, log_sum, picked = softmax_(found := values.as_subclass(OnGpu), targets)
+    picked = target_logits(values, targets)
+    top, log_sum = softmax_(found := values.as_subclass(OnGpu))
     torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.softmax(-1).float(), rtol=2e-6, atol=1e-7)
     log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
     expected = exact.log_softmax(-1).gather(-1, targets[:, None])[:, 0].float()
@@ -232,8 +237,8 @@ def test_the_statements_of_a_gpu_turn_logits_into_probabilities():
 def test_the_statements_of_a_gpu_turn_logits_into_log_probs(columns):
     values, targets = logits(7)
     exact = values.double().log_softmax(-1)
-    found = values.as_subclass(OnGpu)
-    top, log_sum, picked, entropy = log_softmax_(found, targets, scratch(columns), True)
+    picked, found = target_logits(values, targets), values.as_subclass(OnGpu)
+    top, log_sum, entropy = log_softmax_(found, scratch(columns), True)
     torch.testing.assert_close(found.as_subclass(torch.Tensor), exact.float(), rtol=1e-6, atol=2e-6)
     log_probs = (picked - top - log_sum).as_subclass(torch.Tensor)
     torch.testing.assert_close(log_probs, exact.gather(-1, targets[:, None])[:, 0].float(), rtol=1e-6, atol=2e-6)
@@ -243,8 +248,8 @@ def test_the_statements_of_a_gpu_turn_logits_into_log_probs(columns):
 def test_on_a_cpu_probabilities_are_those_of_torchs_own_kernel_bit_for_bit():
     values = torch.randn(64, 1000, generator=torch.Generator().manual_seed(8))
     found, log_p = values.clone(), values.clone()
-    softmax_(found, torch.zeros(64, dtype=torch.int64))
-    log_softmax_(log_p, torch.zeros(64, dtype=torch.int64), None, False)
+    softmax_(found)
+    log_softmax_(log_p, None, False)
     assert torch.equal(found, values.softmax(-1))
     assert torch.equal(log_p, values.log_softmax(-1))
 

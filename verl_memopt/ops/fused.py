@@ -7,6 +7,7 @@ one or two kernels over all rows. It makes no temporary tensor of the rows' size
 from __future__ import annotations
 
 import logging
+import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -15,7 +16,8 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from torch._dynamo.exc import TorchDynamoException
+from torch._dynamo import config as dynamo_config
+from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 KEY = "actor_rollout_ref.actor.use_torch_compile"
 
@@ -23,6 +25,10 @@ TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**23}
 NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
 than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
+
+RECOMPILE_LIMIT = 64
+"""Variants of a compiled statement. Policy, reference and critic, norms with and without a gradient of their weight, each dtype
+and each width are variants; Dynamo's own limit of 8 is reached by PPO with a critic of another size."""
 
 logger = logging.getLogger(__name__)
 
@@ -33,6 +39,8 @@ WARNING = (
 
 _on = False
 _warned = False
+_in_tiles: set[Callable[..., None]] = set()
+_limits = threading.local()
 
 
 @contextmanager
@@ -58,11 +66,20 @@ def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], 
     """
     first = tensors[0]
     assert first is not None
-    if _on and first.shape[0] and not _observed():
-        _run_compiled(statement, _once_each(tensors), others)
+    if runs_compiled(first) and statement not in _in_tiles:
+        _run_compiled(statement, tensors, others, narrow)
         return
     for rows in tiles(first, narrow):
         statement(*(None if tensor is None else tensor[rows] for tensor in tensors), *others)
+
+
+def runs_compiled(first: Tensor) -> bool:
+    """Return whether :func:`over_rows` compiles statements over the rows of ``first``.
+
+    A statement may then not overwrite a tensor that it also sums over rows: torch 2.11 may compile the sum to run after the write.
+    """
+    # A tensor of one row would be a variant of its own.
+    return _on and first.shape[0] > 1 and not _observed()
 
 
 def tiles(tensor: Tensor, narrow: bool = False) -> Iterator[slice]:
@@ -96,15 +113,31 @@ def _probe(values: Tensor) -> Tensor:
     return (values.exp() * 2).sum(-1)
 
 
-def _run_compiled(statement: Callable[..., None], tensors: Sequence[Tensor | None], others: Sequence[Any]) -> None:
+def _run_compiled(statement: Callable[..., None], tensors: Sequence[Tensor | None], others: Sequence[Any], narrow: bool) -> None:
     global _on
+    # Dynamo's settings are of one thread, and a GPU's backward runs in a thread of its own.
+    if not getattr(_limits, "raised", False):
+        dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = RECOMPILE_LIMIT, True
+        _limits.raised = True
     try:
-        _compiled(statement)(*tensors, *others)
+        # Detached, so that neither `requires_grad` nor Parameter or Tensor makes a variant.
+        _compiled(statement)(*_once_each(tensors), *(_detached(other) for other in others))
+    except FailOnRecompileLimitHit:
+        # Raised before anything ran. Without it Dynamo runs the statement uncompiled and over all rows.
+        logger.warning(
+            "%s has more than %d compiled variants. It runs uncompiled from now on.", statement.__name__, RECOMPILE_LIMIT
+        )
+        _in_tiles.add(statement)
+        over_rows(statement, tensors, *others, narrow=narrow)
     except TorchDynamoException as error:
         # Raised before anything ran.
         _warn_once(error)
         _on = False
-        over_rows(statement, tensors, *others)
+        over_rows(statement, tensors, *others, narrow=narrow)
+
+
+def _detached(value: Any) -> Any:
+    return value.detach() if isinstance(value, Tensor) else value
 
 
 @cache
@@ -129,6 +162,6 @@ def _once_each(tensors: Sequence[Tensor | None]) -> list[Tensor | None]:
     """Return the tensors with one object for all that share memory; the compiler would copy what may overlap."""
     by_memory: dict[tuple[Any, ...], Tensor] = {}
     return [
-        None if one is None else by_memory.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride()), one)
+        None if one is None else by_memory.setdefault((one.data_ptr(), one.dtype, one.shape, one.stride()), one.detach())
         for one in tensors
     ]

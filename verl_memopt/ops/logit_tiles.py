@@ -176,14 +176,20 @@ class LogitTiles:
             into.hidden.copy_(total)
 
     def _tile_statistics(self, hidden: Tensor, targets: Tensor, columns: slice) -> tuple[Any, ...]:
-        """Return what :func:`_merged` puts together: the results of :func:`log_softmax_`, and the sum of squares or None."""
+        """Return the statistics that :func:`_merged` puts together.
+
+        Returns:
+            The largest logit, the log of the sum of exponentials relative to it, the target's logit, the entropy or None, and the
+            sum of squares or None, [c] each.
+        """
         logits = self._logits(hidden, columns)
         local = targets if self.head.whole_rows else targets - columns.start
-        scratch = self._scratch_for(logits)
+        scratch, picked = self._scratch_for(logits), target_logits(logits, local)
         if self._soft:
-            return *self._run(softmax_)(logits, local), None, None
-        statistics = self._run(log_softmax_)(logits, local, scratch, self.head.with_entropy)
-        return *statistics, self._run(sum_of_squares)(logits, scratch) if self.head.with_sum_pi_squared else None
+            return *self._run(softmax_)(logits), picked, None, None
+        top, log_sum, entropy = self._run(log_softmax_)(logits, scratch, self.head.with_entropy)
+        squares = self._run(sum_of_squares)(logits, scratch) if self.head.with_sum_pi_squared else None
+        return top, log_sum, picked, entropy, squares
 
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
         """Return fp32 [c, tile] logits over temperature, in the buffer."""
@@ -223,12 +229,13 @@ class LogitTiles:
         local = targets if self.head.whole_rows else targets - columns.start
         inverse, narrow = 1.0 / self.head.temperature, self._shaped(self._narrow, hidden, columns)
         if grad_entropy is None:
-            self._run(probability_gradient_ if still else log_prob_gradient_)(log_p, local, grad_log_probs * inverse)
+            self._run(probability_gradient_ if still else log_prob_gradient_)(log_p, grad_log_probs * inverse)
         else:
             assert tokens.entropy is not None
             self._run(both_gradients_)(
-                log_p, local, tokens.entropy, grad_log_probs * inverse, grad_entropy * inverse, self._scratch_for(log_p)
+                log_p, tokens.entropy, grad_log_probs * inverse, grad_entropy * inverse, self._scratch_for(log_p)
             )
+        add_target_terms_(log_p, local, grad_log_probs * inverse)
         return log_p if narrow is None else narrow.copy_(log_p)
 
     def _shaped(self, buffer: Tensor | None, hidden: Tensor, columns: slice) -> Any:
@@ -241,41 +248,61 @@ class LogitTiles:
         return self._scratch[: logits.shape[0] * self._columns].view(logits.shape[0], self._columns)
 
 
-def softmax_(logits: Tensor, targets: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+# Reading and writing at the targets stays outside of the compiled functions: one compiled by torch 2.11 reads the targets' logits
+# after they were overwritten, and one that adds at the targets first copies all logits.
+
+
+def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
+    """Return the logit of each target [c], or 0 where it lies outside of these columns.
+
+    Args:
+        logits: fp32 [c, v].
+        targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
+    """
+    picked = logits.gather(-1, clamped(targets, logits)).squeeze(-1)
+    return torch.where(is_inside(targets, logits), picked, 0.0)
+
+
+def add_target_terms_(gradient: Tensor, targets: Tensor, grad: Tensor) -> None:
+    """Add the targets' terms to the gradient of the logits, in place: ``grad * onehot``.
+
+    Args:
+        gradient: fp32 [c, v].
+        targets: int64 [c], as columns; those outside of 0 to v - 1 add nothing.
+        grad: fp32 [c], the gradient of the log-probs.
+    """
+    gradient.scatter_add_(-1, clamped(targets, gradient), (grad * is_inside(targets, gradient))[:, None])
+
+
+def softmax_(logits: Tensor) -> tuple[Tensor, Tensor]:
     """Turn logits [c, v] into probabilities, in place.
 
     Returns:
-        The largest logit, the log of the sum of exponentials relative to it, and the target's logit, [c] each.
+        The largest logit, and the log of the sum of exponentials relative to it, [c] each.
     """
-    top, picked = logits.amax(-1), logits.gather(-1, targets[:, None]).squeeze(-1)
+    top = logits.amax(-1)
     if logits.device.type == "cpu":
         # One kernel, which reads a row before it writes it; the largest logit's own exponential is 1.
         torch.softmax(logits, -1, out=logits)
-        return top, -logits.amax(-1).log(), picked
+        return top, -logits.amax(-1).log()
     logits.sub_(top[:, None]).exp_()
     total = logits.sum(-1)
     logits.div_(total[:, None])
-    return top, total.log(), picked
+    return top, total.log()
 
 
-def log_softmax_(
-    logits: Tensor, targets: Tensor, scratch: Tensor | None, with_entropy: bool
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
+def log_softmax_(logits: Tensor, scratch: Tensor | None, with_entropy: bool) -> tuple[Tensor, Tensor, Tensor | None]:
     """Turn logits [c, v] into log-probs within these columns, in place.
 
     Args:
         logits: [c, v].
-        targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
         scratch: [c, any number of columns]; None to allocate it.
         with_entropy: Compute the entropy too.
 
     Returns:
-        The largest logit, the log of the sum of exponentials relative to it, the target's logit or 0, and the entropy or None,
-        [c] each.
+        The largest logit, the log of the sum of exponentials relative to it, and the entropy or None, [c] each.
     """
     top = logits.amax(-1)
-    picked = logits.gather(-1, clamped(targets, logits)).squeeze(-1)
-    picked = torch.where(is_inside(targets, logits), picked, 0.0)
     if logits.device.type == "cpu":
         # One kernel, which reads a row before it writes it.
         torch.log_softmax(logits, -1, out=logits)
@@ -285,11 +312,11 @@ def log_softmax_(
         log_sum = sum_of_exponentials(logits).log()
         logits.sub_(log_sum[:, None])
     if not with_entropy:
-        return top, log_sum, picked, None
+        return top, log_sum, None
     entropy = torch.zeros_like(top)
     for part, room in _parts(logits, scratch):
         entropy -= torch.exp(part, out=room).mul_(part).sum(-1) if room is not None else (part.exp() * part).sum(-1)
-    return top, log_sum, picked, entropy
+    return top, log_sum, entropy
 
 
 def sum_of_exponentials(logits: Tensor) -> Tensor:
@@ -318,39 +345,36 @@ def sum_of_squares(log_p: Tensor, scratch: Tensor | None) -> Tensor:
     return total
 
 
-def log_prob_gradient_(log_p: Tensor, targets: Tensor, grad: Tensor) -> None:
-    """Turn log-probs [c, v] into the gradient of the logits, in place: ``grad * (onehot - p)``.
+def log_prob_gradient_(log_p: Tensor, grad: Tensor) -> None:
+    """Turn log-probs [c, v] into the gradient of the logits without the targets' terms, in place: ``-grad * p``.
 
     Args:
         log_p: fp32 [c, v].
-        targets: int64 [c], as columns.
         grad: fp32 [c], the gradient of the log-probs.
     """
-    probability_gradient_(log_p.exp_(), targets, grad)
+    probability_gradient_(log_p.exp_(), grad)
 
 
-def probability_gradient_(p: Tensor, targets: Tensor, grad: Tensor) -> None:
+def probability_gradient_(p: Tensor, grad: Tensor) -> None:
     """Turn probabilities [c, v] into the gradient of :func:`log_prob_gradient_`, in place."""
-    p.mul_(-grad[:, None]).scatter_add_(-1, clamped(targets, p), (grad * is_inside(targets, p))[:, None])
+    p.mul_(-grad[:, None])
 
 
-def both_gradients_(
-    log_p: Tensor, targets: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, scratch: Tensor | None
-) -> None:
+def both_gradients_(log_p: Tensor, entropy: Tensor, grad_log_probs: Tensor, grad_entropy: Tensor, scratch: Tensor | None) -> None:
     """Turn log-probs [c, v] into the gradient of the logits from that of log-probs and entropies, in place.
 
     ``d log p(y) / d z = onehot(y) - p`` and ``d entropy / d z = -p (log p + entropy)``.
+    :func:`add_target_terms_` adds ``onehot``.
     """
     constant = grad_log_probs + grad_entropy * entropy
     for part, room in _parts(log_p, scratch):
         # -p (grad_entropy * log p + constant)
         factor = torch.mul(part, -grad_entropy[:, None], out=room) if room is not None else part * -grad_entropy[:, None]
         part.exp_().mul_(factor.sub_(constant[:, None]))
-    log_p.scatter_add_(-1, clamped(targets, log_p), (grad_log_probs * is_inside(targets, log_p))[:, None])
 
 
 def _merged(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Return for two sets of columns together what :func:`log_softmax_` and :func:`sum_of_squares` return for each."""
+    """Return for two sets of columns together what one of them has."""
     top = torch.maximum(one[0], other[0])
     first, second = one[0] - top + one[1], other[0] - top + other[1]
     log_sum = torch.logaddexp(first, second)

@@ -18,7 +18,7 @@ from torch.autograd.function import once_differentiable
 from torch.nn.functional import silu
 
 from verl_memopt.knobs.shapes import ROWS_OF_BACKWARD
-from verl_memopt.ops.fused import over_rows
+from verl_memopt.ops.fused import over_rows, runs_compiled
 
 PRODUCT_ROWS = {"cpu": ROWS_OF_BACKWARD, "cuda": 8192}
 """Rows of a tile in backward: enough for its products to be as fast as whole ones."""
@@ -70,7 +70,11 @@ class RMSNorm:
     ) -> None:
         """Write and add gradients, as :meth:`Recomputable.differentiate` says."""
         (x,), (weight,) = sources, parameters
-        over_rows(norm_gradient, (grad, x, into[0]), weight, self.eps, sums[0])
+        total = sums[0]
+        if total is not None and runs_compiled(grad):
+            over_rows(norm_weight_gradient, (grad, x), self.eps, total)
+            total = None
+        over_rows(norm_gradient, (grad, x, into[0]), weight, self.eps, total)
 
 
 @dataclass(frozen=True)
@@ -134,6 +138,12 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
     del product  # before there is another tensor of its size
     weighted = above * weight if above is grad else above.mul_(weight)
     into.copy_(weighted.addcmul_(normal, shared).mul_(inverse))
+
+
+def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> None:
+    """Add the gradient of the norm's weight alone to ``sums``; arguments as in :func:`norm_gradient`."""
+    normal, _ = normalized(x, eps)
+    sums.add_((grad.to(normal.dtype) * normal).flatten(0, -2).sum(0))
 
 
 def _norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:

@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from verl_memopt.ops.fused import over_rows
-from verl_memopt.ops.recomputation import norm_gradient, normalized, zeros_to_sum
+from verl_memopt.ops.fused import over_rows, runs_compiled
+from verl_memopt.ops.recomputation import norm_gradient, norm_weight_gradient, normalized, zeros_to_sum
 
 
 @dataclass(frozen=True)
@@ -121,6 +121,9 @@ def rotary_backward(
     if cos is None or sin is None:
         into.copy_(grad)
         return
+    if sums is not None and x is not None and runs_compiled(grad):
+        over_rows(_weight_statement, (grad, x, cos, sin), eps, sums)
+        sums = None
     over_rows(_backward_statement, (grad, x, cos, sin, into), weight, eps, sums)
 
 
@@ -137,6 +140,12 @@ def _backward_statement(
         into.copy_(back)
     else:
         norm_gradient(back, x, into, weight, eps, sums)
+
+
+def _weight_statement(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, eps: float, sums: Tensor) -> None:
+    back = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    _rotate(grad, cos, sin, back, -1)
+    norm_weight_gradient(back, x, eps, sums)
 
 
 def weight_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
