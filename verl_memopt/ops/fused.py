@@ -76,7 +76,7 @@ def over_rows(statement: Callable[..., None], tensors: Sequence[Tensor | None], 
 def runs_compiled(first: Tensor) -> bool:
     """Return whether :func:`over_rows` compiles statements over the rows of ``first``.
 
-    A statement may then not overwrite a tensor that it also sums over rows: torch 2.11 may compile the sum to run after the write.
+    A statement may then not overwrite a tensor that it also sums over rows: torch 2.11 may run the sum after the write.
     """
     # A tensor of one row would be a variant of its own.
     return _on and first.shape[0] > 1 and not _observed()
