@@ -20,7 +20,9 @@ LOCAL = ["trainer.worker_group=local", "actor_rollout_ref.rollout.name=hf"]
 
 
 def environment(**more):
-    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": str(ROOT)}
+    # Packages may lie in folders that PYTHONPATH names, as on a GPU machine without internet.
+    path = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
+    quiet = {"OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1", "RAY_DEDUP_LOGS": "0", "PYTHONPATH": path}
     return {**os.environ, **quiet, **more}
 
 

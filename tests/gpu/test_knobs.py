@@ -12,6 +12,8 @@ from tests.end_to_end.knob_runs import make_model, run_row
 from tests.end_to_end.test_combinations import EXACT, OTHERS, ROUNDINGS, SUMS, Apart, apart, key, tolerance
 from tests.gpu import machine
 from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.errors import ConfigError
+from verl_memopt.models.parallelize import SHARDS_BYTES, TORCH
 
 AR = "actor_rollout_ref"
 UNCOMPILED = {f"{AR}.actor.use_torch_compile": False, f"{AR}.ref.use_torch_compile": False}
@@ -65,7 +67,12 @@ def bound(row, factor):
 def check(row, outcome):
     # What is drawn at random is compared on the same device, where only knobs that change no number differ.
     kind = machine.kind() if by_chance(row) else "cpu"
-    found, expected = outcome(row, machine.kind()), outcome(reference_of(row), kind)
+    try:
+        found = outcome(row, machine.kind())
+    except ConfigError as error:
+        assert TORCH < SHARDS_BYTES
+        pytest.skip(str(error))
+    expected = outcome(reference_of(row), kind)
     assert not apart(found, expected).beyond(bound(row, machine.size(ACROSS, 1)))
     exact = row["actor dtype"] == row["engine dtype"] == "fp32" and (row["lora"] == "off" or row["masters"] == "fp32")
     most = SUMS.log_prob * machine.size(ACROSS, 1) if exact else ROUNDINGS.log_prob

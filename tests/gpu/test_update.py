@@ -146,8 +146,10 @@ def test_the_host_waits_for_nothing_between_micro_batches(device, one_rank, fold
     policy.trained.step(micro_batches(mini), mini.counts, policy.loss_at(0.9))  # what is made once may wait
     micros = micro_batches(mini)
     with machine.nothing_waits():
-        metrics = policy.trained.step(micros, mini.counts, policy.loss_at(0.9))
-    assert float(metrics["actor/grad_norm"]) > 0
+        policy.trained.accumulate(micros, mini.counts, policy.loss_at(0.9))
+        norm = policy.trained.clip()  # the host then waits once, to read it
+        policy.trained.apply()
+    assert float(norm) > 0
 
 
 @pytest.mark.rehearsed
@@ -203,7 +205,8 @@ def test_bucketed_adamw_moves_weights_as_on_a_cpu(device, name):
     options, bound = OPTIMIZERS[name]
     start = torch.cat([parameter.detach().flatten() for parameter in parameters()])
     found, expected = (stepped(where, options) for where in (device, torch.device("cpu")))
-    assert (found - expected).norm() <= machine.size(bound, 0) * (expected - start).norm()
+    rounded = 4 * 2**-24 * start.norm()  # each of four steps rounds each weight
+    assert (found - expected).norm() <= machine.size(bound, 0) * (expected - start).norm() + machine.size(rounded, 0)
 
 
 def stepped(device, options):
@@ -211,8 +214,6 @@ def stepped(device, options):
     optimizer = BucketedAdamW(params, lr=1e-2, **options)
     for step in range(4):
         give_gradients(params, step)
-        for parameter in params:
-            parameter.grad = parameter.grad.to(device)
         optimizer.step()
     return torch.cat([parameter.detach().cpu().flatten() for parameter in params])
 

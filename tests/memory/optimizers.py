@@ -27,7 +27,7 @@ def give_gradients(params, seed):
     generator = torch.Generator().manual_seed(seed)
     for parameter in params:
         size = torch.rand((), generator=generator)
-        parameter.grad = (torch.randn(parameter.shape, generator=generator) * size).to(parameter.dtype)
+        parameter.grad = (torch.randn(parameter.shape, generator=generator) * size).to(parameter)
 
 
 def weights_after(make, steps=4, dtype=torch.float32, shapes=SHAPES):

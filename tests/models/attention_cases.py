@@ -47,7 +47,7 @@ def with_gradients(attend, inputs):
     """Gives the output of attention and the gradients of its three inputs."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = attend(*leaves)
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
     return [out.detach(), *torch.autograd.grad(out, leaves, weights)]
 
 
@@ -69,7 +69,7 @@ def with_rotary_gradients(attend, inputs, rotary):
     """Gives the output and the gradients of query, key, value and of the norms' weights; attend: (q, k, v) -> output."""
     leaves = [tensor.detach().requires_grad_() for tensor in inputs]
     out = attend(*(leaf * 1 for leaf in leaves))  # of no leaf, as in a model: attention may write over them
-    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out.dtype)
+    weights = torch.randn(out.shape, generator=torch.Generator().manual_seed(9)).to(out)
     asked = [*leaves, *(norm for norm in rotary.norms if norm is not None)]
     return [out.detach(), *torch.autograd.grad(out, asked, weights)]
 

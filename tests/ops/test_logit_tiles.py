@@ -1,8 +1,8 @@
-import inspect
 import shutil
 
 import pytest
 import torch
+from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from verl_memopt.ops.logit_tiles import (
@@ -188,11 +188,28 @@ def test_while_functions_are_compiled_exponentials_are_summed_over_all_columns_t
     torch.testing.assert_close(sum_of_exponentials(values).log(), values.double().logsumexp(-1).float(), rtol=1e-6, atol=1e-6)
 
 
-def test_a_function_is_compiled_once():
-    compiled = _compiled(softmax_)
-    assert _compiled(softmax_) is compiled
-    assert compiled is not softmax_
-    assert inspect.unwrap(compiled) is inspect.unwrap(softmax_)
+@pytest.mark.skipif(shutil.which("g++") is None, reason="no C++ compiler: what inductor makes on a CPU is not covered")
+def test_compiled_functions_give_the_numbers_of_uncompiled_ones_and_are_compiled_once_for_all_rows():
+    before = counters["stats"]["unique_graphs"]
+    for rows in (ROWS, 4, 1, 5):
+        values = logits(3)[0][:rows]
+        for with_entropy in (False, True):
+            expected, found = values.clone(), values.clone()
+            for one, two in zip(
+                _compiled(log_softmax_, found, None, with_entropy), log_softmax_(expected, None, with_entropy), strict=True
+            ):
+                assert one is two is None or torch.allclose(one, two, rtol=2e-6, atol=2e-6)
+            torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+        grads = torch.linspace(-1, 2, rows), torch.linspace(0.5, -1, rows)
+        entropy = -(expected.exp() * expected).sum(-1)
+        _compiled(both_gradients_, found, entropy, *grads, None)
+        both_gradients_(expected, entropy, *grads, None)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=2e-6)
+        probabilities, same = values.clone(), values.clone()
+        for one, two in zip(_compiled(softmax_, probabilities), softmax_(same), strict=True):
+            torch.testing.assert_close(one, two, rtol=1e-6, atol=2e-6)
+        torch.testing.assert_close(probabilities, same, rtol=1e-6, atol=1e-7)
+    assert counters["stats"]["unique_graphs"] == before + 4
 
 
 @pytest.mark.filterwarnings("error")

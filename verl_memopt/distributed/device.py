@@ -209,6 +209,13 @@ def wait_for(stream: torch.cuda.Stream | None, event: Done) -> None:
         stream.wait_event(event)
 
 
+def wait_on_host(device: torch.device) -> None:
+    """Make the host wait for the work queued on the device's current stream. Does nothing on a CPU."""
+    stream = current_stream(device)
+    if stream is not None:
+        stream.synchronize()
+
+
 class CopyStream:
     """Copies that run beside the computation. On a CPU a copy is done when it returns, and waiting does nothing.
 

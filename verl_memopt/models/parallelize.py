@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from verl_memopt.config.schema import CriticModel, Fsdp, Model
-from verl_memopt.distributed.sharding import shard_model
+from verl_memopt.distributed.sharding import shard_model, stays_plain
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activations.activation_checkpointing import checkpoint_blocks, chosen_blocks
 from verl_memopt.memory.activations.prune_last_block import can_prune
@@ -28,6 +28,10 @@ from verl_memopt.models.architecture import POLICY_KEY
 from verl_memopt.models.decoder import BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
 from verl_memopt.models.packed_model import PackedModel
 from verl_memopt.models.value_model import ValueHead
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+SHARDS_BYTES = (2, 13)
+"""The first version of torch whose FSDP2 is known to shard parameters that are no floating point numbers."""
 
 logger = logging.getLogger(__name__)
 
@@ -74,7 +78,14 @@ def parallelize(
     """
     if trained and model.lora_rank > 0:
         apply_lora(packed.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, keys.model)
+    precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
     if quantization != "none":
+        if not stays_plain(mesh, precision, offload) and TORCH < SHARDS_BYTES:
+            raise ConfigError(
+                f"{keys.fsdp.rpartition('.')[0]}.quantization={quantization}: torch {torch.__version__} cannot shard quantized "
+                f"parameters. Install torch 2.13 or newer, set quantization=none, or keep the model unsharded: one device, "
+                f"{keys.fsdp}.model_dtype equal to dtype, and {keys.fsdp}.offload_policy=false."
+            )
         quantize_blocks(packed.blocks(), quantization)
     units = wrapped_modules(packed, packed.blocks(), fsdp)
     _refuse_units_inside_blocks(packed, fsdp, keys)
@@ -87,8 +98,8 @@ def parallelize(
         packed,
         sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units),
         mesh,
-        mixed_precision(*dtypes),
-        native_offload(fsdp.offload_policy),
+        precision,
+        offload,
         fsdp.reshard_after_forward,
         fsdp.forward_prefetch,
         exact,

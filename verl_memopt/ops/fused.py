@@ -11,12 +11,15 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
+from itertools import count
 from subprocess import SubprocessError
+from types import FunctionType
 from typing import Any
 
 import torch
 from torch import Tensor
 from torch._dynamo import config as dynamo_config
+from torch._dynamo import maybe_mark_dynamic
 from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 
 KEY = "actor_rollout_ref.actor.use_torch_compile"
@@ -26,9 +29,8 @@ NARROW_TILE_ELEMENTS = {"cpu": 2**17, "cuda": 2**24}
 """Elements of a tile of rows that elementwise statements run over: what fits in a core's cache, or keeps a GPU busy for longer
 than a kernel launch takes. Narrow tiles are for statements that create nothing in fp32."""
 
-RECOMPILE_LIMIT = 64
-"""Variants of a compiled statement. Policy, reference and critic, norms with and without a gradient of their weight, each dtype
-and each width are variants; Dynamo's own limit of 8 is reached by PPO with a critic of another size."""
+RECOMPILE_LIMIT = 16
+"""Variants of a statement compiled for one width: the strides of its tensors make some. Dynamo's own limit is 8."""
 
 logger = logging.getLogger(__name__)
 
@@ -41,6 +43,7 @@ _on = False
 _warned = False
 _in_tiles: set[Callable[..., None]] = set()
 _limits = threading.local()
+_numbers = count()
 
 
 @contextmanager
@@ -115,13 +118,8 @@ def _probe(values: Tensor) -> Tensor:
 
 def _run_compiled(statement: Callable[..., None], tensors: Sequence[Tensor | None], others: Sequence[Any], narrow: bool) -> None:
     global _on
-    # Dynamo's settings are of one thread, and a GPU's backward runs in a thread of its own.
-    if not getattr(_limits, "raised", False):
-        dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = RECOMPILE_LIMIT, True
-        _limits.raised = True
     try:
-        # Detached, so that neither `requires_grad` nor Parameter or Tensor makes a variant.
-        _compiled(statement)(*_once_each(tensors), *(_detached(other) for other in others))
+        compiled_for_width(statement, _once_each(tensors), others)
     except FailOnRecompileLimitHit:
         # Raised before anything ran. Without it Dynamo runs the statement uncompiled and over all rows.
         logger.warning(
@@ -136,13 +134,49 @@ def _run_compiled(statement: Callable[..., None], tensors: Sequence[Tensor | Non
         over_rows(statement, tensors, *others, narrow=narrow)
 
 
-def _detached(value: Any) -> Any:
-    return value.detach() if isinstance(value, Tensor) else value
+def compiled_for_width(function: Callable[..., Any], tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
+    """Call ``function(*tensors, *others)``, compiled for the widths of its tensors and for any number of rows.
+
+    Raises:
+        TorchDynamoException: It cannot be compiled.
+        FailOnRecompileLimitHit: It has too many variants.
+    """
+    # Dynamo's settings are of one thread, and a GPU's backward runs in a thread of its own.
+    if not getattr(_limits, "raised", False):
+        dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = RECOMPILE_LIMIT, True
+        _limits.raised = True
+    # Detached, so that neither `requires_grad` nor Parameter or Tensor makes a variant.
+    inputs = [one.detach() if isinstance(one, Tensor) else one for one in others]
+    widths = tuple(None if one is None else (one.dtype, one.shape[1:]) for one in tensors)
+    return _compiled(function, widths, tuple((one.dtype, one.shape) if isinstance(one, Tensor) else one for one in inputs))(
+        tensors, inputs
+    )
 
 
 @cache
-def _compiled(statement: Callable[..., None]) -> Callable[..., None]:
-    return torch.compile(statement, dynamic=True)
+def _compiled(function: Callable[..., Any], widths: tuple[Any, ...], others: tuple[Any, ...]) -> Callable[..., Any]:
+    """Return a function compiled for rows of one width.
+
+    A kernel for rows of any width is two to three times slower on a GPU. Dynamo keeps what it compiled, and which sizes it has
+    seen change, by the place of the code. So each width has code of its own, which is compiled once, for any number of rows.
+    """
+    code = function.__code__
+    own = code.replace(co_name=f"{code.co_name}_{next(_numbers)}")
+    compiled = torch.compile(
+        FunctionType(own, function.__globals__, function.__name__, function.__defaults__, function.__closure__)
+    )
+    marked = False
+
+    def run(tensors: Sequence[Tensor | None], others: Sequence[Any]) -> Any:
+        nonlocal marked
+        if not marked:
+            for one in tensors:
+                if one is not None:
+                    maybe_mark_dynamic(one, 0)
+            marked = True
+        return compiled(*tensors, *others)
+
+    return run
 
 
 def _warn_once(error: Exception) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_memopt.ops.fused import compiled_for_width
 from verl_memopt.ops.target_terms import clamped, hidden_gradient, is_inside
 
 SCRATCH_COLUMNS = 4096
@@ -118,7 +119,7 @@ class LogitTiles:
         self._scratch = hidden.new_empty(size // head.tile * columns, dtype=torch.float32)
         self._columns = columns
         self._soft = head.whole_rows and not head.with_entropy and not head.with_sum_pi_squared
-        self._run: Callable[..., Callable[..., Any]] = _compiled if head.compiled else _plain
+        self._run: Callable[..., Any] = _compiled if head.compiled else _plain
 
     def statistics(self, hidden: Tensor, targets: Tensor) -> Tokens:
         """Return the statistics of a chunk of tokens.
@@ -186,9 +187,9 @@ class LogitTiles:
         local = targets if self.head.whole_rows else targets - columns.start
         scratch, picked = self._scratch_for(logits), target_logits(logits, local)
         if self._soft:
-            return *self._run(softmax_)(logits), picked, None, None
-        top, log_sum, entropy = self._run(log_softmax_)(logits, scratch, self.head.with_entropy)
-        squares = self._run(sum_of_squares)(logits, scratch) if self.head.with_sum_pi_squared else None
+            return *self._run(softmax_, logits), picked, None, None
+        top, log_sum, entropy = self._run(log_softmax_, logits, scratch, self.head.with_entropy)
+        squares = self._run(sum_of_squares, logits, scratch) if self.head.with_sum_pi_squared else None
         return top, log_sum, picked, entropy, squares
 
     def _logits(self, hidden: Tensor, columns: slice) -> Tensor:
@@ -229,12 +230,11 @@ class LogitTiles:
         local = targets if self.head.whole_rows else targets - columns.start
         inverse, narrow = 1.0 / self.head.temperature, self._shaped(self._narrow, hidden, columns)
         if grad_entropy is None:
-            self._run(probability_gradient_ if still else log_prob_gradient_)(log_p, grad_log_probs * inverse)
+            self._run(probability_gradient_ if still else log_prob_gradient_, log_p, grad_log_probs * inverse)
         else:
             assert tokens.entropy is not None
-            self._run(both_gradients_)(
-                log_p, tokens.entropy, grad_log_probs * inverse, grad_entropy * inverse, self._scratch_for(log_p)
-            )
+            grads = grad_log_probs * inverse, grad_entropy * inverse
+            self._run(both_gradients_, log_p, tokens.entropy, *grads, self._scratch_for(log_p))
         add_target_terms_(log_p, local, grad_log_probs * inverse)
         return log_p if narrow is None else narrow.copy_(log_p)
 
@@ -303,6 +303,14 @@ def log_softmax_(logits: Tensor, scratch: Tensor | None, with_entropy: bool) -> 
         The largest logit, the log of the sum of exponentials relative to it, and the entropy or None, [c] each.
     """
     top = logits.amax(-1)
+    if torch.compiler.is_compiling():
+        # All sums first and one write last: what is written between two sums would be a copy of all logits.
+        above = logits - top[:, None]
+        total = above.exp().sum(-1)
+        mean = (above.exp() * above).sum(-1) / total
+        log_sum = total.log()
+        logits.copy_(above - log_sum[:, None])
+        return top, log_sum, log_sum - mean if with_entropy else None
     if logits.device.type == "cpu":
         # One kernel, which reads a row before it writes it.
         torch.log_softmax(logits, -1, out=logits)
@@ -400,14 +408,12 @@ def _slices(total: int, step: int) -> Iterator[slice]:
     return (slice(start, min(start + step, total)) for start in range(0, total, step))
 
 
-_COMPILED: dict[str, Callable[..., Any]] = {}
+def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
+    tensors = [None if one is None else one.detach() for one in arguments if one is None or isinstance(one, Tensor)]
+    if not tensors or len(tensors[0] if tensors[0] is not None else ()) < 2:
+        return function(*arguments)  # one row would be a variant of its own
+    return compiled_for_width(function, tensors, arguments[len(tensors) :])
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
-    if function.__name__ not in _COMPILED:
-        _COMPILED[function.__name__] = torch.compile(function, dynamic=True)
-    return _COMPILED[function.__name__]
-
-
-def _plain(function: Callable[..., Any]) -> Callable[..., Any]:
-    return function
+def _plain(function: Callable[..., Any], *arguments: Any) -> Any:
+    return function(*arguments)

@@ -157,7 +157,7 @@ class TrainedModel:
         self.in_backward = None
         if optim.in_backward:
             assert isinstance(self.optimizer, BucketedAdamW), type(self.optimizer)
-            self.in_backward = StepInBackward(self.optimizer, role.key)
+            self.in_backward = StepInBackward(self.optimizer, role.key, device)
         self.schedule = build_schedule(self.optimizer, optim, optimizer_steps, key)
 
     def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:

@@ -13,6 +13,7 @@ import weakref
 import torch
 from torch import Tensor, nn
 
+from verl_memopt.distributed.device import wait_on_host
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
 from verl_memopt.memory.optimizer.optimizer_layout import local
@@ -24,16 +25,18 @@ ACTOR = "actor_rollout_ref.actor"
 class StepInBackward:
     """Updates each parameter as its gradient comes. FSDP2 calls the hooks once a unit's gradients are reduced and sharded."""
 
-    def __init__(self, optimizer: BucketedAdamW, key: str = ACTOR) -> None:
+    def __init__(self, optimizer: BucketedAdamW, key: str = ACTOR, backward_on: torch.device | None = None) -> None:
         """Register the hooks of all parameters of an optimizer.
 
         Args:
             optimizer: The optimizer.
             key: The settings section of the model that it updates, to name in errors.
+            backward_on: The device that computes gradients; None for that of the parameters.
         """
         self._optimizer, self._key = optimizer, key
         self._norms: dict[int, Tensor] = {}
         device = local(optimizer.param_groups[0]["params"][0]).device
+        self._copied_from = None if backward_on is None or backward_on.type == device.type else backward_on
         # All three stay on the device: reading one in backward would make the host wait at each parameter.
         self._sum = torch.zeros((), device=device)
         self._stopped = torch.zeros((), device=device)
@@ -75,6 +78,9 @@ class StepInBackward:
         """Update a parameter from its gradient and free the gradient. Nothing moves after a gradient that was not finite."""
         self.check(1 + (id(parameter) in self._norms))
         assert parameter.grad is not None
+        if self._copied_from is not None:
+            # FSDP2's CPU offload calls the hook on the stream of the copy to the host, while the copy may still be under way.
+            wait_on_host(self._copied_from)
         with scope(kind="optimizer scratch"):
             self._norms[id(parameter)] = torch.linalg.vector_norm(parameter.grad)
             # A sum stays infinite or NaN once a term is.
