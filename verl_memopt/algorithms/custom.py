@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import inspect
-import traceback
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
@@ -16,7 +15,7 @@ from verl_memopt.algorithms.losses import LossAndMetrics, LossSettings, LossToke
 from verl_memopt.algorithms.records import COSTLY, CUSTOM, ESTIMATORS, CustomEstimator, CustomLoss
 from verl_memopt.algorithms.rows import positions
 from verl_memopt.config.schema import Actor, Algorithm, Settings
-from verl_memopt.data.plugin import load_from_file
+from verl_memopt.data.plugin import load_from_file, raised
 from verl_memopt.errors import ConfigError, TrainingError, UserError
 from verl_memopt.knobs.conditions import needs_reference
 
@@ -93,10 +92,8 @@ class UserFunction:
         except UserError:
             raise
         except Exception as problem:
-            line = traceback.extract_tb(problem.__traceback__)[-1]
-            text = " ".join(f"{type(problem).__name__}: {problem}".split())
             shapes = ", ".join(f"{name} {shape(value)}" for name, value in given.items() if isinstance(value, Tensor))
-            raise self.error(f"it raised {text} in {line.filename}:{line.lineno}. It was given {shapes}") from problem
+            raise self.error(f"it raised {raised(problem)}. It was given {shapes}") from problem
 
     def error(self, what: str, way_out: str = "Correct the function.") -> TrainingError:
         """Return the error of a call."""
