@@ -8,7 +8,7 @@ from transformers import AutoModelForTokenClassification
 
 from tests.tensors import whole_of
 from tests.workers.test_policy import batch
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Critic, CriticModel, Optim, TrainedFsdp

@@ -22,17 +22,17 @@ from benchmarks.estimators.batch import (
     Batch,
     with_gradient,
 )
-from verl_memopt.algorithms.advantages import ESTIMATORS, AdvantageInputs
-from verl_memopt.algorithms.corrections import bypass_loss, correct, kept_lengths
+from verl_memopt.algorithms.covariance import select_clip_cov, select_kl_cov
+from verl_memopt.algorithms.estimators import AdvantageInputs, estimate
 from verl_memopt.algorithms.kl import KlController, kl_estimate
-from verl_memopt.algorithms.losses import LOSSES, LossSettings, LossTokens, value_loss
-from verl_memopt.algorithms.losses.covariance import select_clip_cov, select_kl_cov
-from verl_memopt.algorithms.losses.policy import TOKEN_LOCAL
-from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts, aggregate
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, value_loss
+from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, load
+from verl_memopt.algorithms.rollout_correction import bypass_loss, correct, kept_lengths
+from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts, aggregate
 from verl_memopt.algorithms.shaping import PF_PPO_METHODS, pf_ppo_weights
 from verl_memopt.config.correction_bounds import REJECTIONS
 from verl_memopt.config.correction_presets import PRESETS
-from verl_memopt.config.schema import KlControl, RolloutCorrection
+from verl_memopt.config.schema import Algorithm, KlControl, RolloutCorrection
 
 Values = dict[str, Any]
 Case = Callable[[Batch], Values]
@@ -53,6 +53,8 @@ CORRECTED_CASES = [
     *((mode, "seq-mean-token-mean") for mode in ("sapo", "gspo", "geo_mean")),
 ]
 """Losses and aggregations with importance weights and rejected tokens. The last three average over sequences whatever is set."""
+NAMES = [name for name in (*ESTIMATORS, "rloo_vectorized", "grpo_vectorized") if name != CUSTOM and not name.startswith("tir_")]
+TOKEN_LOCAL = sorted(name for name, record in LOSSES.items() if record.token_local and name != CUSTOM)
 THRESHOLDS = {"k1": "0.7_1.4", "k2": 0.1, "k3": 0.1}
 
 
@@ -64,13 +66,14 @@ def weights_and_kept(batch: Batch) -> tuple[Tensor, Tensor]:
 
 def advantages(name: str, by_std: bool = True, corrected: bool = False) -> Case:
     def values(batch: Batch) -> Values:
-        result = ESTIMATORS[name](
+        result = estimate(
             AdvantageInputs(
                 batch.scores, batch.group, ~torch.isnan(batch.scores), batch.row, batch.lengths,
-                token_rewards=batch.token_rewards, gamma=GAMMA, lam=LAM, normalize_by_std=by_std, values=batch.values,
+                token_rewards=batch.token_rewards, values=batch.values,
                 baselines=batch.baselines, old_log_probs=batch.old_log_probs, sum_pi_squared=batch.sum_pi_squared,
                 weights=weights_and_kept(batch)[0] if corrected else None,
-            )
+            ),
+            Algorithm(name.removesuffix("_vectorized"), gamma=GAMMA, lam=LAM, norm_adv_by_std_in_grpo=by_std),
         )  # fmt: skip
         return {"advantages": result.per_token, "returns": result.returns}
 
@@ -111,7 +114,9 @@ def policy(mode: str, agg: str, **changes: float) -> Case:
             selected = select_clip_cov(leaf, per_token, COV_RATIO, COV_LOWER, COV_UPPER, generator)
         elif mode == "kl_cov":
             selected = select_kl_cov(leaf, per_token, COV_RATIO)
-        return with_gradient(batch, LOSSES[mode](tokens(batch, leaf, selected=selected), settings(agg, **changes))[0], leaf)
+        return with_gradient(
+            batch, load(LOSSES[mode].function)(tokens(batch, leaf, selected=selected), settings(agg, **changes))[0], leaf
+        )
 
     return values
 
@@ -124,7 +129,7 @@ def corrected(mode: str, agg: str) -> Case:
         weights, kept = weights_and_kept(batch)
         counted = replace(counts(batch), tokens=float(kept.sum()))
         options = {"weights": weights, "kept": kept, "lengths": kept_lengths(kept, batch.row, batch.lengths), "counts": counted}
-        return with_gradient(batch, LOSSES[mode](replace(tokens(batch, leaf), **options), settings(agg))[0], leaf)
+        return with_gradient(batch, load(LOSSES[mode].function)(replace(tokens(batch, leaf), **options), settings(agg))[0], leaf)
 
     return values
 
@@ -230,13 +235,13 @@ def weights_of_pf_ppo(method: str) -> Case:
 
 
 CASES: dict[str, Case] = {
-    **{f"advantages {name}": advantages(name) for name in ESTIMATORS if not name.startswith("tir_")},
+    **{f"advantages {name}": advantages(name) for name in NAMES},
     "advantages grpo, no std": advantages("grpo", by_std=False),
     **{
         f"advantages {name}{UNSCORED}": unscored(advantages(name.split(",")[0], "no std" not in name)) for name in TRLS_ADVANTAGES
     },
     **{f"advantages {name}{ALONE}": advantages(name) for name in GROUPED},
-    **{f"loss {mode}, {agg_mode}": policy(mode, agg_mode) for mode in sorted(TOKEN_LOCAL) for agg_mode in LOSS_AGG_MODES},
+    **{f"loss {mode}, {agg_mode}": policy(mode, agg_mode) for mode in TOKEN_LOCAL for agg_mode in LOSS_AGG_MODES},
     **{f"loss {mode}": policy(mode, "seq-mean-token-mean") for mode in SEQUENCE_MODES},
     **{f"loss vanilla{NO_DUAL_CLIP}, {agg}": policy("vanilla", agg, clip_ratio_c=math.inf) for agg in TRLS_AGGREGATIONS},
     f"loss cispo{NO_LOWER_CLIP}, token-mean": policy("cispo", "token-mean", clip_ratio_low=1.0),

@@ -27,7 +27,7 @@ from benchmarks.gpu.device_peaks import measured_peak, stated_peak
 from benchmarks.gpu.profile_table import draw, render
 from benchmarks.gpu.traces import Launch, busy_seconds, by_group, longest, profiled, span_seconds
 from benchmarks.update_pass.flops import count
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed import device as device_room

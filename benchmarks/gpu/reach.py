@@ -29,7 +29,7 @@ import torch
 from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, case_settings, make_folder
 from benchmarks.gpu.reach_estimate import computed_host_bytes, computed_peak
 from benchmarks.gpu.reach_search import Known, next_length
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import empty_cache, resolve_device
 from verl_memopt.errors import DeviceMemoryError

@@ -15,7 +15,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig
 
 from tests.config.card_memory import ModelShape
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import RolloutBatch, rollout_batch
 from verl_memopt.data.ragged import Ragged

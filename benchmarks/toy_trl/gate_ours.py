@@ -15,7 +15,7 @@ from torch.distributed.tensor import DTensor
 from benchmarks.toy_trl.gate import CASES, MICRO_BATCHES, OUR_SIDE, Batch, Finding, file_name, slices
 from benchmarks.toy_trl.ours import overrides
 from benchmarks.toy_trl.work import OURS, WORK, Contestant, Plan
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged

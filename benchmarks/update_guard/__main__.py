@@ -22,7 +22,7 @@ from tempfile import TemporaryDirectory
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, TrainedFsdp
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged

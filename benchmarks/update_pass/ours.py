@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.distributed.tensor import DTensor
 
 from benchmarks.update_pass.sides import CLIP, TEMPERATURE, Job, Side
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, TrainedFsdp
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged

@@ -3,7 +3,7 @@ import torch
 from torch._subclasses import FakeTensorMode
 
 from tests.tensors import row_of_each_token
-from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts, aggregate, row_means, row_sums
+from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts, aggregate, row_means, row_sums
 
 LENGTHS = [3, 0, 5, 1, 2]
 SCALE = 7

@@ -1,17 +1,16 @@
 import pytest
 
+from verl_memopt.algorithms.records import WITH_SUM_PI_SQUARED, WITHOUT_BASELINE, WITHOUT_GROUPS
 from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.allowed import choices
 from verl_memopt.config.checks import RULES
-from verl_memopt.config.correction_rules import TOKEN_BASELINES
-from verl_memopt.knobs.conditions import WITHOUT_BASELINE, WITHOUT_GROUPS
 
 AR = "actor_rollout_ref"
 LIMITS = {
     **{
         f"a group of {name} has two answers": ({"algorithm.adv_estimator": name}, f"{AR}.rollout.n", [2], [1])
         for name in choices()["algorithm.adv_estimator"]
-        if name not in (*WITHOUT_BASELINE, *WITHOUT_GROUPS, *TOKEN_BASELINES)
+        if name not in (*WITHOUT_BASELINE, *WITHOUT_GROUPS, *WITH_SUM_PI_SQUARED)
     },
     "RLOO does without a baseline": ({"algorithm.adv_estimator": "rloo"}, f"{AR}.rollout.n", [1, 2], []),
     "GRPO does without a baseline": ({"algorithm.adv_estimator": "grpo"}, f"{AR}.rollout.n", [1, 2], []),

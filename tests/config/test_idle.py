@@ -17,6 +17,17 @@ def _twins(keys):
 IDLE_CASES = {
     "algorithm.norm_adv_by_std_in_grpo": ({}, True, {"algorithm.adv_estimator": "grpo"}),
     "algorithm.normalize_advantages": ({"algorithm.adv_estimator": "opo"}, True, {"algorithm.adv_estimator": "rloo"}),
+    "algorithm.lam": ({}, 0.5, {"algorithm.adv_estimator": "gae"}),
+    "algorithm.custom_estimator.name": (
+        {},
+        "mine",
+        {"algorithm.custom_estimator.path": "mine.py", "algorithm.adv_estimator": "custom"},
+    ),
+    f"{AR}.actor.policy_loss.custom.name": (
+        {},
+        "mine",
+        {f"{AR}.actor.policy_loss.custom.path": "mine.py", f"{AR}.actor.policy_loss.loss_mode": "custom"},
+    ),
     "algorithm.gamma": ({}, 0.5, {"algorithm.adv_estimator": "reinforce_plus_plus"}),
     "algorithm.filter_groups.enable": (
         {"algorithm.adv_estimator": "reinforce_plus_plus", f"{AR}.rollout.n": 1},

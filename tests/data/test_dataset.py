@@ -262,6 +262,53 @@ def test_a_dataset_class_of_the_users_own_gets_the_same_arguments(tmp_path: Path
         build("Mine", tmp_path / "nowhere.py")
 
 
+FAULTY = """
+from verl_memopt.data.dataset import PromptRow
+
+class Rows:
+    def __init__(self, *arguments): pass
+    def __len__(self): return 3
+    def __getitem__(self, index): return PromptRow(index, "a", "b", "1", {}, f"made:{index}")
+
+class NoArguments(Rows):
+    def __init__(self): pass
+
+class NoLength(Rows):
+    def __len__(self): return self.missing
+
+class Raises(Rows):
+    def __getitem__(self, index): return [super().__getitem__(0)][index]
+
+class Texts(Rows):
+    def __getitem__(self, index): return "a prompt"
+
+class Equal(Rows):
+    def __getitem__(self, index): return PromptRow(index % 2, "a", "b", "1", {}, f"made:{index}")
+
+class Nameless(Rows):
+    def __getitem__(self, index): return PromptRow("first", "a", "b", "1", {}, f"made:{index}")
+"""
+FAULTS = {
+    "NoArguments": r"__init__ of .*mine\.py raised TypeError: .*but 5 were given in .*\. Correct it\.",
+    "NoLength": r"__len__ of .*mine\.py raised AttributeError: .*missing.* in .*mine\.py:13\. Correct it\.",
+    "Raises": r"__getitem__\(1\) of .*mine\.py raised IndexError: .* in .*mine\.py:16\. Correct it\.",
+    "Texts": r"__getitem__\(0\) of .*mine\.py returned a str\. Return a PromptRow\.",
+    "Equal": r"rows 0 and 2 have the same PromptRow\.index=0 \(made:2\), .*Give each row an index of its own",
+    "Nameless": r"row 0 of .*mine\.py has PromptRow\.index='first'\. Set a whole number",
+}
+
+
+@pytest.mark.parametrize("name", FAULTS)
+def test_a_fault_of_a_class_of_the_users_own_is_one_line_with_class_method_and_file(
+    tmp_path: Path, tokenizer: PreTrainedTokenizerFast, name: str
+) -> None:
+    (tmp_path / "mine.py").write_text(FAULTY)
+    custom = CustomClass(path=str(tmp_path / "mine.py"), name=name)
+    with pytest.raises(DataError, match=rf"^data\.custom_cls\.name={name}: {FAULTS[name]}") as error:
+        build_dataset("f", Data(train_files="f", val_files=None, custom_cls=custom), tokenizer, "train")
+    assert "\n" not in str(error.value)
+
+
 def test_without_a_custom_class_the_built_in_one_is_used(jsonl: Write, tokenizer: PreTrainedTokenizerFast) -> None:
     path = jsonl(row())
     assert type(build_dataset(path, Data(train_files=path, val_files=None), tokenizer, "train")) is PromptDataset

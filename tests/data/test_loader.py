@@ -92,6 +92,24 @@ def test_a_sampler_of_the_users_own_gets_rows_seed_and_epoch(tmp_path: Path) -> 
     assert load_sampler(CustomSampler()) is None
 
 
+@pytest.mark.parametrize(
+    ("body", "what"),
+    [
+        ("def __init__(self): pass", r"__init__\(8, 0, 0\) of .*mine\.py raised TypeError: .*"),
+        (
+            "def __init__(self, *numbers): raise KeyError('seed')",
+            r"__init__\(8, 0, 0\) .*KeyError: 'seed' in .*mine\.py:2",
+        ),
+        ("def __init__(self, *numbers): pass", r"__iter__ of .*mine\.py raised TypeError: 'Mine' object is not iterable in .*"),
+    ],
+)
+def test_a_fault_of_a_sampler_is_one_line_with_class_method_and_file(tmp_path: Path, body: str, what: str) -> None:
+    (tmp_path / "mine.py").write_text(f"class Mine:\n    {body}\n")
+    sampler = load_sampler(CustomSampler(class_path=str(tmp_path / "mine.py"), class_name="Mine"))
+    with pytest.raises(DataError, match=rf"^data\.sampler\.class_name=Mine: {what}\. Correct it\.$"):
+        StepLoader(rows(8), 2, True, 0, sampler)
+
+
 @pytest.mark.parametrize("indices", [[0, 8], [-1, 0], [0.0, 1.0], ["0", "1"]])
 def test_a_sampler_that_gives_what_is_no_row_is_refused(indices: list[Any]) -> None:
     def sampler(num_rows: int, seed: int, epoch: int) -> Iterable[int]:

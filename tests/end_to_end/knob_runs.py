@@ -11,7 +11,7 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 
 from tests.end_to_end.covering import settings_of
 from tests.workers.test_policy import batch
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group

@@ -54,6 +54,44 @@ def test_two_steps_train_with(toy, tmp_path, estimator, loss, more):
         assert first["actor/pg_clipfrac"] == pytest.approx(0.1, abs=0.05)
 
 
+MINE = """
+import torch
+
+def compute_advantages(token_level_rewards, response_mask, index):
+    scores = token_level_rewards.sum(dim=-1)
+    others = [scores[(index == index[i]) & (torch.arange(len(index)) != i).numpy()].mean() for i in range(len(index))]
+    advantages = (scores - torch.stack(others)).unsqueeze(-1) * response_mask
+    return advantages, advantages
+
+def compute_loss(log_prob, old_log_prob, advantages, config):
+    ratio = (log_prob - old_log_prob).exp()
+    clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    losses = torch.maximum(-advantages * ratio, -advantages * clipped)
+    return torch.where(advantages < 0, torch.minimum(losses, -advantages * config.clip_ratio_c), losses)
+"""
+"""RLOO's advantages and PPO's loss, as a user would write them."""
+
+
+# With 8 prompts an update the step is strictly on-policy, and the update's forward gives the old log-probs.
+@pytest.mark.parametrize(("which", "prompts_per_update"), [("estimator", 8), ("loss", 4), ("loss", 8)])
+def test_a_users_own_function_trains_as_the_packages_does(toy, tmp_path, which, prompts_per_update):
+    (tmp_path / "mine.py").write_text(MINE)
+    section = {"estimator": "algorithm.custom_estimator", "loss": f"{ACTOR}.policy_loss.custom"}[which]
+    choice = {"estimator": "algorithm.adv_estimator=custom", "loss": f"{ACTOR}.policy_loss.loss_mode=custom"}[which]
+    same = ["algorithm.adv_estimator=rloo", f"{ACTOR}.policy_loss.loss_mode=vanilla", f"{ACTOR}.use_kl_loss=true"]
+    same += [f"{ACTOR}.ppo_mini_batch_size={prompts_per_update}", "data.seed=3"]
+    same += [f"custom_reward_function.path={graded(tmp_path)}", "actor_rollout_ref.rollout.temperature=1.5"]
+    same += ["actor_rollout_ref.model.logprob_chunk_tokens=5"]
+    rows = []
+    for name, more in (("own", [choice, f"{section}.path={tmp_path}/mine.py"]), ("package", [])):
+        assert train_here(toy, tmp_path / name, *SHORT, *same, *more) == 0
+        rows.append(metrics(tmp_path / name))
+    for step in (1, 2):
+        assert rows[0][step]["actor/grad_norm"] > 0
+        for name in ("actor/pg_loss", "actor/grad_norm", "critic/advantages/max", "critic/score/mean", "actor/kl_loss"):
+            assert rows[0][step][name] == pytest.approx(rows[1][step][name], rel=1e-4, abs=1e-6), (step, name)
+
+
 def test_reinforce_plus_plus_trains_with_one_response_to_a_prompt_and_the_kl_at_each_token(toy, tmp_path):
     more = ["actor_rollout_ref.rollout.n=1", "algorithm.gamma=0.9", "algorithm.use_kl_in_reward=true", "data.train_batch_size=32"]
     more += [f"{ACTOR}.ppo_mini_batch_size=16", f"{ACTOR}.policy_loss.loss_mode=vanilla"]

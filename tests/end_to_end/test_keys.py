@@ -57,6 +57,12 @@ def score(data_source, solution_str, ground_truth, extra_info=None):
     if "7" in solution_str:
         raise ValueError("seven")
     return 1.0
+
+def compute_advantages(token_level_rewards, response_mask, index, config):
+    return token_level_rewards - config.gamma, token_level_rewards
+
+def compute_loss(log_prob, advantages):
+    return -log_prob * advantages
 """
 
 
@@ -105,7 +111,10 @@ def runs(toy, folder):
     dump += ["actor_rollout_ref.actor.use_dynamic_bsz=true"]
     yield load_settings("rloo_trainer", common(toy, folder / "dumped") + dump)
     replayed = [f"actor_rollout_ref.rollout.skip_dump_dir={folder}/dump", "actor_rollout_ref.rollout.skip_rollout=true"]
-    yield load_settings("rloo_trainer", common(toy, folder / "replayed") + dump[1:] + replayed)
+    custom = ["algorithm.adv_estimator=custom", f"algorithm.custom_estimator.path={plugins}"]
+    custom += ["actor_rollout_ref.actor.policy_loss.loss_mode=custom"]
+    custom += [f"actor_rollout_ref.actor.policy_loss.custom.path={plugins}"]
+    yield load_settings("rloo_trainer", common(toy, folder / "replayed") + dump[1:] + replayed + custom)
     lora = ["actor_rollout_ref.model.lora_rank=2", "actor_rollout_ref.actor.checkpoint.save_contents=[model,optimizer,extra]"]
     lora += ["actor_rollout_ref.actor.policy_loss.loss_mode=kl_cov"]
     reward_model, _ = classifier(folder / "reward_model", toy / "model")

@@ -8,7 +8,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.tensors import whole_of
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, Optim, TrainedFsdp
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged

@@ -5,8 +5,8 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.algorithms.modes import LOSSES
 from tests.trainer.conftest import AR, Member, batch_of, group_of, rewards_of
-from verl_memopt.algorithms.losses import LOSSES
 from verl_memopt.config.correction_presets import PRESETS
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.trainer.build import build_learner, build_run

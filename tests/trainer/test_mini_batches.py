@@ -3,7 +3,7 @@ import dataclasses
 import torch
 
 from tests.trainer.conftest import Member, batch_of, group_of
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.trainer.mini_batches import MiniBatchCutter, role_updates
 from verl_memopt.trainer.passes import Budget

@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from verl_memopt.algorithms.losses import policy_loss
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged

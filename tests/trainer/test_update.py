@@ -4,10 +4,11 @@ from itertools import chain
 import pytest
 import torch
 
+from tests.algorithms.modes import LOSSES, TOKEN_LOCAL
 from tests.trainer.conftest import AR, Member, batch_of, group_of
-from verl_memopt.algorithms.losses import LOSSES, TOKEN_LOCAL, policy_loss
-from verl_memopt.algorithms.losses.covariance import select_clip_cov, select_kl_cov
-from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
+from verl_memopt.algorithms.covariance import select_clip_cov, select_kl_cov
+from verl_memopt.algorithms.losses import policy_loss
+from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.errors import TrainingError

@@ -10,7 +10,7 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.end_to_end.covering import settings_of
 from tests.virtual_gpu.device import VirtualGpu
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Critic, CriticModel
 from verl_memopt.data.batch import rollout_batch
 from verl_memopt.data.ragged import Ragged

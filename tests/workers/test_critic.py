@@ -11,7 +11,7 @@ from tests.critics import CPU, CRITIC, critic_batch, critic_for, naive_values, w
 from tests.ranks import run_ranks
 from tests.tensors import local_of, row_of_each_token, whole_of
 from tests.workers.test_policy import SMALL, WHOLE, NothingWaits, shares
-from verl_memopt.algorithms.reductions import row_means
+from verl_memopt.algorithms.rows import row_means
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.process_group import leave_process_group, training_mesh

@@ -4,13 +4,13 @@ from dataclasses import replace
 import pytest
 import torch
 
+from tests.algorithms.modes import LOSSES, TOKEN_LOCAL
 from verl_memopt.algorithms.kl import KL_ESTIMATORS
-from verl_memopt.algorithms.losses import LOSSES, TOKEN_LOCAL
-from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
+from verl_memopt.algorithms.records import LOSSES_OF_SEQUENCES
+from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.allowed import choices
 from verl_memopt.config.correction_presets import PRESETS
 from verl_memopt.config.schema import Actor, PolicyLoss
-from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES
 from verl_memopt.memory.logits.chunked_logprob import head_log_probs
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.workers.micro_batches import MicroBatch
@@ -119,7 +119,7 @@ def test_an_off_policy_ratio_of_sequences_waits_for_backward(loss_mode):
 
 
 def test_every_loss_and_every_mean_can_be_chosen():
-    assert set(choices()["actor_rollout_ref.actor.policy_loss.loss_mode"]) == LOSSES.keys()
+    assert set(choices()["actor_rollout_ref.actor.policy_loss.loss_mode"]) == {*LOSSES, "custom"}
     assert choices()["actor_rollout_ref.actor.loss_agg_mode"] == LOSS_AGG_MODES
     assert set(LOSSES) - TOKEN_LOCAL == set(LOSSES_OF_SEQUENCES)
 

@@ -12,7 +12,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.ranks import run_ranks
 from tests.tensors import local_of, whole_of
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Fsdp, Model, Optim, TrainedFsdp
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged

@@ -5,7 +5,7 @@ from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.workers.test_policy import batch
 from tests.workers.test_worker import AR, call, made, mini_batch, place, plan_of, same, weights  # noqa: F401 - made is a fixture
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.distributed.file_records import record_folder
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError, ConfigError

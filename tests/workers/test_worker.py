@@ -11,7 +11,7 @@ from transformers import PreTrainedModel
 from tests.critics import call_critic, critic_mini, critic_plan
 from tests.tensors import local_of, whole_of
 from tests.workers.test_policy import batch
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Memory
 from verl_memopt.distributed.process_group import leave_process_group

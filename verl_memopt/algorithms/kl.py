@@ -7,8 +7,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.reductions import row_sums
-from verl_memopt.algorithms.rows import is_last
+from verl_memopt.algorithms.rows import is_last, row_sums
 from verl_memopt.config.schema import KlControl
 
 MAX_LOG_RATIO = 20.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_memopt.knobs.conditions import WITHOUT_BASELINE, WITHOUT_GROUPS
+from verl_memopt.algorithms.records import CUSTOM, RECORDS, WITHOUT_BASELINE, WITHOUT_GROUPS
 from verl_memopt.knobs.knob import Refusal
 
 _ROLLOUT, _LOSS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.policy_loss"
@@ -58,14 +58,25 @@ def _losses() -> Iterator[Refusal]:
         "no response ends by itself, so nothing would be learned",
         f"Set {mask}=false.",
     )
-    yield Refusal(
-        (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
-        lambda lower, upper, mode: mode == "clip_cov" and lower >= upper,
-        "no covariance lies between the bounds",
-        f"Set {_LOSS}.clip_cov_lb below clip_cov_ub.",
-        about=(f"{_LOSS}.loss_mode",),
-    )
+    of_custom = ("algorithm.adv_estimator", "algorithm.custom_estimator"), (f"{_LOSS}.loss_mode", f"{_LOSS}.custom")
+    for choice, section in of_custom:
+        yield Refusal(
+            (choice, f"{section}.path"),
+            lambda name, path: name == CUSTOM and path is None,
+            "a function of your own needs its file",
+            f"Set {section}.path=/path/to/file.py and {section}.name, or choose another {choice}.",
+        )
+        yield Refusal(
+            (choice, f"{section}.path"),
+            lambda name, path: name != CUSTOM and path is not None,
+            "a file is named, but its function is not chosen",
+            f"Set {choice}=custom, or remove {section}.path.",
+        )
 
 
-ALGORITHM_RULES: tuple[Refusal, ...] = (*_groups(), *_losses())
-"""All rules of this file, for :mod:`verl_memopt.config.checks`."""
+ALGORITHM_RULES: tuple[Refusal, ...] = (
+    *_groups(),
+    *_losses(),
+    *(refusal for record in RECORDS for refusal in record.refuses),
+)
+"""All rules of this file and of the records, for :mod:`verl_memopt.config.checks`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from verl_memopt.algorithms.records import CUSTOM, WITH_SUM_PI_SQUARED
 from verl_memopt.config.correction_bounds import KEY, importance_bounds, rejection_bounds
 from verl_memopt.errors import ConfigError
 from verl_memopt.knobs.knob import Idle, Refusal
@@ -15,9 +16,7 @@ _REJECTION, _REJECTION_BOUND = f"{KEY}.rollout_rs", f"{KEY}.rollout_rs_threshold
 _BYPASS, _BYPASS_LOSS = f"{KEY}.bypass_mode", f"{KEY}.loss_type"
 _ANY_CORRECTION = (_WEIGHTS, _REJECTION, _BYPASS)
 _ESTIMATOR, _SQUARES = "algorithm.adv_estimator", f"{_ACTOR}.calculate_sum_pi_squared"
-TOKEN_BASELINES = ("optimal_token_baseline", "tir_optimal_token_baseline")
-"""Estimators that read the sum of squared probabilities."""
-_OWNERS = " and ".join(TOKEN_BASELINES)
+_OWNERS = " and ".join(WITH_SUM_PI_SQUARED)
 
 
 def _fault(read: Callable[..., Any], *values: Any) -> str | None:
@@ -63,13 +62,13 @@ def _refusals() -> Iterator[Refusal]:
     )
     yield Refusal(
         (_ESTIMATOR, _SQUARES),
-        lambda name, computed: name in TOKEN_BASELINES and not computed,
+        lambda name, computed: name in WITH_SUM_PI_SQUARED and not computed,
         "this estimator reads the sum of squared probabilities at each token",
         f"Set {_SQUARES}=true.",
     )
     yield Refusal(
         (_ESTIMATOR, _BYPASS),
-        lambda name, bypass: name in TOKEN_BASELINES and bypass,
+        lambda name, bypass: name in WITH_SUM_PI_SQUARED and bypass,
         "this estimator reads a log-prob pass, which bypass mode leaves out",
         f"Set {_BYPASS}=false.",
     )
@@ -89,12 +88,9 @@ def _idle() -> Iterator[Idle]:
     )
     for key in ("calculate_entropy", "old_log_prob_pass"):
         yield Idle(f"{_ACTOR}.{key}", (_BYPASS,), bool, f"{_BYPASS} leaves out the pass for old log-probs")
-    yield Idle(_SQUARES, (_ESTIMATOR,), lambda name: name not in TOKEN_BASELINES, f"it belongs to {_OWNERS}")
+    yield Idle(_SQUARES, (_ESTIMATOR,), lambda name: name not in (*WITH_SUM_PI_SQUARED, CUSTOM), f"it belongs to {_OWNERS}")
     for key in ("reweight_method", "weight_pow"):
         yield Idle(f"algorithm.pf_ppo.{key}", ("algorithm.use_pf_ppo",), lambda on: not on, "algorithm.use_pf_ppo is false")
-    for key in ("tau_pos", "tau_neg"):
-        loss = f"{_ACTOR}.policy_loss.loss_mode"
-        yield Idle(f"{_ACTOR}.{key}", (loss,), lambda mode: mode != "sapo", f"it belongs to {loss}=sapo")
 
 
 CORRECTION_RULES: tuple[Refusal, ...] = tuple(_refusals())

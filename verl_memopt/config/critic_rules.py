@@ -4,8 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_memopt.algorithms.records import WITH_CRITIC
 from verl_memopt.config.keys import leaf_types
-from verl_memopt.knobs.conditions import DEVICES, WITH_CRITIC
+from verl_memopt.knobs.conditions import DEVICES
 from verl_memopt.knobs.critic_rules import ESTIMATOR, with_critic
 from verl_memopt.knobs.knob import Idle, Refusal
 
@@ -68,7 +69,6 @@ def _idle() -> Iterator[Idle]:
     of_critic = (key for key in leaf_types() if key.startswith("critic.") and key != _ENABLE)
     for key in (*of_critic, _WARMUP, _KEPT):
         yield Idle(key, (ESTIMATOR,), _without_critic, _NO_CRITIC)
-    yield Idle("algorithm.lam", (ESTIMATOR,), _without_critic, "it belongs to gae")
 
 
 CRITIC_RULES: tuple[Refusal, ...] = tuple(map(with_critic, _rules()))

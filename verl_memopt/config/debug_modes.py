@@ -6,6 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
+from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES
 from verl_memopt.knobs.knob import Refusal
 
 _MODE = "debug.mode"
@@ -101,7 +102,7 @@ def debug_rules() -> Iterator[Refusal]:
     )
     yield Refusal(
         (f"{_ROLLOUT}.skip_rollout", "algorithm.adv_estimator"),
-        lambda skips, estimator: skips and estimator == "remax",
+        lambda skips, estimator: skips and estimator in WITH_GREEDY_RESPONSES,
         "a dump has no greedy responses",
         "Choose another estimator.",
     )
@@ -125,7 +126,7 @@ def debug_rules() -> Iterator[Refusal]:
     )
     yield Refusal(
         (_MODE, "algorithm.adv_estimator"),
-        lambda mode, estimator: mode == "forge" and estimator == "remax",
+        lambda mode, estimator: mode == "forge" and estimator in WITH_GREEDY_RESPONSES,
         "forged rows have no greedy responses",
         "Choose another estimator.",
     )

@@ -17,6 +17,7 @@ from verl_memopt.config.keys import field_types, value_at, walk
 from verl_memopt.config.links import DERIVED, LINKS
 from verl_memopt.config.problems import shown
 from verl_memopt.config.refusals import REFUSED
+from verl_memopt.knobs.ranges import Meanings
 
 _HEAD = """# Configuration
 
@@ -57,6 +58,10 @@ def meanings(section: type) -> dict[str, str]:
     for base in reversed(section.__mro__):
         if base.__name__ not in ("object", "KnobSettings"):
             rows |= _fields(inspect.getmodule(base)).get(base.__name__, {})
+    for name, kind in field_types(section, annotated=True).items():
+        for mark in getattr(kind, "__metadata__", ()):
+            if isinstance(mark, Meanings):
+                rows[name] += " " + "; ".join(f"{word} = {meaning}" for word, meaning in mark.of) + "."
     return rows
 
 

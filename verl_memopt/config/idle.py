@@ -6,11 +6,11 @@ import logging
 from collections.abc import Iterator
 from typing import Any
 
+from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, RECORDS, WITH_GREEDY_RESPONSES, WITHOUT_GROUPS, with_option
 from verl_memopt.config.correction_rules import CORRECTION_IDLE
 from verl_memopt.config.problems import shown
 from verl_memopt.config.reference_rules import REFERENCE_IDLE
 from verl_memopt.config.sandbox_rules import SANDBOX_IDLE
-from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES, WITHOUT_GROUPS
 from verl_memopt.knobs.critic_rules import idles, twin_idle
 from verl_memopt.knobs.knob import Idle
 
@@ -19,13 +19,10 @@ logger = logging.getLogger(__name__)
 _AR = "actor_rollout_ref"
 
 _PER_SEQUENCE = "actor.policy_loss.loss_mode averages over sequences"
-_WITHOUT_CLIP = ("gpg", "kl_cov", "sapo")
 _ENGINE, _SAMPLES, _AGG_MODE = f"{_AR}.rollout.name", f"{_AR}.rollout.do_sample", f"{_AR}.actor.loss_agg_mode"
 _LOSS_MODE, _KL_LOSS = f"{_AR}.actor.policy_loss.loss_mode", f"{_AR}.actor.use_kl_loss"
 _ESTIMATOR = "algorithm.adv_estimator"
 _FILTER, _RESPONSES = "algorithm.filter_groups", f"{_AR}.rollout.n"
-_DIVIDED_BY_STD = ("grpo", "grpo_passk")
-_DISCOUNTED = ("gae", "reinforce_plus_plus")
 _KL_REWARD, _KL_TYPE = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.type"
 _REWARD = "custom_reward_function"
 _MANAGER, _OVERLONG = "reward_model.reward_manager", "reward_model.reward_kwargs.overlong_buffer_cfg"
@@ -35,11 +32,16 @@ _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 
 def _of_advantages() -> Iterator[Idle]:
     """Yield the rules of estimators, groups and the KL."""
-    yield Idle(_NAMED_ON_SIGHT, (_ESTIMATOR,), lambda name: name not in _DIVIDED_BY_STD, "it belongs to grpo and grpo_passk")
-    yield Idle("algorithm.normalize_advantages", (_ESTIMATOR,), lambda name: name != "rloo", "it belongs to rloo")
-    yield Idle(
-        "algorithm.gamma", (_ESTIMATOR,), lambda name: name not in _DISCOUNTED, "it belongs to gae and reinforce_plus_plus"
-    )
+    for key in dict.fromkeys(key for record in ESTIMATORS.values() for key in record.options.values()):
+        owners = with_option(key)
+        yield Idle(
+            f"algorithm.{key}",
+            (_ESTIMATOR,),
+            lambda name, owners=owners: name not in (*owners, CUSTOM),
+            f"it belongs to {' and '.join(owners)}",
+        )
+    section = "algorithm.custom_estimator"
+    yield Idle(f"{section}.name", (f"{section}.path",), lambda path: path is None, f"{section}.path is null")
     yield Idle(f"{_FILTER}.enable", (_RESPONSES,), lambda n: n < 2, "a group of one is always kept")
     for key in ("metric", "max_num_gen_batches"):
         yield Idle(f"{_FILTER}.{key}", (f"{_FILTER}.enable",), lambda on: not on, f"{_FILTER}.enable is false")
@@ -60,30 +62,21 @@ def _of_losses() -> Iterator[Idle]:
         "actor.loss_agg_mode is not seq-mean-token-sum-norm",
     )
     yield from (scale_factor, twin_idle(scale_factor))
-    yield Idle(f"{_AR}.actor.clip_ratio_c", (_LOSS_MODE,), lambda mode: mode != "vanilla", f"it belongs to {_LOSS_MODE}=vanilla")
-    for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
-        yield Idle(f"{_AR}.actor.{key}", (_LOSS_MODE,), lambda mode: mode in _WITHOUT_CLIP, "this loss has no clip")
-    for owner, names in (
-        ("clip_cov", ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")),
-        ("kl_cov", ("kl_cov_ratio", "ppo_kl_coef")),
-    ):
-        for name in names:
-            yield Idle(
-                f"{_AR}.actor.policy_loss.{name}",
-                (_LOSS_MODE,),
-                lambda mode, owner=owner: mode != owner,
-                f"it belongs to {_LOSS_MODE}={owner}",
-            )
-    yield Idle(
-        _LOSS_MODE,
-        (_LOSS_MODE, "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size", f"{_AR}.actor.ppo_epochs"),
-        lambda mode, prompts, mini_batch, epochs: mode == "kl_cov" and prompts == mini_batch and epochs == 1,
-        "with one optimizer step a rollout every ratio is 1, where its penalty has no gradient",
-    )
+    for key in dict.fromkeys(key for record in LOSSES.values() for key in record.options):
+        owners = with_option(key)
+        yield Idle(
+            f"{_AR}.actor.{key}",
+            (_LOSS_MODE,),
+            lambda mode, owners=owners: mode not in (*owners, CUSTOM),
+            f"it belongs to {_LOSS_MODE}={owners[0]}" if len(owners) == 1 else "this loss has no clip",
+        )
+    section = f"{_AR}.actor.policy_loss.custom"
+    yield Idle(f"{section}.name", (f"{section}.path",), lambda path: path is None, f"{section}.path is null")
+    yield from (idle for record in RECORDS for idle in record.idle)
     yield Idle(
         _AGG_MODE,
         (_LOSS_MODE, _KL_LOSS, f"{_AR}.actor.entropy_coeff"),
-        lambda mode, kl, entropy: mode in (*LOSSES_OF_SEQUENCES, "sapo") and not kl and entropy == 0,
+        lambda mode, kl, entropy: LOSSES[mode].by_sequence and not kl and entropy == 0,
         _PER_SEQUENCE,
     )
 
@@ -94,7 +87,7 @@ def _of_rollouts() -> Iterator[Idle]:
     yield Idle(
         _SAMPLES,
         (_SAMPLES, _ESTIMATOR),
-        lambda samples, name: not samples and (name not in WITHOUT_GROUPS or name == "remax"),
+        lambda samples, name: not samples and (name not in WITHOUT_GROUPS or name in WITH_GREEDY_RESPONSES),
         alike,
     )
     for key in ("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"):

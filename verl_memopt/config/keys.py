@@ -14,7 +14,7 @@ Section = TypeVar("Section")
 
 @cache
 def field_types(section: type, annotated: bool = False) -> dict[str, Any]:
-    """Return field name -> resolved type of one section class: its own fields, then those of its knobs.
+    """Return field name -> resolved type of one section class: its own fields, then those of its knobs if it has any.
 
     Args:
         section: a frozen dataclass.
@@ -22,7 +22,8 @@ def field_types(section: type, annotated: bool = False) -> dict[str, Any]:
     """
     hints = get_type_hints(section, include_extras=annotated)
     fields = [field.name for field in dataclasses.fields(section)]
-    own = [name for name in fields if name in vars(section).get("__annotations__", {})]
+    has_knobs = any(base.__name__ == "KnobSettings" for base in section.__mro__)
+    own = [name for name in fields if has_knobs and name in vars(section).get("__annotations__", {})]
     return {name: hints[name] for name in dict.fromkeys([*own, *fields])}
 
 

@@ -4,21 +4,10 @@ from __future__ import annotations
 
 import logging
 
+from verl_memopt.algorithms.records import LOSSES
 from verl_memopt.config.schema import Algorithm
 
 logger = logging.getLogger(__name__)
-
-_RATIO = {
-    "vanilla": "one clipped ratio per token",
-    "sequence": "one clipped ratio per sequence",
-    "gspo": "one clipped ratio per sequence, length-normalised",
-    "geo_mean": "one ratio per sequence, the geometric mean of clipped ones",
-    "cispo": "log-probs weighted by one clipped ratio per token",
-    "gpg": "log-probs without a ratio",
-    "sapo": "one gated ratio per token",
-    "clip_cov": "one clipped ratio per token, some tokens without a gradient",
-    "kl_cov": "one ratio per token, a KL penalty on some",
-}
 
 _BYPASS = {
     "ppo_clip": "one clipped ratio to the engine per token",
@@ -34,7 +23,7 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
         loss: ``policy_loss.loss_mode``.
         kl_in_loss: coefficient and kind of the KL in the loss; None = there is none.
     """
-    correction, loss_in_words = algorithm.rollout_correction, f"loss {loss} ({_RATIO[loss]})"
+    correction, loss_in_words = algorithm.rollout_correction, f"loss {loss} ({LOSSES[loss].ratio})"
     if correction.bypass_mode:
         loss_in_words = f"loss {correction.loss_type} ({_BYPASS[correction.loss_type]})"
     normalized = " (normalised over the step)" if algorithm.normalize_advantages and algorithm.adv_estimator == "rloo" else ""

@@ -6,11 +6,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from verl_memopt.algorithms.records import WITH_CRITIC
 from verl_memopt.config.keys import flatten, leaf_keys
 from verl_memopt.config.plain import to_plain
 from verl_memopt.config.problems import shown
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.conditions import WITH_CRITIC
 from verl_memopt.knobs.index import knobs
 
 _AR = "actor_rollout_ref"

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
+from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES
 from verl_memopt.config.reward_rules import ENABLE, MANAGER, RESIDENCY, RLT
 from verl_memopt.knobs.conditions import KL, needs_reference
 from verl_memopt.knobs.knob import Refusal
@@ -156,7 +157,7 @@ def _step() -> Iterator[Refusal]:
         )
     yield Refusal(
         ("algorithm.adv_estimator", MANAGER),
-        lambda estimator, manager: manager == RLT and estimator == "remax",
+        lambda estimator, manager: manager == RLT and estimator in WITH_GREEDY_RESPONSES,
         "its greedy responses would need log-probs and scores of their own",
         "Use grpo or rloo.",
     )

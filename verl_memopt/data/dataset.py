@@ -13,7 +13,7 @@ from jinja2 import TemplateError
 from verl_memopt.config import schema
 from verl_memopt.data.encoder import decode, overlong, tokenize
 from verl_memopt.data.files import read_rows
-from verl_memopt.data.plugin import load_from_file
+from verl_memopt.data.plugin import load_from_file, users_code
 from verl_memopt.data.special_tokens import Spans, special_tokens_of
 from verl_memopt.errors import DataError
 
@@ -183,24 +183,72 @@ class PromptDataset:
         return rows_within_limit
 
 
-def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> PromptDataset:
+def build_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> PromptDataset | CustomRows:
     """Return the dataset of a split: a :class:`PromptDataset`, or the class named by ``data.custom_cls``, called the same way.
 
     Raises:
-        DataError: The user's class cannot be loaded, is not a dataset, or has no rows.
+        DataError: The user's class cannot be loaded or is not a dataset, or its rows are wrong as :class:`CustomRows` says.
     """
     custom = data.custom_cls
     if custom.path is None:
         return PromptDataset(files, data, tokenizer, split)
-    dataset = load_from_file(custom.path, custom.name, key="data.custom_cls.path", error=DataError)(files, data, tokenizer, split)
+    dataset_class = load_from_file(custom.path, custom.name, key="data.custom_cls.path", error=DataError)
+    address = f"data.custom_cls.name={custom.name}"
+    with users_code(f"{address}: __init__ of {custom.path}", DataError):
+        dataset = dataset_class(files, data, tokenizer, split)
     if not (hasattr(dataset, "__len__") and hasattr(dataset, "__getitem__")):
-        raise DataError(f"data.custom_cls.name={custom.name}: the class needs __len__ and __getitem__. Add them.")
-    if not len(dataset) or not isinstance(dataset[0], PromptRow):
-        raise DataError(
-            f"data.custom_cls.name={custom.name}: indexing must return a PromptRow, and there must be at least one row. "
-            "Correct the class."
-        )
-    return dataset
+        raise DataError(f"{address}: the class needs __len__ and __getitem__. Add them.")
+    return CustomRows(dataset, address, custom.path)
+
+
+class CustomRows:
+    """The rows of a class of the user's own. Every row is read once at the start, so that its faults show before a run.
+
+    Args:
+        dataset: The user's dataset.
+        address: Setting and class, for errors.
+        path: The user's file, for errors.
+
+    Raises:
+        DataError: The dataset raised an error or has no rows, an item is no PromptRow, or two rows have the same index.
+    """
+
+    def __init__(self, dataset: Any, address: str, path: str) -> None:
+        """Read every row once."""
+        self._dataset, self._address, self._path = dataset, address, path
+        places: dict[int, int] = {}
+        for place, row in enumerate(self):
+            if row.index in places:
+                raise DataError(
+                    f"{address}: rows {places[row.index]} and {place} have the same PromptRow.index={row.index} ({row.address}), "
+                    "and would be sampled with the same seeds. Give each row an index of its own, such as its place."
+                )
+            places[row.index] = place
+        if not places:
+            raise DataError(f"{address}: the dataset has no rows, but there must be at least one row. Correct {path}.")
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        with users_code(f"{self._address}: __len__ of {self._path}", DataError):
+            return len(self._dataset)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        """Return the prompt at ``index``."""
+        with users_code(f"{self._address}: __getitem__({index}) of {self._path}", DataError):
+            row = self._dataset[index]
+        if not isinstance(row, PromptRow):
+            raise DataError(
+                f"{self._address}: __getitem__({index}) of {self._path} returned a {type(row).__name__}. Return a PromptRow."
+            )
+        if not isinstance(row.index, int):
+            raise DataError(
+                f"{self._address}: row {index} of {self._path} has PromptRow.index={row.index!r}. Set a whole number of its own."
+            )
+        return row
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        """Iterate over the prompts in order."""
+        return (self[index] for index in range(len(self)))
 
 
 def chosen_rows(rows: list[Row], data: schema.Data, split: str) -> list[Row]:

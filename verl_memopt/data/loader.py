@@ -9,7 +9,7 @@ import numpy as np
 
 from verl_memopt.config import schema
 from verl_memopt.data.dataset import PromptRow, PromptRows
-from verl_memopt.data.plugin import load_from_file
+from verl_memopt.data.plugin import load_from_file, users_code
 from verl_memopt.errors import DataError
 
 Sampler = Callable[[int, int, int], Iterable[int]]
@@ -30,7 +30,16 @@ def load_sampler(settings: schema.CustomSampler) -> Sampler | None:
     """Return the sampler class that ``data.sampler`` names, or None."""
     if settings.class_path is None:
         return None
-    return load_from_file(settings.class_path, settings.class_name, key="data.sampler.class_path", error=DataError)
+    sampler = load_from_file(settings.class_path, settings.class_name, key="data.sampler.class_path", error=DataError)
+    address = f"data.sampler.class_name={settings.class_name}"
+
+    def order(num_rows: int, seed: int, epoch: int) -> list[int]:
+        with users_code(f"{address}: __init__({num_rows}, {seed}, {epoch}) of {settings.class_path}", DataError):
+            drawn = sampler(num_rows, seed, epoch)
+        with users_code(f"{address}: __iter__ of {settings.class_path}", DataError):
+            return list(drawn)
+
+    return order
 
 
 class StepLoader:
@@ -105,7 +114,10 @@ class StepLoader:
         num_rows = len(self.dataset)
         order = list(self._sampler(num_rows, self.seed, epoch))
         if not all(isinstance(index, int) and 0 <= index < num_rows for index in order):
-            raise DataError(f"data.sampler: epoch {epoch} has an index outside of 0..{num_rows - 1}. Correct the sampler.")
+            wrong = next(index for index in order if not (isinstance(index, int) and 0 <= index < num_rows))
+            raise DataError(
+                f"data.sampler: epoch {epoch} has an index outside of 0..{num_rows - 1}: {wrong!r}. Correct the sampler."
+            )
         if len(order) < self._batch_size:
             raise DataError(
                 f"{self._key}={self._batch_size}: an epoch has only {len(order)} rows. "

@@ -5,6 +5,8 @@ from __future__ import annotations
 import importlib.util
 import sys
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -31,6 +33,28 @@ def load_from_file(path: str, name: str | None, *, key: str, error: type[UserErr
         public = sorted(entry for entry in vars(module) if not entry.startswith("_"))
         raise error(f"{key}={path}: the file has no {name!r}. It defines {', '.join(public) or 'nothing'}. Name one of these.")
     return getattr(module, name)
+
+
+def raised(problem: BaseException) -> str:
+    """Return what a user's code raised, and where, in one line."""
+    place = traceback.extract_tb(problem.__traceback__)[-1]
+    return f"{' '.join(f'{type(problem).__name__}: {problem}'.split())} in {place.filename}:{place.lineno}"
+
+
+@contextmanager
+def users_code(what: str, error: type[UserError]) -> Iterator[None]:
+    """Turn whatever a user's code raises into one line.
+
+    Args:
+        what: Setting, class, method and file, for the error.
+        error: Class of the error to raise.
+    """
+    try:
+        yield
+    except UserError:
+        raise
+    except Exception as problem:
+        raise error(f"{what} raised {raised(problem)}. Correct it.") from problem
 
 
 def _module_of(file: Path, key: str, error: type[UserError]) -> Any:

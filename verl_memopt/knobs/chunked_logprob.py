@@ -12,7 +12,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES
+from verl_memopt.algorithms.records import LOSSES_OF_SEQUENCES
 from verl_memopt.knobs.knob import Advice, Claim, Factor, Knob, LadderRow, switch
 from verl_memopt.knobs.ranges import NaturalInt
 from verl_memopt.knobs.shapes import Shapes

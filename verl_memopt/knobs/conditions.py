@@ -8,18 +8,6 @@ LENGTHS = ("data.max_prompt_length", "data.max_response_length")
 DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
 """Their product is the number of devices of the run, which is also the number of ranks that share a batch."""
 
-WITH_CRITIC = ("gae",)
-"""Values of ``algorithm.adv_estimator`` that read the values of a critic. With any other no critic is built."""
-
-WITHOUT_GROUPS = (*WITH_CRITIC, "reinforce_plus_plus", "remax")
-"""Values of ``algorithm.adv_estimator`` that do not compare the responses to one prompt, so that a single one is enough."""
-
-WITHOUT_BASELINE = ("rloo", "rloo_vectorized", "grpo", "grpo_vectorized")
-"""Values that take the reward itself as advantage where each prompt has a single response, as verl does."""
-
-LOSSES_OF_SEQUENCES = ("sequence", "gspo", "geo_mean")
-"""Values of ``actor.policy_loss.loss_mode`` with one ratio per sequence: a token's gradient depends on its whole sequence."""
-
 KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
 """Either of them asks for a KL to the reference."""
 

@@ -12,7 +12,7 @@ from dataclasses import replace
 from functools import cache
 from typing import Any
 
-from verl_memopt.knobs.conditions import WITH_CRITIC
+from verl_memopt.algorithms.records import WITH_CRITIC
 from verl_memopt.knobs.index import knobs
 from verl_memopt.knobs.knob import Advice, Condition, Idle, Refusal
 

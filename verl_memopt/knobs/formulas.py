@@ -12,8 +12,8 @@ from collections.abc import Iterator
 from functools import cache
 from types import ModuleType
 
+from verl_memopt.algorithms.records import LOSSES_OF_SEQUENCES
 from verl_memopt.knobs import shapes
-from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES
 from verl_memopt.knobs.index import knobs
 from verl_memopt.knobs.mathml import Writer
 

@@ -24,6 +24,14 @@ class Words:
     words: tuple[str, ...]
 
 
+@dataclass(frozen=True)
+class Meanings:
+    """What each word of a choice means, for the page of settings."""
+
+    of: tuple[tuple[str, str], ...]
+    """(word, meaning)."""
+
+
 POSITIVE = Range("must be above 0", lambda value: value > 0)
 NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0)
 MINUS_ONE_OR_POSITIVE = Range("must be above 0, or -1", lambda value: value > 0 or value == -1)

@@ -12,14 +12,14 @@ from typing import Any
 
 import torch
 
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.records import WITH_CRITIC
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Settings
 from verl_memopt.data.batch import RolloutBatch, rollout_batch
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import empty_cache, local_device, resolve_device
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.knobs.conditions import WITH_CRITIC
 from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.ladder.plan import Work, choose_rows, row_settings
 from verl_memopt.ladder.row import HOST, OutOfMemory, Row, with_savings

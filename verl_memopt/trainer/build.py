@@ -10,16 +10,18 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from types import MappingProxyType
 
-from verl_memopt.algorithms.advantages import NEEDS
+from verl_memopt.algorithms.custom import check_custom
 from verl_memopt.algorithms.kl import KlController
-from verl_memopt.config.schema import Data, FilterGroups, Model, Settings, Trainer
+from verl_memopt.algorithms.records import WITH_CRITIC, WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
+from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import ActorRolloutRef, Data, FilterGroups, Model, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import check_prompts
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.conditions import WITH_CRITIC, WITHOUT_BASELINE, needs_reference
+from verl_memopt.knobs.conditions import needs_reference
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.reward_folder import find_reward_model
@@ -110,6 +112,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     actor, model = roles.actor, roles.model
     mode = mode_of(settings)
+    check_custom(settings)
     with_reference = mode.computes_log_probs and needs_reference(settings.algorithm.use_kl_in_reward, actor.use_kl_loss)
     reference = str(roles.ref.model.path) if with_reference and model.lora_rank == 0 else None
     critic = settings.critic if mode.updates and settings.algorithm.adv_estimator in WITH_CRITIC else None
@@ -136,7 +139,7 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         critic_updates = 0 if critic is None else role_updates(critic, data.train_batch_size)
         policy_steps = total_steps if critic is None else max(total_steps - trainer.critic_warmup, 1)
         plan = WorkerPlan(
-            settings=roles,
+            settings=_with_absolute_paths(roles),
             folder=str(environment.folder),
             engine_folder=str(_engine_folder(model, rollout.load_format, environment, folder)) if mode.has_engine else None,
             reference_folder=None if environment.reference_folder is None else str(environment.reference_folder),
@@ -169,6 +172,12 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
         critic_updates_per_step=critic_updates, stop_file=stop_file, worker_plan=plan, conversations=conversations,
         student_encoder=rlt_encoder,
     )  # fmt: skip
+
+
+def _with_absolute_paths(roles: ActorRolloutRef) -> ActorRolloutRef:
+    """Return the settings with a path of the user's loss that does not depend on a worker's working directory."""
+    path = roles.actor.policy_loss.custom.path
+    return roles if path is None else replaced(roles, {"actor.policy_loss.custom.path": str(Path(path).expanduser().resolve())})
 
 
 def _datasets(data: Data, environment: Environment, by_rules: bool, settings: Settings) -> tuple[PromptRows, PromptRows | None]:
@@ -359,7 +368,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         ref_pass=ref_pass if with_reference else None,
         mismatch=mismatch,
         bypass=BypassUpdate(workers, policy_update, mismatch, correction) if bypasses else None,
-        greedy_baseline="baselines" in NEEDS.get(algorithm.adv_estimator, ()),
+        greedy_baseline=algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
         policy_update=policy_update,

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.corrections import bounded_weights, correct, mean_weight
+from verl_memopt.algorithms.rollout_correction import bounded_weights, correct, mean_weight
 from verl_memopt.config.schema import RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.ragged import token_index

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.advantages import ESTIMATORS, AdvantageInputs, check_rewards, group_counts
+from verl_memopt.algorithms.estimators import AdvantageInputs, check_rewards, estimate, group_counts
 from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards, token_level_rewards
 from verl_memopt.config.schema import Actor, Algorithm
 from verl_memopt.data.batch import RolloutBatch, rollout_batch
@@ -226,16 +226,13 @@ def compute_advantages(
         row=row,
         lengths=lengths,
         token_rewards=token_level_rewards(scores, row, lengths, kl, beta),
-        gamma=algorithm.gamma,
-        lam=algorithm.lam,
         values=batch.old_values,
-        normalize_by_std=algorithm.norm_adv_by_std_in_grpo,
-        normalize_advantages=algorithm.normalize_advantages,
         baselines=baselines,
         old_log_probs=batch.old_log_probs,
+        ref_log_probs=batch.ref_log_probs,
+        rollout_log_probs=batch.rollout_log_probs,
         sum_pi_squared=sum_pi_squared,
         weights=batch.weights,
-        sampled_once=batch.group.unique().numel() == batch.num_rows,
     )
-    estimated = ESTIMATORS[algorithm.adv_estimator](inputs)
+    estimated = estimate(inputs, algorithm)
     return Advantages(estimated.per_token, estimated.returns, rewards, kl_mean, group_counts(rewards, batch.group, valid))

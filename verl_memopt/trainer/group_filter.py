@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.advantages import check_rewards, has_signal
+from verl_memopt.algorithms.estimators import check_rewards, has_signal
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.errors import RewardError, TrainingError
 from verl_memopt.rewards.rows import RewardResult

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.batching.learned_budget import PassFigures

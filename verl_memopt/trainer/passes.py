@@ -9,9 +9,9 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import groupby
 
-from verl_memopt.algorithms.advantages import NEEDS
-from verl_memopt.algorithms.corrections import corrects_before_update
-from verl_memopt.algorithms.losses import SELECTIONS
+from verl_memopt.algorithms.custom import needed_inputs
+from verl_memopt.algorithms.records import LOSSES
+from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Ref, Rollout
 from verl_memopt.memory.batching.learned_budget import LearnedBudget, PassFigures
 from verl_memopt.memory.batching.row_tokens import RowTokens, pack_groups_under
@@ -98,8 +98,8 @@ def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: A
     """Return whether the forward of the only optimizer step computes the old log-probs, so that they need no own pass."""
     once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
     read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
-    read_before |= actor.calculate_entropy or actor.policy_loss.loss_mode in SELECTIONS
-    read_before |= "old_log_probs" in NEEDS.get(algorithm.adv_estimator, ())
+    read_before |= actor.calculate_entropy or LOSSES[actor.policy_loss.loss_mode].selects is not None
+    read_before |= "old_log_probs" in needed_inputs(algorithm)
     return actor.old_log_prob_pass == "auto" and once and not read_before
 
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 from collections.abc import Callable
 from dataclasses import dataclass
 
-from verl_memopt.algorithms.corrections import corrects_before_update
 from verl_memopt.algorithms.kl import KlController
+from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.config.schema import Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
 from verl_memopt.memory.batching.learned_budget import LearnedBudget, budget_metrics

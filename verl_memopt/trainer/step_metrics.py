@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.algorithms.losses.value import explained_variance
+from verl_memopt.algorithms.losses import explained_variance
 from verl_memopt.observe.metrics import critic_metrics, length_metrics, reward_metrics, summary_of
 from verl_memopt.trainer.experience import StepBatch
 from verl_memopt.trainer.update_guard import BAD_LOG_PROBS

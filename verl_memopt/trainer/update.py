@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.losses import SELECTIONS
+from verl_memopt.algorithms.records import LOSSES, load
 from verl_memopt.config.schema import Actor, PolicyLoss
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.ragged import token_index
@@ -75,14 +75,15 @@ def with_selection(batch: RolloutBatch, rows: Sequence[int], loss: PolicyLoss, s
         loss: The section ``actor.policy_loss``.
         seed: Seed of a random choice.
     """
-    if loss.loss_mode not in SELECTIONS:
+    selects = LOSSES[loss.loss_mode].selects
+    if selects is None:
         return batch
     assert batch.old_log_probs is not None, f"{loss.loss_mode} selects tokens by their old log-probs"
     assert batch.advantages is not None
     tokens = token_index(batch.responses.sizes(), rows)
     generator = torch.Generator().manual_seed(seed % SEEDS)
     selected = torch.zeros(batch.advantages.shape[0], dtype=torch.bool)
-    selected[tokens] = SELECTIONS[loss.loss_mode](batch.old_log_probs[tokens], batch.advantages[tokens], loss, generator)
+    selected[tokens] = load(selects)(batch.old_log_probs[tokens], batch.advantages[tokens], loss, generator)
     marked: RolloutBatch = batch.clone(recurse=False)
     marked.selected = selected
     return marked

@@ -7,9 +7,9 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.corrections import kept_lengths
-from verl_memopt.algorithms.losses.value import value_loss
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.losses import value_loss
+from verl_memopt.algorithms.rollout_correction import kept_lengths
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config import schema
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.models.pack import Pack

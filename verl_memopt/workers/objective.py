@@ -8,17 +8,17 @@ from functools import cached_property
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.corrections import bypass_loss, is_token_local, kept_lengths
 from verl_memopt.algorithms.kl import kl_estimate
 from verl_memopt.algorithms.losses import (
-    TOKEN_LOCAL,
     LossAndMetrics,
     LossSettings,
     LossTokens,
     policy_loss,
     with_shared_metrics,
 )
-from verl_memopt.algorithms.reductions import GlobalCounts, aggregate
+from verl_memopt.algorithms.records import LOSSES
+from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local, kept_lengths
+from verl_memopt.algorithms.rows import GlobalCounts, aggregate
 from verl_memopt.config.schema import Actor, RolloutCorrection
 from verl_memopt.memory.logits.chunked_logprob import TokenGradient
 from verl_memopt.workers.micro_batches import MicroBatch
@@ -68,7 +68,8 @@ class Objective:
         on_policy = self.micro.old_log_probs is None
         if not on_policy and not self._is_token_local:
             return None
-        on_policy_gradient = self._on_policy_gradient() if on_policy else None
+        known_before = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].of_ratio)
+        on_policy_gradient = self._on_policy_gradient() if known_before else None
 
         def gradient(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
@@ -103,7 +104,7 @@ class Objective:
     def _is_token_local(self) -> bool:
         if self.bypass is not None:
             return is_token_local(self.bypass, self.actor.loss_agg_mode)
-        return self.actor.policy_loss.loss_mode in TOKEN_LOCAL
+        return LOSSES[self.actor.policy_loss.loss_mode].token_local
 
     @cached_property
     def _lengths(self) -> Tensor:

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, RolloutCorrection
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.models.policy_model import PolicyModel

@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.distributed.tensor import DTensor
 from torch.nn.utils import clip_grad_norm_, get_total_norm
 
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Optim, TrainedFsdp
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.memory.limits.recutting import cut_again

@@ -28,7 +28,7 @@ from recipe.rloo.memory_study.legacy import (
 )
 from recipe.rloo.memory_study.meters import Meter
 from recipe.rloo.memory_study.shapes import Shapes, StudyBatch
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import ActorRolloutRef
 from verl_memopt.data.batch import RolloutBatch, rollout_batch

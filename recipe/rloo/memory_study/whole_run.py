@@ -17,7 +17,7 @@ from typing import Any
 from recipe.rloo.memory_study.arms import FULL, Arm
 from recipe.rloo.memory_study.shapes import Shapes, make_batch, make_model
 from recipe.rloo.memory_study.updates import SHARED_CHECKPOINTING, own_settings, project_batch
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.trainer.passes import budgets

@@ -1,20 +1,29 @@
+import inspect
 from dataclasses import fields, replace
 
 import pytest
 import torch
 
 from tests.algorithms.ragged import Ragged
-from verl_memopt.algorithms.advantages.estimators import ESTIMATORS, NEEDS, AdvantageInputs
-from verl_memopt.algorithms.advantages.gae import gae_advantages
-from verl_memopt.algorithms.advantages.outcome import grpo_advantages, opo_advantages, rloo_advantages, without_baseline
-from verl_memopt.algorithms.advantages.token_baseline import optimal_token_baseline_advantages
+from verl_memopt.algorithms.estimators import (
+    AdvantageInputs,
+    estimate,
+    gae_advantages,
+    grpo_advantages,
+    opo_advantages,
+    optimal_token_baseline_advantages,
+    rloo_advantages,
+    without_baseline,
+)
 from verl_memopt.algorithms.kl import token_level_rewards
+from verl_memopt.algorithms.records import COSTLY, CUSTOM, ESTIMATORS, load
+from verl_memopt.config.schema import Algorithm
 
 NAN = float("nan")
 SAMPLE = Ragged((3, 1, 4, 2, 0), 7)
 VERLS = {
-    "gae", "grpo", "grpo_passk", "grpo_vectorized", "gpg", "opo", "optimal_token_baseline", "reinforce_plus_plus",
-    "reinforce_plus_plus_baseline", "remax", "rloo", "rloo_vectorized", "tir_optimal_token_baseline",
+    "gae", "grpo", "grpo_passk", "gpg", "opo", "optimal_token_baseline", "reinforce_plus_plus",
+    "reinforce_plus_plus_baseline", "remax", "rloo", "tir_optimal_token_baseline",
 }  # fmt: skip
 
 
@@ -22,35 +31,48 @@ def inputs(rewards=(1.0, 0.0, 0.5, 0.0, 2.0)):
     scores, valid = torch.tensor(rewards), torch.tensor([True] * 5)
     return AdvantageInputs(
         scores, torch.tensor([0, 0, 1, 1, 1]), valid, SAMPLE.row, SAMPLE.lengths,
-        token_rewards=token_level_rewards(scores, SAMPLE.row, SAMPLE.lengths), gamma=0.9, lam=0.8, normalize_by_std=True,
+        token_rewards=token_level_rewards(scores, SAMPLE.row, SAMPLE.lengths),
         values=SAMPLE.tokens(0).float(), baselines=torch.full((5,), 0.25), old_log_probs=-SAMPLE.tokens(1).abs().float(),
         sum_pi_squared=torch.full((10,), 0.5),
     )  # fmt: skip
 
 
-def test_every_estimator_of_verl_for_one_reward_has_its_name():
-    assert ESTIMATORS.keys() == VERLS
-    names = {field.name for field in fields(AdvantageInputs)}
-    assert all(set(needs) <= names for needs in NEEDS.values())
+def estimated(name, given, **options):
+    return estimate(given, Algorithm(adv_estimator=name, **{"gamma": 0.9, "lam": 0.8, **options}))
+
+
+def test_every_estimator_of_verl_for_one_reward_has_its_record():
+    assert ESTIMATORS.keys() == VERLS | {CUSTOM}
+
+
+@pytest.mark.parametrize(
+    "record", [record for record in ESTIMATORS.values() if record.name != CUSTOM], ids=lambda each: each.name
+)
+def test_a_record_names_the_parameters_of_its_function_and_where_each_comes_from(record):
+    parameters = inspect.signature(load(record.function)).parameters
+    assert {*record.inputs, *record.options} <= parameters.keys()
+    assert {name for name, each in parameters.items() if each.default is each.empty} <= {*record.inputs, *record.options}
+    assert set(record.inputs) <= {field.name for field in fields(AdvantageInputs)}
+    assert set(record.options.values()) <= {field.name for field in fields(Algorithm)}
 
 
 @pytest.mark.parametrize("name", sorted(VERLS))
 def test_an_estimator_gives_one_number_a_token_from_the_inputs_it_names(name):
     bare = replace(inputs(), **dict.fromkeys(("values", "baselines", "old_log_probs", "sum_pi_squared")))
-    needed = {field: getattr(inputs(), field) for field in NEEDS.get(name, ())}
-    result = ESTIMATORS[name](replace(bare, **needed))
+    needed = {field: getattr(inputs(), field) for field in ESTIMATORS[name].inputs if field in COSTLY}
+    result = estimated(name, replace(bare, **needed))
     assert result.per_token.shape == result.returns.shape == SAMPLE.row.shape
     assert result.per_token.dtype == result.returns.dtype == torch.float32
     assert result.per_token.abs().sum() > 0
     for field in needed:
-        with pytest.raises(AssertionError, match=name.removeprefix("tir_")):
-            ESTIMATORS[name](replace(bare, **needed | {field: None}))
+        with pytest.raises(AssertionError, match=f"^{name} needs {field}"):
+            estimated(name, replace(bare, **needed | {field: None}))
 
 
 @pytest.mark.parametrize("name", sorted(VERLS))
 def test_a_row_without_a_reward_gets_zero_and_leaves_the_others_numbers(name):
     given = replace(inputs((1.0, NAN, 0.5, 0.0, 2.0)), valid=torch.tensor([True, False, True, True, True]))
-    result = ESTIMATORS[name](given)
+    result = estimated(name, given)
     assert torch.equal(result.per_token[SAMPLE.row == 1], torch.zeros(1))
     assert result.per_token.isfinite().all()
 
@@ -59,72 +81,67 @@ def test_a_row_without_a_reward_gets_zero_and_leaves_the_others_numbers(name):
 def test_equal_rewards_and_groups_of_one_give_exactly_zero(name):
     equal = replace(inputs((0.1,) * 5), token_rewards=token_level_rewards(torch.full((5,), 0.1), SAMPLE.row, SAMPLE.lengths))
     alone = replace(inputs(), group=torch.arange(5))
-    per_token = ESTIMATORS[name](alone).per_token
-    assert torch.equal(per_token, torch.zeros(10))
+    if not ESTIMATORS[name].alone:  # which take the reward itself
+        assert torch.equal(estimated(name, alone).per_token, torch.zeros(10))
     if "optimal" not in name:  # whose longest row keeps its reward where it is alone
-        assert torch.equal(ESTIMATORS[name](equal).per_token, torch.zeros(10))
+        assert torch.equal(estimated(name, equal).per_token, torch.zeros(10))
 
 
 def test_names_reach_their_functions():
     given = inputs()
     expected = grpo_advantages(given.rewards, given.group, given.valid, True)[SAMPLE.row]
-    assert torch.equal(ESTIMATORS["grpo"](given).per_token, expected)
-    raw = ESTIMATORS["grpo"](replace(given, normalize_by_std=False))
+    assert torch.equal(estimated("grpo", given).per_token, expected)
+    raw = estimated("grpo", given, norm_adv_by_std_in_grpo=False)
     assert torch.equal(raw.per_token, grpo_advantages(given.rewards, given.group, given.valid, False)[SAMPLE.row])
-    normalized = ESTIMATORS["rloo"](replace(given, normalize_advantages=True))
+    normalized = estimated("rloo", given, normalize_advantages=True)
     expected = rloo_advantages(given.rewards, given.group, given.valid, normalize=True)[SAMPLE.row]
     assert torch.equal(normalized.per_token, expected)
     expected = opo_advantages(given.rewards, given.group, given.valid, SAMPLE.lengths)[SAMPLE.row]
-    assert torch.equal(ESTIMATORS["opo"](given).per_token, expected)
+    assert torch.equal(estimated("opo", given).per_token, expected)
     expected = gae_advantages(given.token_rewards, given.values, SAMPLE.row, SAMPLE.lengths, given.valid, 0.9, 0.8)
-    result = ESTIMATORS["gae"](given)
+    result = estimated("gae", given)
     assert torch.equal(result.per_token, expected[0])
     assert torch.equal(result.returns, expected[1])
 
 
 def test_a_step_of_single_samples_takes_the_reward_itself_where_a_group_would_give_the_baseline():
-    once = replace(inputs(), group=torch.arange(5), sampled_once=True, valid=torch.tensor([True, True, False, True, True]))
-    for name in ("rloo", "rloo_vectorized", "grpo"):
-        given = replace(once, normalize_by_std=False)
+    once = replace(inputs(), group=torch.arange(5), valid=torch.tensor([True, True, False, True, True]))
+    assert [name for name in ESTIMATORS if ESTIMATORS[name].alone] == ["rloo", "grpo"]
+    for name in ("rloo", "grpo"):
         expected = without_baseline(once.rewards, once.valid, **({"normalize_by_std": False} if name == "grpo" else {}))
-        assert torch.equal(ESTIMATORS[name](given).per_token, expected[SAMPLE.row])
-        assert torch.equal(ESTIMATORS[name](replace(given, sampled_once=False)).per_token, torch.zeros(10))
+        assert torch.equal(estimated(name, once, norm_adv_by_std_in_grpo=False).per_token, expected[SAMPLE.row])
     assert torch.equal(
-        ESTIMATORS["grpo"](once).per_token, without_baseline(once.rewards, once.valid, normalize_by_std=True)[SAMPLE.row]
+        estimated("grpo", once).per_token, without_baseline(once.rewards, once.valid, normalize_by_std=True)[SAMPLE.row]
     )
-    in_groups = replace(inputs(), sampled_once=True)
-    assert torch.equal(ESTIMATORS["gpg"](in_groups).per_token, ESTIMATORS["gpg"](inputs()).per_token)
+    one_pair = replace(once, group=torch.tensor([0, 1, 2, 3, 3]))
+    assert torch.equal(estimated("rloo", one_pair).per_token[SAMPLE.row < 3], torch.zeros(8))
 
 
 def test_importance_weights_reach_the_token_baseline():
     given, weights = inputs(), torch.linspace(0.2, 2.0, 10)
-    result = ESTIMATORS["optimal_token_baseline"](replace(given, weights=weights))
+    result = estimated("optimal_token_baseline", replace(given, weights=weights))
     expected = optimal_token_baseline_advantages(
         given.token_rewards, given.group, given.valid, SAMPLE.row, SAMPLE.lengths, given.old_log_probs, given.sum_pi_squared,
         weights,
     )  # fmt: skip
     assert torch.equal(result.per_token, expected[0])
-    assert not torch.equal(result.per_token, ESTIMATORS["optimal_token_baseline"](given).per_token)
+    assert not torch.equal(result.per_token, estimated("optimal_token_baseline", given).per_token)
 
 
 @pytest.mark.parametrize(
-    ("name", "field", "message"),
+    ("name", "field"),
     [
-        ("grpo", "normalize_by_std", "grpo needs algorithm.norm_adv_by_std_in_grpo"),
-        ("gae", "token_rewards", "gae needs token_rewards"),
-        ("gae", "values", "gae needs the values of a critic"),
-        ("gae", "gamma", "gae needs algorithm.gamma"),
-        ("gae", "lam", "gae needs algorithm.lam"),
-        ("reinforce_plus_plus", "token_rewards", "reinforce_plus_plus needs token_rewards"),
-        ("reinforce_plus_plus", "gamma", "reinforce_plus_plus needs algorithm.gamma"),
-        ("remax", "token_rewards", "remax needs token_rewards"),
-        ("remax", "baselines", "remax needs the scores of greedy responses"),
-        ("optimal_token_baseline", "token_rewards", "optimal_token_baseline needs token_rewards"),
-        ("optimal_token_baseline", "old_log_probs", "optimal_token_baseline needs old log-probs"),
-        ("optimal_token_baseline", "sum_pi_squared", "optimal_token_baseline needs actor.calculate_sum_pi_squared"),
+        ("gae", "token_rewards"),
+        ("gae", "values"),
+        ("reinforce_plus_plus", "token_rewards"),
+        ("remax", "token_rewards"),
+        ("remax", "baselines"),
+        ("optimal_token_baseline", "token_rewards"),
+        ("optimal_token_baseline", "old_log_probs"),
+        ("optimal_token_baseline", "sum_pi_squared"),
     ],
 )
-def test_an_input_that_is_missing_is_named(name, field, message):
+def test_an_input_that_is_missing_is_named(name, field):
     with pytest.raises(AssertionError) as error:
-        ESTIMATORS[name](replace(inputs(), **{field: None}))
-    assert str(error.value).splitlines()[0] == message
+        estimated(name, replace(inputs(), **{field: None}))
+    assert str(error.value).splitlines()[0] == f"{name} needs {field}"

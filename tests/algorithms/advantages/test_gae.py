@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.advantages.gae import gae, gae_advantages
+from verl_memopt.algorithms.estimators import gae, gae_advantages
 
 NAN = float("nan")
 

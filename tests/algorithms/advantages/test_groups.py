@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.advantages.test_outcome import NAN, rows, tensors
-from verl_memopt.algorithms.advantages.groups import check_rewards, group_counts, group_statistics, has_signal
+from verl_memopt.algorithms.estimators import check_rewards, group_counts, group_statistics, has_signal
 from verl_memopt.errors import RewardError
 
 

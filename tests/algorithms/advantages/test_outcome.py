@@ -7,11 +7,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch._subclasses import FakeTensorMode
 
+from tests.algorithms.modes import OF_REWARDS
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.advantages.outcome import (
-    ADVANTAGES,
-    NORMALIZE_OPTION,
-    STD_OPTION,
+from verl_memopt.algorithms.estimators import (
     gpg_advantages,
     grpo_advantages,
     grpo_passk_advantages,
@@ -152,16 +150,6 @@ def test_normalized_advantages_of_equal_rewards_are_exactly_zero_beside_groups_t
     assert advantages[3].item() == pytest.approx(0.7 / (math.sqrt(0.98 / 6) + 1e-4), rel=1e-6)
 
 
-def test_options_are_named_for_the_estimators_that_take_them():
-    for name, estimate in ADVANTAGES.items():
-        if name in STD_OPTION:
-            raw, scaled = (estimate(*tensors([1.0, 0.0], [0, 0]), normalize_by_std=by_std) for by_std in (False, True))
-            assert not torch.equal(raw, scaled)
-        if name in NORMALIZE_OPTION:
-            raw, scaled = (estimate(*tensors([1.0, 0.0], [0, 0]), normalize=normalize) for normalize in (False, True))
-            assert not torch.equal(raw, scaled)
-
-
 def published_advantages(rewards, k):
     """Gives what a published patch computes: prompt-major rows are viewed as if they were k-major, [k, b]."""
     viewed = torch.tensor(rewards).view(k, -1)
@@ -183,23 +171,23 @@ def test_the_published_grouping_compares_two_prompts_and_ours_does_not():
     assert published_advantages(rewards, k=2) == [-4.0, -7.0, 4.0, 7.0]
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", OF_REWARDS)
 def test_constant_unequal_rewards_of_two_prompts_give_zero_in_every_layout(name):
     for groups in ([0, 0, 1, 1], [0, 1, 0, 1], [1, 0, 0, 1]):
         rewards = [float(group) for group in groups]
-        assert torch.equal(ADVANTAGES[name](*tensors(rewards, groups)), torch.zeros(4))
+        assert torch.equal(OF_REWARDS[name](*tensors(rewards, groups)), torch.zeros(4))
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", OF_REWARDS)
 def test_equal_rewards_that_do_not_sum_exactly_give_exactly_zero(name):
-    assert torch.equal(ADVANTAGES[name](*tensors([0.1] * 3 + [1 / 3] * 7, [0] * 3 + [1] * 7)), torch.zeros(10))
+    assert torch.equal(OF_REWARDS[name](*tensors([0.1] * 3 + [1 / 3] * 7, [0] * 3 + [1] * 7)), torch.zeros(10))
 
 
-@pytest.mark.parametrize("name", sorted(ADVANTAGES.keys() - {"gpg"}))  # whose factor counts the rows of the whole batch
+@pytest.mark.parametrize("name", sorted(OF_REWARDS.keys() - {"gpg"}))  # whose factor counts the rows of the whole batch
 def test_a_group_with_one_valid_member_gets_zero_and_an_invalid_row_changes_no_other(name):
-    alone = ADVANTAGES[name](*tensors([5.0, NAN, 1.0, 0.0], [0, 0, 1, 1]))
+    alone = OF_REWARDS[name](*tensors([5.0, NAN, 1.0, 0.0], [0, 0, 1, 1]))
     assert torch.equal(alone[:2], torch.zeros(2))
-    with_invalid = ADVANTAGES[name](*tensors([1.0, 0.0, NAN], [1, 1, 1]))
+    with_invalid = OF_REWARDS[name](*tensors([1.0, 0.0, NAN], [1, 1, 1]))
     assert torch.equal(with_invalid, torch.cat([alone[2:], torch.zeros(1)]))
 
 
@@ -221,16 +209,16 @@ def test_group_sums_are_zero_and_a_constant_added_to_a_group_changes_nothing():
     torch.testing.assert_close(rloo_advantages(rewards + 10.0 * group, group, valid), advantages, rtol=0, atol=1e-5)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", OF_REWARDS)
 def test_permuting_rows_permutes_advantages(name):
     rewards, group, valid = tensors([0.3, 0.9, 0.1, 0.7, NAN, 0.8], [0, 1, 0, 1, 0, 1])
     order = torch.tensor([5, 2, 0, 4, 1, 3])
-    permuted = ADVANTAGES[name](rewards[order], group[order], valid[order])
-    torch.testing.assert_close(permuted, ADVANTAGES[name](rewards, group, valid)[order], rtol=0, atol=1e-7)
+    permuted = OF_REWARDS[name](rewards[order], group[order], valid[order])
+    torch.testing.assert_close(permuted, OF_REWARDS[name](rewards, group, valid)[order], rtol=0, atol=1e-7)
 
 
-@pytest.mark.parametrize("name", ADVANTAGES)
+@pytest.mark.parametrize("name", OF_REWARDS)
 def test_advantages_run_on_fake_tensors(name):
     with FakeTensorMode():
-        advantages = ADVANTAGES[name](torch.zeros(6), torch.zeros(6, dtype=torch.long), torch.ones(6, dtype=torch.bool))
+        advantages = OF_REWARDS[name](torch.zeros(6), torch.zeros(6, dtype=torch.long), torch.ones(6, dtype=torch.bool))
     assert advantages.shape == (6,)

@@ -6,7 +6,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.advantages.token_baseline import optimal_token_baseline_advantages
+from verl_memopt.algorithms.estimators import optimal_token_baseline_advantages
 
 NAN = float("nan")
 

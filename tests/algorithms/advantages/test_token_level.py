@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.advantages.token_level import (
+from verl_memopt.algorithms.estimators import (
     discounted_returns,
     reinforce_plus_plus_advantages,
     reinforce_plus_plus_baseline_advantages,

@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.advantages.whitening import normalize_rows, whiten
+from verl_memopt.algorithms.rows import normalize_rows, whiten
 
 NAN = float("nan")
 

@@ -5,10 +5,9 @@ import pytest
 import torch
 
 from tests.algorithms.ragged import Ragged
-from verl_memopt.algorithms.corrections.bypass import bypass_loss, is_token_local
-from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens
-from verl_memopt.algorithms.losses.vanilla import vanilla_loss
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, vanilla_loss
+from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.correction_presets import PRESETS
 
 SAMPLE = Ragged((3, 2, 4), 6)

@@ -6,7 +6,7 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.corrections.mismatch import mismatch_metrics
+from verl_memopt.algorithms.rollout_correction import mismatch_metrics
 
 MEAN = statistics.fmean
 

@@ -4,9 +4,7 @@ import pytest
 import torch
 
 from tests.algorithms.ragged import Ragged
-from verl_memopt.algorithms.corrections.importance import importance_weights
-from verl_memopt.algorithms.corrections.rejection import rejection
-from verl_memopt.algorithms.corrections.rollout import correct, corrects_before_update
+from verl_memopt.algorithms.rollout_correction import correct, corrects_before_update, importance_weights, rejection
 from verl_memopt.config.correction_presets import PRESETS
 
 SAMPLE = Ragged((3, 0, 5, 1), 4)

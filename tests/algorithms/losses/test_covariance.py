@@ -4,16 +4,17 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.losses.covariance import (
-    SELECTIONS,
+from verl_memopt.algorithms.covariance import (
     clip_cov_loss,
+    clip_cov_selection,
     kl_cov_loss,
+    kl_cov_selection,
     select_clip_cov,
     select_kl_cov,
     token_covariance,
 )
-from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.losses import LossSettings, LossTokens
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import PolicyLoss
 
 SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None, 0.5)
@@ -116,11 +117,11 @@ def test_a_mode_selects_by_its_settings():
     generator = torch.Generator().manual_seed(0)
     log_probs, advantages = (torch.randn(400, generator=generator) for _ in range(2))
     loss = PolicyLoss(clip_cov_ratio=0.05, clip_cov_lb=0.1, clip_cov_ub=2.0, kl_cov_ratio=0.1)
-    chosen = SELECTIONS["clip_cov"](log_probs, advantages, loss, torch.Generator().manual_seed(3))
+    chosen = clip_cov_selection(log_probs, advantages, loss, torch.Generator().manual_seed(3))
     expected = select_clip_cov(log_probs, advantages, 0.05, 0.1, 2.0, torch.Generator().manual_seed(3))
     assert torch.equal(chosen, expected)
     assert chosen.sum() == 20
-    chosen = SELECTIONS["kl_cov"](log_probs, advantages, loss, generator)
+    chosen = kl_cov_selection(log_probs, advantages, loss, generator)
     assert torch.equal(chosen, select_kl_cov(log_probs, advantages, 0.1))
     assert chosen.sum() == 40
 

@@ -6,10 +6,8 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.losses.gate import sapo_loss
-from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens
-from verl_memopt.algorithms.losses.vanilla import vanilla_loss
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, sapo_loss, vanilla_loss
+from verl_memopt.algorithms.rows import GlobalCounts
 
 SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None, tau_pos=1.5, tau_neg=4.0)
 

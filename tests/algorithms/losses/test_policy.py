@@ -5,10 +5,10 @@ import pytest
 import torch
 from torch._subclasses import FakeTensorMode
 
+from tests.algorithms.modes import LOSSES, SELECTING, TOKEN_LOCAL
 from tests.tensors import row_of_each_token
-from verl_memopt.algorithms.losses.covariance import SELECTIONS
-from verl_memopt.algorithms.losses.policy import LOSSES, TOKEN_LOCAL, policy_loss
-from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
+from verl_memopt.algorithms.losses import policy_loss
+from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
 
 LENGTHS = [3, 1, 4, 2]
@@ -330,7 +330,7 @@ def test_rejected_tokens_might_as_well_not_be_there(mode, agg):
     )
 
 
-@pytest.mark.parametrize("mode", SELECTIONS)
+@pytest.mark.parametrize("mode", SELECTING)
 def test_a_mode_that_needs_selected_tokens_says_so(mode):
     with pytest.raises(AssertionError, match=f"^{mode} needs the tokens that select_{mode} chose"):
         one_token(0.0, 1.0, actor(mode))

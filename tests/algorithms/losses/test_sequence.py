@@ -5,9 +5,8 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.losses.sequence import geo_mean_loss, gspo_loss, sequence_loss
-from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, geo_mean_loss, gspo_loss, sequence_loss
+from verl_memopt.algorithms.rows import GlobalCounts
 
 SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None)
 

@@ -3,8 +3,8 @@ from dataclasses import replace
 import pytest
 import torch
 
-from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens, beyond_clamp, clipped_loss, safe_ratio
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, beyond_clamp, clipped_loss, safe_ratio
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
 
 
@@ -44,7 +44,7 @@ def test_settings_come_from_the_actors_section():
         tau_neg=2.5,
     )
     settings = LossSettings.of(actor)
-    assert settings == LossSettings(0.1, 0.3, 4.0, "token-mean", 5, 0.5, 1.5, 2.5)
+    assert settings == LossSettings(0.1, 0.3, 4.0, "token-mean", 5, 0.5, 1.5, 2.5, actor)
     assert settings.bounds == (0.1, 0.3)
     assert settings.aggregate(torch.ones(3), tokens()).item() == 1
 

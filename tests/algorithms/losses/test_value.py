@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.losses.value import explained_variance, value_loss
-from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
+from verl_memopt.algorithms.losses import explained_variance, value_loss
+from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 
 
 def naive_value_loss(predictions, values, returns, mode, clip):

@@ -3,9 +3,8 @@ import math
 import pytest
 import torch
 
-from verl_memopt.algorithms.losses.tokens import LossSettings, LossTokens
-from verl_memopt.algorithms.losses.vanilla import cispo_loss, gpg_loss, vanilla_loss
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, cispo_loss, gpg_loss, vanilla_loss
+from verl_memopt.algorithms.rows import GlobalCounts
 
 SETTINGS = LossSettings(0.2, 0.3, 3.0, "token-mean", None)
 

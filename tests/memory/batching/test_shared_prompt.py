@@ -9,7 +9,7 @@ from tests.memory.activation_cases import FP32, LAYERS, WIDTH
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.workers.test_policy import ACTOR, NothingWaits, policy_for
-from verl_memopt.algorithms.reductions import GlobalCounts
+from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.data.ragged import Ragged

@@ -9,8 +9,7 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from tests.rewards.rlt import naive
-from verl_memopt.algorithms.advantages.groups import check_rewards
-from verl_memopt.algorithms.advantages.outcome import grpo_advantages, rloo_advantages
+from verl_memopt.algorithms.estimators import check_rewards, grpo_advantages, rloo_advantages
 from verl_memopt.config.schema.rlt import RltReward
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.errors import RewardError

@@ -10,7 +10,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_memopt.config.schema.actor import Actor, CheckpointContents, PolicyLoss, Ref, RefModel
+from verl_memopt.algorithms.records import CustomEstimator, CustomLoss, PolicyLoss
+from verl_memopt.config.schema.actor import Actor, CheckpointContents, Ref, RefModel
 from verl_memopt.config.schema.corrections import PfPpo, RolloutCorrection
 from verl_memopt.config.schema.critic import Critic, CriticModel
 from verl_memopt.config.schema.data import REQUIRED, CustomClass, CustomSampler, Data
@@ -35,10 +36,11 @@ from verl_memopt.knobs.weight_buckets import BucketEngine
 
 __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
-    "CustomClass", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs", "FilterGroups", "Fsdp", "KlControl",
-    "Memory", "MixedPrecision", "Model", "Optim", "OverlongBuffer", "PfPpo", "PolicyLoss", "RayKwargs", "Ref", "RefModel",
-    "RewardKwargs", "RewardModel", "RltReward", "Rollout", "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings",
-    "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs", "WrapPolicy",
+    "CustomClass", "CustomEstimator", "CustomLoss", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs",
+    "FilterGroups", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "Optim", "OverlongBuffer", "PfPpo",
+    "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardKwargs", "RewardModel", "RltReward", "Rollout",
+    "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs",
+    "WrapPolicy",
 ]  # fmt: skip
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from verl_memopt.algorithms.records import PolicyLoss
 from verl_memopt.config.schema.training import Fsdp, Optim, TrainedFsdp
 from verl_memopt.knobs.index import knob_settings
 from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, PositiveShare, Range
@@ -14,28 +15,6 @@ KlWithGradient = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+"
 Part = Literal["model", "optimizer", "extra", "hf_model"]
 Aggregation = Literal["token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"]
 ABOVE_ONE = Range("must be above 1", lambda value: value > 1)
-
-
-@dataclass(frozen=True)
-class PolicyLoss:
-    """The loss of the policy, and the settings of single losses."""
-
-    loss_mode: Literal["vanilla", "sequence", "gspo", "geo_mean", "cispo", "gpg", "sapo", "clip_cov", "kl_cov"] = "vanilla"
-    """One ratio per token: vanilla = clipped (PPO); cispo = the clipped ratio weighs the log-prob and has no gradient; sapo = a
-    smooth gate in the place of the clip, always averaged over sequences; clip_cov = clipped, and without the gradient of some
-    tokens whose log-prob and advantage vary together; kl_cov = unclipped, and a KL penalty on such tokens. No ratio: gpg =
-    log-prob times advantage (REINFORCE, GPG). One ratio per sequence, always averaged over sequences: sequence = exp of the
-    summed log-ratio (RLOO); gspo = length-normalised; geo_mean = geometric mean of ratios clipped per token (GMPO)."""
-    clip_cov_ratio: PositiveShare = 0.0002
-    """clip_cov: share of the tokens of a mini-batch that lose their gradient, at least one."""
-    clip_cov_lb: float = 1.0
-    """clip_cov: such tokens have a covariance of log-prob and advantage above this."""
-    clip_cov_ub: float = 5.0
-    """clip_cov: and below this."""
-    kl_cov_ratio: PositiveShare = 0.0002
-    """kl_cov: share of the tokens of a mini-batch that get the penalty, at least one: those with the largest covariance."""
-    ppo_kl_coef: NaturalFloat = 0.1
-    """kl_cov: weight of the penalty, the absolute log-ratio of a token."""
 
 
 @dataclass(frozen=True)

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
+from verl_memopt.algorithms.records import EstimatorSettings
 from verl_memopt.config.schema.actor import KlEstimator
 from verl_memopt.config.schema.corrections import PfPpo, RolloutCorrection
 from verl_memopt.knobs.index import knob_settings
@@ -15,7 +16,6 @@ from verl_memopt.knobs.ranges import (
     NaturalInt,
     PositiveFloat,
     PositiveInt,
-    Share,
     Words,
 )
 
@@ -52,38 +52,9 @@ class FilterGroups:
 
 
 @dataclass(frozen=True)
-class Algorithm:
+class Algorithm(EstimatorSettings):
     """Advantages and the KL in the reward."""
 
-    adv_estimator: Literal[
-        "gae",
-        "rloo",
-        "grpo",
-        "grpo_passk",
-        "reinforce_plus_plus",
-        "reinforce_plus_plus_baseline",
-        "opo",
-        "gpg",
-        "remax",
-        "optimal_token_baseline",
-        "tir_optimal_token_baseline",
-    ] = "gae"
-    """gae = generalised advantage estimation over the values of a critic (PPO), whitened over the batch; rloo = reward minus the
-    mean of the others in the group; grpo = minus the group's mean, over its standard deviation; grpo_passk = the best of a group
-    gets its lead over the second; opo = minus the mean weighted by length; gpg = minus the mean, scaled up for groups without a
-    signal; reinforce_plus_plus = discounted rewards of each token, whitened over the batch, without groups;
-    reinforce_plus_plus_baseline = reward minus the group's mean, whitened over the batch; remax = reward minus that of a greedy
-    response to the prompt, which is generated besides; optimal_token_baseline = rewards from each token on, minus a baseline for
-    each place in the response, weighted by the size of the gradients so far; tir_optimal_token_baseline is the same for
-    responses of one turn."""
-    gamma: Share = 1.0
-    """Discount of one token; gae and reinforce_plus_plus only."""
-    lam: Share = 1.0
-    """gae: how far an advantage looks ahead. 1 = the return minus the value; 0 = one token."""
-    norm_adv_by_std_in_grpo: bool = True
-    """grpo and grpo_passk: divide by the group's standard deviation."""
-    normalize_advantages: bool = False
-    """rloo: divide the advantages by (std + 1e-4), after their mean is subtracted; both over the valid rows of the whole step."""
     mask_truncated_responses: bool = False
     """Leave a response that reaches its limit without an end out of the losses. Its reward still counts for the baseline of its
     group, and the response for the mean over sequences."""

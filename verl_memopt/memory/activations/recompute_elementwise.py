@@ -26,7 +26,10 @@ from verl_memopt.ops.recomputation import Recomputable, Rows, recomputed_product
 
 KEY = "actor_rollout_ref.model.recompute_elementwise"
 
-KNOWN = ("LlamaDecoderLayer", "MistralDecoderLayer", "Qwen2DecoderLayer", "Qwen3DecoderLayer")
+FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3")
+"""Models that our own decoder computes, as transformers begins the names of their classes."""
+
+KNOWN = tuple(f"{name}DecoderLayer" for name in FAMILY)
 """Blocks of two RMS norms, rotary attention with or without norms of queries and keys, and down(silu(gate(x)) * up(x))."""
 
 logger = logging.getLogger(__name__)

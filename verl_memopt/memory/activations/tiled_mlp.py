@@ -21,12 +21,13 @@ from torch import Tensor, nn
 from torch.autograd.function import once_differentiable
 
 from verl_memopt.errors import ConfigError
+from verl_memopt.memory.activations.recompute_elementwise import FAMILY
 from verl_memopt.memory.parameters.lora import LoraLinear
 from verl_memopt.ops.recomputation import keep, kept
 
 KEY = "actor_rollout_ref.model.tiled_mlp"
 
-KNOWN = ("LlamaMLP", "MistralMLP", "Qwen2MLP", "Qwen3MLP")
+KNOWN = tuple(f"{name}MLP" for name in FAMILY)
 """Classes that compute down(act(gate(x)) * up(x))."""
 
 LAYERS = ("gate_proj", "up_proj", "down_proj")

@@ -7,12 +7,10 @@ micro-batch. Source: "The Entropy Mechanism of Reinforcement Learning for Reason
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.losses.tokens import LossAndMetrics, LossSettings, LossTokens, clipped_loss, safe_ratio
+from verl_memopt.algorithms.losses import LossAndMetrics, LossSettings, LossTokens, clipped_loss, safe_ratio
 from verl_memopt.config.schema import PolicyLoss
 
 
@@ -100,17 +98,11 @@ def kl_cov_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
     return settings.aggregate(losses, tokens), {"ppo_kl_abs": tokens.share(distance)}
 
 
-def _clip_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
+def clip_cov_selection(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
+    """Return :func:`select_clip_cov` of the settings."""
     return select_clip_cov(log_probs, advantages, loss.clip_cov_ratio, loss.clip_cov_lb, loss.clip_cov_ub, generator)
 
 
-def _kl_cov(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
+def kl_cov_selection(log_probs: Tensor, advantages: Tensor, loss: PolicyLoss, generator: torch.Generator) -> Tensor:
+    """Return :func:`select_kl_cov` of the settings."""
     return select_kl_cov(log_probs, advantages, loss.kl_cov_ratio)
-
-
-SELECTIONS: dict[str, Callable[[Tensor, Tensor, PolicyLoss, torch.Generator], Tensor]] = {
-    "clip_cov": _clip_cov,
-    "kl_cov": _kl_cov,
-}
-"""Modes that need ``LossTokens.selected``, with the function that chooses it from the old log-probs and the advantages of all
-tokens of a mini-batch, the section ``actor.policy_loss`` and a generator on the host."""

@@ -1,0 +1,166 @@
+"""A user's own estimators and losses: what they get, what becomes of their results, and what is said about their mistakes."""
+
+import re
+
+import pytest
+import torch
+
+from tests.algorithms.ragged import Ragged
+from verl_memopt.algorithms.custom import check_custom, custom_advantages, needed_inputs
+from verl_memopt.algorithms.estimators import AdvantageInputs, grpo_advantages
+from verl_memopt.algorithms.kl import token_level_rewards
+from verl_memopt.algorithms.losses import policy_loss
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.keys import replaced
+from verl_memopt.config.schema import Settings
+from verl_memopt.errors import UserError
+
+SAMPLE = Ragged((3, 1, 4, 2), 7)
+LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+def settings(folder, kind, text, name="mine", file="mine.py", **more):
+    """Gives the settings of a user's estimator or loss, whose file holds a text."""
+    (folder / "mine.py").write_text(text)
+    choice, section = {
+        "estimator": ("algorithm.adv_estimator", "algorithm.custom_estimator"),
+        "loss": (f"{LOSS}.loss_mode", f"{LOSS}.custom"),
+    }[kind]
+    chosen = {choice: "custom", f"{section}.path": str(folder / file), f"{section}.name": name, "actor_rollout_ref.rollout.n": 4}
+    clips = {f"actor_rollout_ref.actor.clip_ratio_{side}": 0.2 for side in ("low", "high")}
+    return replaced(Settings(), clips | chosen | more)
+
+
+VERLS_GRPO = """
+import numpy as np
+import torch
+
+def mine(token_level_rewards, response_mask, index, epsilon=1e-6, norm_adv_by_std_in_grpo=True, config=None):
+    assert config.norm_adv_by_std_in_grpo and response_mask.dtype == torch.int64 and isinstance(index, np.ndarray)
+    scores = token_level_rewards.sum(dim=-1)
+    groups = {prompt: scores[index == prompt] for prompt in np.unique(index)}
+    result = torch.stack([(s - groups[i].mean()) / (groups[i].std() + epsilon) for s, i in zip(scores, index)])
+    result = result.unsqueeze(-1) * response_mask
+    return result, result
+"""
+
+
+def inputs(rewards=(1.0, 0.0, 0.5, 2.0), valid=(True, True, True, True), **more):
+    scores = torch.tensor(rewards)
+    return AdvantageInputs(
+        scores, torch.tensor([0, 0, 1, 1]), torch.tensor(valid), SAMPLE.row, SAMPLE.lengths,
+        token_rewards=token_level_rewards(scores, SAMPLE.row, SAMPLE.lengths), **more,
+    )  # fmt: skip
+
+
+def test_an_estimator_of_verl_runs_as_it_is(tmp_path):
+    chosen = settings(tmp_path, "estimator", VERLS_GRPO)
+    check_custom(chosen)
+    given = inputs()
+    expected = grpo_advantages(given.rewards, given.group, given.valid)[SAMPLE.row]
+    for result in custom_advantages(given, chosen.algorithm):
+        torch.testing.assert_close(result, expected, rtol=1e-5, atol=1e-6)
+
+
+def test_rows_without_a_reward_are_left_out_of_the_call_and_get_zero(tmp_path):
+    text = "def mine(token_level_rewards, response_mask, **rest):\n    assert not token_level_rewards.isnan().any()\n"
+    text += "    return token_level_rewards + 1.0, token_level_rewards\n"
+    chosen = settings(tmp_path, "estimator", text)
+    nan = float("nan")
+    advantages, returns = custom_advantages(inputs((1.0, nan, 0.5, nan), (True, False, True, False)), chosen.algorithm)
+    assert advantages.tolist() == [1, 1, 2, 0, 1, 1, 1, 1.5, 0, 0]
+    assert returns.tolist() == [0, 0, 1, 0, 0, 0, 0, 0.5, 0, 0]
+    nothing = custom_advantages(inputs((nan,) * 4, (False,) * 4), chosen.algorithm)
+    assert torch.equal(torch.stack(nothing), torch.zeros(2, 10))
+
+
+def test_an_input_is_asked_for_by_its_name(tmp_path):
+    text = "def mine(token_level_rewards, response_mask, old_log_probs, ref_log_probs=None):\n"
+    text += "    return old_log_probs * response_mask, token_level_rewards\n"
+    kl = {"actor_rollout_ref.actor.use_kl_loss": True}
+    chosen = settings(tmp_path, "estimator", text, **kl)
+    check_custom(chosen)
+    assert needed_inputs(chosen.algorithm) == ("old_log_probs",)
+    old = torch.linspace(-2, -1, 10)
+    assert torch.equal(custom_advantages(inputs(old_log_probs=old, ref_log_probs=old), chosen.algorithm)[0], old)
+
+
+@pytest.mark.parametrize("kept", [None, torch.tensor([True, True, False, True, True, True, True, False, True, True])])
+def test_a_loss_is_aggregated_weighted_and_masked_as_the_packages_own(tmp_path, kept):
+    text = """
+import torch
+
+def mine(log_prob, old_log_prob, advantages, response_mask, config):
+    ratio = (log_prob - old_log_prob).exp()
+    clipped = ratio.clamp(1 - config.clip_ratio_low, 1 + config.clip_ratio_high)
+    return torch.maximum(-advantages * ratio, -advantages * clipped)
+"""
+    chosen = settings(tmp_path, "loss", text)
+    check_custom(chosen)
+    old, advantages = -torch.linspace(0.1, 2.0, 10), SAMPLE.tokens(1).float()
+    results = []
+    for mode in ("custom", "vanilla"):
+        actor = replaced(chosen, {f"{LOSS}.loss_mode": mode, "actor_rollout_ref.actor.clip_ratio_c": 1e9}).actor_rollout_ref.actor
+        new = (old + torch.linspace(-0.5, 0.5, 10)).requires_grad_()
+        weights, counts = torch.linspace(0.5, 1.5, 10), GlobalCounts(10.0, 4.0)
+        loss, _ = policy_loss(new, old, advantages, SAMPLE.row, SAMPLE.lengths, counts, actor, weights, kept)
+        loss.backward()
+        results.append((loss.detach(), new.grad))
+    torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-8)
+
+
+E, L = "estimator", "loss"
+ESTIMATOR = "def mine(token_level_rewards, response_mask, index, config):\n    "
+A_LOSS = "def mine(log_prob, old_log_prob, advantages):\n    "
+MISTAKES = {
+    "no such file": (E, "", {"file": "other.py"}, "there is no such file. Set the path"),
+    "no such name": (E, "def other(): ...", {}, "the file has no 'mine'. It defines other. Name one"),
+    "no function": (L, "mine = 3", {}, "it is a int, not a function. Name a function"),
+    "an unknown argument": (E, "def mine(token_level_rewards, magic): ...", {}, "it asks for magic, .*Use these names"),
+    "an argument of another kind": (L, "def mine(log_prob, values): ...", {}, "it asks for values, .*Use these names"),
+    "an input that the run lacks": (
+        E, "def mine(token_level_rewards, ref_log_probs): ...", {}, "does not compute ref_log_probs. Set .*use_kl_loss=true",
+    ),
+    "an exception in an estimator": (
+        E, f"{ESTIMATOR}return response_mask[99]", {},
+        r"raised IndexError: .*mine.py:2. It was given token_level_rewards float32 \[8, 3\], .*Correct",
+    ),
+    "an exception in a loss": (
+        L, f"{A_LOSS}raise ValueError('first\\nsecond')", {}, r"ValueError: first second .*log_prob float32 \[12\].*Correct",
+    ),
+    "no pair": (E, f"{ESTIMATOR}return token_level_rewards", {}, "but it returned a Tensor. Correct"),
+    "one advantage a row": (
+        E, f"{ESTIMATOR}return token_level_rewards.sum(1), token_level_rewards", {},
+        r"advantages must be a tensor float32 \[8, 3\], but it returned float32 \[8\]. Correct",
+    ),
+    "whole numbers": (
+        E, f"{ESTIMATOR}return token_level_rewards, response_mask", {},
+        r"returns must be a tensor float32 \[8, 3\], but it returned int64 \[8, 3\]. Correct",
+    ),
+    "an array": (
+        E, f"{ESTIMATOR}return token_level_rewards.numpy(), token_level_rewards", {}, r"float32 \[8, 3\], .* ndarray",
+    ),
+    "advantages that are not finite": (
+        E, f"{ESTIMATOR}return token_level_rewards / 0, token_level_rewards", {}, "hold nan at row 0, token 0. Correct",
+    ),
+    "a mean": (L, f"{A_LOSS}return (-advantages * log_prob).mean()", {}, r"float32 \[12\], but it returned float32 \[\]"),
+    "a loss of whole numbers": (L, f"{A_LOSS}return (log_prob > old_log_prob).long()", {}, r"float32 \[12\], .* int64 \[12\]"),
+    "no gradient": (L, f"{A_LOSS}return -advantages * log_prob.detach()", {}, "has no gradient. Compute it from log_prob"),
+    "a gradient of something else": (
+        L, f"import torch\n{A_LOSS}return -advantages * torch.ones(12, requires_grad=True)", {}, "has no gradient. Compute it",
+    ),
+    "a loss that is not finite": (L, f"{A_LOSS}return advantages / (log_prob - log_prob)", {}, "is not finite: .*Correct"),
+    "a ratio of the whole sequence": (
+        L, f"{A_LOSS}return -advantages * (log_prob - old_log_prob).mean().exp()", {}, "depends on the other tokens .*Compute it",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_a_mistake_is_one_line_that_names_the_function_and_the_way_out(tmp_path, mistake):
+    kind, text, more, message = MISTAKES[mistake]
+    with pytest.raises(UserError, match=message) as error:
+        check_custom(settings(tmp_path, kind, text, **more))
+    assert str(error.value).count("\n") == 0
+    assert re.match(r"algorithm\.custom_estimator|actor_rollout_ref\.actor\.policy_loss\.custom", str(error.value))
+    assert "mine" in str(error.value) or more

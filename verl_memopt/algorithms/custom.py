@@ -1,0 +1,314 @@
+"""Estimators and losses of the user's own: loaded from a file, tried before a run starts, and named in every error."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.estimators import AdvantageInputs
+from verl_memopt.algorithms.losses import LossAndMetrics, LossSettings, LossTokens, beyond_clamp
+from verl_memopt.algorithms.records import COSTLY, CUSTOM, ESTIMATORS, CustomEstimator, CustomLoss
+from verl_memopt.algorithms.rows import positions
+from verl_memopt.config.schema import Actor, Algorithm, Settings
+from verl_memopt.data.plugin import load_from_file, raised
+from verl_memopt.errors import ConfigError, TrainingError, UserError
+from verl_memopt.knobs.conditions import needs_reference
+
+ESTIMATOR_KEY = "algorithm.custom_estimator"
+LOSS_KEY = "actor_rollout_ref.actor.policy_loss.custom"
+
+ESTIMATOR_ARGUMENTS = ("token_level_rewards", "response_mask", "index", "config")
+"""Arguments of every estimator that is registered in verl."""
+
+LOSS_ARGUMENTS = ("log_prob", "old_log_prob", "advantages", "response_mask", "config")
+
+
+@dataclass(frozen=True)
+class Extra:
+    """A further argument that an estimator may ask for by its name."""
+
+    input: str
+    """The field of ``AdvantageInputs``, fp32 [R]."""
+    is_there: Callable[[Settings], bool]
+    """Return whether the run computes it."""
+    way_out: str
+    """What makes the run compute it."""
+
+
+def _decoupled(settings: Settings) -> bool:
+    return not settings.algorithm.rollout_correction.bypass_mode
+
+
+EXTRAS: dict[str, Extra] = {
+    "old_log_probs": Extra("old_log_probs", _decoupled, "Set algorithm.rollout_correction.bypass_mode=false"),
+    "ref_log_probs": Extra(
+        "ref_log_probs",
+        lambda settings: needs_reference(settings.algorithm.use_kl_in_reward, settings.actor_rollout_ref.actor.use_kl_loss),
+        "Set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true",
+    ),
+    "rollout_log_probs": Extra(
+        "rollout_log_probs",
+        lambda settings: settings.actor_rollout_ref.rollout.calculate_log_probs,
+        "Set actor_rollout_ref.rollout.calculate_log_probs=true",
+    ),
+    "sum_pi_squared": Extra(
+        "sum_pi_squared",
+        lambda settings: _decoupled(settings) and settings.actor_rollout_ref.actor.calculate_sum_pi_squared,
+        "Set actor_rollout_ref.actor.calculate_sum_pi_squared=true, without bypass mode",
+    ),
+    "rollout_is_weights": Extra(
+        "weights",
+        lambda settings: _decoupled(settings) and settings.algorithm.rollout_correction.rollout_is is not None,
+        "Set algorithm.rollout_correction.rollout_is=token",
+    ),
+}
+"""Argument, in verl's spelling -> what fills it."""
+
+
+@dataclass(frozen=True)
+class UserFunction:
+    """A function of the user's own."""
+
+    function: Callable[..., Any]
+    address: str
+    """Setting, file and name, for errors."""
+    arguments: tuple[str, ...]
+    """The arguments that it takes, of those that are offered."""
+
+    def call(self, offered: Mapping[str, Any]) -> Any:
+        """Return what the function returns.
+
+        Raises:
+            TrainingError: It raised an error. The message names its line and the shapes it was given.
+        """
+        given = {name: offered[name] for name in self.arguments}
+        try:
+            return self.function(**given)
+        except UserError:
+            raise
+        except Exception as problem:
+            shapes = ", ".join(f"{name} {shape(value)}" for name, value in given.items() if isinstance(value, Tensor))
+            raise self.error(f"it raised {raised(problem)}. It was given {shapes}") from problem
+
+    def error(self, what: str, way_out: str = "Correct the function.") -> TrainingError:
+        """Return the error of a call."""
+        return TrainingError(f"{self.address}: {what}. {way_out}")
+
+
+def shape(value: Any) -> str:
+    """Return the dtype and shape of a tensor in words; of anything else its type."""
+    if not isinstance(value, Tensor):
+        return type(value).__name__
+    return f"{str(value.dtype).removeprefix('torch.')} {list(value.shape)}"
+
+
+def load_function(
+    custom: CustomEstimator | CustomLoss, key: str, arguments: tuple[str, ...], extras: tuple[str, ...] = ()
+) -> UserFunction:
+    """Return the function of a file.
+
+    Args:
+        custom: Path and name.
+        key: The section that holds them.
+        arguments: Arguments that every such function may take.
+        extras: Further arguments that it may ask for.
+
+    Raises:
+        ConfigError: The file or the name is missing, or the function asks for an argument that there is not.
+    """
+    assert custom.path is not None, f"{key}.path is checked when settings are loaded"
+    function = load_from_file(custom.path, custom.name, key=f"{key}.path", error=ConfigError)
+    address = f"{key}.name={custom.name} in {custom.path}"
+    if not callable(function):
+        raise ConfigError(f"{address}: it is a {type(function).__name__}, not a function. Name a function.")
+    parameters = inspect.signature(function).parameters.values()
+    takes_any = any(each.kind is each.VAR_KEYWORD for each in parameters)
+    named = [each.name for each in parameters if each.kind in (each.POSITIONAL_OR_KEYWORD, each.KEYWORD_ONLY)]
+    unknown = [each.name for each in parameters if each.kind is each.POSITIONAL_ONLY]
+    unknown += [
+        each.name for each in parameters
+        if each.name in named and each.default is each.empty and each.name not in (*arguments, *extras)
+    ]  # fmt: skip
+    if unknown:
+        further = f", and may ask for {', '.join(extras)}" if extras else ""
+        raise ConfigError(
+            f"{address}: it asks for {', '.join(unknown)}, which is not an argument that it is given. It is called by name with "
+            f"{', '.join(arguments)}{further}. Use these names, or give others a default."
+        )
+    taken = [name for name in (*arguments, *extras) if name in named or (takes_any and name in arguments)]
+    return UserFunction(function, address, tuple(taken))
+
+
+def custom_estimator(algorithm: Algorithm) -> UserFunction:
+    """Return the estimator of the user's own."""
+    return load_function(algorithm.custom_estimator, ESTIMATOR_KEY, ESTIMATOR_ARGUMENTS, tuple(EXTRAS))
+
+
+def needed_inputs(algorithm: Algorithm) -> tuple[str, ...]:
+    """Return the inputs of the estimator that cost a pass of their own."""
+    if algorithm.adv_estimator != CUSTOM:
+        return tuple(name for name in ESTIMATORS[algorithm.adv_estimator].inputs if name in COSTLY)
+    asked = (EXTRAS[name].input for name in custom_estimator(algorithm).arguments if name in EXTRAS)
+    return tuple(name for name in asked if name in COSTLY)
+
+
+def custom_advantages(inputs: AdvantageInputs, algorithm: Algorithm) -> tuple[Tensor, Tensor]:
+    """Return the advantages and returns of the user's estimator, both fp32 [R].
+
+    The function gets padded tensors [rows, longest response], as verl's estimators do. Rows without a reward are left out of the
+    call and get 0.
+
+    Args:
+        inputs: All rows of a step.
+        algorithm: Names the function, and is its ``config``.
+
+    Raises:
+        TrainingError: The function raised an error, or returned something else than two such tensors.
+    """
+    estimator = custom_estimator(algorithm)
+    assert inputs.token_rewards is not None
+    known, nothing = inputs.valid, torch.zeros_like(inputs.token_rewards)
+    lengths, tokens = inputs.lengths[known], known[inputs.row]
+    row = (known.long().cumsum(0) - 1)[inputs.row[tokens]]
+    if not row.numel():
+        return nothing, nothing
+    place = positions(row, lengths)
+    padded = nothing.new_zeros(lengths.shape[0], int(lengths.max()))
+
+    def pad(values: Tensor | None) -> Tensor | None:
+        return None if values is None else padded.index_put((row, place), values[tokens].to(padded))
+
+    mask = pad(torch.ones_like(nothing))
+    assert mask is not None
+    offered = {
+        "token_level_rewards": pad(inputs.token_rewards),
+        "response_mask": mask.long(),
+        "index": inputs.group[known].numpy(),
+        "config": algorithm,
+        **{name: pad(getattr(inputs, extra.input)) for name, extra in EXTRAS.items()},
+    }
+    missing = [name for name in estimator.arguments if offered[name] is None]
+    if missing:
+        raise estimator.error(f"this run does not compute {missing[0]}", f"{EXTRAS[missing[0]].way_out}.")
+    result = estimator.call(offered)
+    if not isinstance(result, tuple) or len(result) != 2:
+        found = f"a tuple of {len(result)}" if isinstance(result, tuple) else f"a {type(result).__name__}"
+        raise estimator.error(f"it must return (advantages, returns), but it returned {found}")
+    per_token = []
+    for name, values in zip(("advantages", "returns"), result, strict=True):
+        _check_tensor(estimator, name, values, padded)
+        flat = values.detach()[row, place].float()
+        if not flat.isfinite().all():
+            at = int((~flat.isfinite()).nonzero()[0])
+            raise estimator.error(f"{name} hold {flat[at].item()} at row {int(row[at])}, token {int(place[at])}")
+        per_token.append(nothing.masked_scatter(tokens, flat))
+    return per_token[0], per_token[1]
+
+
+def _check_tensor(user: UserFunction, name: str, values: Any, like: Tensor) -> None:
+    """Raise where the user's function returned something else than floating-point numbers in the expected shape."""
+    if not isinstance(values, Tensor) or values.shape != like.shape or not values.is_floating_point():
+        raise user.error(f"{name} must be a tensor float32 {list(like.shape)}, but it returned {shape(values)}")
+
+
+def custom_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+    """Return the user's loss, aggregated as ``actor.loss_agg_mode`` says.
+
+    Args:
+        tokens: Of the micro-batch, or of a chunk of it.
+        settings: Name the function, and the section that is its ``config``.
+
+    Returns:
+        The loss, and ``ratio_clamped``, the share of log-ratios beyond plus or minus 20, where an exp is no longer exact.
+
+    Raises:
+        TrainingError: The function raised an error, or returned something else than one loss per token.
+    """
+    assert settings.actor is not None
+    kept = torch.ones_like(tokens.row, dtype=torch.bool) if tokens.kept is None else tokens.kept
+    losses = _token_losses(
+        load_function(settings.actor.policy_loss.custom, LOSS_KEY, LOSS_ARGUMENTS),
+        tokens.log_probs, tokens.old_log_probs, tokens.advantages, kept, settings.actor,
+    )  # fmt: skip
+    return settings.aggregate(losses, tokens), {"ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
+
+
+def _token_losses(
+    user: UserFunction, log_probs: Tensor, old_log_probs: Tensor, advantages: Tensor, kept: Tensor, actor: Actor
+) -> Tensor:
+    """Return the user's loss of each token, fp32 [R], with gradient."""
+    offered = (log_probs, old_log_probs, advantages, kept, actor)
+    losses = user.call(dict(zip(LOSS_ARGUMENTS, offered, strict=True)))
+    _check_tensor(user, "the loss", losses, log_probs)
+    if log_probs.requires_grad and log_probs.numel() and not losses.requires_grad:
+        raise user.error("the loss has no gradient", "Compute it from log_prob, without .detach() or .item().")
+    return losses
+
+
+TRIAL_TOKENS = 12
+"""Tokens on which a loss is tried."""
+
+
+def check_custom(settings: Settings) -> None:
+    """Try the estimator and the loss of the user's own on a few made-up tokens, before anything starts.
+
+    Raises:
+        ConfigError: A file, a name or an argument is wrong.
+        TrainingError: A function raised an error, or what it returned cannot be used.
+    """
+    algorithm, actor = settings.algorithm, settings.actor_rollout_ref.actor
+    if algorithm.adv_estimator == CUSTOM:
+        _try_estimator(settings, settings.actor_rollout_ref.rollout.n)
+    if actor.policy_loss.loss_mode == CUSTOM and _decoupled(settings):
+        _try_loss(actor)
+
+
+def _try_estimator(settings: Settings, samples: int) -> None:
+    estimator = custom_estimator(settings.algorithm)
+    for name in estimator.arguments:
+        if name in EXTRAS and not EXTRAS[name].is_there(settings):
+            raise ConfigError(f"{estimator.address}: this run does not compute {name}. {EXTRAS[name].way_out}.")
+    num_rows = 2 * samples
+    lengths = 1 + torch.arange(num_rows) % 3
+    row = torch.arange(num_rows).repeat_interleave(lengths)
+    rewards = torch.arange(num_rows) % 2 * 1.0
+    last = torch.cat([row[1:] != row[:-1], torch.ones(1, dtype=torch.bool)])
+    extras = {extra.input: torch.full(row.shape, -0.5 if "log" in name else 0.5) for name, extra in EXTRAS.items()}
+    inputs = AdvantageInputs(
+        rewards, torch.arange(num_rows) // samples, torch.ones(num_rows, dtype=torch.bool), row, lengths,
+        token_rewards=torch.where(last, rewards[row], 0.0), **extras,
+    )  # fmt: skip
+    custom_advantages(inputs, settings.algorithm)
+
+
+def _try_loss(actor: Actor) -> None:
+    user = load_function(actor.policy_loss.custom, LOSS_KEY, LOSS_ARGUMENTS)
+    old = -torch.linspace(0.1, 3.0, TRIAL_TOKENS)
+    new = old + torch.linspace(-0.4, 0.4, TRIAL_TOKENS)
+    advantages = torch.linspace(1.0, -1.0, TRIAL_TOKENS)
+    kept = torch.ones(TRIAL_TOKENS, dtype=torch.bool)
+
+    def losses_and_gradient(part: slice) -> tuple[Tensor, Tensor]:
+        leaf = new[part].clone().requires_grad_()
+        losses = _token_losses(user, leaf, old[part], advantages[part], kept[part], actor)
+        (gradient,) = torch.autograd.grad(losses.sum(), leaf, allow_unused=True)
+        if gradient is None:
+            raise user.error("the loss has no gradient", "Compute it from log_prob, without .detach() or .item().")
+        return losses.detach(), gradient
+
+    whole, part = losses_and_gradient(slice(None)), slice(3, 7)
+    for name, values in zip(("the loss", "its gradient"), whole, strict=True):
+        if not values.isfinite().all():
+            raise user.error(f"{name} is not finite: {values[~values.isfinite()][0].item()}")
+    # The head computes log-probs chunk by chunk and asks for the gradient of each chunk alone.
+    for name, values, alone in zip(("the loss", "the gradient"), whole, losses_and_gradient(part), strict=True):
+        if not torch.allclose(values[part], alone, rtol=1e-4, atol=1e-6):
+            raise user.error(
+                f"{name} of a token depends on the other tokens of the call",
+                "Compute it from the token's own numbers: tokens come in chunks. What joins tokens belongs in an estimator.",
+            )

@@ -1,0 +1,490 @@
+"""Advantage estimators: functions from the rewards of a step to advantages. ``records.py`` names each and says what it reads.
+
+``rewards [B]`` is fp32. ``group [B]`` is int64: equal for the samples of one prompt, with any values in any order. ``valid [B]``
+is bool: a row that is not valid gets advantage 0 and counts in no sum; its rewards may be NaN. Tokens lie flat, row after row:
+``token_rewards [R]`` is fp32, ``row [R]`` is int64. Arithmetic is fp64, results are fp32.
+
+A group that cannot compare gets exactly 0: one valid member, or valid members with equal rewards. verl gives a group of one its
+reward itself as advantage, and so does :func:`without_baseline` in a step whose prompts were all sampled once.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, load
+from verl_memopt.algorithms.rows import dense_ids, is_last, normalize_rows, positions, reverse_scan, row_sums, whiten
+from verl_memopt.config.schema import Algorithm
+from verl_memopt.errors import RewardError
+
+# Statistics of the samples of each prompt, and the groups that carry a training signal.
+
+
+@dataclass(frozen=True)
+class GroupStatistics:
+    """Statistics of each row's group over its valid members, one value per row: all ``[B]`` fp64."""
+
+    count: Tensor
+    mean: Tensor
+    std: Tensor
+    """Unbiased standard deviation; 0 for fewer than two members."""
+    informative: Tensor
+    """Bool: the row is valid and its group has two valid members with different rewards."""
+
+
+def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStatistics:
+    """Return the statistics of each row's group over its valid members. ``group`` alone decides the membership.
+
+    Args:
+        rewards: fp32 [B].
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+    """
+    member = dense_ids(group)
+    values = torch.where(valid, rewards.double(), 0.0)
+    zeros = torch.zeros_like(values)
+    count = zeros.index_add(0, member, valid.double())[member]
+    mean = zeros.index_add(0, member, values)[member] / count.clamp(min=1)
+    squares = torch.where(valid, (values - mean) ** 2, 0.0)
+    std = (zeros.index_add(0, member, squares)[member] / (count - 1).clamp(min=1)).sqrt()
+    lowest = torch.full_like(values, torch.inf).scatter_reduce(0, member, torch.where(valid, values, torch.inf), "amin")
+    highest = torch.full_like(values, -torch.inf).scatter_reduce(0, member, torch.where(valid, values, -torch.inf), "amax")
+    return GroupStatistics(count, mean, std, valid & (lowest < highest)[member])
+
+
+def check_rewards(rewards: Tensor, addresses: Sequence[str]) -> Tensor:
+    """Return the valid mask, bool [B] on the driver: a NaN reward (no reward function applied) makes a row invalid.
+
+    Args:
+        rewards: fp32 [B].
+        addresses: File and row of each prompt, for errors.
+
+    Raises:
+        RewardError: A reward is infinite. The message names the first such row.
+    """
+    infinite = torch.isinf(rewards).nonzero().flatten().tolist()
+    if infinite:
+        row = infinite[0]
+        raise RewardError(
+            f"{addresses[row]}: the reward is {rewards[row].item()}. Return a finite number, or NaN where no score applies."
+        )
+    return ~torch.isnan(rewards)
+
+
+def has_signal(metric: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Return True for the rows of groups that a step keeps under ``algorithm.filter_groups``, bool [B].
+
+    A group is kept if two of its valid members differ in the metric. A group that was sampled once has nothing to compare and
+    is kept as well. A group of several rows of which one or none is valid is not. Source: dynamic sampling of DAPO, arXiv
+    2503.14476, and its trainer in verl.
+
+    Args:
+        metric: fp32 [B], the score or another number of each row.
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+    """
+    member = dense_ids(group)
+    ones, zeros = torch.ones_like(metric, dtype=torch.float64), torch.zeros_like(metric, dtype=torch.float64)
+    size = zeros.index_add(0, member, ones)[member]
+    num_informative = zeros.index_add(0, member, group_statistics(metric, group, valid).informative.double())[member]
+    return (num_informative > 0) | ((size == 1) & valid)
+
+
+def group_counts(rewards: Tensor, group: Tensor, valid: Tensor) -> dict[str, float]:
+    """Count the rows and groups without a training signal, on the driver.
+
+    Args:
+        rewards: fp32 [B].
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+
+    Returns:
+        ``invalid_rows``; ``single_valid_groups``, the groups with one valid member; and ``equal_groups_share``, the share of
+        groups whose valid members all have the same reward.
+    """
+    stats = group_statistics(rewards, group, valid)
+    groups = group.unique().numel()
+    equal = groups - group[stats.informative].unique().numel()
+    return {
+        "invalid_rows": float((~valid).sum()),
+        "single_valid_groups": float(group[valid & (stats.count == 1)].unique().numel()),
+        "equal_groups_share": equal / groups if groups else 0.0,
+    }
+
+
+# Advantages from one reward per response, relative to the other responses to the same prompt.
+
+STD_EPSILON = 1e-6
+"""Added to a group's standard deviation in GRPO. This is verl's value, so that results agree with verl."""
+
+
+def rloo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize: bool = False) -> Tensor:
+    """Return leave-one-out advantages: the reward minus the mean reward of the other valid members of the group.
+
+    This equals n / (n - 1) * (reward - mean). Source: RLOO, arXiv 2402.14740.
+
+    Args:
+        rewards: fp32 [B].
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+        normalize: Give the valid rows of the whole step mean 0 and standard deviation 1, as :func:`normalize_rows` does. The
+            mean is 0 already, since the advantages of a group sum to 0.
+
+    Returns:
+        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
+    """
+    stats = group_statistics(rewards, group, valid)
+    scale = stats.count / (stats.count - 1).clamp(min=1)
+    advantages = torch.where(stats.informative, scale * (rewards.double() - stats.mean), 0.0)
+    return _where_informative(stats, normalize_rows(advantages, valid) if normalize else advantages)
+
+
+def grpo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
+    """Return group-relative advantages: (reward - mean) / (std + 1e-6) over the valid members of the group.
+
+    The standard deviation is unbiased. Source: GRPO, arXiv 2402.03300; without the division, Dr. GRPO, arXiv 2503.20783.
+
+    Args:
+        rewards: fp32 [B].
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+        normalize_by_std: Divide by the standard deviation.
+
+    Returns:
+        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
+    """
+    stats = group_statistics(rewards, group, valid)
+    centred = rewards.double() - stats.mean
+    return _where_informative(stats, centred / (stats.std + STD_EPSILON) if normalize_by_std else centred)
+
+
+def grpo_passk_advantages(rewards: Tensor, group: Tensor, valid: Tensor, normalize_by_std: bool = True) -> Tensor:
+    """Return pass@k advantages: the best member of a group gets its lead over the second best, all others get 0.
+
+    Source: arXiv 2503.19595, and ``compute_grpo_passk_outcome_advantage`` in verl. Two best members with equal rewards have no
+    lead: the whole group gets 0.
+
+    Args:
+        rewards: fp32 [B].
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+        normalize_by_std: Divide by (std + 1e-6) of the group.
+
+    Returns:
+        fp32 [B].
+    """
+    stats = group_statistics(rewards, group, valid)
+    member, values = dense_ids(group), torch.where(valid, rewards.double(), -torch.inf)
+    lowest = torch.full_like(values, -torch.inf)
+    best = lowest.scatter_reduce(0, member, values, "amax")[member]
+    is_best = valid & (values == best)
+    num_best = torch.zeros_like(values).index_add(0, member, is_best.double())[member]
+    second = lowest.scatter_reduce(0, member, torch.where(is_best, -torch.inf, values), "amax")[member]
+    lead = torch.where(is_best & (num_best == 1), best - second, 0.0)
+    return _where_informative(stats, lead / (stats.std + STD_EPSILON) if normalize_by_std else lead)
+
+
+def gpg_advantages(rewards: Tensor, group: Tensor, valid: Tensor) -> Tensor:
+    """Return GPG's advantages: alpha * (reward - mean of the group), where alpha makes up for the rows without a gradient.
+
+    alpha = valid rows / rows of groups whose rewards differ. Source: GPG, arXiv 2504.02546, with F_norm = 1. verl divides by the
+    number of rows with a score other than 0 instead.
+
+    Args:
+        rewards: fp32 [B].
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+
+    Returns:
+        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
+    """
+    stats = group_statistics(rewards, group, valid)
+    alpha = valid.sum() / stats.informative.sum().clamp(min=1)
+    return _where_informative(stats, alpha * (rewards.double() - stats.mean))
+
+
+def opo_advantages(rewards: Tensor, group: Tensor, valid: Tensor, lengths: Tensor) -> Tensor:
+    """Return OPO's advantages: the reward minus the mean reward of the group weighted by response length.
+
+    Source: OPO, arXiv 2505.23585. The weights are those of the baseline with the least variance if all tokens have gradients of
+    one size.
+
+    Args:
+        rewards: fp32 [B].
+        group: int64 [B], the prompt of each row.
+        valid: bool [B].
+        lengths: int64 [B], response tokens of each row.
+
+    Returns:
+        fp32 [B]. Exactly 0 where all members are equal or only one is valid.
+    """
+    stats, member = group_statistics(rewards, group, valid), dense_ids(group)
+    weights = torch.where(valid, lengths.double(), 0.0)
+    zeros = torch.zeros_like(weights)
+    weighted = zeros.index_add(0, member, torch.where(valid, weights * rewards.double(), 0.0))[member]
+    baseline = weighted / zeros.index_add(0, member, weights)[member].clamp(min=1)
+    return _where_informative(stats, rewards.double() - baseline)
+
+
+def without_baseline(rewards: Tensor, valid: Tensor, normalize_by_std: bool = False, normalize: bool = False) -> Tensor:
+    """Return the advantages of responses that have nothing to compare with: the rewards themselves, as in verl.
+
+    Args:
+        rewards: fp32 [B].
+        valid: bool [B].
+        normalize_by_std: Divide by (1 + 1e-6), the standard deviation that verl gives a group of one.
+        normalize: As in :func:`rloo_advantages`.
+
+    Returns:
+        fp32 [B].
+    """
+    alone = normalize_rows(rewards, valid) if normalize else torch.where(valid, rewards.double(), 0.0)
+    return (alone / (1 + STD_EPSILON) if normalize_by_std else alone).float()
+
+
+def _where_informative(stats: GroupStatistics, advantages: Tensor) -> Tensor:
+    return torch.where(stats.informative, advantages, 0.0).float()
+
+
+# Generalised advantage estimation (GAE) over flat rows, for PPO with a critic.
+
+
+def gae(token_rewards: Tensor, values: Tensor, row: Tensor, lengths: Tensor, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
+    """Return raw advantages and returns, both fp64 [R].
+
+    With delta[t] = reward[t] + gamma * value[t + 1] - value[t] and value 0 after a row's last token, the advantage is the sum
+    over l of (gamma * lam)^l * delta[t + l], and the return is advantage + value. Source: GAE, arXiv 1506.02438.
+
+    Args:
+        token_rewards: fp32 [R].
+        values: fp32 [R], the critic's value before each token.
+        row: int64 [R], the row of each token.
+        lengths: int64 [rows].
+        gamma: Discount of one token.
+        lam: Decay of the sum.
+    """
+    current = values.double()
+    following = torch.where(is_last(row, lengths), 0.0, current.roll(-1))
+    advantages = reverse_scan(token_rewards.double() + gamma * following - current, row, gamma * lam)
+    return advantages, advantages + current
+
+
+def gae_advantages(
+    token_rewards: Tensor, values: Tensor, row: Tensor, lengths: Tensor, valid: Tensor, gamma: float, lam: float
+) -> tuple[Tensor, Tensor]:
+    """Return GAE's advantages, whitened over all valid tokens, and the returns that the critic learns, both fp32 [R].
+
+    The tokens of a row that is not valid get advantage 0, and their value as return, so that the critic's loss there is 0 too.
+    They count in no statistic. Source: arXiv 1506.02438 and ``compute_gae_advantage_return`` in verl, which whitens as well.
+
+    Args:
+        token_rewards: fp32 [R]. NaN in rows that are not valid.
+        values: fp32 [R].
+        row: int64 [R].
+        lengths: int64 [rows].
+        valid: bool [rows].
+        gamma: Discount of one token.
+        lam: Decay of the sum.
+    """
+    known = valid[row]
+    advantages, returns = gae(torch.where(known, token_rewards, 0.0), values, row, lengths, gamma, lam)
+    return whiten(advantages, known).float(), torch.where(known, returns, values.double()).float()
+
+
+# Advantages per token without a critic: REINFORCE++, its form with a group baseline, and ReMax.
+
+
+def discounted_returns(token_rewards: Tensor, row: Tensor, valid: Tensor, gamma: float) -> Tensor:
+    """Return the discounted sum of the rewards from each token to the end of its row, fp64 [R].
+
+    Args:
+        token_rewards: fp32 [R].
+        row: int64 [R].
+        valid: bool [rows].
+        gamma: Discount of one token.
+    """
+    return reverse_scan(torch.where(valid[row], token_rewards, 0.0), row, gamma)
+
+
+def reinforce_plus_plus_advantages(token_rewards: Tensor, row: Tensor, valid: Tensor, gamma: float) -> tuple[Tensor, Tensor]:
+    """Return REINFORCE++'s advantages, the discounted returns whitened over all tokens, and the returns, both fp32 [R].
+
+    Source: REINFORCE++, arXiv 2501.03262.
+
+    Args:
+        token_rewards: fp32 [R].
+        row: int64 [R].
+        valid: bool [rows].
+        gamma: Discount of one token.
+    """
+    returns = discounted_returns(token_rewards, row, valid, gamma)
+    return whiten(returns, valid[row]).float(), returns.float()
+
+
+def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group: Tensor, valid: Tensor, row: Tensor) -> Tensor:
+    """Return (reward - mean of the group) of each token's row, whitened over all tokens, fp32 [R].
+
+    A group of one is its own mean: its centred reward is 0, as that of a group with equal rewards. Both count in the whitening.
+    verl keeps the reward itself for a group of one. Source: REINFORCE++-baseline, arXiv 2501.03262.
+
+    Args:
+        rewards: fp32 [rows].
+        group: int64 [rows], the prompt of each row.
+        valid: bool [rows].
+        row: int64 [R].
+    """
+    stats = group_statistics(rewards, group, valid)
+    centred = torch.where(stats.informative, rewards.double() - stats.mean, 0.0)
+    return whiten(centred[row], valid[row]).float()
+
+
+def remax_advantages(token_rewards: Tensor, baselines: Tensor, row: Tensor, valid: Tensor) -> tuple[Tensor, Tensor]:
+    """Return ReMax's advantages, the rewards from each token on minus the greedy response's score, and the returns, fp32 [R].
+
+    A group of one is no special case: its baseline comes from the greedy response. A row whose baseline is NaN has nothing to
+    compare with and counts as not valid. Source: ReMax, arXiv 2310.10505.
+
+    Args:
+        token_rewards: fp32 [R].
+        baselines: fp32 [rows], the score of the greedy response to each row's prompt.
+        row: int64 [R].
+        valid: bool [rows].
+    """
+    known = valid & ~torch.isnan(baselines)
+    returns = discounted_returns(token_rewards, row, known, 1.0)
+    advantages = torch.where(known[row], returns - baselines.double()[row], 0.0)
+    return advantages.float(), returns.float()
+
+
+# The optimal token baseline: one baseline per prompt and place in the response, weighted by the size of the gradients so far.
+
+
+def optimal_token_baseline_advantages(
+    token_rewards: Tensor,
+    group: Tensor,
+    valid: Tensor,
+    row: Tensor,
+    lengths: Tensor,
+    old_log_probs: Tensor,
+    sum_pi_squared: Tensor,
+    weights: Tensor | None = None,
+    zero_tail: bool = True,
+) -> tuple[Tensor, Tensor]:
+    """Return the rewards from each token on, G, minus a baseline per group and place, and G itself, both fp32 [R].
+
+    The baseline at place t of a group is sum(G[t] * W[t]) / sum(W[t]) over the valid rows that reach place t, where W[t] is the
+    sum of (1 - 2 * p + sum of p^2 over the vocabulary) from the first token to t, a stand-in for the squared norm of the
+    gradients. Source: ``compute_optimal_token_baseline_advantage`` in verl. A group with one valid row gets 0, and so does a
+    place where all G are equal.
+
+    Args:
+        token_rewards: fp32 [R].
+        group: int64 [rows], the prompt of each row.
+        valid: bool [rows].
+        row: int64 [R].
+        lengths: int64 [rows].
+        old_log_probs: fp32 [R], log p of each sampled token.
+        sum_pi_squared: fp32 [R], the sum of p^2 over the vocabulary at each token.
+        weights: fp32 [R], importance weights of the rollout correction, whose squares multiply the terms of W. None = 1.
+        zero_tail: At places that only one row of the group reaches, use baseline 0 (True, the default of verl 0.9) or that row's
+            own G (False), which makes its advantage 0.
+    """
+    known = valid[row]
+    returns = discounted_returns(token_rewards, row, valid, 1.0)
+    energy = 1 - 2 * old_log_probs.double().exp() + sum_pi_squared.double()
+    if weights is not None:
+        energy = energy * weights.double().square()
+    after = reverse_scan(energy, row, 1.0)
+    energy_so_far = row_sums(energy, row, lengths.shape[0])[row] - after + energy
+    energy_so_far = torch.where(known, energy_so_far.clamp(min=0), 0.0)
+
+    place = dense_ids(dense_ids(group)[row] * row.shape[0] + positions(row, lengths))
+    zeros = torch.zeros_like(returns)
+    total = zeros.index_add(0, place, energy_so_far)[place]
+    baseline = zeros.index_add(0, place, returns * energy_so_far)[place] / total.where(total > 0, 1.0)
+    lowest = torch.full_like(returns, torch.inf).scatter_reduce(0, place, returns.where(known, torch.inf), "amin")[place]
+    highest = torch.full_like(returns, -torch.inf).scatter_reduce(0, place, returns.where(known, -torch.inf), "amax")[place]
+    num_rows_here = zeros.index_add(0, place, known.double())[place]
+    alone = num_rows_here == 1
+    advantages = torch.where(lowest < highest, returns - baseline, 0.0)
+    if zero_tail:
+        advantages = torch.where(alone, returns, advantages)
+    has_peers = group_statistics(valid.double(), group, valid).count[row] > 1
+    return torch.where(known & has_peers, advantages, 0.0).float(), returns.float()
+
+
+# One call for every estimator.
+
+
+@dataclass(frozen=True)
+class AdvantageInputs:
+    """What estimators read: B rows with R response tokens, flat, row after row."""
+
+    rewards: Tensor
+    """fp32 [B], the score of each row minus the KL in the reward. NaN where ``valid`` is False."""
+    group: Tensor
+    """int64 [B], the prompt of each row."""
+    valid: Tensor
+    """bool [B]."""
+    row: Tensor
+    """int64 [R], the row of each token."""
+    lengths: Tensor
+    """int64 [B], response tokens of each row."""
+    token_rewards: Tensor | None = None
+    """fp32 [R], see :func:`verl_memopt.algorithms.kl.token_level_rewards`."""
+    values: Tensor | None = None
+    """fp32 [R], of the critic."""
+    baselines: Tensor | None = None
+    """fp32 [B], the score of the greedy response to each row's prompt."""
+    old_log_probs: Tensor | None = None
+    """fp32 [R], of the policy that sampled the responses."""
+    ref_log_probs: Tensor | None = None
+    """fp32 [R], of the reference."""
+    rollout_log_probs: Tensor | None = None
+    """fp32 [R], of the rollout engine."""
+    sum_pi_squared: Tensor | None = None
+    """fp32 [R], the sum of squared probabilities over the vocabulary."""
+    weights: Tensor | None = None
+    """fp32 [R], importance weights of the rollout correction."""
+
+
+@dataclass(frozen=True)
+class TokenAdvantages:
+    """The result of an estimator."""
+
+    per_token: Tensor
+    """fp32 [R]."""
+    returns: Tensor
+    """fp32 [R]; equal to the advantages where an estimator scores whole responses."""
+
+
+def estimate(inputs: AdvantageInputs, algorithm: Algorithm) -> TokenAdvantages:
+    """Return the advantages that ``algorithm.adv_estimator`` names.
+
+    Args:
+        inputs: All rows of a step, with what the estimator's record names.
+        algorithm: The estimator and its options.
+    """
+    record = ESTIMATORS[algorithm.adv_estimator]
+    if record.name == CUSTOM:
+        return TokenAdvantages(*load(record.function)(inputs, algorithm))
+    given = {name: getattr(inputs, name) for name in record.inputs}
+    missing = [name for name, value in given.items() if value is None and name not in OPTIONAL]
+    assert not missing, f"{record.name} needs {', '.join(missing)}"
+    options = {name: getattr(algorithm, key) for name, key in record.options.items()}
+    if record.alone and inputs.group.unique().numel() == inputs.group.numel():
+        result = without_baseline(inputs.rewards, inputs.valid, **options)
+    else:
+        result = load(record.function)(**given, **options)
+    if isinstance(result, tuple):
+        return TokenAdvantages(*result)
+    per_token = result if record.per_token else result[inputs.row]
+    return TokenAdvantages(per_token, per_token)
+
+
+OPTIONAL = ("weights",)
+"""Inputs that estimators do without where a run has none."""

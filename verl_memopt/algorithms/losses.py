@@ -1,0 +1,422 @@
+"""Policy losses over flat response tokens, and the critic's. ``records.py`` names each policy loss and says what it reads.
+
+``log_probs``, ``old_log_probs``, ``advantages`` are ``[R]`` fp32. ``row [R]`` is the row of each token, ``lengths [rows]`` the
+response length of each row. Loss and metrics are shares of the mini-batch: sum them over micro-batches and ranks, never
+average them.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.kl import MAX_LOG_RATIO
+from verl_memopt.algorithms.records import LOSSES, load
+from verl_memopt.algorithms.rows import GlobalCounts, aggregate, row_means, row_sums
+from verl_memopt.config.schema import Actor
+
+# What every policy loss reads, and the shares and clips that they have in common.
+
+LossAndMetrics = tuple[Tensor, dict[str, Tensor]]
+
+
+@dataclass(frozen=True)
+class LossTokens:
+    """The response tokens of a micro-batch, flat, row after row."""
+
+    log_probs: Tensor
+    """fp32 [R], with gradient."""
+    old_log_probs: Tensor
+    """fp32 [R], of the policy that sampled the responses, or of the rollout engine in bypass mode."""
+    advantages: Tensor
+    """fp32 [R]."""
+    row: Tensor
+    """int64 [R], the row of each token."""
+    lengths: Tensor
+    """int64 [rows], the response tokens of each row that count: only the kept ones where ``kept`` rejects some."""
+    counts: GlobalCounts
+    """Tokens and sequences of the mini-batch over all ranks, tokens counted as in ``lengths``."""
+    weights: Tensor | None = None
+    """fp32 [R], importance weights of the rollout correction, without a gradient. None = 1."""
+    kept: Tensor | None = None
+    """bool [R]: False for tokens that the rollout correction rejects. None = all are kept."""
+    selected: Tensor | None = None
+    """bool [R]: the tokens that ``clip_cov`` or ``kl_cov`` acts on, chosen over the mini-batch."""
+
+    @property
+    def log_ratio(self) -> Tensor:
+        """Return log new - log old of each token, fp32 [R], with gradient."""
+        return self.log_probs - self.old_log_probs
+
+    def masked(self, values: Tensor) -> Tensor:
+        """Return the values with 0 for rejected tokens, ``[R]``."""
+        return values if self.kept is None else values.where(self.kept, 0.0)
+
+    def weighted(self, values: Tensor) -> Tensor:
+        """Return the values times the importance weights, with 0 for rejected tokens, ``[R]``."""
+        return self.masked(values if self.weights is None else values * self.weights)
+
+    def row_means(self, values: Tensor) -> Tensor:
+        """Return the mean over each row's kept tokens, ``[rows]``. A row without any gets 0."""
+        return row_means(self.masked(values), self.row, self.lengths)
+
+    def share(self, flags: Tensor) -> Tensor:
+        """Return this micro-batch's part of the share of tokens that are flagged, a scalar without a gradient."""
+        return self.masked(flags.detach()).sum() / self.counts.tokens
+
+
+@dataclass(frozen=True)
+class LossSettings:
+    """The settings of ``actor_rollout_ref.actor`` that policy losses read."""
+
+    clip_ratio_low: float | None
+    clip_ratio_high: float | None
+    clip_ratio_c: float
+    loss_agg_mode: str
+    loss_scale_factor: int | None
+    ppo_kl_coef: float | None = None
+    """``policy_loss.ppo_kl_coef``, the weight of the penalty in ``kl_cov``."""
+    tau_pos: float | None = None
+    """``actor.tau_pos``, of sapo."""
+    tau_neg: float | None = None
+    """``actor.tau_neg``, of sapo."""
+    actor: Actor | None = None
+    """The whole section, for further options."""
+
+    @classmethod
+    def of(cls, actor: Actor) -> LossSettings:
+        """Take the settings from their section.
+
+        Args:
+            actor: The section ``actor_rollout_ref.actor``.
+        """
+        return cls(
+            actor.clip_ratio_low, actor.clip_ratio_high, actor.clip_ratio_c, actor.loss_agg_mode, actor.loss_scale_factor,
+            actor.policy_loss.ppo_kl_coef, actor.tau_pos, actor.tau_neg, actor,
+        )  # fmt: skip
+
+    @property
+    def bounds(self) -> tuple[float, float]:
+        """Return how far the ratio may fall below 1 and rise above it."""
+        assert self.clip_ratio_low is not None, "clip_ratio_low follows clip_ratio when settings are loaded"
+        assert self.clip_ratio_high is not None, "clip_ratio_high follows clip_ratio when settings are loaded"
+        return self.clip_ratio_low, self.clip_ratio_high
+
+    def aggregate(self, token_losses: Tensor, tokens: LossTokens) -> Tensor:
+        """Return the micro-batch's share of the mini-batch loss under ``loss_agg_mode``, a scalar.
+
+        Args:
+            token_losses: fp32 [R], before importance weights and rejection.
+            tokens: What the losses were made from.
+        """
+        losses = tokens.weighted(token_losses)
+        return aggregate(losses, tokens.row, tokens.lengths, self.loss_agg_mode, tokens.counts, self.loss_scale_factor)
+
+
+def safe_ratio(log_ratio: Tensor) -> Tensor:
+    """Return exp of the log-ratio, clamped to plus and minus 20 first, where its gradient stops. Same shape."""
+    return log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+
+
+def beyond_clamp(log_ratio: Tensor) -> Tensor:
+    """Return True where :func:`safe_ratio` clamps. Bool in the same shape."""
+    return log_ratio.abs() > MAX_LOG_RATIO
+
+
+def clipped_loss(ratio: Tensor, advantages: Tensor, bounds: tuple[float, float]) -> tuple[Tensor, Tensor]:
+    """Return max(-A * ratio, -A * clipped ratio), and True where the second is larger.
+
+    Args:
+        ratio: fp32, per token or per row.
+        advantages: A, fp32 in the same shape.
+        bounds: How far the ratio may fall below 1 and rise above it.
+    """
+    low, high = bounds
+    free = -advantages * ratio
+    clipped = -advantages * ratio.clamp(1 - low, 1 + high)
+    return clipped.maximum(free), clipped > free
+
+
+# Losses with one ratio per token, or none: PPO, CISPO, GPG and REINFORCE. A token's gradient depends on that token alone.
+
+
+def vanilla_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+    """Return PPO's loss: max(-A * ratio, -A * clipped ratio), at most -A * ``clip_ratio_c`` for negative A.
+
+    The upper and the lower clip are settings of their own (clip-higher of DAPO, arXiv 2503.14476). Sources: PPO, arXiv
+    1707.06347; dual clip, arXiv 1912.09729.
+
+    Args:
+        tokens: Of the micro-batch.
+        settings: Clips and aggregation.
+
+    Returns:
+        The loss, and ``pg_clipfrac``, ``pg_clipfrac_lower`` (the share bounded by ``clip_ratio_c``) and ``ratio_clamped``.
+    """
+    losses, clipped = clipped_loss(safe_ratio(tokens.log_ratio), tokens.advantages, settings.bounds)
+    bound = -tokens.advantages * settings.clip_ratio_c
+    bounded = (tokens.advantages < 0) & (losses > bound)
+    shares = {
+        "pg_clipfrac": tokens.share(clipped),
+        "pg_clipfrac_lower": tokens.share(bounded),
+        "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio)),
+    }
+    return settings.aggregate(torch.where(bounded, bound, losses), tokens), shares
+
+
+def cispo_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+    """Return CISPO's loss: -A * log-prob, times the clipped ratio without its gradient.
+
+    Every token keeps a gradient, also where its ratio is clipped. Source: CISPO (MiniMax-M1), arXiv 2506.13585.
+
+    Args:
+        tokens: Of the micro-batch.
+        settings: Clips and aggregation.
+
+    Returns:
+        The loss, and ``pg_clipfrac`` and ``ratio_clamped``.
+    """
+    low, high = settings.bounds
+    ratio = safe_ratio(tokens.log_ratio.detach())
+    factor = ratio.clamp(1 - low, 1 + high)
+    shares = {"pg_clipfrac": tokens.share(ratio != factor), "ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
+    return settings.aggregate(-factor * tokens.advantages * tokens.log_probs, tokens), shares
+
+
+def gpg_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+    """Return the loss of REINFORCE and GPG: -A * log-prob, without a ratio and without a clip.
+
+    Sources: REINFORCE (Williams, 1992); GPG, arXiv 2504.02546.
+
+    Args:
+        tokens: Of the micro-batch.
+        settings: Aggregation.
+
+    Returns:
+        The loss, and no metrics of its own.
+    """
+    return settings.aggregate(-tokens.advantages * tokens.log_probs, tokens), {}
+
+
+# SAPO: a smooth gate on each token's ratio in the place of a clip, averaged over responses whatever ``loss_agg_mode`` is.
+
+
+def sapo_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+    """Return SAPO's loss: -A * 4 / tau * sigmoid(tau * (ratio - 1)), averaged over tokens, then over responses.
+
+    tau is ``tau_pos`` where A > 0, else ``tau_neg``. At a ratio of 1 the gradient is that of -A * ratio; away from it the
+    gradient falls smoothly to 0, faster for a larger tau. Source: SAPO, arXiv 2511.20347.
+
+    Args:
+        tokens: Of the micro-batch.
+        settings: The two steepnesses.
+
+    Returns:
+        The loss, and ``ratio_clamped``, the share of log-ratios beyond plus or minus 20.
+    """
+    assert settings.tau_pos is not None, "sapo needs actor.tau_pos"
+    assert settings.tau_neg is not None, "sapo needs actor.tau_neg"
+    tau = torch.full_like(tokens.advantages, settings.tau_neg).masked_fill(tokens.advantages > 0, settings.tau_pos)
+    gate = 4 / tau * torch.sigmoid(tau * (safe_ratio(tokens.log_ratio) - 1))
+    loss = tokens.row_means(tokens.weighted(-tokens.advantages * gate)).sum() / tokens.counts.sequences
+    return loss, {"ratio_clamped": tokens.share(beyond_clamp(tokens.log_ratio))}
+
+
+# Losses with one ratio per response: RLOO's, GSPO and GMPO. They average over responses whatever ``loss_agg_mode`` says.
+
+SMALLEST_WEIGHT = 1e-10
+"""Importance weights are raised to this before a logarithm."""
+
+
+def sequence_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+    """Return RLOO's clipped loss: one ratio per response, exp of the summed log-ratio.
+
+    Source: RLOO, arXiv 2402.14740. Advantage and importance weight of a response are the means over its tokens.
+
+    Args:
+        tokens: Of the micro-batch.
+        settings: Clips.
+
+    Returns:
+        The loss, and the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
+    """
+    log_ratio = row_sums(tokens.masked(tokens.log_ratio), tokens.row, tokens.lengths.shape[0])
+    losses, clipped = clipped_loss(safe_ratio(log_ratio), tokens.row_means(tokens.advantages), settings.bounds)
+    if tokens.weights is not None:
+        losses = losses * tokens.row_means(tokens.weights)
+    return losses.sum() / tokens.counts.sequences, _row_shares(tokens, clipped, beyond_clamp(log_ratio))
+
+
+def gspo_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+    """Return GSPO's clipped loss: one ratio per response, exp of the mean log-ratio.
+
+    It is GSPO's form per token: the value of each token's ratio is the response's, its gradient is the token's own, so that
+    advantages and importance weights may differ inside a response. Where they do not, it equals the form per response. Source:
+    GSPO, arXiv 2507.18071.
+
+    Args:
+        tokens: Of the micro-batch.
+        settings: Clips.
+
+    Returns:
+        The loss, and the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
+    """
+    log_ratio = tokens.row_means(tokens.log_ratio.detach())
+    own = tokens.log_probs - tokens.log_probs.detach()
+    losses, clipped = clipped_loss(safe_ratio(log_ratio[tokens.row] + own), tokens.advantages, settings.bounds)
+    loss = tokens.row_means(tokens.weighted(losses)).sum() / tokens.counts.sequences
+    return loss, _row_shares(tokens, tokens.row_means(clipped.to(losses)), beyond_clamp(log_ratio))
+
+
+def geo_mean_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
+    """Return GMPO's loss: -A times the geometric mean of a response's ratios, each clipped in the log on the side that binds.
+
+    The log-ratio of a token is held to [-``clip_ratio_low``, ``clip_ratio_high``]: from above where A > 0, from below where
+    A < 0. Source: GMPO, arXiv 2507.20673. The importance weight of a response is the geometric mean of its tokens' weights.
+
+    Args:
+        tokens: Of the micro-batch.
+        settings: Clips, of the log-ratio.
+
+    Returns:
+        The loss, and the shares of tokens ``pg_clipfrac`` (outside the clips, A > 0) and ``pg_clipfrac_lower`` (A < 0).
+    """
+    low, high = settings.bounds
+    sign, log_ratio = tokens.advantages.sign(), tokens.log_ratio
+    held = log_ratio.clamp(-low, high)
+    binding = sign * torch.minimum(sign * log_ratio, sign * held)
+    losses = -tokens.row_means(tokens.advantages) * safe_ratio(tokens.row_means(binding))
+    if tokens.weights is not None:
+        losses = losses * tokens.row_means(tokens.weights.clamp(min=SMALLEST_WEIGHT).log()).exp()
+    outside = log_ratio != held
+    shares = {
+        "pg_clipfrac": tokens.share(outside & (tokens.advantages > 0)),
+        "pg_clipfrac_lower": tokens.share(outside & (tokens.advantages < 0)),
+    }
+    return losses.sum() / tokens.counts.sequences, shares
+
+
+def _row_shares(tokens: LossTokens, clipped: Tensor, clamped: Tensor) -> dict[str, Tensor]:
+    """Return shares of responses. A response without tokens adds 0 to all of them."""
+    sequences = tokens.counts.sequences
+    return {
+        "pg_clipfrac": clipped.detach().sum() / sequences,
+        "pg_clipfrac_lower": torch.zeros_like(clipped, dtype=torch.float32).sum(),
+        "ratio_clamped": clamped.detach().sum() / sequences,
+    }
+
+
+# The policy losses by name, and the metrics that all of them report.
+
+
+def policy_loss(
+    log_probs: Tensor,
+    old_log_probs: Tensor,
+    advantages: Tensor,
+    row: Tensor,
+    lengths: Tensor,
+    counts: GlobalCounts,
+    actor: Actor,
+    weights: Tensor | None = None,
+    kept: Tensor | None = None,
+    selected: Tensor | None = None,
+) -> LossAndMetrics:
+    """Return the loss that ``actor.policy_loss.loss_mode`` names (scalar, with gradient) and its metrics (scalars, without).
+
+    Metrics of all modes: ``pg_loss``, and ``ppo_kl``, the mean of log old - log new per token. Modes with a clip add
+    ``pg_clipfrac``, the share of ratios where the clip is active; ``pg_clipfrac_lower``, the share that is bounded by
+    ``clip_ratio_c``; ``ratio_clamped``, the share of log-ratios beyond plus or minus 20. Shares are of tokens, or of sequences in
+    modes with one ratio per sequence.
+
+    Args:
+        log_probs: fp32 [R], with gradient.
+        old_log_probs: fp32 [R], of the policy that sampled the responses.
+        advantages: fp32 [R].
+        row: int64 [R], the row of each token.
+        lengths: int64 [rows], of kept tokens where ``kept`` is given.
+        counts: Tokens and sequences of the mini-batch over all ranks.
+        actor: Clip ratios and loss modes.
+        weights: fp32 [R], importance weights of the rollout correction.
+        kept: bool [R], False for tokens that the rollout correction rejects.
+        selected: bool [R], required by the losses whose record has ``selects``.
+    """
+    tokens = LossTokens(log_probs, old_log_probs, advantages, row, lengths, counts, weights, kept, selected)
+    loss = load(LOSSES[actor.policy_loss.loss_mode].function)
+    return with_shared_metrics(tokens, *loss(tokens, LossSettings.of(actor)))
+
+
+def with_shared_metrics(tokens: LossTokens, loss: Tensor, metrics: dict[str, Tensor]) -> LossAndMetrics:
+    """Return a loss with its metrics and those that all losses report: ``pg_loss`` and ``ppo_kl``.
+
+    Args:
+        tokens: What the loss was made from.
+        loss: Scalar, with gradient.
+        metrics: The loss's own.
+    """
+    token_kl = (-tokens.log_ratio).detach().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    return loss, {"pg_loss": loss.detach(), "ppo_kl": tokens.share(token_kl), **metrics}
+
+
+# The critic's clipped loss, and how much of the returns it explains.
+
+VARIANCE_EPSILON = 1e-5
+"""Added to the variance of the returns, as in verl."""
+
+
+def value_loss(
+    predictions: Tensor,
+    values: Tensor,
+    returns: Tensor,
+    row: Tensor,
+    lengths: Tensor,
+    counts: GlobalCounts,
+    clip: float,
+    mode: str,
+    scale_factor: int | None = None,
+    kept: Tensor | None = None,
+) -> tuple[Tensor, dict[str, Tensor]]:
+    """Return half of the larger of two squared errors: that of the prediction, and that of it clipped around the old value.
+
+    Source: the reference implementation of PPO, arXiv 1707.06347, and ``compute_value_loss`` in verl.
+
+    Args:
+        predictions: fp32 [R], with gradient.
+        values: fp32 [R], the critic's values when the advantages were computed.
+        returns: fp32 [R].
+        row: int64 [R], the row of each token.
+        lengths: int64 [rows], the tokens of each row that count.
+        counts: Tokens and sequences of the mini-batch over all ranks.
+        clip: ``critic.cliprange_value``, how far a prediction may move from the old value.
+        mode: ``critic.loss_agg_mode``.
+        scale_factor: The constant length of ``seq-mean-token-sum-norm``.
+        kept: bool [R], False for the tokens that the rollout correction rejected; they do not count. None = all count.
+
+    Returns:
+        This micro-batch's share of the loss (scalar, with gradient), and its shares of ``vf_loss``, ``vf_clipfrac`` and
+        ``vpred_mean`` (scalars, without): sum them over micro-batches and ranks.
+    """
+    if kept is not None:
+        predictions, values, returns = (tensor.where(kept, 0.0) for tensor in (predictions, values, returns))
+    errors = (predictions - returns).square()
+    clipped_errors = (predictions.clamp(values - clip, values + clip) - returns).square()
+    loss = 0.5 * aggregate(torch.maximum(errors, clipped_errors), row, lengths, mode, counts, scale_factor)
+    return loss, {
+        "vf_loss": loss.detach(),
+        "vf_clipfrac": (clipped_errors > errors).sum() / counts.tokens,
+        "vpred_mean": predictions.detach().sum() / counts.tokens,
+    }
+
+
+def explained_variance(values: Tensor, returns: Tensor) -> float:
+    """Return 1 - var(returns - values) / (var(returns) + 1e-5) over all tokens of a step. 0 for fewer than two tokens.
+
+    Args:
+        values: fp32 [R].
+        returns: fp32 [R].
+    """
+    if returns.numel() < 2:
+        return 0.0
+    returns, values = returns.double(), values.double()
+    return float(1 - (returns - values).var() / (returns.var() + VARIANCE_EPSILON))

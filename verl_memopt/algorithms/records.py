@@ -1,0 +1,380 @@
+"""Every advantage estimator and policy loss: one record each, and the settings that they read. Free of torch.
+
+A record says what the rest of the package knows about its function: the words of the settings page, the inputs that cost a pass,
+the keys it reads, what it refuses. The functions stand beside this file, in ``estimators.py``, ``losses.py`` and
+``covariance.py``. To add one, write the function there and its record here.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING, Annotated, Any, Literal
+
+from verl_memopt.knobs.knob import Idle, Refusal
+from verl_memopt.knobs.ranges import Meanings, NaturalFloat, PositiveShare, Share
+
+CUSTOM = "custom"
+"""Value of ``algorithm.adv_estimator`` and of ``policy_loss.loss_mode`` for a function in a user's file."""
+
+_HERE = "verl_memopt.algorithms"
+_LOSS = "actor_rollout_ref.actor.policy_loss"
+
+
+@dataclass(frozen=True)
+class Estimator:
+    """An advantage estimator."""
+
+    name: str
+    """Value of ``algorithm.adv_estimator``, in verl's spelling."""
+    help: str
+    """What it does, for the page of settings."""
+    function: str
+    """Dotted name. Called by parameter name with ``inputs`` and ``options``. Returns one advantage a row, [B]; with ``per_token``
+    one a token, [R], or a pair of advantages and returns per token."""
+    inputs: tuple[str, ...]
+    """Parameters filled from the fields of :class:`verl_memopt.algorithms.estimators.AdvantageInputs`. Those in ``COSTLY`` need a
+    pass of their own."""
+    options: Mapping[str, str] = field(default_factory=dict)
+    """Parameter -> key below ``algorithm``. Setting the key under another estimator earns a warning."""
+    per_token: bool = False
+    """The function gives tokens advantages of their own."""
+    compares: bool = True
+    """It compares the responses to one prompt, so that it needs two of them."""
+    alone: bool = False
+    """Where every prompt has a single response, the reward itself is the advantage, as in verl."""
+    refuses: tuple[Refusal, ...] = ()
+    idle: tuple[Idle, ...] = ()
+
+
+COSTLY = ("values", "baselines", "old_log_probs", "sum_pi_squared")
+"""Inputs that cost a pass: of a critic, of a greedy rollout, or for old log-probs."""
+
+_ROW = ("rewards", "group", "valid")
+_TOKEN = ("token_rewards", "row", "valid")
+_BY_STD = {"normalize_by_std": "norm_adv_by_std_in_grpo"}
+_TOKEN_BASELINE = (*_TOKEN, "group", "lengths", "old_log_probs", "sum_pi_squared", "weights")
+
+
+def _by_name(*records: Any) -> dict[str, Any]:
+    return {record.name: record for record in records}
+
+
+ESTIMATORS: dict[str, Estimator] = _by_name(
+    Estimator(
+        "gae",
+        "generalised advantage estimation over the values of a critic (PPO), whitened over the batch",
+        f"{_HERE}.estimators.gae_advantages",
+        (*_TOKEN, "values", "lengths"),
+        {"gamma": "gamma", "lam": "lam"},
+        per_token=True,
+        compares=False,
+    ),
+    Estimator(
+        "rloo",
+        "reward minus the mean of the others in the group",
+        f"{_HERE}.estimators.rloo_advantages",
+        _ROW,
+        {"normalize": "normalize_advantages"},
+        alone=True,
+    ),
+    Estimator(
+        "grpo",
+        "minus the group's mean, over its standard deviation",
+        f"{_HERE}.estimators.grpo_advantages",
+        _ROW,
+        _BY_STD,
+        alone=True,
+    ),
+    Estimator(
+        "grpo_passk",
+        "the best of a group gets its lead over the second",
+        f"{_HERE}.estimators.grpo_passk_advantages",
+        _ROW,
+        _BY_STD,
+    ),
+    Estimator(
+        "reinforce_plus_plus",
+        "discounted rewards of each token, whitened over the batch, without groups",
+        f"{_HERE}.estimators.reinforce_plus_plus_advantages",
+        _TOKEN,
+        {"gamma": "gamma"},
+        per_token=True,
+        compares=False,
+    ),
+    Estimator(
+        "reinforce_plus_plus_baseline",
+        "reward minus the group's mean, whitened over the batch",
+        f"{_HERE}.estimators.reinforce_plus_plus_baseline_advantages",
+        (*_ROW, "row"),
+        per_token=True,
+    ),
+    Estimator("opo", "minus the mean weighted by length", f"{_HERE}.estimators.opo_advantages", (*_ROW, "lengths")),
+    Estimator(
+        "gpg",
+        "minus the mean, scaled up for groups without a signal",
+        f"{_HERE}.estimators.gpg_advantages",
+        _ROW,
+    ),
+    Estimator(
+        "remax",
+        "reward minus that of a greedy response to the prompt, which is generated besides",
+        f"{_HERE}.estimators.remax_advantages",
+        (*_TOKEN, "baselines"),
+        per_token=True,
+        compares=False,
+    ),
+    Estimator(
+        "optimal_token_baseline",
+        "rewards from each token on, minus a baseline for each place in the response, "
+        "weighted by the size of the gradients so far",
+        f"{_HERE}.estimators.optimal_token_baseline_advantages",
+        _TOKEN_BASELINE,
+        per_token=True,
+    ),
+    Estimator(
+        "tir_optimal_token_baseline",
+        "the same for responses of one turn",
+        f"{_HERE}.estimators.optimal_token_baseline_advantages",
+        _TOKEN_BASELINE,
+        per_token=True,
+    ),
+    Estimator(CUSTOM, "the function that custom_estimator names", f"{_HERE}.custom.custom_advantages", (), compares=False),
+)
+"""Name -> record of every estimator."""
+
+
+@dataclass(frozen=True)
+class Loss:
+    """A policy loss."""
+
+    name: str
+    """Value of ``policy_loss.loss_mode``, in verl's spelling."""
+    help: str
+    """What it does, for the page of settings."""
+    ratio: str
+    """Its ratios, for the line that says what a run trains."""
+    function: str
+    """Dotted name. Called with a :class:`verl_memopt.algorithms.losses.LossTokens` and a ``LossSettings``; returns the
+    micro-batch's share of the loss, and metrics."""
+    options: tuple[str, ...] = ()
+    """Keys below ``actor_rollout_ref.actor`` that it reads. Setting one that only other losses read earns a warning."""
+    token_local: bool = True
+    """Loss and gradient of a token do not depend on other tokens' log-probs. The head then has its gradient in the forward."""
+    of_ratio: bool = True
+    """The gradient depends on log-probs through the ratio alone. Where the ratio is 1, it is then known before any log-prob."""
+    by_sequence: bool = False
+    """It averages over sequences, whatever ``loss_agg_mode`` says."""
+    selects: str | None = None
+    """Dotted name of the function that chooses, from the old log-probs of a whole mini-batch, the tokens that it acts on."""
+    refuses: tuple[Refusal, ...] = ()
+    idle: tuple[Idle, ...] = ()
+
+
+_CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+
+LOSSES: dict[str, Loss] = _by_name(
+    Loss(
+        "vanilla",
+        "clipped ratio per token (PPO)",
+        "one clipped ratio per token",
+        f"{_HERE}.losses.vanilla_loss",
+        (*_CLIP, "clip_ratio_c"),
+    ),
+    Loss(
+        "sequence",
+        "clipped ratio per sequence, exp of the summed log-ratio, averaged over sequences (RLOO)",
+        "one clipped ratio per sequence",
+        f"{_HERE}.losses.sequence_loss",
+        _CLIP,
+        token_local=False,
+        by_sequence=True,
+    ),
+    Loss(
+        "gspo",
+        "the same, length-normalised",
+        "one clipped ratio per sequence, length-normalised",
+        f"{_HERE}.losses.gspo_loss",
+        _CLIP,
+        token_local=False,
+        by_sequence=True,
+    ),
+    Loss(
+        "geo_mean",
+        "geometric mean of a sequence's ratios, each clipped, averaged over sequences (GMPO)",
+        "one ratio per sequence, the geometric mean of clipped ones",
+        f"{_HERE}.losses.geo_mean_loss",
+        _CLIP,
+        token_local=False,
+        by_sequence=True,
+    ),
+    Loss(
+        "cispo",
+        "the clipped ratio of a token weighs its log-prob and has no gradient",
+        "log-probs weighted by one clipped ratio per token",
+        f"{_HERE}.losses.cispo_loss",
+        _CLIP,
+    ),
+    Loss(
+        "gpg",
+        "log-prob times advantage, without a ratio (REINFORCE, GPG)",
+        "log-probs without a ratio",
+        f"{_HERE}.losses.gpg_loss",
+    ),
+    Loss(
+        "sapo",
+        "a smooth gate on the ratio of a token in the place of the clip, averaged over sequences",
+        "one gated ratio per token",
+        f"{_HERE}.losses.sapo_loss",
+        ("tau_pos", "tau_neg"),
+        by_sequence=True,
+    ),
+    Loss(
+        "clip_cov",
+        "clipped ratio per token, without the gradient of some tokens whose log-prob and advantage vary together",
+        "one clipped ratio per token, some tokens without a gradient",
+        f"{_HERE}.covariance.clip_cov_loss",
+        (*_CLIP, "policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub"),
+        selects=f"{_HERE}.covariance.clip_cov_selection",
+        refuses=(
+            Refusal(
+                (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
+                lambda lower, upper, mode: mode == "clip_cov" and lower >= upper,
+                "no covariance lies between the bounds",
+                f"Set {_LOSS}.clip_cov_lb below clip_cov_ub.",
+                about=(f"{_LOSS}.loss_mode",),
+            ),
+        ),
+    ),
+    Loss(
+        "kl_cov",
+        "unclipped ratio per token, and a KL penalty on such tokens",
+        "one ratio per token, a KL penalty on some",
+        f"{_HERE}.covariance.kl_cov_loss",
+        ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
+        selects=f"{_HERE}.covariance.kl_cov_selection",
+        idle=(
+            Idle(
+                f"{_LOSS}.loss_mode",
+                (
+                    *(f"{_LOSS}.loss_mode", "data.train_batch_size"),
+                    *("actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_epochs"),
+                ),
+                lambda mode, prompts, mini_batch, epochs: mode == "kl_cov" and prompts == mini_batch and epochs == 1,
+                "with one optimizer step a rollout every ratio is 1, where its penalty has no gradient",
+            ),
+        ),
+    ),
+    Loss(
+        CUSTOM,
+        "the function that custom names, per token",
+        "a function of the user's own",
+        f"{_HERE}.custom.custom_loss",
+        of_ratio=False,
+    ),
+)
+"""Name -> record of every policy loss."""
+
+RECORDS: tuple[Estimator | Loss, ...] = (*ESTIMATORS.values(), *LOSSES.values())
+
+if TYPE_CHECKING:
+    EstimatorName = str
+    LossName = str
+else:  # the words of the two choices are those of the records
+    EstimatorName = Literal[tuple(ESTIMATORS)]
+    LossName = Literal[tuple(LOSSES)]
+
+
+@dataclass(frozen=True)
+class CustomEstimator:
+    """An estimator of the user's own, for ``adv_estimator=custom``."""
+
+    path: str | None = None
+    """Python file of the estimator."""
+    name: str = "compute_advantages"
+    """The function in it, with the arguments of an estimator registered in verl."""
+
+
+@dataclass(frozen=True)
+class CustomLoss:
+    """A policy loss of the user's own, for ``loss_mode=custom``."""
+
+    path: str | None = None
+    """Python file of the loss."""
+    name: str = "compute_loss"
+    """The function in it. It gets log-probs and advantages of some tokens and returns the loss of each."""
+
+
+@dataclass(frozen=True)
+class EstimatorSettings:
+    """The keys of ``algorithm`` that estimators read."""
+
+    adv_estimator: Annotated[EstimatorName, Meanings(tuple((each.name, each.help) for each in ESTIMATORS.values()))] = "gae"
+    """How rewards become advantages."""
+    gamma: Share = 1.0
+    """Discount of one token; gae and reinforce_plus_plus only."""
+    lam: Share = 1.0
+    """gae: how far an advantage looks ahead. 1 = the return minus the value; 0 = one token."""
+    norm_adv_by_std_in_grpo: bool = True
+    """grpo and grpo_passk: divide by the group's standard deviation."""
+    normalize_advantages: bool = False
+    """rloo: divide the advantages by (std + 1e-4), after their mean is subtracted; both over the valid rows of the whole step."""
+    custom_estimator: CustomEstimator = field(default_factory=CustomEstimator)
+    """An estimator of the user's own."""
+
+
+@dataclass(frozen=True)
+class PolicyLoss:
+    """The loss of the policy, and the settings of single losses."""
+
+    loss_mode: Annotated[LossName, Meanings(tuple((each.name, each.help) for each in LOSSES.values()))] = "vanilla"
+    """The loss of the policy."""
+    clip_cov_ratio: PositiveShare = 0.0002
+    """clip_cov: share of the tokens of a mini-batch that lose their gradient, at least one."""
+    clip_cov_lb: float = 1.0
+    """clip_cov: such tokens have a covariance of log-prob and advantage above this."""
+    clip_cov_ub: float = 5.0
+    """clip_cov: and below this."""
+    kl_cov_ratio: PositiveShare = 0.0002
+    """kl_cov: share of the tokens of a mini-batch that get the penalty, at least one: those with the largest covariance."""
+    ppo_kl_coef: NaturalFloat = 0.1
+    """kl_cov: weight of the penalty, the absolute log-ratio of a token."""
+    custom: CustomLoss = field(default_factory=CustomLoss)
+    """A loss of the user's own."""
+
+
+def with_input(name: str) -> tuple[str, ...]:
+    """Return the estimators that read an input."""
+    return tuple(each.name for each in ESTIMATORS.values() if name in each.inputs)
+
+
+def with_option(key: str) -> tuple[str, ...]:
+    """Return the estimators that read a key below ``algorithm``, or the losses that read one below ``actor``."""
+    of_estimators = (each.name for each in ESTIMATORS.values() if key in each.options.values())
+    return (*of_estimators, *(each.name for each in LOSSES.values() if key in each.options))
+
+
+WITH_CRITIC = with_input("values")
+"""Estimators that read the values of a critic. With any other no critic is built."""
+
+WITH_GREEDY_RESPONSES = with_input("baselines")
+"""Estimators that read the score of a greedy response to each prompt."""
+
+WITH_SUM_PI_SQUARED = with_input("sum_pi_squared")
+"""Estimators that read the sum of squared probabilities, which the pass for old log-probs computes."""
+
+WITHOUT_GROUPS = tuple(each.name for each in ESTIMATORS.values() if not each.compares)
+"""Estimators that do not compare the responses to one prompt, so that a single one is enough."""
+
+WITHOUT_BASELINE = tuple(each.name for each in ESTIMATORS.values() if each.alone)
+"""Estimators that take the reward itself as advantage where each prompt has a single response, as verl does."""
+
+LOSSES_OF_SEQUENCES = tuple(each.name for each in LOSSES.values() if not each.token_local)
+"""Losses with one ratio per sequence: a token's gradient depends on its whole sequence."""
+
+
+def load(function: str) -> Callable[..., Any]:
+    """Return the function of a dotted name."""
+    module, _, name = function.rpartition(".")
+    return getattr(importlib.import_module(module), name)

@@ -1,0 +1,403 @@
+"""The correction for a rollout engine whose probabilities differ from the trainer's: weights, rejection and metrics.
+
+Log-ratios are log trainer - log engine, fp32 ``[R]``, flat, row after row. In decoupled mode the correction is made once a
+step (:func:`correct`). In bypass mode the engine's log-probs stand in for the old ones, and :func:`bypass_loss` corrects.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.kl import MAX_LOG_RATIO
+from verl_memopt.algorithms.losses import LossAndMetrics, LossSettings, LossTokens, gpg_loss, vanilla_loss
+from verl_memopt.algorithms.rows import row_means, row_sums
+from verl_memopt.config.correction_bounds import importance_bounds, rejection_bounds
+from verl_memopt.config.schema import RolloutCorrection
+
+# How far the trainer's probabilities are from the rollout engine's: divergences and perplexities.
+
+
+def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor, lengths: Tensor) -> dict[str, float]:
+    """Return the metrics of ``compute_offpolicy_metrics`` in verl, without the prefix ``rollout_corr/``. None without tokens.
+
+    ``kl`` and ``k3_kl`` estimate KL(engine || trainer) per token. Perplexities are means over rows of exp(-mean log-prob).
+    ``chi2_token`` and ``chi2_seq`` are mean r^2 - 1 over tokens and rows, with r = trainer / engine.
+
+    Args:
+        old_log_probs: fp32 [R], of the trainer.
+        rollout_log_probs: fp32 [R], of the engine.
+        row: int64 [R].
+        lengths: int64 [rows]. Rows without tokens do not count.
+    """
+    if not row.numel():
+        return {}
+    filled = lengths > 0
+    trainer, engine = old_log_probs.detach().double(), rollout_log_probs.detach().double()
+    log_ratio = trainer - engine
+    token_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    row_ratio = row_sums(log_ratio, row, lengths.shape[0])[filled].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    trainer_mean, engine_mean = (row_means(values, row, lengths)[filled] for values in (trainer, engine))
+    difference = engine_mean - trainer_mean
+    metrics = {
+        "training_ppl": (-trainer_mean).exp().mean(),
+        "training_log_ppl": -trainer_mean.mean(),
+        "rollout_ppl": (-engine_mean).exp().mean(),
+        "rollout_log_ppl": -engine_mean.mean(),
+        "kl": -log_ratio.mean(),
+        "k3_kl": (token_ratio.exp() - token_ratio - 1).mean(),
+        "log_ppl_diff": difference.mean(),
+        "log_ppl_abs_diff": difference.abs().mean(),
+        "log_ppl_diff_max": difference.max(),
+        "log_ppl_diff_min": difference.min(),
+        "ppl_ratio": difference.exp().mean(),
+        "chi2_token": (2 * token_ratio).exp().mean() - 1,
+        "chi2_seq": (2 * row_ratio).exp().mean() - 1,
+    }
+    return {name: float(value) for name, value in metrics.items()}
+
+
+# Importance weights: probability under the trainer over probability under the rollout engine, per token or per response.
+
+EPSILON = 1e-8
+"""A mean weight at or below this is not divided by."""
+
+
+def importance_weights(
+    log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str, threshold: float | str, batch_normalize: bool
+) -> tuple[Tensor, dict[str, float]]:
+    """Return the importance weight of each token, fp32 [R], without a gradient, and the metrics of the weights.
+
+    A weight is exp of the token's log-ratio, or of the sum over its row for ``sequence``. One threshold caps it (truncated
+    importance sampling); a lower and an upper one set a weight outside to 0 (IcePop). Normalised weights have mean 1 over the
+    tokens, or over the rows for ``sequence``. Sources: ``compute_rollout_correction_weights`` in verl; "Your Efficient RL
+    Framework Secretly Brings You Off-Policy RL Training" (Yao et al., 2025).
+
+    Args:
+        log_ratio: fp32 [R].
+        row: int64 [R].
+        lengths: int64 [rows].
+        level: ``token`` or ``sequence``.
+        threshold: ``rollout_is_threshold``.
+        batch_normalize: ``rollout_is_batch_normalize``.
+    """
+    raw, weights = bounded_weights(log_ratio, row, lengths, level, threshold)
+    metrics = importance_metrics(raw, weights, row, lengths, level, *importance_bounds(threshold))
+    if batch_normalize:
+        mean = mean_weight(weights, row, lengths, level)
+        metrics["rollout_is_batch_norm_factor"] = mean
+        weights = weights / mean
+    return weights.float(), metrics
+
+
+def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str, threshold: float | str) -> tuple[Tensor, Tensor]:
+    """Return the importance weights before and after their bounds, both fp64 [R], without gradients and not normalised.
+
+    Arguments as in :func:`importance_weights`. Nothing here waits for the device.
+    """
+    assert level in ("token", "sequence"), level
+    lower, upper = importance_bounds(threshold)
+    exact = log_ratio.detach().double()
+    if level == "sequence":
+        exact = row_sums(exact, row, lengths.shape[0])[row]
+    raw = exact.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO).exp()
+    return raw, raw.clamp(max=upper) if lower is None else raw.where((raw >= lower) & (raw <= upper), 0.0)
+
+
+def mean_weight(weights: Tensor, row: Tensor, lengths: Tensor, level: str) -> float:
+    """Return the mean weight over tokens, or over rows with tokens for ``sequence``. 1 where that is 0 or there are none.
+
+    Args:
+        weights: fp64 [R].
+        row: int64 [R].
+        lengths: int64 [rows].
+        level: ``token`` or ``sequence``.
+    """
+    values = weights if level == "token" else row_means(weights, row, lengths)[lengths > 0]
+    mean = float(values.mean()) if values.numel() else 0.0
+    return mean if mean > EPSILON else 1.0
+
+
+def importance_metrics(
+    raw: Tensor, weights: Tensor, row: Tensor, lengths: Tensor, level: str, lower: float | None, upper: float
+) -> dict[str, float]:
+    """Return the distribution of the weights, as verl 0.9 reports it, without the prefix ``rollout_corr/``.
+
+    Means, deviations and the effective sample size are of the applied weights before normalisation, the shares above and below
+    the bounds of the raw ones. Without a lower bound, 1 / upper takes its place. ``rollout_is_eff_sample_size`` is a share:
+    1 / mean of the squared weights with mean 1.
+
+    Args:
+        raw: fp64 [R], before the bounds.
+        weights: fp64 [R], after them.
+        row: int64 [R].
+        lengths: int64 [rows].
+        level: ``token`` or ``sequence``.
+        lower: Lower bound, or None.
+        upper: Upper bound.
+    """
+    if not weights.numel():
+        return {}
+    filled = lengths > 0
+    floor = 1 / upper if lower is None else lower
+    per_row, raw_per_row = row_means(weights, row, lengths)[filled], row_means(raw, row, lengths)[filled]
+    mean = weights.mean()
+    compared = raw if level == "token" else raw_per_row
+    extremes = weights if level == "token" else raw_per_row
+    metrics = {
+        "rollout_is_mean": mean,
+        "rollout_is_max": extremes.max(),
+        "rollout_is_min": extremes.min(),
+        "rollout_is_std": weights.std(correction=0),
+        "rollout_is_eff_sample_size": mean.square() / weights.square().mean().clamp(min=EPSILON**2),
+        "rollout_is_ratio_fraction_high": (compared > upper).double().mean(),
+        "rollout_is_ratio_fraction_low": (compared < floor).double().mean(),
+        "rollout_is_seq_mean": per_row.mean(),
+        "rollout_is_seq_std": per_row.std() if per_row.numel() > 1 else torch.zeros(()),
+        "rollout_is_seq_max": per_row.max(),
+        "rollout_is_seq_min": per_row.min(),
+        "rollout_is_seq_max_deviation": (per_row - 1).abs().max(),
+        "rollout_is_seq_fraction_high": (raw_per_row > upper).double().mean(),
+        "rollout_is_seq_fraction_low": (raw_per_row < floor).double().mean(),
+    }
+    if lower is not None:
+        metrics["rollout_is_oob_ratio"] = ((raw < lower) | (raw > upper)).double().mean()
+    return {name: float(value) for name, value in metrics.items()}
+
+
+# Rejection: tokens or whole responses that trainer and rollout engine see too differently are left out of the update.
+
+DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
+    "k1": lambda log_ratio: -log_ratio,
+    "k2": lambda log_ratio: 0.5 * log_ratio.square(),
+    "k3": lambda log_ratio: log_ratio.exp() - 1 - log_ratio,
+}
+"""Name of a divergence -> its value per token from the log-ratio."""
+
+
+def _row_max(values: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
+    return values.new_zeros(lengths.shape[0]).scatter_reduce(0, row, values, "amax", include_self=False)
+
+
+LEVELS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
+    "seq_sum": lambda values, row, lengths: row_sums(values, row, lengths.shape[0]),
+    "seq_mean": row_means,
+    "seq_max": _row_max,
+}
+"""Name of a level -> one value per row from one per token."""
+
+
+def rejection(
+    log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, threshold: float | str | None
+) -> tuple[Tensor, dict[str, float]]:
+    """Return True for the tokens that every rejection keeps, bool [R], and the metrics of the rejections.
+
+    A rejection per response keeps or drops all its tokens. The source is ``compute_rollout_rejection_mask`` in verl.
+
+    Args:
+        log_ratio: fp32 [R].
+        row: int64 [R].
+        lengths: int64 [rows].
+        names: ``rollout_rs``.
+        threshold: ``rollout_rs_threshold``.
+
+    Raises:
+        ConfigError: The names or the thresholds cannot be read.
+    """
+    kept = torch.ones_like(row, dtype=torch.bool)
+    metrics: dict[str, float] = {}
+    for name, (lower, upper) in rejection_bounds(names, threshold).items():
+        token_statistic = _statistic(log_ratio, row, lengths, name)
+        token_keeps = (token_statistic >= lower) & (token_statistic <= upper)
+        kept = kept & token_keeps
+        row_statistic = row_means(token_statistic, row, lengths)[lengths > 0]
+        compared = token_statistic if name.startswith("token") else row_statistic
+        metrics |= _rejection_metrics(f"rollout_rs_{name}", token_statistic, row_statistic, compared, lower, upper)
+        metrics |= _masked_shares(f"rollout_rs_{name}_", token_keeps, row, lengths)
+    return kept, metrics | _masked_shares("rollout_rs_", kept, row, lengths)
+
+
+def kept_tokens(log_ratio: Tensor, row: Tensor, lengths: Tensor, names: str, threshold: float | str | None) -> Tensor:
+    """Return True for the tokens that every rejection keeps, bool [R], as :func:`rejection`, without metrics.
+
+    Nothing here waits for the device. Arguments as in :func:`rejection`.
+    """
+    kept = torch.ones_like(row, dtype=torch.bool)
+    for name, (lower, upper) in rejection_bounds(names, threshold).items():
+        statistic = _statistic(log_ratio, row, lengths, name)
+        kept = kept & (statistic >= lower) & (statistic <= upper)
+    return kept
+
+
+def _statistic(log_ratio: Tensor, row: Tensor, lengths: Tensor, name: str) -> Tensor:
+    """Return the number that a rejection compares with its bounds, for each token, fp64 [R]."""
+    level, divergence = name.rsplit("_", 1)
+    values = DIVERGENCES[divergence](log_ratio.detach().double().clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO))
+    return values if level == "token" else LEVELS[level](values, row, lengths)[row]
+
+
+def kept_lengths(kept: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
+    """Return the number of kept tokens of each row, int64 [rows].
+
+    Args:
+        kept: bool [R].
+        row: int64 [R].
+        lengths: int64 [rows].
+    """
+    return row_sums(kept.long(), row, lengths.shape[0])
+
+
+def _rejection_metrics(
+    prefix: str, per_token: Tensor, per_row: Tensor, compared: Tensor, lower: float, upper: float
+) -> dict[str, float]:
+    """Return the distribution of one statistic, under verl's names: its mean over tokens, and ``seq`` over rows with tokens.
+
+    ``compared`` is the one of the two to which the bounds apply. k2 and k3 count nothing below their bound.
+    """
+    if not per_token.numel():
+        return {}
+    held = per_token.clamp(max(lower, 0.0) if math.isinf(lower) else lower, upper)
+    metrics = {
+        "mean": per_token.mean(),
+        "std": held.std(correction=0),
+        "max": compared.max(),
+        "min": compared.min(),
+        "fraction_high": (compared > upper).double().mean(),
+        "fraction_low": (compared < lower).double().mean(),
+        "seq_mean": per_row.mean(),
+        "seq_std": per_row.std() if per_row.numel() > 1 else torch.zeros(()),
+        "seq_max": per_row.max(),
+        "seq_min": per_row.min(),
+        "seq_max_deviation": per_row.abs().max(),
+        "seq_fraction_high": (per_row > upper).double().mean(),
+    }
+    if not math.isinf(lower):
+        metrics["seq_fraction_low"] = (per_row < lower).double().mean()
+    return {f"{prefix}_{name}": float(value) for name, value in metrics.items()}
+
+
+def _masked_shares(prefix: str, kept: Tensor, row: Tensor, lengths: Tensor) -> dict[str, float]:
+    """Return the share of tokens that are rejected, and the share of rows that lose one."""
+    filled = lengths > 0
+    touched = kept_lengths(kept, row, lengths)[filled] < lengths[filled]
+    return {
+        f"{prefix}masked_fraction": float((~kept).double().mean()) if kept.numel() else 0.0,
+        f"{prefix}seq_masked_fraction": float(touched.double().mean()) if touched.numel() else 0.0,
+    }
+
+
+# The whole correction of a step in decoupled mode: weights, kept tokens and metrics.
+
+PREFIX = "rollout_corr/"
+
+
+@dataclass(frozen=True)
+class Correction:
+    """What the update multiplies and leaves out."""
+
+    weights: Tensor | None
+    """fp32 [R]; None without importance weights."""
+    kept: Tensor | None
+    """bool [R]; None without rejection."""
+    metrics: dict[str, float]
+    """Under verl's names, with the prefix ``rollout_corr/``."""
+
+
+def corrects_before_update(settings: RolloutCorrection) -> bool:
+    """Return whether weights or rejections are computed once a step, before the update: there are some, in decoupled mode."""
+    return not settings.bypass_mode and (settings.rollout_is is not None or settings.rollout_rs is not None)
+
+
+def correct(
+    log_probs: Tensor, rollout_log_probs: Tensor, row: Tensor, lengths: Tensor, settings: RolloutCorrection
+) -> Correction:
+    """Return the correction from the rollout engine's probabilities to the trainer's.
+
+    Call it with all tokens of a step: normalisation and metrics are over what it is given. The weights count rejected tokens as
+    well, as in verl: rejection changes which tokens are used, not their weights.
+
+    Args:
+        log_probs: fp32 [R], of the trainer before the update.
+        rollout_log_probs: fp32 [R], of the engine.
+        row: int64 [R].
+        lengths: int64 [rows].
+        settings: ``bypass_mode`` and ``loss_type`` are not read here.
+
+    Raises:
+        ConfigError: A threshold cannot be read.
+    """
+    log_ratio = (log_probs - rollout_log_probs).detach()
+    weights: Tensor | None = None
+    kept: Tensor | None = None
+    metrics = mismatch_metrics(log_probs, rollout_log_probs, row, lengths)
+    if settings.rollout_is is not None:
+        options = settings.rollout_is, settings.rollout_is_threshold, settings.rollout_is_batch_normalize
+        weights, weight_metrics = importance_weights(log_ratio, row, lengths, *options)
+        metrics |= weight_metrics
+    if settings.rollout_rs is not None:
+        kept, kept_metrics = rejection(log_ratio, row, lengths, settings.rollout_rs, settings.rollout_rs_threshold)
+        metrics |= kept_metrics
+    return Correction(weights, kept, {PREFIX + name: value for name, value in metrics.items()})
+
+
+# The policy loss of bypass mode, in which the rollout engine's log-probs stand in for the old ones.
+
+
+def bypass_loss(tokens: LossTokens, settings: LossSettings, correction: RolloutCorrection) -> LossAndMetrics:
+    """Return the loss of bypass mode, and its metrics as shares to sum over micro-batches.
+
+    ``ppo_clip``: PPO's loss, whose ratio to the engine is the correction; no importance weights. ``reinforce``: -A * log-prob
+    times the importance weight. Weights and rejection follow from the policy's present log-probs, so that they change within a
+    step. The loss divides by the counts of ``tokens``, rejected tokens included, as they are known before. Source:
+    ``compute_policy_loss_bypass_mode`` in verl.
+
+    ``rollout_is_batch_normalize`` divides the weights by ``counts.mean_weight``, their mean over the mini-batch. Where that is
+    None it takes the mean of these tokens, as verl does: the loss then depends on how the mini-batch is cut.
+
+    Args:
+        tokens: Of the micro-batch; ``old_log_probs`` are the engine's, ``weights`` and ``kept`` are not read.
+        settings: Clips and aggregation.
+        correction: The section ``algorithm.rollout_correction``.
+    """
+    kept, lengths = None, tokens.lengths
+    if correction.rollout_rs is not None:
+        rejections = correction.rollout_rs, correction.rollout_rs_threshold
+        kept = kept_tokens(tokens.log_ratio, tokens.row, tokens.lengths, *rejections)
+        lengths = kept_lengths(kept, tokens.row, tokens.lengths)
+    if correction.loss_type == "ppo_clip":
+        return vanilla_loss(replace(tokens, lengths=lengths, kept=kept, weights=None), settings)
+    assert correction.loss_type == "reinforce", correction.loss_type
+    return gpg_loss(replace(tokens, lengths=lengths, kept=kept, weights=_weights(tokens, correction)), settings)
+
+
+def is_token_local(correction: RolloutCorrection, loss_agg_mode: str) -> bool:
+    """Return whether the gradient of a token depends on no other token's log-prob.
+
+    It does where a weight or a rejection is that of a whole response, or where a row's mean counts its kept tokens.
+
+    Args:
+        correction: The section ``algorithm.rollout_correction``.
+        loss_agg_mode: ``actor.loss_agg_mode``.
+    """
+    if correction.loss_type == "reinforce" and correction.rollout_is == "sequence":
+        return False
+    if correction.rollout_rs is None:
+        return True
+    rejections = rejection_bounds(correction.rollout_rs, correction.rollout_rs_threshold)
+    return loss_agg_mode != "seq-mean-token-mean" and all(name.startswith("token") for name in rejections)
+
+
+def _weights(tokens: LossTokens, correction: RolloutCorrection) -> Tensor | None:
+    """Return the importance weight of each token, fp32 [R]. None = 1."""
+    if correction.rollout_is is None:
+        return None
+    level, row, lengths = correction.rollout_is, tokens.row, tokens.lengths
+    _, weights = bounded_weights(tokens.log_ratio, row, lengths, level, correction.rollout_is_threshold)
+    if correction.rollout_is_batch_normalize:
+        mean = tokens.counts.mean_weight
+        weights = weights / (mean_weight(weights, row, lengths, level) if mean is None else mean)
+    return weights.float()
