@@ -211,12 +211,23 @@ def cases(out: Path, old: Path | None) -> None:
         if old is None:
             lines = Path(folder) / "cases"
             python(__file__, "--collect", lines)
-            asked = [json.loads(line) for line in lines.read_text().splitlines()]
+            asked = [
+                *map(json.loads, lines.read_text().splitlines()),
+                *odd_cases((out / "docs" / "configuration.md").read_text()),
+            ]
         else:
             asked = [json.loads(line)["case"] for line in (old / "cases.jsonl").read_text().splitlines()]
     base = flat(to_plain(settings_from_mapping(LEAST)))
     rows = [{"case": case, "answer": answer(case, base)} for case in asked]
     (out / "cases.jsonl").write_text("".join(json.dumps(row, sort_keys=True) + "\n" for row in rows))
+
+
+def odd_cases(page: str) -> Iterator[dict[str, Any]]:
+    """Yield, for each key and each other spelling on the page, a sibling that does not exist and odd values."""
+    elsewhere = re.findall(r"^\| `([\w.*]+)` \|", page.partition("## Other spellings")[2], re.MULTILINE)
+    for key in dict.fromkeys((*keys(page), *(name.replace("*", "key") for name in elsewhere))):
+        for odd in ({f"{key}_": 1}, {key: {"x": []}}, {key: -1}, {key: 10**30}, {key: "odd"}):
+            yield {"mapping": LEAST | odd}
 
 
 def keys(page: str) -> dict[str, list[str]]:
