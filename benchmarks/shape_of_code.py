@@ -220,7 +220,7 @@ def file_of(frame):
     name = frame.f_code.co_filename
     return name[len(package) + 1:] if name.startswith(package + "/") else None
 def hear(frame, event, _):
-    if event != "call":
+    if event != "call" or not frame.f_code.co_flags & 1:  # bodies of modules and classes run at import, whoever needs them
         return
     name = file_of(frame)
     if name is not None:
