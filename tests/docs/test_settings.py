@@ -1,6 +1,5 @@
 """Settings that the pages name: each key exists, and what one cell of a table tells to set can be set together."""
 
-import json
 import re
 from functools import cache
 
@@ -67,38 +66,3 @@ NEEDED = {
     "trainer.resume_mode=resume_path": ("trainer.resume_from_path=checkpoints/run/global_step_1",),
 }
 """Setting -> others without which it is refused; the page names them beside it."""
-
-
-def test_figures_of_the_readmes_ladder_are_those_of_the_evidence():
-    text = (DOCS / "evidence" / "2026-11-21-ladder-cpu" / "ladder.txt").read_text()
-    measured = {}
-    for line in text.split("Instead of what follows")[0].splitlines()[3:]:
-        if line.strip():
-            name, peak, share, *rest = re.split(r"\s{2,}", line.strip())
-            measured[name] = (peak, share, float(rest[-2].replace(",", "")))
-    rows = re.findall(
-        r"^\| (?:\+ )?`?(all off|\w+)`?(?: \(\w+\))? \| ([\d,]+) \| ([\d.]+) \| ([\d,]+) \|$", README.read_text(), re.M
-    )
-    assert len(rows) == 10
-    for name, peak, share, host in rows:
-        assert (peak, share, float(host.replace(",", ""))) == measured[name], name
-
-
-def test_figures_of_the_update_pass_are_those_of_the_evidence():
-    measured = {
-        (row["contestant"], row["checkpointing"]): figures(row)
-        for record in ("2026-11-21-update-pass/b.json", "2026-11-22-update-pass-ppo/p.json")
-        for row in json.loads((DOCS / "evidence" / record).read_text())["rows"]
-    }
-    for page, columns, number in ((README, 3, 7), (DOCS / "update_pass.md", 6, 16)):
-        rows = re.findall(r"^\| `(\w+)` \| ([\d.,| ]+) \|$", page.read_text(), re.MULTILINE)
-        assert len(rows) == number
-        for name, said in rows:
-            expected = (*measured[name, False], *measured[name, True])[:columns]
-            assert tuple(said.split(" | ")) == expected, (page.name, name)
-
-
-def figures(row):
-    """Return seconds, MiB beyond parameters and gradients, and GFLOP of a measured row, as the pages print them."""
-    beyond = (row["peak_bytes"] - row["param_grad_bytes"]) / 2**20
-    return f"{row['seconds']:.2f}", f"{beyond:,.0f}", f"{row['flops'] / 1e9:,.0f}"
