@@ -4,7 +4,7 @@
 # make proofs  the slow proofs (kill -9, many seeds)
 # make gpu-tests  what only a GPU can show (skipped without one; VERL_MEMOPT_GPU_TESTS_ON=cpu rehearses it on a CPU)
 # make mutants  plant faults in the code that must never be wrong, one at a time, and count those that a test finds (an hour or two)
-# make docs    docs/configuration.md from the settings, docs/memory.md and docs/formulas.md from the knobs, and the site
+# make docs    docs/configuration.md from the settings, docs/memory.md from the knobs, and the site
 # ARGS are passed on: make train ARGS="trainer.total_training_steps=20"
 .PHONY: setup train test quick gpu-tests lint types proofs mutants docs clean
 .DEFAULT_GOAL := help
@@ -24,6 +24,7 @@ train: setup
 lint: setup
 	.venv/bin/ruff check .
 	.venv/bin/ruff format --check .
+	.venv/bin/lint-imports --no-cache
 
 types: setup
 	.venv/bin/mypy
@@ -52,7 +53,6 @@ docs: setup
 	.venv/bin/python -m verl_memopt.config.document > docs/configuration.md
 	.venv/bin/python -m verl_memopt.config.trl_document > docs/from_trl.md
 	.venv/bin/python -m verl_memopt.knobs.document > docs/memory.md
-	.venv/bin/python -m verl_memopt.knobs.formulas > docs/formulas.md
 	@if [ -x .venv/bin/mkdocs ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict && echo "the site: build/docs/index.html"; \
 	else echo "For the site as well: .venv/bin/pip install -e '.[docs]', then make docs again"; fi
 

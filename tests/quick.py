@@ -22,9 +22,6 @@ MAIN = "main"
 SECONDS = float(os.environ.get("VERL_MEMOPT_QUICK_SECONDS", "75"))
 """After this long no further test begins."""
 
-ALWAYS = "tests/architecture/test_mirror.py"
-"""Runs with every change of a source or of a test: each has the other."""
-
 OTHERS = (
     ("verl_memopt/config/yaml/", "tests/config/test_profiles.py"),
     ("docs/configuration.md", "tests/config/test_document.py"),
@@ -33,10 +30,6 @@ OTHERS = (
     ("requirements", "tests/architecture/test_requirements.py"),
     ("setup.py", "tests/architecture/test_requirements.py"),
     ("benchmarks/gpu/wheels.txt", "tests/architecture/test_requirements.py"),
-    (".github/", "tests/architecture/test_project_files.py"),
-    (".pre-commit-config.yaml", "tests/architecture/test_project_files.py"),
-    (".editorconfig", "tests/architecture/test_project_files.py"),
-    ("Makefile", "tests/architecture/test_project_files.py"),
 )
 """Start of a path -> the tests of files that are no Python of the package."""
 
@@ -55,9 +48,9 @@ def select_tests(changed: Iterable[str], root: Path = ROOT) -> list[str]:
     for name in changed:
         path = Path(name)
         if path.suffix == ".py" and path.parts[0] == "verl_memopt":
-            found |= {ALWAYS, str(Path("tests", *path.parts[1:-1], f"test_{path.name}"))}
+            found.add(str(Path("tests", *path.parts[1:-1], f"test_{path.name}")))
         elif path.suffix == ".py" and path.parts[0] == "tests":
-            found |= {ALWAYS} | ({name} if path.name.startswith("test_") else _importers(path, root))
+            found |= {name} if path.name.startswith("test_") else _importers(path, root)
         found |= {test for start, test in OTHERS if name.startswith(start)}
     return sorted(test for test in found if (root / test).is_file())
 

@@ -3,21 +3,11 @@ import sys
 from pathlib import Path
 
 import pytest
-import torch
 
 from benchmarks.checkpoint import __main__ as benchmark
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group
 
 COMMITTED = Path(benchmark.__file__).parent / "results.json"
-
-
-def test_the_committed_result_holds_the_promised_cost():
-    result = json.loads(COMMITTED.read_text())
-    with torch.device("meta"):
-        model = benchmark.shaped_model(benchmark.QWEN3_06B["layers"], benchmark.QWEN3_06B["vocabulary"])
-    assert result["parameters"] == sum(parameter.numel() for parameter in model.parameters())
-    for ratio in ("checked_over_torch", "paired_ratio", "checked_over_unchecked", "paired_ratio_unchecked"):
-        assert result[ratio] <= 1.10, ratio
 
 
 def test_a_small_run_measures_every_contestant_and_leaves_nothing_behind(tmp_path, monkeypatch, capsys):

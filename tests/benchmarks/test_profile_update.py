@@ -8,9 +8,9 @@ import torch
 
 from benchmarks.gpu.device_peaks import measured_peak, stated_peak
 from benchmarks.gpu.kernel_groups import kernel_group, operation_group
-from benchmarks.gpu.profile_table import draw, rate, render
+from benchmarks.gpu.profile_table import rate
 from benchmarks.gpu.profile_update import summary, with_flops
-from benchmarks.gpu.traces import Launch, busy_seconds, by_group, launches, longest, profiled, span_seconds
+from benchmarks.gpu.traces import Launch, busy_seconds, by_group, launches, profiled, span_seconds
 from tests.end_to_end.runs import ROOT, script_environment
 
 NAMES = {
@@ -132,14 +132,6 @@ def test_a_kernel_inside_a_longer_one_ends_nothing():
     assert busy_seconds(found) == 10.5
 
 
-def test_names_that_took_most_time_stand_first_with_their_calls():
-    found = longest(launches(TRACE), 2)
-    assert [(launch.name, launch.calls, launch.seconds) for launch in found] == [
-        ("nvjet_tst_128x256_64x4", 2, pytest.approx(50e-6)),
-        ("triton_poi_fused_add_0", 1, pytest.approx(20e-6)),
-    ]
-
-
 def test_launches_are_counted_per_micro_batch_and_layer():
     found = summary(launches(TRACE), [3.0, 1.0, 2.0], flops=6, micro_batches=2, layers=2)
     assert (found["launches"], found["launches_per_micro_batch"], found["launches_per_layer"]) == (4, 2.0, 1.0)
@@ -173,16 +165,6 @@ def record(*profiles):
 
 def profile(compiled, flops):
     return {"profile": "default", "compile": compiled, **summary(launches(TRACE), [2.0], flops, 1, 2)}
-
-
-def test_the_table_gives_shares_idle_time_and_the_ratio_to_the_peak(tmp_path):
-    found = record(profile("off", 700 * 10**12), {"profile": "constrained", "compile": "off", "error": "OutOfMemoryError: full"})
-    lines = render(found).splitlines()
-    line = next(line for line in lines if line.startswith("default"))
-    # 50 of 90 us are products; 40 of 120 us idle; 350 TFLOP/s of 989.4 stated and 700 measured.
-    assert line.split() == ["default", "off", "2.000", "1", "4", "4", "2.0", "55.6", "33.3", "350", "35.4", "50.0"]
-    assert "constrained: OutOfMemoryError: full" in lines
-    assert draw(found, tmp_path / "profile.png").read_bytes().startswith(b"\x89PNG")
 
 
 def test_a_compiled_profile_takes_the_operations_that_were_counted_uncompiled():

@@ -6,7 +6,6 @@ import pytest
 from benchmarks.rlt_student import __main__ as benchmark
 from benchmarks.rlt_student.__main__ import main
 from benchmarks.rlt_student.shapes import random_rows
-from verl_memopt.rewards.rlt.rank_agreement import ACCEPTED
 from verl_memopt.rewards.rlt.student_rows import END, SOLUTION, THINK
 
 SMALL = [
@@ -42,21 +41,3 @@ def test_rows_of_a_question_share_prompt_and_solution_and_no_explanation():
     assert solutions[:3] == [solutions[0]] * 3
     assert solutions[0] != solutions[3]
     assert [len(part) for part in rows.part(END).rows()] == [2] * 6
-
-
-def test_the_committed_result_holds_the_bytes_that_are_promised():
-    committed = json.loads(COMMITTED.read_text())
-    assert committed["shape"]["nf4"]["linear_bytes_per_parameter"] <= 0.65
-    assert committed["shape"]["int8"]["linear_bytes_per_parameter"] <= 1.05
-
-
-@pytest.mark.parametrize("kind", ACCEPTED)
-def test_the_committed_result_holds_the_ranks_that_are_promised(kind):
-    toy = json.loads(COMMITTED.read_text())["toy"]
-    assert toy[f"{kind} against bf16"]["spearman_mean"] >= ACCEPTED[kind]
-    assert toy[f"{kind} against bf16"]["groups"] >= 32
-
-
-@pytest.mark.parametrize("kind", ["bf16 weights", "bf16"])
-def test_the_committed_result_holds_the_agreement_of_bf16_with_fp32(kind):
-    assert json.loads(COMMITTED.read_text())["toy"][f"{kind} against fp32"]["spearman_mean"] > 0.99

@@ -1,6 +1,5 @@
 import dataclasses
 import json
-from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -9,17 +8,13 @@ from safetensors.torch import save_file
 
 from benchmarks.toy_trl import __main__ as command
 from benchmarks.toy_trl import contest, gate, ours
-from benchmarks.toy_trl.chart import draw, positions
 from benchmarks.toy_trl.table import (
-    Row,
     Spread,
     VoidError,
     check_same_prompts,
-    from_json,
     own_peak,
     parts,
     ratios,
-    render,
     row_of,
     spread,
 )
@@ -70,12 +65,6 @@ def test_a_spread_holds_the_least_step_the_median_run_and_the_extreme_runs():
     assert spread([[1.0, 4.0, 5.0], [2.0, 2.0, 9.0], [3.0, 3.0, 3.0]]) == Spread(1.0, 3.0, 2.0, 4.0)
 
 
-def test_a_row_counts_its_runs():
-    found = row_of(HF, [record(step=step) for step in (0.3, 0.1, 0.2)], [record()])
-    assert found.runs == 3
-    assert (found.seconds_per_step.least, found.seconds_per_step.slowest_run) == (pytest.approx(0.1), pytest.approx(0.3))
-
-
 def test_phases_and_rest_add_up_to_the_step():
     found = row()
     assert sum(part.median for part in found.seconds.values()) == pytest.approx(0.2)
@@ -113,17 +102,6 @@ def test_the_hash_of_prompts_tells_order_and_steps_apart():
     assert len({hash_of(ids) for ids in ([[[1, 2], [3]]], [[[3], [1, 2]]], [[[1, 2]], [[3]]])}) == 3
 
 
-def test_the_table_has_a_line_for_each_row_and_cuts_none_of_it():
-    rows = [row(contestant) for contestant in CONTESTANTS]
-    lines = render(rows).splitlines()
-    assert "…" not in render(rows)
-    assert [line.split()[0].rstrip(",") for line in lines if line.strip() and line.split()[0].rstrip(",") in (TRL, OURS)] == [
-        contestant.trainer for contestant in CONTESTANTS
-    ]
-    assert "8.0" in lines[3]
-    assert "100-100" in lines[3]
-
-
 def test_shares_leave_out_the_bytes_of_an_engine():
     own, other = row(), dataclasses.replace(row(TRL_HF), engine_bytes=0, peak_bytes={"update": 14 * MIB})
     assert own_peak(own) == 7 * MIB
@@ -136,33 +114,12 @@ def test_shares_compare_equal_micro_batches_only():
     assert ratios([row(Contestant(TRL, "hf", 8)), row()]) == []
 
 
-def test_bars_of_other_micro_batches_stand_apart():
-    places = positions([row(contestant) for contestant in CONTESTANTS])
-    steps = [later - earlier for earlier, later in pairwise(places)]
-    assert steps.count(1) == len(steps) - 1
-    assert steps[3] > 1
-
-
-def test_the_chart_is_a_picture(tmp_path):
-    drawn = draw([row(contestant) for contestant in CONTESTANTS], "measured somewhere", tmp_path / "chart.png")
-    assert drawn.read_bytes().startswith(b"\x89PNG")
-
-
 def test_plans_and_records_survive_their_files(tmp_path):
     plan = Plan(Contestant(TRL, "hf", 8, trimmed=True), "/task", "/folder", 5, 1, True)
     plan.write(tmp_path / "plan.json")
     assert Plan.read(tmp_path / "plan.json") == plan
     record().write(tmp_path / "record.json")
     assert Record.read(tmp_path / "record.json") == record()
-
-
-def test_rows_survive_json():
-    assert from_json(json.loads(json.dumps(dataclasses.asdict(row())))) == row()
-
-
-def test_every_contestant_cuts_all_rows_of_a_step():
-    assert {contestant.rows_per_micro_batch * contestant.micro_batches for contestant in CONTESTANTS} == {WORK.rows}
-    assert len({contestant.slug for contestant in CONTESTANTS}) == len(CONTESTANTS)
 
 
 @pytest.mark.parametrize("contestant", [one for one in CONTESTANTS if one.trainer == OURS], ids=lambda one: one.slug)
@@ -185,16 +142,6 @@ def test_our_settings_are_those_of_the_work(contestant):
     assert not rollout.val_kwargs.do_sample
     assert settings.trainer.track_memory_every_steps == 0
     assert settings.trainer.total_training_steps == 7
-
-
-def test_the_gate_has_rows_of_many_lengths_and_shifts_beyond_the_clip():
-    batch = gate.make_batch(vocabulary=320)
-    assert {len(response) for response in batch.responses} == {1, 2, 3, 4}
-    assert max(map(len, batch.prompts)) == WORK.max_prompt_tokens
-    assert min(map(len, batch.prompts)) < 8
-    assert min(batch.shifts) < -WORK.clip_ratio < WORK.clip_ratio < max(batch.shifts)
-    assert batch == gate.make_batch(vocabulary=320)
-    assert [batch.shift(row, "on-policy") for row in range(WORK.rows)] == [0.0] * WORK.rows
 
 
 def write_side(folder, loss=0.5, norm=5.0, gradient=(3.0, 4.0), log_prob=-1.0):
@@ -236,32 +183,6 @@ def test_without_trl_the_benchmark_says_how_to_get_it(monkeypatch, tmp_path, cap
     monkeypatch.setattr(command, "TRL_PYTHON", tmp_path / "python")
     assert command.main([]) == command.REFUSED
     assert "benchmarks/toy_trl/setup.sh" in capsys.readouterr().err
-
-
-def test_a_process_that_fails_is_told_with_its_last_lines(tmp_path):
-    with pytest.raises(contest.RunFailedError, match=r"exit code 3.*\nno such thing"):
-        contest.call(["bash", "-c", "echo no such thing; exit 3"], tmp_path / "log.txt")
-
-
-def committed():
-    return json.loads((HERE / "results" / "toy_trl.json").read_text())
-
-
-def test_the_readme_shows_the_committed_result():
-    assert command.text(committed()) in (HERE / "README.md").read_text()
-
-
-def test_the_committed_result_passed_its_gate():
-    assert all(gate.Difference(**difference).passed for difference in committed()["gate"])
-    assert len(committed()["gate"]) == len(gate.TRL_SIDES) * len(gate.CASES) * len(gate.MICRO_BATCHES)
-
-
-def test_the_committed_rows_are_those_of_all_contestants():
-    rows = [from_json(found) for found in committed()["rows"]]
-    assert all(isinstance(found, Row) for found in rows)
-    assert [(found.contestant, found.rollout, found.micro_batches) for found in rows] == [
-        (contestant.name, contestant.rollout, contestant.micro_batches) for contestant in CONTESTANTS
-    ]
 
 
 @pytest.mark.slow

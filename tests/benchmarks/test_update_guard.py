@@ -1,9 +1,7 @@
 import json
-from pathlib import Path
 
 import torch
 
-from benchmarks.update_guard import __main__ as benchmark
 from benchmarks.update_guard.__main__ import Unguarded, main, mini_batch, policy_of
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.workers.trained_model import TrainedModel
@@ -24,9 +22,3 @@ def test_both_sides_do_the_same_update(one_rank, tmp_path):
     assert found[0] == found[1]
     for one, other in zip(*(side.model.parameters() for side in sides), strict=True):
         assert torch.equal(one, other)
-
-
-def test_the_committed_result_holds_the_promised_cost():
-    committed = json.loads((Path(benchmark.__file__).parent / "results.json").read_text())
-    assert committed["steps"] >= 100
-    assert committed["paired_ratio"] <= 1.01

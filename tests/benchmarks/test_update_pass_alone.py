@@ -13,7 +13,7 @@ from torch._guards import active_fake_mode
 from benchmarks.update_pass import alone, contest
 from benchmarks.update_pass.__main__ import main
 from benchmarks.update_pass.alone import TimeBudget, run_alone
-from benchmarks.update_pass.contest import Contestant, Row, in_turns, make_job, simulated_peak
+from benchmarks.update_pass.contest import Contestant, Row, make_job, simulated_peak
 from benchmarks.update_pass.sides import Side
 from benchmarks.update_pass.table import render
 from benchmarks.update_pass.work import Workload
@@ -216,11 +216,6 @@ def test_the_time_budget_is_shared_evenly_among_those_still_to_run():
     budget = TimeBudget(100.0, 4, started=time.monotonic())
     shares = [budget.take() - time.monotonic() for _ in range(4)]
     assert shares == pytest.approx([25.0, 100 / 3, 50.0, 100.0], abs=0.5)
-
-
-def test_rounds_in_turns_end_with_the_time_but_keep_one():
-    found = in_turns(dict.fromkeys("ab", lambda: 1.0), repeats=7, until=time.monotonic() - 1)
-    assert found == {"a": [1.0], "b": [1.0]}
 
 
 @pytest.mark.parametrize("name", ["naive", "response_logits"])

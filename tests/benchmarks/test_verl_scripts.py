@@ -6,7 +6,7 @@ import pytest
 from benchmarks.verl_scripts.__main__ import main, refusals
 from benchmarks.verl_scripts.recorder import RecordError, record
 from benchmarks.verl_scripts.scope import outside
-from benchmarks.verl_scripts.table import COMPOSES, NOT_COUNTED, REFUSED, Row, render
+from benchmarks.verl_scripts.table import COMPOSES, NOT_COUNTED, REFUSED
 
 AR = "actor_rollout_ref"
 LEAST = (
@@ -129,14 +129,6 @@ def test_a_folder_becomes_a_table(script, tmp_path, capsys):
     assert text.startswith("a made-up verl: 1 of 2 scripts compose\n")
     assert f"{1:8}{1:7}  algorithm.adv_estimator=no_such: " in text
     assert str(tmp_path) not in text
-
-
-def test_a_reason_counts_scripts_and_those_that_it_stops_alone():
-    many = Row("b.sh", REFUSED, ("k=1: no", "l=2: no"))
-    text = render([Row("a.sh", REFUSED, ("k=1: no",)), many, Row("c.sh", COMPOSES)], "some")
-    assert "some: 1 of 3 scripts compose" in text
-    assert f"{2:8}{1:7}  k=1: no" in text
-    assert f"{1:8}{0:7}  l=2: no" in text
 
 
 def test_a_folder_without_scripts_is_an_error(tmp_path, capsys):

@@ -1,6 +1,5 @@
 """The page of metrics names everything that a run logs, and nothing that no run can log."""
 
-import json
 import re
 
 import pytest
@@ -80,13 +79,6 @@ def logged(toy, tmp_path_factory):
 def test_every_name_that_a_run_logs_is_on_the_page(logged):
     known = [pattern(name) for name in documented()]
     assert not [name for name in sorted(logged) if not any(each.fullmatch(name) for each in known)]
-
-
-def test_every_name_of_the_recorded_run_is_on_the_page():
-    rows = (DOCS / "record" / "rloo_toy" / "metrics.jsonl").read_text().splitlines()
-    known = [pattern(name) for name in documented()]
-    names = {name for row in rows for name in json.loads(row)} - {"step", "run_id"}
-    assert not [name for name in sorted(names) if not any(each.fullmatch(name) for each in known)]
 
 
 def test_the_page_names_nothing_that_no_run_logs(logged):

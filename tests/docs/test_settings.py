@@ -1,12 +1,11 @@
 """Settings that the pages name: each key exists, and what one cell of a table tells to set can be set together."""
 
-import json
 import re
 from functools import cache
 
 import pytest
 
-from tests.docs.pages import DOCS, README, SETTING, blocks, cells, page_name, without_blocks
+from tests.docs.pages import DOCS, README, SETTING, cells, page_name, without_blocks
 from verl_memopt.config.correction_presets import PRESET
 from verl_memopt.config.keys import leaf_types, section_keys
 from verl_memopt.config.loader import load_settings
@@ -18,7 +17,6 @@ PAGES = [
     *(DOCS / f"{name}.md" for name in ("get_started", "out_of_memory", "recipes", "how_it_works", "metrics", "run_files")),
 ]
 LEAST = ["data.train_files=a.parquet", "data.val_files=b.parquet", "actor_rollout_ref.model.path=m"]
-MOST_WORDS = 900
 
 
 def asked(text):
@@ -68,64 +66,3 @@ NEEDED = {
     "trainer.resume_mode=resume_path": ("trainer.resume_from_path=checkpoints/run/global_step_1",),
 }
 """Setting -> others without which it is refused; the page names them beside it."""
-
-
-def test_the_readme_is_short():
-    prose = "\n".join(line for line in without_blocks(README).splitlines() if not line.startswith("|"))
-    assert len(prose.split()) <= MOST_WORDS
-
-
-def test_the_readme_is_in_the_readers_order():
-    wanted = ["Install and run", "On a GPU", "Out of memory?", "The ladder", "The update pass", "More"]
-    assert re.findall(r"^## (.*)$", without_blocks(README), re.MULTILINE) == wanted
-
-
-def test_figures_of_the_readmes_ladder_are_those_of_the_evidence():
-    text = (DOCS / "evidence" / "2026-11-21-ladder-cpu" / "ladder.txt").read_text()
-    measured = {}
-    for line in text.split("Instead of what follows")[0].splitlines()[3:]:
-        if line.strip():
-            name, peak, share, *rest = re.split(r"\s{2,}", line.strip())
-            measured[name] = (peak, share, float(rest[-2].replace(",", "")))
-    rows = re.findall(
-        r"^\| (?:\+ )?`?(all off|\w+)`?(?: \(\w+\))? \| ([\d,]+) \| ([\d.]+) \| ([\d,]+) \|$", README.read_text(), re.M
-    )
-    assert len(rows) == 10
-    for name, peak, share, host in rows:
-        assert (peak, share, float(host.replace(",", ""))) == measured[name], name
-
-
-def test_figures_of_the_update_pass_are_those_of_the_evidence():
-    measured = {
-        (row["contestant"], row["checkpointing"]): figures(row)
-        for record in ("2026-11-21-update-pass/b.json", "2026-11-22-update-pass-ppo/p.json")
-        for row in json.loads((DOCS / "evidence" / record).read_text())["rows"]
-    }
-    for page, columns, number in ((README, 3, 7), (DOCS / "update_pass.md", 6, 16)):
-        rows = re.findall(r"^\| `(\w+)` \| ([\d.,| ]+) \|$", page.read_text(), re.MULTILINE)
-        assert len(rows) == number
-        for name, said in rows:
-            expected = (*measured[name, False], *measured[name, True])[:columns]
-            assert tuple(said.split(" | ")) == expected, (page.name, name)
-
-
-def test_the_readmes_sentence_about_ppo_has_the_figures_of_the_evidence():
-    record = json.loads((DOCS / "evidence" / "2026-11-22-update-pass-ppo" / "p.json").read_text())
-    plain = {row["contestant"]: figures(row) for row in record["rows"] if not row["checkpointing"]}
-    said = re.findall(r"takes ([\d.]+) s and ([\d,]+) MiB", README.read_text())
-    assert said == [plain["ours_ppo"][:2], plain["verl_ppo_prefix_grouper"][:2]]
-
-
-def figures(row):
-    """Return seconds, MiB beyond parameters and gradients, and GFLOP of a measured row, as the pages print them."""
-    beyond = (row["peak_bytes"] - row["param_grad_bytes"]) / 2**20
-    return f"{row['seconds']:.2f}", f"{beyond:,.0f}", f"{row['flops'] / 1e9:,.0f}"
-
-
-def test_the_summary_shown_is_that_of_the_recorded_run():
-    console = (DOCS / "record" / "rloo_toy" / "console.txt").read_text().splitlines()
-    shown = [line for page in (README, DOCS / "get_started.md") for block in blocks(page, "") for line in block.splitlines()]
-    known = {line.strip() for line in console}
-    compared = [line for line in shown if re.search(r"^(init|gen|update_actor|testing|step 40/40) |^ +(31|40) ", line)]
-    assert len(compared) == 8
-    assert {line.strip() for line in compared} <= known

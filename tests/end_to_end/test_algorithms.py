@@ -113,6 +113,7 @@ def test_groups_without_a_signal_are_replaced(toy, tmp_path):
         assert 0 <= row["reward/filtered_groups_share"] < 1
 
 
+@pytest.mark.slow  # remax and the correction train above; `tests/rollout` holds vLLM's greedy answers
 def test_vllm_answers_greedily_for_remax_and_its_log_probs_are_corrected(toy, tmp_path):
     more = ["algorithm.adv_estimator=remax", f"{ACTOR}.policy_loss.loss_mode=vanilla", "actor_rollout_ref.rollout.name=vllm"]
     more += ["algorithm.rollout_correction.preset=decoupled_k3_rs_token_tis", f"custom_reward_function.path={graded(tmp_path)}"]

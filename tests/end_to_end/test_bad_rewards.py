@@ -32,10 +32,7 @@ def test_a_file_that_is_not_there_is_named(refused):
     ("text", "said"),
     [
         ("def score(): pass\n", "the file has no 'compute_score'. It defines score"),
-        ("compute_score = 1.0\n", "is not a function"),
         ("def compute_score(:\n", "SyntaxError: invalid syntax"),
-        ("import nowhere_to_be_found\n", "ModuleNotFoundError: No module named 'nowhere_to_be_found'"),
-        ("raise SystemExit(3)\n", "SystemExit: 3"),
         ("import os; os._exit(3)\n", "the process that imports the file exited with code 3"),
         (
             "def compute_score(prompt, completion): return 1.0\n",
@@ -56,11 +53,7 @@ def test_a_file_without_a_function_that_can_be_called_is_refused_before_a_worker
     [
         ("raise ZeroDivisionError('seven over nothing')", "raised:\nTraceback"),
         ("import time; time.sleep(1000)", "took longer than custom_reward_function.timeout_seconds=0.5"),
-        ("return float('nan')", "returned nan, not a finite number"),
-        ("return 'good'", "returned 'good' of type str, not a number"),
         ("return 3e38", "returned 3e+38, which is beyond 1e+12: training could not compute finite numbers from it"),
-        ("return None", "returned None of type NoneType, not a number"),
-        ("return {'accuracy': 1.0}", "returned a dict without 'score': it has accuracy"),
         ("import os; os._exit(3)", "ended its process, which exited with code 3"),
     ],
 )

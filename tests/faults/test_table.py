@@ -7,8 +7,6 @@ import signal
 import time
 
 import pytest
-import torch
-from safetensors.torch import load_file, save_file
 
 from tests.end_to_end.runs import learned, metrics
 from tests.faults.conftest import QUIET, SHORT
@@ -48,54 +46,6 @@ def begun(machine, healthy, uninterrupted, run_dir):
     return run_dir
 
 
-@pytest.fixture
-def model(toy, tmp_path):
-    """A copy of the toy's model, to be damaged."""
-    shutil.copytree(toy / "model", tmp_path / "model")
-    return tmp_path / "model"
-
-
-def with_model(model):
-    return f"actor_rollout_ref.model.path={model}"
-
-
-def edit(path, **changes):
-    content = json.loads(path.read_text())
-    content.update(changes)
-    path.write_text(json.dumps(content))
-
-
-def test_1_bytes_flipped_in_a_shard_cost_one_checkpoint_and_no_reward(healthy, toy, begun):
-    shard = next((begun / "global_step_4").rglob("*.distcp"))
-    data = bytearray(shard.read_bytes())
-    middle = len(data) // 2
-    data[middle : middle + 64] = bytes(255 - byte for byte in data[middle : middle + 64])
-    shard.write_bytes(data)
-    run = healthy.train(toy, begun, *LONGER)
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert "global_step_4" in run.stdout
-    assert shard.name in run.stdout
-    assert f"resumed from {begun / 'global_step_3'}" in run.stdout
-
-
-def test_3_a_second_run_in_the_folder_of_a_living_one_is_refused_and_disturbs_nothing(healthy, toy, run_dir):
-    first = healthy.start(toy, run_dir, *SHORT, "trainer.total_training_steps=100000")
-    wait_for_steps(first, run_dir, 2)
-    second = healthy.train(toy, run_dir, *SHORT)
-    assert_refused(second, str(run_dir), str(first.pid))
-    os.kill(first.pid, signal.SIGTERM)
-    assert first.wait().returncode == 143, first.stdout[-3000:]
-    steps = [json.loads(line)["step"] for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
-    assert steps == sorted(set(steps))
-
-
-def test_3_of_two_runs_that_start_together_one_is_refused(healthy, toy, run_dir):
-    both = [healthy.start(toy, run_dir, *SHORT) for _ in range(2)]
-    codes = sorted(run.wait().returncode for run in both)
-    assert codes == [0, 2], [run.stdout[-2000:] for run in both]
-    assert "Traceback" not in both[0].stdout + both[1].stdout
-
-
 def test_5_what_changed_since_the_checkpoint_is_said_and_the_old_settings_are_kept(healthy, toy, begun):
     changed = {
         "actor_rollout_ref.rollout.n": 4,
@@ -118,25 +68,6 @@ def test_6_with_every_checkpoint_unusable_nothing_is_started_over(healthy, toy, 
     run = healthy.train(toy, begun, *LONGER)
     assert_refused(run, "global_step_4", "global_step_3", "trainer.resume_mode=disable", code=1)
     assert before == {path: path.stat().st_mtime_ns for path in begun.rglob("global_step_*/**/*")}
-
-
-@pytest.mark.parametrize("name", ["__0_0.distcp", ".metadata", "data.pt"])
-def test_7_damage_of_the_same_size_falls_back(healthy, toy, begun, name):
-    path = next((begun / "global_step_4").rglob(name))
-    path.write_bytes(bytes(path.stat().st_size))
-    run = healthy.train(toy, begun, *LONGER)
-    assert run.returncode == 0, run.stdout[-3000:]
-    assert f"resumed from {begun / 'global_step_3'}" in run.stdout
-    assert "Traceback" not in run.stdout
-
-
-def test_8_a_tokenizer_larger_than_the_embedding_is_refused_with_both_numbers(healthy, toy, run_dir, model):
-    weights = load_file(model / "model.safetensors")
-    rows = weights["model.embed_tokens.weight"].shape[0]
-    weights["model.embed_tokens.weight"] = weights["model.embed_tokens.weight"][: rows // 2].clone()
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    edit(model / "config.json", vocab_size=rows // 2)
-    assert_refused(healthy.train(toy, run_dir, *SHORT, with_model(model)), str(model), str(rows // 2))
 
 
 FORKS = """
@@ -183,71 +114,6 @@ def test_12_a_special_token_in_a_users_text_is_text(healthy, toy, run_dir, tmp_p
     assert run.returncode == 0, run.stdout[-3000:]
     assert "64 special tokens inside 64 prompts" in run.stdout
     assert "are encoded as plain text. Set data.allow_special_tokens=true" in run.stdout
-
-
-@pytest.mark.parametrize("name", ["../..", "a/../../b", "/tmp/elsewhere"])
-def test_13_a_name_cannot_leave_the_run_folder(healthy, toy, run_dir, name):
-    run = healthy.train(toy, run_dir, *SHORT, f"trainer.experiment_name='{name}'")
-    assert_refused(run, "trainer.experiment_name")
-
-
-def test_13_an_index_cannot_name_a_file_outside_its_folder(healthy, toy, run_dir, model):
-    index = {"metadata": {}, "weight_map": dict.fromkeys(load_file(model / "model.safetensors"), "../model.safetensors")}
-    (model / "model.safetensors").rename(model.parent / "model.safetensors")
-    (model / "model.safetensors.index.json").write_text(json.dumps(index))
-    assert_refused(healthy.train(toy, run_dir, *SHORT, with_model(model)), "model.safetensors.index.json")
-
-
-def test_14_scores_that_no_sum_can_hold_are_refused_with_their_row(healthy, toy, run_dir, tmp_path):
-    (tmp_path / "huge.py").write_text("def compute_score(*given, **more):\n    return 3e38\n")
-    run = healthy.train(toy, run_dir, *SHORT, f"custom_reward_function.path={tmp_path}/huge.py")
-    assert_refused(run, "train.parquet", "3e+38", code=1)
-
-
-def test_14_a_head_that_a_tied_config_would_ignore_is_refused(healthy, toy, run_dir, model):
-    weights = load_file(model / "model.safetensors")
-    weights["lm_head.weight"] = torch.randn_like(weights["model.embed_tokens.weight"])
-    save_file(weights, model / "model.safetensors", {"format": "pt"})
-    edit(model / "config.json", tie_word_embeddings=True)
-    run = healthy.train(toy, run_dir, *SHORT, with_model(model))
-    assert_refused(run, "lm_head.weight", code=run.returncode)
-    assert run.returncode in (1, 2)
-
-
-@pytest.mark.parametrize(
-    ("change", "said"),
-    [
-        ({"prompt": None}, "null"),
-        ({"data_source": "nobody/knows"}, "nobody/knows"),
-        ({"prompt": [{"role": "user", "content": "1+1=\ud800"}]}, "surrogate"),
-    ],
-    ids=["a null prompt", "an unknown source", "half a character"],
-)
-def test_14_and_15_a_row_that_cannot_be_used_is_named(healthy, toy, run_dir, tmp_path, change, said):
-    row = {
-        "data_source": "toy/arithmetic",
-        "prompt": [{"role": "user", "content": "1+1="}],
-        "reward_model": {"style": "rule", "ground_truth": "2"},
-    }
-    rows = [row] * 63 + [row | change]
-    (tmp_path / "rows.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    run = healthy.train(toy, run_dir, *SHORT, f"data.train_files={tmp_path}/rows.jsonl")
-    assert_refused(run, "rows.jsonl", said)
-
-
-@pytest.mark.parametrize("seed", [2**63, 2**70, -1])
-def test_15_a_seed_that_no_generator_takes_is_refused(healthy, toy, run_dir, seed):
-    assert_refused(healthy.train(toy, run_dir, *SHORT, f"data.seed={seed}"), "data.seed")
-
-
-def test_15_a_model_of_fewer_than_no_layers_is_refused(healthy, toy, run_dir, model):
-    edit(model / "config.json", num_hidden_layers=-1)
-    assert_refused(healthy.train(toy, run_dir, *SHORT, with_model(model)), "num_hidden_layers")
-
-
-def test_15_an_index_that_is_no_json_is_refused(healthy, toy, run_dir, model):
-    (model / "model.safetensors.index.json").write_text("{")
-    assert_refused(healthy.train(toy, run_dir, *SHORT, with_model(model)), "model.safetensors.index.json")
 
 
 def test_15_a_home_that_cannot_be_written_is_survived_or_named(healthy, toy, run_dir, uninterrupted):

@@ -21,10 +21,6 @@ def test_each_digit_is_a_token_of_its_own(text: str) -> None:
     assert [t for t in tokens if any(c.isdigit() for c in t)] == [c for c in text if c.isdigit()]
 
 
-def test_no_special_token_is_added_to_a_text() -> None:
-    assert TOKENIZER("7+5", add_special_tokens=True)["input_ids"] == TOKENIZER("7+5", add_special_tokens=False)["input_ids"]
-
-
 def test_a_turn_is_rendered_as_chatml_and_its_markers_are_single_tokens() -> None:
     turn = [{"role": "user", "content": "7+5"}]
     text = TOKENIZER.apply_chat_template(turn, tokenize=False, add_generation_prompt=True)
@@ -38,15 +34,6 @@ def test_a_generation_ends_with_the_turn_and_padding_is_another_token() -> None:
     assert TOKENIZER.eos_token == TURN_END
     assert TOKENIZER.pad_token not in (TURN_END, TURN_START)
     assert TOKENIZER.padding_side == "left"
-
-
-def test_only_ids_and_mask_reach_the_model() -> None:
-    assert set(TOKENIZER("7+5")) == {"input_ids", "attention_mask"}
-
-
-def test_two_builds_give_the_same_vocabulary() -> None:
-    assert build_tokenizer().get_vocab() == TOKENIZER.get_vocab()
-    assert len(TOKENIZER) == 320
 
 
 def test_a_vocabulary_without_room_for_all_bytes_is_refused() -> None:

@@ -6,7 +6,6 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.observe.charts import draw_charts, draw_peaks, draw_reward, running_mean, validation_points
-from verl_memopt.observe.drawing import counted_by, unit_of
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.timeline_chart import WHOLE_UP_TO, draw_timeline
 
@@ -37,10 +36,3 @@ def test_a_running_mean_uses_what_there_is_at_the_beginning() -> None:
 def test_validation_points_are_the_steps_that_were_validated() -> None:
     metrics = [{"step": 0, "val-core/toy/acc/mean@1": 0.1}, {"step": 1}, {"step": 2, "val-core/toy/acc/mean@1": 0.5}]
     assert validation_points(metrics) == ([0, 2], [0.1, 0.5])
-
-
-def test_axes_name_their_unit_and_counter() -> None:
-    assert unit_of([2**20, None]) == (2**20, "MiB")
-    assert unit_of([5 * 2**30]) == (2**30, "GiB")
-    assert counted_by("tracker") == "live tensor bytes (tracker)"
-    assert counted_by("allocator") == "live tensor bytes (allocator)"

@@ -1,7 +1,3 @@
-import io
-
-from rich.console import Console
-
 from verl_memopt.observe.comparison import comparison_table, draw_comparison, peak_of, phases_of, run_names
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.summary import build_summary
@@ -65,12 +61,6 @@ def test_figures_of_different_counters_are_not_set_against_each_other():
 
 def test_a_phase_that_no_run_counted_has_no_row_of_peaks():
     assert "gen, peak MiB" not in cells(comparison_table({"a": summary(None, gen=None)}))
-
-
-def test_the_table_fits_a_narrow_console():
-    console = Console(width=60, record=True, file=io.StringIO())
-    console.print(comparison_table({"a": summary(gen=8), "b": summary(gen=6)}))
-    assert max(map(len, console.export_text().splitlines())) <= 60
 
 
 def test_both_charts_are_drawn_even_where_a_run_counted_nothing(make_run, tmp_path):

@@ -5,14 +5,10 @@ from verl_memopt.observe.drawing import (
     KIND_COLOURS,
     PALETTE,
     colours,
-    counted_by,
     figure,
-    note,
     save,
     size_text,
-    style,
     unit_of,
-    whole_steps,
 )
 
 MIB, GIB = 2**20, 2**30
@@ -35,37 +31,6 @@ def test_known_names_keep_their_colour_and_others_take_the_palette_in_order():
     found = colours(["b", "params", "a", "b"], KIND_COLOURS)
     assert found["params"] == KIND_COLOURS["params"]
     assert (found["b"], found["a"]) == PALETTE[:2]
-
-
-def test_more_names_than_colours_begin_the_palette_again():
-    names = [str(number) for number in range(len(PALETTE) + 1)]
-    assert colours(names, {})[names[-1]] == PALETTE[0]
-
-
-def test_colours_of_a_chart_are_all_different():
-    assert len(set(PALETTE)) == len(PALETTE)
-    assert len(set(KIND_COLOURS.values())) == len(KIND_COLOURS)
-
-
-def test_a_chart_says_who_counted_its_bytes():
-    assert counted_by("allocator") == "live tensor bytes (allocator)"
-    assert counted_by(None) == counted_by("") == "live tensor bytes"
-
-
-def test_axes_get_their_words_and_a_step_axis_whole_numbers():
-    axes = figure(3, 2).add_subplot()
-    style(axes, "Title", "x words", "y words")
-    whole_steps(axes)
-    axes.set_xlim(0, 3)
-    assert (axes.get_title(loc="left"), axes.get_xlabel(), axes.get_ylabel()) == ("Title", "x words", "y words")
-    assert all(tick == int(tick) for tick in axes.get_xticks())
-
-
-def test_axes_with_nothing_to_show_say_so():
-    axes = figure(3, 2).add_subplot()
-    note(axes, "Nothing yet.")
-    assert [text.get_text() for text in axes.texts] == ["Nothing yet."]
-    assert list(axes.get_xticks()) == []
 
 
 def test_a_chart_is_written_whole_over_the_one_before(tmp_path):

@@ -102,10 +102,6 @@ def test_a_fresh_run_keeps_the_settings_of_the_earlier_one_aside(tmp_path: Path)
     assert not folder.config_history.exists()
 
 
-def test_each_start_of_a_run_has_an_id_of_its_own(tmp_path: Path) -> None:
-    assert RunFolder(tmp_path).run_id != RunFolder(tmp_path).run_id
-
-
 def test_a_folder_that_the_disk_will_not_change_is_named(make_run: Callable[..., RunFolder]) -> None:
     folder = make_run(steps=2)
     folder.config_history.write_text("a file in the way")

@@ -2,7 +2,7 @@ import pytest
 
 from verl_memopt.observe import timeline_chart
 from verl_memopt.observe.timeline import TimelineRow
-from verl_memopt.observe.timeline_chart import PHASE_COLOURS, WHOLE_UP_TO, draw_timeline
+from verl_memopt.observe.timeline_chart import WHOLE_UP_TO, draw_timeline
 
 MIB = 2**20
 
@@ -70,8 +70,3 @@ def test_what_was_not_counted_is_said_and_not_drawn_as_nothing(drawn):
     assert texts(overview) == ["No phase of this run counted its bytes."]
     assert texts(phases) == ["bytes were not counted here"]
     assert phases.get_title(loc="left").endswith("(bytes counted in 0 of 1 steps)")
-
-
-def test_every_phase_of_a_step_has_a_colour_of_its_own():
-    assert len(set(PHASE_COLOURS.values())) == len(PHASE_COLOURS)
-    assert {"gen", "reward", "old_log_prob", "ref", "adv", "update_actor", "update_weights", "testing"} <= PHASE_COLOURS.keys()

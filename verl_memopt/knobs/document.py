@@ -12,10 +12,9 @@ HEAD = """# Memory knobs
 
 Written by `python -m verl_memopt.knobs.document` from the files of `verl_memopt/knobs/`; edit those, not this page.
 `verl-memopt knobs` prints the table, `verl-memopt knobs NAME` one section, and
-`verl-memopt knobs --measure --model FOLDER` measures each knob on a model of yours. The formulas behind *Saves* are on
-[a page of their own](formulas.md). With `algorithm.adv_estimator=gae`, keys below `critic` turn the same knobs for it, and
-what a knob refuses for the policy's keys it refuses for the critic's. Has your run just run out of memory? Begin with
-[Out of memory](out_of_memory.md).
+`verl-memopt knobs --measure --model FOLDER` measures each knob on a model of yours. With `algorithm.adv_estimator=gae`, keys
+below `critic` turn the same knobs for it, and what a knob refuses for the policy's keys it refuses for the critic's. Has your run
+just run out of memory? Begin with [Out of memory](out_of_memory.md).
 """
 
 

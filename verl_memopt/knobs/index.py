@@ -18,10 +18,8 @@ NOT_KNOBS = (
     "critic_rules",
     "document",
     "example",
-    "formulas",
     "index",
     "knob",
-    "mathml",
     "ranges",
     "shapes",
 )

@@ -20,7 +20,7 @@ USAGE = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [key=va
 
 def build_parser(prog: str) -> argparse.ArgumentParser:
     """Return the parser of the training entry."""
-    parser = argparse.ArgumentParser(prog=prog, usage=USAGE, description="Train a policy with RLOO or GRPO.")
+    parser = argparse.ArgumentParser(prog=prog, usage=USAGE, description="Train a policy with PPO, RLOO, GRPO and others.")
     entries = "ppo_trainer (the default: verl's defaults), rloo_trainer, grpo_trainer, or a file of --config-dir"
     parser.add_argument("--config-name", default="ppo_trainer", help=entries)
     parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")

@@ -7,7 +7,6 @@ from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.knobs.index import knob_named
 from verl_memopt.memory.activations.activation_checkpointing import (
     KEPT_BY_SELECTIVE,
     Checkpointed,
@@ -154,9 +153,3 @@ def test_every_operator_that_torch_has_is_spelled_as_torch_does():
     for name in KEPT_BY_SELECTIVE - {"flash_attn::_flash_attn_varlen_forward"}:
         namespace, operator = name.split("::")
         assert hasattr(getattr(torch.ops, namespace), operator), name
-
-
-def test_the_index_names_the_three_keys_of_each_trained_model():
-    names = ("enable_gradient_checkpointing", "gradient_checkpointing_mode", "gradient_checkpointing_every")
-    models = ("actor_rollout_ref.model", "critic.model")
-    assert set(knob_named("activation_checkpointing").keys) == {f"{model}.{name}" for model in models for name in names}

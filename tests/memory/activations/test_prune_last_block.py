@@ -14,7 +14,6 @@ from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.knobs.index import knob_named
 from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.memory.activations.prune_last_block import can_prune
 from verl_memopt.models.decoder import class_name
@@ -206,8 +205,3 @@ def test_a_last_block_whose_attention_slides_computes_all_tokens(tmp_path, one_r
         model = act.build(folder, one_rank, **OWN, **ON).model
     assert not model.decoder.prunes
     assert "prune_last_block=true: attention of MistralDecoderLayer slides over a window of 4096 tokens" in caplog.text
-
-
-def test_the_index_has_it_on_by_default():
-    assert knob_named("prune_last_block").row.off == ("actor_rollout_ref.model.prune_last_block=false",)
-    assert ActorRolloutRef().model.prune_last_block

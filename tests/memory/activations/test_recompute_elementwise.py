@@ -12,7 +12,6 @@ from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
-from verl_memopt.knobs.index import knob_named
 from verl_memopt.memory.activations.recompute_elementwise import KNOWN, can_recompute
 from verl_memopt.models.decoder import class_name
 from verl_memopt.models.pack import pack_groups
@@ -241,7 +240,3 @@ def test_another_activation_is_left_alone_with_a_warning(caplog):
     with caplog.at_level(logging.WARNING):
         assert not can_recompute(theirs(hidden_act="gelu"), trained=True)
     assert "has the activation gelu, not silu" in caplog.text
-
-
-def test_the_index_has_it_on_by_default():
-    assert knob_named("recompute_elementwise").row.off == ("actor_rollout_ref.model.recompute_elementwise=false",)

@@ -9,7 +9,7 @@ Bytes saved: let A be the bytes that a block keeps for its backward, and X the b
   again.
 
 With ``recompute_elementwise`` a block that is computed again never holds its gate and up whole. ``full`` then saves up to 2 x T
-x I x b more in the last block. ``docs/formulas.md`` has A, X and the whole formula.
+x I x b more in the last block. ``knobs/shapes.py`` has A, X and the whole formula.
 """
 
 from __future__ import annotations

@@ -7,7 +7,7 @@ Bytes saved: let k be ``activation_offload_in_flight``, the number of tensors wh
 * Between forward and backward also the rotary tables, and what the final norm keeps.
 
 Nothing is saved with checkpointing if one small micro-batch makes an optimizer step: gradients then set the peak, at the end of
-backward. ``docs/formulas.md`` has the whole formula.
+backward. ``knobs/shapes.py`` has the whole formula.
 """
 
 from __future__ import annotations

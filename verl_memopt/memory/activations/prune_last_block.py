@@ -3,7 +3,7 @@
 Bytes saved: nothing reads the last block's output at U of the T tokens: those of the prompts, except the last of each. The last
 block skips queries, attention, its output product and the MLP of these tokens, forward and backward. With recomputed norms it
 keeps U x b x (h + 2 x H x D + 2 x I) bytes less. With activation checkpointing the peak falls to that of the block before.
-Where U is less than an eighth of T, nothing is skipped. ``docs/formulas.md`` has the whole formula.
+Where U is less than an eighth of T, nothing is skipped. ``knobs/shapes.py`` has the whole formula.
 
 Exact: no pass reads what is skipped. Gradients differ by the order of sums.
 """

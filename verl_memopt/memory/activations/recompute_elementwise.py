@@ -2,7 +2,7 @@
 
 Bytes saved: let A be the bytes that a block of Qwen3 keeps without the knob, and A' those that it keeps with it. A' is less
 than half of A in bfloat16. Without activation checkpointing the peak falls by (L - 1) x (A - A'). The last block sets the peak.
-Its backward walks over tiles of tokens, so it holds less too, with checkpointing as well. ``docs/formulas.md`` has A, A' and
+Its backward walks over tiles of tokens, so it holds less too, with checkpointing as well. ``knobs/shapes.py`` has A, A' and
 what the last block holds at each moment. On a GPU where functions are not compiled, elementwise tiles add 112 MiB; elsewhere
 1.5 MiB.
 

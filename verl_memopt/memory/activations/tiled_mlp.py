@@ -5,7 +5,7 @@ Bytes saved: let I be the width of the MLP and n ``tiled_mlp.num_shards``. At th
 sums of the gradients of three weights and of the input. The peak can then move to the backward of attention, which limits the
 saving. Without activation checkpointing the other L - 1 blocks also keep 4 x T x I x b less each. Passes without gradients save
 3 x T x I x b x (1 - 1 / n), less T x h x b. With ``recompute_elementwise`` a block keeps only gate and up, so less is left to
-save. ``docs/formulas.md`` has the whole formula.
+save. ``knobs/shapes.py`` has the whole formula.
 
 Exact: outputs and gradients of inputs are those of the whole MLP. Gradients of weights differ by the order of one sum over
 tokens.

@@ -3,19 +3,12 @@ from recipe.rloo.memory_study.arms import (
     EXPANSIONS,
     FIXED_ROWS,
     KS,
-    SAVINGS,
     coupled_arms,
     larger,
     main_arms,
-    quick_arms,
     saving_arms,
     select,
 )
-
-
-def test_a_name_and_a_group_size_say_which_program_runs():
-    cells = [arm.cell for arm in ARMS]
-    assert len(set(cells)) == len(cells) == 24 + 24 + 18 + 1
 
 
 def test_the_main_table_has_every_expansion_prompt_and_group_size_with_as_many_rows_in_a_forward():
@@ -24,20 +17,6 @@ def test_the_main_table_has_every_expansion_prompt_and_group_size_with_as_many_r
         (expansion, prompt, k) for expansion in EXPANSIONS for prompt in ("full", "truncated") for k in KS
     }
     assert {(arm.update, arm.micro_batch) for arm in arms} == {("legacy", FIXED_ROWS)}
-
-
-def test_the_published_coupling_puts_the_whole_group_into_one_forward():
-    assert all(arm.micro_batch == arm.k and arm.coupled for arm in coupled_arms())
-    assert not any(arm.coupled for arm in main_arms())
-
-
-def test_a_forward_takes_a_divisor_of_the_group():
-    assert all(arm.k % arm.micro_batch == 0 for arm in (*ARMS, *saving_arms([16, 32, 64])))
-
-
-def test_each_saving_keeps_the_whole_prompt():
-    assert {arm.update for arm in saving_arms()} == set(SAVINGS)
-    assert {arm.prompt for arm in saving_arms()} == {"full"}
 
 
 def test_a_larger_group_is_tried_where_the_one_before_it_completed():
@@ -59,10 +38,6 @@ def test_no_larger_group_is_tried_where_one_did_not_complete_or_none_is_left():
     assert larger(main_arms([2, 4])) == []
     assert larger(coupled_arms()) == []
     assert larger(saving_arms([64])) == []
-
-
-def test_the_quick_study_has_every_method_at_every_published_group_size():
-    assert {(arm.name, arm.k) for arm in quick_arms()} == {(arm.name, arm.k) for arm in ARMS}
 
 
 def test_a_selection_keeps_what_has_all_the_values():

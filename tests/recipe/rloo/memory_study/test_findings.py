@@ -106,17 +106,6 @@ def test_expansions_are_compared_with_the_same_prompts():
     assert compared["ids_bytes_saved_by_waiting"] == 3015 * 8
 
 
-def test_a_run_without_room_is_compared_with_none():
-    rows = rows_of([completed(published("token"), 1, 10 * GIB, limit=GIB), out_of_memory(published("lazy"), GIB)])
-    assert expansion_rows(rows) == []
-
-
-def test_other_ids_are_seen():
-    other = record(published("lazy"), 1, 10 * GIB, ids_sha256="other")
-    rows = rows_of([completed(published("token"), 1, 10 * GIB), completed(published("lazy"), 1, 1, records=[other])])
-    assert expansion_rows(rows)[0]["ids_equal"] is False
-
-
 def test_a_saving_is_counted_against_the_published_trainer_even_where_that_has_no_room():
     (arm,) = (arm for arm in saving_arms([8]) if arm.update == "shared_prompt")
     base = published(k=8)
@@ -128,17 +117,8 @@ def test_a_saving_is_counted_against_the_published_trainer_even_where_that_has_n
     assert alone["times_smaller"] is None
 
 
-def test_a_saving_that_did_not_complete_is_no_saving():
-    (arm,) = (arm for arm in saving_arms([8]) if arm.update == "shared_prompt")
-    assert saving_rows(rows_of([completed(published(k=8), GIB, GIB), out_of_memory(arm, None)])) == []
-
-
 def test_a_whole_step_is_a_finding_of_its_own_and_no_saving():
     (arm,) = whole_run_arms()
     found = findings(rows_of([completed(published(k=8), GIB, GIB), completed(arm, 300 * MIB)]))
     assert found["savings"] == []
     assert [(row["k"], row["peak"]["median"], row["peak_phase"]) for row in found["whole_run"]] == [(8, 300 * MIB, "backward")]
-
-
-def test_a_study_of_nothing_has_no_answers():
-    assert findings([]) == {"formula": [], "truncation": [], "expansion": [], "savings": [], "whole_run": []}

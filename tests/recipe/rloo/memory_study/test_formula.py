@@ -23,11 +23,3 @@ def test_truncation_takes_its_share_of_the_whole_device(k, share):
 def test_the_formula_is_within_a_hundredth_of_every_completed_run(run):
     predicted = formula.predicted_bytes(run.k, run.prompt, 100, VOCAB) / formula.MIB
     assert abs(predicted / run.peak_mib - 1) < 0.01
-
-
-def test_levels_are_counted_above_the_level_between_updates():
-    assert formula.bytes_per_logit([100, 500], between=100, logits=100) == [0, 4]
-
-
-def test_a_plateau_has_the_level_nearest_to_it():
-    assert formula.nearest_levels([0.2, 3.9, 6.4, 13.0], (4.0, 14.0)) == {4.0: 3.9, 14.0: 13.0}

@@ -93,11 +93,6 @@ def test_what_cannot_work_is_refused_with_2_before_anything_runs(arguments, word
     assert list(tmp_path.iterdir()) == []
 
 
-def test_three_repeats_are_the_default():
-    assert parse(["run"]).repeats is None
-    assert parse(["run", "--device-limit-gb", "32"]).device_limit_gb == 32
-
-
 @pytest.mark.parametrize(
     ("script", "expansion"),
     [

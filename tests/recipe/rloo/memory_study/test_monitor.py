@@ -11,7 +11,6 @@ from recipe.rloo.memory_study.monitor import (
     COLUMNS,
     MIB,
     MISSING,
-    PUBLISHED_COLUMNS,
     NoNvmlError,
     Reading,
     open_device,
@@ -82,11 +81,6 @@ def no_nvml(tmp_path, monkeypatch):
 def rows_of(path):
     with path.open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def test_the_columns_are_the_published_ones_and_more():
-    assert ",".join(PUBLISHED_COLUMNS) == PUBLISHED
-    assert set(COLUMNS) > set(PUBLISHED_COLUMNS)
 
 
 def test_a_row_has_the_units_of_its_columns():

@@ -33,11 +33,6 @@ def test_a_result_comes_back_from_its_file_as_it_was(result, tmp_path):
     assert [path.name for path in tmp_path.iterdir()] == ["cell.json"]
 
 
-def test_the_exit_codes_are_those_of_the_study():
-    assert EXIT_CODES == {"completed": 0, "failed": 1, "refused": 2, "oom": 3, "diverged": 4, "timeout": 5}
-    assert dataclasses.replace(RESULT, outcome="oom").exit_code == 3
-
-
 def test_a_study_ends_with_its_worst_outcome():
     assert worst({"completed"}) == "completed"
     assert worst({"completed", "oom"}) == "oom"

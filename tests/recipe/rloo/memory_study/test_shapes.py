@@ -2,7 +2,6 @@ import dataclasses
 import json
 
 import pytest
-from transformers import AutoTokenizer
 
 from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, TRUNCATED, Arm
 from recipe.rloo.memory_study.shapes import PUBLISHED, SMALL, make_batch, prompt_text, read_documents
@@ -43,10 +42,6 @@ def test_truncation_keeps_the_first_tokens_and_counts_the_others(tokenizer):
     assert whole.ids_sha256() != cut.ids_sha256()
 
 
-def test_the_published_truncation_drops_1991_tokens_of_a_row(tokenizer):
-    assert make_batch(arm(prompt=TRUNCATED, k=2), PUBLISHED, tokenizer, 0).dropped == 2 * (3015 - 1024)
-
-
 def test_an_advantage_is_the_reward_minus_the_mean_of_the_others(tokenizer):
     batch = make_batch(arm(k=3), SMALL, tokenizer, 0)
     a, b, c = batch.rewards
@@ -84,8 +79,3 @@ def test_a_document_that_is_too_short_is_refused(tmp_path, tokenizer):
     (tmp_path / "report.txt").write_text("")
     with pytest.raises(ConfigError, match="Name longer documents"):
         prompt_text(dataclasses.replace(PUBLISHED, documents=str(tmp_path)), tokenizer, 0)
-
-
-def test_the_tokenizer_of_the_model_folder_is_the_one_of_the_tests(tmp_path, tokenizer):
-    tokenizer.save_pretrained(tmp_path)
-    assert AutoTokenizer.from_pretrained(tmp_path)("user")["input_ids"] == tokenizer("user")["input_ids"]

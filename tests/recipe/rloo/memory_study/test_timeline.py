@@ -17,17 +17,6 @@ def test_the_highest_level_stays_however_small_its_step_is():
     assert [live for _, live, _ in kept] == [0, 1000, 1001, 0]
 
 
-def test_the_highest_reserved_level_stays_too():
-    points = [(0.0, 10, 100), (1.0, 5000, 9999), (2.0, 5001, 10_000), (3.0, 5000, 9999), (4.0, 0, 0)]
-    assert (2.0, 5001, 10_000) in thinned(points)
-    assert thinned(points)[-1] == points[-1]
-
-
-def test_no_points_stay_none():
-    assert thinned([]) == ()
-    assert thinned(points_of(5)) == ((0.0, 5, None),)
-
-
 def test_a_tracker_notes_every_level_in_order():
     with TimelineTracker() as tracker:
         first = torch.zeros(1000)

@@ -15,7 +15,6 @@ from recipe.rloo.memory_study.legacy import Options
 from recipe.rloo.memory_study.measure import run_arm
 from recipe.rloo.memory_study.shapes import SMALL, make_model
 from recipe.rloo.memory_study.updates import own_settings
-from verl_memopt.config.schema import Model
 
 ONE_EPOCH = dataclasses.replace(SMALL, epochs=1)
 LONGER = dataclasses.replace(ONE_EPOCH, name="longer", prompt=240, truncated=80, response=16)
@@ -83,11 +82,6 @@ def test_a_truncated_prompt_has_another_gradient(folder, published):
     assert difference(cut.gradients, published.gradients) > 0.01
 
 
-def test_the_drift_makes_a_loss_that_can_be_compared(published):
-    # At ratios of 1 the loss is minus the mean advantage, which is 0 in every group.
-    assert published.loss < -0.01
-
-
 @pytest.mark.parametrize(
     ("update", "shared", "checkpointing"),
     [("chunked", False, False), ("shared_prompt", True, False), ("shared_prompt_checkpointing", True, True)],
@@ -97,8 +91,3 @@ def test_an_own_update_switches_on_what_its_name_says(update, shared, checkpoint
     assert settings.actor.use_prefix_grouper is shared
     assert settings.model.enable_gradient_checkpointing is checkpointing
     assert settings.actor.ppo_micro_batch_size_per_gpu == (None if shared else 2)
-
-
-def test_the_last_update_has_the_defaults_of_the_model_section(folder):
-    settings = own_settings(Arm("arm", "token", FULL, "shared_prompt_checkpointing", 4, 4), SMALL, folder)
-    assert settings.model == Model(path=str(folder))
