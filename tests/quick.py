@@ -22,8 +22,8 @@ MAIN = "main"
 SECONDS = float(os.environ.get("VERL_MEMOPT_QUICK_SECONDS", "75"))
 """After this long no further test begins."""
 
-ALWAYS = "tests/architecture/test_mirror.py"
-"""Runs with every change of a source or of a test: each has the other."""
+ALWAYS = "tests/architecture/test_rooms.py"
+"""Runs with every change of a source or of a test: it holds the order of the rooms."""
 
 OTHERS = (
     ("verl_memopt/config/yaml/", "tests/config/test_profiles.py"),

@@ -28,7 +28,7 @@ NAMES = {
     "Stepper": "train_step",
     "Feed": "the prefetcher's next",
     "Scores": "LogProbs",
-    "build_scorer": "build_policy",
+    "scorer_of": "build_policy",
     "climb": "ablation",
     "Rung": "Row",
     "rung": "row",
@@ -44,7 +44,7 @@ EMPTY_LOCALS = frozenset({"found", "given", "taken", "asks", "asked", "told", "s
 """Names of variables and arguments that say nothing about what they hold."""
 
 ON_NO_PAGE = ("trunk", "rung", "rungs", "climb", "climbs", "crew", "stepper", "carried prompt", "carried prompts", "made again")
-MOST_LINES, MOST_LINES_OF_CONFIG = 400, 300
+MOST_LINES, MOST_LINES_OF_CONFIG = 600, 300
 
 
 def names(path):

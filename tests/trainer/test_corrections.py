@@ -204,7 +204,7 @@ def test_a_critic_leaves_out_the_tokens_that_a_correction_rejects(settled):
     }
     more |= {f"{KEY}.rollout_is": "token", f"{KEY}.rollout_rs": "token_k1", f"{KEY}.rollout_rs_threshold": "0.7_1.4"}
     with running(settled(more)) as learner:
-        batch = learner.log_probs(learner.scored(1))
+        batch = learner.scored(1)
         rows = batch.rows
         drift = 0.5 * torch.randn(rows.old_log_probs.shape, generator=torch.Generator().manual_seed(3))
         rows.rollout_log_probs = rows.old_log_probs - drift

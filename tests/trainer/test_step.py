@@ -11,11 +11,11 @@ from verl_memopt.data.expansion import EXPANSIONS
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.data.shared_rows import SharedRows
 from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.recipes.rlt.scorer import Explained
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.experience import StepBatch
 from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.rlt_scorer import Explained
 from verl_memopt.trainer.start import start_workers
 
 
@@ -66,7 +66,7 @@ def test_the_batch_of_a_lazy_step_holds_each_prompt_once(settled):
     for method in EXPANSIONS:
         with running(settled({"algorithm.expansion": method})) as learner:
             batch = learner.generate(learner.prompts.next(), 1)
-            assert learner.update(learner.advantages(learner.log_probs(learner.reward(batch)))).metrics["actor/grad_norm"] > 0
+            assert learner.update(learner.advantages(learner.log_probs(learner.score(batch)))).metrics["actor/grad_norm"] > 0
         held[method] = batch.rows.prompts
     assert {method for method, prompts in held.items() if isinstance(prompts, SharedRows)} == {"lazy"}
     lazy, token = held["lazy"], held["token"]
@@ -76,7 +76,7 @@ def test_the_batch_of_a_lazy_step_holds_each_prompt_once(settled):
 
 def test_responses_that_reach_their_limit_are_masked_and_counted(settled):
     with running(settled({"algorithm.mask_truncated_responses": True})) as learner:
-        batch = learner.advantages(learner.log_probs(learner.scored(1)))
+        batch = learner.advantages(learner.scored(1))
     truncated = [reason == "length" for reason in batch.answers.generation.finish_reasons]
     assert batch.metrics["reward/masked_rows"] == sum(truncated) > 0
     assert [size == 0 for size in batch.rows.kept_sizes()] == truncated
@@ -228,10 +228,10 @@ def test_a_student_scores_between_the_log_probs_while_the_engine_sleeps(rlt_toy,
 def test_rows_that_are_not_scored_count_in_no_mean(rlt_toy, tmp_path):
     """A limit between the lengths of the student's sequences skips some rows."""
     with running(rlt.settings_of(rlt_toy, tmp_path / "whole")) as learner:
-        batch = learner.log_probs(learner.scored(1))
+        batch = learner.scored(1)
         infos = [row.extra_info for row in batch.answers.rows]
         explained = Explained.of(infos, batch.answers.generation.response_ids, batch.names)
-        lengths = sorted(learner.rlt.score(explained).rows.ids.lengths.tolist())
+        lengths = sorted(learner.scorer.score(explained).rows.ids.lengths.tolist())
     more = {f"{rlt.RLT}.max_student_len": (lengths[0] + lengths[-1]) // 2, f"{rlt.RLT}.overlong": "skip"}
     with running(rlt.settings_of(rlt_toy, tmp_path / "cut", more)) as learner:
         result = learner.train_step(1)

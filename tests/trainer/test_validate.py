@@ -6,7 +6,7 @@ from tests import rlt
 from tests.trainer.conftest import AR, ready
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.build import build_rewarder, build_run, build_validator
+from verl_memopt.trainer.build import build_run, build_validator, scorer_of
 from verl_memopt.trainer.generation import Generator
 
 SAMPLED = {f"{AR}.rollout.val_kwargs.{key}": value for key, value in {"n": 3, "do_sample": True, "temperature": 1.0}.items()}
@@ -26,7 +26,7 @@ def validated(settled, base_workers, runner):
         context = build_run(settled(more))
         environment, rollout = context.environment, context.settings.actor_rollout_ref.rollout
         generator = Generator(rollout, environment.tokenizer, base_workers, environment.free_engine)
-        return build_validator(context, generator, build_rewarder(context, base_workers, runner)).validate(step)
+        return build_validator(context, generator, scorer_of(context, base_workers, runner)).validate(step)
 
     return validate
 

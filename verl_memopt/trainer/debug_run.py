@@ -111,7 +111,7 @@ def rollout_step(learner: Learner, step: int) -> StepResult:
 
 def score_step(learner: Learner, step: int) -> StepResult:
     """Score the answers of a step, and compute their log-probs."""
-    batch = learner.log_probs(learner.scored(step))
+    batch = learner.scored(step)
     batch.metrics |= summary_of("critic/score", batch.scores)
     batch.metrics |= reward_metrics(result.extra for result in batch.results)
     old, reference = batch.rows.old_log_probs, batch.rows.ref_log_probs

@@ -32,6 +32,24 @@ class Answers:
     texts: list[str]
 
 
+def join_answers(parts: Sequence[Answers]) -> Answers:
+    """Return the answers of several calls as those of one."""
+    generations = [part.generation for part in parts]
+    log_probs = [generation.log_probs for generation in generations]
+    generation = Generation(
+        response_ids=[ids for each in generations for ids in each.response_ids],
+        log_probs=None if None in log_probs else [row for each in log_probs for row in each or ()],
+        finish_reasons=[reason for each in generations for reason in each.finish_reasons],
+        cached_tokens=sum(each.cached_tokens for each in generations),
+    )
+    return Answers(
+        rows=[row for part in parts for row in part.rows],
+        prompt_ids=[ids for part in parts for ids in part.prompt_ids],
+        generation=generation,
+        texts=[text for part in parts for text in part.texts],
+    )
+
+
 class Generator:
     """Generates responses under the settings of ``rollout``."""
 

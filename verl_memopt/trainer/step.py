@@ -22,8 +22,7 @@ from verl_memopt.trainer.reference_sync import ReferenceSync
 from verl_memopt.trainer.remax import add_baselines, greedy_batch
 from verl_memopt.trainer.replay import NoPrompts, Replay, check_same_prompts
 from verl_memopt.trainer.resampling import draw_rows
-from verl_memopt.trainer.rewarder import Rewarder
-from verl_memopt.trainer.rlt_scorer import Explained, RltScorer
+from verl_memopt.trainer.rewarder import Computed, Scorer
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.truncated import mask_truncated
@@ -61,7 +60,7 @@ class Learner:
         workers: Workers that hold the models and the engines.
         prompts: Prompts of the next step; none where the rows of ``replay`` bring their own.
         generator: Answers the prompts.
-        rewards: Scores the answers.
+        scorer: Scores the answers, once everything that it reads exists.
         critic: Computes values and learns returns; None where the estimator needs no critic.
         group_filter: Leaves out groups without a signal; None to keep all.
         old_pass: Log-probs before the update; None where the forward of the update gives them.
@@ -74,7 +73,6 @@ class Learner:
         policy_update: Cuts the batch for the optimizer steps, and reads their results.
         step_metrics: Describes the batch at the end.
         replay: Gives the rows of a step in place of the engine; None where the engine generates them.
-        rlt: Scores the answers with a student, once their log-probs are known; None = ``rewards`` scores them.
         reference_sync: Moves the reference towards the policy; None where the reference keeps its weights.
         before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
@@ -82,7 +80,7 @@ class Learner:
     workers: TimedGroup
     prompts: PromptPrefetcher | NoPrompts
     generator: Generator
-    rewards: Rewarder
+    scorer: Scorer
     critic: CriticTraining | None
     group_filter: GroupFilter | None
     old_pass: LogProbPass | None
@@ -95,7 +93,6 @@ class Learner:
     policy_update: PolicyUpdate
     step_metrics: StepMetrics
     replay: Replay | Forge | None = None
-    rlt: RltScorer | None = None
     reference_sync: ReferenceSync | None = None
     before_update: Callable[[], None] = nothing
 
@@ -109,7 +106,6 @@ class Learner:
             Stopped: a stop was requested and the step abandoned. Only the position in the data has changed.
         """
         batch = self.scored(step)
-        batch = self.log_probs(batch)
         batch = self.values(batch)
         batch = self.advantages(batch)
         self.before_update()
@@ -127,18 +123,31 @@ class Learner:
         return self.critic is not None and self.critic.warms_up(step)
 
     def scored(self, step: int) -> StepBatch:
-        """Answer and score the prompts of a step. With a group filter, further prompts follow until the step is full."""
+        """Answer the prompts of a step, compute the log-probs, and score the answers when all that the scorer reads exists."""
+        reads = self.scorer.reads
+        batch = self.policy_log_probs(self.rollouts(step))
+        if reads == {"old_log_probs"}:
+            self.score(batch)  # before the reference takes the policy's place on the device: a scorer may use the policy
+        self.reference_log_probs(batch)
+        return self.score(batch) if "ref_log_probs" in reads else batch
+
+    def rollouts(self, step: int) -> StepBatch:
+        """Answer the prompts of a step, and score the answers where their text is enough.
+
+        With a group filter, further prompts follow until the step is full.
+        """
         if self.replay is not None:
             return self.replayed(self.replay, step)
         assert not isinstance(self.prompts, NoPrompts)
         if self.group_filter is None:
-            return self.reward(self.baselines(self.generate(self.prompts.next(), step, stays_awake=self.greedy_baseline)))
+            batch = self.baselines(self.generate(self.prompts.next(), step, stays_awake=self.greedy_baseline))
+            return batch if self.scorer.reads else self.score(batch)
 
         source = self.prompts
 
         def one_round(earlier_rounds: int) -> StepBatch:
             prompts = source.more() if earlier_rounds else source.next()
-            return self.reward(self.generate(prompts, step, earlier_rounds, stays_awake=True))
+            return self.score(self.generate(prompts, step, earlier_rounds, stays_awake=True))
 
         kept, metrics = self.group_filter.fill(one_round, step)
         rows = to_batch(kept.answers, self.generator.rollout.n, self.policy_update.actor)
@@ -159,10 +168,10 @@ class Learner:
             self.generator.wake_and_release()
         answers = replayed.answers
         batch = StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.policy_update.actor))
-        if not replay.scored:
-            return self.reward(batch)
-        batch.results = replayed.results or []
-        return batch
+        if replay.scored:
+            batch.results = replayed.results or []
+            return batch
+        return batch if self.scorer.reads else self.score(batch)
 
     def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> StepBatch:
         """Answer the prompts, ``rollout.n`` times each. Arguments as in :meth:`Generator.generate`."""
@@ -173,43 +182,38 @@ class Learner:
         """Add the score of a greedy response to each prompt, where the estimator compares with it. The engine is released."""
         if not self.greedy_baseline:
             return batch
-        greedy = self.reward(greedy_batch(self.generator, batch, self.policy_update.actor))
+        greedy = self.score(greedy_batch(self.generator, batch, self.policy_update.actor))
         return add_baselines(batch, greedy, self.generator.rollout.n)
 
-    def reward(self, batch: StepBatch) -> StepBatch:
-        """Score each answer. A student scores later, in :meth:`log_probs`."""
-        if self.rlt is None:
-            batch.results = self.rewards.score(batch.answers, self.workers.clock.phase("reward"))
+    def score(self, batch: StepBatch) -> StepBatch:
+        """Score each answer. What the scorer reads must exist."""
+        scored = self.scorer.score_answers(batch.answers, Computed(batch.rows, batch.names))
+        batch.results = scored.results
+        batch.metrics |= scored.metrics
         return batch
 
     def log_probs(self, batch: StepBatch) -> StepBatch:
-        """Add the policy's log-probs before the update and, where the settings have a KL, the reference's.
+        """Add the policy's log-probs before the update and, where the settings have a KL, the reference's."""
+        return self.reference_log_probs(self.policy_log_probs(batch))
 
-        With RLT the student scores the answers in between, or after both where it is compared with the reference.
-        """
+    def policy_log_probs(self, batch: StepBatch) -> StepBatch:
+        """Add the policy's log-probs before the update, unless the update computes them."""
         old_pass = self.old_pass
         if self.bypass is not None:
             batch.rows.old_log_probs = batch.rows.rollout_log_probs
         elif self.critic is not None and self.warms_up(batch.step):
             old_pass = self.critic.warmup_pass
-        if old_pass is not None:
-            old = old_pass.compute(batch.rows, batch.names)
-            batch.rows.old_log_probs, batch.entropy, batch.sum_pi_squared = old.log_probs, old.entropy, old.sum_pi_squared
-        if self.rlt is not None and not self.rlt.reads_reference:
-            self.score_explanations(self.rlt, batch)
+        if old_pass is None:
+            return batch
+        old = old_pass.compute(batch.rows, batch.names)
+        batch.rows.old_log_probs, batch.entropy, batch.sum_pi_squared = old.log_probs, old.entropy, old.sum_pi_squared
+        return self.compare_log_probs(batch)
+
+    def reference_log_probs(self, batch: StepBatch) -> StepBatch:
+        """Add the reference's log-probs, where the settings have a KL."""
         if self.ref_pass is not None:
             batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
-        if self.rlt is not None and self.rlt.reads_reference:
-            self.score_explanations(self.rlt, batch)
-        return batch if old_pass is None else self.compare_log_probs(batch)
-
-    def score_explanations(self, rlt: RltScorer, batch: StepBatch) -> None:
-        """Score each answer as an explanation (RLT). The teacher's log-probs are those that the step has computed already."""
-        infos = [row.extra_info for row in batch.answers.rows]
-        explained = Explained.of(infos, batch.answers.generation.response_ids, batch.names)
-        scored = rlt.score(explained, batch.rows.ref_log_probs if rlt.reads_reference else batch.rows.old_log_probs)
-        batch.results = scored.results()
-        batch.metrics |= scored.metrics()
+        return batch
 
     def values(self, batch: StepBatch) -> StepBatch:
         """Add the value before each response token, where there is a critic."""
@@ -291,12 +295,9 @@ class Learner:
         budgets["update_actor"] = self.policy_update.cutter.budget
         if self.critic is not None:
             budgets |= {"values": self.critic.budget, "update_critic": self.critic.cutter.budget}
-        if self.rewards.model is not None:
-            budgets["reward"] = self.rewards.model.budget
         learned = {phase: budget.learned for phase, budget in budgets.items() if budget.learned is not None}
-        if self.rlt is not None and self.rlt.learned is not None:
-            learned["reward"] = self.rlt.learned
-        return learned
+        own = self.scorer.learned_budget
+        return learned if own is None else learned | {"reward": own}
 
     def result(self, batch: StepBatch) -> StepResult:
         """Return the result of a finished step."""

@@ -8,8 +8,8 @@ import pytest
 from tests.docs.pages import DOCS, ROOT, SETTING, commands, without_blocks
 from verl_memopt.config.keys import leaf_types, section_keys
 from verl_memopt.config.loader import load_settings
-from verl_memopt.config.rlt_spellings import RLT_NO_EQUAL, RLT_SPELLINGS
 from verl_memopt.config.trl_spellings import NAMES
+from verl_memopt.recipes.rlt.names import RLT_NO_EQUAL, RLT_SPELLINGS
 
 README = ROOT / "recipe" / "rlt" / "README.md"
 PAGES = [README, DOCS / "rlt.md"]
@@ -63,7 +63,7 @@ def test_every_script_and_file_that_is_named_is_there() -> None:
 
 @pytest.mark.parametrize("command", [line for line in scripts() if "warm_up.py" in line])
 def test_the_commands_of_the_warm_up_load(command) -> None:
-    from verl_memopt.trainer.warm_up import check_warm_up
+    from verl_memopt.recipes.rlt.warm_up import check_warm_up
 
     check_warm_up(load_settings("warm_up", [word for word in command.split() if "=" in word], RECIPE))
 
