@@ -43,12 +43,13 @@ from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.trainer.rewarder import Dapo, PreparedRecipe, Rewarder, Scorer
 from verl_memopt.trainer.run_lock import RunLock, hold
-from verl_memopt.trainer.step import Learner
+from verl_memopt.trainer.step import Learner, OnPolicy, PolicyTraining, Rollouts, SeparatePass
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import PolicyUpdate
 from verl_memopt.trainer.validate import Validator
-from verl_memopt.workers.worker import WorkerPlan
+from verl_memopt.workers.plan import WorkerPlan
+from verl_memopt.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -331,30 +332,38 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     # A scorer that reads log-probs runs before the update, so that they cannot come from it.
     on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
     statistics = actor.calculate_entropy, actor.calculate_sum_pi_squared
-    old_pass = LogProbPass(workers, "old_log_prob", "old_log_probs", old_budget, balance, statistics)
+    old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, statistics)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     policy_update = PolicyUpdate(cutter, actor, context.store)
     # The engine's log-probs of a dump may belong to other weights, so a difference is no fault.
     mismatch = MismatchCheck(rollout if replay is None else replace(rollout, max_logprob_diff=None), actor.fsdp_config)
-    ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
+    ref_pass = LogProbPass(workers, "ref", Worker.ref_log_probs, ref_budget, balance)
     with_reference = needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss)
     every = None if context.worker_plan.reference_folder is None else roles.ref.sync_every_steps
+    policy: PolicyTraining
+    if bypasses:
+        policy = BypassUpdate(workers, policy_update, mismatch, correction)
+    elif on_policy:
+        policy = OnPolicy(workers, old_pass, policy_update, mismatch)
+    else:
+        policy = SeparatePass(workers, old_pass, policy_update, mismatch)
     return Learner(
         workers=workers,
-        prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
-        generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine, mode.has_engine),
+        rollouts=Rollouts(
+            prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
+            generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine, mode.has_engine),
+            scorer=scorer,
+            actor=actor,
+            greedy_baseline="baselines" in NEEDS.get(algorithm.adv_estimator, ()),
+            group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
+            replay=replay,
+        ),
         scorer=scorer,
-        critic=_build_critic_training(context, workers, old_pass),
-        group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
-        old_pass=None if on_policy or bypasses else old_pass,
+        policy=policy,
         ref_pass=ref_pass if with_reference else None,
-        mismatch=mismatch,
-        bypass=BypassUpdate(workers, policy_update, mismatch, correction) if bypasses else None,
-        greedy_baseline="baselines" in NEEDS.get(algorithm.adv_estimator, ()),
+        critic=_build_critic_training(context, workers, old_pass),
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
-        policy_update=policy_update,
         step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
         reference_sync=None if every is None else ReferenceSync(workers, every, context.updates_per_step),
-        replay=replay,
     )

@@ -105,8 +105,9 @@ def replayed_steps(settings: Settings, environment: Environment, done: int) -> i
 
 def rollout_step(learner: Learner, step: int) -> StepResult:
     """Answer the prompts of a step, and nothing more."""
-    assert not isinstance(learner.prompts, NoPrompts)
-    return _described(learner, learner.generate(learner.prompts.next(), step))
+    rollouts = learner.rollouts
+    assert not isinstance(rollouts.prompts, NoPrompts)
+    return _described(learner, rollouts.generate(rollouts.prompts.next(), step))
 
 
 def score_step(learner: Learner, step: int) -> StepResult:

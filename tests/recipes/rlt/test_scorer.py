@@ -21,7 +21,9 @@ from verl_memopt.recipes.rlt.student_rows import SKIPPED, SOLUTION, THINK, Stude
 from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.passes import Budget
 from verl_memopt.trainer.start import start_rewards, start_workers
+from verl_memopt.trainer.step import score
 from verl_memopt.workers.log_probs import LogProbs
+from verl_memopt.workers.worker import Worker
 
 SHORT = FORMATS["short"]
 HEAT = 0.7
@@ -39,7 +41,7 @@ def learner_of(settings):
     with context.lock, rewards as runner, start_workers(context, PhaseClock()) as workers:
         learner = build_learner(context, workers, runner)
         try:
-            workers.all("update_weights", "update_weights")
+            workers.all("update_weights", Worker.update_weights)
             yield learner
         finally:
             learner.close()
@@ -107,7 +109,7 @@ def test_rewards_of_a_step_are_the_naive_ones(toy, tmp_path, mode):
         assert [result.extra["r_ss"] for result in batch.results] == pytest.approx([r for _, r, _ in expected], abs=1e-5)
         assert [result.extra["r_kl"] for result in batch.results] == pytest.approx([r for _, _, r in expected], abs=1e-5)
         assert batch.metrics["rlt/reward"] == pytest.approx(sum(reward for reward, _, _ in expected) / 6, abs=1e-5)
-        again = learner.score(learner.log_probs(batch))
+        again = score(learner.scorer, batch)
         assert [result.score for result in again.results] == [result.score for result in batch.results]
     assert len({round(reward, 3) for reward, _, _ in expected}) > 3
 

@@ -48,6 +48,7 @@ from verl_memopt.trainer.passes import Budget, budgets, cut_ranks, uneven_shares
 from verl_memopt.trainer.rewarder import Computed, Scored
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.log_probs import scoring_temperature
+from verl_memopt.workers.worker import Worker
 
 StudentPass = Callable[[Student, StudentRows, Sequence[Sequence[int]], float], StudentReply]
 """A method of the student that computes log-probs of rows, cut into micro-batches, at a temperature."""
@@ -212,7 +213,7 @@ class RltScorer:
         shares = uneven_shares(tokens, self.workers.world_size)
         names = [[explained.addresses[row] for row in share] for share in shares]
         bins = cut_ranks([tokens.select(share) for share in shares], names, self.teacher_budget)
-        phase, method = ("ref", "ref_log_probs") if self.reads_reference else ("old_log_prob", "policy_log_probs")
+        phase, method = ("ref", Worker.ref_log_probs) if self.reads_reference else ("old_log_prob", Worker.policy_log_probs)
         arguments = [(batch.select(share), cut, temperature) for share, cut in zip(shares, bins, strict=True)]
         parts = zip(shares, self.workers.each(phase, method, arguments), strict=True)
         return scatter_tokens([(share, part.log_probs) for share, part in parts], batch.responses.sizes())
@@ -240,7 +241,7 @@ class RltScorer:
         bins = self._micro_batches(of_ranks)
         began = time.perf_counter()
         arguments = [(method, rows.select(share), cut, self.temperature) for share, cut in zip(shares, bins, strict=True)]
-        replies: list[StudentReply] = self.workers.each("reward", "of_role", arguments)
+        replies: list[StudentReply] = self.workers.each("reward", Worker.of_role, arguments)
         if self.learned is not None and method is Student.log_probs:
             fullest = max((part.cost(members) for part, cut in zip(of_ranks, bins, strict=True) for members in cut), default=0)
             self.learned.learn(fullest, self.workers.figures)

@@ -41,6 +41,7 @@ from verl_memopt.trainer.update import PolicyUpdate
 from verl_memopt.trainer.update_guard import UpdateGuard
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.trained_model import ACTOR
+from verl_memopt.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -218,7 +219,7 @@ class Teaching:
         trainer, first = self.settings.trainer, 0
         if checkpoint is not None:
             contents = list(self.settings.actor_rollout_ref.actor.checkpoint.load_contents or [])
-            self.workers.all("load_checkpoint", "load", str(checkpoint.folder / "actor"), contents)
+            self.workers.all("load_checkpoint", Worker.load, str(checkpoint.folder / "actor"), contents)
             first = checkpoint.step
         record = RunFolder(self.environment.run_dir)
         resumed = None if checkpoint is None else first
@@ -264,7 +265,7 @@ class Teaching:
         cutter = MiniBatchCutter(self.workers.world_size, roles.actor, 1, budget, self.settings.trainer.balance_batch)
         update = PolicyUpdate(cutter, roles.actor, self.store)
         mini_batches = update.cut(batch, [self.train.names[row] for row in rows], step)
-        per_rank = self.workers.each("update_actor", "update_actor", [(each,) for each in mini_batches])
+        per_rank = self.workers.each("update_actor", Worker.update_actor, [(each,) for each in mini_batches])
         metrics = update.metrics(per_rank, step)
         tokens = sum(batch.prompts.sizes()) + sum(batch.responses.sizes())
         kept = {name: metrics[name] for name in (ACTOR.grad_norm, ACTOR.lr, ACTOR.skipped)}
@@ -282,7 +283,7 @@ class Teaching:
         tokens = [batch.select(share).row_tokens() for share in shares]
         bins = cut_ranks(tokens, [[self.held_out.names[row] for row in share] for share in shares], budget)
         calls = [(batch.select(share), cut, False) for share, cut in zip(shares, bins, strict=True)]
-        results = self.workers.each("old_log_prob", "old_log_probs", calls)
+        results = self.workers.each("old_log_prob", Worker.old_log_probs, calls)
         total, sizes, known = 0.0, batch.responses.sizes(), set[int]()
         for share, result in zip(shares, results, strict=True):
             for row, log_probs in zip(share, result.log_probs.split([sizes[row] for row in share]), strict=True):
@@ -305,7 +306,7 @@ class Teaching:
         records: Records = {}
         try:
             contents = list(self.settings.actor_rollout_ref.actor.checkpoint.save_contents)
-            for written in self.workers.all("save_checkpoint", "save", str(aside / "actor"), contents):
+            for written in self.workers.all("save_checkpoint", Worker.save, str(aside / "actor"), contents):
                 records |= {f"actor/{name}": record for name, record in written.items()}
         except CheckpointError as error:
             raise self.store.failed(step, str(error)) from error
