@@ -1,4 +1,4 @@
-"""The command line: ``verl-memopt train | report | check | score | knobs | toy``."""
+"""The command line: ``verl-memopt train | report | check | knobs | toy``, and the commands of recipes."""
 
 from __future__ import annotations
 
@@ -13,6 +13,7 @@ from pathlib import Path
 
 from verl_memopt import __version__
 from verl_memopt.errors import UserError
+from verl_memopt.recipes.registry import RECIPES
 from verl_memopt.trainer.signal_watch import SignalWatch
 
 
@@ -160,11 +161,11 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
         yield make_tiny_model(Path(parent) / "model", shape)
 
 
-COMMANDS = {
+COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("verl_memopt.trainer.run:run", "train a policy (Hydra overrides: key=value)"),
     "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
-    "score": ("verl_memopt.trainer.score_command:run", "score stored explanations with the student of RLT, and rank them"),
+    **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},
     "knobs": ("verl_memopt.cli:knobs_command", "list the memory knobs, or measure them on a model"),
     "toy": ("verl_memopt.cli:toy_command", "make the toy task: a tiny model and its data, locally"),
 }

@@ -25,12 +25,12 @@ from verl_memopt.models.packed_model import allocate
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.ops.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
+from verl_memopt.recipes.rlt.student import targets_at
 from verl_memopt.trainer.passes import Budget, budgets, cut_ranks
 from verl_memopt.workers.build_policy import build_policy
 from verl_memopt.workers.log_probs import pack_log_probs
 from verl_memopt.workers.micro_batches import MicroBatch, micro_batch
 from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.rlt_scores import targets_at
 
 CPU = torch.device("cpu")
 ROUNDS = 2

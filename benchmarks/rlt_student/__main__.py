@@ -23,10 +23,9 @@ import torch
 
 from benchmarks.rlt_student.ranks import ranks
 from benchmarks.rlt_student.shapes import chunked_against_whole, precisions, random_rows
-from verl_memopt.data.rlt.toy import RltToyRecipe, make_rlt_toy
-from verl_memopt.data.rlt.warm_up import RltWarmUp
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group
 from verl_memopt.models.tiny import SHAPES, make_tiny_model
+from verl_memopt.recipes.rlt.lessons import RltToyRecipe, RltWarmUp, make_rlt_toy
 
 
 def main(arguments: Sequence[str] | None = None) -> int:

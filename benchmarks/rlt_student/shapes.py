@@ -13,8 +13,8 @@ from benchmarks.rlt_student.students import KINDS, model_bytes, scored, student_
 from verl_memopt.data.ragged import Ragged
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.rewards.rlt.rank_agreement import rank_agreement
-from verl_memopt.rewards.rlt.student_rows import NUM_PARTS, SOLUTION, THINK, StudentRows
+from verl_memopt.recipes.rlt.rank_check import rank_agreement
+from verl_memopt.recipes.rlt.student_rows import NUM_PARTS, SOLUTION, THINK, StudentRows
 
 
 def random_rows(questions: int, samples: int, think: int, solution: int, vocabulary: int, seed: int = 0) -> StudentRows:

@@ -6,9 +6,9 @@ python recipe/rlt/make_toy.py runs/rlt_toy_seed0 --seed 0
 import argparse
 from pathlib import Path
 
-from verl_memopt.data.rlt.toy import make_rlt_toy
 from verl_memopt.errors import UserError
 from verl_memopt.observe.log_setup import setup_logging
+from verl_memopt.recipes.rlt.lessons import make_rlt_toy
 
 
 def main() -> None:

@@ -10,9 +10,9 @@ Or it has the column conversations of Bespoke-Stratos-17k. Rows that cannot be t
 import argparse
 import logging
 
-from verl_memopt.data.rlt.format import FORMATS
-from verl_memopt.data.rlt.prepare import DATASET, prepare_rlt, token_lengths
 from verl_memopt.errors import UserError
+from verl_memopt.recipes.rlt.dataset import FORMATS
+from verl_memopt.recipes.rlt.prepare import DATASET, prepare_rlt, token_lengths
 
 
 def main() -> None:

@@ -18,7 +18,7 @@ def main() -> int:
     """Run the warm-up of the command line and return the exit code."""
     watch = SignalWatch()
     try:
-        from verl_memopt.trainer.warm_up import run
+        from verl_memopt.recipes.rlt.warm_up import run
 
         return run(None, "python recipe/rlt/warm_up.py", str(CONFIG_DIR))
     except UserError as error:

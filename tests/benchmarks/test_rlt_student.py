@@ -6,7 +6,7 @@ import pytest
 from benchmarks.rlt_student import __main__ as benchmark
 from benchmarks.rlt_student.__main__ import main
 from benchmarks.rlt_student.shapes import random_rows
-from verl_memopt.rewards.rlt.student_rows import END, SOLUTION, THINK
+from verl_memopt.recipes.rlt.student_rows import END, SOLUTION, THINK
 
 SMALL = [
     "--questions", "4", "--samples", "4", "--layers", "1", "--hidden", "128", "--vocabulary", "320", "--rows", "2",

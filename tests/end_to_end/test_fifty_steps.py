@@ -20,6 +20,7 @@ from verl_memopt.memory.host.host_buffers import host_allocator
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.timeline import read_timeline
+from verl_memopt.workers.worker import Worker
 
 STEPS, SETTLED = 50, 3
 LOOKED = (SETTLED, *range(10, STEPS + 1, 10))
@@ -109,7 +110,7 @@ def train(toy, run_dir, steps):
     held = []
     with ready(settings) as trainer:
         trainer.track(0)
-        trainer.workers.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", Worker.update_weights)
         trainer.reporter.started(0, trainer.workers.take_memories())
         for step in range(1, steps + 1):
             trainer.one_step(step)

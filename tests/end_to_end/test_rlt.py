@@ -12,9 +12,9 @@ from tests.end_to_end.runs import learned, metrics
 from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
 from tests.trainer.conftest import ready
 from verl_memopt.data.ragged import Ragged
-from verl_memopt.data.rlt.toy import make_rlt_toy
-from verl_memopt.rewards.rlt.student_rows import THINK
-from verl_memopt.trainer.rlt_scorer import Explained
+from verl_memopt.recipes.rlt.lessons import make_rlt_toy
+from verl_memopt.recipes.rlt.scorer import Explained
+from verl_memopt.recipes.rlt.student_rows import THINK
 from verl_memopt.trainer.run import train
 
 
@@ -131,7 +131,7 @@ def test_a_teacher_learns_to_explain_what_its_student_then_solves(tmp_path):
         (answers, _), *_ = trainer.validator.validate(STEPS).answers
         written = answers.generation.response_ids
         explained = Explained.of([row.extra_info for row in answers.rows], written, [row.address for row in answers.rows])
-        rlt = trainer.learner.rlt
+        rlt = trainer.learner.scorer
         end = rlt.prompts.tokenizer(rlt.prompts.rlt_format.explanation.end)["input_ids"]
         explanations = rlt.score(explained).rows.part(THINK).rows()
         means = {

@@ -21,6 +21,7 @@ from verl_memopt.trainer.reporter import Reporter
 from verl_memopt.trainer.start import start_rewards, start_workers
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.reply import Reply
+from verl_memopt.workers.worker import Worker
 
 AR = "actor_rollout_ref"
 LEAST = {
@@ -94,7 +95,7 @@ def base_context(run_files, tmp_path_factory):
 def base_workers(base_context):
     """A real worker of its own for a module, its engine already given the policy's weights."""
     with start_workers(base_context, PhaseClock()) as workers:
-        workers.all("update_weights", "update_weights")
+        workers.all("update_weights", Worker.update_weights)
         yield workers
 
 

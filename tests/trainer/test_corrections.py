@@ -15,6 +15,7 @@ from verl_memopt.trainer.start import start_workers
 from verl_memopt.workers.log_probs import LogProbs
 from verl_memopt.workers.micro_batches import micro_batches_of
 from verl_memopt.workers.objective import Objective
+from verl_memopt.workers.worker import Worker
 
 LENGTHS = [4, 1, 0, 3, 2, 2, 4, 4]
 KEY = "algorithm.rollout_correction"
@@ -84,7 +85,7 @@ def shares_of(update, batch, bypass=None, mean_weight=None):
 def update_of(alike, ranks, rows, **actor):
     sizes = {f"{AR}.actor.use_dynamic_bsz": False, f"{AR}.actor.ppo_micro_batch_size_per_gpu": rows}
     own = {f"{AR}.actor.{name.replace('__', '.')}": value for name, value in actor.items()}
-    return alike(sizes | {f"{AR}.actor.ppo_mini_batch_size": 4} | own, group_of(*map(Member, range(ranks)))).policy_update
+    return alike(sizes | {f"{AR}.actor.ppo_mini_batch_size": 4} | own, group_of(*map(Member, range(ranks)))).policy.policy_update
 
 
 WAYS = [(1, 8), (1, 3), (1, 1), (2, 1), (4, 2)]
@@ -153,7 +154,7 @@ def running(settings):
     with rewards_of(context) as runner, start_workers(context, PhaseClock()) as workers:
         learner = build_learner(context, workers, runner)
         try:
-            workers.all("update_weights", "update_weights")
+            workers.all("update_weights", Worker.update_weights)
             yield learner
         finally:
             learner.close()
@@ -204,11 +205,14 @@ def test_a_critic_leaves_out_the_tokens_that_a_correction_rejects(settled):
     }
     more |= {f"{KEY}.rollout_is": "token", f"{KEY}.rollout_rs": "token_k1", f"{KEY}.rollout_rs_threshold": "0.7_1.4"}
     with running(settled(more)) as learner:
-        batch = learner.log_probs(learner.scored(1))
+        batch = learner.scored(1)
         rows = batch.rows
         drift = 0.5 * torch.randn(rows.old_log_probs.shape, generator=torch.Generator().manual_seed(3))
         rows.rollout_log_probs = rows.old_log_probs - drift
-        batch = learner.update(learner.update_critic(learner.advantages(learner.values(batch))))
+        batch.rows.old_values = learner.critic.values(batch.rows, batch.names)
+        learner.advantages(batch)
+        batch.metrics |= learner.critic.update(*batch.for_update(), 1)
+        learner.policy.update(batch)
     assert 0 < rows.kept.float().mean() < 1
     assert not rows.old_values.any()  # the value head starts at 0
     assert batch.metrics["critic/vf_loss"] == pytest.approx(0.5 * rows.returns[rows.kept].square().mean().item(), rel=1e-5)

@@ -67,7 +67,7 @@ class Reader(Member):
 def test_scores_come_back_in_batch_order_however_rows_were_spread(ranks, even_out):
     batch, budget = batch_of(RESPONSES), Budget(True, 8, None, "key")
     workers = group_of(*map(Reader, range(ranks)))
-    read = LogProbPass(workers, "old", "read", budget, even_out, (True, True)).compute(batch, "abcd")
+    read = LogProbPass(workers, "old", Reader.read, budget, even_out, (True, True)).compute(batch, "abcd")
     assert read.log_probs.tolist() == [5, 6, 7, 8, 9, 10]
     assert read.entropy.tolist() == [-5, -6, -7, -8, -9, -10]
     assert (16 * read.sum_pi_squared).tolist() == [5, 6, 7, 8, 9, 10]
@@ -76,7 +76,7 @@ def test_scores_come_back_in_batch_order_however_rows_were_spread(ranks, even_ou
 
 
 def test_what_is_not_requested_is_none():
-    log_prob_pass = LogProbPass(group_of(Reader(0)), "old", "read", Budget(True, 8, None, "key"), True)
+    log_prob_pass = LogProbPass(group_of(Reader(0)), "old", Reader.read, Budget(True, 8, None, "key"), True)
     read = log_prob_pass.compute(batch_of(RESPONSES), "abcd")
     assert read.entropy is None
     assert read.sum_pi_squared is None

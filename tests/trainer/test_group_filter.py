@@ -129,9 +129,9 @@ def test_a_step_trains_on_groups_that_differ_alone_and_goes_on_where_its_prompts
     results, states = [], []
     for frees_engine in (False, True):  # an engine that slept between two rounds would refuse the second
         with running(settled(FILTER | {f"{AR}.rollout.free_cache_engine": frees_engine})) as learner:
-            assert learner.generator.frees_engine == frees_engine
+            assert learner.rollouts.generator.frees_engine == frees_engine
             results.append([learner.train_step(step) for step in (1, 2)])
-            states.append(learner.prompts.state_dict())
+            states.append(learner.rollouts.prompts.state_dict())
             assert learner.workers.group._worker.engine._state.is_awake("kv_cache") != frees_engine
     for result in results[0]:
         scores = [each.score for each in result.results]
@@ -149,7 +149,7 @@ def test_a_step_trains_on_groups_that_differ_alone_and_goes_on_where_its_prompts
 
 def test_a_prompt_that_returns_in_a_step_is_answered_anew(settled):
     with running(settled(FILTER | {f"{AR}.rollout.temperature": 2.0})) as learner:
-        prompts = learner.prompts.next()
-        first, same, other = (learner.generator.generate(prompts, 1, earlier) for earlier in (0, 0, 1))
+        prompts = learner.rollouts.prompts.next()
+        first, same, other = (learner.rollouts.generator.generate(prompts, 1, earlier) for earlier in (0, 0, 1))
     assert first.generation.response_ids == same.generation.response_ids
     assert first.generation.response_ids != other.generation.response_ids

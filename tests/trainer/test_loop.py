@@ -12,6 +12,7 @@ from verl_memopt.errors import CheckpointError, TrainingError
 from verl_memopt.observe.validation import headline_score
 from verl_memopt.trainer import checkpoints
 from verl_memopt.trainer.manifest import find_fault, read_manifest
+from verl_memopt.workers.worker import Worker
 
 
 def rows(trainer):
@@ -67,7 +68,7 @@ def test_validation_alone_of_a_checkpoint_is_logged_under_its_step(settled):
 
 def test_a_run_asked_to_stop_takes_no_further_step_and_saves_the_one_it_took(settled):
     with ready(settled()) as trainer:
-        trainer.workers.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", Worker.update_weights)
         trainer.one_step(1)
         os.kill(os.getpid(), signal.SIGINT)
         trainer.run()
@@ -77,7 +78,7 @@ def test_a_run_asked_to_stop_takes_no_further_step_and_saves_the_one_it_took(set
 
 def test_a_step_that_was_saved_is_not_saved_again_at_a_stop(settled):
     with ready(settled({"trainer.save_freq": 1})) as trainer:
-        trainer.workers.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", Worker.update_weights)
         trainer.one_step(1)
         before = (trainer.context.environment.run_dir / "global_step_1").stat().st_ino
         os.kill(os.getpid(), signal.SIGTERM)
@@ -136,7 +137,7 @@ def test_the_driver_remembers_what_a_resumed_run_needs(settled):
 
 def test_a_save_that_fails_keeps_the_checkpoint_before_it(settled):
     with ready(settled({"trainer.save_freq": 1})) as trainer:
-        trainer.workers.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", Worker.update_weights)
         trainer.one_step(1)
         trainer.step = 2
         begin = trainer.context.store.begin
@@ -307,7 +308,7 @@ EVERY_STEP = {"trainer.save_freq": 1, "trainer.max_actor_ckpt_to_keep": 1, "trai
 
 def test_a_run_whose_weights_are_lost_stops_and_keeps_the_last_good_checkpoint(settled):
     with ready(settled(EVERY_STEP)) as trainer:
-        trainer.workers.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", Worker.update_weights)
         for step in (1, 2):
             trainer.one_step(step)
         lost(trainer)
@@ -322,7 +323,7 @@ def test_a_run_whose_weights_are_lost_stops_and_keeps_the_last_good_checkpoint(s
 
 def test_a_run_started_again_goes_on_counting_the_steps_without_an_update(settled):
     with ready(settled(EVERY_STEP)) as trainer:
-        trainer.workers.all("update_weights", "update_weights")
+        trainer.workers.all("update_weights", Worker.update_weights)
         trainer.one_step(1)
         lost(trainer)
         for step in (2, 3):
@@ -398,9 +399,9 @@ def stop_in(trainer, monkeypatch, owner, name, deadline):
 
 
 OWNERS = {
-    "generate": lambda trainer: (trainer.learner, "generate"),
+    "generate": lambda trainer: (trainer.learner.rollouts, "generate"),
     "score": lambda trainer: (trainer.runner, "score"),
-    "log_probs": lambda trainer: (trainer.learner, "log_probs"),
+    "log_probs": lambda trainer: (trainer.learner.policy, "old_log_probs"),
 }
 
 
@@ -425,7 +426,7 @@ def test_a_step_without_time_left_is_given_up_and_the_resumed_run_equals_an_unin
 
 def test_an_update_that_has_begun_is_finished_validated_and_saved(settled, tmp_path, monkeypatch):
     with ready(settled({"trainer.total_training_steps": 3, "trainer.test_freq": 1})) as trainer:
-        stop_in(trainer, monkeypatch, trainer.learner, "update", deadline=0.0)
+        stop_in(trainer, monkeypatch, trainer.learner.policy, "update", deadline=0.0)
         trainer.run()
         assert (trainer.step, saved(trainer)) == (2, [2])
     assert [row["step"] for row in learned(tmp_path / "run")] == [1, 2]
@@ -434,7 +435,7 @@ def test_an_update_that_has_begun_is_finished_validated_and_saved(settled, tmp_p
 @pytest.mark.parametrize(("seconds", "last"), [(900.0, 1), (0.0, 2)])
 def test_an_update_that_would_leave_no_time_to_save_is_not_begun(settled, monkeypatch, seconds, last):
     with ready(settled({"trainer.total_training_steps": 3})) as trainer:
-        stop_in(trainer, monkeypatch, trainer.learner, "generate", deadline=1000.0)
+        stop_in(trainer, monkeypatch, trainer.learner.rollouts, "generate", deadline=1000.0)
         real = trainer.begin_update
 
         def begin_update():

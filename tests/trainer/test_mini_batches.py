@@ -10,7 +10,7 @@ from verl_memopt.trainer.passes import Budget
 
 
 def test_a_mini_batch_knows_its_tokens_and_sequences_over_all_ranks(alike):
-    cutter = alike(workers=group_of(Member(0), Member(1))).policy_update.cutter
+    cutter = alike(workers=group_of(Member(0), Member(1))).policy.policy_update.cutter
     minis = cutter.mini_batches(batch_of([4, 1, 0, 3, 2, 2, 4, 4]), [0, 1, 2, 3], "abcdefgh")
     assert [mini.counts for mini in minis] == [GlobalCounts(8.0, 4.0)] * 2
     assert [mini.batch.num_rows for mini in minis] == [2, 2]
@@ -18,14 +18,14 @@ def test_a_mini_batch_knows_its_tokens_and_sequences_over_all_ranks(alike):
 
 
 def test_a_mini_batch_of_empty_responses_counts_one_token_so_that_nothing_is_divided_by_zero(alike):
-    (mini,) = alike(workers=group_of(Member(0))).policy_update.cutter.mini_batches(batch_of([0, 0]), [0, 1], "ab")
+    (mini,) = alike(workers=group_of(Member(0))).policy.policy_update.cutter.mini_batches(batch_of([0, 0]), [0, 1], "ab")
     assert mini.counts == GlobalCounts(1.0, 2.0)
 
 
 def test_the_samples_of_one_prompt_lie_on_one_rank_or_where_there_are_too_few_prompts_on_several(alike):
     batch = batch_of([4, 4, 1, 1])
     batch.advantages = torch.tensor([1.0] * 4 + [-1.0] * 4 + [0.5, -0.5])
-    cutter = alike(workers=group_of(Member(0), Member(1))).policy_update.cutter
+    cutter = alike(workers=group_of(Member(0), Member(1))).policy.policy_update.cutter
     assert [mini.batch.group.tolist() for mini in cutter.mini_batches(batch, [0, 1], "abcd")] == [[0], [0]]
     minis = cutter.mini_batches(batch, [0, 1, 2, 3], "abcd")
     assert [mini.batch.group.tolist() for mini in minis] == [[0, 0], [1, 1]]

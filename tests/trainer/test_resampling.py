@@ -73,7 +73,7 @@ def test_log_probs_of_an_update_return_to_the_rows_that_it_read():
 def test_a_step_with_pf_ppo_trains_on_the_rows_that_it_drew(settled):
     more = {"algorithm.use_pf_ppo": True, "algorithm.pf_ppo.reweight_method": "max_min"}
     with running(settled(more | {f"{AR}.actor.ppo_mini_batch_size": 4})) as learner:
-        batch = learner.advantages(learner.log_probs(learner.scored(1)))
+        batch = learner.advantages(learner.scored(1))
         rows, _ = batch.for_update()
         result = learner.train_step(2).metrics
     scores = batch.scores
@@ -95,9 +95,13 @@ def test_pf_ppo_and_bypass_mode_go_together(settled):
 def test_a_critic_learns_the_returns_of_the_rows_that_were_drawn(settled):
     more = {"algorithm.adv_estimator": "gae", "algorithm.use_pf_ppo": True, "algorithm.pf_ppo.weight_pow": 1.0}
     with running(settled(more | {f"{AR}.actor.ppo_mini_batch_size": 4})) as learner:
-        batch = learner.advantages(learner.values(learner.log_probs(learner.scored(1))))
+        batch = learner.scored(1)
+        batch.rows.old_values = learner.critic.values(batch.rows, batch.names)
+        learner.advantages(batch)
         rows, _ = batch.for_update()
-        result = learner.update(learner.update_critic(batch)).metrics
+        batch.metrics |= learner.critic.update(*batch.for_update(), 1)
+        learner.policy.update(batch)
+        result = batch.metrics
     assert torch.equal(rows.returns, torch.cat([batch.rows.select([row]).returns for row in batch.drawn]))
     assert torch.equal(rows.old_values, torch.cat([batch.rows.select([row]).old_values for row in batch.drawn]))
     expected = 0.5 * rows.returns.square().mean().item()  # the value head starts at 0

@@ -11,12 +11,14 @@ from verl_memopt.data.expansion import EXPANSIONS
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.data.shared_rows import SharedRows
 from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.recipes.rlt.scorer import Explained
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.build import build_learner, build_run
 from verl_memopt.trainer.experience import StepBatch
 from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.rlt_scorer import Explained
 from verl_memopt.trainer.start import start_workers
+from verl_memopt.trainer.step import OnPolicy, score
+from verl_memopt.workers.worker import Worker
 
 
 @contextmanager
@@ -37,7 +39,7 @@ def running(settings):
         start_workers(context, PhaseClock()) as workers,
         learner_of(context, workers, runner) as learner,
     ):
-        workers.all("update_weights", "update_weights")
+        workers.all("update_weights", Worker.update_weights)
         yield learner
 
 
@@ -65,8 +67,10 @@ def test_the_batch_of_a_lazy_step_holds_each_prompt_once(settled):
     held = {}
     for method in EXPANSIONS:
         with running(settled({"algorithm.expansion": method})) as learner:
-            batch = learner.generate(learner.prompts.next(), 1)
-            assert learner.update(learner.advantages(learner.log_probs(learner.reward(batch)))).metrics["actor/grad_norm"] > 0
+            batch = learner.rollouts.generate(learner.rollouts.prompts.next(), 1)
+            learner.policy.old_log_probs(score(learner.scorer, batch), update_follows=True)
+            learner.policy.update(learner.advantages(batch))
+            assert batch.metrics["actor/grad_norm"] > 0
         held[method] = batch.rows.prompts
     assert {method for method, prompts in held.items() if isinstance(prompts, SharedRows)} == {"lazy"}
     lazy, token = held["lazy"], held["token"]
@@ -76,7 +80,7 @@ def test_the_batch_of_a_lazy_step_holds_each_prompt_once(settled):
 
 def test_responses_that_reach_their_limit_are_masked_and_counted(settled):
     with running(settled({"algorithm.mask_truncated_responses": True})) as learner:
-        batch = learner.advantages(learner.log_probs(learner.scored(1)))
+        batch = learner.advantages(learner.scored(1))
     truncated = [reason == "length" for reason in batch.answers.generation.finish_reasons]
     assert batch.metrics["reward/masked_rows"] == sum(truncated) > 0
     assert [size == 0 for size in batch.rows.kept_sizes()] == truncated
@@ -117,7 +121,7 @@ def test_the_kl_in_the_reward_and_in_the_loss_start_at_zero_and_grow(settled):
 def test_what_truncation_took_is_counted_step_by_step(settled):
     with running(settled({"data.truncation": "left", "data.max_prompt_length": 3})) as learner:
         found = [learner.train_step(step).metrics for step in (1, 2)]
-        lengths = [len(learner.generator.tokenizer(f"{n}+{n + 1}=")["input_ids"]) for n in range(9)]
+        lengths = [len(learner.rollouts.generator.tokenizer(f"{n}+{n + 1}=")["input_ids"]) for n in range(9)]
     assert min(lengths) == max(lengths) == 4  # every prompt here is four tokens, one too many
     assert [(row["data/rows_truncated"], row["data/tokens_dropped"]) for row in found] == [(4.0, 4.0)] * 2
 
@@ -126,9 +130,11 @@ def test_a_batch_without_a_single_response_token_is_scored_and_updates_nothing(a
     learner = alike()
     rows = [PromptRow(index, "", "toy/arithmetic", "", {}, f"rows:{index}") for index in range(8)]
     answers = Answers(rows, [], Generation([[]] * 8, None, []), [""] * 8)
-    batch = learner.log_probs(StepBatch(1, StepPrompts([], [], 0, 0), answers, batch_of([0] * 8)))
+    batch = StepBatch(1, StepPrompts([], [], 0, 0), answers, batch_of([0] * 8))
+    learner.policy.old_log_probs(batch, update_follows=True)
     assert batch.rows.old_log_probs.shape == (0,)
-    metrics = learner.update(batch).metrics
+    learner.policy.update(batch)
+    metrics = batch.metrics
     assert metrics["actor/loss"] == metrics["actor/grad_norm"] == 0.0
 
 
@@ -171,7 +177,7 @@ def test_a_step_with_a_critic_computes_values_and_updates_both_models(settled):
 def test_a_warm_up_leaves_out_the_update_of_the_policy_and_what_it_would_sync(settled, frees):
     more = {"trainer.critic_warmup": 1, f"{AR}.rollout.free_cache_engine": frees, f"{AR}.actor.ppo_mini_batch_size": 4}
     with running(settled(GAE | more)) as learner:
-        assert learner.old_pass is None, "the policy's update gives the old log-probs"
+        assert isinstance(learner.policy, OnPolicy), "the policy's update gives the old log-probs"
         first, second = (learner.train_step(step).metrics for step in (1, 2))
         phases = [span.name for span in learner.workers.clock.take()]
     waking = ["update_weights"] if frees else []
@@ -228,10 +234,10 @@ def test_a_student_scores_between_the_log_probs_while_the_engine_sleeps(rlt_toy,
 def test_rows_that_are_not_scored_count_in_no_mean(rlt_toy, tmp_path):
     """A limit between the lengths of the student's sequences skips some rows."""
     with running(rlt.settings_of(rlt_toy, tmp_path / "whole")) as learner:
-        batch = learner.log_probs(learner.scored(1))
+        batch = learner.scored(1)
         infos = [row.extra_info for row in batch.answers.rows]
         explained = Explained.of(infos, batch.answers.generation.response_ids, batch.names)
-        lengths = sorted(learner.rlt.score(explained).rows.ids.lengths.tolist())
+        lengths = sorted(learner.scorer.score(explained).rows.ids.lengths.tolist())
     more = {f"{rlt.RLT}.max_student_len": (lengths[0] + lengths[-1]) // 2, f"{rlt.RLT}.overlong": "skip"}
     with running(rlt.settings_of(rlt_toy, tmp_path / "cut", more)) as learner:
         result = learner.train_step(1)
@@ -289,12 +295,12 @@ def test_a_learned_budget_falls_under_a_limit_and_changes_no_metric_of_learning(
 def test_a_budget_learns_from_the_limit_of_the_device(settled):
     with running(settled(ADAPTIVE | {"memory.device_limit_gb": 0.1})) as learner:
         learner.workers.track = True
-        learner.workers.all("update_weights", "update_weights")
+        learner.workers.all("update_weights", Worker.update_weights)
         plenty = learner.train_step(1).metrics
         assert caps(plenty) == dict.fromkeys(PASSES, 64.0)
         budget = learner.learned_budgets()["ref"]
         budget.cap = 20
-        batch = learner.generate(learner.prompts.next(), 2)
+        batch = learner.rollouts.generate(learner.rollouts.prompts.next(), 2)
         learner.ref_pass.compute(batch.rows, batch.names)
         fullest = max(
             batch.rows.row_tokens().cost(rows)

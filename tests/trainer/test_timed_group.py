@@ -8,6 +8,7 @@ from verl_memopt.observe.phase import host_rss_bytes
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.reply import Reply
+from verl_memopt.workers.worker import Worker
 
 
 class Scripted(Member):
@@ -25,12 +26,12 @@ class Scripted(Member):
 def test_the_same_call_reaches_every_worker_and_answers_come_in_rank_order():
     workers = group_of(Scripted(0), Scripted(1))
     assert workers.world_size == 2
-    assert workers.all("gen", "generate", "a", "b") == [(0, "a", "b"), (1, "a", "b")]
+    assert workers.all("gen", Worker.generate, "a", "b") == [(0, "a", "b"), (1, "a", "b")]
 
 
 def test_each_worker_gets_the_arguments_of_its_rank():
     workers = group_of(Scripted(0), Scripted(1))
-    assert workers.each("gen", "generate", [("a",), ("b",)]) == [(0, "a"), (1, "b")]
+    assert workers.each("gen", Worker.generate, [("a",), ("b",)]) == [(0, "a"), (1, "b")]
     assert [member.asked for member in workers.group.members] == [
         [("gen", False, "generate", ("a",))],
         [("gen", False, "generate", ("b",))],
@@ -40,7 +41,7 @@ def test_each_worker_gets_the_arguments_of_its_rank():
 def test_workers_are_told_whether_to_count_bytes():
     workers = group_of(Scripted(0))
     workers.track = True
-    workers.all("gen", "generate")
+    workers.all("gen", Worker.generate)
     assert workers.group.members[0].asked == [("gen", True, "generate", ())]
 
 
@@ -58,31 +59,31 @@ class Pressed(Member):
 
 def test_the_figures_of_a_call_are_those_of_the_rank_that_is_worst_off():
     workers = group_of(Pressed(0, 500, 1000, None, 0), Pressed(1, 700, 900, 64, 1), Pressed(2, 600, 950, 32, 2))
-    workers.all("ref", "ref_log_probs")
+    workers.all("ref", Worker.ref_log_probs)
     assert workers.figures == PassFigures(peak_bytes=700, budget_bytes=900, cap_after_error=32, retries=3)
 
 
 @pytest.mark.parametrize(("peak", "budget"), [(None, 1000), (500, None)])
 def test_a_figure_that_one_rank_lacks_is_lacking(peak, budget):
     workers = group_of(Pressed(0, 500, 1000, None, 0), Pressed(1, peak, budget, None, 0))
-    workers.all("ref", "ref_log_probs")
+    workers.all("ref", Worker.ref_log_probs)
     assert workers.figures == PassFigures(500 if peak else None, 1000 if budget else None)
 
 
 def test_every_call_is_timed_as_its_phase():
     workers = group_of(Scripted(0))
-    workers.all("gen", "generate")
-    workers.all("gen", "release_engine")
-    workers.all("update_actor", "update_actor")
+    workers.all("gen", Worker.generate)
+    workers.all("gen", Worker.release_engine)
+    workers.all("update_actor", Worker.update_actor)
     assert [span.name for span in workers.clock.take()] == ["gen", "gen", "update_actor"]
 
 
 def test_the_start_is_the_first_phase_of_the_first_take_and_of_no_other():
     workers = group_of(Scripted(0))
-    workers.all("gen", "generate")
+    workers.all("gen", Worker.generate)
     assert [taken.name for taken in workers.take_memories()] == ["init", "gen"]
     assert workers.take_memories() == []
-    workers.all("gen", "generate")
+    workers.all("gen", Worker.generate)
     assert [taken.name for taken in workers.take_memories()] == ["gen"]
 
 
@@ -91,7 +92,7 @@ def test_over_ranks_device_figures_are_the_largest_and_resident_memory_the_sum()
         Scripted(0, [memory("gen", host=3, peak_allocated_bytes=5, allocated_bytes=4)]),
         Scripted(1, [memory("gen", host=4, peak_allocated_bytes=7, allocated_bytes=2)]),
     )
-    workers.all("gen", "generate")
+    workers.all("gen", Worker.generate)
     figures = workers.take_memories()[1]
     assert (figures.peak_allocated_bytes, figures.allocated_bytes, figures.host_rss_bytes) == (7, 4, 7)
 
@@ -102,21 +103,21 @@ def test_over_calls_each_peak_is_the_largest_and_what_is_live_is_the_last_calls(
         dict(zip(names, sizes, strict=True)) for sizes in ((5, 5, 6, 30, 2), (7, 1, 2, 10, 3), (7, 1, 6, 30, 3))
     )
     workers = group_of(Scripted(0, [memory("gen", host=9, **first), memory("gen", host=8, **second)]))
-    workers.all("gen", "generate")
-    workers.all("gen", "release_engine")
+    workers.all("gen", Worker.generate)
+    workers.all("gen", Worker.release_engine)
     assert workers.take_memories()[1] == memory("gen", host=9, seconds=2.0, **both)
 
 
 def test_a_figure_nobody_has_stays_absent():
     workers = group_of(Scripted(0), Scripted(1))
-    workers.all("gen", "generate")
-    workers.all("gen", "generate")
+    workers.all("gen", Worker.generate)
+    workers.all("gen", Worker.generate)
     assert workers.take_memories()[1].peak_allocated_bytes is None
 
 
 @pytest.mark.parametrize("in_process", [True, False])
 def test_the_driver_counts_unless_the_workers_live_in_it(in_process):
     workers = TimedGroup(Members([Scripted(0, [memory("gen", host=5)])]), PhaseClock(), in_process)
-    workers.all("gen", "generate")
+    workers.all("gen", Worker.generate)
     host = workers.take_memories()[1].host_rss_bytes
     assert host == 5 if in_process else host > host_rss_bytes() / 2

@@ -37,7 +37,9 @@ def updated(alike, more, ranks=1, step=1):
     learner = alike({f"{AR}.actor.old_log_prob_pass": "always", **more}, workers)
     rows = [PromptRow(index, "", "toy/arithmetic", "", {}, f"rows:{index}") for index in range(8)]
     answers = Answers(rows, [], Generation([], None, []), [])
-    metrics = learner.update(StepBatch(step, StepPrompts([], [], 0, 0), answers, batch_of([1] * 8))).metrics
+    batch = StepBatch(step, StepPrompts([], [], 0, 0), answers, batch_of([1] * 8))
+    learner.policy.update(batch)
+    metrics = batch.metrics
     return metrics, [[(mini.batch.responses.flat - 3).tolist() for mini in member.minis] for member in workers.group.members]
 
 
@@ -113,7 +115,7 @@ def random_batch():
 def selecting_update(alike, ranks, **actor):
     loss = {f"{AR}.actor.policy_loss.{name}": value for name, value in SELECTING.items()}
     settings = {f"{AR}.actor.{name.replace('__', '.')}": value for name, value in actor.items()}
-    return alike(loss | settings, group_of(*map(Member, range(ranks)))).policy_update
+    return alike(loss | settings, group_of(*map(Member, range(ranks)))).policy.policy_update
 
 
 def whole_loss(batch, rows, actor, seed):

@@ -6,8 +6,9 @@ from tests import rlt
 from tests.trainer.conftest import AR, ready
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.build import build_rewarder, build_run, build_validator
+from verl_memopt.trainer.build import build_run, build_validator, scorer_of
 from verl_memopt.trainer.generation import Generator
+from verl_memopt.workers.worker import Worker
 
 SAMPLED = {f"{AR}.rollout.val_kwargs.{key}": value for key, value in {"n": 3, "do_sample": True, "temperature": 1.0}.items()}
 
@@ -26,7 +27,7 @@ def validated(settled, base_workers, runner):
         context = build_run(settled(more))
         environment, rollout = context.environment, context.settings.actor_rollout_ref.rollout
         generator = Generator(rollout, environment.tokenizer, base_workers, environment.free_engine)
-        return build_validator(context, generator, build_rewarder(context, base_workers, runner)).validate(step)
+        return build_validator(context, generator, scorer_of(context, base_workers, runner)).validate(step)
 
     return validate
 
@@ -106,7 +107,7 @@ def student_validation(toy, run_dir, more=None):
     """Returns a validation of a run of RLT, its phases, and the same validation once more."""
     with ready(rlt.settings_of(toy, run_dir, more)) as trainer:
         workers = trainer.workers
-        workers.all("update_weights", "update_weights")
+        workers.all("update_weights", Worker.update_weights)
         workers.clock.take()
         first = trainer.validator.validate(1)
         phases = [span.name for span in workers.clock.take()]

@@ -7,14 +7,15 @@ import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from tests.end_to_end.covering import all_off
+from tests.recipes.rlt.test_student_pass import rows_of
 from tests.virtual_gpu.device import VirtualGpu
 from tests.virtual_gpu.life import PROMPTS, SLACK_BYTES, _batch, _keys, _plan
-from tests.workers.test_rlt_scores import rows_of
-from verl_memopt.config.schema import Fsdp, RltReward, ScoringModel
+from verl_memopt.config.schema import Fsdp, ScoringModel
 from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.recipes.rlt.settings import RltReward
+from verl_memopt.recipes.rlt.student import Student, StudentPlan
 from verl_memopt.rollout.sampling import train_sampling
 from verl_memopt.workers.group import Placement
-from verl_memopt.workers.plan import StudentPlan
 from verl_memopt.workers.worker import Worker
 
 KNOBS = {"shared prompt": "on", "batching": "tokens", "actor param_offload": "on", "ref param_offload": "on"}
@@ -25,13 +26,13 @@ def phases(folder, world_size, residency, offload):
     plan, settings = _plan(all_off() | KNOBS, folder, world_size, None)
     model = ScoringModel(path=str(folder), fsdp_config=Fsdp(param_offload=offload))
     own = None if residency == "alias_ref" else str(folder)
-    plan = dataclasses.replace(plan, student=StudentPlan(model, RltReward(), residency, own))
+    plan = dataclasses.replace(plan, role=StudentPlan(model, RltReward(), residency, own))
     leave_process_group()
     dist.init_process_group("fake", rank=0, world_size=world_size, store=FakeStore())
     with VirtualGpu() as gpu:
         worker = Worker(plan, Placement(0, world_size, 0, "127.0.0.1", 0, "cuda"))
         try:
-            models = {"policy": worker.policy.model, "reference": worker.reference, "student": worker.student.model}
+            models = {"policy": worker.policy.model, "reference": worker.reference, "student": worker.role.model}
             keys = {name: _keys([*model.parameters(), *model.buffers()]) for name, model in models.items()}
             sizes = {name: sum(each.nbytes for each in model.parameters()) // world_size for name, model in models.items()}
             batch = _batch(0, settings.actor_rollout_ref.actor).select([0, 1, 2, 4, 5, 6])
@@ -48,7 +49,7 @@ def phases(folder, world_size, residency, offload):
             call("gen", "generate", PROMPTS, [1, 2, 3], train_sampling(worker.settings.rollout))
             call("old_log_prob", "old_log_probs", batch, [[0, 1, 2], [3, 4], [5]], False)
             before = len(gpu.waits)
-            scored = call("reward", "student_log_probs", rows_of(9, 7, 3, 6), [[0, 1, 2], [3, 4], [5]])
+            scored = call("reward", "of_role", Student.log_probs, rows_of(9, 7, 3, 6), [[0, 1, 2], [3, 4], [5]], 1.0)
             waits = gpu.waits[before:]
             assert {each.device.type for each in (scored.log_probs.think, scored.log_probs.solution)} == {"cpu"}
             call("ref", "ref_log_probs", batch, [[0, 1, 2], [3, 4], [5]])

@@ -20,12 +20,12 @@ from verl_memopt.config.links import LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
 from verl_memopt.config.reference_rules import REFERENCE_RULES
 from verl_memopt.config.reward_rules import REWARD_RULES, WITHOUT_REWARD_MODEL
-from verl_memopt.config.rlt_rules import RLT_RULES
 from verl_memopt.config.sandbox_rules import SANDBOX_RULES
 from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.conditions import DEVICES, KL
 from verl_memopt.knobs.critic_rules import refusals
 from verl_memopt.knobs.knob import Refusal
+from verl_memopt.recipes.registry import RECIPES
 
 _AR = "actor_rollout_ref"
 _ROLLOUT = f"{_AR}.rollout"
@@ -270,8 +270,14 @@ def _runs() -> Iterator[Refusal]:
     )
 
 
+def _recipes() -> Iterator[Refusal]:
+    """Yield the rules of every recipe."""
+    for recipe in RECIPES.values():
+        yield from recipe.rules()
+
+
 RULES: tuple[Refusal, ...] = (
-    *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *RLT_RULES, *SANDBOX_RULES, *_devices(),
+    *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *_recipes(), *SANDBOX_RULES, *_devices(),
     *CRITIC_RULES, *REFERENCE_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip
 """The rules that belong to no knob."""

@@ -1,4 +1,4 @@
-"""Suggest a key for an unknown one: the nearest known key, or the one that does what a key of TRL or RLT does."""
+"""Suggest a key for an unknown one: the nearest known key, or the one that does what a key of TRL or of a recipe does."""
 
 from __future__ import annotations
 
@@ -7,6 +7,7 @@ from difflib import SequenceMatcher
 from verl_memopt.config.keys import leaf_keys
 from verl_memopt.config.trl_spellings import ESTIMATORS, SPELLINGS
 from verl_memopt.knobs.index import knobs
+from verl_memopt.recipes.registry import RECIPES
 
 _AR = "actor_rollout_ref"
 
@@ -25,9 +26,7 @@ READ = _of_trl()
 
 FOREIGN = {
     **READ,
-    "kl_penalty_reward_coeff": "reward_model.rlt.kl_penalty_reward_coeff",
-    "answer_log_prob_coeff": "reward_model.rlt.answer_log_prob_coeff",
-    "unbias_student_log_probs_temp": "reward_model.rlt.unbias_student_log_probs_temp",
+    **{name: key for recipe in RECIPES.values() for name, key in recipe.equals.items()},
     "generation_aggregation_steps": "data.train_batch_size (a whole step is generated at once)",
     "missing_eos_penalty": "custom_reward_function.path (the penalty belongs in the reward function)",
     "reward_clip_range": "custom_reward_function.path (the clip belongs in the reward function)",
@@ -38,7 +37,7 @@ FOREIGN = {
     "save_completions_probability": "trainer.rollout_data_dir",
     **{name: key for knob in knobs() for name, key in knob.known_as.items()},
 }
-"""Key of TRL or RLT -> what to set here."""
+"""Key of TRL or of a recipe -> what to set here."""
 
 _ALIKE = 0.6
 """Share of letters in common, of the last part of a key, from which a key counts as near."""

@@ -1,4 +1,4 @@
-"""Settings under TRL's names, and RLT's: each is read as our key, with one notice. Two spellings of one setting are a problem."""
+"""Settings under TRL's names and a recipe's: each is read as our key, with one notice. Two spellings are a problem."""
 
 from __future__ import annotations
 
@@ -11,11 +11,14 @@ from verl_memopt.config.aliases import VALUES, our_key
 from verl_memopt.config.keys import flatten
 from verl_memopt.config.problems import Problem, problem, shown
 from verl_memopt.config.refusals import Refusal, refuse
-from verl_memopt.config.rlt_spellings import BATCH, MANAGER, PER_FORWARD, RLT, RLT_NO_EQUAL, RLT_SPELLINGS
 from verl_memopt.config.trl_spellings import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS, Spelling
 from verl_memopt.config.trl_values import ESTIMATOR, NotConvertibleError, effective
+from verl_memopt.recipes.registry import RECIPES
 
 logger = logging.getLogger(__name__)
+
+MANAGER = "reward_model.reward_manager"
+"""Its value chooses a recipe."""
 
 
 @dataclass(frozen=True)
@@ -36,33 +39,67 @@ class Written:
 
 
 @dataclass(frozen=True)
+class RecipeNames:
+    """The names of a recipe's published settings.
+
+    Attributes:
+        spellings: In the order in which they are read, before TRL's own.
+        no_equal: Names without an equal here, and why.
+        replaced: A name of the recipe -> the names of TRL that say nothing more beside it.
+    """
+
+    spellings: tuple[Spelling, ...]
+    no_equal: Mapping[str, Refusal]
+    replaced: Mapping[str, Mapping[str, Refusal]]
+
+
+@dataclass(frozen=True)
 class Table:
-    """The names that a run reads, in the order in which they are read."""
+    """The names that a run reads, in the order in which they are read.
+
+    Attributes:
+        spellings: How each is read.
+        no_equal: Names without an equal here, and why.
+        names: All names.
+        title: What notices call the recipe whose names come first.
+        own: How many of the spellings are the recipe's.
+    """
 
     spellings: tuple[Spelling, ...]
     no_equal: Mapping[str, Refusal]
     names: Set[str]
+    title: str = "TRL"
+    own: int = 0
 
     @classmethod
     def of(cls, flat: Mapping[str, Any]) -> Table:
-        """Return TRL's names, and before them those of RLT where a student scores explanations.
+        """Return TRL's names, and before them those of the recipe that scores.
 
         Args:
             flat: Dotted key -> value, of all that is set.
         """
-        if effective(MANAGER, flat) != RLT:
+        recipe = RECIPES.get(str(effective(MANAGER, flat)))
+        if recipe is None:
             return cls(SPELLINGS, NO_EQUAL, NAMES)
-        no_equal = NO_EQUAL | RLT_NO_EQUAL | (PER_FORWARD if BATCH in flat else {})
-        spellings = tuple(row for row in (*RLT_SPELLINGS, *SPELLINGS) if no_equal.keys().isdisjoint(row.names))
+        ours, no_equal = recipe.names(), dict(NO_EQUAL)
+        no_equal |= ours.no_equal
+        for name, others in ours.replaced.items():
+            no_equal |= others if name in flat else {}
+        own = tuple(row for row in ours.spellings if no_equal.keys().isdisjoint(row.names))
+        spellings = (*own, *(row for row in SPELLINGS if no_equal.keys().isdisjoint(row.names)))
         names = frozenset(name for row in spellings for name in row.names) | no_equal.keys()
-        return cls(spellings, no_equal, names)
+        return cls(spellings, no_equal, names, recipe.title, len(own))
+
+    def whose(self, spelling: Spelling) -> str:
+        """Return whose name a spelling is."""
+        return self.title if spelling in self.spellings[: self.own] else "TRL"
 
 
 def translate_trl(tree: Mapping[str, Any], written: Written | None = None) -> tuple[Mapping[str, Any], list[Problem]]:
     """Return settings with our keys in the place of TRL's names, and what is wrong with those names.
 
     A name of TRL stands alone, outside of all sections. It is read where the estimator is one of :data:`ESTIMATORS`; with any
-    other the tree is returned as it is. In a run of RLT the names of its published recipes are read too.
+    other the tree is returned as it is. In a run of a recipe the names of its published settings are read too.
 
     Args:
         tree: Settings, nested or with dotted keys.
@@ -91,7 +128,7 @@ def translate_trl(tree: Mapping[str, Any], written: Written | None = None) -> tu
             address = {each: trl[each] for each in error.names or (name,)}
             problems.append(problem(address, error.what, error.way_out))
             continue
-        _notice(name, trl[name], ours, spelling)
+        _notice(name, trl[name], ours, spelling, table.whose(spelling))
         values |= ours
     return values, problems + unreadable
 
@@ -111,8 +148,7 @@ def _readable(trl: Mapping[str, Any], estimator: str, table: Table) -> tuple[lis
     return [(name, spelling) for name, spelling in readable.items() if name in trl and name not in twice], problems
 
 
-def _notice(name: str, value: Any, ours: Mapping[str, Any], spelling: Spelling) -> None:
+def _notice(name: str, value: Any, ours: Mapping[str, Any], spelling: Spelling, whose: str) -> None:
     meaning = ", ".join(f"{key}={shown(each)}" for key, each in ours.items())
-    whose = "RLT" if spelling in RLT_SPELLINGS else "TRL"
     note = f" ({spelling.note})" if spelling.note else ""
     logger.warning("%s=%s is %s's spelling, read as %s%s", name, shown(value), whose, meaning or "nothing", note)

@@ -49,7 +49,7 @@ class PromptRow:
 
 
 class PromptRows(Protocol):
-    """A dataset as the trainer reads it: this file's, that of RLT, or a class of the user's own."""
+    """A dataset as the trainer reads it: this file's, that of a recipe, or a class of the user's own."""
 
     def __len__(self) -> int:
         """Return the number of prompts."""

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import hashlib
+import json
 import logging
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -152,3 +154,28 @@ def overlong(address: str, length: int, limit: int, others: int = 0) -> DataErro
         f"{address}: the prompt has {length} tokens, but data.max_prompt_length is {limit}{more}. Raise data.max_prompt_length, "
         "set data.filter_overlong_prompts=true to remove such rows, or set data.truncation to left, right or middle to cut them."
     )
+
+
+TOKENIZER_PARTS = ("vocabulary", "merges", "added tokens", "normalizer", "pre-tokenizer")
+"""What decides the ids of a text."""
+
+
+def tokenizer_digests(tokenizer: Any) -> dict[str, str]:
+    """Return a hash of each part of a tokenizer that decides the ids of a text, by the names in ``TOKENIZER_PARTS``.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer with a fast backend.
+    """
+    described = json.loads(tokenizer.backend_tokenizer.to_str())
+    added = sorted((token["id"], token["content"], token["special"]) for token in described["added_tokens"])
+    added_names = {name for _, name, _ in added}
+    vocabulary = described["model"].pop("vocab", None)
+    if isinstance(vocabulary, dict):  # some tokenizers list their added tokens here too, and some do not
+        vocabulary = {name: number for name, number in vocabulary.items() if name not in added_names}
+    merges = described["model"].pop("merges", None)
+    values = (vocabulary, merges, added, described.get("normalizer"), described.get("pre_tokenizer"))
+    return {part: _digest(value) for part, value in zip(TOKENIZER_PARTS, values, strict=True)}
+
+
+def _digest(value: Any) -> str:
+    return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()

@@ -1,10 +1,10 @@
 """Choose how weights come from their files: streamed shard by shard, or left in the mapped file until the device needs them.
 
-Use it when: a reference or a student of RLT rests on the host (``param_offload``) and host memory is short.
+Use it when: a reference or a recipe's frozen model rests on the host (``param_offload``) and host memory is short.
 Saves: with ``mmap``, the host buffer in which that model would rest. Either way no rank holds more of a model than its shard.
 Costs: the system may drop pages of the file and read them again, and copies cannot come from page-locked memory.
 Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_config.model_dtype`` that is the file's. It
-    refuses LoRA, ``ref.quantization`` and ``offload_policy``, unless a student of its own rests on the host.
+    refuses LoRA, ``ref.quantization`` and ``offload_policy``, unless a recipe's own model rests on the host.
 """
 
 from __future__ import annotations
@@ -14,15 +14,16 @@ from typing import Any, Literal
 
 from verl_memopt.knobs.conditions import KL, needs_reference
 from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
+from verl_memopt.recipes.registry import RECIPES
 
 _KEY, _RANK = "actor_rollout_ref.model.load_mode", "actor_rollout_ref.model.lora_rank"
 _OFFLOAD, _NATIVE = (f"actor_rollout_ref.ref.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
 _QUANTIZATION = "actor_rollout_ref.ref.quantization"
-_STUDENT = (
+_RECIPES_MODEL = (
     *("reward_model.enable", "reward_model.reward_manager", "reward_model.model.path"),
     "reward_model.model.fsdp_config.param_offload",
 )
-"""They decide whether a student of RLT rests on the host."""
+"""They decide whether a recipe's model rests on the host."""
 
 
 @dataclass(frozen=True)
@@ -30,18 +31,18 @@ class LoadMode:
     """Settings of loading."""
 
     load_mode: Literal["stream", "mmap"] = "stream"
-    """stream = each rank reads its own shards, tensor by tensor; mmap = a reference and a student of RLT that rest on the host
+    """stream = each rank reads its own shards, tensor by tensor; mmap = a reference and a recipe's model that rest on the host
     rest in their safetensors files, mapped, and take no host memory of their own."""
 
 
-def _student_rests(enabled: bool, manager: str, path: str | None, offloaded: bool) -> bool:
-    """Return whether a student of RLT, a model of its own, rests on the host."""
-    return enabled and manager == "rlt" and path is not None and offloaded
+def _recipes_model_rests(enabled: bool, manager: str, path: str | None, offloaded: bool) -> bool:
+    """Return whether a recipe's frozen model, such as a student, rests on the host."""
+    return enabled and manager in RECIPES and path is not None and offloaded
 
 
-def _without_frozen(mode: str, offloaded: bool, rank: int, native: bool, in_reward: bool, in_loss: bool, *student: Any) -> bool:
+def _without_frozen(mode: str, offloaded: bool, rank: int, native: bool, in_reward: bool, in_loss: bool, *frozen: Any) -> bool:
     """Return whether nothing rests on the host for another reason than LoRA or offload_policy, which are refused above."""
-    rests = (offloaded and needs_reference(in_reward, in_loss)) or _student_rests(*student)
+    rests = (offloaded and needs_reference(in_reward, in_loss)) or _recipes_model_rests(*frozen)
     return mode == "mmap" and not (rests or rank > 0 or native)
 
 
@@ -54,24 +55,24 @@ KNOB = Knob(
     refuses=(
         Refusal(
             (_KEY, _RANK),
-            lambda mode, rank, *student: mode == "mmap" and rank > 0 and not _student_rests(*student),
+            lambda mode, rank, *frozen: mode == "mmap" and rank > 0 and not _recipes_model_rests(*frozen),
             "with LoRA the reference is the policy's own base, and no other rests in a file",
             f"Set {_KEY}=stream.",
-            about=_STUDENT,
+            about=_RECIPES_MODEL,
         ),
         Refusal(
             (_KEY, _NATIVE),
-            lambda mode, native, rank, *student: mode == "mmap" and native and rank == 0 and not _student_rests(*student),
+            lambda mode, native, rank, *frozen: mode == "mmap" and native and rank == 0 and not _recipes_model_rests(*frozen),
             "with offload_policy the reference never leaves its host buffer, and none rests in a file",
             f"Set {_OFFLOAD}=true in place of offload_policy, or {_KEY}=stream.",
-            about=(_RANK, *_STUDENT),
+            about=(_RANK, *_RECIPES_MODEL),
         ),
         Refusal(
             (_KEY, _OFFLOAD),
             _without_frozen,
             "a mapped file is where a reference rests, and no reference rests on the host",
             f"Set {_OFFLOAD}=true (with a KL), or {_KEY}=stream.",
-            about=(_RANK, _NATIVE, *KL, *_STUDENT),
+            about=(_RANK, _NATIVE, *KL, *_RECIPES_MODEL),
         ),
         Refusal(
             (_KEY, _QUANTIZATION),
@@ -81,10 +82,10 @@ KNOB = Knob(
         ),
         Refusal(
             (_KEY, "reward_model.model.quantization"),
-            lambda mode, quantization, *student: mode == "mmap" and quantization != "none" and _student_rests(*student),
+            lambda mode, quantization, *frozen: mode == "mmap" and quantization != "none" and _recipes_model_rests(*frozen),
             "the student rests on the host, and the mapped file holds the unquantised weights",
-            f"Set {_KEY}=stream, or {_STUDENT[-1]}=false.",
-            about=_STUDENT,
+            f"Set {_KEY}=stream, or {_RECIPES_MODEL[-1]}=false.",
+            about=_RECIPES_MODEL,
         ),
     ),
     claims=(Claim("update_actor", "host buffers", lambda _, after: after.reference_bytes),),

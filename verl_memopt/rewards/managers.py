@@ -5,6 +5,8 @@ from __future__ import annotations
 import os
 from dataclasses import dataclass
 
+from verl_memopt.recipes.registry import RECIPES
+
 MOST_PROCESSES = 64
 """Most processes of ``prime``, as in verl."""
 
@@ -20,7 +22,7 @@ class Manager:
     uses_every_core: bool = False
     """There is one process per core at least."""
     calls_function: bool = True
-    """There is a reward function. False = a model in the workers scores, and there are no reward processes."""
+    """There is a reward function. False = a recipe's model in the workers scores, and there are no reward processes."""
 
 
 MANAGERS = {
@@ -28,7 +30,7 @@ MANAGERS = {
     "batch": Manager(whole_batch=True),
     "dapo": Manager(),
     "prime": Manager(row_by_row=True, uses_every_core=True),
-    "rlt": Manager(calls_function=False),
+    **dict.fromkeys(RECIPES, Manager(calls_function=False)),
 }
 """Managers by the value of ``reward_model.reward_manager``. DAPO's penalty is subtracted by the trainer, which knows lengths."""
 

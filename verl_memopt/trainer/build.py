@@ -25,7 +25,6 @@ from verl_memopt.knobs.conditions import needs_reference
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.reward_folder import find_reward_model
-from verl_memopt.rewards.rlt.student_rows import StudentEncoder
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
@@ -44,16 +43,15 @@ from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs
 from verl_memopt.trainer.reference_sync import ReferenceSync
 from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
-from verl_memopt.trainer.rewarder import Dapo, Rewarder
-from verl_memopt.trainer.rlt_build import build_rlt_scorer, rlt_datasets, student_encoder, student_plan, warn_of_no_room
-from verl_memopt.trainer.rlt_scorer import RltScorer
+from verl_memopt.trainer.rewarder import Dapo, PreparedRecipe, Rewarder, Scorer
 from verl_memopt.trainer.run_lock import RunLock, hold
-from verl_memopt.trainer.step import Learner
+from verl_memopt.trainer.step import Learner, OnPolicy, PolicyTraining, Rollouts, SeparatePass
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import PolicyUpdate
 from verl_memopt.trainer.validate import Validator
-from verl_memopt.workers.worker import WorkerPlan
+from verl_memopt.workers.plan import WorkerPlan
+from verl_memopt.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -78,7 +76,7 @@ class RunContext:
         stop_file: tells the workers when to abandon a rollout.
         worker_plan: what each worker builds.
         conversations: turns answers into what the reward model reads; None without one.
-        student_encoder: builds the sequences of RLT's student; None without one.
+        recipe: the recipe that scores; None where a function or a reward model does.
     """
 
     settings: Settings
@@ -96,7 +94,7 @@ class RunContext:
     stop_file: Path
     worker_plan: WorkerPlan
     conversations: Conversations | None = None
-    student_encoder: StudentEncoder | None = None
+    recipe: PreparedRecipe | None = None
 
 
 def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyType({})) -> RunContext:
@@ -131,6 +129,8 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             compare_settings(settings, environment, checkpoint)
         by_rules = mode.scores and settings.custom_reward_function.path is None and not settings.reward_model.enable
         train, validation = _datasets(data, environment, by_rules, settings) if mode.reads_data else (None, None)
+        recipe = settings.reward_model.recipe if _scores_with_model(settings) else None
+        prepared = None if recipe is None else recipe.hooks().prepare(settings, environment, (train, validation))
         reward_folder, conversations = _reward_model(settings, environment, (train, validation))
         loader = None if train is None else _build_loader(data, train, checkpoint)
         done = 0 if checkpoint is None else checkpoint.step
@@ -159,18 +159,15 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
             reward_model=None if reward_folder is None else settings.reward_model.model,
             reward_folder=None if reward_folder is None else str(reward_folder),
             adaptive_phases=adaptive_phases(settings),
-            student=student_plan(settings, environment) if _scores_with_model(settings) else None,
+            role=None if prepared is None else prepared.role,
         )
-        rlt_encoder = student_encoder(settings, environment) if _scores_with_model(settings) else None
-        if rlt_encoder is not None:
-            warn_of_no_room(rlt_encoder, settings.reward_model.rlt, (train, validation))
         released_on_error.pop_all()
     encoder = PromptEncoder(environment.tokenizer, data.max_prompt_length, data.truncation, environment.embedding_rows)
     return RunContext(
         settings=settings, folder=folder, lock=lock, environment=environment, loader=loader, validation=validation,
         encoder=encoder, store=store, checkpoint=checkpoint, total_steps=total_steps, updates_per_step=updates,
         critic_updates_per_step=critic_updates, stop_file=stop_file, worker_plan=plan, conversations=conversations,
-        student_encoder=rlt_encoder,
+        recipe=prepared,
     )  # fmt: skip
 
 
@@ -189,8 +186,9 @@ def _datasets(data: Data, environment: Environment, by_rules: bool, settings: Se
         by_rules: rewards come from built-in rules, so each row's ``data_source`` must have one.
         settings: say how prompts are expanded, and whether a service runs the programs of code tasks.
     """
-    if settings.reward_model.by_student:
-        return rlt_datasets(data, settings, environment.tokenizer)
+    recipe = settings.reward_model.recipe
+    if recipe is not None:
+        return recipe.hooks().datasets(settings, environment.tokenizer)
     train = build_dataset(data.train_files, data, environment.tokenizer, "train")
     validation = None if data.val_files is None else build_dataset(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
@@ -207,7 +205,7 @@ def _reward_model(
 ) -> tuple[Path | None, Conversations | None]:
     """Return the folder of the reward model, and what turns answers into its conversations; None without one."""
     reward_model, data, roles = settings.reward_model, settings.data, settings.actor_rollout_ref
-    if not reward_model.enable or reward_model.by_student or not _scores_with_model(settings):
+    if not reward_model.enable or reward_model.recipe or not _scores_with_model(settings):
         return None, None
     longest = reward_model.max_length or data.max_prompt_length + data.max_response_length
     scorer = find_reward_model(reward_model.model, roles.model, environment.tokenizer, longest, roles.actor)
@@ -218,7 +216,7 @@ def _reward_model(
 
 
 def _scores_with_model(settings: Settings) -> bool:
-    """Return whether a reward model or a student is needed. Forged rows are scored by it too, for its memory."""
+    """Return whether the model that scores is needed. Forged rows are scored by it too, for its memory."""
     return mode_of(settings).scores or settings.debug.mode == "forge"
 
 
@@ -265,41 +263,35 @@ def adaptive_phases(settings: Settings) -> tuple[str, ...]:
         "ref": roles.ref.log_prob_adaptive_token_budget and roles.ref.log_prob_use_dynamic_bsz,
         "values": critic.adaptive_token_budget and critic.use_dynamic_bsz,
         "update_critic": critic.adaptive_token_budget and critic.use_dynamic_bsz,
-        "reward": rewards.adaptive_token_budget and (rewards.use_dynamic_bsz or rewards.by_student),
+        "reward": rewards.adaptive_token_budget and (rewards.use_dynamic_bsz or rewards.recipe is not None),
     }
     return tuple(phase for phase, learns in adaptive.items() if learns)
 
 
-def build_rewarder(context: RunContext, workers: TimedGroup, runner: RewardRunner | None) -> Rewarder:
+def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | None) -> Scorer:
     """Return what scores the answers of training and validation."""
+    if context.recipe is not None:
+        return context.recipe.scorer(workers)
     settings, model = context.settings, None
     if context.conversations is not None:
         actor, balance = settings.actor_rollout_ref.actor, settings.trainer.balance_batch
         model = ModelScores(workers, context.conversations, reward_budget(settings.reward_model), actor, balance)
-    return Rewarder(runner, Dapo.of(settings.reward_model), model, settings.custom_reward_function.path is None)
+    by_model_alone = settings.custom_reward_function.path is None
+    return Rewarder(runner, Dapo.of(settings.reward_model), model, by_model_alone, workers.clock)
 
 
-def build_validator(
-    context: RunContext, generator: Generator, rewards: Rewarder, rlt: RltScorer | None = None
-) -> Validator | None:
+def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | None:
     """Return the validator; None without validation files.
 
     Args:
         context: Context of the run.
         generator: Answers the prompts.
-        rewards: Scores the answers.
-        rlt: Scores them with a student instead; None without one.
+        scorer: Scores the answers.
     """
     if context.validation is None:
         return None
     batch_size, expansion = context.settings.data.val_batch_size, context.settings.algorithm.expansion
-    return Validator(context.validation, batch_size, expansion, context.encoder, generator, rewards, rlt)
-
-
-def _build_rlt(context: RunContext, workers: TimedGroup) -> RltScorer | None:
-    """Return what scores explanations with a student; None without one."""
-    encoder = context.student_encoder
-    return None if encoder is None else build_rlt_scorer(context.settings, context.environment.tokenizer, encoder, workers)
+    return Validator(context.validation, batch_size, expansion, context.encoder, generator, scorer)
 
 
 def _build_prefetcher(
@@ -343,37 +335,44 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     actor, rollout, balance = roles.actor, roles.rollout, settings.trainer.balance_batch
     update_budget, old_budget, ref_budget = budgets(roles)
     correction = algorithm.rollout_correction
-    rlt = _build_rlt(context, workers)
+    scorer = scorer_of(context, workers, runner)
     mode, replay = mode_of(settings), replay_of(settings, environment)
     bypasses = correction.bypass_mode and mode.updates
-    by_student = settings.reward_model.by_student
-    on_policy = mode.updates and not by_student and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
+    # A scorer that reads log-probs runs before the update, so that they cannot come from it.
+    on_policy = mode.updates and not scorer.reads and update_gives_old_log_probs(actor, data.train_batch_size, algorithm)
     statistics = actor.calculate_entropy, actor.calculate_sum_pi_squared
-    old_pass = LogProbPass(workers, "old_log_prob", "old_log_probs", old_budget, balance, statistics)
+    old_pass = LogProbPass(workers, "old_log_prob", Worker.old_log_probs, old_budget, balance, statistics)
     cutter = MiniBatchCutter(workers.world_size, actor, rollout.n, update_budget, balance)
     policy_update = PolicyUpdate(cutter, actor, context.store)
     # The engine's log-probs of a dump may belong to other weights, so a difference is no fault.
     mismatch = MismatchCheck(rollout if replay is None else replace(rollout, max_logprob_diff=None), actor.fsdp_config)
-    ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
+    ref_pass = LogProbPass(workers, "ref", Worker.ref_log_probs, ref_budget, balance)
     with_reference = needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss)
     every = None if context.worker_plan.reference_folder is None else roles.ref.sync_every_steps
+    policy: PolicyTraining
+    if bypasses:
+        policy = BypassUpdate(workers, policy_update, mismatch, correction)
+    elif on_policy:
+        policy = OnPolicy(workers, old_pass, policy_update, mismatch)
+    else:
+        policy = SeparatePass(workers, old_pass, policy_update, mismatch)
     return Learner(
         workers=workers,
-        prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
-        generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine, mode.has_engine),
-        rewards=build_rewarder(context, workers, runner),
-        critic=_build_critic_training(context, workers, old_pass),
-        group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
-        old_pass=None if on_policy or bypasses else old_pass,
+        rollouts=Rollouts(
+            prompts=_build_prefetcher(data, context.loader, environment, rollout.n, algorithm.expansion),
+            generator=Generator(rollout, environment.tokenizer, workers, environment.free_engine, mode.has_engine),
+            scorer=scorer,
+            actor=actor,
+            greedy_baseline=algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
+            group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
+            replay=replay,
+        ),
+        scorer=scorer,
+        policy=policy,
         ref_pass=ref_pass if with_reference else None,
-        mismatch=mismatch,
-        bypass=BypassUpdate(workers, policy_update, mismatch, correction) if bypasses else None,
-        greedy_baseline=algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
+        critic=_build_critic_training(context, workers, old_pass),
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
-        policy_update=policy_update,
-        rlt=rlt,
         step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
         reference_sync=None if every is None else ReferenceSync(workers, every, context.updates_per_step),
-        replay=replay,
     )

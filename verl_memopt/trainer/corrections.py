@@ -14,10 +14,12 @@ from verl_memopt.data.batch import RolloutBatch, scatter_tokens
 from verl_memopt.data.ragged import token_index
 from verl_memopt.trainer.experience import StepBatch
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
+from verl_memopt.trainer.passes import Budget
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import PolicyUpdate
 from verl_memopt.workers.policy import Updated
 from verl_memopt.workers.trained_model import ACTOR, MiniBatch
+from verl_memopt.workers.worker import Worker
 
 
 def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> dict[str, float]:
@@ -71,6 +73,14 @@ class BypassUpdate:
     mismatch: MismatchCheck
     settings: RolloutCorrection
 
+    def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
+        """Take the engine's log-probs as those before the update."""
+        batch.rows.old_log_probs = batch.rows.rollout_log_probs
+
+    def budgets(self) -> dict[str, Budget]:
+        """Return the token budget of the update."""
+        return {"update_actor": self.policy_update.cutter.budget}
+
     def update(self, batch: StepBatch) -> None:
         """Take the optimizer steps of a training step, and add their metrics and the policy's log-probs to the batch."""
         rows, names = batch.for_update()
@@ -98,7 +108,7 @@ class BypassUpdate:
         return updates, means
 
     def _call(self, arguments: Sequence[tuple[list[MiniBatch]]]) -> list[list[Updated]]:
-        return self.workers.each("update_actor", "update_bypass", arguments)
+        return self.workers.each("update_actor", Worker.update_bypass, arguments)
 
     def mean_weight(self, ranks: Sequence[MiniBatch]) -> float:
         """Return the mean importance weight of a mini-batch under the present policy.
@@ -109,9 +119,12 @@ class BypassUpdate:
         level = self.settings.rollout_is
         assert level is not None
         arguments = [(mini.batch, mini.micro_batches, False) for mini in ranks]
-        results = self.workers.each("old_log_prob", "old_log_probs", arguments)
-        engine = [mini.batch.rollout_log_probs for mini in ranks]
-        log_ratio = torch.cat([result.log_probs - other for result, other in zip(results, engine, strict=True)])
+        results = self.workers.each("old_log_prob", Worker.old_log_probs, arguments)
+        log_ratios = []
+        for mini, result in zip(ranks, results, strict=True):
+            assert mini.batch.rollout_log_probs is not None, "bypass mode needs the engine's log-probs"
+            log_ratios.append(result.log_probs - mini.batch.rollout_log_probs)
+        log_ratio = torch.cat(log_ratios)
         lengths = torch.cat([mini.batch.responses.lengths for mini in ranks])
         row = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
         _, weights = bounded_weights(log_ratio, row, lengths, level, self.settings.rollout_is_threshold)

@@ -17,6 +17,7 @@ from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import global_metrics, refuse_partial
 from verl_memopt.trainer.update_guard import way_back
 from verl_memopt.workers.trained_model import CRITIC
+from verl_memopt.workers.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -52,7 +53,7 @@ class CriticTraining:
             batch: Batch of the step.
             names: Names of the rows, for errors.
         """
-        parts = run_pass(self.workers, "values", "values", self.budget, self.cutter.balance, (), batch, names)
+        parts = run_pass(self.workers, "values", Worker.values, self.budget, self.cutter.balance, (), batch, names)
         return scatter_tokens(parts, batch.responses.sizes())
 
     def update(self, batch: RolloutBatch, names: Sequence[str], step: int) -> dict[str, float]:
@@ -67,7 +68,7 @@ class CriticTraining:
             TrainingError: A skipped update had already changed some weights.
         """
         per_rank = self.cutter.cut(batch, names, step)
-        results = self.workers.each("update_critic", "update_critic", [(minis,) for minis in per_rank])
+        results = self.workers.each("update_critic", Worker.update_critic, [(minis,) for minis in per_rank])
         self.cutter.learn(per_rank, self.workers.figures)
         metrics = global_metrics(results, CRITIC)
         refuse_partial(metrics, CRITIC, step, way_back(CRITIC, self.critic.optim.lr, self.store))

@@ -105,13 +105,14 @@ def replayed_steps(settings: Settings, environment: Environment, done: int) -> i
 
 def rollout_step(learner: Learner, step: int) -> StepResult:
     """Answer the prompts of a step, and nothing more."""
-    assert not isinstance(learner.prompts, NoPrompts)
-    return _described(learner, learner.generate(learner.prompts.next(), step))
+    rollouts = learner.rollouts
+    assert not isinstance(rollouts.prompts, NoPrompts)
+    return _described(learner, rollouts.generate(rollouts.prompts.next(), step))
 
 
 def score_step(learner: Learner, step: int) -> StepResult:
     """Score the answers of a step, and compute their log-probs."""
-    batch = learner.log_probs(learner.scored(step))
+    batch = learner.scored(step)
     batch.metrics |= summary_of("critic/score", batch.scores)
     batch.metrics |= reward_metrics(result.extra for result in batch.results)
     old, reference = batch.rows.old_log_probs, batch.rows.ref_log_probs

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -21,6 +21,8 @@ from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.log_probs import LogProbs, in_batch_order
+
+Result = TypeVar("Result")
 
 
 @dataclass(frozen=True)
@@ -117,7 +119,7 @@ class LogProbPass:
 
     workers: TimedGroup
     phase: str
-    method: str
+    method: Callable[..., LogProbs]
     budget: Budget
     balance: bool
     options: tuple[bool, ...] = ()
@@ -136,13 +138,13 @@ class LogProbPass:
 def run_pass(
     workers: TimedGroup,
     phase: str,
-    method: str,
+    method: Callable[..., Result],
     budget: Budget,
     balance: bool,
     options: tuple[Any, ...],
     batch: RolloutBatch,
     names: Sequence[str],
-) -> list[tuple[list[int], Any]]:
+) -> list[tuple[list[int], Result]]:
     """Run a forward pass over a whole batch, spread over the ranks, and return each rank's rows with its result.
 
     Args:

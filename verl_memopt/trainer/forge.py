@@ -1,6 +1,6 @@
 """Forged steps: synthetic rows of the largest lengths, so that a run meets its highest memory without any data.
 
-The token ids have exactly those lengths. The texts, which a reward model or a student reads, have about as many tokens.
+The token ids have exactly those lengths. The texts, which a model that scores reads, have about as many tokens.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ class Forge:
         response_tokens: Tokens of each response, ``data.max_response_length``.
         num_tokens: Token ids are below it.
         seed: Of the run.
-        question: The question of every prompt, for a student.
+        question: The question of every prompt, for a recipe that reads it.
         solution: Its solution.
         answer: The text of every response, for a reward model with a tokenizer of its own.
         log_probs: Forge log-probs of the engine as well.

@@ -13,6 +13,7 @@ from verl_memopt.errors import Stopped
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.rollout.sampling import SamplingSettings, row_seed, train_sampling, validation_sampling
 from verl_memopt.trainer.timed_group import TimedGroup
+from verl_memopt.workers.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -30,6 +31,24 @@ class Answers:
     prompt_ids: list[list[int]]
     generation: Generation
     texts: list[str]
+
+
+def join_answers(parts: Sequence[Answers]) -> Answers:
+    """Return the answers of several calls as those of one."""
+    generations = [part.generation for part in parts]
+    log_probs = [generation.log_probs for generation in generations]
+    generation = Generation(
+        response_ids=[ids for each in generations for ids in each.response_ids],
+        log_probs=None if None in log_probs else [row for each in log_probs for row in each or ()],
+        finish_reasons=[reason for each in generations for reason in each.finish_reasons],
+        cached_tokens=sum(each.cached_tokens for each in generations),
+    )
+    return Answers(
+        rows=[row for part in parts for row in part.rows],
+        prompt_ids=[ids for part in parts for ids in part.prompt_ids],
+        generation=generation,
+        texts=[text for part in parts for text in part.texts],
+    )
 
 
 class Generator:
@@ -115,18 +134,18 @@ class Generator:
 
     def wake_and_release(self) -> None:
         """Let the engine take all its memory, as for a rollout, and release it."""
-        self.workers.all("gen", "wake_engine")
+        self.workers.all("gen", Worker.wake_engine)
         self.release_engine()
 
     def release_engine(self) -> None:
         """Let the engine release its memory, if it does so between rollouts."""
         if self.frees_engine:
-            self.workers.all("gen", "release_engine")
+            self.workers.all("gen", Worker.release_engine)
 
     def restore_engine(self) -> None:
         """Give an engine that released its memory the policy's weights again."""
         if self.frees_engine:
-            self.workers.all("update_weights", "update_weights")
+            self.workers.all("update_weights", Worker.update_weights)
 
     def _decoded(self, rows: Sequence[PromptRow], samples: int, prompt_ids: list[list[int]], generation: Generation) -> Answers:
         texts = self.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
@@ -160,12 +179,13 @@ def generate(
     bounds = [len(prompt_ids) * index // num_engines for index in range(num_engines + 1)]
     shares = [slice(bounds[index], bounds[index + 1]) for index in range(num_engines)]
     arguments = [(prompt_ids[share], seeds[share], sampling, may_stop) for share in shares for _ in range(tensor_parallel)]
-    generations = workers.each(phase, "generate", arguments)[::tensor_parallel]
-    if any(generation is None for generation in generations):
+    answered = workers.each(phase, Worker.generate, arguments)[::tensor_parallel]
+    generations = [generation for generation in answered if generation is not None]
+    if len(generations) < len(answered):
         raise Stopped
     return Generation(
         response_ids=[ids for generation in generations for ids in generation.response_ids],
-        log_probs=[row for generation in generations for row in generation.log_probs] if sampling.log_probs else None,
+        log_probs=[row for generation in generations for row in generation.log_probs or ()] if sampling.log_probs else None,
         finish_reasons=[reason for generation in generations for reason in generation.finish_reasons],
         cached_tokens=sum(generation.cached_tokens for generation in generations),
     )

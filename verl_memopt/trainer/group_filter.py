@@ -15,7 +15,7 @@ from verl_memopt.errors import RewardError, TrainingError
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.experience import StepBatch
-from verl_memopt.trainer.generation import Answers
+from verl_memopt.trainer.generation import Answers, join_answers
 
 SCORES = ("score", "seq_reward", "seq_final_reward")
 """Values of ``algorithm.filter_groups.metric`` that mean the score. A KL in the reward is not known when groups are filtered."""
@@ -143,25 +143,11 @@ def select(batch: StepBatch, prompts: Sequence[int], samples: int) -> Kept:
 
 def joined(rounds: Sequence[Kept]) -> Kept:
     """Return what all rounds kept, as one round."""
-    prompts, answers = [kept.prompts for kept in rounds], [kept.answers for kept in rounds]
-    generations = [answer.generation for answer in answers]
-    log_probs = [generation.log_probs for generation in generations]
-    ids = [ids for part in prompts for ids in part.prompt_ids]
-    generation = Generation(
-        response_ids=[ids for part in generations for ids in part.response_ids],
-        log_probs=None if None in log_probs else [row for part in log_probs for row in part or ()],
-        finish_reasons=[reason for part in generations for reason in part.finish_reasons],
-        cached_tokens=sum(part.cached_tokens for part in generations),
+    prompts, answers = [kept.prompts for kept in rounds], join_answers([kept.answers for kept in rounds])
+    every = StepPrompts(
+        [row for part in prompts for row in part.prompts],
+        answers.prompt_ids,
+        sum(part.rows_truncated for part in prompts),
+        sum(part.tokens_dropped for part in prompts),
     )
-    return Kept(
-        StepPrompts(
-            [row for part in prompts for row in part.prompts],
-            ids,
-            sum(part.rows_truncated for part in prompts),
-            sum(part.tokens_dropped for part in prompts),
-        ),
-        Answers(
-            [row for part in answers for row in part.rows], ids, generation, [text for part in answers for text in part.texts]
-        ),
-        [result for kept in rounds for result in kept.results],
-    )
+    return Kept(every, answers, [result for kept in rounds for result in kept.results])

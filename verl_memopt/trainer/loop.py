@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -24,6 +25,7 @@ from verl_memopt.trainer.step import Learner, StepResult
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update_guard import UpdateGuard
 from verl_memopt.trainer.validate import Validation
+from verl_memopt.workers.worker import Worker
 
 logger = logging.getLogger(__name__)
 
@@ -46,8 +48,8 @@ class SavedRole:
     """
 
     folder: str
-    save: str
-    load: str
+    save: Callable[[Worker, str, Sequence[str]], Records]
+    load: Callable[[Worker, str, Sequence[str]], None]
     settings: CheckpointContents
 
 
@@ -75,7 +77,7 @@ class Trainer:
         self.mode = mode_of(context.settings)
         self.train_step = STEPS.get(context.settings.debug.mode, Learner.train_step)
         self.learner = build_learner(context, workers, runner)
-        self.validator = build_validator(context, self.learner.generator, self.learner.rewards, self.learner.rlt)
+        self.validator = build_validator(context, self.learner.rollouts.generator, self.learner.scorer)
         self.learner.before_update = self.begin_update
         if runner is not None:
             runner.stopped = self.must_abandon
@@ -124,7 +126,7 @@ class Trainer:
             try:
                 self.one_step(self.step + 1)
             except Stopped:
-                self.learner.prompts.give_back()
+                self.learner.rollouts.prompts.give_back()
                 self.reporter.say(f"step {self.step + 1} was abandoned for lack of time; the next start runs it again")
         if self.interrupts.requested and self.saved_step < self.step and self.mode.is_whole:
             self.timed_save()
@@ -139,7 +141,7 @@ class Trainer:
             validation = self.validation(step)
         self.step = step
         self.score = None if validation is None else headline_score(validation.metrics)
-        self.reporter.step(step, self.learner.prompts.epoch, result, validation, self.workers.take_memories())
+        self.reporter.step(step, self.learner.rollouts.prompts.epoch, result, validation, self.workers.take_memories())
         if self.mode.updates:
             self.judge(result, validation)
         if self.due(self.settings.save_freq):
@@ -298,11 +300,11 @@ class Trainer:
     def parts(self) -> list[SavedRole]:
         """Return the roles whose weights change, each of which has a part of every checkpoint."""
         critic = self.context.worker_plan.critic
-        parts = [SavedRole("actor", "save", "load", self.context.settings.actor_rollout_ref.actor.checkpoint)]
+        parts = [SavedRole("actor", Worker.save, Worker.load, self.context.settings.actor_rollout_ref.actor.checkpoint)]
         if critic is not None:
-            parts.append(SavedRole("critic", "save_critic", "load_critic", critic.checkpoint))
+            parts.append(SavedRole("critic", Worker.save_critic, Worker.load_critic, critic.checkpoint))
         if self.learner.reference_sync is not None:
-            parts.append(SavedRole(REFERENCE, "save_reference", "load_reference", CheckpointContents()))
+            parts.append(SavedRole(REFERENCE, Worker.save_reference, Worker.load_reference, CheckpointContents()))
         return parts
 
     def driver_state(self) -> dict[str, Any]:
@@ -310,7 +312,7 @@ class Trainer:
         return {
             "step": self.step,
             "seed": self.context.settings.data.seed,
-            "loader": self.learner.prompts.state_dict(),
+            "loader": self.learner.rollouts.prompts.state_dict(),
             "kl_control": self.learner.kl_control.state_dict(),
             "guard": self.guard.state_dict(),
             "health": self.health.state_dict(),

@@ -16,6 +16,7 @@ from verl_memopt.trainer.experience import run_pass
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.passes import Budget, learned_budget
 from verl_memopt.trainer.timed_group import TimedGroup
+from verl_memopt.workers.worker import Worker
 
 BUDGET_KEY = "reward_model.forward_max_token_len_per_gpu"
 END = 0
@@ -54,7 +55,7 @@ class ModelScores:
         names = [row.address for row in answers.rows]
         names += names[:1] * (batch.num_rows - num_rows)
         scores = torch.empty(batch.num_rows)
-        for share, part in run_pass(self.workers, "reward", "reward_scores", self.budget, self.balance, (), batch, names):
+        for share, part in run_pass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance, (), batch, names):
             scores[share] = part
         for row, score in zip(answers.rows, scores[:num_rows].tolist(), strict=True):
             if not math.isfinite(score):

@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.workers.trained_model import ACTOR
+from verl_memopt.workers.worker import Worker
 
 
 @dataclass
@@ -38,7 +39,7 @@ class ReferenceSync:
             self.steps += 1
             is_due = self.steps % self.every == 0
         if is_due:
-            self.workers.all("sync_ref", "sync_reference")
+            self.workers.all("sync_ref", Worker.sync_reference)
         return {"ref/sync": float(is_due)}
 
     def state_dict(self) -> dict[str, int]:

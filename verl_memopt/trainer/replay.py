@@ -11,10 +11,10 @@ from typing import Any
 
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.encoder import tokenizer_digests
 from verl_memopt.data.prefetcher import StepPrompts
 from verl_memopt.errors import DataError
 from verl_memopt.observe.samples import ReadSample, dumped_steps, read_samples
-from verl_memopt.rewards.rlt.same_tokenizer import tokenizer_digests
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.generation import Answers

@@ -1,23 +1,122 @@
-"""The reward of each answer: what a function or a reward model gives, then what the manager does to it."""
+"""What gives each answer its reward: a function or a reward model, followed by the manager, or a recipe's own scorer."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from typing import Self
+from dataclasses import dataclass, field, replace
+from typing import Any, Protocol, Self
 
 import torch
 
 from verl_memopt.algorithms.shaping import overlong_penalty
-from verl_memopt.config.schema import RewardKwargs, RewardModel
+from verl_memopt.config.schema import RewardKwargs, RewardModel, Settings
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.dataset import PromptRows
+from verl_memopt.memory.batching.learned_budget import LearnedBudget
+from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.rows import RewardResult, RewardRow
 from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.trainer.environment import Environment
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.model_scores import ModelScores
+from verl_memopt.trainer.timed_group import TimedGroup
+from verl_memopt.workers.plan import RolePlan
 
 RM_SCORE = "rm_score"
 """Name of the reward model's score among what a reward function receives, and among the entries of a row."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of some answers.
+
+    Attributes:
+        results: The reward of each answer.
+        metrics: What the scorer measured, under whole names.
+    """
+
+    results: list[RewardResult]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a training step has computed before its answers are scored.
+
+    Attributes:
+        rows: The answers as tensors, with the log-probs that the scorer reads.
+        names: Names of the rows, for errors.
+    """
+
+    rows: RolloutBatch
+    names: list[str]
+
+
+class Scorer(Protocol):
+    """Gives each answer its reward, once a step, when everything that it reads exists."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What it reads beside the text: ``old_log_probs`` or ``ref_log_probs`` of the batch."""
+        ...
+
+    @property
+    def learned_budget(self) -> LearnedBudget | None:
+        """The token budget of its pass, where that learns from measured peaks."""
+        ...
+
+    def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
+        """Return the reward of each answer.
+
+        Args:
+            answers: Prompts and answers.
+            computed: What the training step has computed; None in a validation, which computes no log-probs.
+        """
+        ...
+
+
+class PreparedRecipe(Protocol):
+    """A recipe's part of one run, checked before a worker starts."""
+
+    @property
+    def role(self) -> RolePlan | None:
+        """What each worker builds for the recipe; None for nothing."""
+        ...
+
+    def scorer(self, workers: TimedGroup) -> Scorer:
+        """Return what scores the answers.
+
+        Args:
+            workers: Workers with the recipe's role.
+        """
+        ...
+
+
+class RecipeHooks(Protocol):
+    """What a recipe of :mod:`verl_memopt.recipes.registry` brings to training."""
+
+    def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
+        """Return the training rows and the held-out rows.
+
+        Args:
+            settings: Of the run.
+            tokenizer: The policy's.
+        """
+        ...
+
+    def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRecipe:
+        """Check the recipe's models and rows, and return its part of the run.
+
+        Args:
+            settings: Of the run.
+            environment: Folders and tokenizer on this machine.
+            datasets: The rows of each split; None where the run reads none.
+
+        Raises:
+            ConfigError, DataError: For what the user must mend.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -71,12 +170,26 @@ class Rewarder:
         dapo: What the manager ``dapo`` adds; None with another manager.
         model: The reward model; None where the settings have none.
         model_alone: The model's score is the reward. False = the reward function reads it and returns the reward.
+        clock: Times the functions of a training step; None = nothing is timed.
+        reads: Nothing but the text, as :class:`Scorer` has it.
     """
 
     runner: RewardRunner | None
     dapo: Dapo | None = None
     model: ModelScores | None = None
     model_alone: bool = False
+    clock: PhaseClock | None = None
+    reads: frozenset[str] = frozenset()
+
+    @property
+    def learned_budget(self) -> LearnedBudget | None:
+        """The token budget of the reward model, where it learns."""
+        return None if self.model is None else self.model.budget.learned
+
+    def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
+        """Return the reward of each answer. Arguments as for :class:`Scorer`; errors as for :meth:`score`."""
+        timed = None if computed is None or self.clock is None else self.clock.phase("reward")
+        return Scored(self.score(answers, timed))
 
     def score(self, answers: Answers, timed: AbstractContextManager[None] | None = None) -> list[RewardResult]:
         """Return the reward of each answer.

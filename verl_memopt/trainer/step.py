@@ -1,33 +1,39 @@
-"""One training step: generate, reward, log-probs, advantages, update, weight sync, metrics."""
+"""One training step, from prompts to weight sync, for every algorithm. What differs between algorithms is a named part.
+
+:class:`Learner` shows the order. Below it stand the parts that differ: where rollouts come from, and how a step gets the policy's
+log-probs before the update and updates the policy.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Protocol
 
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
-from verl_memopt.config.schema import Algorithm
+from verl_memopt.config.schema import Actor, Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
 from verl_memopt.memory.batching.learned_budget import LearnedBudget, budget_metrics
 from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.trainer.corrections import BypassUpdate, correct_before_update, divergence_metrics
+from verl_memopt.trainer.corrections import correct_before_update, divergence_metrics
 from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, to_batch
 from verl_memopt.trainer.forge import Forge
 from verl_memopt.trainer.generation import Answers, Generator
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
+from verl_memopt.trainer.passes import Budget
 from verl_memopt.trainer.reference_sync import ReferenceSync
 from verl_memopt.trainer.remax import add_baselines, greedy_batch
 from verl_memopt.trainer.replay import NoPrompts, Replay, check_same_prompts
 from verl_memopt.trainer.resampling import draw_rows
-from verl_memopt.trainer.rewarder import Rewarder
-from verl_memopt.trainer.rlt_scorer import Explained, RltScorer
+from verl_memopt.trainer.rewarder import Computed, Scorer
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.truncated import mask_truncated
 from verl_memopt.trainer.update import PolicyUpdate
+from verl_memopt.workers.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -55,47 +61,31 @@ def nothing() -> None:
 
 @dataclass
 class Learner:
-    """Runs training steps, phase by phase.
+    """Runs training steps.
 
     Attributes:
         workers: Workers that hold the models and the engines.
-        prompts: Prompts of the next step; none where the rows of ``replay`` bring their own.
-        generator: Answers the prompts.
-        rewards: Scores the answers.
-        critic: Computes values and learns returns; None where the estimator needs no critic.
-        group_filter: Leaves out groups without a signal; None to keep all.
-        old_pass: Log-probs before the update; None where the forward of the update gives them.
+        rollouts: Gives prompts and answers.
+        scorer: Gives each answer its reward.
+        policy: Gets the log-probs before the update, and takes the update.
         ref_pass: Log-probs of the reference; None where the settings have no KL.
-        mismatch: Compares the engine's log-probs with the trainer's.
-        bypass: The update of bypass mode, in which the engine's log-probs are the old ones; None in any other.
-        greedy_baseline: Answer each prompt greedily as well (ReMax).
+        critic: Computes values and learns returns; None where the estimator needs no critic.
         algorithm: Settings of the advantages.
         kl_control: The coefficient of the KL in the reward, saved and restored with the run.
-        policy_update: Cuts the batch for the optimizer steps, and reads their results.
         step_metrics: Describes the batch at the end.
-        replay: Gives the rows of a step in place of the engine; None where the engine generates them.
-        rlt: Scores the answers with a student, once their log-probs are known; None = ``rewards`` scores them.
         reference_sync: Moves the reference towards the policy; None where the reference keeps its weights.
         before_update: Called just before the update; it may raise Stopped. Until then a step can be abandoned.
     """
 
     workers: TimedGroup
-    prompts: PromptPrefetcher | NoPrompts
-    generator: Generator
-    rewards: Rewarder
-    critic: CriticTraining | None
-    group_filter: GroupFilter | None
-    old_pass: LogProbPass | None
+    rollouts: Rollouts
+    scorer: Scorer
+    policy: PolicyTraining
     ref_pass: LogProbPass | None
-    mismatch: MismatchCheck
-    bypass: BypassUpdate | None
-    greedy_baseline: bool
+    critic: CriticTraining | None
     algorithm: Algorithm
     kl_control: KlController
-    policy_update: PolicyUpdate
     step_metrics: StepMetrics
-    replay: Replay | Forge | None = None
-    rlt: RltScorer | None = None
     reference_sync: ReferenceSync | None = None
     before_update: Callable[[], None] = nothing
 
@@ -108,18 +98,21 @@ class Learner:
             RolloutError: The engine's log-probs are too far from the trainer's.
             Stopped: a stop was requested and the step abandoned. Only the position in the data has changed.
         """
-        batch = self.scored(step)
-        batch = self.log_probs(batch)
-        batch = self.values(batch)
-        batch = self.advantages(batch)
+        critic, updates_policy = self.critic, not self.warms_up(step)
+        batch = self.scored(step)  # rollout, reward, old and reference log-probs
+        if critic is not None:
+            batch.rows.old_values = critic.values(batch.rows, batch.names)
+        self.advantages(batch)
         self.before_update()
-        batch = self.update_critic(batch)
-        if not self.warms_up(step):
-            batch = self.update(batch)
-        if not self.warms_up(step) or self.generator.frees_engine:  # a sleeping engine keeps no weights
+        if critic is not None:
+            batch.metrics |= critic.update(*batch.for_update(), step)
+        if updates_policy:
+            self.policy.update(batch)
+        if updates_policy or self.rollouts.generator.frees_engine:  # a sleeping engine keeps no weights
             self.sync_weights()
-        batch = self.sync_reference(batch)
-        batch = self.metrics(batch)
+        if updates_policy and self.reference_sync is not None:
+            batch.metrics |= self.reference_sync.after_update(batch.metrics)
+        self.metrics(batch)
         return self.result(batch)
 
     def warms_up(self, step: int) -> bool:
@@ -127,94 +120,18 @@ class Learner:
         return self.critic is not None and self.critic.warms_up(step)
 
     def scored(self, step: int) -> StepBatch:
-        """Answer and score the prompts of a step. With a group filter, further prompts follow until the step is full."""
-        if self.replay is not None:
-            return self.replayed(self.replay, step)
-        assert not isinstance(self.prompts, NoPrompts)
-        if self.group_filter is None:
-            return self.reward(self.baselines(self.generate(self.prompts.next(), step, stays_awake=self.greedy_baseline)))
-
-        source = self.prompts
-
-        def one_round(earlier_rounds: int) -> StepBatch:
-            prompts = source.more() if earlier_rounds else source.next()
-            return self.reward(self.generate(prompts, step, earlier_rounds, stays_awake=True))
-
-        kept, metrics = self.group_filter.fill(one_round, step)
-        rows = to_batch(kept.answers, self.generator.rollout.n, self.policy_update.actor)
-        batch = StepBatch(step, kept.prompts, kept.answers, rows, kept.results, metrics=metrics)
-        if self.greedy_baseline:
-            return self.baselines(batch)
-        self.generator.release_engine()
-        return batch
-
-    def replayed(self, replay: Replay | Forge, step: int) -> StepBatch:
-        """Return the rows of a step that no engine generates, with their scores. An engine wakes and rests all the same."""
-        replayed = replay.read(step)
-        prompts = replayed.prompts
-        if not isinstance(self.prompts, NoPrompts):
-            prompts = self.prompts.next()
-            check_same_prompts(replayed, prompts)
-        if self.generator.has_engine:
-            self.generator.wake_and_release()
-        answers = replayed.answers
-        batch = StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.policy_update.actor))
-        if not replay.scored:
-            return self.reward(batch)
-        batch.results = replayed.results or []
-        return batch
-
-    def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> StepBatch:
-        """Answer the prompts, ``rollout.n`` times each. Arguments as in :meth:`Generator.generate`."""
-        answers = self.generator.generate(prompts, step, earlier_rounds, stays_awake)
-        return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.policy_update.actor))
-
-    def baselines(self, batch: StepBatch) -> StepBatch:
-        """Add the score of a greedy response to each prompt, where the estimator compares with it. The engine is released."""
-        if not self.greedy_baseline:
-            return batch
-        greedy = self.reward(greedy_batch(self.generator, batch, self.policy_update.actor))
-        return add_baselines(batch, greedy, self.generator.rollout.n)
-
-    def reward(self, batch: StepBatch) -> StepBatch:
-        """Score each answer. A student scores later, in :meth:`log_probs`."""
-        if self.rlt is None:
-            batch.results = self.rewards.score(batch.answers, self.workers.clock.phase("reward"))
-        return batch
-
-    def log_probs(self, batch: StepBatch) -> StepBatch:
-        """Add the policy's log-probs before the update and, where the settings have a KL, the reference's.
-
-        With RLT the student scores the answers in between, or after both where it is compared with the reference.
-        """
-        old_pass = self.old_pass
-        if self.bypass is not None:
-            batch.rows.old_log_probs = batch.rows.rollout_log_probs
-        elif self.critic is not None and self.warms_up(batch.step):
-            old_pass = self.critic.warmup_pass
-        if old_pass is not None:
-            old = old_pass.compute(batch.rows, batch.names)
-            batch.rows.old_log_probs, batch.entropy, batch.sum_pi_squared = old.log_probs, old.entropy, old.sum_pi_squared
-        if self.rlt is not None and not self.rlt.reads_reference:
-            self.score_explanations(self.rlt, batch)
+        """Return the answers of a step with log-probs and rewards. The scorer runs once, as soon as all that it reads exists."""
+        reads = self.scorer.reads
+        batch = self.rollouts.of_step(step)  # scored already if the text is all that the scorer reads
+        self.policy.old_log_probs(batch, update_follows=not self.warms_up(step))
+        if reads == {"old_log_probs"}:
+            score(
+                self.scorer, batch
+            )  # before the reference takes the policy's place on the device, as a scorer may use the policy
         if self.ref_pass is not None:
             batch.rows.ref_log_probs = self.ref_pass.compute(batch.rows, batch.names).log_probs
-        if self.rlt is not None and self.rlt.reads_reference:
-            self.score_explanations(self.rlt, batch)
-        return batch if old_pass is None else self.compare_log_probs(batch)
-
-    def score_explanations(self, rlt: RltScorer, batch: StepBatch) -> None:
-        """Score each answer as an explanation (RLT). The teacher's log-probs are those that the step has computed already."""
-        infos = [row.extra_info for row in batch.answers.rows]
-        explained = Explained.of(infos, batch.answers.generation.response_ids, batch.names)
-        scored = rlt.score(explained, batch.rows.ref_log_probs if rlt.reads_reference else batch.rows.old_log_probs)
-        batch.results = scored.results()
-        batch.metrics |= scored.metrics()
-
-    def values(self, batch: StepBatch) -> StepBatch:
-        """Add the value before each response token, where there is a critic."""
-        if self.critic is not None:
-            batch.rows.old_values = self.critic.values(batch.rows, batch.names)
+        if "ref_log_probs" in reads:
+            score(self.scorer, batch)
         return batch
 
     def advantages(self, batch: StepBatch) -> StepBatch:
@@ -230,50 +147,13 @@ class Learner:
             batch.rows.advantages = batch.advantages.per_token
             batch.rows.returns = None if self.critic is None else batch.advantages.returns
             if algorithm.use_pf_ppo:
-                draw_rows(batch, algorithm.pf_ppo, self.policy_update.cutter.seed(batch.step, 0))
+                draw_rows(batch, algorithm.pf_ppo, self.policy.policy_update.cutter.seed(batch.step, 0))
         return batch
-
-    def update_critic(self, batch: StepBatch) -> StepBatch:
-        """Take the critic's optimizer steps on the workers, where there is a critic."""
-        if self.critic is not None:
-            batch.metrics |= self.critic.update(*batch.for_update(), batch.step)
-        return batch
-
-    def update(self, batch: StepBatch) -> StepBatch:
-        """Take the optimizer steps on the workers. Without a pass of their own, the old log-probs come from the update."""
-        if self.bypass is not None:
-            self.bypass.update(batch)
-            return batch
-        per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
-        if self.old_pass is not None:
-            metrics = self.workers.each("update_actor", "update_actor", [(minis,) for minis in per_rank])
-        else:
-            updates = self.workers.each("update_actor", "update_on_policy", [tuple(minis) for minis in per_rank])
-            log_probs = [update.log_probs for update in updates]
-            batch.rows.old_log_probs = self.policy_update.gather_log_probs(batch.rows, log_probs, batch.step)
-            metrics = [update.metrics for update in updates]
-        self.policy_update.cutter.learn(per_rank, self.workers.figures)
-        batch.metrics |= self.policy_update.metrics(metrics, batch.step)
-        return self.compare_log_probs(batch) if self.old_pass is None else batch
 
     def sync_weights(self) -> None:
         """Give the engines the policy's weights, where there are engines."""
-        if not self.generator.has_engine:
-            return
-        self.workers.all("update_weights", "update_weights")
-
-    def sync_reference(self, batch: StepBatch) -> StepBatch:
-        """Move the reference towards the policy, where it follows the policy and it is time."""
-        if self.reference_sync is not None and not self.warms_up(batch.step):
-            batch.metrics |= self.reference_sync.after_update(batch.metrics)
-        return batch
-
-    def compare_log_probs(self, batch: StepBatch) -> StepBatch:
-        """Compare the engine's log-probs with the trainer's."""
-        assert batch.rows.old_log_probs is not None, "compare after the pass that computes them"
-        batch.metrics |= self.mismatch.compare(batch.rows.rollout_log_probs, batch.rows.old_log_probs, batch.step)
-        batch.metrics |= divergence_metrics(batch.rows)
-        return batch
+        if self.rollouts.generator.has_engine:
+            self.workers.all("update_weights", Worker.update_weights)
 
     def metrics(self, batch: StepBatch) -> StepBatch:
         """Add the metrics of the batch, and adapt the coefficient of the KL to the KL that was measured."""
@@ -286,17 +166,15 @@ class Learner:
 
     def learned_budgets(self) -> dict[str, LearnedBudget]:
         """Return the token budgets that learn, by phase."""
-        passes = [self.old_pass, self.ref_pass, None if self.critic is None else self.critic.warmup_pass]
-        budgets = {each.phase: each.budget for each in passes if each is not None}
-        budgets["update_actor"] = self.policy_update.cutter.budget
+        budgets = self.policy.budgets()
+        if self.ref_pass is not None:
+            budgets["ref"] = self.ref_pass.budget
         if self.critic is not None:
-            budgets |= {"values": self.critic.budget, "update_critic": self.critic.cutter.budget}
-        if self.rewards.model is not None:
-            budgets["reward"] = self.rewards.model.budget
+            warm_up = self.critic.warmup_pass
+            budgets |= {warm_up.phase: warm_up.budget, "values": self.critic.budget, "update_critic": self.critic.cutter.budget}
         learned = {phase: budget.learned for phase, budget in budgets.items() if budget.learned is not None}
-        if self.rlt is not None and self.rlt.learned is not None:
-            learned["reward"] = self.rlt.learned
-        return learned
+        own = self.scorer.learned_budget
+        return learned if own is None else learned | {"reward": own}
 
     def result(self, batch: StepBatch) -> StepResult:
         """Return the result of a finished step."""
@@ -306,4 +184,197 @@ class Learner:
 
     def close(self) -> None:
         """Stop preparing prompts in the background."""
-        self.prompts.close()
+        self.rollouts.prompts.close()
+
+
+def score(scorer: Scorer, batch: StepBatch) -> StepBatch:
+    """Add the reward of each answer. What the scorer reads must exist."""
+    scored = scorer.score_answers(batch.answers, Computed(batch.rows, batch.names))
+    batch.results = scored.results
+    batch.metrics |= scored.metrics
+    return batch
+
+
+@dataclass
+class Rollouts:
+    """Gives the answers of a step: from the engine, or from a dump in its place.
+
+    Attributes:
+        prompts: Prompts of the next step; none where the rows of ``replay`` bring their own.
+        generator: Answers the prompts.
+        scorer: Scores the answers here where their text is all that it reads, as a group filter and ReMax need.
+        actor: The ``actor`` section of the settings, which says how passes compute prompts.
+        greedy_baseline: Answer each prompt greedily as well (ReMax).
+        group_filter: Leaves out groups without a signal; None to keep all.
+        replay: Gives the rows in place of the engine; None where the engine generates them.
+    """
+
+    prompts: PromptPrefetcher | NoPrompts
+    generator: Generator
+    scorer: Scorer
+    actor: Actor
+    greedy_baseline: bool = False
+    group_filter: GroupFilter | None = None
+    replay: Replay | Forge | None = None
+
+    def of_step(self, step: int) -> StepBatch:
+        """Return the answers of a step, with rewards where the text is enough for the scorer."""
+        if self.replay is not None:
+            return self._replayed(self.replay, step)
+        assert not isinstance(self.prompts, NoPrompts)
+        if self.group_filter is not None:
+            return self._filtered(self.group_filter, self.prompts, step)
+        batch = self.generate(self.prompts.next(), step, stays_awake=self.greedy_baseline)
+        if self.greedy_baseline:
+            self._add_baselines(batch)
+        return batch if self.scorer.reads else score(self.scorer, batch)
+
+    def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> StepBatch:
+        """Answer the prompts, ``rollout.n`` times each. Arguments as in :meth:`Generator.generate`."""
+        return self._batch(step, prompts, self.generator.generate(prompts, step, earlier_rounds, stays_awake))
+
+    def _filtered(self, group_filter: GroupFilter, source: PromptPrefetcher, step: int) -> StepBatch:
+        """Return answers whose groups have a signal. Further prompts follow until the step is full."""
+
+        def one_round(earlier_rounds: int) -> StepBatch:
+            prompts = source.more() if earlier_rounds else source.next()
+            return score(self.scorer, self.generate(prompts, step, earlier_rounds, stays_awake=True))
+
+        kept, metrics = group_filter.fill(one_round, step)
+        batch = self._batch(step, kept.prompts, kept.answers)
+        batch.results, batch.metrics = kept.results, metrics
+        if self.greedy_baseline:
+            return self._add_baselines(batch)
+        self.generator.release_engine()
+        return batch
+
+    def _replayed(self, replay: Replay | Forge, step: int) -> StepBatch:
+        """Return rows that no engine generates, with their scores. An engine wakes and rests all the same."""
+        replayed = replay.read(step)
+        prompts = replayed.prompts
+        if not isinstance(self.prompts, NoPrompts):
+            prompts = self.prompts.next()
+            check_same_prompts(replayed, prompts)
+        if self.generator.has_engine:
+            self.generator.wake_and_release()
+        batch = self._batch(step, prompts, replayed.answers)
+        if replay.scored:
+            batch.results = replayed.results or []
+            return batch
+        return batch if self.scorer.reads else score(self.scorer, batch)
+
+    def _add_baselines(self, batch: StepBatch) -> StepBatch:
+        """Add the score of a greedy response to each prompt. The engine is released."""
+        greedy = score(self.scorer, greedy_batch(self.generator, batch, self.actor))
+        return add_baselines(batch, greedy, self.generator.rollout.n)
+
+    def _batch(self, step: int, prompts: StepPrompts, answers: Answers) -> StepBatch:
+        return StepBatch(step, prompts, answers, to_batch(answers, self.generator.rollout.n, self.actor))
+
+
+class PolicyTraining(Protocol):
+    """How a step gets the policy's log-probs before the update, and how it updates the policy."""
+
+    @property
+    def policy_update(self) -> PolicyUpdate:
+        """Cuts the batch for the optimizer steps, and reads their results."""
+        ...
+
+    def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
+        """Add the log-probs before the update, unless the update that follows computes them in its own forward.
+
+        Args:
+            batch: Batch of the step.
+            update_follows: The step updates the policy. False = it trains the critic alone.
+        """
+        ...
+
+    def update(self, batch: StepBatch) -> None:
+        """Take the optimizer steps on the workers, and add their metrics."""
+        ...
+
+    def budgets(self) -> dict[str, Budget]:
+        """Return the token budgets, by phase."""
+        ...
+
+
+@dataclass
+class SeparatePass:
+    """A pass of its own computes the log-probs before the update. So the update may take any number of optimizer steps.
+
+    Attributes:
+        workers: Workers that hold the policy.
+        old_pass: The pass.
+        policy_update: As in :class:`PolicyTraining`.
+        mismatch: Compares the engine's log-probs with the trainer's.
+    """
+
+    workers: TimedGroup
+    old_pass: LogProbPass
+    policy_update: PolicyUpdate
+    mismatch: MismatchCheck
+
+    def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
+        """Add the log-probs before the update, and compare them with the engine's."""
+        add_old_log_probs(self.old_pass, self.mismatch, batch)
+
+    def update(self, batch: StepBatch) -> None:
+        """Take the optimizer steps on the workers, and add their metrics."""
+        per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
+        metrics = self.workers.each("update_actor", Worker.update_actor, [(minis,) for minis in per_rank])
+        self.policy_update.cutter.learn(per_rank, self.workers.figures)
+        batch.metrics |= self.policy_update.metrics(metrics, batch.step)
+
+    def budgets(self) -> dict[str, Budget]:
+        """Return the token budgets of both passes."""
+        return {self.old_pass.phase: self.old_pass.budget, "update_actor": self.policy_update.cutter.budget}
+
+
+@dataclass
+class OnPolicy:
+    """The update's own forward computes the old log-probs: there is one optimizer step, so they are the log-probs before it.
+
+    Attributes:
+        workers: Workers that hold the policy.
+        old_pass: A pass for steps without an update.
+        policy_update: As in :class:`PolicyTraining`.
+        mismatch: Compares the engine's log-probs with the trainer's.
+    """
+
+    workers: TimedGroup
+    old_pass: LogProbPass
+    policy_update: PolicyUpdate
+    mismatch: MismatchCheck
+
+    def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
+        """Compute the log-probs in a step that trains the critic alone. In any other they come from the update."""
+        if not update_follows:
+            add_old_log_probs(self.old_pass, self.mismatch, batch)
+
+    def update(self, batch: StepBatch) -> None:
+        """Take the optimizer step on the workers, and add its metrics and the old log-probs."""
+        per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
+        updates = self.workers.each("update_actor", Worker.update_on_policy, [tuple(minis) for minis in per_rank])
+        log_probs = [update.log_probs for update in updates]
+        batch.rows.old_log_probs = self.policy_update.gather_log_probs(batch.rows, log_probs, batch.step)
+        self.policy_update.cutter.learn(per_rank, self.workers.figures)
+        batch.metrics |= self.policy_update.metrics([update.metrics for update in updates], batch.step)
+        compare_log_probs(self.mismatch, batch)
+
+    def budgets(self) -> dict[str, Budget]:
+        """Return the token budget of the update."""
+        return {"update_actor": self.policy_update.cutter.budget}
+
+
+def add_old_log_probs(old_pass: LogProbPass, mismatch: MismatchCheck, batch: StepBatch) -> None:
+    """Add the log-probs and statistics of a pass over the batch, and compare them with the engine's log-probs."""
+    old = old_pass.compute(batch.rows, batch.names)
+    batch.rows.old_log_probs, batch.entropy, batch.sum_pi_squared = old.log_probs, old.entropy, old.sum_pi_squared
+    compare_log_probs(mismatch, batch)
+
+
+def compare_log_probs(mismatch: MismatchCheck, batch: StepBatch) -> None:
+    """Compare the engine's log-probs with the trainer's, and add how they differ."""
+    assert batch.rows.old_log_probs is not None, "compare after the pass that computes them"
+    batch.metrics |= mismatch.compare(batch.rows.rollout_log_probs, batch.rows.old_log_probs, batch.step)
+    batch.metrics |= divergence_metrics(batch.rows)

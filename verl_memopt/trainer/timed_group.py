@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import replace
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 from verl_memopt.memory.batching.learned_budget import PassFigures
 from verl_memopt.observe.phase import PhaseMemory, combine, host_rss_bytes
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.workers.group import WorkerGroup
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
 
 
 class TimedGroup:
@@ -41,14 +44,29 @@ class TimedGroup:
         """Number of workers."""
         return self.group.world_size
 
-    def all(self, phase: str, method: str, *args: Any) -> list[Any]:
-        """Call a method on each worker with the same arguments, and return the results in rank order."""
+    def all(self, phase: str, method: Callable[Concatenate[Any, P], Result], *args: P.args, **options: P.kwargs) -> list[Result]:
+        """Call a method on each worker with the same arguments, and return the results in rank order.
+
+        Args:
+            phase: Name of the phase.
+            method: A method of the worker's class, such as ``Worker.generate``.
+            *args: Its arguments.
+            **options: None: arguments travel by position.
+        """
+        assert not options, f"{method.__name__}: give {', '.join(options)} by position"
         return self.each(phase, method, [args] * self.world_size)
 
-    def each(self, phase: str, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
-        """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order."""
+    def each(self, phase: str, method: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> list[Result]:
+        """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order.
+
+        Args:
+            phase: Name of the phase.
+            method: A method of the worker's class.
+            arguments: The arguments of each rank.
+        """
+        name = method.__name__
         with self.clock.phase(phase):
-            replies = self.group.each("call", [(phase, self.track, method, *args) for args in arguments])
+            replies = self.group.each("call", [(phase, self.track, name, *args) for args in arguments])
         driver = 0 if self.in_process else host_rss_bytes()
         self._memories.setdefault(phase, []).append(combine([reply.memory for reply in replies], driver))
         self.figures = _figures(replies)

@@ -12,9 +12,8 @@ from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
 from verl_memopt.observe.validation import ValidationRow, validation_metrics
 from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.trainer.generation import Answers, Generator
-from verl_memopt.trainer.rewarder import Rewarder
-from verl_memopt.trainer.rlt_scorer import Explained, RltScorer
+from verl_memopt.trainer.generation import Answers, Generator, join_answers
+from verl_memopt.trainer.rewarder import Scorer
 
 
 @dataclass(frozen=True)
@@ -42,8 +41,7 @@ class Validator:
         expansion: ``algorithm.expansion``, how the samples of a prompt get their ids.
         encoder: Encoder of the prompts.
         generator: Answers the prompts.
-        rewards: Scores the answers.
-        rlt: Scores them with a student instead; None without one.
+        scorer: Scores the answers.
     """
 
     rows: PromptRows
@@ -51,12 +49,11 @@ class Validator:
     expansion: str
     encoder: PromptEncoder
     generator: Generator
-    rewards: Rewarder
-    rlt: RltScorer | None = None
+    scorer: Scorer
 
     def validate(self, step: int) -> Validation:
         """Answer the whole validation set and score it. A row without a score (NaN) counts in no mean."""
-        answered = self._scored_by_rewards(step) if self.rlt is None else self._scored_by_student(self.rlt, step)
+        answered = self._scored_at_the_end(step) if self.scorer.reads else self._scored_by_call(step)
         rows = [
             ValidationRow(str(answers.rows[index].index), answers.rows[index].data_source, result.score, result.extra)
             for answers, results in answered
@@ -68,26 +65,23 @@ class Validator:
         mean = sum(row.score for row in scored) / len(scored) if scored else math.nan
         return Validation(validation_metrics(scored), mean, answered)
 
-    def _scored_by_rewards(self, step: int) -> list[tuple[Answers, list[RewardResult]]]:
+    def _scored_by_call(self, step: int) -> list[tuple[Answers, list[RewardResult]]]:
         """Return the answers of each call with their rewards."""
         answered = []
         for indices in _batches(len(self.rows), self.batch_size):
             answers = self._answer(indices, step)
-            answered.append((answers, self.rewards.score(answers)))
+            answered.append((answers, self.scorer.score_answers(answers, None).results))
         return answered
 
-    def _scored_by_student(self, rlt: RltScorer, step: int) -> list[tuple[Answers, list[RewardResult]]]:
-        """Return the answers of each call with the student's rewards.
+    def _scored_at_the_end(self, step: int) -> list[tuple[Answers, list[RewardResult]]]:
+        """Return the answers of each call with their rewards, from a scorer that computes the log-probs that it reads.
 
-        All prompts are answered first. Then the engine sleeps while policy and student come to the device, each once. It wakes
-        with the policy's weights.
+        All prompts are answered first. Then the engine sleeps while the models of the scorer come to the device, each once. It
+        wakes with the policy's weights.
         """
         answers = [self._answer(indices, step) for indices in _batches(len(self.rows), self.batch_size)]
         self.generator.release_engine()
-        rows = [row for each in answers for row in each.rows]
-        responses = [ids for each in answers for ids in each.generation.response_ids]
-        explained = Explained.of([row.extra_info for row in rows], responses, [row.address for row in rows])
-        results = iter(rlt.score(explained).results())
+        results = iter(self.scorer.score_answers(join_answers(answers), None).results)
         self.generator.restore_engine()
         return [(each, list(islice(results, len(each.rows)))) for each in answers]
 

@@ -4,24 +4,44 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Protocol
 
-from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, RltReward, RolloutCorrection, ScoringModel
+from verl_memopt.config.schema import ActorRolloutRef, Critic, Memory, RolloutCorrection, ScoringModel
+
+if TYPE_CHECKING:
+    from verl_memopt.models.policy_model import PolicyModel
+    from verl_memopt.workers.roles import RoleBuilder
 
 
-@dataclass(frozen=True)
-class StudentPlan:
-    """What a worker builds to score explanations (RLT)."""
+class FrozenRole(Protocol):
+    """A frozen model with what a recipe computes in it. The driver calls its methods through ``Worker.of_role``."""
 
-    model: ScoringModel
-    """Settings of the student's own model."""
-    rlt: RltReward
-    """How explanations are scored."""
-    residency: str
-    """``alias_ref``, ``separate`` or ``swap``."""
-    folder: str | None = None
-    """Folder of the student's model. None with ``alias_ref``."""
-    shares_prompts: bool = True
-    """Explanations of one question compute the student's prompt once."""
+    @property
+    def model(self) -> PolicyModel:
+        """The model, which may be the reference's or the policy's own."""
+        ...
+
+
+class RolePlan(Protocol):
+    """One more role that a recipe asks each worker to build. It travels to the workers, so it must be picklable.
+
+    The role computes in the phase ``reward``. Its model rests on the host outside of that phase if its settings say so.
+    """
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the role's model is the reference's, so that the reference is on the device in the phase ``reward`` too."""
+        ...
+
+    def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> FrozenRole:
+        """Return the role.
+
+        Args:
+            roles: Builds models.
+            policy: The policy's model.
+            reference: The reference's; None where it has no model of its own.
+        """
+        ...
 
 
 @dataclass(frozen=True)
@@ -67,7 +87,7 @@ class WorkerPlan:
     """Settings of the reward model's own model. None = no model scores."""
     reward_folder: str | None = None
     """Folder of the reward model."""
-    student: StudentPlan | None = None
-    """The student of RLT. None = no student scores."""
+    role: RolePlan | None = None
+    """A recipe's own role. None = no recipe has one."""
     adaptive_phases: tuple[str, ...] = ()
     """Phases whose micro-batches are cut again after an out-of-memory error, on one rank."""

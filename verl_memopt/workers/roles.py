@@ -15,14 +15,12 @@ from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.memory.activations.activation_offload import BYTES_MOVED, CRITIC_BYTES_MOVED, ActivationOffload
 from verl_memopt.memory.parameters.lora import initialize_adapters, load_adapter
 from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.memory.parameters.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, STUDENT, Residency
+from verl_memopt.memory.parameters.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
 from verl_memopt.models.architecture import POLICY_KEY
-from verl_memopt.models.build import REFERENCE_DTYPE, fill_from_folder, mapped_weights
 from verl_memopt.models.packed_model import PackedModel
 from verl_memopt.models.packing_check import check_packing, refuse_sliding_window
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
 from verl_memopt.models.reward_folder import REWARD_KEY
-from verl_memopt.models.student_folder import student_model
 from verl_memopt.models.value_model import CRITIC_KEY, ValueModel
 from verl_memopt.ops.fused import compiler_works
 from verl_memopt.workers.build_policy import (
@@ -41,9 +39,30 @@ from verl_memopt.workers.policy import Policy
 from verl_memopt.workers.quantization_error import quantization_error
 from verl_memopt.workers.reference_sync import MovingReference, moving_reference
 
-STUDENT_DTYPE = f"{REWARD_KEY}.fsdp_config.model_dtype"
-
 logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that is never trained: the reference, or a recipe's own.
+
+    Attributes:
+        part: Its name in the residency table.
+        key: The section that says how it is stored, for errors.
+        model_key: The section that names its model, for errors.
+        model: Settings of the model.
+        fsdp: The ``fsdp_config`` section.
+        compiled: The settings ask for compiled functions.
+        quantization: Quantization of its blocks.
+    """
+
+    part: str
+    key: str
+    model_key: str
+    model: Model
+    fsdp: Fsdp
+    compiled: bool
+    quantization: str = "none"
 
 
 @dataclass(frozen=True)
@@ -66,7 +85,10 @@ class RoleBuilder:
         """Return the policy with its optimizer."""
         actor, model = self.plan.settings.actor, self.plan.settings.model
         fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
-        policy_model = self._sharded("actor", fsdp, folder, actor.use_torch_compile, model.enable_gradient_checkpointing, True)
+        mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
+        compiles = compiles_functions(actor.use_torch_compile, fsdp, self.device)
+        recompute, key = model.enable_gradient_checkpointing, "actor_rollout_ref.actor"
+        policy_model = build_policy(model, fsdp, folder, mesh, self.device, key, compiles, recompute, trained=True)
         refuse_sliding_window(policy_model.lm.config, actor)
         materialize(policy_model, folder, self.device, fsdp.offload_policy)
         start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
@@ -77,7 +99,7 @@ class RoleBuilder:
         if fsdp.param_offload:
             policy.trained.home = ParamHome(POLICY, policy_model.parameters(), self.device)
             # With LoRA the reference is the policy without its adapters.
-            self.residency.add(policy.trained.home, (REFERENCE, *self._alias) if model.lora_rank > 0 else ())
+            self.residency.add(policy.trained.home, (REFERENCE, *self._also) if model.lora_rank > 0 else ())
         return policy
 
     def critic(self, folder: Path) -> Critic:
@@ -111,20 +133,38 @@ class RoleBuilder:
         Args:
             folder: Folder of its model.
         """
-        ref = self.plan.settings.ref
-        fsdp = ref.fsdp_config
+        settings = self.plan.settings
+        ref = settings.ref
+        compiled, key = bool(ref.use_torch_compile), "actor_rollout_ref.ref"
+        plan = FrozenModel(REFERENCE, key, POLICY_KEY, settings.model, ref.fsdp_config, compiled, ref.quantization)
+        return self.frozen(plan, folder, self._also)
+
+    def frozen(self, plan: FrozenModel, folder: Path, also: tuple[str, ...] = ()) -> PolicyModel:
+        """Return a frozen model, filled from its folder.
+
+        Args:
+            plan: How it is built.
+            folder: Folder of its model.
+            also: Names of further parts that are this model, so that it is on the device in their phases.
+        """
+        fsdp, actor = plan.fsdp, self.plan.settings.actor
+        compiles = compiles_functions(plan.compiled, fsdp, self.device)
         with torch.random.fork_rng(devices=[]):
             make_deterministic(fsdp, self.placement.rank)
-            reference = self._sharded("ref", fsdp, folder, bool(ref.use_torch_compile), quantization=ref.quantization)
-            reference.requires_grad_(False)
-            mapped = self._fill_frozen(reference, folder, fsdp, REFERENCE_DTYPE)
-        if ref.quantization != "none":
-            self._log_quantization_error(reference, folder, "actor_rollout_ref.ref", ref.quantization)
+            mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
+            quantization = plan.quantization
+            model = build_policy(
+                plan.model, fsdp, folder, mesh, self.device, plan.key, compiles, False, quantization=quantization
+            )
+            model.requires_grad_(False)
+            mapped = self._fill_frozen(model, folder, fsdp, f"{plan.key}.fsdp_config.model_dtype")
+        if quantization != "none":
+            self._log_quantization_error(model, folder, plan.key, quantization)
         if fsdp.param_offload:
-            home = ParamHome(REFERENCE, reference.parameters(), self.device, mapped)
-            self._rest_on_host(home, mapped is not None, self._alias)
-        self._check_packing(reference, fsdp, folder)
-        return reference
+            self._rest_on_host(ParamHome(plan.part, model.parameters(), self.device, mapped), mapped is not None, also)
+        refuse_sliding_window(model.lm.config, actor)
+        self._check_packing(model, fsdp, folder, plan.model_key)
+        return model
 
     def moving_reference(self, reference: PolicyModel, policy: Policy) -> MovingReference:
         """Return the reference as one that follows the policy.
@@ -163,84 +203,11 @@ class RoleBuilder:
         self._check_packing(reward_model, fsdp, folder, REWARD_KEY)
         return reward_model
 
-    def student(self, folder: Path) -> PolicyModel:
-        """Return the frozen student of RLT, a model of its own.
-
-        Args:
-            folder: Folder of its model.
-        """
-        plan = self.plan.student
-        assert plan is not None
-        fsdp, model = plan.model.fsdp_config, student_model(plan.model, self.plan.settings.model)
-        compiles = compiles_functions(self.plan.settings.actor.use_torch_compile, fsdp, self.device)
-        with torch.random.fork_rng(devices=[]):
-            make_deterministic(fsdp, self.placement.rank)
-            mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
-            quantization = plan.model.quantization
-            student = build_policy(model, fsdp, folder, mesh, self.device, REWARD_KEY, compiles, False, quantization=quantization)
-            student.requires_grad_(False)
-            mapped = self._fill_frozen(student, folder, fsdp, STUDENT_DTYPE)
-        if plan.model.quantization != "none":
-            self._log_quantization_error(student, folder, REWARD_KEY, plan.model.quantization)
-        if fsdp.param_offload:
-            self._rest_on_host(ParamHome(STUDENT, student.parameters(), self.device, mapped), mapped is not None)
-        refuse_sliding_window(student.lm.config, self.plan.settings.actor)
-        self._check_packing(student, fsdp, folder, REWARD_KEY)
-        return student
-
-    def swapped_student(self, reference: PolicyModel, folder: Path) -> PolicyModel:
-        """Return the reference's module, which holds the student's weights in the phase ``reward`` and its own in ``ref``.
-
-        Both rest on the host. On the device they use the same storages, one after the other.
-
-        Args:
-            reference: The reference. It rests on the host outside of its phase.
-            folder: Folder of the student's model, which has the reference's shape.
-        """
-        with self.residency.phase("ref"):  # the storages must have their size
-            is_mapped = self.plan.settings.model.load_mode == "mmap"
-            mapped = mapped_weights(reference, folder) if is_mapped else None
-            home = ParamHome(STUDENT, reference.parameters(), self.device, mapped)
-            if mapped is None:
-                fill_from_folder(reference, folder, REWARD_KEY)
-            home.to_host()
-        self.residency.add(home)
-        of_reference = self.residency.find(REFERENCE)
-        assert isinstance(of_reference, ParamHome)
-        self.residency.take_turns(home, of_reference)
-        return reference
-
     @property
-    def _alias(self) -> tuple[str, ...]:
-        """The student's name where the reference is the student."""
-        student = self.plan.student
-        return (STUDENT,) if student is not None and student.residency == "alias_ref" else ()
-
-    def _sharded(
-        self,
-        role: str,
-        fsdp: Fsdp,
-        folder: Path,
-        compiled: bool,
-        recompute: bool = False,
-        trained: bool = False,
-        quantization: str = "none",
-    ) -> PolicyModel:
-        """Return the sharded model of a role without weights.
-
-        Args:
-            role: Section of the role, for errors.
-            fsdp: The ``fsdp_config`` section of the role.
-            folder: Folder of its model.
-            compiled: The settings ask for compiled functions.
-            recompute: Gradient checkpointing.
-            trained: Add adapters if LoRA is on.
-            quantization: Quantization of a frozen model's blocks.
-        """
-        mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
-        key, compiles = f"actor_rollout_ref.{role}", compiles_functions(compiled, fsdp, self.device)
-        model = self.plan.settings.model
-        return build_policy(model, fsdp, folder, mesh, self.device, key, compiles, recompute, trained, quantization)
+    def _also(self) -> tuple[str, ...]:
+        """Name of a recipe's model where the reference is that model."""
+        role = self.plan.role
+        return (REWARD_MODEL,) if role is not None and role.is_reference else ()
 
     def _offload(self, packed_model: PackedModel, model: Model | CriticModel, metric: str) -> ActivationOffload | None:
         if not model.enable_activation_offload:

@@ -307,7 +307,8 @@ class TrainedModel:
         with self._offloaded():
             loss, metrics = loss_of(micro, counts, prefix_kv)
         # FSDP averages gradients over ranks, but the loss is this rank's share of a global mean, so it is scaled up again.
-        # A head that computes its gradients in its forward has used the same factor.
+        # The head may have computed its gradients in its forward above, with the same factor (see _PrecomputedGradient in
+        # memory/logits/chunked_logprob.py). Its backward then only hands them on to the blocks.
         (loss * self.world_size).backward()
         return metrics
 

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
@@ -27,7 +27,6 @@ from verl_memopt.models.value_model import ValueModel
 from verl_memopt.observe.log_setup import is_set_up, setup_logging
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
 from verl_memopt.ops.fused import fused_statements
-from verl_memopt.rewards.rlt.student_rows import StudentRows
 from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, build_engine, max_model_len
 from verl_memopt.rollout.sampling import SamplingSettings
 from verl_memopt.rollout.stop_file import StopFile, never
@@ -35,16 +34,17 @@ from verl_memopt.workers.checkpoint import plain_weights
 from verl_memopt.workers.critic import Critic
 from verl_memopt.workers.group import Placement
 from verl_memopt.workers.log_probs import LogProbs, compute_log_probs, scoring_temperature
-from verl_memopt.workers.plan import WorkerPlan
+from verl_memopt.workers.plan import FrozenRole, WorkerPlan
 from verl_memopt.workers.policy import Policy, Updated
 from verl_memopt.workers.reference_sync import MovingReference
 from verl_memopt.workers.reply import Reply
 from verl_memopt.workers.reward_scores import compute_scores
 from verl_memopt.workers.roles import RoleBuilder, compiles_functions, make_deterministic
-from verl_memopt.workers.student import Scored, Student
 from verl_memopt.workers.sync_check import SyncCheck
 from verl_memopt.workers.trained_model import MiniBatch, TrainedModel
 from verl_memopt.workers.worker_files import WorkerFiles
+
+Result = TypeVar("Result")
 
 ENGINE_METHODS = ("generate",)
 """Methods that run the engine's own model."""
@@ -59,7 +59,7 @@ class Worker(WorkerFiles):
     """
 
     def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
-        """Build the engine, the policy, the reference, the critic, and the reward model or the student."""
+        """Build the engine, the policy, the reference, the critic, the reward model, and a recipe's own role."""
         if not is_set_up():
             setup_logging(placement.rank)
         self.plan = plan
@@ -81,7 +81,7 @@ class Worker(WorkerFiles):
         self.moving_reference: MovingReference | None = None
         self.critic: Critic | None = None
         self.reward_model: ValueModel | None = None
-        self.student: Student | None = None
+        self.role: FrozenRole | None = None
         self.limits = ExitStack()
         try:
             self.limits.enter_context(memory_limits(plan.memory, self.device))
@@ -210,15 +210,14 @@ class Worker(WorkerFiles):
         assert self.policy is not None
         return self.policy.compute_log_probs(batch, micro_batches, temperature, False)
 
-    def student_log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]]) -> Scored:
-        """Return the student's log-probs of explanations and solutions. As :meth:`Student.log_probs`; the phase is ``reward``."""
-        assert self.student is not None
-        return self.student.log_probs(rows, micro_batches, self.temperature)
+    def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
+        """Return what a method of the recipe's role returns. The phase is ``reward``.
 
-    def exact_student_log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]]) -> Scored:
-        """Return what a quantised student's unquantised weights say. The phase is ``reward``."""
-        assert self.student is not None
-        return self.student.exact_log_probs(rows, micro_batches, self.temperature)
+        Args:
+            method: A method of the role's class.
+            *args: Its arguments.
+        """
+        return method(self.role, *args)
 
     def sync_reference(self) -> None:
         """Move the reference towards the policy."""
@@ -273,7 +272,7 @@ class Worker(WorkerFiles):
         for trained in self._trained():
             if trained.offload is not None:
                 trained.offload.close()
-        self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.student = None
+        self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.role = None
         self.residency = Residency(self.device)
 
     # Building.
@@ -299,21 +298,9 @@ class Worker(WorkerFiles):
         if self.plan.reward_model is not None:
             self.reward_model = roles.reward_model(Path(str(self.plan.reward_folder)))
             self.residency.rest()
-        if self.plan.student is not None:
-            self.student = Student(self._student_model(roles), self.plan.student, self.device)
+        if self.plan.role is not None:
+            self.role = self.plan.role.build(roles, self.policy.model, self.reference)
             self.residency.rest()
-
-    def _student_model(self, roles: RoleBuilder) -> PolicyModel:
-        """Return the module that scores explanations. Without a folder it is the reference, with LoRA the policy's base."""
-        plan, reference = self.plan.student, self.reference
-        assert plan is not None
-        assert self.policy is not None
-        if plan.folder is None:
-            return self.policy.model if reference is None else reference
-        if plan.residency == "swap":
-            assert reference is not None
-            return roles.swapped_student(reference, Path(plan.folder))
-        return roles.student(Path(plan.folder))
 
     def _engine_place(self, folder: str) -> EnginePlace:
         place, plan = self.placement, self.plan
@@ -341,8 +328,8 @@ class Worker(WorkerFiles):
         """Yield the models that are not trained, each module once."""
         yield from (model for model in (self.reference, self.reward_model) if model is not None)
         shared = (self.reference, None if self.policy is None else self.policy.model)
-        if self.student is not None and all(self.student.model is not model for model in shared):
-            yield self.student.model
+        if self.role is not None and all(self.role.model is not model for model in shared):
+            yield self.role.model
 
     @contextmanager
     def _report_out_of_memory(self, phase: str) -> Iterator[None]:

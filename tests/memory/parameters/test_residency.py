@@ -6,7 +6,7 @@ import torch
 from tests.critics import critic_mini, critic_plan, critic_weights
 from tests.workers.test_worker import AR, call, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
 from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.memory.parameters.residency import CRITIC, NEEDS, POLICY, REFERENCE, STUDENT, Residency
+from verl_memopt.memory.parameters.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, Residency
 
 CPU = torch.device("cpu")
 
@@ -259,7 +259,7 @@ def test_the_turns_of_critic_and_policy_change_no_number(made, tiny_folder):  # 
 def two_in_one_place(residency):
     """Adds a reference of ones and a student of twos that share one parameter, and returns it and the student."""
     parameter = torch.nn.Parameter(torch.ones(3), requires_grad=False)
-    reference, student = (ParamHome(name, [parameter], CPU) for name in (REFERENCE, STUDENT))
+    reference, student = (ParamHome(name, [parameter], CPU) for name in (REFERENCE, REWARD_MODEL))
     reference.to_host()
     reference.to_device()
     parameter.fill_(2)
@@ -274,7 +274,7 @@ def two_in_one_place(residency):
 def test_a_part_is_found_by_its_name():
     residency, boxes, _ = two_boxes()
     assert residency.find(REFERENCE) is boxes[1]
-    assert residency.find(STUDENT) is None
+    assert residency.find(REWARD_MODEL) is None
 
 
 def test_parts_of_several_places_take_turns_in_each():
@@ -291,7 +291,7 @@ def test_parts_of_several_places_take_turns_in_each():
 def test_parts_of_one_place_take_turns_in_it():
     residency = Residency(CPU)
     parameter, student = two_in_one_place(residency)
-    assert residency.find(STUDENT) is student
+    assert residency.find(REWARD_MODEL) is student
     addresses = set()
     for phase, value in (("reward", 2.0), ("ref", 1.0), ("reward", 2.0), ("reward", 2.0), ("ref", 1.0)):
         with residency.phase(phase):

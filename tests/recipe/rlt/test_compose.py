@@ -64,7 +64,7 @@ def test_every_model_and_profile_composes_with_the_debug_mode(debug) -> None:
             settings = composed("teacher_rlt_mono", model, memory, debug)
             assert settings.debug.mode == preset_keys("debug", debug)["mode"]
             assert settings.actor_rollout_ref.model.path == preset_keys("model", model)["actor_rollout_ref.model.path"]
-            assert settings.reward_model.by_student
+            assert settings.reward_model.recipe
             kept = {key: value for key, value in preset_keys("memory", memory).items() if "max_token_len" not in key}
             assert {key: value_at(settings, key) for key in kept} == kept
             longest = settings.data.max_prompt_length + settings.data.max_response_length
@@ -91,7 +91,7 @@ def test_every_profile_composes_with_each_recipe(recipe) -> None:
     logging.disable(logging.WARNING)
     try:
         for memory, debug in product(MEMORY, DEBUG):
-            assert composed(recipe, "qwen2_5_1_5b", memory, debug).reward_model.by_student
+            assert composed(recipe, "qwen2_5_1_5b", memory, debug).reward_model.recipe
     finally:
         logging.disable(logging.NOTSET)
 

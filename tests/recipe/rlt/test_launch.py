@@ -13,8 +13,7 @@ import yaml
 
 from tests.end_to_end.runs import ROOT, metrics, script_environment
 from verl_memopt.config.keys import flatten
-from verl_memopt.data.rlt.toy import RltToyRecipe, make_rlt_toy
-from verl_memopt.data.rlt.warm_up import RltWarmUp
+from verl_memopt.recipes.rlt.lessons import RltToyRecipe, RltWarmUp, make_rlt_toy
 
 MONO, MULTI = ROOT / "recipe" / "rlt" / "launch_mono.sh", ROOT / "recipe" / "rlt" / "launch_multi.sh"
 AR = "actor_rollout_ref"

@@ -17,7 +17,6 @@ from verl_memopt.config.schema.critic import Critic, CriticModel
 from verl_memopt.config.schema.data import REQUIRED, CustomClass, CustomSampler, Data
 from verl_memopt.config.schema.model import Model
 from verl_memopt.config.schema.rewards import CustomReward, OverlongBuffer, RewardKwargs, RewardModel, SandboxFusion, ScoringModel
-from verl_memopt.config.schema.rlt import RltReward
 from verl_memopt.config.schema.rollout import EngineKwargs, Rollout, ValKwargs
 from verl_memopt.config.schema.run import (
     Algorithm,
@@ -38,7 +37,7 @@ __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
     "CustomClass", "CustomEstimator", "CustomLoss", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs",
     "FilterGroups", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "Optim", "OverlongBuffer", "PfPpo",
-    "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardKwargs", "RewardModel", "RltReward", "Rollout",
+    "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardKwargs", "RewardModel", "Rollout",
     "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs",
     "WrapPolicy",
 ]  # fmt: skip

@@ -36,8 +36,7 @@ class Data:
     """Rows, their prompts and how they are drawn."""
 
     train_files: Any = REQUIRED
-    """A path or a list of paths: .parquet, .json, .jsonl. With ``reward_model.reward_manager=rlt`` also ``hub:`` and the id of a
-    dataset on the hub."""
+    """A path or a list of paths: .parquet, .json, .jsonl. ``reward_model.reward_manager`` says what else a recipe reads."""
     val_files: Any = REQUIRED
     """As ``train_files``; null switches validation off."""
     train_max_samples: CountOrMinusOne = -1

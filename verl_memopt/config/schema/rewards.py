@@ -5,10 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from verl_memopt.config.schema.rlt import RltReward
 from verl_memopt.config.schema.training import Fsdp
 from verl_memopt.knobs.index import knob_settings
 from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range
+from verl_memopt.recipes.registry import RECIPES, Recipe
+from verl_memopt.recipes.rlt.settings import RltReward
 
 POLICY_TOKENIZER = "policy"
 """Word for the tokenizer of the policy."""
@@ -108,7 +109,7 @@ class RewardModel:
     """How the reward function is called. naive = with one row; batch = once, with the lists of all rows; prime = with one row, in
     one process per core at least (at most 64), and a row that fails scores ``custom_reward_function.fallback_score``; dapo =
     naive, and ``reward_kwargs.overlong_buffer_cfg`` acts; rlt = a student scores explanations, no function is called, and the
-    data files have the columns question, solution and reasoning_trace."""
+    data files have the columns question, solution and reasoning_trace, or are ``hub:`` and the id of a dataset."""
     reward_kwargs: RewardKwargs = field(default_factory=RewardKwargs)
     """Arguments of the reward manager."""
     sandbox_fusion: SandboxFusion = field(default_factory=SandboxFusion)
@@ -119,9 +120,9 @@ class RewardModel:
     """Reward functions that are ``async def`` only: rows that one process has under way at a time."""
 
     @property
-    def by_student(self) -> bool:
-        """Whether a student scores explanations (RLT)."""
-        return self.enable and self.reward_manager == "rlt"
+    def recipe(self) -> Recipe | None:
+        """The recipe that scores the responses; None where a function or a reward model does."""
+        return RECIPES.get(self.reward_manager) if self.enable else None
 
 
 @dataclass(frozen=True)

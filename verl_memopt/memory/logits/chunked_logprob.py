@@ -142,7 +142,11 @@ class _Recomputed(torch.autograd.Function):
 
 
 class _PrecomputedGradient(torch.autograd.Function):
-    """Computes the gradients in the forward. Backward checks that it would have computed the same."""
+    """Computes the gradients in the forward. Backward checks that it would have computed the same.
+
+    The loss of a token is known as soon as its log-prob is: advantage, old log-prob and weight are inputs. So the forward
+    computes the gradient of each chunk while its logits exist, and keeps only the gradient. Backward hands it on.
+    """
 
     @staticmethod
     def forward(
@@ -170,6 +174,7 @@ class _PrecomputedGradient(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        # Nothing is computed here: the forward has the gradients already, and no logits exist any more.
         of_log_probs, of_entropy, grad_hidden = ctx.saved_tensors
         handed, ctx.handed = ctx.handed, None
         assert handed is not None, "the gradients of this forward were handed out already"

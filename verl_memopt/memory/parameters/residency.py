@@ -20,12 +20,12 @@ POLICY = "policy params"
 REFERENCE = "reference params"
 CRITIC = "critic params"
 REWARD_MODEL = "reward model params"
-STUDENT = "student params"
+"""Of the model that scores: a reward model, or a recipe's frozen model."""
 
 NEEDS: dict[str, frozenset[str]] = {
     "gen": frozenset(),
     "testing": frozenset(),
-    "reward": frozenset({REWARD_MODEL, STUDENT}),
+    "reward": frozenset({REWARD_MODEL}),
     "old_log_prob": frozenset({POLICY}),
     "ref": frozenset({REFERENCE}),
     "values": frozenset({CRITIC}),

@@ -1,0 +1,172 @@
+"""``verl-memopt score``: the same rewards as those of a run, and the rank of each explanation."""
+
+import json
+
+import pytest
+import torch
+
+from tests.rlt import brief_toy, settings_of
+from verl_memopt.cli import main
+from verl_memopt.errors import ConfigError
+from verl_memopt.models.tiny import make_tiny_model
+from verl_memopt.recipes.rlt.score_command import read_explanations, reward_settings, with_ranks
+from verl_memopt.trainer.run import train
+
+SHORT = "tag_format=short"
+ROWS = [
+    {"question": "47+8=", "solution": "55", "explanation": "7+8=15 4+1=5"},
+    {"question": "47+8=", "solution": "55", "explanation": ""},
+    {"question": "12+3=", "solution": "15", "explanation": "2+3=5 1+0=1</explanation> and more"},
+    {"question": "47+8=", "solution": "55", "explanation": "never </thought> mind"},
+]
+
+
+@pytest.fixture(scope="module")
+def rlt_toy(tmp_path_factory):
+    return brief_toy(tmp_path_factory.mktemp("rlt") / "toy")
+
+
+@pytest.fixture
+def score(rlt_toy, tmp_path):
+    """Return a function that runs the command and gives the scored rows."""
+
+    def run(file, *more):
+        out = tmp_path / "out" / "scored.jsonl"
+        assert main(["score", str(file), "--student", str(rlt_toy / "student"), "--out", str(out), SHORT, *more]) == 0
+        return lines(out)
+
+    return run
+
+
+@pytest.fixture
+def stored(tmp_path):
+    path = tmp_path / "explanations.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
+    return path
+
+
+def lines(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+@pytest.mark.parametrize("include", [True, False])
+def test_the_rewards_of_a_dump_are_those_of_the_run_that_wrote_it(rlt_toy, tmp_path, score, include):
+    key = "include_teacher_think_entropy"
+    more = {"trainer.rollout_data_dir": str(tmp_path / "dump"), "trainer.total_training_steps": 1}
+    assert train(settings_of(rlt_toy, tmp_path / "run", more | {f"reward_model.rlt.{key}": include})) == 0
+    dump = tmp_path / "dump" / "1.jsonl"
+    scored = score(dump, *(["--teacher", str(rlt_toy / "teacher")] if include else []), f"{key}={str(include).lower()}")
+    for row, own in zip(lines(dump), scored, strict=True):
+        assert (own["reward"], own["r_ss"], own["r_kl"]) == pytest.approx((row["score"], row["r_ss"], row["r_kl"]), abs=1e-5)
+        assert own["question"] == row["extra_info"]["question"]
+
+
+def test_without_a_teacher_the_reward_is_the_solution_and_the_end_tag(score, stored):
+    for row in score(stored):
+        assert row["reward"] == pytest.approx(row["r_ss"] + row["match"], abs=1e-6)
+        assert row["r_ss"] == pytest.approx(row["answer_log_prob/mean"] + 0.01 * row["answer_log_prob/min"], abs=1e-5)
+
+
+def test_each_row_keeps_its_texts_and_gets_a_status(score, stored):
+    scored = score(stored, "not_matched_penalty=-5")
+    assert [{name: row[name] for name in ROWS[0]} for row in scored] == ROWS
+    assert [row["status"] for row in scored] == ["ok", "empty_think", "ok", "ok"]
+    assert {row["match"] for row in scored} == {0.0}, "a stored text without an end tag gets one"
+    assert [row["address"] for row in scored] == [f"{stored}:{number}" for number in range(1, 5)]
+
+
+def test_rows_of_a_question_are_ranked_and_the_best_written(score, stored, tmp_path):
+    scored = score(stored, "--best", str(tmp_path / "best.jsonl"))
+    assert scored[2]["rank"] == 1
+    of_question = [row for row in scored if row["question"] == "47+8="]
+    assert sorted(row["rank"] for row in of_question) == [1, 2, 3]
+    ordered = sorted(of_question, key=lambda row: row["rank"])
+    assert [row["reward"] for row in ordered] == sorted((row["reward"] for row in of_question), reverse=True)
+    assert lines(tmp_path / "best.jsonl") == [row for row in scored if row["rank"] == 1]
+
+
+@pytest.mark.parametrize("more", [["--rows", "1"], ["max_tokens_per_micro_batch=64"], ["logits_chunk_tokens=1"]])
+def test_how_the_rows_are_cut_changes_no_reward(score, stored, more):
+    rewards = [[row["reward"] for row in score(stored, *words)] for words in ([], more)]
+    torch.testing.assert_close(torch.tensor(rewards[0]), torch.tensor(rewards[1]), rtol=0, atol=1e-5)
+
+
+def test_a_row_that_is_too_long_to_score_has_no_rank(score, stored):
+    scored = score(stored, "max_student_len=52", "overlong=skip")
+    skipped = [row for row in scored if row["status"] == "skipped"]
+    assert skipped
+    assert len(skipped) < len(scored)
+    assert all(row["reward"] is None and row["rank"] is None for row in skipped)
+
+
+def test_the_summary_counts_rows_questions_and_statuses(score, stored, capsys):
+    score(stored)
+    shown = capsys.readouterr().out.splitlines()
+    assert shown[0] == "4 explanations of 2 questions"
+    assert shown[1].startswith("mean reward ")
+    assert shown[2] == "ok 3, empty_think 1"
+
+
+def test_equal_rewards_rank_in_the_order_of_the_rows():
+    rows = [
+        {"question": "q", "solution": solution, "reward": reward} for solution, reward in zip("aaab", (1, 2, 1, 0), strict=True)
+    ]
+    assert [row["rank"] for row in with_ranks(rows)] == [2, 1, 3, 1]
+
+
+@pytest.mark.parametrize(
+    ("row", "says"),
+    [
+        ({"question": "q", "solution": "s"}, "the column 'explanation' must be text, but it is None"),
+        ({"question": "q", "solution": 5, "explanation": "e"}, "the column 'solution' must be text, but it is 5"),
+        ({"question": "q", "solution": " ", "explanation": "e"}, "the solution is empty"),
+        (
+            {"output": "e", "response_ids": [-1], "extra_info": {"question": "q", "solution": "s"}},
+            "response_ids must be token ids",
+        ),
+    ],
+)
+def test_a_row_that_cannot_be_scored_is_named(tmp_path, capsys, row, says):
+    path = tmp_path / "rows.jsonl"
+    path.write_text(json.dumps(ROWS[0]) + "\n" + json.dumps(row) + "\n")
+    assert main(["score", str(path), "--student", "nowhere", "--out", str(tmp_path / "out")]) == 2
+    assert f"{path}:2: {says}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["clip=3"], r"reward_model\.rlt\.clip: no such key"),
+        (["clip_kl=much"], r"reward_model\.rlt\.clip_kl"),
+        (["answer_log_prob_coeff=[1]"], "there are 1 weights for 2 reductions"),
+        (["include_teacher_think_entropy=true"], "there is no teacher. Add --teacher"),
+        (["unbias_student_log_probs_temp=0.5"], "both sides of the KL would belong to different distributions"),
+    ],
+)
+def test_settings_of_the_reward_are_checked_as_those_of_a_run(words, says):
+    with pytest.raises(ConfigError, match=says):
+        reward_settings(words, False, 0.7)
+
+
+def test_settings_without_a_teacher_give_the_comparison_no_weight():
+    assert reward_settings([], False, 0.7).kl_penalty_reward_coeff == [0.0, 0.0]
+    assert reward_settings([], True, 0.7).kl_penalty_reward_coeff == [3.0, 0.03]
+    alone = reward_settings(["include_teacher_think_entropy=false"], False, 0.7)
+    assert (alone.kl_penalty_reward_coeff, alone.include_teacher_think_entropy) == ([3.0, 0.03], False)
+
+
+def test_a_teacher_with_another_tokenizer_and_a_folder_without_a_model_are_refused(rlt_toy, stored, tmp_path, capsys):
+    other = make_tiny_model(tmp_path / "other", seed=1)
+    tokenizer = json.loads((other / "tokenizer.json").read_text())
+    tokenizer["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": True, "trim_offsets": True, "use_regex": True}
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    student, out = str(rlt_toy / "student"), ["--out", str(tmp_path / "out"), SHORT]
+    assert main(["score", str(stored), "--student", student, "--teacher", str(other), *out]) == 2
+    assert "its tokenizer differs from the policy's" in capsys.readouterr().err
+    assert main(["score", str(stored), "--student", str(tmp_path), *out]) == 2
+    assert not (tmp_path / "out").exists()
+
+
+def test_no_file_is_an_error():
+    with pytest.raises(ConfigError, match="no file is named"):
+        read_explanations([])

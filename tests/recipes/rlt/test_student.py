@@ -1,0 +1,199 @@
+"""The student in a worker: where its weights lie in each phase, and what twenty cycles change, which is nothing."""
+
+import dataclasses
+import gc
+
+import pytest
+import torch
+from safetensors.torch import load_file
+
+from tests.recipes.rlt.test_student_pass import rows_of
+from tests.tensors import whole_of
+from tests.workers.test_policy import batch
+from tests.workers.test_worker import AR, made  # noqa: F401 - made is a fixture
+from verl_memopt.config.schema import Fsdp, ScoringModel
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.parameters.residency import NEEDS, REWARD_MODEL
+from verl_memopt.models.build import named_weights
+from verl_memopt.models.tiny import make_tiny_model
+from verl_memopt.recipes.rlt.settings import RltReward
+from verl_memopt.recipes.rlt.student import Student, StudentPlan, logits_in_chunks
+
+OFFLOADED = {f"{AR}.{role}.fsdp_config.param_offload": True for role in ("actor", "ref")}
+MAPPED = {**OFFLOADED, f"{AR}.actor.use_kl_loss": True, f"{AR}.model.load_mode": "mmap"}
+MODES = ("alias_ref", "separate", "swap", "mapped", "mapped swap", "resident", "int8", "nf4")
+ROWS = rows_of(12, 20, 6, 6)
+BINS = [[0, 1, 2], [3, 4], [5]]
+HEAT = 0.9
+
+
+@pytest.fixture(scope="module")
+def student_folder(tmp_path_factory):
+    """A student of the shape of the tiny model, with other weights."""
+    return make_tiny_model(tmp_path_factory.mktemp("student") / "model", seed=5)
+
+
+@pytest.fixture
+def scoring(made, tiny_folder, student_folder):  # noqa: F811
+    """Builds a worker with policy, reference and student."""
+
+    def build(mode, more=None, student_dtype="fp32"):
+        settings = {**(MAPPED if "mapped" in mode else OFFLOADED), **(more or {})}
+        quantization = mode if mode in ("int8", "nf4") else "none"
+        fsdp = Fsdp(dtype="fp32", model_dtype=student_dtype, param_offload=mode not in ("resident", "int8", "nf4"))
+        residency = {"alias_ref": "alias_ref", "swap": "swap", "mapped swap": "swap"}.get(mode, "separate")
+        model = ScoringModel(path=str(student_folder), fsdp_config=fsdp, quantization=quantization)
+        folder = None if mode == "alias_ref" else str(student_folder)
+        plan = StudentPlan(model, RltReward(logits_chunk_tokens=8), residency, folder)
+        return made(settings, reference_folder=str(tiny_folder), role=plan)
+
+    return build
+
+
+def score(worker, track=False):
+    return worker.call("reward", track, "of_role", Student.log_probs, ROWS, BINS, HEAT)
+
+
+def ref(worker, track=False):
+    return worker.call("ref", track, "ref_log_probs", batch(rows=2), [[0, 1]])
+
+
+def old(worker, track=False):
+    return worker.call("old_log_prob", track, "old_log_probs", batch(rows=2), [[0, 1]], False)
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_twenty_cycles_change_no_bit_and_no_byte(scoring, mode):
+    worker = scoring(mode)
+    seen, bytes_seen = [], []
+    for _ in range(20):
+        scored, reference, policy = score(worker, track=True), ref(worker, track=True), old(worker, track=True)
+        seen.append([scored.value.log_probs.think, scored.value.log_probs.solution, reference.value.log_probs])
+        memories = [each.memory for each in (scored, reference, policy)]
+        bytes_seen.append([(memory.peak_allocated_bytes, memory.allocated_bytes) for memory in memories])
+    for cycle in seen[1:]:
+        assert all(torch.equal(one, other) for one, other in zip(cycle, seen[0], strict=True))
+    assert bytes_seen[1:] == [bytes_seen[1]] * 19
+    assert all(parameter.grad is None and not parameter.requires_grad for parameter in worker.role.model.parameters())
+
+
+@pytest.mark.parametrize("mode", MODES)
+def test_the_student_scores_with_the_weights_of_its_folder(scoring, mode, tiny_folder, student_folder):
+    worker = scoring(mode)
+    ref(worker)
+    with worker.residency.phase("reward"):
+        weights = {name: whole_of(each).clone() for name, each in named_weights(worker.role.model)}
+    stored = load_file((tiny_folder if mode == "alias_ref" else student_folder) / "model.safetensors")
+    plain = {name: value for name, value in weights.items() if name in stored}
+    assert len(plain) == (len(stored) if mode not in ("int8", "nf4") else len(stored) - 14)
+    assert all(torch.equal(value, stored[name]) for name, value in plain.items())
+    with worker.residency.phase("ref"):
+        of_reference = {name: whole_of(each) for name, each in named_weights(worker.reference)}
+        stored = load_file(tiny_folder / "model.safetensors")
+        assert all(torch.equal(of_reference[name], stored[name]) for name in of_reference)
+
+
+def test_every_residency_gives_the_same_log_probs(scoring, made):  # noqa: F811
+    results = {}
+    for mode in ("separate", "swap", "mapped", "mapped swap", "resident"):
+        results[mode] = score(scoring(mode)).value.log_probs
+        made.close()
+    first = results.pop("separate")
+    assert all(torch.equal(each.think, first.think) and torch.equal(each.solution, first.solution) for each in results.values())
+
+
+def test_the_reference_as_the_student_takes_no_byte(scoring, made):  # noqa: F811
+    worker = scoring("alias_ref")
+    assert worker.role.model is worker.reference
+    with_student = sum(tensor.untyped_storage().nbytes() for _, tensor in worker._resident())
+    made.close()
+    without = made(OFFLOADED, reference_folder=worker.plan.reference_folder)
+    assert with_student == sum(tensor.untyped_storage().nbytes() for _, tensor in without._resident())
+
+
+def test_with_lora_the_policy_without_its_adapters_is_the_student(made):  # noqa: F811
+    more = {f"{AR}.model.lora_rank": 2, f"{AR}.actor.fsdp_config.param_offload": True}
+    worker = made(more, role=StudentPlan(ScoringModel(), RltReward(), "alias_ref"))
+    assert worker.role.model is worker.policy.model
+    before = score(worker).value.log_probs.solution
+    with worker.residency.phase("update_actor"), torch.no_grad():
+        for name, parameter in worker.policy.model.named_parameters():
+            if "lora" in name:
+                parameter.add_(1)
+    assert torch.equal(score(worker).value.log_probs.solution, before)
+
+
+def size_of(model):
+    return sum({each.untyped_storage()._cdata: each.untyped_storage().nbytes() for each in model.parameters()}.values())
+
+
+def test_one_place_on_the_device_serves_student_and_reference(scoring):
+    worker = scoring("swap")
+    assert worker.role.model is worker.reference
+    with worker.residency.phase("reward"):
+        size = size_of(worker.reference)
+        assert size > 0
+        addresses = [parameter.data_ptr() for parameter in worker.reference.parameters()]
+    for phase in ("ref", "reward", "ref", "reward"):
+        with worker.residency.phase(phase):
+            assert size_of(worker.reference) == size
+            assert [parameter.data_ptr() for parameter in worker.reference.parameters()] == addresses
+    worker.residency.rest()
+    assert size_of(worker.reference) == 0
+    homes = [part for part, names in worker.residency._parts if names & {"reference params", REWARD_MODEL}]
+    assert len({place.slot.data_ptr() for home in homes for place in home._places.values()}) == sum(
+        len(home._places) for home in homes
+    )
+
+
+@pytest.mark.parametrize("mode", ["separate", "swap", "mapped", "mapped swap"])
+def test_moves_are_idempotent_and_only_the_students_phase_has_it_on_the_device(scoring, mode):
+    worker = scoring(mode)
+    (student,) = [part for part, _ in worker.residency._parts if part.name == REWARD_MODEL]
+    for phase in (*NEEDS, *NEEDS):
+        with worker.residency.phase(phase):
+            assert student.on_device == (REWARD_MODEL in NEEDS[phase])
+    with worker.residency.phase("reward"):
+        assert student.to_device() == 0
+    assert (student.to_host(), student.to_host()) == (student.num_bytes, 0)
+
+
+def test_the_peak_of_the_phase_is_the_weights_and_one_micro_batch(scoring):
+    """The plan: two chunks of fp32 logits, and the states of a micro-batch."""
+    worker = scoring("separate")
+    worker.role = dataclasses.replace(worker.role, plan=dataclasses.replace(worker.role.plan, rlt=RltReward()))
+    rows = rows_of(12, 60, 30, 24)
+    bins = [list(range(start, start + 4)) for start in range(0, 24, 4)]
+    worker.residency.rest()
+    baseline = old(worker, track=True).memory.allocated_bytes - size_of(worker.policy.model)
+    memory = worker.call("reward", True, "of_role", Student.log_probs, rows, bins, HEAT).memory
+    config, tokens = worker.role.model.lm.config, 12 + 4 * (60 + 4 + 30)
+    weights = size_of(worker.role.model)
+    logits = 2 * 512 * config.vocab_size * 4
+    states = tokens * (8 * config.hidden_size + 3 * config.intermediate_size) * 4
+    assert weights > 0
+    assert memory.peak_allocated_bytes - baseline <= 1.1 * (weights + logits + states)
+    assert memory.peak_allocated_bytes - baseline >= weights
+
+
+def test_logits_are_chunked_inside_the_body_alone(scoring):
+    model = scoring("separate").role.model
+    before = model.head.chunk_tokens
+    with logits_in_chunks(model, 3):
+        assert model.head.chunk_tokens == 3 != before
+    assert model.head.chunk_tokens == before
+
+
+@pytest.mark.parametrize(("mode", "copies"), [("separate", 3), ("swap", 3), ("mapped", 1), ("mapped swap", 1)])
+def test_a_mapped_student_takes_no_host_buffer(scoring, mode, copies):
+    gc.collect()  # buffers of workers before this one
+    worker = scoring(mode)
+    held = score(worker).memory.host_buffer_bytes
+    ref(worker)
+    (home,) = [part for part, _ in worker.residency._parts if part.name == REWARD_MODEL]
+    assert held == pytest.approx(copies * home.num_bytes, rel=0.05)
+
+
+def test_a_mapped_student_of_another_dtype_names_its_own_key(scoring):
+    with pytest.raises(ConfigError, match=r"load_mode=mmap.*reward_model\.model\.fsdp_config\.model_dtype"):
+        scoring("mapped", student_dtype="bfloat16")

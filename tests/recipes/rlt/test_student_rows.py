@@ -1,0 +1,281 @@
+"""The student's sequences: their parts, and what happens to long ones."""
+
+import dataclasses
+import re
+from difflib import SequenceMatcher
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from tests.recipes.rlt import naive
+from tests.recipes.rlt.tokens import ids, with_merges
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.errors import ConfigError
+from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.recipes.rlt.dataset import FORMATS, STRATOS, RltPrompts
+from verl_memopt.recipes.rlt.settings import RltReward
+from verl_memopt.recipes.rlt.student_rows import (
+    BRIDGE,
+    EMPTY_THINK,
+    END,
+    NO_END_TAG,
+    OK,
+    PREFIX,
+    SKIPPED,
+    SOLUTION,
+    THINK,
+    THINK_TRUNCATED,
+    StudentEncoder,
+    needs_teacher_pass,
+    reused_log_probs,
+)
+
+TOKENIZER = build_tokenizer()
+SHORT = FORMATS["short"]
+TAG = SHORT.explanation.end
+
+
+def encode(*rows, rlt_format=SHORT, tokenizer=TOKENIZER, **settings):
+    """Encodes (question, solution, pieces of the response)."""
+    encoder = StudentEncoder(
+        RltPrompts(tokenizer, rlt_format), RltReward(**settings), {tokenizer.eos_token_id, tokenizer.pad_token_id}
+    )
+    responses = Ragged.from_rows([ids(tokenizer, *pieces) for _, _, pieces in rows], torch.int64)
+    addresses = [f"f:{place}" for place in range(1, len(rows) + 1)]
+    return encoder.encode([row[0] for row in rows], [row[1] for row in rows], responses, addresses)
+
+
+def text(rows, part, row=0, tokenizer=TOKENIZER):
+    return tokenizer.decode(rows.part(part).rows()[row])
+
+
+def test_a_row_is_its_five_parts_in_order():
+    rows = encode(("1+1?", "2", ["one and one", TAG, "<|im_end|>"]))
+    assert text(rows, PREFIX) == "<|im_start|>user\n1+1?<|im_end|>\n<|im_start|>assistant\n<think>\n\n"
+    assert text(rows, THINK) == "one and one"
+    assert text(rows, BRIDGE) == "</think>\n\n<solution>"
+    assert text(rows, SOLUTION) == "2"
+    assert text(rows, END) == "</solution><|im_end|>\n"
+    assert TOKENIZER.decode(rows.ids.flat) == "".join(text(rows, part) for part in range(5))
+    assert (rows.status.tolist(), rows.matched.tolist(), rows.has_text_after.tolist()) == ([OK], [True], [False])
+    assert rows.status.dtype == torch.int8
+
+
+TEXTS = st.text(st.characters(codec="utf-8", exclude_characters="<"), max_size=8)
+
+
+@given(st.lists(st.tuples(TEXTS, TEXTS.filter(str.strip), st.lists(st.one_of(TEXTS, st.just(TAG)), max_size=3)), max_size=4))
+def test_parts_are_those_of_the_naive_reference(samples):
+    rows = encode(*samples, rlt_format=STRATOS if len(samples) % 2 else SHORT)
+    rlt_format = STRATOS if len(samples) % 2 else SHORT
+    for place, (question, solution, pieces) in enumerate(samples):
+        response = ids(TOKENIZER, *pieces)
+        sample = naive.sample_of(TOKENIZER, rlt_format, question, solution, response, {TOKENIZER.eos_token_id})
+        assert rows.ids.rows()[place].tolist() == sample.student_ids
+        assert rows.parts[place].tolist() == sample.lengths
+        assert rows.matched[place] == sample.matched
+
+
+def test_thought_and_solution_equal_to_the_question_are_at_their_own_places():
+    rows = encode(("7", "7", ["7", TAG]))
+    start, think, bridge = rows.parts[0, :3].tolist()
+    seven = ids(TOKENIZER, "7")[0]
+    where = (rows.ids.flat == seven).nonzero()[:, 0].tolist()
+    assert where[-2:] == [start, start + think + bridge]
+    assert (text(rows, THINK), text(rows, SOLUTION)) == ("7", "7")
+
+
+@pytest.mark.parametrize("solution", ["\u00e9\U0001f642\u65e5", "42\n\n", "\n\n42", " 4 2 ", "x<|im_end|>y"])
+def test_a_solution_keeps_every_character(solution):
+    rows = encode(("q", solution, ["a", TAG]))
+    assert text(rows, SOLUTION) == solution
+    assert TOKENIZER.eos_token_id not in rows.part(SOLUTION).flat
+
+
+@pytest.mark.parametrize(
+    ("pieces", "status", "think"),
+    [
+        (["why", TAG], OK, "why"),
+        (["why"], NO_END_TAG, "why"),
+        ([TAG, "x"], EMPTY_THINK, ""),
+        ([], EMPTY_THINK, ""),
+        (["<|im_end|>"], EMPTY_THINK, ""),
+    ],
+    ids=str,
+)
+def test_statuses_of_rows_within_the_limit(pieces, status, think):
+    rows = encode(("q", "s", pieces))
+    assert (rows.status.tolist(), text(rows, THINK)) == ([status], think)
+
+
+def lengths(rows):
+    return rows.parts[0].tolist()
+
+
+@pytest.mark.parametrize("has_tag", [True, False])
+@pytest.mark.parametrize("cut", [1, 3, 5])
+def test_only_the_end_of_an_explanation_is_cut(cut, has_tag):
+    row = ("q", "solution", ["12345", *[TAG] * has_tag])
+    whole = encode(row)
+    total = sum(lengths(whole))
+    rows = encode(row, max_student_len=total - cut)
+    assert text(rows, THINK) == "12345"[: 5 - cut]
+    assert [text(rows, part) for part in (PREFIX, BRIDGE, SOLUTION, END)] == [
+        text(whole, part) for part in (PREFIX, BRIDGE, SOLUTION, END)
+    ]
+    assert sum(lengths(rows)) == total - cut
+    assert (rows.status.tolist(), rows.matched.tolist()) == ([THINK_TRUNCATED], [has_tag])
+
+
+def test_a_row_that_just_fits_is_not_cut():
+    total = sum(lengths(encode(("q", "s", ["123", TAG]))))
+    assert encode(("q", "s", ["123", TAG]), max_student_len=total).status.tolist() == [OK]
+
+
+def test_a_row_without_room_for_its_solution_is_skipped_and_the_others_stay():
+    long, short = ("q", "s" * 40, ["12", TAG]), ("q", "s", ["12", TAG])
+    alone = encode(short)
+    rows = encode(long, short, max_student_len=sum(lengths(alone)))
+    assert rows.status.tolist() == [SKIPPED, OK]
+    assert rows.parts[0].tolist() == [0] * 5
+    assert rows.scored().tolist() == [False, True]
+    assert torch.equal(rows.ids.flat, alone.ids.flat)
+
+
+def test_overlong_rows_are_skipped_on_request():
+    total = sum(lengths(encode(("q", "s", ["123", TAG]))))
+    rows = encode(("q", "s", ["123"]), ("q", "s", ["12", TAG]), max_student_len=total - 1, overlong="skip")
+    assert (rows.status.tolist(), rows.parts[0].tolist()) == ([SKIPPED, OK], [0] * 5)
+
+
+def test_overlong_rows_are_an_error_on_request():
+    total = sum(lengths(encode(("q", "s", ["123", TAG]))))
+    with pytest.raises(
+        ConfigError, match=rf"max_student_len={total - 1}: .*for f:2 has {total} tokens. Raise it to at least {total}"
+    ):
+        encode(("q", "s", ["12", TAG]), ("q", "s", ["123", TAG]), max_student_len=total - 1, overlong="error")
+
+
+def test_the_forced_prefix_is_scored_on_request_only():
+    plain, forced = (encode(("q", "s", ["a", TAG]), include_forced_prefix=on) for on in (False, True))
+    assert (text(plain, THINK), text(forced, THINK)) == ("a", "\n\na")
+    assert text(plain, PREFIX) == text(forced, PREFIX) + "\n\n"
+    assert encode(("q", "s", [TAG]), include_forced_prefix=True).status.tolist() == [OK]
+
+
+def test_chosen_rows_keep_all_that_belongs_to_them():
+    samples = [("q", "s", ["1", TAG, "x"]), ("q", "s" * 60, []), ("r", "t", ["23"])]
+    limit = sum(lengths(encode(("q", "s", ["123456"]))))
+    rows = encode(*samples, max_student_len=limit)
+    chosen, expected = rows.select([2, 0, 1]), encode(samples[2], samples[0], samples[1], max_student_len=limit)
+    assert chosen.status.tolist() == [NO_END_TAG, OK, SKIPPED]
+    for name in ("parts", "status", "matched", "has_text_after"):
+        assert torch.equal(getattr(chosen, name), getattr(expected, name))
+    assert torch.equal(chosen.ids.flat, expected.ids.flat)
+
+
+def test_a_batch_may_be_empty():
+    rows = encode()
+    assert (rows.num_rows, rows.parts.shape, rows.ids.num_rows) == (0, (0, 5), 0)
+
+
+@pytest.mark.parametrize("align", ["concat", "retokenize"])
+def test_without_merges_both_alignments_agree(align):
+    tokenizer = with_merges()
+    samples = [("q", "\u00e9s", ["ab\u00e9", TAG]), ("q", "s", ["ab"]), ("<|im_end|>", "s<|im_end|>", [TAG, "x"])]
+    one, other = (encode(*samples, tokenizer=tokenizer, align=each) for each in ("concat", align))
+    assert torch.equal(one.ids.flat, other.ids.flat)
+    assert torch.equal(one.parts, other.parts)
+    assert torch.equal(one.status, other.status)
+
+
+def place_of(part, whole, last):
+    """Returns where a list of tokens first or last lies in another."""
+    places = [place for place in range(len(whole) - len(part) + 1) if whole[place : place + len(part)] == part]
+    return places[-1 if last else 0]
+
+
+def published(tokenizer, question, solution, completion):
+    """Returns the student's ids and the first places of explanation and solution, by the published way: text and search."""
+    tags = re.escape(SHORT.explanation.begin) + "(.*?)" + re.escape(TAG)
+    completion = SHORT.forced_prefix + completion
+    match = re.search(tags, completion, flags=re.DOTALL) or re.search(tags, completion + TAG, flags=re.DOTALL)
+    turn = SHORT.thought.wrap(match[1]) + "\n\n" + SHORT.solution.wrap(solution)
+    chat = [{"role": "user", "content": question}, {"role": "assistant", "content": turn}]
+    whole, think, target = (
+        tokenizer(text, add_special_tokens=False)["input_ids"]
+        for text in (tokenizer.apply_chat_template(chat, tokenize=False), match[1], solution)
+    )
+    return whole, place_of(think, whole, last=False), place_of(target, whole, last=True)
+
+
+def places(rows):
+    """Returns the first places of explanation and solution of the first row."""
+    prefix, think, bridge = rows.parts[0, :3].tolist()
+    return prefix, prefix + think + bridge
+
+
+WORDS = st.text("ab7 \n\u00e9", min_size=1, max_size=6)
+
+
+@given(WORDS, WORDS.filter(str.strip), WORDS, st.sampled_from(["", TAG, TAG + "x", TAG + TAG]))
+def test_tokenizing_again_is_the_published_way_where_its_search_finds_one_place(question, solution, thought, rest):
+    tokenizer = with_merges((b"a", b"b"), (b"7", b"7"))
+    question, thought = f"Q{question}", f"T{thought}t"
+    rows = encode(
+        (question, f"S{solution}s", [thought + rest]), tokenizer=tokenizer, align="retokenize", include_forced_prefix=True
+    )
+    ids_, think_at, solution_at = published(tokenizer, question, f"S{solution}s", thought + rest)
+    assert rows.ids.flat.tolist() == ids_
+    assert places(rows) == (think_at, solution_at)
+
+
+def test_the_published_search_finds_the_question_where_the_explanation_repeats_it():
+    tokenizer = with_merges()
+    rows = encode(("x\n\n7 y", "2", ["7", TAG]), tokenizer=tokenizer, align="retokenize", include_forced_prefix=True)
+    ids_, think_at, solution_at = published(tokenizer, "x\n\n7 y", "2", "7" + TAG)
+    assert rows.ids.flat.tolist() == ids_
+    assert think_at < places(rows)[0]
+    assert solution_at == places(rows)[1]
+
+
+def test_with_merges_only_tokens_at_borders_differ():
+    tokenizer = with_merges((b"\n", b"a"), (b"b", b"<"), (b">", b"7"), (b"7", b"<"))
+    row = ("q", "777", ["aaab", TAG])
+    concat, again = (encode(row, tokenizer=tokenizer, align=align) for align in ("concat", "retokenize"))
+    assert (text(concat, THINK, 0, tokenizer), text(concat, SOLUTION, 0, tokenizer)) == ("aaab", "777")
+    assert (text(again, THINK, 0, tokenizer), text(again, SOLUTION, 0, tokenizer)) == ("aa", "7")
+    assert tokenizer.decode(concat.ids.flat) == tokenizer.decode(again.ids.flat)
+    changes = SequenceMatcher(None, concat.ids.flat.tolist(), again.ids.flat.tolist(), autojunk=False).get_opcodes()
+    changed = [(last - first, end - start) for kind, first, last, start, end in changes if kind != "equal"]
+    # Two tokens become one at each of four borders: before and after the explanation and the solution.
+    assert (len(changed), *map(sum, zip(*changed, strict=True))) == (4, 8, 4)
+
+
+def test_a_solution_that_merges_with_its_tags_is_skipped_when_tokenized_again():
+    tokenizer = with_merges((b">", b"7"))
+    rows = encode(("q", "7", ["a", TAG]), tokenizer=tokenizer, align="retokenize")
+    assert rows.status.tolist() == [SKIPPED]
+    assert encode(("q", "7", ["a", TAG]), tokenizer=tokenizer).status.tolist() == [OK]
+
+
+@pytest.mark.parametrize(
+    ("settings", "temperature", "needs"),
+    [
+        ({}, 0.7, False),
+        ({"align": "retokenize"}, 0.7, True),
+        ({"include_forced_prefix": True}, 0.7, True),
+        ({"unbias_teacher_log_probs": False}, 0.7, True),
+        ({"unbias_teacher_log_probs": False}, 1.0, False),
+        ({"align": "retokenize", "include_teacher_think_entropy": False}, 0.7, False),
+    ],
+)
+def test_the_teacher_needs_a_pass_where_its_log_probs_are_others(settings, temperature, needs):
+    assert needs_teacher_pass(dataclasses.replace(RltReward(), **settings), temperature) == needs
+
+
+def test_reused_log_probs_are_those_at_the_start_of_each_response():
+    log_probs = Ragged.from_rows([[1.0, 2.0, 3.0], [], [4.0], [5.0, 6.0]], torch.float32)
+    assert reused_log_probs(log_probs, torch.tensor([2, 0, 0, 2])).tolist() == [1.0, 2.0, 5.0, 6.0]

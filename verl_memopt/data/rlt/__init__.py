@@ -1,1 +1,0 @@
-"""Data of RLT: questions with known solutions, and the prompts of teacher and student."""

@@ -1,0 +1,501 @@
+"""The data of RLT: tags, prompts, checked rows, and the dataset of teacher prompts.
+
+The teacher sees the solution at the start of its own turn and continues with an explanation:
+``BEGIN_SOLUTION solution END_SOLUTION delimiter BEGIN_EXPLANATION padding`` | ``explanation END_EXPLANATION``.
+The student sees the explanation as its own thought: ``think_prefix BEGIN_THOUGHT padding`` | ``explanation`` |
+``END_THOUGHT delimiter BEGIN_SOLUTION`` | ``solution`` | ``END_SOLUTION``.
+Tags are plain text.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections import Counter
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from jinja2 import TemplateError
+
+from verl_memopt.config import schema
+from verl_memopt.data.dataset import PromptRow, chosen_rows
+from verl_memopt.data.encoder import overlong, tokenize
+from verl_memopt.data.files import READERS, RawRow, read_rows
+from verl_memopt.data.special_tokens import Spans, special_tokens_of
+from verl_memopt.errors import DataError
+
+
+@dataclass(frozen=True)
+class TagPair:
+    """The texts before and after a section."""
+
+    begin: str
+    end: str
+
+    def wrap(self, text: str) -> str:
+        """Return the text between the tags."""
+        return f"{self.begin}{text}{self.end}"
+
+    def unwrap(self, text: str) -> str:
+        """Return the text without this pair around it, or the text itself where it is not wrapped."""
+        inner = text.strip()
+        if len(inner) >= len(self.begin) + len(self.end) and inner.startswith(self.begin) and inner.endswith(self.end):
+            return inner[len(self.begin) : len(inner) - len(self.end)]
+        return text
+
+
+@dataclass(frozen=True)
+class RltFormat:
+    """Tags, paddings and system prompts of both roles."""
+
+    teacher_system: str
+    """System prompt of the teacher. Empty = no system message."""
+    student_system: str
+    """System prompt of the student. Empty = no system message."""
+    explanation: TagPair
+    """Tags of the teacher's explanation."""
+    thought: TagPair
+    """Tags of the student's thought."""
+    solution: TagPair
+    """Tags of the solution, for both roles."""
+    padding: str = "\n\n"
+    """Text after the begin tag of an explanation and of a thought. Neither model has to write it."""
+    delimiter: str = "\n\n"
+    """Text between two sections."""
+    think_prefix: str = ""
+    """Text before the student's begin tag."""
+
+    @property
+    def tags(self) -> tuple[str, ...]:
+        """All tags, each once."""
+        pairs = (self.explanation, self.thought, self.solution)
+        return tuple(dict.fromkeys(tag for pair in pairs for tag in (pair.begin, pair.end)))
+
+    @property
+    def forced_prefix(self) -> str:
+        """The end of every teacher prompt: the begin tag and the padding."""
+        return self.explanation.begin + self.padding
+
+    def teacher_prefill(self, solution: str) -> str:
+        """Return the start of the teacher's turn, after which the teacher writes the explanation."""
+        return self.solution.wrap(solution) + self.delimiter + self.forced_prefix
+
+    @property
+    def student_opening(self) -> str:
+        """The start of the student's turn, after which the explanation follows."""
+        return self.think_prefix + self.thought.begin + self.padding
+
+    @property
+    def bridge(self) -> str:
+        """The text between the explanation and the solution in the student's turn."""
+        return self.thought.end + self.delimiter + self.solution.begin
+
+
+def _teacher_system(solution: TagPair, explanation: TagPair) -> str:
+    return (
+        "You are a teacher. You state the solution of a question first, and then explain how to reach it. Your answer has two "
+        f"sections. The solution section is exact and complete: {solution.wrap(' the solution ')}. The explanation section leads "
+        "a student from the question to the solution, step by step, with a blank line between steps: it says what is known, "
+        "tries ideas, checks each step, corrects mistakes, and never relies on having seen the solution: "
+        f"{explanation.wrap(' the explanation ')}."
+    )
+
+
+def _student_system(thought: TagPair, solution: TagPair) -> str:
+    return (
+        "You think at length before you answer a question. Your answer has two sections. In the thought section you reason step "
+        "by step, with a blank line between steps: you say what is known, try ideas, check each step and correct mistakes: "
+        f"{thought.wrap(' the thought ')}. In the solution section you give the final solution, exact and complete: "
+        f"{solution.wrap(' the solution ')}."
+    )
+
+
+def _with_tags(solution: TagPair, explanation: TagPair, thought: TagPair) -> RltFormat:
+    return RltFormat(
+        teacher_system=_teacher_system(solution, explanation),
+        student_system=_student_system(thought, solution),
+        explanation=explanation,
+        thought=thought,
+        solution=solution,
+    )
+
+
+STRATOS = _with_tags(
+    solution=TagPair("<|begin_of_solution|>", "<|end_of_solution|>"),
+    explanation=TagPair("<|begin_of_explanation|>", "<|end_of_explanation|>"),
+    thought=TagPair("<|begin_of_thought|>", "<|end_of_thought|>"),
+)
+"""The tags of the dataset Bespoke-Stratos-17k."""
+R1 = _with_tags(
+    solution=TagPair("<solution>", "</solution>"),
+    explanation=TagPair("<explanation>", "</explanation>"),
+    thought=TagPair("<think>", "</think>"),
+)
+"""Tags in angle brackets, as in DeepSeek-R1."""
+FORMATS = {"stratos": STRATOS, "r1": R1, "short": replace(R1, teacher_system="", student_system="")}
+"""Formats by the value of ``tag_format``. ``short`` has no system prompts, for tiny models."""
+
+
+_MARK = "\ufdd3"
+"""A noncharacter in place of an answer, to see what a chat template writes after it."""
+
+
+@dataclass(frozen=True)
+class RltPrompts:
+    """Renders the prompts of both roles with one tokenizer's chat template.
+
+    Attributes:
+        tokenizer: A Hugging Face tokenizer with a chat template.
+        rlt_format: Tags and system prompts.
+        chat_kwargs: Extra arguments of the chat template.
+        allow_special_tokens: Let special tokens inside a question or a solution become tokens. False = they are plain text.
+    """
+
+    tokenizer: Any
+    rlt_format: RltFormat
+    chat_kwargs: dict[str, Any] = field(default_factory=dict)
+    allow_special_tokens: bool = False
+
+    def teacher(self, question: str, solution: str) -> tuple[str, Spans]:
+        """Return the teacher's prompt, which ends after the forced prefix, and its spans of plain special tokens.
+
+        Raises:
+            DataError: The chat template cannot render the messages.
+        """
+        text, plain = self._chat(self.rlt_format.teacher_system, question)
+        turn = self.rlt_format.teacher_prefill(solution)
+        return text + turn, (*plain, *_moved(self.plain(turn), len(text)))
+
+    def student(self, question: str) -> tuple[str, Spans]:
+        """Return the student's prompt, which ends where the explanation begins, and its spans of plain special tokens.
+
+        Raises:
+            DataError: The chat template cannot render the messages.
+        """
+        text, plain = self._chat(self.rlt_format.student_system, question)
+        return text + self.rlt_format.student_opening, plain
+
+    def end_of_turn(self) -> str:
+        """Return what the chat template writes after an answer, such as ``<|im_end|>`` and a line break.
+
+        Raises:
+            DataError: The chat template drops or changes an answer.
+        """
+        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+        text = self._render(messages, add_generation_prompt=False)
+        before, mark, after = text.partition(_MARK)
+        if not mark or not before:
+            raise DataError("the chat template does not write the answer of an assistant. Use the template of a chat model.")
+        return after
+
+    def plain(self, text: str) -> Spans:
+        """Return the spans of a text of the data whose special tokens are encoded as plain text."""
+        return () if self.allow_special_tokens else special_tokens_of(self.tokenizer).find(text)
+
+    def _chat(self, system: str, question: str) -> tuple[str, Spans]:
+        user = {"role": "user", "content": question}
+        special = special_tokens_of(self.tokenizer)
+        hides = bool(self.plain(question))
+        shown = special.hide(user) if hides else user
+        messages = [{"role": "system", "content": system}, shown] if system else [shown]
+        text = self._render(messages, add_generation_prompt=True)
+        try:
+            return special.reveal(text) if hides else (text, ())
+        except ValueError as problem:
+            raise _unrenderable(problem) from problem
+
+    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
+        arguments = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **self.chat_kwargs}
+        try:
+            return self.tokenizer.apply_chat_template(messages, **arguments)
+        except (TemplateError, ValueError, TypeError) as problem:
+            raise _unrenderable(problem) from problem
+
+
+def _unrenderable(problem: Exception) -> DataError:
+    return DataError(
+        f"the chat template cannot render a prompt of RLT ({problem}). Set another template with "
+        "actor_rollout_ref.model.custom_chat_template, correct data.apply_chat_template_kwargs, or choose the format without "
+        "system prompts."
+    )
+
+
+def _moved(spans: Spans, by: int) -> Spans:
+    return tuple((start + by, end + by) for start, end in spans)
+
+
+logger = logging.getLogger(__name__)
+
+EMPTY_QUESTION = "the question is empty"
+EMPTY_SOLUTION = "the solution is empty"
+TAG_IN_QUESTION = "the question contains a tag"
+TAG_IN_SOLUTION = "the solution contains a tag"
+TAG_IN_TRACE = "the reasoning trace contains a tag"
+NOT_TWO_TURNS = "the conversation is not one turn of the user and one of the assistant"
+NO_SECTIONS = "the assistant's turn does not hold one tagged thought and one tagged solution"
+
+ROLES = {"user": "user", "human": "user", "assistant": "assistant", "gpt": "assistant"}
+
+
+@dataclass(frozen=True)
+class RltRecord:
+    """One question with its solution."""
+
+    question: str
+    """The question, as the student and the teacher read it."""
+    solution: str
+    """The solution without tags."""
+    reasoning_trace: str | None
+    """A worked reasoning without tags, for the warm-up of a teacher. None = the row has none."""
+    address: str
+    """File and row, counted from 1."""
+
+
+@dataclass(frozen=True)
+class Records:
+    """The usable rows, and why the others were rejected."""
+
+    rows: list[RltRecord]
+    rejected: dict[str, int]
+    """Reason -> number of rows."""
+
+
+def read_records(rows: Iterable[RawRow], rlt_format: RltFormat) -> Records:
+    """Return the records of rows, and how many rows were rejected for which reason.
+
+    Args:
+        rows: Rows with their addresses.
+        rlt_format: Its tags must not appear inside a text.
+
+    Raises:
+        DataError: A row has not the columns of any accepted form, or every row is rejected.
+    """
+    records, rejected, alias_at, first = [], Counter[str](), "", ""
+    for address, columns in rows:
+        if "prompt" in columns and "question" not in columns and not alias_at:
+            alias_at = address
+        record = _record(address, columns)
+        record = record if isinstance(record, str) else _checked(record, rlt_format)
+        if isinstance(record, RltRecord):
+            records.append(record)
+        else:
+            first = first or f"{address}: {record}"
+            rejected[record] += 1
+    if alias_at:
+        logger.warning("%s: the column 'prompt' is read as 'question'. Rename it.", alias_at)
+    if rejected:
+        counts = ", ".join(f"{reason} ({count})" for reason, count in rejected.most_common())
+        total = len(records) + sum(rejected.values())
+        if not records:
+            raise DataError(f"{first}. All {total} rows were rejected: {counts}. Correct the rows, or choose another format.")
+        logger.warning("rejected %d of %d rows: %s. The first is %s", sum(rejected.values()), total, counts, first)
+    return Records(records, dict(rejected))
+
+
+def _record(address: str, columns: dict[str, Any]) -> RltRecord | str:
+    """Return the record of a row, or the reason why a conversation gives none."""
+    if "conversations" in columns:
+        if {"question", "solution"} & columns.keys():
+            raise DataError(f"{address}: there are columns 'conversations' and 'question' or 'solution'. Remove one form.")
+        return _of_conversation(address, columns["conversations"])
+    if "question" in columns and "prompt" in columns:
+        raise DataError(f"{address}: there are columns 'question' and 'prompt', which mean the same. Remove one.")
+    question = _text(address, columns, "question" if "question" in columns else "prompt", "question")
+    solution = _text(address, columns, "solution", "solution")
+    trace = None if columns.get("reasoning_trace") is None else _text(address, columns, "reasoning_trace", "reasoning_trace")
+    return RltRecord(question, solution, trace, address)
+
+
+def _text(address: str, columns: dict[str, Any], column: str, name: str) -> str:
+    if column not in columns:
+        raise DataError(
+            f"{address}: there is no column {name!r}. The row has {', '.join(sorted(columns))}. Add question and solution, or "
+            "conversations as in Bespoke-Stratos-17k."
+        )
+    if not isinstance(columns[column], str):
+        raise DataError(f"{address}: {column} must be a string, but it is {columns[column]!r:.200}. Correct the row.")
+    return columns[column]
+
+
+def _of_conversation(address: str, turns: Any) -> RltRecord | str:
+    if not isinstance(turns, list | tuple) or not all(isinstance(turn, dict) for turn in turns):
+        raise DataError(f"{address}: conversations must be a list of {{from, value}}, but it is {turns!r:.200}. Correct the row.")
+    roles = [ROLES.get(str(turn.get("from"))) for turn in turns]
+    if roles != ["user", "assistant"] or not all(isinstance(turn.get("value"), str) for turn in turns):
+        return NOT_TWO_TURNS
+    sections = _sections(turns[1]["value"])
+    return NO_SECTIONS if sections is None else RltRecord(turns[0]["value"], sections[1], sections[0], address)
+
+
+def _sections(answer: str) -> tuple[str, str] | None:
+    """Return the thought and the solution of an answer, or None where a tag is missing, repeated or in another place."""
+    tags = (STRATOS.thought.begin, STRATOS.thought.end, STRATOS.solution.begin, STRATOS.solution.end)
+    if any(answer.count(tag) != 1 for tag in tags):
+        return None
+    places = [answer.index(tag) for tag in tags]
+    if places != sorted(places):
+        return None
+    begin_thought, end_thought, begin_solution, end_solution = places
+    thought = answer[begin_thought + len(tags[0]) : end_thought]
+    return thought, answer[begin_solution + len(tags[2]) : end_solution]
+
+
+def _checked(record: RltRecord, rlt_format: RltFormat) -> RltRecord | str:
+    """Return a record without tags around its texts, or the reason why it cannot be used."""
+    solution, trace = rlt_format.solution.unwrap(record.solution), record.reasoning_trace
+    if trace is not None:
+        trace = rlt_format.thought.unwrap(rlt_format.explanation.unwrap(trace))
+    if not record.question.strip():
+        return EMPTY_QUESTION
+    if not solution.strip():
+        return EMPTY_SOLUTION
+    texts = {TAG_IN_QUESTION: record.question, TAG_IN_SOLUTION: solution, TAG_IN_TRACE: trace or ""}
+    fault = next((reason for reason, text in texts.items() if any(tag in text for tag in rlt_format.tags)), None)
+    return fault or replace(record, solution=solution, reasoning_trace=trace)
+
+
+HUB = "hub:"
+"""Start of a source on the hub: ``hub:bespokelabs/Bespoke-Stratos-17k``."""
+NAMES_OF_SPLITS = {"train": ("train",), "val": ("validation", "val", "test")}
+"""How the files of a split may begin, the best first."""
+
+
+def read_source(files: Any, split: str, key: str) -> list[RawRow]:
+    """Return the rows of local files or of a hub dataset.
+
+    Args:
+        files: One path, a list of paths, or ``hub:`` and the id of a dataset.
+        split: ``train`` or ``val``. It selects the files of a hub dataset.
+        key: The setting that names the files, for errors.
+
+    Raises:
+        DataError: A file is missing or malformed, or the hub cannot deliver the dataset.
+    """
+    if isinstance(files, str) and files.startswith(HUB):
+        return hub_rows(files.removeprefix(HUB), split, key)
+    return read_rows(files, key)
+
+
+def hub_rows(hub_id: str, split: str, key: str) -> list[RawRow]:
+    """Return the rows of one split of a hub dataset, downloaded once or read from the local cache.
+
+    Args:
+        hub_id: Id of the dataset.
+        split: ``train`` or ``val``.
+        key: The setting that names the dataset, for errors.
+
+    Raises:
+        DataError: The hub cannot deliver the dataset, or it has no file of the split.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+
+    patterns = [f"{folder}{name}*{suffix}" for folder in ("", "*/") for name in NAMES_OF_SPLITS[split] for suffix in READERS]
+    try:
+        folder = snapshot_download(hub_id, repo_type="dataset", allow_patterns=patterns)
+    except (LocalEntryNotFoundError, HfHubHTTPError, HFValidationError, OSError) as problem:
+        raise DataError(
+            f"{key}={HUB}{hub_id}: the hub could not deliver it ({type(problem).__name__}: {problem}). Make the hub reachable, "
+            "or download the files and name them."
+        ) from problem
+    return read_rows(files_of_split(Path(folder), split, f"{key}={HUB}{hub_id}"), key)
+
+
+def files_of_split(folder: Path, split: str, source: str) -> list[Path]:
+    """Return the files of a split in a folder and in the folders inside it, sorted.
+
+    Args:
+        folder: Where the dataset lies.
+        split: ``train`` or ``val``.
+        source: Names the dataset in errors.
+
+    Raises:
+        DataError: There is no such file.
+    """
+    for name in NAMES_OF_SPLITS[split]:
+        files = sorted(path for start in ("", "*/") for path in folder.glob(f"{start}{name}*") if path.suffix in READERS)
+        if files:
+            return files
+    raise DataError(
+        f"{source}: there is no file {'*, '.join(NAMES_OF_SPLITS[split])}* that ends in {', '.join(READERS)}. Download the "
+        "dataset and name its files."
+    )
+
+
+DATA_SOURCE = "rlt"
+TOO_LONG = "the teacher's prompt is over data.max_prompt_length"
+
+
+class RltDataset:
+    """Teacher prompts that end after the forced prefix. Supports ``len``, indexing and iteration.
+
+    A row's ``ground_truth`` is the solution, and its ``extra_info`` holds ``question``, ``solution`` and ``reasoning_trace``.
+
+    Args:
+        files: As :func:`read_source` takes them: paths, or ``hub:`` and the id of a dataset.
+        data: The ``data`` section of the settings.
+        tokenizer: The teacher's tokenizer, with a chat template.
+        split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
+        tag_format: A key of ``FORMATS``.
+
+    Raises:
+        DataError: A file is wrong, every row is rejected, a prompt is too long, or ``data.truncation`` would cut prompts.
+    """
+
+    def __init__(self, files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str = "stratos") -> None:
+        """Read, check and render all rows."""
+        if data.truncation != "error":
+            raise DataError(
+                f"data.truncation={data.truncation}: a prompt of RLT ends with the solution and a tag, and cannot be cut. Set "
+                "data.truncation=error, and data.filter_overlong_prompts=true to drop long prompts."
+            )
+        rlt_format = FORMATS[tag_format]
+        records = read_records(read_source(files, split, f"data.{split}_files"), rlt_format)
+        self.rejected = dict(records.rejected)
+        """Reason -> number of rows that were rejected."""
+        prompts = RltPrompts(tokenizer, rlt_format, data.apply_chat_template_kwargs, data.allow_special_tokens)
+        rows = [_as_row(prompts, record) for record in chosen_rows(records.rows, data, split)]
+        self._rows = self._within_limit(rows, data, tokenizer)
+
+    def __len__(self) -> int:
+        """Return the number of prompts."""
+        return len(self._rows)
+
+    def __getitem__(self, index: int) -> PromptRow:
+        """Return the prompt at ``index``."""
+        return self._rows[index]
+
+    def __iter__(self) -> Iterator[PromptRow]:
+        """Iterate over the prompts in order."""
+        return iter(self._rows)
+
+    def _within_limit(self, rows: list[PromptRow], data: schema.Data, tokenizer: Any) -> list[PromptRow]:
+        """Return the numbered rows within ``max_prompt_length``. Longer ones are dropped and counted, or refused."""
+        lengths = [len(ids) for ids in tokenize(tokenizer, [row.text for row in rows], [row.plain for row in rows])]
+        too_long = [place for place, length in enumerate(lengths) if length > data.max_prompt_length]
+        if too_long and (len(too_long) == len(rows) or not data.filter_overlong_prompts):
+            first = too_long[0]
+            raise overlong(rows[first].address, lengths[first], data.max_prompt_length, others=len(too_long) - 1)
+        if too_long:
+            self.rejected[TOO_LONG] = len(too_long)
+            logger.warning("rejected %d of %d rows: %s=%d", len(too_long), len(rows), TOO_LONG, data.max_prompt_length)
+        dropped = set(too_long)
+        kept = [row for place, row in enumerate(rows) if place not in dropped]
+        return [replace(row, index=index) for index, row in enumerate(kept)]
+
+
+def _as_row(prompts: RltPrompts, record: RltRecord) -> PromptRow:
+    try:
+        text, plain = prompts.teacher(record.question, record.solution)
+    except DataError as problem:
+        raise DataError(f"{record.address}: {problem}") from problem
+    return PromptRow(
+        index=-1,
+        text=text,
+        data_source=DATA_SOURCE,
+        ground_truth=record.solution,
+        extra_info={"question": record.question, "solution": record.solution, "reasoning_trace": record.reasoning_trace},
+        address=record.address,
+        plain=plain,
+    )

@@ -1,0 +1,230 @@
+"""The reward of RLT from log-probs: r_ss - r_kl + match.
+
+Let s be the student's log-probs of the solution. Let u be the student's and v the teacher's log-probs of the explanation. All are
+flat over the tokens of N rows. With weights a, b, transforms f, g and reductions R, Q of the settings::
+
+    d    = v - u,  or  d - 1 + exp(-d),  or  -u
+    r_ss = sum_i a_i * R_i(max(f(s), -clip_log_prob))
+    r_kl = sum_i b_i * Q_i(min(g(d), clip_kl))
+
+``match`` is a penalty where the end tag is missing. Arithmetic is fp64, results are fp32. No step loops over tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from verl_memopt.config.allowed import LARGEST_SCORE
+from verl_memopt.errors import RewardError
+from verl_memopt.recipes.rlt.settings import RltReward
+from verl_memopt.recipes.rlt.student_rows import NAMES, SKIPPED, SOLUTION, THINK, StudentRows
+
+Rows = tuple[Tensor, Tensor]
+"""int64 [R], the row of each token, and int64 [N], the tokens of each row."""
+
+
+def reduce_rows(name: str, values: Tensor, lengths: Tensor) -> Tensor:
+    """Return one number for each row, fp64 [N].
+
+    Args:
+        name: A key of ``REDUCTIONS``.
+        values: [R], in any floating dtype.
+        lengths: int64 [N], the tokens of each row.
+    """
+    row = torch.repeat_interleave(torch.arange(len(lengths)), lengths)
+    return REDUCTIONS[name](values.double(), (row, lengths))
+
+
+def _sum(values: Tensor, rows: Rows) -> Tensor:
+    row, lengths = rows
+    return values.new_zeros(len(lengths)).index_add(0, row, values)
+
+
+def _mean(values: Tensor, rows: Rows) -> Tensor:
+    return _sum(values, rows) / rows[1].clamp(min=1)
+
+
+def _extreme(kind: str, values: Tensor, rows: Rows) -> Tensor:
+    row, lengths = rows
+    return values.new_zeros(len(lengths)).scatter_reduce(0, row, values, kind, include_self=False)
+
+
+def _quantile(share: float, values: Tensor, rows: Rows) -> Tensor:
+    """Return a quantile with linear interpolation between neighbours, as ``torch.quantile`` gives it."""
+    _, lengths = rows
+    place = share * (lengths - 1).clamp(min=0).double()
+    below = place.floor().long()
+    low, high = _ordered(values, rows, below), _ordered(values, rows, (below + 1).minimum((lengths - 1).clamp(min=0)))
+    return torch.lerp(low, high, place - below)
+
+
+def _median(values: Tensor, rows: Rows) -> Tensor:
+    """Return the lower median, as ``torch.median`` gives it: the smaller one of two middle values."""
+    return _ordered(values, rows, (rows[1] - 1).clamp(min=0) // 2)
+
+
+def _ordered(values: Tensor, rows: Rows, place: Tensor) -> Tensor:
+    """Return the value at a place of each row in ascending order, fp64 [N]; 0 for an empty row."""
+    row, lengths = rows
+    by_value = values.argsort(stable=True)
+    ascending = values[by_value[row[by_value].argsort(stable=True)]]
+    index = (lengths.cumsum(0) - lengths + place).clamp(max=max(len(values) - 1, 0))
+    picked = ascending[index] if len(values) else values.new_zeros(len(lengths))
+    return torch.where(lengths > 0, picked, 0.0)
+
+
+REDUCTIONS: dict[str, Callable[[Tensor, Rows], Tensor]] = {
+    "mean": _mean,
+    "sum": _sum,
+    "min": partial(_extreme, "amin"),
+    "max": partial(_extreme, "amax"),
+    "median": _median,
+    "first_quartile": partial(_quantile, 0.25),
+    "last_quartile": partial(_quantile, 0.75),
+}
+"""Reductions by their name in the settings."""
+
+
+TRANSFORMS: dict[str, Callable[[Tensor], Tensor]] = {
+    "none": lambda values: values,
+    "exp": torch.exp,
+    "exp_norm": lambda values: -torch.expm1(-values),
+}
+"""Transforms by their name in the settings."""
+
+
+@dataclass(frozen=True)
+class RltScores:
+    """The reward of each row and what it consists of, all [N].
+
+    Attributes:
+        reward: fp32, ``r_ss - r_kl + match``. Always finite; 0 for a skipped row.
+        r_ss: fp32, the weighted log-probs of the solution.
+        r_kl: fp32, the weighted differences on the explanation.
+        match: fp32, 0 or the penalty for a missing end tag.
+        parts: Name of a reduction, such as ``answer_log_prob/mean``, -> its value fp32. Under the same name with ``/weighted``,
+            its share of ``r_ss`` or ``r_kl``.
+        num_think: int32, tokens of the explanation.
+        num_solution: int32, tokens of the solution.
+        status: int8, a key of ``NAMES``.
+        has_text_after: bool, whether text follows the end tag.
+    """
+
+    reward: Tensor
+    r_ss: Tensor
+    r_kl: Tensor
+    match: Tensor
+    parts: dict[str, Tensor]
+    num_think: Tensor
+    num_solution: Tensor
+    status: Tensor
+    has_text_after: Tensor
+
+    def training_rewards(self) -> Tensor:
+        """Return the rewards, fp32 [N], with NaN for skipped rows.
+
+        The trainer reads NaN as a row without a reward: it counts in no mean or standard deviation, and its advantage is 0.
+        """
+        return torch.where(self.status == SKIPPED, torch.nan, self.reward)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the mean of each part over the scored rows, and the share of rows with each status and with ignored text."""
+        scored = self.status != SKIPPED
+        values = {"reward": self.reward, "r_ss": self.r_ss, "r_kl": self.r_kl, "match": self.match, **self.parts}
+        values |= {"think_tokens": self.num_think, "solution_tokens": self.num_solution}
+        if not len(self.status):
+            return {}
+        means = {name: value[scored].double().mean().item() for name, value in values.items()} if bool(scored.any()) else {}
+        shares = {f"status/{name}": (self.status == status).double().mean().item() for status, name in NAMES.items()}
+        text_after = self.has_text_after.double().mean().item()
+        return means | shares | {"text_after_end_tag": text_after, "num_rows": float(len(self.status))}
+
+
+def rlt_scores(
+    settings: RltReward,
+    rows: StudentRows,
+    student_think: Tensor,
+    teacher_think: Tensor | None,
+    solution: Tensor,
+    addresses: Sequence[str],
+) -> RltScores:
+    """Return the reward of each row.
+
+    Args:
+        settings: Weights, reductions, transforms and clips.
+        rows: The rows that were scored.
+        student_think: u, fp32 [tokens of all explanations].
+        teacher_think: v, fp32 in the same form. None is allowed where ``include_teacher_think_entropy`` is False.
+        solution: s, fp32 [tokens of all solutions].
+        addresses: File and row of each question, for errors.
+
+    Raises:
+        RewardError: A log-prob is not finite. The message names the row.
+    """
+    think_lengths, solution_lengths = rows.parts[:, THINK], rows.parts[:, SOLUTION]
+    _check_finite("the student's log-probs of the solution", solution, solution_lengths, addresses)
+    _check_finite("the student's log-probs of the explanation", student_think, think_lengths, addresses)
+    if settings.include_teacher_think_entropy:
+        assert teacher_think is not None, "the settings compare with the teacher"
+        _check_finite("the teacher's log-probs of the explanation", teacher_think, think_lengths, addresses)
+    log_probs = TRANSFORMS[settings.normalize_log_prob_fn](solution.double()).clamp(min=-settings.clip_log_prob)
+    differences = TRANSFORMS[settings.normalize_kl_fn](_differences(settings, student_think.double(), teacher_think))
+    differences = differences.clamp(-LARGEST_SCORE, settings.clip_kl)
+
+    scored, parts = rows.scored(), dict[str, Tensor]()
+    r_ss, r_kl = torch.zeros(rows.num_rows, dtype=torch.float64), torch.zeros(rows.num_rows, dtype=torch.float64)
+    for name, weight in zip(settings.reduction_log_prob_fn, settings.answer_log_prob_coeff, strict=True):
+        value = reduce_rows(name, log_probs, solution_lengths)
+        _add_part(parts, f"answer_log_prob/{name}", value, weight, r_ss)
+    is_empty = scored & (think_lengths == 0)
+    for name, weight in zip(settings.reduction_kl_fn, settings.kl_penalty_reward_coeff, strict=True):
+        value = torch.where(is_empty, settings.empty_think_kl, reduce_rows(name, differences, think_lengths))
+        _add_part(parts, f"reasoning_kl/{name}", value, weight, r_kl)
+    match = torch.where(rows.matched | ~scored, 0.0, settings.not_matched_penalty).double()
+    return RltScores(
+        reward=_finite(r_ss - r_kl + match),
+        r_ss=_finite(r_ss),
+        r_kl=_finite(r_kl),
+        match=match.float(),
+        parts=parts,
+        num_think=think_lengths.int(),
+        num_solution=solution_lengths.int(),
+        status=rows.status,
+        has_text_after=rows.has_text_after,
+    )
+
+
+def _differences(settings: RltReward, student: Tensor, teacher: Tensor | None) -> Tensor:
+    """Return d of each token of the explanations, fp64."""
+    if not settings.include_teacher_think_entropy:
+        return -student
+    assert teacher is not None
+    difference = teacher.double() - student
+    return difference - 1 + torch.exp(-difference) if settings.use_schulman_kl_estimation else difference
+
+
+def _add_part(parts: dict[str, Tensor], name: str, value: Tensor, weight: float, total: Tensor) -> None:
+    weighted = weight * value
+    parts[name], parts[f"{name}/weighted"] = _finite(value), _finite(weighted)
+    total += weighted
+
+
+def _finite(values: Tensor) -> Tensor:
+    """Return fp32 values within what the trainer can compute with."""
+    return values.clamp(-LARGEST_SCORE, LARGEST_SCORE).float()
+
+
+def _check_finite(what: str, values: Tensor, lengths: Tensor, addresses: Sequence[str]) -> None:
+    assert len(values) == int(lengths.sum()), (what, len(values), int(lengths.sum()))
+    wrong = (~torch.isfinite(values)).nonzero()
+    if len(wrong):
+        place = int(wrong[0])
+        row = int(torch.repeat_interleave(torch.arange(len(lengths)), lengths)[place])
+        raise RewardError(
+            f"{addresses[row]}: {what} contain {values[place].item()}. The model is broken: check its weights and its dtype."
+        )

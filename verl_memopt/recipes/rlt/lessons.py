@@ -1,0 +1,359 @@
+"""Supervised learning before RL: worked examples as token ids, and the toy task whose two models learn from them.
+
+A lesson is token ids to read and token ids to write. A warm-up learns the teacher's lessons of a data file.
+
+The toy task has sums, each with an explanation that adds the ones first and then the tens. Without an explanation the solution
+takes two additions at once. With it, each step adds two digits, and the solution is read off. So the right explanation raises the
+log-prob of the solution, and each of its tokens follows from the question.
+
+The student is warmed up on right explanations. The teacher is warmed up on explanations that often forget the carry and sometimes
+do not end, although its prompt holds the solution. RL only has to prefer the explanations that lead to it.
+"""
+
+from __future__ import annotations
+
+import json
+import logging
+import os
+import random
+import shutil
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn.functional import cross_entropy
+from torch.nn.utils.rnn import pad_sequence
+
+from verl_memopt.config import schema
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.dataset import chosen_rows
+from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.data.toy import SHAPE, ToyRecipe, question, split_problems
+from verl_memopt.data.warm_up import Problem, descend, load_model
+from verl_memopt.errors import DataError
+from verl_memopt.models.tiny import make_tiny_model
+from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord, read_records, read_source
+
+
+@dataclass(frozen=True)
+class Lesson:
+    """One worked example. Only ``answer`` is learned."""
+
+    prompt: list[int]
+    """Token ids that the model reads."""
+    answer: list[int]
+    """Token ids that the model learns to write after them."""
+
+
+def teacher_lesson(prompts: RltPrompts, record: RltRecord, ends: bool = True) -> Lesson:
+    """Return how a teacher continues its prompt: with the reasoning trace, the end tag and the end of the turn.
+
+    Everything up to the forced prefix is read only. A record without a trace teaches its solution instead.
+
+    Args:
+        prompts: Renders the prompts.
+        record: The worked example.
+        ends: Write the end tag. False = the explanation runs on to the end of the turn.
+    """
+    text, plain = prompts.teacher(record.question, record.solution)
+    end = prompts.rlt_format.explanation.end if ends else ""
+    parts = [text, _trace(prompts, record), end + prompts.end_of_turn()]
+    prompt, trace, end_ids = tokenize(prompts.tokenizer, parts, [plain, prompts.plain(parts[1]), ()])
+    return Lesson(prompt, trace + end_ids)
+
+
+def student_lesson(prompts: RltPrompts, record: RltRecord) -> Lesson:
+    """Return how a student answers a question: with the reasoning trace as its thought, then the solution.
+
+    The parts are tokenized one by one, as the reward puts them together.
+
+    Args:
+        prompts: Renders the prompts.
+        record: The worked example.
+    """
+    text, plain = prompts.student(record.question)
+    rlt_format = prompts.rlt_format
+    parts = [text, _trace(prompts, record), rlt_format.bridge, record.solution, rlt_format.solution.end + prompts.end_of_turn()]
+    spans = [plain, prompts.plain(parts[1]), (), prompts.plain(record.solution), ()]
+    prompt, *answer = tokenize(prompts.tokenizer, parts, spans)
+    return Lesson(prompt, [token for part in answer for token in part])
+
+
+def _trace(prompts: RltPrompts, record: RltRecord) -> str:
+    """Return the reasoning trace without the padding that both prompts end with, or the solution where there is none."""
+    trace = record.solution if record.reasoning_trace is None else record.reasoning_trace
+    return trace.removeprefix(prompts.rlt_format.padding)
+
+
+logger = logging.getLogger(__name__)
+
+NO_TRACE = "there is no reasoning trace to learn from"
+PROMPT_TOO_LONG = "the prompt is over data.max_prompt_length"
+ANSWER_TOO_LONG = "the explanation is over data.max_response_length"
+
+
+@dataclass(frozen=True)
+class LessonSet:
+    """Lessons, each with a name for errors, and why other rows gave none."""
+
+    lessons: list[Lesson]
+    names: list[str]
+    """File and row of each lesson."""
+    rejected: dict[str, int]
+    """Reason -> number of rows."""
+
+    def __len__(self) -> int:
+        """Return the number of lessons."""
+        return len(self.lessons)
+
+    def __getitem__(self, index: int) -> Lesson:
+        """Return the lesson at ``index``."""
+        return self.lessons[index]
+
+
+def read_lessons(files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str) -> LessonSet:
+    """Return the teacher's lesson of each row that has a reasoning trace.
+
+    Args:
+        files: As :func:`read_source` takes them: paths, or ``hub:`` and the id of a dataset.
+        data: The ``data`` section of the settings.
+        tokenizer: The teacher's tokenizer, with a chat template.
+        split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
+        tag_format: A key of ``FORMATS``.
+
+    Raises:
+        DataError: A file is wrong, no row is left, or a lesson is too long and ``data.filter_overlong_prompts`` is false.
+    """
+    key = f"data.{split}_files"
+    records = read_records(read_source(files, split, key), FORMATS[tag_format])
+    prompts = RltPrompts(tokenizer, FORMATS[tag_format], data.apply_chat_template_kwargs, data.allow_special_tokens)
+    rejected = dict(records.rejected)
+    lessons, names = [], []
+    for record in chosen_rows(records.rows, data, split):
+        reason = NO_TRACE
+        if record.reasoning_trace is not None:
+            lesson = teacher_lesson(prompts, record)
+            reason = _why_too_long(lesson, data)
+            if reason and not data.filter_overlong_prompts:
+                raise DataError(
+                    f"{record.address}: {reason} ({len(lesson.prompt)} and {len(lesson.answer)} tokens). Raise the limit, or set "
+                    "data.filter_overlong_prompts=true to leave such rows out."
+                )
+            if not reason:
+                lessons.append(lesson)
+                names.append(record.address)
+                continue
+        rejected[reason] = rejected.get(reason, 0) + 1
+    if not lessons:
+        reasons = ", ".join(f"{reason} ({count})" for reason, count in rejected.items())
+        raise DataError(f"{key}: no row can be learned from: {reasons}. Name a file with the column reasoning_trace.")
+    for reason, count in rejected.items():
+        logger.warning("%s: left out %d rows: %s", key, count, reason)
+    return LessonSet(lessons, names, rejected)
+
+
+def lesson_batch(lessons: Sequence[Lesson]) -> RolloutBatch:
+    """Return lessons as prompts and responses. Every response token has the advantage 1.
+
+    With the loss -A * log-prob (``loss_mode=gpg``) and the mean over tokens that is the cross entropy over the answers.
+    """
+    answers = Ragged.from_rows([lesson.answer for lesson in lessons], torch.int64)
+    number = torch.arange(len(lessons))
+    return RolloutBatch(
+        prompts=Ragged.from_rows([lesson.prompt for lesson in lessons], torch.int64),
+        responses=answers,
+        group=number,
+        prompt_group=number,
+        advantages=torch.ones(answers.flat.shape[0]),
+        batch_size=[],
+    )
+
+
+def _why_too_long(lesson: Lesson, data: schema.Data) -> str:
+    if len(lesson.prompt) > data.max_prompt_length:
+        return PROMPT_TOO_LONG
+    return ANSWER_TOO_LONG if len(lesson.answer) > data.max_response_length else ""
+
+
+IGNORED = -100
+"""Label of a token that is not learned, as in torch's cross entropy."""
+
+
+@dataclass(frozen=True)
+class RltWarmUp:
+    """Settings of the warm-up."""
+
+    steps: int = 500
+    """Optimizer steps."""
+    batch_size: int = 32
+    """Lessons per step."""
+    lr: float = 3e-3
+    """Peak learning rate, reached after 20 steps. It then falls linearly to a twentieth."""
+    weight_decay: float = 0.1
+    """Decoupled weight decay."""
+
+
+def warm_up_on_lessons(folder: Path, lessons: Sequence[Lesson], recipe: RltWarmUp, seed: int) -> float:
+    """Train the model in ``folder``, save it in place, and return the loss of the last step in nats per answer token.
+
+    The same seed gives the same weights.
+
+    Args:
+        folder: Holds model and tokenizer.
+        lessons: What to learn. Each step draws some with replacement.
+        recipe: Settings of the warm-up.
+        seed: Seed of the batches.
+    """
+    model, _ = load_model(folder)
+
+    def loss_of(draw: torch.Generator) -> Tensor:
+        drawn = torch.randint(len(lessons), (recipe.batch_size,), generator=draw)
+        return lesson_loss(model, [lessons[place] for place in drawn])
+
+    loss = descend(model, loss_of, recipe.steps, recipe.lr, recipe.weight_decay, seed)
+    model.save_pretrained(folder)
+    return loss
+
+
+def lesson_loss(model: Any, lessons: Sequence[Lesson]) -> Tensor:
+    """Return the mean cross entropy over the answer tokens of some lessons, a scalar.
+
+    Args:
+        model: A causal LM of transformers.
+        lessons: The lessons, padded on the right where they are shorter than the longest.
+    """
+    ids = [torch.tensor(lesson.prompt + lesson.answer) for lesson in lessons]
+    labels = [torch.tensor([IGNORED] * len(lesson.prompt) + lesson.answer) for lesson in lessons]
+    # A causal model sees no padding on the right, so no mask is needed.
+    padded, targets = pad_sequence(ids, batch_first=True), pad_sequence(labels, batch_first=True, padding_value=IGNORED)
+    logits = model(padded[:, :-1]).logits  # [B, T - 1, V]
+    return cross_entropy(logits.flatten(0, 1).float(), targets[:, 1:].flatten(), ignore_index=IGNORED)
+
+
+TRAIN, VALIDATION, TEACHER, STUDENT, RECORD = "train.parquet", "val.parquet", "teacher", "student", "rlt_toy.json"
+TAG_FORMAT = "short"
+"""The format of the toy task: its prompts have 30 to 40 tokens."""
+
+
+@dataclass(frozen=True)
+class RltToyRecipe:
+    """Settings of the toy task."""
+
+    num_validation: int = 128
+    """Number of held-out sums. All others are for training."""
+    carelessness: float = 0.65
+    """How often the teacher's lesson forgets the carry. Above one half that becomes its most likely explanation."""
+    endlessness: float = 0.2
+    """How often the teacher's lesson has no end tag."""
+    student: RltWarmUp = field(default_factory=lambda: RltWarmUp(steps=300))
+    """The student's warm-up."""
+    teacher: RltWarmUp = field(default_factory=lambda: RltWarmUp(steps=300))
+    """The teacher's warm-up."""
+
+
+def solution(problem: Problem) -> str:
+    """Return the sum as a text."""
+    return str(sum(problem))
+
+
+def explanation(problem: Problem, carries: bool = True) -> str:
+    """Return the steps to the sum: the ones, then the tens with the carry. For 47 + 8: ``7+8=15 4+1=5``.
+
+    Args:
+        problem: The two numbers.
+        carries: Carry the one. False = forget it, which gives a wrong number of tens where there is one.
+    """
+    tens, ones = divmod(problem[0], 10)
+    carry = (ones + problem[1]) // 10 if carries else 0
+    return f"{ones}+{problem[1]}={ones + problem[1]} {tens}+{carry}={tens + carry}"
+
+
+def as_row(problem: Problem) -> dict[str, Any]:
+    """Return the dataset row of a sum, with the columns of RLT."""
+    return {"question": question(problem), "solution": solution(problem), "reasoning_trace": explanation(problem)}
+
+
+def make_rlt_toy(folder: str | Path, seed: int = 0, recipe: RltToyRecipe | None = None) -> Path:
+    """Create the toy task in a folder and return the folder.
+
+    It holds ``train.parquet``, ``val.parquet``, ``teacher/`` and ``student/`` (models), and ``rlt_toy.json`` (the recipe and the
+    losses of both warm-ups). It is built in a temporary folder, which is then renamed, so the result is always complete. A folder
+    with the same seed and recipe is kept.
+
+    Args:
+        folder: Where to put the task.
+        seed: Decides the held-out sums, the initial weights and the lessons.
+        recipe: Settings of the task. None = the defaults.
+
+    Raises:
+        DataError: The folder exists and holds something else.
+    """
+    recipe = RltToyRecipe() if recipe is None else recipe
+    folder = Path(folder)
+    identity = {"seed": seed, "recipe": asdict(recipe), "shape": asdict(SHAPE)}
+    if (folder / RECORD).is_file():
+        record = json.loads((folder / RECORD).read_text())
+        if {name: record.get(name) for name in identity} == identity:
+            logger.info("toy task of RLT: %s is ready", folder)
+            return folder
+    elif folder.exists() and (not folder.is_dir() or any(folder.iterdir())):
+        raise DataError(f"{folder}: it exists and is no toy task of RLT, so it is not replaced. Choose another, or remove it.")
+    aside = folder.with_name(f"{folder.name}.partial-{os.getpid()}")
+    try:
+        aside.mkdir(parents=True)
+        losses = _build(aside, seed, recipe)
+        (aside / RECORD).write_text(json.dumps({**identity, **losses}, indent=2) + "\n")
+        shutil.rmtree(folder, ignore_errors=True)
+        aside.rename(folder)
+    finally:
+        shutil.rmtree(aside, ignore_errors=True)
+    return folder
+
+
+def teacher_lessons(prompts: RltPrompts, problems: Sequence[Problem], recipe: RltToyRecipe, seed: int) -> Iterator[Lesson]:
+    """Yield a lesson of the careless teacher for each problem.
+
+    Args:
+        prompts: Renders the prompts.
+        problems: The sums.
+        recipe: How careless the lessons are.
+        seed: Decides which lessons are.
+    """
+    draw = random.Random(seed)
+    for problem in problems:
+        trace = explanation(problem, carries=draw.random() >= recipe.carelessness)
+        yield teacher_lesson(prompts, _record(problem, trace), ends=draw.random() >= recipe.endlessness)
+
+
+def _build(folder: Path, seed: int, recipe: RltToyRecipe) -> dict[str, float]:
+    """Write data and models, and return the loss of each warm-up."""
+    from transformers import AutoTokenizer
+
+    train, validation = split_problems(ToyRecipe(num_validation=recipe.num_validation), seed)
+    logger.info("toy task of RLT: %d training and %d held-out sums, warming up two models", len(train), len(validation))
+    _write(folder / TRAIN, train)
+    _write(folder / VALIDATION, validation)
+    folders = {name: make_tiny_model(folder / name, SHAPE, seed=seed + place) for place, name in enumerate((STUDENT, TEACHER))}
+    prompts = RltPrompts(AutoTokenizer.from_pretrained(folders[STUDENT]), FORMATS[TAG_FORMAT])
+    lessons = {
+        STUDENT: [student_lesson(prompts, _record(problem, explanation(problem))) for problem in train],
+        # Each sum appears several times, because chance decides how careless a lesson is.
+        TEACHER: list(teacher_lessons(prompts, train * 4, recipe, seed)),
+    }
+    recipes = {STUDENT: recipe.student, TEACHER: recipe.teacher}
+    return {f"{name}_loss": warm_up_on_lessons(folders[name], lessons[name], recipes[name], seed) for name in folders}
+
+
+def _record(problem: Problem, trace: str) -> RltRecord:
+    return RltRecord(question(problem), solution(problem), trace, address=question(problem))
+
+
+def _write(path: Path, problems: Sequence[Problem]) -> None:
+    import pyarrow
+    from pyarrow import parquet
+
+    parquet.write_table(pyarrow.Table.from_pylist([as_row(problem) for problem in problems]), path)

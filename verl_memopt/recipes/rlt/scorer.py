@@ -1,0 +1,430 @@
+"""Scores explanations with the student of RLT, spread over the ranks. It needs no optimizer and no engine."""
+
+from __future__ import annotations
+
+import logging
+import math
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_memopt.config.schema import Settings
+from verl_memopt.data.batch import scatter_tokens, shares_prompts
+from verl_memopt.data.dataset import PromptRows
+from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.ragged import Ragged
+from verl_memopt.memory.batching.learned_budget import LearnedBudget
+from verl_memopt.memory.batching.row_tokens import RowTokens
+from verl_memopt.memory.batching.token_budget import split_to_count
+from verl_memopt.models.folder import TOKENIZER_FILES, read_tokenizer
+from verl_memopt.models.reward_folder import REWARD_KEY
+from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts
+from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
+from verl_memopt.recipes.rlt.rank_check import RankCheck
+from verl_memopt.recipes.rlt.settings import RltReward
+from verl_memopt.recipes.rlt.student import (
+    Student,
+    StudentLogProbs,
+    StudentPlan,
+    StudentReply,
+    check_same_shape,
+    check_same_tokenizer,
+    find_student,
+    join_log_probs,
+    student_batch,
+    student_micro_batches,
+    teacher_batch,
+)
+from verl_memopt.recipes.rlt.student_rows import SKIPPED, THINK, StudentEncoder, StudentRows, needs_teacher_pass, reused_log_probs
+from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.trainer.environment import Environment
+from verl_memopt.trainer.generation import Answers
+from verl_memopt.trainer.passes import Budget, budgets, cut_ranks, uneven_shares
+from verl_memopt.trainer.rewarder import Computed, Scored
+from verl_memopt.trainer.timed_group import TimedGroup
+from verl_memopt.workers.log_probs import scoring_temperature
+from verl_memopt.workers.worker import Worker
+
+StudentPass = Callable[[Student, StudentRows, Sequence[Sequence[int]], float], StudentReply]
+"""A method of the student that computes log-probs of rows, cut into micro-batches, at a temperature."""
+PREFIX, MEASURED = "rlt/", "perf/student_"
+"""Starts of the names of RLT's metrics: of what a step computed, and of what was measured of it."""
+
+
+@dataclass(frozen=True)
+class Explained:
+    """What is scored: N responses of a teacher.
+
+    Attributes:
+        questions: The question of each row.
+        solutions: Its solution, without tags.
+        responses: int64, the teacher's tokens after the forced prefix.
+        addresses: File and row of each question, for errors.
+    """
+
+    questions: Sequence[str]
+    solutions: Sequence[str]
+    responses: Ragged
+    addresses: Sequence[str]
+
+    @classmethod
+    def of(cls, infos: Sequence[dict[str, Any]], response_ids: Sequence[Sequence[int]], addresses: Sequence[str]) -> Explained:
+        """Return the rows of a dataset of RLT with their responses.
+
+        Args:
+            infos: ``extra_info`` of each row.
+            response_ids: Tokens of each response.
+            addresses: File and row of each question.
+        """
+        questions, solutions = ([info[name] for info in infos] for name in ("question", "solution"))
+        return cls(questions, solutions, Ragged.from_rows(list(response_ids), torch.int64), addresses)
+
+
+@dataclass(frozen=True)
+class RltScored:
+    """The result of a scoring pass.
+
+    Attributes:
+        scores: Rewards and what they consist of.
+        rows: What the student read.
+        student: Its log-probs of explanations and solutions.
+        teacher: fp32 [tokens of all explanations], the teacher's log-probs. None where the reward does not read them.
+        performance: Metrics of the student's pass, and of the check of a quantised student, under their whole names.
+    """
+
+    scores: RltScores
+    rows: StudentRows
+    student: StudentLogProbs
+    teacher: Tensor | None
+    performance: dict[str, float]
+
+    def metrics(self) -> dict[str, float]:
+        """Return the metrics of rewards, statuses and performance."""
+        return {PREFIX + name: value for name, value in self.scores.metrics().items()} | self.performance
+
+    def results(self) -> list[RewardResult]:
+        """Return the reward of each row with its parts. A skipped row has the score NaN, and no parts."""
+        scores, results = self.scores, []
+        columns = {"r_ss": scores.r_ss, "r_kl": scores.r_kl, "match": scores.match, "think_tokens": scores.num_think}
+        values = zip(*(column.tolist() for column in columns.values()), strict=True)
+        rewards, statuses = scores.training_rewards().tolist(), scores.status.tolist()
+        for reward, status, row in zip(rewards, statuses, values, strict=True):
+            parts = {} if status == SKIPPED else dict(zip(columns, row, strict=True))
+            results.append(RewardResult(reward, {"status": status, **parts}))
+        return results
+
+
+@dataclass(frozen=True)
+class RltScorer:
+    """Scores explanations.
+
+    Attributes:
+        workers: Workers with the student, and with the teacher where its log-probs are not given.
+        settings: Settings of the reward.
+        prompts: Renders the prompts of both roles.
+        encoder: Builds the student's sequences.
+        temperature: Temperature of the rollouts.
+        teacher_budget: How a pass of the teacher is cut into micro-batches.
+        shares_prompts: Explanations of one question compute their prompts once.
+        rank_check: Compares a quantised student with its unquantised weights in the first batch; None where it is not quantised.
+        learned: The token budget of the student's pass, where it learns. None = the budget of the settings.
+    """
+
+    workers: TimedGroup
+    settings: RltReward
+    prompts: RltPrompts
+    encoder: StudentEncoder
+    temperature: float
+    teacher_budget: Budget
+    shares_prompts: bool = True
+    rank_check: RankCheck | None = None
+    learned: LearnedBudget | None = None
+
+    @property
+    def reads_reference(self) -> bool:
+        """Whether the reward compares the student with the reference, and not with the policy."""
+        return self.settings.include_teacher_think_entropy and self.settings.kl_teacher == "reference"
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """The teacher's log-probs, which the step has computed before."""
+        return frozenset({"ref_log_probs" if self.reads_reference else "old_log_probs"})
+
+    @property
+    def learned_budget(self) -> LearnedBudget | None:
+        """The token budget of the student's pass, where it learns."""
+        return self.learned
+
+    def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
+        """Return the reward of each answer as an explanation. Without log-probs of a step the teacher computes its own.
+
+        Args:
+            answers: Prompts and explanations.
+            computed: The teacher's log-probs, and the names of the rows.
+        """
+        names = [row.address for row in answers.rows] if computed is None else computed.names
+        explained = Explained.of([row.extra_info for row in answers.rows], answers.generation.response_ids, names)
+        teacher = None
+        if computed is not None:
+            teacher = computed.rows.ref_log_probs if self.reads_reference else computed.rows.old_log_probs
+        scored = self.score(explained, teacher)
+        return Scored(scored.results(), scored.metrics())
+
+    def score(self, explained: Explained, response_log_probs: Tensor | None = None) -> RltScored:
+        """Return the rewards of some explanations.
+
+        Args:
+            explained: Questions, solutions and responses.
+            response_log_probs: fp32 [tokens of all responses], the teacher's at the temperature of the rollouts. None = the
+                teacher computes them in a pass of its own.
+
+        Raises:
+            ConfigError: A sequence is longer than ``max_student_len``, and ``overlong`` is ``error``.
+            RewardError: A log-prob is not finite. The message names the row.
+        """
+        rows = self.encoder.encode(explained.questions, explained.solutions, explained.responses, explained.addresses)
+        teacher = self._teacher(explained, rows, response_log_probs)
+        student, performance = self._student(rows)
+        scores = rlt_scores(self.settings, rows, student.think, teacher, student.solution, explained.addresses)
+        if self.rank_check is not None:
+            agreement = self.rank_check.check(rows, scores, teacher, explained.addresses, self._exact)
+            performance |= {PREFIX + name: value for name, value in agreement.items()}
+        return RltScored(scores, rows, student, teacher, performance)
+
+    def _teacher(self, explained: Explained, rows: StudentRows, response_log_probs: Tensor | None) -> Tensor | None:
+        """Return the teacher's log-probs of the explanations: those of the responses, or from a pass of its own."""
+        if not self.settings.include_teacher_think_entropy:
+            return None
+        if response_log_probs is None or needs_teacher_pass(self.settings, self.temperature):
+            return self._teacher_pass(explained, rows)
+        responses = explained.responses
+        return reused_log_probs(Ragged(flat=response_log_probs, lengths=responses.lengths, batch_size=[]), rows.parts[:, THINK])
+
+    def _teacher_pass(self, explained: Explained, rows: StudentRows) -> Tensor:
+        """Return the teacher's log-probs of the explanations from a pass of its own, fp32."""
+        temperature = self.temperature if self.settings.unbias_teacher_log_probs else 1.0
+        batch = teacher_batch(self._teacher_prompts(explained), rows)
+        tokens = batch.row_tokens()
+        shares = uneven_shares(tokens, self.workers.world_size)
+        names = [[explained.addresses[row] for row in share] for share in shares]
+        bins = cut_ranks([tokens.select(share) for share in shares], names, self.teacher_budget)
+        phase, method = ("ref", Worker.ref_log_probs) if self.reads_reference else ("old_log_prob", Worker.policy_log_probs)
+        arguments = [(batch.select(share), cut, temperature) for share, cut in zip(shares, bins, strict=True)]
+        parts = zip(shares, self.workers.each(phase, method, arguments), strict=True)
+        return scatter_tokens([(share, part.log_probs) for share, part in parts], batch.responses.sizes())
+
+    def _teacher_prompts(self, explained: Explained) -> Ragged:
+        """Return the teacher's prompt of each row, which ends where the scored explanation begins."""
+        rlt_format = self.prompts.rlt_format
+        pairs = list(zip(explained.questions, explained.solutions, strict=True))
+        rendered = {pair: self.prompts.teacher(*pair) for pair in dict.fromkeys(pairs)}
+        texts = [text for text, _ in rendered.values()]
+        if self.settings.include_forced_prefix:
+            texts = [text.removesuffix(rlt_format.padding) for text in texts]
+        ids = dict(zip(rendered, tokenize(self.prompts.tokenizer, texts, [plain for _, plain in rendered.values()]), strict=True))
+        return Ragged.from_rows([ids[pair] for pair in pairs], torch.int64)
+
+    def _exact(self, rows: StudentRows) -> StudentLogProbs:
+        """Return the log-probs of some rows under the unquantised weights of a quantised student."""
+        return self._student(rows, Student.exact_log_probs)[0]
+
+    def _student(self, rows: StudentRows, method: StudentPass = Student.log_probs) -> tuple[StudentLogProbs, dict[str, float]]:
+        """Return the student's log-probs of all rows, and the performance of the pass."""
+        tokens = student_batch(rows, self.shares_prompts).row_tokens()
+        shares = uneven_shares(tokens, self.workers.world_size)
+        of_ranks = [tokens.select(share) for share in shares]
+        bins = self._micro_batches(of_ranks)
+        began = time.perf_counter()
+        arguments = [(method, rows.select(share), cut, self.temperature) for share, cut in zip(shares, bins, strict=True)]
+        replies: list[StudentReply] = self.workers.each("reward", Worker.of_role, arguments)
+        if self.learned is not None and method is Student.log_probs:
+            fullest = max((part.cost(members) for part, cut in zip(of_ranks, bins, strict=True) for members in cut), default=0)
+            self.learned.learn(fullest, self.workers.figures)
+        seconds, forward = time.perf_counter() - began, max(reply.seconds for reply in replies)
+        computed = sum(tokens.select(share).cost(members) for share, cut in zip(shares, bins, strict=True) for members in cut)
+        parts = [(share, reply.log_probs) for share, reply in zip(shares, replies, strict=True)]
+        return join_log_probs(parts, rows), {
+            f"{PREFIX}tokens": float(computed),
+            f"{PREFIX}micro_batches": float(len(bins[0])),
+            f"{MEASURED}forward_seconds": forward,
+            f"{MEASURED}onload_seconds": max(seconds - forward, 0.0),
+            f"{MEASURED}tokens_per_second": computed / forward if forward > 0 else math.nan,
+        }
+
+    def _micro_batches(self, per_rank: Sequence[RowTokens]) -> list[list[list[int]]]:
+        """Return the micro-batches of each rank under the hard cap. All ranks get the same number."""
+        limit = self.settings.max_tokens_per_micro_batch if self.learned is None else self.learned.cap
+        cut = [student_micro_batches(tokens, limit) for tokens in per_rank]
+        count = max(map(len, cut))
+        return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, per_rank, strict=True)]
+
+
+logger = logging.getLogger(__name__)
+
+
+def student_plan(settings: Settings, environment: Environment) -> StudentPlan:
+    """Return what the workers build to score explanations.
+
+    Args:
+        settings: Settings of the run.
+        environment: Folders and tokenizer on this machine.
+
+    Raises:
+        ConfigError: The student cannot be computed here, its tokenizer is not the policy's, or it cannot take the place of the
+            reference.
+    """
+    reward_model, roles = settings.reward_model, settings.actor_rollout_ref
+    folder = None if reward_model.model.path is None else _student_folder(settings, environment)
+    _check_tokenizer(environment, folder or environment.reference_folder, reward_model.model.trust_remote_code)
+    residency = reward_model.residency
+    if residency == "auto":
+        residency = "alias_ref" if folder is None else "separate"
+    if residency == "swap":
+        assert folder is not None
+        assert environment.reference_folder is not None
+        check_same_shape(reward_model.model, folder, roles.model, environment.reference_folder)
+    return StudentPlan(
+        model=reward_model.model,
+        rlt=reward_model.rlt,
+        residency=residency,
+        folder=None if folder is None else str(folder),
+        shares_prompts=shares_prompts(roles.actor),
+    )
+
+
+def _student_folder(settings: Settings, environment: Environment) -> Path:
+    """Return the folder of a student of its own, after checking its model."""
+    student, data, roles = settings.reward_model.model, settings.data, settings.actor_rollout_ref
+    longest = settings.reward_model.rlt.max_student_len or data.max_prompt_length + data.max_response_length
+    return find_student(student, roles.model, environment.tokenizer, longest, roles.actor)
+
+
+def _check_tokenizer(environment: Environment, folder: Path | None, trusted: bool) -> None:
+    """Refuse a student with another tokenizer than the policy's. A folder without one is taken to use the policy's."""
+    if folder in (None, environment.folder, environment.tokenizer_folder):
+        return
+    assert folder is not None
+    if any((folder / name).is_file() for name in TOKENIZER_FILES):
+        check_same_tokenizer(environment.tokenizer, read_tokenizer(folder, f"{REWARD_KEY}.path", trusted), str(folder))
+
+
+def student_encoder(settings: Settings, environment: Environment) -> StudentEncoder:
+    """Return what builds the student's sequences.
+
+    Args:
+        settings: Settings of the run.
+        environment: Tokenizer and end tokens.
+
+    Raises:
+        ConfigError: The tokenizer is not byte-level.
+        DataError: The chat template cannot render an answer.
+    """
+    padding = environment.tokenizer.pad_token_id
+    stops = {*environment.eos_token_ids, *([] if padding is None else [padding])}
+    return StudentEncoder(rlt_prompts(settings, environment.tokenizer), settings.reward_model.rlt, stops)
+
+
+def warn_of_no_room(encoder: StudentEncoder, rlt: RltReward, datasets: Sequence[PromptRows | None]) -> None:
+    """Warn of rows whose question and solution alone leave no room under ``max_student_len``. They are never scored.
+
+    Args:
+        encoder: Builds the student's sequences.
+        rlt: Settings of the reward.
+        datasets: The rows of each split.
+
+    Raises:
+        ConfigError: There is such a row, and ``overlong`` is ``error``. The message names its file and its place.
+    """
+    if rlt.max_student_len is None:
+        return
+    for dataset in datasets:
+        rows = [] if dataset is None else [dataset[index] for index in range(len(dataset))]
+        empty = Explained.of([row.extra_info for row in rows], [[]] * len(rows), [row.address for row in rows])
+        encoded = encoder.encode(empty.questions, empty.solutions, empty.responses, empty.addresses)
+        without_room = (encoded.status == SKIPPED).nonzero().flatten().tolist()
+        if without_room:
+            logger.warning(
+                "reward_model.rlt.max_student_len=%d: question and solution of %d of %d rows are longer, so these rows are never "
+                "scored; the first is %s", rlt.max_student_len, len(without_room), len(rows), rows[without_room[0]].address,
+            )  # fmt: skip
+
+
+def rlt_prompts(settings: Settings, tokenizer: Any) -> RltPrompts:
+    """Return what renders the prompts of teacher and student.
+
+    Args:
+        settings: Settings of the run.
+        tokenizer: The policy's tokenizer.
+    """
+    data, rlt_format = settings.data, FORMATS[settings.reward_model.rlt.tag_format]
+    return RltPrompts(tokenizer, rlt_format, data.apply_chat_template_kwargs, data.allow_special_tokens)
+
+
+def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder, workers: TimedGroup) -> RltScorer:
+    """Return what scores explanations.
+
+    Args:
+        settings: Settings of the run.
+        tokenizer: The policy's tokenizer.
+        encoder: Builds the student's sequences.
+        workers: Workers that hold the student.
+    """
+    rlt, roles, quantization = settings.reward_model.rlt, settings.actor_rollout_ref, settings.reward_model.model.quantization
+    check = None if quantization == "none" else RankCheck(rlt, quantization, f"{REWARD_KEY}.quantization")
+    adaptive = settings.reward_model.adaptive_token_budget
+    return RltScorer(
+        workers=workers,
+        settings=rlt,
+        prompts=rlt_prompts(settings, tokenizer),
+        encoder=encoder,
+        temperature=scoring_temperature(roles.rollout),
+        teacher_budget=budgets(roles)[1],
+        shares_prompts=shares_prompts(roles.actor),
+        rank_check=check,
+        learned=LearnedBudget(rlt.max_tokens_per_micro_batch) if adaptive else None,
+    )
+
+
+@dataclass(frozen=True)
+class PreparedRlt:
+    """RLT's part of one run: a :class:`verl_memopt.trainer.rewarder.PreparedRecipe`.
+
+    Attributes:
+        settings: Settings of the run.
+        tokenizer: The policy's tokenizer.
+        role: The student in each worker.
+        encoder: Builds the student's sequences.
+    """
+
+    settings: Settings
+    tokenizer: Any
+    role: StudentPlan
+    encoder: StudentEncoder
+
+    def scorer(self, workers: TimedGroup) -> RltScorer:
+        """Return what scores explanations."""
+        return build_rlt_scorer(self.settings, self.tokenizer, self.encoder, workers)
+
+
+class RltHooks:
+    """What RLT brings to training: a :class:`verl_memopt.trainer.rewarder.RecipeHooks`."""
+
+    def datasets(self, settings: Settings, tokenizer: Any) -> tuple[RltDataset, RltDataset | None]:
+        """Return the teacher's prompts of the training rows and of the held-out rows."""
+        data, tags = settings.data, settings.reward_model.rlt.tag_format
+        train = RltDataset(data.train_files, data, tokenizer, "train", tags)
+        return train, None if data.val_files is None else RltDataset(data.val_files, data, tokenizer, "val", tags)
+
+    def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRlt:
+        """Check student and rows. Errors as for the functions above."""
+        plan, encoder = student_plan(settings, environment), student_encoder(settings, environment)
+        warn_of_no_room(encoder, settings.reward_model.rlt, datasets)
+        return PreparedRlt(settings, environment.tokenizer, plan, encoder)
+
+
+HOOKS = RltHooks()

@@ -1,0 +1,416 @@
+"""The frozen student of RLT: what its folder must hold, the role in a worker, and its scoring pass without gradients.
+
+Bytes saved: a pass over whole sequences keeps the logits of every token, B x T x V x 4 bytes. Here the rows are cut into
+micro-batches of a bounded number of tokens, only tokens of the explanation and of the solution are read, and the logits of
+``logits_chunk_tokens`` of them exist at a time. So the peak does not grow with the number of rows, and with the length of a row
+only through the states of one micro-batch.
+
+Explanations of one question share the student's prompt, which is computed once for those in a micro-batch. The tokens after the
+solution are never computed: in a causal model they change nothing before them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_memopt.config.schema import Actor, Model, ScoringModel
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.data.encoder import TOKENIZER_PARTS, tokenizer_digests
+from verl_memopt.data.ragged import Ragged, token_index
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.batching.row_tokens import RowTokens, pack_groups_under
+from verl_memopt.memory.parameters.lora import adapters_off
+from verl_memopt.memory.parameters.param_offload import ParamHome
+from verl_memopt.memory.parameters.quantized_frozen import exact_weights
+from verl_memopt.memory.parameters.residency import REFERENCE, REWARD_MODEL
+from verl_memopt.models.build import WeightFolder, fill_from_folder, load_model_config, mapped_weights
+from verl_memopt.models.folder import check_vocabulary, resolve_folder
+from verl_memopt.models.pack import Pack
+from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.models.reward_folder import REWARD_KEY
+from verl_memopt.models.trial_build import check_architecture
+from verl_memopt.ops.prefix_kv import PrefixKV
+from verl_memopt.recipes.rlt.settings import RltReward
+from verl_memopt.recipes.rlt.student_rows import BRIDGE, END, PREFIX, SOLUTION, THINK, StudentRows
+from verl_memopt.workers.forward_pass import forward_pass
+from verl_memopt.workers.log_probs import pack_log_probs
+from verl_memopt.workers.roles import FrozenModel, RoleBuilder
+
+_WITHOUT_EFFECT = frozenset(
+    (
+        *("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache", "return_dict"),
+        *("bos_token_id", "eos_token_id", "pad_token_id", "id2label", "label2id", "problem_type", "initializer_range"),
+        *("max_position_embeddings", "attention_dropout"),
+    )
+)
+"""Entries of a model's config that change nothing in its forward at a given position."""
+
+
+def student_model(student: ScoringModel, policy: Model) -> Model:
+    """Return the settings of the student's model: the policy's knobs, without anything that trains.
+
+    Args:
+        student: The ``reward_model.model`` section of the settings.
+        policy: The policy's ``model`` section.
+    """
+    without_training = {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
+    own = {name: getattr(student, name) for name in ("trust_remote_code", "external_lib", "override_config")}
+    changes: dict[str, Any] = {"path": str(student.path), "hf_config_path": None, **own, **without_training}
+    return replace(policy, **changes)
+
+
+def find_student(student: ScoringModel, policy: Model, policy_tokenizer: Any, longest: int, actor: Actor) -> Path:
+    """Return the folder of the student's model.
+
+    Args:
+        student: The ``reward_model.model`` section of the settings.
+        policy: The policy's ``model`` section.
+        policy_tokenizer: The policy's tokenizer, whose ids the student reads.
+        longest: Tokens of the longest student sequence, as far as it is known.
+        actor: The ``actor`` section of the settings, which says how rows are packed.
+
+    Raises:
+        ConfigError: There is no such folder, it does not hold a causal LM that can be computed here, or its embedding is smaller
+            than the tokenizer.
+    """
+    folder = resolve_folder(str(student.path), f"{REWARD_KEY}.path", student.trust_remote_code)
+    checked = check_architecture(student_model(student, policy), folder, longest, actor)
+    check_vocabulary(policy_tokenizer, checked.embedding_rows, f"{REWARD_KEY}.path={folder}")
+    return folder
+
+
+def check_same_shape(student: ScoringModel, folder: Path, policy: Model, reference: Path) -> None:
+    """Check that the reference's module computes the student once it holds the student's weights.
+
+    Args:
+        student: The ``reward_model.model`` section of the settings.
+        folder: Folder of the student's model.
+        policy: The policy's ``model`` section, with which the reference is built.
+        reference: Folder of the reference's model.
+
+    Raises:
+        ConfigError: The configs of the models differ. The message names each entry that does.
+    """
+    one = load_model_config(student_model(student, policy), folder, REWARD_KEY).to_dict()
+    other = load_model_config(policy, reference).to_dict()
+    names = sorted((one.keys() | other.keys()) - _WITHOUT_EFFECT)
+    different = [f"{name} ({one.get(name)} and {other.get(name)})" for name in names if one.get(name) != other.get(name)]
+    if different:
+        raise ConfigError(
+            f"reward_model.residency=swap: the student {folder} cannot take the device memory of the reference {reference}: "
+            f"they differ in {', '.join(different)}. Set reward_model.residency=separate, or choose a student of the "
+            "reference's shape."
+        )
+
+
+def check_same_tokenizer(teacher: Any, student: Any, student_path: str) -> None:
+    """Check that both tokenizers give every text the same ids.
+
+    Args:
+        teacher: The tokenizer of the policy.
+        student: The tokenizer of the student's folder.
+        student_path: The student's folder or hub id, for errors.
+
+    Raises:
+        ConfigError: A part of the tokenizers differs. The message names each.
+    """
+    one, other = tokenizer_digests(teacher), tokenizer_digests(student)
+    different = [part for part in TOKENIZER_PARTS if one[part] != other[part]]
+    if different:
+        raise ConfigError(
+            f"the student {student_path}: its tokenizer differs from the policy's in {', '.join(different)}. The reward compares "
+            "both models token by token. Choose a student of the policy's family, or leave it out to use the reference."
+        )
+
+
+@dataclass(frozen=True)
+class StudentLogProbs:
+    """The student's log-probs on the host: ``think`` fp32 [tokens of all explanations], ``solution`` fp32 [of all solutions]."""
+
+    think: Tensor
+    solution: Tensor
+
+
+def student_batch(rows: StudentRows, share_prefixes: bool = True) -> RolloutBatch:
+    """Return the rows as prompts and responses. A response is explanation, bridge and solution.
+
+    Args:
+        rows: The student's sequences.
+        share_prefixes: Rows with the same prompt compute it once, together.
+    """
+    part = rows.part_of_token()
+    is_response = (part != PREFIX) & (part != END)
+    prompts = rows.part(PREFIX)
+    numbers: dict[bytes, int] = {}
+    groups = [numbers.setdefault(prompt.numpy().tobytes(), len(numbers)) for prompt in prompts.rows()]
+    return RolloutBatch(
+        prompts=prompts,
+        responses=Ragged(flat=rows.ids.flat[is_response], lengths=rows.parts[:, [THINK, BRIDGE, SOLUTION]].sum(1), batch_size=[]),
+        group=torch.tensor(groups, dtype=torch.int64),
+        prompt_group=torch.tensor(groups if share_prefixes else range(len(groups)), dtype=torch.int64),
+        batch_size=[],
+    )
+
+
+def teacher_batch(prompts: Ragged, rows: StudentRows) -> RolloutBatch:
+    """Return the explanations as responses to the teacher's prompts, for a log-prob pass of the teacher.
+
+    Args:
+        prompts: int64, the teacher's prompt of each row. It ends where the explanation of ``rows`` begins.
+        rows: The student's sequences.
+    """
+    number = torch.arange(rows.num_rows)
+    return RolloutBatch(prompts=prompts, responses=rows.part(THINK), group=number, prompt_group=number, batch_size=[])
+
+
+def student_micro_batches(tokens: RowTokens, max_tokens: int) -> list[list[int]]:
+    """Return micro-batches, as lists of rows, that compute at most ``max_tokens`` tokens each. A longer row goes alone.
+
+    Args:
+        tokens: Tokens of the rows, as ``student_batch(rows).row_tokens()`` gives them.
+        max_tokens: Hard cap of a micro-batch.
+    """
+    lengths = tokens.each()
+    long = [[row] for row, length in enumerate(lengths) if length > max_tokens]
+    others = [row for row, length in enumerate(lengths) if length <= max_tokens]
+    if not others and long:
+        return long
+    bins = pack_groups_under(tokens.select(others), max_tokens, [f"row {row}" for row in others])
+    return [[others[place] for place in places] for places in bins] + long
+
+
+def compute_student_log_probs(
+    student: PolicyModel,
+    rows: StudentRows,
+    micro_batches: Sequence[Sequence[int]],
+    temperature: float,
+    device: torch.device,
+    share_prefixes: bool = True,
+) -> StudentLogProbs:
+    """Return the student's log-probs of explanations and solutions.
+
+    Args:
+        student: The frozen student.
+        rows: Its sequences.
+        micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
+        temperature: Divides the logits.
+        device: The device of the student.
+        share_prefixes: As for :func:`student_batch`.
+    """
+    batch = student_batch(rows, share_prefixes)
+    part = rows.part_of_token()
+    part = part[(part != PREFIX) & (part != END)]
+    is_read, sizes = part != BRIDGE, batch.responses.sizes()
+
+    def forward(pack: Pack, prefix_kv: PrefixKV | None, chosen: Sequence[int]) -> Tensor:
+        places = is_read[token_index(sizes, chosen)].nonzero()[:, 0].to(device, non_blocking=True)
+        return pack_log_probs(student, targets_at(pack, places), temperature, False, prefix_kv)[0]
+
+    outputs = forward_pass(student, batch, micro_batches, device, forward)
+    log_probs = scatter_tokens(outputs, rows.parts[:, [THINK, SOLUTION]].sum(1).tolist())
+    is_think = part[part != BRIDGE] == THINK
+    return StudentLogProbs(think=log_probs[is_think], solution=log_probs[~is_think])
+
+
+def join_log_probs(parts: Sequence[tuple[Sequence[int], StudentLogProbs]], rows: StudentRows) -> StudentLogProbs:
+    """Return the log-probs of all rows from those of each rank's share.
+
+    Args:
+        parts: (rows of the share, their log-probs). Together they hold every row once.
+        rows: All rows.
+    """
+    return StudentLogProbs(
+        think=scatter_tokens([(share, part.think) for share, part in parts], rows.parts[:, THINK].tolist()),
+        solution=scatter_tokens([(share, part.solution) for share, part in parts], rows.parts[:, SOLUTION].tolist()),
+    )
+
+
+def targets_at(pack: Pack, places: Tensor) -> Pack:
+    """Return a pack that computes the log-probs of some of its targets only. Its tokens stay the same.
+
+    Args:
+        pack: A pack of any rows.
+        places: int64, the places of the targets to keep, ascending.
+    """
+    row, last = pack.row[places], pack.last_block
+    return replace(
+        pack,
+        predicts=pack.predicts[places],
+        targets=pack.targets[places],
+        row=row,
+        row_lengths=torch.zeros_like(pack.row_lengths).index_add(0, row, torch.ones_like(row)),
+        last_block=None if last is None else replace(last, predicts=last.predicts[places]),
+    )
+
+
+def compute_exact_log_probs(
+    student: PolicyModel,
+    folder: Path,
+    rows: StudentRows,
+    micro_batches: Sequence[Sequence[int]],
+    temperature: float,
+    device: torch.device,
+    share_prefixes: bool = True,
+) -> StudentLogProbs:
+    """Return the log-probs of a quantised student under its unquantised weights. Each weight is read when a layer needs it.
+
+    Args:
+        student: The quantised student.
+        folder: Folder of its model.
+        rows: Its sequences.
+        micro_batches: Rows of each forward, with the next three as for :func:`compute_student_log_probs`.
+        temperature: Divides the logits.
+        device: The device of the student.
+        share_prefixes: Rows with the same prompt compute it once.
+    """
+    weights = WeightFolder(folder)
+    with exact_weights(student, lambda name: weights.read(name, ()).to(device)):
+        return compute_student_log_probs(student, rows, micro_batches, temperature, device, share_prefixes)
+
+
+@dataclass(frozen=True)
+class StudentReply:
+    """The result of a scoring pass on one rank."""
+
+    log_probs: StudentLogProbs
+    seconds: float
+    """Time of the forwards, without the student's way to the device."""
+
+
+@dataclass(frozen=True)
+class Student:
+    """Scores explanations without gradients.
+
+    Attributes:
+        model: The student's own model, or another whose weights are the student's: the reference, or the policy without adapters.
+        plan: How explanations are scored.
+        device: The device of the model.
+    """
+
+    model: PolicyModel
+    plan: StudentPlan
+    device: torch.device
+
+    def log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]], temperature: float) -> StudentReply:
+        """Return the log-probs of explanations and solutions, with the time that they took.
+
+        Args:
+            rows: The rows of this rank.
+            micro_batches: Rows of each forward. All ranks have the same number of them.
+            temperature: Divides the logits.
+        """
+        began = time.perf_counter()
+        with ExitStack() as scope:
+            scope.enter_context(logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens))
+            scope.enter_context(adapters_off(self.model))
+            log_probs = compute_student_log_probs(
+                self.model, rows, micro_batches, temperature, self.device, self.plan.shares_prompts
+            )
+        return StudentReply(log_probs, time.perf_counter() - began)
+
+    def exact_log_probs(self, rows: StudentRows, micro_batches: Sequence[Sequence[int]], temperature: float) -> StudentReply:
+        """Return the log-probs of a quantised student under its unquantised weights. Arguments as for :meth:`log_probs`."""
+        assert self.plan.folder is not None, "a quantised student is a model of its own"
+        began = time.perf_counter()
+        with logits_in_chunks(self.model, self.plan.rlt.logits_chunk_tokens):
+            log_probs = compute_exact_log_probs(
+                self.model, Path(self.plan.folder), rows, micro_batches, temperature, self.device, self.plan.shares_prompts
+            )
+        return StudentReply(log_probs, time.perf_counter() - began)
+
+
+@contextmanager
+def logits_in_chunks(model: PolicyModel, tokens: int) -> Iterator[None]:
+    """Let the logits of at most ``tokens`` tokens exist at a time inside the body.
+
+    Args:
+        model: Any model with a log-prob head.
+        tokens: Tokens of a chunk.
+    """
+    before = model.head.chunk_tokens
+    model.head.chunk_tokens = tokens
+    try:
+        yield
+    finally:
+        model.head.chunk_tokens = before
+
+
+@dataclass(frozen=True)
+class StudentPlan:
+    """What a worker builds to score explanations: a :class:`verl_memopt.workers.plan.RolePlan`."""
+
+    model: ScoringModel
+    """Settings of the student's own model."""
+    rlt: RltReward
+    """How explanations are scored."""
+    residency: str
+    """``alias_ref``, ``separate`` or ``swap``."""
+    folder: str | None = None
+    """Folder of the student's model. None with ``alias_ref``."""
+    shares_prompts: bool = True
+    """Explanations of one question compute the student's prompt once."""
+
+    @property
+    def is_reference(self) -> bool:
+        """Whether the reference is the student."""
+        return self.residency == "alias_ref"
+
+    def build(self, roles: RoleBuilder, policy: PolicyModel, reference: PolicyModel | None) -> Student:
+        """Return the student. Without a folder its module is the reference, with LoRA the policy's base.
+
+        Args:
+            roles: Builds models.
+            policy: The policy's model.
+            reference: The reference's; None where it has no model of its own.
+        """
+        if self.folder is None:
+            model = policy if reference is None else reference
+        elif self.residency == "swap":
+            assert reference is not None
+            model = _swapped(roles, reference, Path(self.folder))
+        else:
+            settings, actor = roles.plan.settings, roles.plan.settings.actor
+            frozen = FrozenModel(
+                part=REWARD_MODEL,
+                key=REWARD_KEY,
+                model_key=REWARD_KEY,
+                model=student_model(self.model, settings.model),
+                fsdp=self.model.fsdp_config,
+                compiled=actor.use_torch_compile,
+                quantization=self.model.quantization,
+            )
+            model = roles.frozen(frozen, Path(self.folder))
+        return Student(model, self, roles.device)
+
+
+def _swapped(roles: RoleBuilder, reference: PolicyModel, folder: Path) -> PolicyModel:
+    """Return the reference's module, which holds the student's weights in the phase ``reward`` and its own in ``ref``.
+
+    Both rest on the host. On the device they use the same storages, one after the other.
+
+    Args:
+        roles: Has the places of all models.
+        reference: The reference. It rests on the host outside of its phase.
+        folder: Folder of the student's model, which has the reference's shape.
+    """
+    residency = roles.residency
+    with residency.phase("ref"):  # the storages must have their size
+        is_mapped = roles.plan.settings.model.load_mode == "mmap"
+        mapped = mapped_weights(reference, folder) if is_mapped else None
+        home = ParamHome(REWARD_MODEL, reference.parameters(), roles.device, mapped)
+        if mapped is None:
+            fill_from_folder(reference, folder, REWARD_KEY)
+        home.to_host()
+    residency.add(home)
+    of_reference = residency.find(REFERENCE)
+    assert isinstance(of_reference, ParamHome)
+    residency.take_turns(home, of_reference)
+    return reference
