@@ -111,9 +111,10 @@ def test_ending_descendants_leaves_none_of_a_tree_that_goes_on_growing(tmp_path:
         "import ctypes, os, time\n"
         "from verl_memopt.rewards.process_tree import end_descendants\n"
         "assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0\n"
+        "last = time.monotonic() + 30\n"  # so that it ends by itself where this test is killed
         "for _ in range(3):\n"
         "    if not os.fork():\n"
-        "        while True:\n"
+        "        while time.monotonic() < last:\n"
         "            if os.fork(): os._exit(0)\n"
         "            os.setsid()\n"
         f"            open({str(tmp_path / 'alive')!r}, 'a').write('x')\n"
