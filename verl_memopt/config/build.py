@@ -129,7 +129,7 @@ def _type_hint(key: str, value: Any) -> str:
     if str in kinds and not kinds & {int, float} and isinstance(value, int | float):
         return f"Quote it: {key}='\"{value}\"' on a command line."
     if isinstance(value, Mapping):
-        return f"Nothing stands below this key; give {key} one value."
+        return f"{key} takes one value and has no keys below it; give it one value."
     return "Give it a value of that type, or leave it out for the default."
 
 
