@@ -159,7 +159,8 @@ class _Witness:
     def _never_waiting(self, function):
         # FSDP2's own offload adds gradients up on the host: it waits for those of each further micro-batch, and for the backward.
         own_offload = self.worker.settings.actor.fsdp_config.offload_policy
-        but_for = ("Event.synchronize", "aten._to_copy.default to the host") if own_offload else ()
+        # The last is the optimizer step in backward, which waits for the copies of gradients to the host.
+        but_for = ("Event.synchronize", "aten._to_copy.default to the host", "Stream.synchronize") if own_offload else ()
 
         def watched(*args, **kwargs):
             with self.gpu.never_waits("between micro-batches", but_for):
