@@ -12,9 +12,8 @@ ROOMS_OF_THEIR_OWN = {"architecture", "benchmarks", "docs", "end_to_end", "fault
 
 NO_TEST = {
     "__main__.py": "two lines, run by test_cli.py",
-    "knobs/knob.py": "records alone; test_index.py and test_toy_knob.py read what they hold",
-    "knobs/conditions.py": "three sums of settings, held by the refusals that ask for them",
-    "knobs/ranges.py": "values alone; tests/config/test_allowed.py tries each at its bounds",
+    "knobs/knob.py": "test_index.py, test_critic_rules.py and test_toy_knob.py read what it holds",
+    "knobs/values.py": "tests/config/test_allowed.py tries each range at its bounds; rules ask its questions",
     "rewards/rlt/status.py": "numbers and their names alone",
     "rewards/rows.py": "records alone",
     "workers/plan.py": "records alone",
@@ -24,6 +23,8 @@ NO_SOURCE = {
     "config/test_bad_input.py": "odd values of every key, through all files of the room",
     "config/test_profiles.py": "the profiles are YAML",
     "config/test_presets.py": "the presets are YAML",
+    "knobs/test_critic_rules.py": "rules of the critic, from knobs/knob.py",
+    "knobs/test_index.py": "the list of the knobs, from knobs/knob.py",
     "knobs/test_toy_knob.py": "a knob that is not there",
     "rollout/test_ranks.py": "both engines over several processes",
 }

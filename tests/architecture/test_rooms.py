@@ -28,8 +28,11 @@ def room(path):
 
 
 def imports(path):
-    """Gives the dotted name of every module a file imports, at its top or inside a function."""
-    for node in ast.walk(ast.parse(path.read_text())):
+    """Gives the dotted name of every module a file imports, at its top or inside a function, but for those of types alone."""
+    tree = ast.parse(path.read_text())
+    for_types = [node for node in tree.body if isinstance(node, ast.If) and ast.unparse(node.test) == "TYPE_CHECKING"]
+    of_types = {each for block in for_types for each in ast.walk(block)}
+    for node in (node for node in ast.walk(tree) if node not in of_types):
         if isinstance(node, ast.Import):
             yield from (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom) and node.module:

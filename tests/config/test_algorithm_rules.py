@@ -4,7 +4,7 @@ from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.allowed import choices
 from verl_memopt.config.checks import RULES
 from verl_memopt.config.correction_rules import TOKEN_BASELINES
-from verl_memopt.knobs.conditions import WITHOUT_BASELINE, WITHOUT_GROUPS
+from verl_memopt.knobs.values import WITHOUT_BASELINE, WITHOUT_GROUPS
 
 AR = "actor_rollout_ref"
 LIMITS = {

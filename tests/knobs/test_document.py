@@ -3,7 +3,7 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.knobs.document import page
-from verl_memopt.knobs.index import knobs, text_of
+from verl_memopt.knobs.knob import knobs, text_of
 
 
 @pytest.fixture(scope="module")

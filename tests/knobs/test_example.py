@@ -3,7 +3,7 @@ from dataclasses import asdict
 from pathlib import Path
 
 from verl_memopt.knobs.example import Saved, example, example_of
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import knobs
 
 LADDER = Path(__file__).parents[2] / "docs/evidence/2026-11-21-ladder-cpu/ladder.json"
 

@@ -5,7 +5,7 @@ from xml.etree import ElementTree
 import pytest
 
 from verl_memopt.knobs.formulas import page
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import knobs
 
 PAGE = page()
 

@@ -5,8 +5,8 @@ import pytest
 
 import verl_memopt.config
 from verl_memopt.config.keys import leaf_keys, value_at
-from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.index import PARTS, as_json, knob_named, knob_settings, knobs, text_of
+from verl_memopt.config.schema import Optim, Settings
+from verl_memopt.knobs.knob import PARTS, SECTIONS, as_json, knob_named, knobs, text_of
 from verl_memopt.knobs.profiles import PROFILES
 
 KEYS = set(leaf_keys())
@@ -39,8 +39,8 @@ def test_every_key_that_a_knob_names_is_a_setting(knob):
     assert knob.keys or knob.besides
     named = {
         *knob.keys,
-        *(idle.key for idle in knob.idle),
-        *(key for refusal in knob.refuses for key in (*refusal.keys, *refusal.about)),
+        *(unused.key for unused in knob.unused_keys),
+        *(key for refusal in knob.refuses for key in refusal.keys),
         *(advice.key for advice in knob.advice),
         *(key for factor in knob.factors for level in factor.levels.values() for key in level),
         *knob.no_factor,
@@ -56,9 +56,15 @@ def test_a_default_is_that_of_the_settings(knob):
 
 
 def test_fields_of_a_section_stand_in_the_order_of_the_knobs():
-    names = list(knob_settings("optim").__dataclass_fields__)
+    names = list(Optim.__dataclass_fields__)
     assert names[:4] == ["optimizer", "optimizer_impl", "override_optimizer_config", "bucket_megabytes"]
-    assert names[-1] == "in_backward"
+    assert names.index("state_dtype") < names.index("stochastic_rounding") < names.index("in_backward")
+
+
+def test_no_two_knobs_add_the_same_field_to_a_section():
+    for section in SECTIONS:
+        names = [name for knob in knobs() if section in knob.settings for name in knob.settings[section].__annotations__]
+        assert len(names) == len(set(names))
 
 
 def test_the_index_is_json():

@@ -10,7 +10,7 @@ from verl_memopt.algorithms.reductions import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.allowed import choices
 from verl_memopt.config.correction_presets import PRESETS
 from verl_memopt.config.schema import Actor, PolicyLoss
-from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES
+from verl_memopt.knobs.values import LOSSES_OF_SEQUENCES
 from verl_memopt.memory.logits.chunked_logprob import head_log_probs
 from verl_memopt.models.pack import pack_rows
 from verl_memopt.workers.micro_batches import MicroBatch

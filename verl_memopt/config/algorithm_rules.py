@@ -4,10 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_memopt.knobs.conditions import WITHOUT_BASELINE, WITHOUT_GROUPS
+from verl_memopt.config.schema import Settings
 from verl_memopt.knobs.knob import Refusal
+from verl_memopt.knobs.values import WITHOUT_BASELINE, WITHOUT_GROUPS
 
 _ROLLOUT, _LOSS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.policy_loss"
+
+
+def _filters(settings: Settings) -> bool:
+    return settings.algorithm.filter_groups.enable
+
+
+def _masks(settings: Settings) -> bool:
+    return settings.algorithm.mask_truncated_responses
 
 
 def _groups() -> Iterator[Refusal]:
@@ -16,30 +25,36 @@ def _groups() -> Iterator[Refusal]:
     on, metric, kl = "algorithm.filter_groups.enable", "algorithm.filter_groups.metric", "algorithm.use_kl_in_reward"
     yield Refusal(
         (n, "algorithm.adv_estimator"),
-        lambda samples, estimator: samples < 2 and estimator not in (*WITHOUT_GROUPS, *WITHOUT_BASELINE),
+        lambda settings: (
+            settings.actor_rollout_ref.rollout.n < 2
+            and settings.algorithm.adv_estimator not in (*WITHOUT_GROUPS, *WITHOUT_BASELINE)
+        ),
         "a group of one has no baseline to compare with",
         f"Set {n} to 2 or more.",
     )
     yield Refusal(
         (round_batch, batch),
-        lambda round_prompts, prompts, filters: round_prompts != prompts and not filters,
+        lambda settings: settings.data.gen_batch_size != settings.data.train_batch_size and not _filters(settings),
         "without algorithm.filter_groups a step has one round of generation",
         f"Remove {round_batch}, or set {on}=true.",
-        about=(on,),
     )
     yield Refusal(
         (on, f"{_ROLLOUT}.do_sample"),
-        lambda filters, samples, responses: filters and not samples and responses > 1,
+        lambda settings: (
+            _filters(settings) and not settings.actor_rollout_ref.rollout.do_sample and settings.actor_rollout_ref.rollout.n > 1
+        ),
         "greedy samples of one prompt are all alike, so every group would be left out",
         f"Set {_ROLLOUT}.do_sample=true, or {on}=false.",
-        about=(n,),
     )
     yield Refusal(
         (metric, kl),
-        lambda name, in_reward, filters: filters and in_reward and name == "seq_final_reward",
+        lambda settings: (
+            _filters(settings)
+            and settings.algorithm.use_kl_in_reward
+            and settings.algorithm.filter_groups.metric == "seq_final_reward"
+        ),
         "groups are filtered before the KL is known",
         f"Set {metric}=score.",
-        about=(on,),
     )
 
 
@@ -48,22 +63,26 @@ def _losses() -> Iterator[Refusal]:
     mask, bypass = "algorithm.mask_truncated_responses", "algorithm.rollout_correction.bypass_mode"
     yield Refusal(
         (mask, bypass),
-        lambda masks, on: masks and on,
+        lambda settings: _masks(settings) and settings.algorithm.rollout_correction.bypass_mode,
         "the losses of bypass mode read every token",
         f"Set {mask}=false, or {bypass}=false.",
     )
     yield Refusal(
         (mask, f"{_ROLLOUT}.ignore_eos"),
-        lambda masks, ignores: masks and ignores,
+        lambda settings: _masks(settings) and settings.actor_rollout_ref.rollout.ignore_eos,
         "no response ends by itself, so nothing would be learned",
         f"Set {mask}=false.",
     )
+
+    def is_empty(settings: Settings) -> bool:
+        loss = settings.actor_rollout_ref.actor.policy_loss
+        return loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub
+
     yield Refusal(
         (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
-        lambda lower, upper, mode: mode == "clip_cov" and lower >= upper,
+        is_empty,
         "no covariance lies between the bounds",
         f"Set {_LOSS}.clip_cov_lb below clip_cov_ub.",
-        about=(f"{_LOSS}.loss_mode",),
     )
 
 

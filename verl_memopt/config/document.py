@@ -55,7 +55,7 @@ def meanings(section: type) -> dict[str, str]:
     """Return field -> docstring under the field of one section class, read from the sources of its bases."""
     rows: dict[str, str] = {}
     for base in reversed(section.__mro__):
-        if base.__name__ not in ("object", "KnobSettings"):
+        if base is not object:
             rows |= _fields(inspect.getmodule(base)).get(base.__name__, {})
     return rows
 

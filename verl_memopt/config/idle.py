@@ -4,138 +4,176 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterator
+from functools import partial
 from typing import Any
 
-from verl_memopt.config.correction_rules import CORRECTION_IDLE
+from verl_memopt.config.correction_rules import CORRECTION_UNUSED
 from verl_memopt.config.problems import shown
-from verl_memopt.config.reference_rules import REFERENCE_IDLE
-from verl_memopt.config.sandbox_rules import SANDBOX_IDLE
-from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES, WITHOUT_GROUPS
-from verl_memopt.knobs.critic_rules import idles, twin_idle
-from verl_memopt.knobs.knob import Idle
+from verl_memopt.config.reference_rules import REFERENCE_UNUSED
+from verl_memopt.config.sandbox_rules import SANDBOX_UNUSED
+from verl_memopt.config.schema import Settings
+from verl_memopt.knobs.knob import UnusedKey, twin_unused, unused_keys
+from verl_memopt.knobs.values import LOSSES_OF_SEQUENCES, WITHOUT_GROUPS
 
 logger = logging.getLogger(__name__)
 
 _AR = "actor_rollout_ref"
-
-_PER_SEQUENCE = "actor.policy_loss.loss_mode averages over sequences"
-_WITHOUT_CLIP = ("gpg", "kl_cov", "sapo")
-_ENGINE, _SAMPLES, _AGG_MODE = f"{_AR}.rollout.name", f"{_AR}.rollout.do_sample", f"{_AR}.actor.loss_agg_mode"
-_LOSS_MODE, _KL_LOSS = f"{_AR}.actor.policy_loss.loss_mode", f"{_AR}.actor.use_kl_loss"
-_ESTIMATOR = "algorithm.adv_estimator"
-_FILTER, _RESPONSES = "algorithm.filter_groups", f"{_AR}.rollout.n"
-_DIVIDED_BY_STD = ("grpo", "grpo_passk")
-_DISCOUNTED = ("gae", "reinforce_plus_plus")
-_KL_REWARD, _KL_TYPE = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.type"
-_REWARD = "custom_reward_function"
-_MANAGER, _OVERLONG = "reward_model.reward_manager", "reward_model.reward_kwargs.overlong_buffer_cfg"
+_AGG_MODE, _LOSS_MODE = f"{_AR}.actor.loss_agg_mode", f"{_AR}.actor.policy_loss.loss_mode"
+_FILTER, _KL = "algorithm.filter_groups", "algorithm.kl_ctrl"
+_REWARD, _OVERLONG = "custom_reward_function", "reward_model.reward_kwargs.overlong_buffer_cfg"
 _NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
 """Its default looks like a wish for normalisation, so giving even the default earns the warning."""
 
 
-def _of_advantages() -> Iterator[Idle]:
+def _estimator(settings: Settings) -> str:
+    return settings.algorithm.adv_estimator
+
+
+def _loss(settings: Settings) -> str:
+    return settings.actor_rollout_ref.actor.policy_loss.loss_mode
+
+
+def _has_other_loss(settings: Settings, owner: str) -> bool:
+    return _loss(settings) != owner
+
+
+def _of_advantages() -> Iterator[UnusedKey]:
     """Yield the rules of estimators, groups and the KL."""
-    yield Idle(_NAMED_ON_SIGHT, (_ESTIMATOR,), lambda name: name not in _DIVIDED_BY_STD, "it belongs to grpo and grpo_passk")
-    yield Idle("algorithm.normalize_advantages", (_ESTIMATOR,), lambda name: name != "rloo", "it belongs to rloo")
-    yield Idle(
-        "algorithm.gamma", (_ESTIMATOR,), lambda name: name not in _DISCOUNTED, "it belongs to gae and reinforce_plus_plus"
+    by_std, discounted = ("grpo", "grpo_passk"), ("gae", "reinforce_plus_plus")
+    yield UnusedKey(_NAMED_ON_SIGHT, lambda settings: _estimator(settings) not in by_std, "it belongs to grpo and grpo_passk")
+    yield UnusedKey("algorithm.normalize_advantages", lambda settings: _estimator(settings) != "rloo", "it belongs to rloo")
+    yield UnusedKey(
+        "algorithm.gamma",
+        lambda settings: _estimator(settings) not in discounted,
+        "it belongs to gae and reinforce_plus_plus",
     )
-    yield Idle(f"{_FILTER}.enable", (_RESPONSES,), lambda n: n < 2, "a group of one is always kept")
+    yield UnusedKey(
+        f"{_FILTER}.enable", lambda settings: settings.actor_rollout_ref.rollout.n < 2, "a group of one is always kept"
+    )
     for key in ("metric", "max_num_gen_batches"):
-        yield Idle(f"{_FILTER}.{key}", (f"{_FILTER}.enable",), lambda on: not on, f"{_FILTER}.enable is false")
-    for key in ("algorithm.kl_penalty", _KL_TYPE, "algorithm.kl_ctrl.kl_coef"):
-        yield Idle(key, (_KL_REWARD,), lambda on: not on, f"{_KL_REWARD} is false")
-    for key in ("algorithm.kl_ctrl.horizon", "algorithm.kl_ctrl.target_kl"):
-        yield Idle(key, (_KL_TYPE,), lambda kind: kind == "fixed", f"{_KL_TYPE} is fixed")
+        yield UnusedKey(
+            f"{_FILTER}.{key}", lambda settings: not settings.algorithm.filter_groups.enable, f"{_FILTER}.enable is false"
+        )
+    for key in ("algorithm.kl_penalty", f"{_KL}.type", f"{_KL}.kl_coef"):
+        yield UnusedKey(key, lambda settings: not settings.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
+    for key in ("horizon", "target_kl"):
+        yield UnusedKey(f"{_KL}.{key}", lambda settings: settings.algorithm.kl_ctrl.type == "fixed", f"{_KL}.type is fixed")
     for key in ("kl_loss_coef", "kl_loss_type"):
-        yield Idle(f"{_AR}.actor.{key}", (_KL_LOSS,), lambda on: not on, "actor.use_kl_loss is false")
+        yield UnusedKey(
+            f"{_AR}.actor.{key}",
+            lambda settings: not settings.actor_rollout_ref.actor.use_kl_loss,
+            "actor.use_kl_loss is false",
+        )
 
 
-def _of_losses() -> Iterator[Idle]:
+def _has_flat_ratio(settings: Settings) -> bool:
+    """Return whether the one optimizer step of a rollout meets a loss whose penalty then has no gradient."""
+    actor = settings.actor_rollout_ref.actor
+    one_step = settings.data.train_batch_size == actor.ppo_mini_batch_size and actor.ppo_epochs == 1
+    return _loss(settings) == "kl_cov" and one_step
+
+
+def _averages_sequences(settings: Settings) -> bool:
+    actor = settings.actor_rollout_ref.actor
+    return _loss(settings) in (*LOSSES_OF_SEQUENCES, "sapo") and not actor.use_kl_loss and actor.entropy_coeff == 0
+
+
+def _of_losses() -> Iterator[UnusedKey]:
     """Yield the rules of the losses."""
-    scale_factor = Idle(
+    scale_factor = UnusedKey(
         f"{_AR}.actor.loss_scale_factor",
-        (_AGG_MODE,),
-        lambda mode: mode != "seq-mean-token-sum-norm",
+        lambda settings: settings.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
         "actor.loss_agg_mode is not seq-mean-token-sum-norm",
     )
-    yield from (scale_factor, twin_idle(scale_factor))
-    yield Idle(f"{_AR}.actor.clip_ratio_c", (_LOSS_MODE,), lambda mode: mode != "vanilla", f"it belongs to {_LOSS_MODE}=vanilla")
+    yield from (scale_factor, twin_unused(scale_factor))
+    yield UnusedKey(
+        f"{_AR}.actor.clip_ratio_c", lambda settings: _loss(settings) != "vanilla", f"it belongs to {_LOSS_MODE}=vanilla"
+    )
     for key in ("clip_ratio", "clip_ratio_low", "clip_ratio_high"):
-        yield Idle(f"{_AR}.actor.{key}", (_LOSS_MODE,), lambda mode: mode in _WITHOUT_CLIP, "this loss has no clip")
+        yield UnusedKey(
+            f"{_AR}.actor.{key}", lambda settings: _loss(settings) in ("gpg", "kl_cov", "sapo"), "this loss has no clip"
+        )
     for owner, names in (
         ("clip_cov", ("clip_cov_ratio", "clip_cov_lb", "clip_cov_ub")),
         ("kl_cov", ("kl_cov_ratio", "ppo_kl_coef")),
     ):
         for name in names:
-            yield Idle(
+            yield UnusedKey(
                 f"{_AR}.actor.policy_loss.{name}",
-                (_LOSS_MODE,),
-                lambda mode, owner=owner: mode != owner,
+                partial(_has_other_loss, owner=owner),
                 f"it belongs to {_LOSS_MODE}={owner}",
             )
-    yield Idle(
+    yield UnusedKey(
         _LOSS_MODE,
-        (_LOSS_MODE, "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size", f"{_AR}.actor.ppo_epochs"),
-        lambda mode, prompts, mini_batch, epochs: mode == "kl_cov" and prompts == mini_batch and epochs == 1,
+        _has_flat_ratio,
         "with one optimizer step a rollout every ratio is 1, where its penalty has no gradient",
     )
-    yield Idle(
-        _AGG_MODE,
-        (_LOSS_MODE, _KL_LOSS, f"{_AR}.actor.entropy_coeff"),
-        lambda mode, kl, entropy: mode in (*LOSSES_OF_SEQUENCES, "sapo") and not kl and entropy == 0,
-        _PER_SEQUENCE,
-    )
+    yield UnusedKey(_AGG_MODE, _averages_sequences, "actor.policy_loss.loss_mode averages over sequences")
 
 
-def _of_rollouts() -> Iterator[Idle]:
+def _of_rollouts() -> Iterator[UnusedKey]:
     """Yield the rules of sampling and of the engine."""
-    alike = "greedy samples of one prompt are all alike, so every advantage is 0"
-    yield Idle(
-        _SAMPLES,
-        (_SAMPLES, _ESTIMATOR),
-        lambda samples, name: not samples and (name not in WITHOUT_GROUPS or name == "remax"),
-        alike,
+    yield UnusedKey(
+        f"{_AR}.rollout.do_sample",
+        lambda settings: (
+            not settings.actor_rollout_ref.rollout.do_sample
+            and (_estimator(settings) not in WITHOUT_GROUPS or _estimator(settings) == "remax")
+        ),
+        "greedy samples of one prompt are all alike, so every advantage is 0",
     )
     for key in ("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"):
-        yield Idle(f"{_AR}.rollout.{key}", (_ENGINE,), lambda name: name == "hf", f"it belongs to {_ENGINE}=vllm")
+        yield UnusedKey(
+            f"{_AR}.rollout.{key}",
+            lambda settings: settings.actor_rollout_ref.rollout.name == "hf",
+            f"it belongs to {_AR}.rollout.name=vllm",
+        )
 
 
-def _of_rewards_and_runs() -> Iterator[Idle]:
+def _never_ranks_checkpoints(settings: Settings) -> bool:
+    trainer = settings.trainer
+    return settings.data.val_files is None or trainer.test_freq <= 0 or trainer.max_actor_ckpt_to_keep is None
+
+
+def _of_rewards_and_runs() -> Iterator[UnusedKey]:
     """Yield the rules of reward functions, validation and checkpoints."""
-    yield Idle(f"{_REWARD}.name", (f"{_REWARD}.path",), lambda path: path is None, f"{_REWARD}.path is null")
-    yield Idle(
-        f"{_REWARD}.fallback_score", (f"{_REWARD}.on_error",), lambda mode: mode == "raise", f"{_REWARD}.on_error is raise"
+    yield UnusedKey(f"{_REWARD}.name", lambda settings: settings.custom_reward_function.path is None, f"{_REWARD}.path is null")
+    yield UnusedKey(
+        f"{_REWARD}.fallback_score",
+        lambda settings: settings.custom_reward_function.on_error == "raise",
+        f"{_REWARD}.on_error is raise",
     )
-    off = f"{_OVERLONG}.enable is false"
     for key in (f"{_OVERLONG}.len", f"{_OVERLONG}.penalty_factor", f"{_OVERLONG}.log", "reward_model.reward_kwargs.max_resp_len"):
-        yield Idle(key, (f"{_OVERLONG}.enable",), lambda on: not on, off)
-    yield from SANDBOX_IDLE
-    yield Idle("trainer.test_freq", ("data.val_files",), lambda files: files is None, "data.val_files is null")
-    yield Idle(
+        yield UnusedKey(
+            key,
+            lambda settings: not settings.reward_model.reward_kwargs.overlong_buffer_cfg.enable,
+            f"{_OVERLONG}.enable is false",
+        )
+    yield from SANDBOX_UNUSED
+    yield UnusedKey("trainer.test_freq", lambda settings: settings.data.val_files is None, "data.val_files is null")
+    yield UnusedKey(
         "trainer.keep_best",
-        ("data.val_files", "trainer.test_freq", "trainer.max_actor_ckpt_to_keep"),
-        lambda files, every, most: files is None or every <= 0 or most is None,
+        _never_ranks_checkpoints,
         "it needs a validation (data.val_files, trainer.test_freq) and a bound (trainer.max_actor_ckpt_to_keep)",
     )
 
 
-IDLE = {
-    idle.key: idle
-    for idle in (
-        *_of_advantages(), *_of_losses(), *_of_rollouts(), *_of_rewards_and_runs(), *CORRECTION_IDLE, *REFERENCE_IDLE, *idles(),
+UNUSED_KEYS = {
+    unused.key: unused
+    for unused in (
+        *_of_advantages(), *_of_losses(), *_of_rollouts(), *_of_rewards_and_runs(), *CORRECTION_UNUSED, *REFERENCE_UNUSED,
+        *unused_keys(),
     )
 }  # fmt: skip
 """Key -> when giving it asks for something that does not happen, and why."""
 
 
-def warn_idle(idle: Idle, value: Any, if_not_given: Any) -> None:
+def warn_unused(unused: UnusedKey, value: Any, if_not_given: Any) -> None:
     """Log that a key which the user set has no effect, unless it holds what it would hold anyway.
 
     Args:
-        idle: says why the key has no effect.
+        unused: says why the key has no effect.
         value: of the key.
         if_not_given: what the key would hold if the user had not set it.
     """
-    if value != if_not_given or idle.key == _NAMED_ON_SIGHT:
-        logger.warning("%s=%s has no effect here: %s.", idle.key, shown(value), idle.because)
+    if value != if_not_given or unused.key == _NAMED_ON_SIGHT:
+        logger.warning("%s=%s has no effect here: %s.", unused.key, shown(value), unused.because)

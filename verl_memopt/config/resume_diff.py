@@ -10,8 +10,8 @@ from verl_memopt.config.keys import flatten, leaf_keys
 from verl_memopt.config.plain import to_plain
 from verl_memopt.config.problems import shown
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.conditions import WITH_CRITIC
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import knobs
+from verl_memopt.knobs.values import WITH_CRITIC
 
 _AR = "actor_rollout_ref"
 _SHARDED = (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")

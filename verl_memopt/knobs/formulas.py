@@ -13,9 +13,9 @@ from functools import cache
 from types import ModuleType
 
 from verl_memopt.knobs import shapes
-from verl_memopt.knobs.conditions import LOSSES_OF_SEQUENCES
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import knobs
 from verl_memopt.knobs.mathml import Writer
+from verl_memopt.knobs.values import LOSSES_OF_SEQUENCES
 
 HEAD = """# Formulas
 
@@ -163,7 +163,7 @@ def _assigned(name: str, value: ast.expr) -> Iterator[str]:
 
 
 def _constants() -> Iterator[str]:
-    values = {name: value for name, value in vars(shapes).items() if name.isupper() and isinstance(value, int)}
+    values = {name: value for name, value in vars(shapes).items() if name.isupper() and type(value) is int}
     yield "### Constants\n"
     yield from (f"`{name}` = {value:,}\n" for name, value in values.items())
     yield f"`LOSSES_OF_SEQUENCES` = {', '.join(LOSSES_OF_SEQUENCES)}\n"

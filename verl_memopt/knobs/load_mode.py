@@ -10,19 +10,17 @@ Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.knobs.conditions import KL, needs_reference
 from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
+from verl_memopt.knobs.values import needs_reference
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _KEY, _RANK = "actor_rollout_ref.model.load_mode", "actor_rollout_ref.model.lora_rank"
 _OFFLOAD, _NATIVE = (f"actor_rollout_ref.ref.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
 _QUANTIZATION = "actor_rollout_ref.ref.quantization"
-_STUDENT = (
-    *("reward_model.enable", "reward_model.reward_manager", "reward_model.model.path"),
-    "reward_model.model.fsdp_config.param_offload",
-)
-"""They decide whether a student of RLT rests on the host."""
 
 
 @dataclass(frozen=True)
@@ -34,15 +32,29 @@ class LoadMode:
     rest in their safetensors files, mapped, and take no host memory of their own."""
 
 
-def _student_rests(enabled: bool, manager: str, path: str | None, offloaded: bool) -> bool:
+def _maps(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.model.load_mode == "mmap"
+
+
+def _student_rests(settings: Settings) -> bool:
     """Return whether a student of RLT, a model of its own, rests on the host."""
-    return enabled and manager == "rlt" and path is not None and offloaded
+    reward, model = settings.reward_model, settings.reward_model.model
+    return reward.enable and reward.reward_manager == "rlt" and model.path is not None and model.fsdp_config.param_offload
 
 
-def _without_frozen(mode: str, offloaded: bool, rank: int, native: bool, in_reward: bool, in_loss: bool, *student: Any) -> bool:
+def _adapts(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.model.lora_rank > 0
+
+
+def _is_native(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.ref.fsdp_config.offload_policy
+
+
+def _without_frozen(settings: Settings) -> bool:
     """Return whether nothing rests on the host for another reason than LoRA or offload_policy, which are refused above."""
-    rests = (offloaded and needs_reference(in_reward, in_loss)) or _student_rests(*student)
-    return mode == "mmap" and not (rests or rank > 0 or native)
+    offloaded = settings.actor_rollout_ref.ref.fsdp_config.param_offload
+    rests = (offloaded and needs_reference(settings)) or _student_rests(settings)
+    return _maps(settings) and not (rests or _adapts(settings) or _is_native(settings))
 
 
 KNOB = Knob(
@@ -54,37 +66,33 @@ KNOB = Knob(
     refuses=(
         Refusal(
             (_KEY, _RANK),
-            lambda mode, rank, *student: mode == "mmap" and rank > 0 and not _student_rests(*student),
+            lambda settings: _maps(settings) and _adapts(settings) and not _student_rests(settings),
             "with LoRA the reference is the policy's own base, and no other rests in a file",
             f"Set {_KEY}=stream.",
-            about=_STUDENT,
         ),
         Refusal(
             (_KEY, _NATIVE),
-            lambda mode, native, rank, *student: mode == "mmap" and native and rank == 0 and not _student_rests(*student),
+            lambda settings: _maps(settings) and _is_native(settings) and not _adapts(settings) and not _student_rests(settings),
             "with offload_policy the reference never leaves its host buffer, and none rests in a file",
             f"Set {_OFFLOAD}=true in place of offload_policy, or {_KEY}=stream.",
-            about=(_RANK, *_STUDENT),
         ),
         Refusal(
             (_KEY, _OFFLOAD),
             _without_frozen,
             "a mapped file is where a reference rests, and no reference rests on the host",
             f"Set {_OFFLOAD}=true (with a KL), or {_KEY}=stream.",
-            about=(_RANK, _NATIVE, *KL, *_STUDENT),
         ),
         Refusal(
             (_KEY, _QUANTIZATION),
-            lambda mode, quantization: mode == "mmap" and quantization != "none",
+            lambda settings: _maps(settings) and settings.actor_rollout_ref.ref.quantization != "none",
             "the mapped file holds the unquantised weights",
             f"Set {_KEY}=stream.",
         ),
         Refusal(
             (_KEY, "reward_model.model.quantization"),
-            lambda mode, quantization, *student: mode == "mmap" and quantization != "none" and _student_rests(*student),
+            lambda settings: _maps(settings) and settings.reward_model.model.quantization != "none" and _student_rests(settings),
             "the student rests on the host, and the mapped file holds the unquantised weights",
-            f"Set {_KEY}=stream, or {_STUDENT[-1]}=false.",
-            about=_STUDENT,
+            f"Set {_KEY}=stream, or reward_model.model.fsdp_config.param_offload=false.",
         ),
     ),
     claims=(Claim("update_actor", "host buffers", lambda _, after: after.reference_bytes),),

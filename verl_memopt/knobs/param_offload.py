@@ -11,8 +11,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.critic_rules import twin
-from verl_memopt.knobs.knob import Advice, Claim, Knob, LadderRow, for_roles
+from verl_memopt.knobs.knob import Advice, Claim, Knob, LadderRow, for_roles, twin
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
 WITHOUT_ACTOR = ("gen", "testing", "reward", "ref", "values", "update_critic")

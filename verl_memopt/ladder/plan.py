@@ -11,9 +11,8 @@ from verl_memopt.config.keys import leaf_types
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.conditions import WITH_CRITIC
-from verl_memopt.knobs.critic_rules import twin
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import knobs, twin
+from verl_memopt.knobs.values import WITH_CRITIC
 
 ALL_OFF = "all off"
 """Name of the first row."""

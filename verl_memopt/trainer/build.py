@@ -19,7 +19,7 @@ from verl_memopt.data.expansion import check_prompts
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.conditions import WITH_CRITIC, WITHOUT_BASELINE, needs_reference
+from verl_memopt.knobs.values import WITHOUT_BASELINE, has_critic, needs_reference
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.reward_folder import find_reward_model
@@ -110,9 +110,9 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     trainer, data, roles = settings.trainer, settings.data, settings.actor_rollout_ref
     actor, model = roles.actor, roles.model
     mode = mode_of(settings)
-    with_reference = mode.computes_log_probs and needs_reference(settings.algorithm.use_kl_in_reward, actor.use_kl_loss)
+    with_reference = mode.computes_log_probs and needs_reference(settings)
     reference = str(roles.ref.model.path) if with_reference and model.lora_rank == 0 else None
-    critic = settings.critic if mode.updates and settings.algorithm.adv_estimator in WITH_CRITIC else None
+    critic = settings.critic if mode.updates and has_critic(settings) else None
     environment = resolve_environment(trainer, settings.ray_kwargs, data, model, roles.rollout, reference, actor, critic)
     folder = record_folder(settings, environment.run_dir)
     stop_file = environment.run_dir / ".stop"
@@ -346,7 +346,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     # The engine's log-probs of a dump may belong to other weights, so a difference is no fault.
     mismatch = MismatchCheck(rollout if replay is None else replace(rollout, max_logprob_diff=None), actor.fsdp_config)
     ref_pass = LogProbPass(workers, "ref", "ref_log_probs", ref_budget, balance)
-    with_reference = needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss)
+    with_reference = needs_reference(settings)
     every = None if context.worker_plan.reference_folder is None else roles.ref.sync_every_steps
     return Learner(
         workers=workers,

@@ -13,6 +13,7 @@ from verl_memopt.config.schema import Actor, Fsdp, Model, RltReward, ScoringMode
 from verl_memopt.data.batch import RolloutBatch
 from verl_memopt.distributed.device import local_device
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
+from verl_memopt.knobs.precision import Precision
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
 from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
@@ -43,7 +44,7 @@ class ScoringPlan:
     student: str
     teacher: str | None
     rlt: RltReward
-    dtype: str
+    dtype: Precision
     temperature: float
     trust_remote_code: bool
 

@@ -7,7 +7,7 @@ from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.knobs.index import knob_named
+from verl_memopt.knobs.knob import knob_named
 from verl_memopt.memory.activations.activation_checkpointing import (
     KEPT_BY_SELECTIVE,
     Checkpointed,

@@ -14,7 +14,7 @@ from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
 from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.knobs.index import knob_named
+from verl_memopt.knobs.knob import knob_named
 from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.memory.activations.prune_last_block import can_prune
 from verl_memopt.models.decoder import class_name

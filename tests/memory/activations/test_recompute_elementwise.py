@@ -12,7 +12,7 @@ from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
-from verl_memopt.knobs.index import knob_named
+from verl_memopt.knobs.knob import knob_named
 from verl_memopt.memory.activations.recompute_elementwise import KNOWN, can_recompute
 from verl_memopt.models.decoder import class_name
 from verl_memopt.models.pack import pack_groups

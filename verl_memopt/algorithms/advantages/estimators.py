@@ -16,7 +16,7 @@ from verl_memopt.algorithms.advantages.token_level import (
     reinforce_plus_plus_baseline_advantages,
     remax_advantages,
 )
-from verl_memopt.knobs.conditions import WITHOUT_BASELINE
+from verl_memopt.knobs.values import WITHOUT_BASELINE
 
 
 @dataclass(frozen=True)

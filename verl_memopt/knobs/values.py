@@ -1,0 +1,92 @@
+"""What settings may hold and what several of them mean together: ranges of numbers, and questions that many rules ask.
+
+A number with a range is ``Annotated[type, Range]``, read by the check of values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Any
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Fsdp, Settings
+
+WITH_CRITIC = ("gae",)
+"""Values of ``algorithm.adv_estimator`` that read the values of a critic. With any other no critic is built."""
+
+WITHOUT_GROUPS = (*WITH_CRITIC, "reinforce_plus_plus", "remax")
+"""Values of ``algorithm.adv_estimator`` that do not compare the responses to one prompt, so that a single one is enough."""
+
+WITHOUT_BASELINE = ("rloo", "rloo_vectorized", "grpo", "grpo_vectorized")
+"""Values that take the reward itself as advantage where each prompt has a single response, as verl does."""
+
+LOSSES_OF_SEQUENCES = ("sequence", "gspo", "geo_mean")
+"""Values of ``actor.policy_loss.loss_mode`` with one ratio per sequence: a token's gradient depends on its whole sequence."""
+
+DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
+"""The keys behind :func:`num_devices`."""
+
+KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
+"""The keys behind :func:`needs_reference`."""
+
+
+def num_devices(settings: Settings) -> int:
+    """Return the devices of the run, which is also the number of ranks that share a batch."""
+    return settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+
+
+def uneven_shards(settings: Settings, fsdp: Fsdp) -> bool:
+    """Return whether the devices do not divide into shard groups. A size below 1 is all devices, or reported elsewhere."""
+    return fsdp.fsdp_size > 0 and num_devices(settings) % fsdp.fsdp_size != 0
+
+
+def longest_sample(settings: Settings) -> int:
+    """Return the tokens of the longest sample."""
+    return settings.data.max_prompt_length + settings.data.max_response_length
+
+
+def has_critic(settings: Settings) -> bool:
+    """Return whether the run trains a critic."""
+    return settings.algorithm.adv_estimator in WITH_CRITIC
+
+
+def needs_reference(settings: Settings) -> bool:
+    """Return whether a KL asks for the log-probs of a reference."""
+    in_reward, in_loss = settings.algorithm.use_kl_in_reward, settings.actor_rollout_ref.actor.use_kl_loss
+    return in_reward or in_loss
+
+
+@dataclass(frozen=True)
+class Range:
+    """What a number must be."""
+
+    text: str
+    """The end of the sentence "the value ..."."""
+    holds: Callable[[Any], bool]
+    """Return whether a value, which is not None, is in the range."""
+
+
+@dataclass(frozen=True)
+class Words:
+    """The words that a key takes, or each item of its list, where its type does not say so."""
+
+    words: tuple[str, ...]
+
+
+POSITIVE = Range("must be above 0", lambda value: value > 0)
+NOT_NEGATIVE = Range("must not be negative", lambda value: value >= 0)
+MINUS_ONE_OR_POSITIVE = Range("must be above 0, or -1", lambda value: value > 0 or value == -1)
+MINUS_ONE_OR_MORE = Range("must not be negative, except -1", lambda value: value >= -1)
+SHARE = Range("must lie between 0 and 1", lambda value: 0 <= value <= 1)
+POSITIVE_SHARE = Range("must be above 0 and at most 1", lambda value: 0 < value <= 1)
+
+PositiveInt = Annotated[int, POSITIVE]
+PositiveFloat = Annotated[float, POSITIVE]
+NaturalInt = Annotated[int, NOT_NEGATIVE]
+"""A whole number from 0 up."""
+NaturalFloat = Annotated[float, NOT_NEGATIVE]
+"""A number from 0 up."""
+CountOrMinusOne = Annotated[int, MINUS_ONE_OR_POSITIVE]
+Share = Annotated[float, SHARE]
+PositiveShare = Annotated[float, POSITIVE_SHARE]
