@@ -41,7 +41,7 @@ class Rows(PromptDataset):
     def __getitem__(self, index):
         if self._split == "val":
             self.reads += 1
-            if self.reads - len(self) in {reads}:  # every row is read once before the run
+            if self.reads - len(self) + 1 in {reads}:  # the start reads every row once
                 os.kill(os.getpid(), signal.{name})
         return super().__getitem__(index)
 """
