@@ -130,7 +130,7 @@ def answer(case: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
     heard = Heard()
     logger = logging.getLogger(PACKAGE.name)
     logger.addHandler(heard)
-    logger.propagate = False
+    propagates, logger.propagate = logger.propagate, False
     try:
         if "mapping" in case:
             settings = settings_from_mapping(case["mapping"])
@@ -143,6 +143,7 @@ def answer(case: Mapping[str, Any], base: Mapping[str, Any]) -> dict[str, Any]:
         return {"traceback": f"{type(error).__name__}: {error}".replace(str(ROOT), "ROOT"), "log": heard.lines}
     finally:
         logger.removeHandler(heard)
+        logger.propagate = propagates
     values = flat(to_plain(settings))
     return {
         "settings": {key: value for key, value in values.items() if key not in base or base[key] != value},
