@@ -14,7 +14,7 @@ from verl_memopt.config.keys import leaf_keys
 __all__ = ["leaf_keys", "record_reads"]
 
 _SILENT_CALLERS = ("dataclasses", schema.__name__, "verl_memopt.knobs.")
-"""Modules whose reads are no use of a value: ``dataclasses.replace``, and the generated ``==`` and ``repr``."""
+"""Modules whose reads are no use of a value: ``dataclasses.replace``, and those that declare settings."""
 
 
 @contextmanager
@@ -39,7 +39,9 @@ def _recording(prefixes: dict[int, str], read_keys: set[str]) -> Callable[[Any, 
     def read(self: Any, name: str) -> Any:
         value = object.__getattribute__(self, name)
         prefix = prefixes.get(id(self))
-        silent = sys._getframe(1).f_globals["__name__"].startswith(_SILENT_CALLERS)
+        caller = sys._getframe(1)
+        # The generated ``==`` and ``repr`` of a dataclass, wherever it is declared, come from no file.
+        silent = caller.f_code.co_filename == "<string>" or caller.f_globals["__name__"].startswith(_SILENT_CALLERS)
         if prefix is not None and not silent and not name.startswith("_") and not dataclasses.is_dataclass(value):
             read_keys.add(prefix + name)
         return value
