@@ -7,7 +7,6 @@ one or two kernels over all rows. It makes no temporary tensor of the rows' size
 from __future__ import annotations
 
 import logging
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from functools import cache
@@ -42,7 +41,6 @@ WARNING = (
 _on = False
 _warned = False
 _in_tiles: set[Callable[..., None]] = set()
-_limits = threading.local()
 _numbers = count()
 
 
@@ -141,16 +139,13 @@ def compiled_for_width(function: Callable[..., Any], tensors: Sequence[Tensor | 
         TorchDynamoException: It cannot be compiled.
         FailOnRecompileLimitHit: It has too many variants.
     """
-    # Dynamo's settings are of one thread, and a GPU's backward runs in a thread of its own.
-    if not getattr(_limits, "raised", False):
-        dynamo_config.recompile_limit, dynamo_config.fail_on_recompile_limit_hit = RECOMPILE_LIMIT, True
-        _limits.raised = True
     # Detached, so that neither `requires_grad` nor Parameter or Tensor makes a variant.
     inputs = [one.detach() if isinstance(one, Tensor) else one for one in others]
     widths = tuple(None if one is None else (one.dtype, one.shape[1:]) for one in tensors)
-    return _compiled(function, widths, tuple((one.dtype, one.shape) if isinstance(one, Tensor) else one for one in inputs))(
-        tensors, inputs
-    )
+    run = _compiled(function, widths, tuple((one.dtype, one.shape) if isinstance(one, Tensor) else one for one in inputs))
+    # Only for this call: the engine compiles functions of its own in this process.
+    with dynamo_config.patch(recompile_limit=RECOMPILE_LIMIT, fail_on_recompile_limit_hit=True):
+        return run(tensors, inputs)
 
 
 @cache

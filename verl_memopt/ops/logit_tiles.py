@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import FailOnRecompileLimitHit
 
 from verl_memopt.ops.fused import compiled_for_width
 from verl_memopt.ops.target_terms import clamped, hidden_gradient, is_inside
@@ -412,7 +413,10 @@ def _compiled(function: Callable[..., Any], *arguments: Any) -> Any:
     tensors = [None if one is None else one.detach() for one in arguments if one is None or isinstance(one, Tensor)]
     if not tensors or len(tensors[0] if tensors[0] is not None else ()) < 2:
         return function(*arguments)  # one row would be a variant of its own
-    return compiled_for_width(function, tensors, arguments[len(tensors) :])
+    try:
+        return compiled_for_width(function, tensors, arguments[len(tensors) :])
+    except FailOnRecompileLimitHit:  # raised before anything ran
+        return function(*arguments)
 
 
 def _plain(function: Callable[..., Any], *arguments: Any) -> Any:
