@@ -36,7 +36,7 @@ choice=gsm8k
 if [ "$preset" = tiny ]; then
     choice=toy
 elif [ -z "${MODEL_PATH:-}$preset" ]; then
-    lists_gpu=$(nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo --nvidia-smi || true)
+    lists_gpu=$(nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null && echo --nvidia-smi || true)
     choice=$("$PYTHON" -m verl_memopt.trainer.choice --device "$DEVICE" --model "$HUB_MODEL" --dataset openai/gsm8k \
         --train-file "$GSM8K" ${TRAIN_FILES:+--own-data} $lists_gpu)
 fi

@@ -40,7 +40,7 @@ if [ -n "$sleeps" ] && [[ "${PYTORCH_ALLOC_CONF:-}${PYTORCH_CUDA_ALLOC_CONF:-}" 
 fi
 
 # One GPU is pinned, so that the run neither sees nor touches another: the first of those that are visible.
-lists_gpu=$(nvidia-smi -L 2>/dev/null | grep -q '^GPU ' && echo --nvidia-smi || true)
+lists_gpu=$(nvidia-smi -L 2>/dev/null | grep '^GPU ' >/dev/null && echo --nvidia-smi || true)
 if [ "$devices" = 1 ] && { [ -n "$lists_gpu" ] || [ -n "${CUDA_VISIBLE_DEVICES:-}" ]; }; then
     export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES-0}
     export CUDA_VISIBLE_DEVICES=${CUDA_VISIBLE_DEVICES%%,*}

@@ -47,9 +47,9 @@ def resolved(script, folder, *arguments, **variables):
 
 
 def fake_nvidia_smi(folder):
-    """Put a program on the path that lists two GPUs."""
+    """Put a program on the path that lists two GPUs, the second a moment later, as the real one may."""
     program = folder / "nvidia-smi"
-    program.write_text("#!/bin/sh\necho 'GPU 0: one'\necho 'GPU 1: two'\n")
+    program.write_text("#!/bin/sh\necho 'GPU 0: one'\nsleep 0.2\necho 'GPU 1: two'\n")
     program.chmod(program.stat().st_mode | stat.S_IXUSR)
 
 
