@@ -67,11 +67,12 @@ def num_lines(path: Path) -> int:
 
 
 def code_and_comment_lines(path: Path) -> tuple[int, int]:
-    """Return the lines that hold code, and those that hold a comment alone. Docstrings are neither."""
-    strings = {
+    """Return the lines that hold code, and those that hold a comment alone. Docstrings and imports are neither."""
+    others = {
         line
         for node in ast.walk(tree_of(path))
-        if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str)
+        if isinstance(node, ast.Import | ast.ImportFrom)
+        or (isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant) and isinstance(node.value.value, str))
         for line in range(node.lineno, (node.end_lineno or node.lineno) + 1)
     }
     code, comments = set(), set()
@@ -81,7 +82,7 @@ def code_and_comment_lines(path: Path) -> tuple[int, int]:
             comments.add(token.start[0])
         elif token.type not in skipped:
             code.update(range(token.start[0], token.end[0] + 1))
-    code -= strings
+    code -= others
     return len(code), len(comments - code)
 
 
@@ -180,7 +181,7 @@ def static_rows() -> Iterator[tuple[str, Any, Any]]:
     all_files = sorted(PACKAGE.rglob("*.py"))
     counted = [code_and_comment_lines(path) for path in all_files]
     code, comments = (sum(pair[part] for pair in counted) for part in (0, 1))
-    yield "lines of code", code, None
+    yield "lines of code, imports apart", code, None
     yield "all lines", sum(map(num_lines, all_files)), None
     yield "lines of tests", sum(map(num_lines, sorted((ROOT / "tests").rglob("*.py")))), None
     small = [

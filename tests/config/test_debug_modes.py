@@ -1,11 +1,12 @@
-from pathlib import Path
 from typing import get_args
 
 import pytest
 
 from verl_memopt.config.debug_modes import MODES, NOT_WHOLE, REPLAYING, WITHOUT_DATA, of_mode
+from verl_memopt.config.document import meanings
 from verl_memopt.config.keys import leaf_keys, leaf_types
 from verl_memopt.config.loader import PACKAGED, load_settings
+from verl_memopt.config.schema.run import Debug
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"
@@ -67,5 +68,5 @@ def test_data_that_is_missing_is_no_problem_of_a_mode_that_reads_none():
 
 
 def test_every_mode_is_explained_in_the_help_of_the_key():
-    text = (Path(PACKAGED).parent / "schema" / "run.py").read_text()
+    text = meanings(Debug)["mode"]
     assert all(f"{name} = " in text for name in MODES)
