@@ -1,10 +1,12 @@
-"""What /proc tells of the processes below one process, and how all of them are ended."""
+"""What is known of the processes below one process, and how all of them are ended."""
 
 import os
 import subprocess
 import sys
 import time
 from pathlib import Path
+
+import psutil
 
 from tests.rewards.processes import gone
 from verl_memopt.rewards.process_tree import (
@@ -30,15 +32,19 @@ def started(program: str, lines: int, **environment: str) -> "tuple[subprocess.P
     return process, [int(process.stdout.readline()) for _ in range(lines)]
 
 
+def ids(root: int) -> set[int]:
+    return {process.pid for process in descendants(root)}
+
+
 def test_descendants_are_found_over_generations_and_their_root_is_not_one() -> None:
     process, (parent, child) = started(PARENT, 2)
     try:
-        assert {parent, child} <= descendants(os.getpid()).keys()
-        assert set(descendants(parent)) == {child}
+        assert {parent, child} <= ids(os.getpid())
+        assert ids(parent) == {child}
     finally:
         os.kill(child, 9)
         process.wait()
-    assert descendants(parent) == {}
+    assert ids(parent) == set()
 
 
 def test_a_process_whose_name_looks_like_a_stat_line_is_read_right(tmp_path: Path) -> None:
@@ -47,18 +53,21 @@ def test_a_process_whose_name_looks_like_a_stat_line_is_read_right(tmp_path: Pat
     with subprocess.Popen([str(odd), "60"]) as process:
         while b"S 1" not in Path(f"/proc/{process.pid}/comm").read_bytes():
             time.sleep(0.01)
-        assert process.pid in descendants(os.getpid())
+        assert process.pid in ids(os.getpid())
         process.kill()
 
 
 def test_processor_time_and_memory_of_a_tree_grow_with_what_its_processes_take() -> None:
     busy = NESTED + "held = b'x' * 2**26\nwhile time.process_time() < 0.5: pass\nprint(0, flush=True)\ntime.sleep(60)"
     process, (pid, _) = started(busy, 2)
-    tree = {pid: descendants(os.getpid())[pid]}
-    process.kill()
-    process.wait()
-    assert 0.4 < cpu_seconds(tree) < 5
-    assert 2**26 < resident_bytes(tree) < 2**28
+    tree = [psutil.Process(pid)]
+    try:
+        assert 0.4 < cpu_seconds(tree) < 5
+        assert 2**26 < resident_bytes(tree) < 2**28
+    finally:
+        process.kill()
+        process.wait()
+    assert cpu_seconds(tree) == resident_bytes(tree) == 0
 
 
 def test_pages_that_processes_share_count_once_in_the_proportional_sum() -> None:
@@ -67,14 +76,13 @@ def test_pages_that_processes_share_count_once_in_the_proportional_sum() -> None
         + "held = b'x' * 2**26\nfor _ in range(4):\n    if not os.fork(): time.sleep(60)\nprint(0, flush=True)\ntime.sleep(60)"
     )
     process, (pid, _) = started(forks, 2)
-    tree = descendants(pid)
-    tree[pid] = descendants(os.getpid())[pid]
+    tree = [psutil.Process(pid), *descendants(pid)]
     try:
         assert resident_bytes(tree) > 5 * 2**26
         assert 2**26 < proportional_bytes(tree) < 2 * 2**26
     finally:
-        for each in (pid, *tree):
-            os.kill(each, 9)
+        for each in tree:
+            each.kill()
         process.wait()
 
 
@@ -97,7 +105,7 @@ def test_a_process_is_marked_by_a_whole_entry_of_its_environment() -> None:
         subprocess.Popen(["sleep", "60"], env={"BEFORE": "1", "THE_TEST": value, "AFTER": "1"}) for value in ("one", "one more")
     )
     try:
-        assert marked("THE_TEST=one") == [one.pid]
+        assert [process.pid for process in marked("THE_TEST=one")] == [one.pid]
         assert marked("TEST=one") == []
     finally:
         for process in (one, more):

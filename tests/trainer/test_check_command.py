@@ -1,4 +1,3 @@
-import json
 import re
 
 import pytest
@@ -55,15 +54,6 @@ def test_what_was_left_behind_and_a_tracker_in_doubt_are_said(store, capsys):
     assert code == 0
     assert "says step 4, and the checkpoint that was committed last is of step 3" in lines[0]
     assert lines[-1].endswith("belongs to an earlier run that the newest one does not continue")
-
-
-def test_one_of_the_first_format_says_that_only_sizes_were_compared(store, capsys):
-    sizes = {path.name: path.stat().st_size for path in store.folder(4).iterdir() if path.name != "meta.json"}
-    old = {"format": 1, "step": 4, "world_size": 1, "torch": "2.13.0", "files": sizes}
-    (store.folder(4) / "meta.json").write_text(json.dumps(old))
-    code, lines = checked(store, capsys)
-    assert code == 0
-    assert "written without checksums: only sizes were compared" in lines[-1]
 
 
 def test_a_folder_without_checkpoints_is_a_users_error(tmp_path, capsys):

@@ -1,6 +1,5 @@
 import errno
 import json
-import logging
 import os
 import random
 import shutil
@@ -13,6 +12,7 @@ from blake3 import blake3
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, UserError
 from verl_memopt.trainer.checkpoints import TRACKER, CheckpointStore, find_fault, read_checkpoint
+from verl_memopt.trainer.manifest import Manifest, write_manifest
 
 
 def save(store, step, size=10):
@@ -55,7 +55,7 @@ def test_the_manifest_lists_every_file_with_its_size_its_checksum_and_who_wrote_
     sizes = {name: record["size"] for name, record in manifest["files"].items()}
     assert sizes == {"actor/shard": 7, "data.pt": (folder / "data.pt").stat().st_size}
     assert manifest["files"]["actor/shard"]["digest"] == blake3(b"x" * 7).hexdigest()
-    assert (manifest["format"], manifest["algorithm"]) == (2, "blake3")
+    assert (manifest["format"], manifest["algorithm"]) == (1, "blake3")
     assert (manifest["step"], manifest["world_size"], manifest["torch"]) == (2, 2, torch.__version__)
 
 
@@ -604,18 +604,6 @@ def test_a_fresh_start_moves_every_checkpoint_into_a_folder_of_its_own(store):
     assert names(store.root) == ["previous"]
 
 
-def test_an_old_checkpoint_without_checksums_is_resumed_and_said_to_be_unchecked(store, caplog):
-    folder = save(store, 3)
-    manifest = json.loads((folder / "meta.json").read_text())
-    sizes = {name: record["size"] for name, record in manifest["files"].items()}
-    (folder / "meta.json").write_text(json.dumps({"format": 1, "step": 3, "world_size": 2, "torch": "2.13.0", "files": sizes}))
-    with caplog.at_level(logging.WARNING):
-        assert store.newest().step == 3
-    assert [record.getMessage() for record in caplog.records] == [
-        f"{folder}: written by an earlier version, without checksums; only the sizes of its files were checked"
-    ]
-
-
 def test_driver_state_that_torch_cannot_read_is_a_fault_like_any_other(store):
     save(store, 6)
     folder = store.begin(8)
@@ -623,10 +611,10 @@ def test_driver_state_that_torch_cannot_read_is_a_fault_like_any_other(store):
     folder = store.folder(8)
     shutil.rmtree(folder)
     folder.mkdir()
-    (folder / "data.pt").write_bytes(b"not what torch wrote")
-    (folder / "meta.json").write_text(
-        json.dumps({"format": 1, "step": 8, "world_size": 1, "torch": "2.13.0", "files": {"data.pt": 20}})
-    )
+    data = b"not what torch wrote"
+    (folder / "data.pt").write_bytes(data)
+    record = FileRecord(len(data), blake3(data).hexdigest())
+    write_manifest(folder, Manifest(8, 2, 1, "2.13.0", None, {"data.pt": record}))
     (store.root / TRACKER).write_text("8\n")
     assert store.newest({}).step == 6
 

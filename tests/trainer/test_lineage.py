@@ -5,15 +5,12 @@ from verl_memopt.trainer.manifest import MANIFEST, Manifest, write_manifest
 
 
 def lineage(root, commits, tracked=None):
-    """Return the lineage of a folder with these commit numbers: None is a damaged manifest, 0 the old format."""
+    """Return the lineage of a folder with these commit numbers. None is a damaged manifest."""
     folders = {step: root / f"global_step_{step}" for step in commits}
     for step, folder in folders.items():
         folder.mkdir()
         if commits[step] is None:
             (folder / MANIFEST).write_text("damaged")
-        elif commits[step] == 0:
-            text = '{"format": 1, "step": %d, "world_size": 1, "torch": "", "files": {}}'
-            (folder / MANIFEST).write_text(text % step)
         else:
             write_manifest(folder, Manifest(step, commits[step], 1, ""))
     if tracked is not None:
@@ -40,11 +37,6 @@ def lineage(root, commits, tracked=None):
         ({2: 1, 4: 2, 6: None}, "6\n", [2, 4, 6]),
         ({2: None, 4: None}, "x", [2, 4]),
         ({2: None, 4: 1, 6: 2}, "6\n", [2, 4, 6]),
-        # The old format has no numbers: the tracker decides, and any later commit is newer.
-        ({2: 0, 4: 0, 6: 0}, "4\n", [2, 4]),
-        ({2: 0, 4: 0}, None, [2, 4]),
-        ({2: 0, 4: 0, 6: 0, 3: 1}, "3\n", [2, 3]),
-        ({2: 0, 4: 0, 6: 1}, "6\n", [2, 4, 6]),
     ],
 )
 def test_the_runs_own_checkpoints_are_told_from_those_left_behind(tmp_path, commits, tracked, own_steps):
@@ -72,7 +64,8 @@ def test_a_tracker_that_disagrees_is_doubted_in_words(tmp_path, tracked, doubt):
 
 
 @pytest.mark.parametrize(
-    ("commits", "tracked"), [({4: 1, 6: 2, 8: 3, 5: 4}, "5\n"), ({2: 0, 4: 0}, "9\n"), ({2: 0, 4: 0}, None), ({}, "3\n")]
+    ("commits", "tracked"),
+    [({4: 1, 6: 2, 8: 3, 5: 4}, "5\n"), ({2: None, 4: None}, "9\n"), ({2: None, 4: None}, None), ({}, "3\n")],
 )
 def test_the_step_of_the_last_commit_and_a_folder_without_commit_numbers_raise_no_doubt(tmp_path, commits, tracked):
     assert lineage(tmp_path, commits, tracked).doubt is None

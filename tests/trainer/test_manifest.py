@@ -62,22 +62,10 @@ def test_json_that_is_no_object_is_said_to_be_none(folder, text):
     assert find_fault(folder) == f"{MANIFEST} cannot be read: expected a JSON object"
 
 
-def test_the_first_format_knew_the_sizes_of_its_files_and_who_wrote_it(folder):
-    old = {"format": 1, "step": 7, "world_size": 2, "torch": "2.12.0", "files": {"data.pt": 6}}
-    (folder / MANIFEST).write_text(json.dumps(old))
-    assert read_manifest(folder) == Manifest(7, 0, 2, "2.12.0", None, {"data.pt": FileRecord(6, "")}, checksums=False)
-
-
-def test_a_checksum_in_the_first_format_means_a_damaged_second(folder):
-    fields = json.loads((folder / MANIFEST).read_text())
-    (folder / MANIFEST).write_text(json.dumps(fields | {"format": 1}))
-    assert find_fault(folder) == f"{MANIFEST} has other contents than were written"
-
-
 def test_a_manifest_of_a_newer_version_is_told_from_a_damaged_one(folder):
     fields = json.loads((folder / MANIFEST).read_text())
     del fields["digest"]
-    bare = json.dumps(fields | {"format": 3}, indent=1)
+    bare = json.dumps(fields | {"format": 2}, indent=1)
     whole = json.dumps(json.loads(bare) | {"digest": blake3(bare.encode()).hexdigest()}, indent=1) + "\n"
     (folder / MANIFEST).write_text(whole)
     assert "written by a newer version" in find_fault(folder)
@@ -88,16 +76,3 @@ def test_a_manifest_that_cannot_be_opened_is_a_fault(folder):
     assert find_fault(folder) == "meta.json is missing"
     (folder / MANIFEST).mkdir()
     assert find_fault(folder) == "meta.json cannot be read: Is a directory"
-
-
-def test_the_first_format_has_sizes_alone_and_is_still_read(folder):
-    sizes = {name: len(data) for name, data in CONTENTS.items()}
-    old = {"format": 1, "step": 7, "world_size": 2, "torch": "2.13.0", "files": sizes}
-    (folder / MANIFEST).write_text(json.dumps(old, indent=1))
-    manifest = read_manifest(folder)
-    assert (manifest.step, manifest.commit, manifest.checksums, manifest.score) == (7, 0, False, None)
-    assert find_fault(folder) is None
-    (folder / "data.pt").write_bytes(b"drive")
-    assert find_fault(folder) == "data.pt has 5 bytes of 6"
-    (folder / MANIFEST).write_text(json.dumps(old | {"files": {"data.pt": "6"}}))
-    assert "a size is no number" in find_fault(folder)

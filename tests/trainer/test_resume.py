@@ -1,17 +1,19 @@
 import dataclasses
-import json
 import logging
 import shutil
 
 import pytest
 import torch
+from blake3 import blake3
 
 from tests.trainer.conftest import AR, LEAST, learned, ready
 from verl_memopt.config.loader import settings_from_mapping
+from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpointError
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 from verl_memopt.trainer.build import build_run
 from verl_memopt.trainer.checkpoints import CheckpointStore
+from verl_memopt.trainer.manifest import read_manifest, write_manifest
 from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, loaded_parts, plain_shapes, with_seeds
 from verl_memopt.trainer.run import train
 
@@ -72,10 +74,9 @@ def test_a_flipped_bit_in_a_shard_makes_the_run_resume_before_it_and_say_so(sett
 
 
 def test_a_shard_that_only_torch_finds_unreadable_makes_the_run_fall_back(settled, run_dir, capsys):
-    # As a checkpoint of the first format, whose contents nothing else checks.
     shard = next((run_dir / "global_step_2").rglob("*.distcp"))
     shard.write_bytes(b"\0" * shard.stat().st_size)
-    as_first_format(run_dir / "global_step_2")
+    seal(run_dir / "global_step_2")
     whole = learned(run_dir)
     assert train(settled(SAVES)) == 0
     shown = capsys.readouterr().out
@@ -84,16 +85,12 @@ def test_a_shard_that_only_torch_finds_unreadable_makes_the_run_fall_back(settle
     assert learned(run_dir) == whole
 
 
-def as_first_format(folder):
-    manifest = json.loads((folder / "meta.json").read_text())
-    sizes = {name: (folder / name).stat().st_size for name in manifest["files"]}
-    (folder / "meta.json").write_text(
-        json.dumps({"format": 1, "step": manifest["step"], "world_size": 1, "torch": manifest["torch"], "files": sizes})
-    )
-    # A folder of that version has no commit numbers at all.
-    for other in folder.parent.glob("global_step_*"):
-        if json.loads((other / "meta.json").read_text())["format"] == 2:
-            as_first_format(other)
+def seal(folder):
+    """Write the manifest anew, so that it agrees with what the files hold by now."""
+    manifest = read_manifest(folder)
+    data = {name: (folder / name).read_bytes() for name in manifest.files}
+    records = {name: FileRecord(len(each), blake3(each).hexdigest()) for name, each in data.items()}
+    write_manifest(folder, dataclasses.replace(manifest, files=records))
 
 
 def test_a_named_checkpoint_never_falls_back(settled, run_dir):
@@ -102,7 +99,7 @@ def test_a_named_checkpoint_never_falls_back(settled, run_dir):
     named = {"trainer.resume_mode": "resume_path", "trainer.resume_from_path": str(run_dir / "global_step_2")}
     with pytest.raises(CheckpointError, match=r"resume_from_path=.*not whole \(actor/dcp/.* has other contents"):
         train(settled(SAVES | named))
-    as_first_format(run_dir / "global_step_2")
+    seal(run_dir / "global_step_2")
     with pytest.raises(UnreadableCheckpointError, match="looks whole and cannot be loaded"):
         train(settled(SAVES | named))
 
@@ -167,16 +164,6 @@ def test_the_parts_of_every_trained_role_are_listed(settled):
     actor = settings.actor_rollout_ref.actor
     assert loaded_parts(actor, None) == {f"{AR}.actor.checkpoint.load_contents": ["model", "optimizer", "extra"]}
     assert loaded_parts(actor, settings.critic)["critic.checkpoint.load_contents"] == ["model"]
-
-
-def test_a_checkpoint_of_an_earlier_version_has_no_settings_to_compare(settled, run_dir, caplog):
-    folder = run_dir / "global_step_2"
-    driver = torch.load(folder / "data.pt", weights_only=True)
-    torch.save({key: value for key, value in driver.items() if key not in ("settings", "weights")}, folder / "data.pt")
-    as_first_format(folder)
-    with caplog.at_level(logging.INFO):
-        assert resumed_context(settled, {f"{AR}.rollout.n": 4}).checkpoint.step == 2
-    assert "without its settings; changes of settings are not known" in caplog.text
 
 
 def test_a_fresh_start_was_asked_for_and_reads_no_checkpoint(settled, run_dir):

@@ -162,8 +162,8 @@ def test_a_signal_that_the_main_thread_blocks_is_seen_by_the_watch(watched):
     assert process.returncode == 143
 
 
-def test_the_watch_brings_no_package_beyond_the_standard_library():
+def test_the_watch_brings_no_package_but_psutil():
     code = "import sys; before = set(sys.modules)\nimport verl_memopt.trainer.main_ppo\nprint(*(set(sys.modules) - before))"
     loaded = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True).stdout.split()
     foreign = {name.split(".")[0] for name in loaded} - set(sys.stdlib_module_names) - {"verl_memopt"}
-    assert foreign == set()
+    assert {name for name in foreign if not name.startswith("_psutil")} == {"psutil"}

@@ -1,4 +1,4 @@
-"""The processes below one process, read from Linux's /proc: their memory, their processor time, and how to end them all."""
+"""The processes below one process: their memory, their processor time, and how to end them all."""
 
 from __future__ import annotations
 
@@ -6,62 +6,58 @@ import contextlib
 import os
 import signal
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable
+from typing import TYPE_CHECKING, Any
 
-_TICKS = os.sysconf("SC_CLK_TCK")
-_PAGE = os.sysconf("SC_PAGE_SIZE")
+if TYPE_CHECKING:
+    from psutil import Process
 
 _STOP_ROUNDS = 8
 """Scans that stop processes before they are killed, so that none starts another in between."""
 
 _ROUND_SECONDS = 0.005
 
+# psutil is imported where it is used, 1.7 MiB. A reward process is forked before that and does not hold it; its supervisor does.
 
-def descendants(root: int) -> dict[int, list[bytes]]:
-    """Return every process below ``root`` with the fields of its /proc stat that follow its name (state first).
+
+def descendants(root: int) -> list[Process]:
+    """Return every process below ``root``, parents first; zombies are among them.
 
     The kernel gives a process whose parent has died to the nearest ancestor that adopts orphans (PR_SET_CHILD_SUBREAPER). If
     ``root`` adopts them, no process that it started is missed.
     """
-    fields = dict(_stats())
-    children: dict[int, list[int]] = {}
-    for pid, values in fields.items():
-        children.setdefault(int(values[1]), []).append(pid)
-    below: dict[int, list[bytes]] = {}
-    waiting = list(children.get(root, ()))
-    while waiting:
-        pid = waiting.pop()
-        below[pid] = fields[pid]
-        waiting += children.get(pid, ())
-    return below
+    import psutil
+
+    try:
+        return psutil.Process(root).children(recursive=True)
+    except psutil.NoSuchProcess:
+        return []
 
 
-def _stats() -> Iterator[tuple[int, list[bytes]]]:
-    for name in os.listdir("/proc"):
-        if not name.isdigit():
-            continue
-        with contextlib.suppress(OSError), open(f"/proc/{name}/stat", "rb") as file:
-            # The name in parentheses may itself hold spaces and parentheses.
-            yield int(name), file.read().rpartition(b")")[2].split()
-
-
-def cpu_seconds(tree: dict[int, list[bytes]]) -> float:
+def cpu_seconds(tree: Iterable[Process]) -> float:
     """Return the processor time of the processes and of the children they have waited for."""
-    return sum(sum(map(int, values[11:15])) for values in tree.values()) / _TICKS
+    return sum(sum(times[:4]) for times in _each(tree, "cpu_times"))
 
 
-def resident_bytes(tree: dict[int, list[bytes]]) -> int:
+def resident_bytes(tree: Iterable[Process]) -> int:
     """Return the total memory of the processes. A page that several of them share counts once for each."""
-    return sum(int(values[21]) for values in tree.values()) * _PAGE
+    return sum(memory.rss for memory in _each(tree, "memory_info"))
 
 
-def proportional_bytes(pids: Iterable[int]) -> int:
+def proportional_bytes(tree: Iterable[Process]) -> int:
     """Return the total memory of the processes. A shared page is divided among them. Slower."""
-    total = 0
-    for pid in pids:
-        with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as file:
-            total += next((int(line.split()[1]) for line in file if line.startswith(b"Pss:")), 0) * 1024
-    return total
+    return sum(memory.pss for memory in _each(tree, "memory_full_info"))
+
+
+def _each(tree: Iterable[Process], method: str) -> list[Any]:
+    """Return what a method gives for each process that still exists and may be asked."""
+    import psutil
+
+    answers = []
+    for process in tree:
+        with contextlib.suppress(psutil.Error):
+            answers.append(getattr(process, method)())
+    return answers
 
 
 def end_descendants(seconds: float) -> bool:
@@ -91,12 +87,19 @@ def reap() -> bool:
 def _kill_all() -> None:
     stopped: set[int] = set()
     for _ in range(_STOP_ROUNDS):
-        running = descendants(os.getpid()).keys() - stopped
+        running = {process.pid for process in descendants(os.getpid())} - stopped
         if not running:
             break
         _send(running, signal.SIGSTOP)
         stopped |= running
     _send(stopped, signal.SIGKILL)
+
+
+def _send(pids: Iterable[int], number: int) -> None:
+    # os.kill, because psutil's methods first read again when the process was started: long enough for another to be forked.
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError, PermissionError):
+            os.kill(pid, number)
 
 
 def kill_marked(mark: str, seconds: float) -> list[int]:
@@ -105,29 +108,24 @@ def kill_marked(mark: str, seconds: float) -> list[int]:
     This finds the processes of a supervisor that was killed. They are no longer below this process, but they inherited the
     supervisor's environment.
     """
-    deadline, killed = time.monotonic() + seconds, set()
+    deadline, killed = time.monotonic() + seconds, set[int]()
     while (alive := marked(mark)) and time.monotonic() < deadline:
-        killed.update(alive)
-        _send(alive, signal.SIGKILL)
+        killed.update(process.pid for process in alive)
+        _each(alive, "kill")
         time.sleep(_ROUND_SECONDS)
     return sorted(killed)
 
 
-def marked(mark: str) -> list[int]:
-    """Return the ids of all processes but this one whose initial environment has the entry ``mark`` (``NAME=value``).
+def marked(mark: str) -> list[Process]:
+    """Return all processes but this one whose initial environment has the entry ``mark`` (``NAME=value``).
 
     Processes of other users are left out.
     """
-    entry, pids = mark.encode(), []
-    for name in os.listdir("/proc"):
-        if name.isdigit() and int(name) != os.getpid():
-            with contextlib.suppress(OSError), open(f"/proc/{name}/environ", "rb") as file:
-                if entry in file.read().split(b"\0"):
-                    pids.append(int(name))
-    return pids
+    import psutil
 
-
-def _send(pids: Iterable[int], number: int) -> None:
-    for pid in pids:
-        with contextlib.suppress(ProcessLookupError, PermissionError):
-            os.kill(pid, number)
+    (name, _, value), found = mark.partition("="), []
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error, OSError):
+            if process.pid != os.getpid() and process.environ().get(name) == value:
+                found.append(process)
+    return found

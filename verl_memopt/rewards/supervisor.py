@@ -134,6 +134,7 @@ class _Watch:
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         signal.signal(signal.SIGCHLD, _ignore)
+        descendants(os.getpid())  # imports psutil here: the first check's time decides when the next one comes
 
     def run(self) -> int:
         """Return the scorer's wait status once none of its processes is left (0 if the run has ended)."""

@@ -45,8 +45,6 @@ def _facts(store: CheckpointStore, lineage: Lineage, step: int) -> list[str]:
         facts.append(f"{len(manifest.files)} files, {size:,} bytes")
         if manifest.score is not None:
             facts.append(f"validation score {manifest.score:.4g}")
-        if not manifest.checksums:
-            facts.append("written without checksums: only sizes were compared")
     facts += ["best"] if step == store.best() else []
     facts += ["proven: its weights gave finite gradients"] if store.is_proven(step) else []
     facts += [BEYOND] if step in lineage.beyond else []

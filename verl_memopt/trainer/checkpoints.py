@@ -324,8 +324,6 @@ def _read(folder: Path) -> Checkpoint:
         driver = torch.load(folder / "data.pt", weights_only=True)
     except READ_ERRORS as error:
         raise _DamagedError(f"data.pt cannot be read: {error}") from error
-    if not manifest.checksums:
-        logger.warning("%s: written by an earlier version, without checksums; only the sizes of its files were checked", folder)
     return Checkpoint(folder, manifest.step, driver)
 
 

@@ -20,7 +20,7 @@ class Lineage:
     """The checkpoints of a folder, by step.
 
     Attributes:
-        commits: Step -> commit number; None where the manifest cannot be read, 0 where it has none (format 1).
+        commits: Step -> commit number; None where the manifest cannot be read.
         manifests: Step -> manifest, where it can be read.
         steps: Steps of this run, oldest first, whole or not.
         beyond: Steps of an earlier run that this one does not continue.
@@ -53,7 +53,7 @@ def read_lineage(root: Path, folders: Mapping[int, Path]) -> Lineage:
         except ManifestError:
             continue
     commits = {step: manifests[step].commit if step in manifests else None for step in folders}
-    numbered = {step: commit for step, commit in commits.items() if commit}
+    numbered = {step: commit for step, commit in commits.items() if commit is not None}
     tracked = _tracked(root)
     newest = _newest(commits, numbered, tracked)
     steps = [step for step in sorted(commits) if (newest is None or step <= newest) and not _left_behind(step, commits)]

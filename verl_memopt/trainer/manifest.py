@@ -15,8 +15,7 @@ from verl_memopt.distributed.file_records import ALGORITHM, FileRecord, Records,
 
 MANIFEST = "meta.json"
 
-FORMAT = 2
-"""Format 1 has only the sizes of the files: no checksums and no commit number."""
+FORMAT = 1
 
 HASHING_THREADS = 4
 """Files that are hashed at the same time when a checkpoint is verified."""
@@ -32,12 +31,11 @@ class Manifest:
 
     Attributes:
         step: Step of the run.
-        commit: One more than the largest of the run folder when this one was committed; 0 in format 1.
+        commit: One more than the largest of the run folder when this one was committed.
         world_size: Ranks that wrote it.
         torch: Version that wrote it.
         score: Validation score of the step; None without a validation.
         files: name -> size and checksum of each file.
-        checksums: False in format 1, which has only the sizes.
     """
 
     step: int
@@ -46,12 +44,11 @@ class Manifest:
     torch: str
     score: float | None = None
     files: Records = field(default_factory=dict)
-    checksums: bool = True
 
 
 def write_manifest(folder: Path, manifest: Manifest) -> str:
     """Write a manifest into ``folder`` and return its text. The caller forces it to disk."""
-    text = _render({"format": FORMAT, "algorithm": ALGORITHM, **_plain(manifest)})
+    text = _render({"format": FORMAT, "algorithm": ALGORITHM, **asdict(manifest)})
     (folder / MANIFEST).write_text(text, encoding="utf-8")
     return text
 
@@ -68,7 +65,7 @@ def read_manifest(folder: Path) -> Manifest:
         fields = json.loads(text)
         if not isinstance(fields, dict):
             raise TypeError("expected a JSON object")
-        return _read_format_1(fields) if fields.get("format") == 1 else _read(fields, text)
+        return _read(fields, text)
     except FileNotFoundError as error:
         raise ManifestError(f"{MANIFEST} is missing") from error
     except OSError as error:
@@ -90,16 +87,9 @@ def find_fault(folder: Path, contents: bool = True) -> str | None:
         manifest = read_manifest(folder)
     except ManifestError as error:
         return str(error)
-    compare = contents and manifest.checksums
     with ThreadPoolExecutor(HASHING_THREADS) as threads:
-        faults = threads.map(lambda item: file_fault(folder / item[0], item[1], compare), manifest.files.items())
+        faults = threads.map(lambda item: file_fault(folder / item[0], item[1], contents), manifest.files.items())
         return next((f"{name} {fault}" for name, fault in zip(manifest.files, faults, strict=True) if fault is not None), None)
-
-
-def _plain(manifest: Manifest) -> dict[str, Any]:
-    plain = asdict(manifest)
-    del plain["checksums"]
-    return plain
 
 
 def _render(fields: Mapping[str, Any]) -> str:
@@ -115,12 +105,3 @@ def _read(fields: dict[str, Any], text: str) -> Manifest:
         raise ManifestError(f"{MANIFEST} is of format {fields['format']} with {fields['algorithm']}: written by a newer version")
     files = {name: FileRecord(**record) for name, record in fields["files"].items()}
     return Manifest(fields["step"], fields["commit"], fields["world_size"], fields["torch"], fields["score"], files)
-
-
-def _read_format_1(fields: dict[str, Any]) -> Manifest:
-    if "digest" in fields:
-        raise ManifestError(f"{MANIFEST} has other contents than were written")
-    files = {name: FileRecord(size, "") for name, size in fields["files"].items()}
-    if not all(isinstance(record.size, int) for record in files.values()):
-        raise ManifestError(f"{MANIFEST} cannot be read: a size is no number")
-    return Manifest(int(fields["step"]), 0, int(fields["world_size"]), str(fields["torch"]), None, files, checksums=False)

@@ -84,9 +84,6 @@ def compare_settings(settings: Settings, environment: Environment, checkpoint: C
     """
     driver, folder = checkpoint.driver, checkpoint.folder
     _check_seed(settings, checkpoint)
-    if "settings" not in driver:
-        logger.warning("%s: written by an earlier version, without its settings; changes of settings are not known", folder)
-        return
     differences = changes(driver["settings"], settings)
     for change in differences:
         logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", folder.name, change)

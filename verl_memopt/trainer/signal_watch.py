@@ -4,7 +4,7 @@ A Python signal handler runs only when the main thread returns to Python code. D
 this may take a minute, and an exception raised there leaves tracebacks or crashes C++ code. So the handlers do nothing: the
 interpreter writes each signal's number to a pipe, and a thread reads it. The reasons are in docs/decisions/stopping.md.
 
-This file imports only the standard library: watching is the first thing that a command does.
+This file imports nothing heavy: watching is the first thing that a command does.
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 Ray's own processes follow a killed driver, but the two agents of its node outlive it by a minute, and so do processes that Ray
 was about to start when the driver died. The guardian waits for the end of a pipe that only the starter holds. It has its own
-session, where no Ctrl-C reaches it. It needs nothing beyond the standard library.
+session, where no Ctrl-C reaches it. It imports nothing heavy.
 
 It looks for new processes ten times a second. A process may start between two looks and lose its parent together with the driver.
 It is then nobody's descendant any more, and Ray's agents start so if the driver is killed at that moment. So every process that
@@ -18,10 +18,11 @@ import signal
 import subprocess
 import sys
 import time
-from pathlib import Path
 
-from verl_memopt.rewards.process_tree import marked
-from verl_memopt.workers.processes import descendants, kill
+import psutil
+
+from verl_memopt.rewards.process_tree import descendants, marked
+from verl_memopt.workers.processes import is_alive, kill
 
 LOOK_SECONDS = 0.1
 """Time between two searches for new processes, until all have started."""
@@ -34,9 +35,6 @@ STARTED = b"all have started\n"
 MARK = "VERL_MEMOPT_GUARDED_BY"
 """Environment variable of the guarded processes. Its value is the guardian's own."""
 
-Born = tuple[int, int]
-"""A process id and its start time in clock ticks since boot. An id alone may be used again."""
-
 
 class Guardian:
     """Kills descendants of this process once this process is gone.
@@ -48,8 +46,8 @@ class Guardian:
     def __init__(self) -> None:
         """Start the guardian, and return once it watches."""
         value = secrets.token_hex(16)
-        package = str(Path(__file__).parents[2])
-        program = f"import sys; sys.path.append({package!r}); from {__name__} import guard; guard({os.getpid()}, {value!r})"
+        # Without site (-S) an interpreter starts twice as fast. The path it then lacks is this process's own.
+        program = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import guard; guard({os.getpid()}, {value!r})"
         self._process = subprocess.Popen(
             [sys.executable, "-S", "-E", "-c", program],
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, start_new_session=True,
@@ -88,36 +86,25 @@ def guard(starter: int, value: str) -> None:
     """
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
-    others, guarded = _born(descendants(starter)), set[Born]()
+    # Processes are equal if id and start time are. An id alone may be used again.
+    others, guarded = _below(starter), set[psutil.Process]()
     os.write(1, b"ready\n")
     starting = True
     while True:
         ready, _, _ = select.select([0], [], [], LOOK_SECONDS if starting else None)
         if ready and not os.read(0, len(STARTED)):
             break
-        guarded |= _born(descendants(starter)) - others
+        guarded |= _below(starter) - others
         starting = starting and not ready
     for _ in range(ROUNDS):
-        guarded |= _born(marked(f"{MARK}={value}")) | _born([child for pid in _alive(guarded) for child in descendants(pid)])
-        alive = _alive(guarded)
+        guarded |= {*marked(f"{MARK}={value}")}.union(*(_below(process.pid) for process in guarded if process.is_running()))
+        alive = [process.pid for process in guarded if process.is_running() and is_alive(process.pid)]
         if not alive:
             break
         kill(alive)
         time.sleep(ROUND_SECONDS)
 
 
-def _alive(processes: set[Born]) -> list[int]:
-    return [pid for pid, _ in processes & _born([pid for pid, _ in processes])]
-
-
-def _born(pids: list[int]) -> set[Born]:
-    """Return (pid, start time) of the processes that exist and are not zombies, without this process."""
-    born = set()
-    for pid in pids:
-        try:
-            fields = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()
-        except OSError:
-            continue
-        if pid != os.getpid() and fields[0] not in (b"Z", b"X"):
-            born.add((pid, int(fields[19])))
-    return born
+def _below(pid: int) -> set[psutil.Process]:
+    """Return the processes below another, without this process."""
+    return {process for process in descendants(pid) if process.pid != os.getpid()}
