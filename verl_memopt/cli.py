@@ -102,7 +102,7 @@ def _show_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> 
     from rich.console import Console
 
     from verl_memopt.knobs.console import print_knob, print_knobs
-    from verl_memopt.knobs.index import as_json, knobs
+    from verl_memopt.knobs.knob import as_json, knobs
 
     named = {knob.name: knob for knob in knobs()}
     unknown = [word for word in parsed.words if word not in named]

@@ -2,8 +2,8 @@ import pytest
 
 from verl_memopt.algorithms.records import WITH_SUM_PI_SQUARED
 from verl_memopt.config.checks import RULES
-from verl_memopt.config.correction_rules import CORRECTION_IDLE, CORRECTION_RULES
-from verl_memopt.config.idle import IDLE
+from verl_memopt.config.correction_rules import CORRECTION_RULES, CORRECTION_UNUSED
+from verl_memopt.config.idle import UNUSED_KEYS
 
 AR = "actor_rollout_ref"
 KEY = "algorithm.rollout_correction"
@@ -54,7 +54,7 @@ def test_the_message_says_how_a_bound_is_written(complaint):
 
 def test_the_rules_are_asked_when_settings_are_loaded():
     assert set(CORRECTION_RULES) <= set(RULES)
-    assert all(IDLE[idle.key] is idle for idle in CORRECTION_IDLE)
+    assert all(UNUSED_KEYS[unused.key] is unused for unused in CORRECTION_UNUSED)
 
 
 def test_remax_takes_one_response_and_every_token_baseline_a_group(settled, complaint):

@@ -1,7 +1,7 @@
 import pytest
 
 from verl_memopt.config.critic_rules import WITHOUT_CRITIC
-from verl_memopt.config.idle import IDLE
+from verl_memopt.config.idle import UNUSED_KEYS
 from verl_memopt.config.keys import leaf_keys
 from verl_memopt.config.reward_rules import WITHOUT_REWARD_MODEL
 from verl_memopt.knobs.critic_rules import twin
@@ -172,7 +172,7 @@ IDLE_CASES = {
 """Key -> (keys that make it idle, a value to give, keys that make it count; None = nothing does)."""
 
 GAE = {"algorithm.adv_estimator": "gae"}
-OF_CRITIC = {key: twins for key, twins in ((twin(key), case) for key, case in IDLE_CASES.items()) if key in IDLE}
+OF_CRITIC = {key: twins for key, twins in ((twin(key), case) for key, case in IDLE_CASES.items()) if key in UNUSED_KEYS}
 IDLE_CASES = {
     **IDLE_CASES,
     **{
@@ -184,11 +184,11 @@ IDLE_CASES = {
 
 
 def test_every_rule_is_about_a_key_that_exists():
-    rules = [*IDLE.values(), *WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values()]
-    assert {key for idle in rules for key in (idle.key, *idle.under)} <= set(leaf_keys())
+    rules = [*UNUSED_KEYS.values(), *WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values()]
+    assert {unused.key for unused in rules} <= set(leaf_keys())
 
 
-@pytest.mark.parametrize("key", IDLE)
+@pytest.mark.parametrize("key", UNUSED_KEYS)
 def test_a_key_that_has_no_effect_is_warned_of_and_only_then(settled, caplog, key):
     around, value, cure = IDLE_CASES[key]
     settled(around | {key: value})

@@ -1,9 +1,9 @@
 import pytest
 
 from verl_memopt.config.checks import RULES
-from verl_memopt.config.idle import IDLE
+from verl_memopt.config.idle import UNUSED_KEYS
 from verl_memopt.config.keys import value_at
-from verl_memopt.config.sandbox_rules import CASES, KEY, SANDBOX_IDLE, SANDBOX_RULES, longest_row_seconds, rows_at_a_time
+from verl_memopt.config.sandbox_rules import CASES, KEY, SANDBOX_RULES, SANDBOX_UNUSED, longest_row_seconds, rows_at_a_time
 
 URL = {f"{KEY}.url": "http://localhost:8080/run_code"}
 LIMIT = "custom_reward_function.timeout_seconds"
@@ -11,7 +11,7 @@ LIMIT = "custom_reward_function.timeout_seconds"
 
 def test_every_rule_of_this_file_is_among_all_rules():
     assert set(SANDBOX_RULES) <= set(RULES)
-    assert {idle.key: idle for idle in SANDBOX_IDLE}.items() <= IDLE.items()
+    assert {unused.key: unused for unused in SANDBOX_UNUSED}.items() <= UNUSED_KEYS.items()
 
 
 def test_the_service_is_set_under_every_spelling_of_verl(settled):

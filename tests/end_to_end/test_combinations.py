@@ -26,7 +26,7 @@ from tests.end_to_end.knob_runs import make_model, run_row, run_rows
 from tests.ranks import run_ranks
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import knobs
 
 pytestmark = pytest.mark.timeout(600)
 

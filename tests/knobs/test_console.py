@@ -4,7 +4,7 @@ import pytest
 from rich.console import Console
 
 from verl_memopt.knobs.console import print_knob, print_knobs
-from verl_memopt.knobs.index import knob_named, knobs
+from verl_memopt.knobs.knob import knob_named, knobs
 
 
 def printed(write, width=100):

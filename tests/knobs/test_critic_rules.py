@@ -1,9 +1,17 @@
-import inspect
-
 import pytest
 
 from verl_memopt.config.keys import leaf_keys
-from verl_memopt.knobs.critic_rules import ESTIMATOR, PHASES, advices, idles, refusals, twin, twin_text, with_critic
+from verl_memopt.config.schema import Algorithm, Critic, CriticModel, Settings
+from verl_memopt.knobs.critic_rules import (
+    CRITIC_PHASES,
+    advices,
+    as_critic,
+    refusals,
+    twin,
+    twin_text,
+    unused_keys,
+    with_critic,
+)
 from verl_memopt.knobs.knob import Refusal
 
 AR = "actor_rollout_ref"
@@ -45,44 +53,59 @@ def test_every_rule_of_the_critic_is_about_keys_that_exist_with_as_many_values()
         "critic.forward_max_token_len_per_gpu", "critic.optim.state_dtype",
     }  # fmt: skip
     for refusal in twins:
-        assert set(refusal.reads) <= KEYS
-        assert refusal.reads[-1] == ESTIMATOR
+        assert set(refusal.keys) <= KEYS
         assert AR not in refusal.because
-        for function in (refusal.when, refusal.because_here, refusal.way_out):
-            if callable(function):
-                inspect.signature(function).bind(*refusal.reads)
 
 
-def test_every_idle_key_of_the_critic_exists():
-    twins = of_critic(idles(), lambda idle: idle.key)
+def test_every_unused_key_of_the_critic_exists():
+    twins = of_critic(unused_keys(), lambda unused: unused.key)
     assert len(twins) >= 7
-    for idle in twins:
-        assert {idle.key, *idle.under} <= KEYS
-        assert AR not in idle.because
+    for unused in twins:
+        assert unused.key in KEYS
+        assert AR not in unused.because
 
 
-def test_no_rule_of_the_critic_reads_a_key_that_the_critic_lacks():
-    rules = [key for refusal in refusals() if refusal.keys[0].startswith("critic.") for key in refusal.reads]
+def test_no_rule_of_the_critic_is_about_a_key_that_the_critic_lacks():
+    rules = [key for refusal in refusals() if refusal.keys[0].startswith("critic.") for key in refusal.keys]
     assert not any(key.startswith(f"{AR}.ref.") for key in rules)
     assert "critic.model.logprob_chunk_tokens" not in {advice.key for advice in advices()}
     assert "critic.model.load_mode" not in rules
 
 
+def test_a_rule_about_the_policy_reads_the_critics_values_where_it_is_asked_of_the_critic():
+    settings = Settings(critic=Critic(ppo_epochs=7, model=CriticModel(lora_rank=3)))
+    seen = as_critic(settings)
+    assert seen.actor_rollout_ref.actor.ppo_epochs == 7
+    assert seen.actor_rollout_ref.model.lora_rank == 3
+    assert seen.actor_rollout_ref.actor.optim.lr == settings.critic.optim.lr != settings.actor_rollout_ref.actor.optim.lr
+    assert seen.actor_rollout_ref.rollout.n == settings.actor_rollout_ref.rollout.n
+
+
 def test_a_rule_of_the_critic_is_silent_without_one():
-    rule = with_critic(Refusal(("critic.cliprange_value",), lambda clip: clip > 1, "too far", lambda clip: f"Set {clip / 2:g}."))
-    assert rule.when(2.0, "gae")
-    assert not rule.when(2.0, "grpo")
-    assert not rule.when(0.5, "gae")
-    assert rule.way_out_for(2.0, "gae") == "Set 1."
+    def of(clip, estimator):
+        return Settings(critic=Critic(cliprange_value=clip), algorithm=Algorithm(adv_estimator=estimator))
+
+    rule = with_critic(
+        Refusal(
+            ("critic.cliprange_value",),
+            lambda settings: settings.critic.cliprange_value > 1,
+            "too far",
+            lambda settings: f"Set {settings.critic.cliprange_value / 2:g}.",
+        )
+    )
+    assert rule.when(of(2.0, "gae"))
+    assert not rule.when(of(2.0, "grpo"))
+    assert not rule.when(of(0.5, "gae"))
+    assert rule.way_out_for(of(2.0, "gae")) == "Set 1."
 
 
 def test_advice_names_the_key_of_the_model_that_computes():
     for kind in ("activations", "grads", "optimizer scratch", "gathered parameters"):
-        for phase in (*PHASES, "update_actor"):
+        for phase in (*CRITIC_PHASES, "update_actor"):
             keys = [advice.key for advice in advices() if advice.kind == kind and advice.helps_in(phase)]
             both = [key for key in keys if twin(key) != key]
             critics = [key for key in keys if key.startswith("critic.")]
-            assert not (both and phase in PHASES), (kind, phase, both)
+            assert not (both and phase in CRITIC_PHASES), (kind, phase, both)
             assert not (critics and phase == "update_actor"), (kind, phase, critics)
             assert keys or (kind, phase) == ("grads", "values")
 

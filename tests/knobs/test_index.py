@@ -6,7 +6,7 @@ import pytest
 import verl_memopt.config
 from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.index import as_json, knob_named, knobs
+from verl_memopt.knobs.knob import as_json, knob_named, knobs
 from verl_memopt.knobs.profiles import PROFILES
 
 KEYS = set(leaf_keys())
@@ -18,8 +18,8 @@ def test_every_key_that_a_knob_names_is_a_setting(knob):
     assert knob.keys or knob.besides
     named = {
         *knob.keys,
-        *(idle.key for idle in knob.idle),
-        *(key for refusal in knob.refuses for key in (*refusal.keys, *refusal.about)),
+        *(unused.key for unused in knob.unused_keys),
+        *(key for refusal in knob.refuses for key in refusal.keys),
         *(advice.key for advice in knob.advice),
         *(key for factor in knob.factors for level in factor.levels.values() for key in level),
         *knob.no_factor,

@@ -1,4 +1,4 @@
-"""A knob in one new file is found by everything that lists knobs."""
+"""A knob in one new file, whose settings join a section, is found by everything that lists knobs."""
 
 import json
 import os
@@ -23,8 +23,8 @@ Works with: every knob but a chunk of 7.
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import LOWER, Advice, Claim, Idle, Knob, LadderRow, Refusal, switch
-from verl_memopt.knobs.ranges import PositiveInt
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Knob, LadderRow, Refusal, UnusedKey, switch
+from verl_memopt.knobs.values import PositiveInt
 
 KEY, CHUNK = "actor_rollout_ref.model.toy_tiles", "actor_rollout_ref.model.logprob_chunk_tokens"
 
@@ -42,8 +42,15 @@ KNOB = Knob(
     place=15,
     cost="a toy's worth",
     settings={"model": Toy},
-    idle=(Idle(KEY, (KEY,), lambda tiles: tiles == 5, "five is right out"),),
-    refuses=(Refusal((KEY, CHUNK), lambda tiles, chunk: chunk == 7, "seven does not tile", "Set 8."),),
+    unused_keys=(UnusedKey(KEY, lambda settings: settings.actor_rollout_ref.model.toy_tiles == 5, "five is right out"),),
+    refuses=(
+        Refusal(
+            (KEY, CHUNK),
+            lambda settings: settings.actor_rollout_ref.model.logprob_chunk_tokens == 7,
+            "seven does not tile",
+            "Set 8.",
+        ),
+    ),
     advice=(Advice("toys", KEY, LOWER),),
     claims=(Claim("update_actor", "toys", lambda before, after: 1),),
     row=LadderRow(15, on=(f"{KEY}=8",), off=(f"{KEY}=1",)),
@@ -99,6 +106,10 @@ def told(tmp_path_factory):
     folder = tmp_path_factory.mktemp("toy_knob")
     shutil.copytree(Path(verl_memopt.__file__).parent, folder / "verl_memopt", ignore=shutil.ignore_patterns("__pycache__"))
     (folder / "verl_memopt/knobs/toy.py").write_text(TOY)
+    schema = folder / "verl_memopt/config/schema/model.py"
+    imported = "from verl_memopt.knobs.toy import Toy\n"
+    in_base = schema.read_text().replace("class Model(", "class Model(Toy, ")
+    schema.write_text(in_base.replace("from verl_memopt.knobs", imported + "from verl_memopt.knobs", 1))
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     ended = subprocess.run([sys.executable, "-c", ASK], cwd=folder, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -1,6 +1,6 @@
 from itertools import pairwise
 
-from verl_memopt.knobs.index import knob_named, knobs
+from verl_memopt.knobs.knob import knob_named, knobs
 from verl_memopt.ladder.plan import ABLATION, ALTERNATIVES, Work, choose_rows, plan_rows, row_settings
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)

@@ -17,7 +17,7 @@ from verl_memopt.algorithms.rows import positions
 from verl_memopt.config.schema import Actor, Algorithm, Settings
 from verl_memopt.data.plugin import load_from_file, raised
 from verl_memopt.errors import ConfigError, TrainingError, UserError
-from verl_memopt.knobs.conditions import needs_reference
+from verl_memopt.knobs.values import needs_reference
 
 ESTIMATOR_KEY = "algorithm.custom_estimator"
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.custom"
@@ -48,7 +48,7 @@ EXTRAS: dict[str, Extra] = {
     "old_log_probs": Extra("old_log_probs", _decoupled, "Set algorithm.rollout_correction.bypass_mode=false"),
     "ref_log_probs": Extra(
         "ref_log_probs",
-        lambda settings: needs_reference(settings.algorithm.use_kl_in_reward, settings.actor_rollout_ref.actor.use_kl_loss),
+        needs_reference,
         "Set actor_rollout_ref.actor.use_kl_loss=true or algorithm.use_kl_in_reward=true",
     ),
     "rollout_log_probs": Extra(

@@ -12,8 +12,11 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from verl_memopt.knobs.knob import Idle, Refusal
-from verl_memopt.knobs.ranges import Meanings, NaturalFloat, PositiveShare, Share
+from verl_memopt.knobs.knob import Refusal, UnusedKey
+from verl_memopt.knobs.values import Meanings, NaturalFloat, PositiveShare, Share
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 CUSTOM = "custom"
 """Value of ``algorithm.adv_estimator`` and of ``policy_loss.loss_mode`` for a function in a user's file."""
@@ -45,7 +48,7 @@ class Estimator:
     alone: bool = False
     """Where every prompt has a single response, the reward itself is the advantage, as in verl."""
     refuses: tuple[Refusal, ...] = ()
-    idle: tuple[Idle, ...] = ()
+    unused_keys: tuple[UnusedKey, ...] = ()
 
 
 COSTLY = ("values", "baselines", "old_log_probs", "sum_pi_squared")
@@ -169,10 +172,24 @@ class Loss:
     selects: str | None = None
     """Dotted name of the function that chooses, from the old log-probs of a whole mini-batch, the tokens that it acts on."""
     refuses: tuple[Refusal, ...] = ()
-    idle: tuple[Idle, ...] = ()
+    unused_keys: tuple[UnusedKey, ...] = ()
 
 
 _CLIP = ("clip_ratio", "clip_ratio_low", "clip_ratio_high")
+
+
+def _has_empty_bounds(settings: Settings) -> bool:
+    """Return whether clip_cov has no room between its bounds."""
+    loss = settings.actor_rollout_ref.actor.policy_loss
+    return loss.loss_mode == "clip_cov" and loss.clip_cov_lb >= loss.clip_cov_ub
+
+
+def _has_flat_penalty(settings: Settings) -> bool:
+    """Return whether kl_cov has one optimizer step a rollout."""
+    actor = settings.actor_rollout_ref.actor
+    one_step = settings.data.train_batch_size == actor.ppo_mini_batch_size and actor.ppo_epochs == 1
+    return actor.policy_loss.loss_mode == "kl_cov" and one_step
+
 
 LOSSES: dict[str, Loss] = _by_name(
     Loss(
@@ -240,10 +257,9 @@ LOSSES: dict[str, Loss] = _by_name(
         refuses=(
             Refusal(
                 (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
-                lambda lower, upper, mode: mode == "clip_cov" and lower >= upper,
+                _has_empty_bounds,
                 "no covariance lies between the bounds",
                 f"Set {_LOSS}.clip_cov_lb below clip_cov_ub.",
-                about=(f"{_LOSS}.loss_mode",),
             ),
         ),
     ),
@@ -254,14 +270,10 @@ LOSSES: dict[str, Loss] = _by_name(
         f"{_HERE}.covariance.kl_cov_loss",
         ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
         selects=f"{_HERE}.covariance.kl_cov_selection",
-        idle=(
-            Idle(
+        unused_keys=(
+            UnusedKey(
                 f"{_LOSS}.loss_mode",
-                (
-                    *(f"{_LOSS}.loss_mode", "data.train_batch_size"),
-                    *("actor_rollout_ref.actor.ppo_mini_batch_size", "actor_rollout_ref.actor.ppo_epochs"),
-                ),
-                lambda mode, prompts, mini_batch, epochs: mode == "kl_cov" and prompts == mini_batch and epochs == 1,
+                _has_flat_penalty,
                 "with one optimizer step a rollout every ratio is 1, where its penalty has no gradient",
             ),
         ),

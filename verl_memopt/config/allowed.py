@@ -9,7 +9,7 @@ from typing import Any, Literal, get_args, get_origin
 from verl_memopt.config.keys import annotated_types, leaf_types
 from verl_memopt.config.links import DERIVED, LINKS, derived
 from verl_memopt.config.problems import Problem, problem, shown
-from verl_memopt.knobs.ranges import Range, Words
+from verl_memopt.knobs.values import Range, Words
 
 _AR = "actor_rollout_ref"
 

@@ -1,20 +1,20 @@
 """What keys must hold together: every rule that can be decided before a device or a file is looked at.
 
-A rule is a :class:`verl_memopt.knobs.knob.Refusal`, as the knobs declare theirs: its functions get the values of the keys that it
-names.
+A rule is a :class:`verl_memopt.knobs.knob.Refusal`, as the knobs declare theirs: a question about the typed settings.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import Any
+from collections.abc import Callable, Iterator, Mapping, Set
+from contextlib import suppress
+from typing import Any, cast
 
 from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
 from verl_memopt.config.allowed import LARGEST_SCORE, check_values
 from verl_memopt.config.correction_rules import CORRECTION_RULES
 from verl_memopt.config.critic_rules import CRITIC_RULES, WITHOUT_CRITIC
 from verl_memopt.config.debug_modes import WITHOUT_DATA, debug_rules
-from verl_memopt.config.idle import IDLE, warn_idle
+from verl_memopt.config.idle import UNUSED_KEYS, warn_unused
 from verl_memopt.config.keys import leaf_values
 from verl_memopt.config.links import LINKS, followers_of
 from verl_memopt.config.problems import Problem, problem
@@ -22,9 +22,9 @@ from verl_memopt.config.reference_rules import REFERENCE_RULES
 from verl_memopt.config.reward_rules import REWARD_RULES, WITHOUT_REWARD_MODEL
 from verl_memopt.config.sandbox_rules import SANDBOX_RULES
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.conditions import DEVICES, KL
 from verl_memopt.knobs.critic_rules import refusals
-from verl_memopt.knobs.knob import Refusal
+from verl_memopt.knobs.knob import Predicate, Refusal, SettingsView
+from verl_memopt.knobs.values import DEVICES, needs_reference, num_devices, uneven_shards
 from verl_memopt.recipes.registry import RECIPES
 
 _AR = "actor_rollout_ref"
@@ -50,29 +50,48 @@ ENGINE_NAMES = {
 """Argument of vLLM -> the key that sets it."""
 
 
-def check(values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str]) -> list[Problem]:
+class WrongKeyError(Exception):
+    """A rule reads a key that is wrong by itself."""
+
+
+def without_wrong(settings: Settings, wrong: Set[str]) -> Settings:
+    """Return the settings as rules may read them: a key that is wrong by itself raises WrongKeyError."""
+
+    def address(key: str) -> str:
+        if key in wrong:
+            raise WrongKeyError(key)
+        return key
+
+    return cast(Settings, SettingsView(settings, address)) if wrong else settings
+
+
+def check(settings: Settings, values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str]) -> list[Problem]:
     """Return what is wrong with the settings, all at once, and log a warning for each given key that has no effect.
 
     A value that is wrong by itself is reported alone: no rule about several keys looks at it.
 
     Args:
-        values: dotted key -> typed value, of every key.
+        settings: typed, with the default of each key whose value is of a wrong type.
+        values: dotted key -> value of the settings, of every key.
         user_keys: the keys that the user set.
         wrong: keys that have a problem already.
     """
     wrong = followers_of(wrong)
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
+    readable = without_wrong(settings, wrong)
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
-    for idle in (*WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values(), *IDLE.values()):
-        is_set = idle.key in user_keys and idle.key not in wrong
-        if is_set and idle.when(*(values[other] for other in idle.under)):
-            warn_idle(idle, values[idle.key], if_not_given[idle.key])
+    for unused in (*WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values(), *UNUSED_KEYS.values()):
+        if unused.key in user_keys and unused.key not in wrong:
+            with suppress(WrongKeyError):
+                if unused.when(readable):
+                    warn_unused(unused, values[unused.key], if_not_given[unused.key])
     for rule in (*RULES, *refusals()):
-        arguments = [values[key] for key in rule.reads]
-        if wrong.isdisjoint(rule.reads) and rule.when(*arguments):
-            address = {key: values[key] for key in rule.keys}
-            problems.append(problem(address, rule.reason_for(*arguments), rule.way_out_for(*arguments)))
+        if wrong.isdisjoint(rule.keys):
+            with suppress(WrongKeyError):
+                if rule.when(readable):
+                    address = {key: values[key] for key in rule.keys}
+                    problems.append(problem(address, rule.reason_for(readable), rule.way_out_for(readable)))
     return problems + [each for each in _set_twice(values[_ENGINE_ARGUMENTS]) if wrong.isdisjoint(each.keys)]
 
 
@@ -87,7 +106,7 @@ def _set_twice(arguments: Mapping[str, Any]) -> Iterator[Problem]:
 
 
 def _uneven(number: int, parts: int) -> bool:
-    """Return whether a number does not divide into parts. Any number of parts below 1 is reported elsewhere."""
+    """Return whether a number does not divide into parts."""
     return parts > 0 and number % parts != 0
 
 
@@ -103,168 +122,212 @@ def _is_no_folder_name(name: str) -> bool:
 def _files() -> Iterator[Refusal]:
     """Yield the rules of paths and names. Names become folders and must not lead anywhere else."""
     folder = "this is one part of the run folder's path, and cannot be empty, a dot, or hold a slash"
-    for key in ("trainer.project_name", "trainer.experiment_name"):
-        way_out = "Give a plain name; trainer.default_local_dir sets the run folder itself."
-        yield Refusal((key,), _is_no_folder_name, folder, way_out)
-    train, validation, loggers = "data.train_files", "data.val_files", "trainer.logger"
-    expected = "expected a path or a list of paths"
+    plain = "Give a plain name; trainer.default_local_dir sets the run folder itself."
+    project, experiment = "trainer.project_name", "trainer.experiment_name"
+    yield Refusal((project,), lambda settings: _is_no_folder_name(settings.trainer.project_name), folder, plain)
+    yield Refusal((experiment,), lambda settings: _is_no_folder_name(settings.trainer.experiment_name), folder, plain)
     yield Refusal(
-        (train,),
-        lambda files, mode: _is_no_path(files) and mode not in WITHOUT_DATA,
-        expected,
-        f"Set {train}=/path/to/file.parquet.",
-        about=("debug.mode",),
+        ("data.train_files",),
+        lambda settings: settings.debug.mode not in WITHOUT_DATA and _is_no_path(settings.data.train_files),
+        "expected a path or a list of paths",
+        "Set data.train_files=/path/to/file.parquet.",
     )
     yield Refusal(
-        (validation,),
-        lambda files: files is not None and _is_no_path(files),
-        expected,
-        f"Set {validation}=/path/to/file.parquet.",
+        ("data.val_files",),
+        lambda settings: settings.data.val_files is not None and _is_no_path(settings.data.val_files),
+        "expected a path or a list of paths",
+        "Set data.val_files=/path/to/file.parquet.",
     )
     yield Refusal(
-        (loggers,),
-        lambda names: not isinstance(names, str | list | tuple),
+        ("trainer.logger",),
+        lambda settings: not isinstance(settings.trainer.logger, str | list | tuple),
         "expected a name or a list of names",
         "Set trainer.logger=[console,jsonl].",
     )
-    for path, name in (("custom_cls.path", "custom_cls.name"), ("sampler.class_path", "sampler.class_name")):
-        yield Refusal(
-            (f"data.{path}", f"data.{name}"),
-            lambda file, cls: (file is None) != (cls is None),
-            "a class needs its file and its name",
-            "Set both, or neither.",
-        )
+    a_class = ("a class needs its file and its name", "Set both, or neither.")
+    yield Refusal(
+        ("data.custom_cls.path", "data.custom_cls.name"),
+        lambda settings: (settings.data.custom_cls.path is None) != (settings.data.custom_cls.name is None),
+        *a_class,
+    )
+    yield Refusal(
+        ("data.sampler.class_path", "data.sampler.class_name"),
+        lambda settings: (settings.data.sampler.class_path is None) != (settings.data.sampler.class_name is None),
+        *a_class,
+    )
+
+
+def _is_too_short_for_sample(settings: Settings) -> bool:
+    return (settings.actor_rollout_ref.rollout.max_model_len or 0) < _engine_tokens(settings)
+
+
+def _engine_tokens(settings: Settings) -> int:
+    """Return the tokens of the longest prompt and response that the engine takes."""
+    rollout = settings.actor_rollout_ref.rollout
+    return (rollout.prompt_length or 0) + (rollout.response_length or 0)
+
+
+def _over_devices(key: str, prompts: Callable[[Settings], int]) -> Refusal:
+    """Return the rule that the sequences of a number of prompts divide over the devices."""
+    samples = f"{_ROLLOUT}.n"
+
+    def sequences(settings: Settings) -> int:
+        return prompts(settings) * settings.actor_rollout_ref.rollout.n
+
+    return Refusal(
+        (key, samples, *DEVICES),
+        lambda settings: _uneven(sequences(settings), num_devices(settings)),
+        "the sequences do not divide over the devices",
+        lambda settings: f"Make {key} x {samples} a multiple of {num_devices(settings)}.",
+        lambda settings: f"{sequences(settings)} sequences do not divide over {num_devices(settings)} devices",
+    )
 
 
 def _batches() -> Iterator[Refusal]:
     """Yield the rules of prompts, samples and tokens."""
-    batch, mini, n = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size", f"{_ROLLOUT}.n"
+    batch, mini = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
     prompt, response, longest = (f"{_ROLLOUT}.{key}" for key in ("prompt_length", "response_length", "max_model_len"))
     yield Refusal(
-        (batch, mini), _uneven, "the prompts of a step do not divide into mini-batches", f"Set {mini} to a divisor of {batch}."
+        (batch, mini),
+        lambda settings: _uneven(settings.data.train_batch_size, settings.actor_rollout_ref.actor.ppo_mini_batch_size),
+        "the prompts of a step do not divide into mini-batches",
+        f"Set {mini} to a divisor of {batch}.",
     )
-    for key in (batch, mini):
-        yield Refusal(
-            (key, n, *DEVICES),
-            lambda prompts, samples, nodes, devices: _uneven(prompts * samples, nodes * devices),
-            "the sequences do not divide over the devices",
-            lambda _, samples, nodes, devices, key=key: f"Make {key} x {n} a multiple of {nodes * devices}.",
-            lambda prompts, samples, nodes, devices: (
-                f"{prompts * samples} sequences do not divide over {nodes * devices} devices"
-            ),
-        )
+    yield _over_devices(batch, lambda settings: settings.data.train_batch_size)
+    yield _over_devices(mini, lambda settings: settings.actor_rollout_ref.actor.ppo_mini_batch_size)
     yield Refusal(
         (prompt, "data.max_prompt_length"),
-        lambda engine, data: engine < data,
+        lambda settings: (settings.actor_rollout_ref.rollout.prompt_length or 0) < settings.data.max_prompt_length,
         "the engine would refuse prompts that the data allows",
         f"Remove {prompt}.",
     )
     yield Refusal(
         (response, "data.max_response_length"),
-        lambda engine, data: engine > data,
+        lambda settings: (settings.actor_rollout_ref.rollout.response_length or 0) > settings.data.max_response_length,
         "the engine would generate more than the trainer takes",
         f"Remove {response}.",
     )
     yield Refusal(
         (prompt, response, longest),
-        lambda prompts, responses, most: most < prompts + responses,
+        _is_too_short_for_sample,
         "prompt and response need more tokens",
-        lambda prompts, responses, _: f"Raise {longest} to at least {prompts + responses}, or remove it.",
-        lambda prompts, responses, _: f"prompt and response need {prompts + responses} tokens",
+        lambda settings: f"Raise {longest} to at least {_engine_tokens(settings)}, or remove it.",
+        lambda settings: f"prompt and response need {_engine_tokens(settings)} tokens",
     )
+
+
+def _is_local(settings: Settings) -> bool:
+    return settings.trainer.worker_group == "local"
 
 
 def _devices() -> Iterator[Refusal]:
     """Yield the rules of devices and how models are split over them."""
     group, parts = "trainer.worker_group", f"{_ROLLOUT}.tensor_model_parallel_size"
-    uneven = "does not divide the devices"
 
-    def uneven_here(_: int, nodes: int, devices: int, *kl: bool) -> str:
-        return f"does not divide the {nodes * devices} devices"
+    def uneven_here(settings: Settings) -> str:
+        return f"does not divide the {num_devices(settings)} devices"
 
     yield Refusal(
         (parts, *DEVICES),
-        lambda size, nodes, devices: _uneven(nodes * devices, size),
-        uneven,
-        lambda _, nodes, devices: f"Set {parts} to a divisor of {nodes * devices}.",
+        lambda settings: _uneven(num_devices(settings), settings.actor_rollout_ref.rollout.tensor_model_parallel_size),
+        "does not divide the devices",
+        lambda settings: f"Set {parts} to a divisor of {num_devices(settings)}.",
         uneven_here,
     )
-    for role, kl_keys in (("actor", ()), ("ref", KL)):
+    shards: dict[str, Predicate] = {
+        "actor": lambda settings: uneven_shards(settings, settings.actor_rollout_ref.actor.fsdp_config),
+        "ref": lambda settings: uneven_shards(settings, settings.actor_rollout_ref.ref.fsdp_config) and needs_reference(settings),
+    }
+    for role, is_uneven in shards.items():
         yield Refusal(
             (f"{_AR}.{role}.fsdp_config.fsdp_size", *DEVICES),
-            lambda size, nodes, devices, *kl: _uneven(nodes * devices, size) and (not kl or any(kl)),
-            uneven,
-            lambda _, nodes, devices, *kl: f"Set a divisor of {nodes * devices}, or -1.",
+            is_uneven,
+            "does not divide the devices",
+            lambda settings: f"Set a divisor of {num_devices(settings)}, or -1.",
             uneven_here,
-            about=kl_keys,
         )
     yield Refusal(
         (group, *DEVICES),
-        lambda kind, nodes, devices: kind == "local" and nodes * devices > 1,
+        lambda settings: _is_local(settings) and num_devices(settings) > 1,
         "the local worker group has one device",
         f"Set {group}=ray, or one device.",
     )
-    for key in ("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"):
-        yield Refusal(
-            (key, group),
-            lambda value, kind: bool(value) and kind == "local",
-            "Ray is not started",
-            f"Remove {key}, or set {group}=ray.",
-        )
+    init, timeline = "ray_kwargs.ray_init", "ray_kwargs.timeline_json_file"
+    yield Refusal(
+        (init, group),
+        lambda settings: bool(settings.ray_kwargs.ray_init) and _is_local(settings),
+        "Ray is not started",
+        f"Remove {init}, or set {group}=ray.",
+    )
+    yield Refusal(
+        (timeline, group),
+        lambda settings: bool(settings.ray_kwargs.timeline_json_file) and _is_local(settings),
+        "Ray is not started",
+        f"Remove {timeline}, or set {group}=ray.",
+    )
     yield Refusal(
         (f"{_ROLLOUT}.name", parts),
-        lambda engine, size: engine == "hf" and size > 1,
+        lambda settings: (
+            settings.actor_rollout_ref.rollout.name == "hf" and settings.actor_rollout_ref.rollout.tensor_model_parallel_size > 1
+        ),
         "this engine runs on one device",
         f"Set {_ROLLOUT}.name=vllm, or 1.",
     )
     yield Refusal(
         (f"{_AR}.hybrid_engine",),
-        lambda shared: not shared,
+        lambda settings: not settings.actor_rollout_ref.hybrid_engine,
         "trainer and engine always share their devices",
         "Set true, or remove the key.",
     )
 
 
+def _is_greedy_with_temperature(settings: Settings) -> bool:
+    validation = settings.actor_rollout_ref.rollout.val_kwargs
+    return not validation.do_sample and validation.temperature > 0
+
+
+def _samples_without_temperature(settings: Settings) -> bool:
+    validation = settings.actor_rollout_ref.rollout.val_kwargs
+    return bool(validation.do_sample) and validation.temperature == 0
+
+
 def _runs() -> Iterator[Refusal]:
     """Yield the rules of scores, validation and resuming."""
-    score, sample, heat = (
-        "custom_reward_function.fallback_score",
-        *(f"{_ROLLOUT}.val_kwargs.{key}" for key in ("do_sample", "temperature")),
-    )
+    sample, temperature = (f"{_ROLLOUT}.val_kwargs.{key}" for key in ("do_sample", "temperature"))
     yield Refusal(
-        (score,),
-        lambda value: abs(value) > LARGEST_SCORE,
+        ("custom_reward_function.fallback_score",),
+        lambda settings: abs(settings.custom_reward_function.fallback_score) > LARGEST_SCORE,
         f"scores beyond {LARGEST_SCORE:g} would train nothing",
         f"Give a score between -{LARGEST_SCORE:g} and {LARGEST_SCORE:g}.",
     )
     yield Refusal(
-        (sample, heat),
-        lambda samples, temperature: not samples and temperature > 0,
+        (sample, temperature),
+        _is_greedy_with_temperature,
         "greedy decoding has no temperature",
-        f"Set {sample}=true, or {heat}=0.",
+        f"Set {sample}=true, or {temperature}=0.",
     )
     yield Refusal(
-        (sample, heat),
-        lambda samples, temperature: samples and temperature == 0,
+        (sample, temperature),
+        _samples_without_temperature,
         "sampling needs a temperature",
-        f"Set {heat} above 0, or {sample}=false.",
+        f"Set {temperature} above 0, or {sample}=false.",
     )
     yield Refusal(
         ("trainer.val_only", "data.val_files"),
-        lambda only, files: only and files is None,
+        lambda settings: settings.trainer.val_only and settings.data.val_files is None,
         "there is nothing to validate on",
         "Set data.val_files, or trainer.val_only=false.",
     )
     resume = ("trainer.resume_mode", "trainer.resume_from_path")
     yield Refusal(
         resume,
-        lambda mode, path: path is not None and mode != "resume_path",
+        lambda settings: settings.trainer.resume_from_path is not None and settings.trainer.resume_mode != "resume_path",
         "the path is not used in this mode",
         "Set trainer.resume_mode=resume_path, or remove the path.",
     )
     yield Refusal(
         resume,
-        lambda mode, path: path is None and mode == "resume_path",
+        lambda settings: settings.trainer.resume_from_path is None and settings.trainer.resume_mode == "resume_path",
         "no path is given",
         "Set trainer.resume_from_path to a global_step_N folder.",
     )

@@ -7,14 +7,14 @@ from typing import Any
 
 from verl_memopt.algorithms.records import CUSTOM, WITH_SUM_PI_SQUARED
 from verl_memopt.config.correction_bounds import KEY, importance_bounds, rejection_bounds
+from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.knob import Idle, Refusal
+from verl_memopt.knobs.knob import Refusal, UnusedKey
 
 _ROLLOUT, _ACTOR = "actor_rollout_ref.rollout", "actor_rollout_ref.actor"
 _WEIGHTS, _WEIGHTS_BOUND = f"{KEY}.rollout_is", f"{KEY}.rollout_is_threshold"
 _REJECTION, _REJECTION_BOUND = f"{KEY}.rollout_rs", f"{KEY}.rollout_rs_threshold"
 _BYPASS, _BYPASS_LOSS = f"{KEY}.bypass_mode", f"{KEY}.loss_type"
-_ANY_CORRECTION = (_WEIGHTS, _REJECTION, _BYPASS)
 _ESTIMATOR, _SQUARES = "algorithm.adv_estimator", f"{_ACTOR}.calculate_sum_pi_squared"
 _OWNERS = " and ".join(WITH_SUM_PI_SQUARED)
 
@@ -28,73 +28,113 @@ def _fault(read: Callable[..., Any], *values: Any) -> str | None:
     return None
 
 
+def _weights_fault(settings: Settings) -> str | None:
+    correction = settings.algorithm.rollout_correction
+    return None if correction.rollout_is is None else _fault(importance_bounds, correction.rollout_is_threshold)
+
+
+def _rejection_fault(settings: Settings) -> str | None:
+    names, threshold = (
+        settings.algorithm.rollout_correction.rollout_rs,
+        settings.algorithm.rollout_correction.rollout_rs_threshold,
+    )
+    return None if names is None else _fault(rejection_bounds, names, threshold)
+
+
+def _corrects(settings: Settings) -> bool:
+    correction = settings.algorithm.rollout_correction
+    return bool(correction.rollout_is or correction.rollout_rs or correction.bypass_mode)
+
+
+def _bypasses(settings: Settings) -> bool:
+    return settings.algorithm.rollout_correction.bypass_mode
+
+
+def _has_token_baseline(settings: Settings) -> bool:
+    return settings.algorithm.adv_estimator in WITH_SUM_PI_SQUARED
+
+
+def _has_raw_log_probs(settings: Settings) -> bool:
+    rollout = settings.actor_rollout_ref.rollout
+    return rollout.logprobs_mode == "raw_logprobs" and rollout.temperature != 1
+
+
 def _refusals() -> Iterator[Refusal]:
     """Yield the rules that refuse."""
     yield Refusal(
         (_WEIGHTS_BOUND,),
-        lambda threshold, level: level is not None and _fault(importance_bounds, threshold) is not None,
+        lambda settings: _weights_fault(settings) is not None,
         "it does not spell one bound or two",
         "",
-        lambda threshold, level: str(_fault(importance_bounds, threshold)),
-        about=(_WEIGHTS,),
+        lambda settings: str(_weights_fault(settings)),
     )
     yield Refusal(
         (_REJECTION, _REJECTION_BOUND),
-        lambda names, threshold: names is not None and _fault(rejection_bounds, names, threshold) is not None,
+        lambda settings: _rejection_fault(settings) is not None,
         "a rejection is unknown, or its threshold cannot be read",
         "",
-        lambda names, threshold: str(_fault(rejection_bounds, names, threshold)),
+        lambda settings: str(_rejection_fault(settings)),
     )
     returned, mode, temperature = (f"{_ROLLOUT}.{key}" for key in ("calculate_log_probs", "logprobs_mode", "temperature"))
     yield Refusal(
         (returned,),
-        lambda log_probs, *corrections: not log_probs and any(corrections),
+        lambda settings: not settings.actor_rollout_ref.rollout.calculate_log_probs and _corrects(settings),
         f"{KEY} compares with the engine's log-probs",
         f"Set {returned}=true, or remove the correction.",
-        about=_ANY_CORRECTION,
     )
     yield Refusal(
         (mode, temperature),
-        lambda kind, heat, *corrections: kind == "raw_logprobs" and heat != 1 and any(corrections),
+        lambda settings: _has_raw_log_probs(settings) and _corrects(settings),
         f"{KEY} needs the log-probs of the distribution that was sampled, and raw ones are of temperature 1",
         f"Set {mode}=processed_logprobs.",
-        about=_ANY_CORRECTION,
     )
     yield Refusal(
         (_ESTIMATOR, _SQUARES),
-        lambda name, computed: name in WITH_SUM_PI_SQUARED and not computed,
+        lambda settings: _has_token_baseline(settings) and not settings.actor_rollout_ref.actor.calculate_sum_pi_squared,
         "this estimator reads the sum of squared probabilities at each token",
         f"Set {_SQUARES}=true.",
     )
     yield Refusal(
         (_ESTIMATOR, _BYPASS),
-        lambda name, bypass: name in WITH_SUM_PI_SQUARED and bypass,
+        lambda settings: _has_token_baseline(settings) and _bypasses(settings),
         "this estimator reads a log-prob pass, which bypass mode leaves out",
         f"Set {_BYPASS}=false.",
     )
 
 
-def _idle() -> Iterator[Idle]:
+def _reports_weights_alone(settings: Settings) -> bool:
+    correction = settings.algorithm.rollout_correction
+    return correction.rollout_is is not None and correction.bypass_mode and correction.loss_type == "ppo_clip"
+
+
+def _unused() -> Iterator[UnusedKey]:
     """Yield the rules about settings without effect."""
     for key in (_WEIGHTS_BOUND, f"{KEY}.rollout_is_batch_normalize"):
-        yield Idle(key, (_WEIGHTS,), lambda level: level is None, f"{_WEIGHTS} is null")
-    yield Idle(_REJECTION_BOUND, (_REJECTION,), lambda names: names is None, f"{_REJECTION} is null")
-    yield Idle(_BYPASS_LOSS, (_BYPASS,), lambda bypass: not bypass, f"{_BYPASS} is false")
-    yield Idle(
+        yield UnusedKey(key, lambda settings: settings.algorithm.rollout_correction.rollout_is is None, f"{_WEIGHTS} is null")
+    yield UnusedKey(
+        _REJECTION_BOUND, lambda settings: settings.algorithm.rollout_correction.rollout_rs is None, f"{_REJECTION} is null"
+    )
+    yield UnusedKey(_BYPASS_LOSS, lambda settings: not _bypasses(settings), f"{_BYPASS} is false")
+    yield UnusedKey(
         _WEIGHTS,
-        (_WEIGHTS, _BYPASS, _BYPASS_LOSS),
-        lambda level, bypass, loss: level is not None and bypass and loss == "ppo_clip",
+        _reports_weights_alone,
         f"with {_BYPASS} the ratio of {_BYPASS_LOSS}=ppo_clip is the correction already, and weights are only reported",
     )
     for key in ("calculate_entropy", "old_log_prob_pass"):
-        yield Idle(f"{_ACTOR}.{key}", (_BYPASS,), bool, f"{_BYPASS} leaves out the pass for old log-probs")
-    yield Idle(_SQUARES, (_ESTIMATOR,), lambda name: name not in (*WITH_SUM_PI_SQUARED, CUSTOM), f"it belongs to {_OWNERS}")
+        yield UnusedKey(f"{_ACTOR}.{key}", _bypasses, f"{_BYPASS} leaves out the pass for old log-probs")
+    yield UnusedKey(
+        _SQUARES,
+        lambda settings: settings.algorithm.adv_estimator not in (*WITH_SUM_PI_SQUARED, CUSTOM),
+        f"it belongs to {_OWNERS}",
+    )
     for key in ("reweight_method", "weight_pow"):
-        yield Idle(f"algorithm.pf_ppo.{key}", ("algorithm.use_pf_ppo",), lambda on: not on, "algorithm.use_pf_ppo is false")
+        yield UnusedKey(
+            f"algorithm.pf_ppo.{key}", lambda settings: not settings.algorithm.use_pf_ppo, "algorithm.use_pf_ppo is false"
+        )
 
 
 CORRECTION_RULES: tuple[Refusal, ...] = tuple(_refusals())
 """The combinations that are refused, for :mod:`verl_memopt.config.checks`."""
 
-CORRECTION_IDLE: tuple[Idle, ...] = tuple(_idle())
-"""The settings without effect, for :mod:`verl_memopt.config.idle`."""
+CORRECTION_UNUSED: tuple[UnusedKey, ...] = tuple(_unused())
+"""The settings without effect, for :mod:`verl_memopt.config.checks`."""

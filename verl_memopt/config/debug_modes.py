@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES
 from verl_memopt.knobs.knob import Refusal
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _MODE = "debug.mode"
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -80,53 +83,61 @@ def of_mode(mode: str) -> dict[str, Any]:
     return {"trainer.track_memory_every_steps": 1} if mode == "memory" else {}
 
 
+def _replays(settings: Settings) -> bool:
+    return bool(settings.actor_rollout_ref.rollout.skip_rollout)
+
+
+def _checks_sync(settings: Settings) -> bool:
+    return settings.debug.mode == "sync_check"
+
+
 def debug_rules() -> Iterator[Refusal]:
     """Yield what a debug mode, or a replay, cannot be combined with."""
     yield Refusal(
         (_MODE, "trainer.val_only"),
-        lambda mode, only: only and mode in NOT_WHOLE,
+        lambda settings: settings.trainer.val_only and settings.debug.mode in NOT_WHOLE,
         "a validation alone runs none of what this mode looks at",
         "Set trainer.val_only=false, or debug.mode=off.",
     )
     yield Refusal(
         (f"{_ROLLOUT}.skip_rollout", _MODE),
-        lambda skips, mode: not skips and mode in REPLAYING,
+        lambda settings: not _replays(settings) and settings.debug.mode in REPLAYING,
         "this mode replays stored rollouts",
         f"Remove {_ROLLOUT}.skip_rollout.",
     )
     yield Refusal(
         (f"{_ROLLOUT}.skip_rollout", _MODE),
-        lambda skips, mode: skips and mode in ("rollout_only", "forge", "sync_check"),
+        lambda settings: _replays(settings) and settings.debug.mode in ("rollout_only", "forge", "sync_check"),
         "this mode does not replay stored rollouts",
         f"Remove {_ROLLOUT}.skip_rollout.",
     )
     yield Refusal(
         (f"{_ROLLOUT}.skip_rollout", "algorithm.adv_estimator"),
-        lambda skips, estimator: skips and estimator in WITH_GREEDY_RESPONSES,
+        lambda settings: _replays(settings) and settings.algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
         "a dump has no greedy responses",
         "Choose another estimator.",
     )
     yield Refusal(
         (f"{_ROLLOUT}.skip_rollout", "algorithm.filter_groups.enable"),
-        lambda skips, filters: skips and filters,
+        lambda settings: _replays(settings) and settings.algorithm.filter_groups.enable,
         "a dump holds the groups that were kept, and no further ones",
         "Set algorithm.filter_groups.enable=false.",
     )
     yield Refusal(
         (_MODE, f"{_ROLLOUT}.calculate_log_probs"),
-        lambda mode, computes: mode == "sync_check" and not computes,
+        lambda settings: _checks_sync(settings) and not settings.actor_rollout_ref.rollout.calculate_log_probs,
         "the check compares the engine's log-probs with the trainer's",
         f"Set {_ROLLOUT}.calculate_log_probs=true.",
     )
     yield Refusal(
         (_MODE, f"{_ROLLOUT}.max_logprob_diff"),
-        lambda mode, limit: mode == "sync_check" and limit is None,
+        lambda settings: _checks_sync(settings) and settings.actor_rollout_ref.rollout.max_logprob_diff is None,
         "the check needs a limit for the difference of log-probs",
         f"Set {_ROLLOUT}.max_logprob_diff=auto.",
     )
     yield Refusal(
         (_MODE, "algorithm.adv_estimator"),
-        lambda mode, estimator: mode == "forge" and estimator in WITH_GREEDY_RESPONSES,
+        lambda settings: settings.debug.mode == "forge" and settings.algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
         "forged rows have no greedy responses",
         "Choose another estimator.",
     )

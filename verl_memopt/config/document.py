@@ -17,7 +17,7 @@ from verl_memopt.config.keys import field_types, value_at, walk
 from verl_memopt.config.links import DERIVED, LINKS
 from verl_memopt.config.problems import shown
 from verl_memopt.config.refusals import REFUSED
-from verl_memopt.knobs.ranges import Meanings
+from verl_memopt.knobs.values import Meanings
 
 _HEAD = """# Configuration
 
@@ -56,7 +56,7 @@ def meanings(section: type) -> dict[str, str]:
     """Return field -> docstring under the field of one section class, read from the sources of its bases."""
     rows: dict[str, str] = {}
     for base in reversed(section.__mro__):
-        if base.__name__ not in ("object", "KnobSettings"):
+        if base is not object:
             rows |= _fields(inspect.getmodule(base)).get(base.__name__, {})
     for name, kind in field_types(section, annotated=True).items():
         for mark in getattr(kind, "__metadata__", ()):

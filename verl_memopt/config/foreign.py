@@ -6,7 +6,7 @@ from difflib import SequenceMatcher
 
 from verl_memopt.config.keys import leaf_keys
 from verl_memopt.config.trl_spellings import ESTIMATORS, SPELLINGS
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import knobs
 from verl_memopt.recipes.registry import RECIPES
 
 _AR = "actor_rollout_ref"

@@ -22,7 +22,7 @@ def field_types(section: type, annotated: bool = False) -> dict[str, Any]:
     """
     hints = get_type_hints(section, include_extras=annotated)
     fields = [field.name for field in dataclasses.fields(section)]
-    has_knobs = any(base.__name__ == "KnobSettings" for base in section.__mro__)
+    has_knobs = any(base.__module__.startswith("verl_memopt.knobs.") for base in section.__mro__)
     own = [name for name in fields if has_knobs and name in vars(section).get("__annotations__", {})]
     return {name: hints[name] for name in dict.fromkeys([*own, *fields])}
 

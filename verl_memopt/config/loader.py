@@ -102,7 +102,7 @@ def settings_from_mapping(
     settings, values, mistyped = build(translated)
     problems += mistyped
     wrong = {key for each in problems for key in each.keys}
-    problems += check(values, frozenset(translated) - of_presets, wrong)
+    problems += check(settings, values, frozenset(translated) - of_presets, wrong)
     raise_together(problems)
     return settings
 

@@ -11,7 +11,7 @@ from verl_memopt.config.keys import flatten, leaf_keys
 from verl_memopt.config.plain import to_plain
 from verl_memopt.config.problems import shown
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import knobs
 
 _AR = "actor_rollout_ref"
 _SHARDED = (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")

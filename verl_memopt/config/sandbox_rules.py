@@ -6,7 +6,8 @@ import math
 from collections.abc import Iterator
 from urllib.parse import urlsplit
 
-from verl_memopt.knobs.knob import Idle, Refusal
+from verl_memopt.config.schema import Settings
+from verl_memopt.knobs.knob import Refusal, UnusedKey
 
 KEY = "reward_model.sandbox_fusion"
 URL, MAX_CONCURRENT = f"{KEY}.url", f"{KEY}.max_concurrent"
@@ -54,41 +55,57 @@ def _is_http(address: str) -> bool:
         return False
 
 
+def _has_no_address(settings: Settings) -> bool:
+    address = settings.reward_model.sandbox_fusion.url
+    return address is not None and not _is_http(address)
+
+
+def _is_bypassed(settings: Settings) -> bool:
+    """Return whether a function or a model decides the reward."""
+    return settings.custom_reward_function.path is not None or settings.reward_model.enable
+
+
+def _longest(settings: Settings) -> int:
+    return longest_row_seconds(settings.reward_model.sandbox_fusion.max_concurrent)
+
+
+def _is_too_short(settings: Settings) -> bool:
+    is_used = settings.reward_model.sandbox_fusion.url is not None and not _is_bypassed(settings)
+    return is_used and settings.custom_reward_function.timeout_seconds < _longest(settings)
+
+
 def _refusals() -> Iterator[Refusal]:
     """Yield the rules that refuse."""
     yield Refusal(
         (URL,),
-        lambda address: address is not None and not _is_http(address),
+        _has_no_address,
         "it is no http or https address",
         "Set it to that of the service's run_code, such as http://localhost:8080/run_code.",
     )
     yield Refusal(
         (_LIMIT, MAX_CONCURRENT),
-        lambda limit, calls, address, function, model: (
-            address is not None and function is None and not model and limit < longest_row_seconds(calls)
-        ),
+        _is_too_short,
         f"a row whose programs all run into the service's limit of {CASE_SECONDS} s takes longer",
-        lambda limit, calls, *others: f"Set {_LIMIT} to at least {longest_row_seconds(calls)}{_or_more(limit, calls)}.",
-        about=(URL, _FUNCTION, _MODEL),
+        lambda settings: f"Set {_LIMIT} to at least {_longest(settings)}{_or_more(settings)}.",
     )
 
 
-def _or_more(limit: float, max_concurrent: int) -> str:
+def _or_more(settings: Settings) -> str:
     """Return the other way out, where more programs at a time would make the limit long enough."""
-    enough = next((calls for calls in range(max_concurrent + 1, CASES + 1) if longest_row_seconds(calls) <= limit), None)
+    limit, slots = settings.custom_reward_function.timeout_seconds, settings.reward_model.sandbox_fusion.max_concurrent
+    enough = next((calls for calls in range(slots + 1, CASES + 1) if longest_row_seconds(calls) <= limit), None)
     return "" if enough is None else f", or {MAX_CONCURRENT} to at least {enough}"
 
 
-def _idle() -> Iterator[Idle]:
+def _unused() -> Iterator[UnusedKey]:
     """Yield when a key has no effect."""
-    other_scores = f"{_FUNCTION} or {_MODEL} decides the reward, and no rule does"
-    yield Idle(URL, (_FUNCTION, _MODEL), lambda function, model: function is not None or model, other_scores)
+    yield UnusedKey(URL, _is_bypassed, f"{_FUNCTION} or {_MODEL} decides the reward, and no rule does")
     for key in (MAX_CONCURRENT, f"{KEY}.memory_limit_mb"):
-        yield Idle(key, (URL,), lambda address: address is None, f"{URL} is null")
+        yield UnusedKey(key, lambda settings: settings.reward_model.sandbox_fusion.url is None, f"{URL} is null")
 
 
 SANDBOX_RULES: tuple[Refusal, ...] = tuple(_refusals())
 """All refusals of this file, for :mod:`verl_memopt.config.checks`."""
 
-SANDBOX_IDLE: tuple[Idle, ...] = tuple(_idle())
-"""All idle keys of this file, for :mod:`verl_memopt.config.idle`."""
+SANDBOX_UNUSED: tuple[UnusedKey, ...] = tuple(_unused())
+"""All keys of this file without effect, for :mod:`verl_memopt.config.checks`."""

@@ -11,11 +11,14 @@ Works with: every knob. With FSDP a block is gathered once for recomputation and
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.knobs.knob import Advice, Claim, Factor, Idle, Knob, LadderRow
-from verl_memopt.knobs.ranges import PositiveInt
+from verl_memopt.knobs.knob import Advice, Claim, Factor, Knob, LadderRow, UnusedKey
 from verl_memopt.knobs.shapes import activation_saving
+from verl_memopt.knobs.values import PositiveInt
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _MODEL = "actor_rollout_ref.model"
 _ON, _MODE, _EVERY = (
@@ -37,6 +40,10 @@ class ActivationCheckpointing:
     that keeps everything is faster."""
 
 
+def _checkpoints(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.model.enable_gradient_checkpointing
+
+
 KNOB = Knob(
     name="activation_checkpointing",
     place=50,
@@ -46,17 +53,13 @@ KNOB = Knob(
     known_as={
         "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
     },
-    idle=(
-        Idle(
-            _MODE,
-            (_ON,),
-            lambda on: not on,
-            "model.enable_gradient_checkpointing is false",
-        ),
-        Idle(
+    unused_keys=(
+        UnusedKey(_MODE, lambda settings: not _checkpoints(settings), "model.enable_gradient_checkpointing is false"),
+        UnusedKey(
             _EVERY,
-            (_ON, _MODE),
-            lambda on, mode: not on or mode != "every_n",
+            lambda settings: (
+                not _checkpoints(settings) or settings.actor_rollout_ref.model.gradient_checkpointing_mode != "every_n"
+            ),
             "model.gradient_checkpointing_mode is not every_n",
         ),
     ),

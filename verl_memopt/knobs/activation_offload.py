@@ -12,9 +12,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import Advice, Claim, Factor, Idle, Knob, LadderRow
-from verl_memopt.knobs.ranges import NaturalInt, PositiveInt
+from verl_memopt.knobs.knob import Advice, Claim, Factor, Knob, LadderRow, UnusedKey
 from verl_memopt.knobs.shapes import activation_saving
+from verl_memopt.knobs.values import NaturalInt, PositiveInt
 
 _MODEL = "actor_rollout_ref.model"
 _ON, _LEAST, _IN_FLIGHT = (
@@ -44,7 +44,10 @@ KNOB = Knob(
     known_as={
         "activation_offloading": "actor_rollout_ref.model.enable_activation_offload",
     },
-    idle=tuple(Idle(key, (_ON,), lambda on: not on, _OFF) for key in (_LEAST, _IN_FLIGHT)),
+    unused_keys=tuple(
+        UnusedKey(key, lambda settings: not settings.actor_rollout_ref.model.enable_activation_offload, _OFF)
+        for key in (_LEAST, _IN_FLIGHT)
+    ),
     advice=(Advice("activations", _ON, True, phases=("update_actor",)),),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(90, on=(f"{_ON}=true",), off=(f"{_ON}=false",)),

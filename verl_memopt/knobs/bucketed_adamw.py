@@ -11,16 +11,17 @@ Works with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.stochastic_rou
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl_memopt.knobs.knob import LOWER, Advice, Claim, Condition, Factor, Knob, LadderRow, Refusal, switch
-from verl_memopt.knobs.ranges import PositiveFloat
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Predicate, Refusal, switch
+from verl_memopt.knobs.values import PositiveFloat
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _OPTIM = "actor_rollout_ref.actor.optim"
 OPTIMIZER, IMPL, OVERRIDES = (f"{_OPTIM}.{name}" for name in ("optimizer", "optimizer_impl", "override_optimizer_config"))
 BUCKET = f"{_OPTIM}.bucket_megabytes"
-STATE_AND_MASTERS = (f"{_OPTIM}.state_dtype", "actor_rollout_ref.actor.fsdp_config.model_dtype")
-"""The dtype of the optimizer state, and that of the parameters."""
 _ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
 
 
@@ -39,23 +40,17 @@ class BucketedAdamW:
     most. Lower it when the step sets the peak; a few MiB are enough to keep a bus busy."""
 
 
-def only_with_adamw(key: str, is_on: Condition = bool, about: tuple[str, ...] = ()) -> tuple[Refusal, ...]:
+def only_with_adamw(key: str, is_on: Predicate) -> tuple[Refusal, ...]:
     """Return the refusals of a knob that only this AdamW can do.
 
     Args:
         key: of the knob.
-        is_on: whether the knob is on, from the values of ``key`` and ``about``.
-        about: further keys that decide it.
+        is_on: whether the knob is on.
     """
 
-    def another_class(value: Any, optimizer: str, module: str, *others: Any) -> bool:
-        return is_on(value, *others) and (optimizer, module) != ("AdamW", "torch.optim")
-
-    def another_argument(value: Any, arguments: Any, *others: Any) -> bool:
-        return is_on(value, *others) and bool(_unknown(arguments))
-
-    def without_them(_: Any, arguments: Any, *others: Any) -> str:
-        return f"Remove {', '.join(_unknown(arguments))} from {OVERRIDES}."
+    def another_class(settings: Settings) -> bool:
+        optim = settings.actor_rollout_ref.actor.optim
+        return is_on(settings) and (optim.optimizer, optim.optimizer_impl) != ("AdamW", "torch.optim")
 
     return (
         Refusal(
@@ -63,30 +58,39 @@ def only_with_adamw(key: str, is_on: Condition = bool, about: tuple[str, ...] = 
             another_class,
             "only AdamW of torch.optim can",
             f"Remove {key}, or {OPTIMIZER} and optimizer_impl.",
-            about=about,
         ),
         Refusal(
             (key, OVERRIDES),
-            another_argument,
+            lambda settings: is_on(settings) and bool(_unknown(settings)),
             f"AdamW with {key} takes lr, betas, eps and weight_decay",
-            without_them,
-            about=about,
+            lambda settings: f"Remove {', '.join(_unknown(settings))} from {OVERRIDES}.",
         ),
     )
 
 
-def _unknown(arguments: dict[str, Any] | None) -> list[str]:
+def has_state_dtype(settings: Settings) -> bool:
+    """Return whether the optimizer state has another dtype than the parameters."""
+    actor = settings.actor_rollout_ref.actor
+    return actor.optim.state_dtype != actor.fsdp_config.model_dtype
+
+
+def _unknown(settings: Settings) -> list[str]:
     """Return the names of arguments that AdamW with buckets does not take."""
-    return sorted(set(arguments or {}) - _ARGUMENTS)
+    return sorted(set(settings.actor_rollout_ref.actor.optim.override_optimizer_config or {}) - _ARGUMENTS)
 
 
-def _does_not_shard(module: str, optimizer: str) -> bool:
+def _is_torchao(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.optim.optimizer_impl == "torchao.optim"
+
+
+def _does_not_shard(settings: Settings) -> bool:
     """Return whether torchao's optimizer does not update sharded parameters (0.18 with torch 2.13)."""
-    return module == "torchao.optim" and optimizer not in ("AdamW8bit", "Adam8bit")
+    return _is_torchao(settings) and settings.actor_rollout_ref.actor.optim.optimizer not in ("AdamW8bit", "Adam8bit")
 
 
-def _is_compiled_while_counted(module: str, _: str, device: str, track_every: int) -> bool:
-    return module == "torchao.optim" and device != "cuda" and track_every > 0
+def _is_compiled_while_counted(settings: Settings) -> bool:
+    trainer = settings.trainer
+    return _is_torchao(settings) and trainer.device != "cuda" and trainer.track_memory_every_steps > 0
 
 
 KNOB = Knob(

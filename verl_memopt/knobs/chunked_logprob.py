@@ -14,8 +14,8 @@ from dataclasses import dataclass
 
 from verl_memopt.algorithms.records import LOSSES_OF_SEQUENCES
 from verl_memopt.knobs.knob import Advice, Claim, Factor, Knob, LadderRow, switch
-from verl_memopt.knobs.ranges import NaturalInt
 from verl_memopt.knobs.shapes import Shapes
+from verl_memopt.knobs.values import NaturalInt
 
 _CHUNK, _TILE = "actor_rollout_ref.model.logprob_chunk_tokens", "actor_rollout_ref.model.logprob_vocab_tile"
 
@@ -58,7 +58,14 @@ KNOB = Knob(
     known_as={
         "use_liger_kernel": "actor_rollout_ref.model.logprob_chunk_tokens",
     },
-    advice=(Advice("logits", _CHUNK, ADVISED_CHUNK, lambda chunk: not 0 < chunk <= ADVISED_CHUNK, under=(_CHUNK,)),),
+    advice=(
+        Advice(
+            "logits",
+            _CHUNK,
+            ADVISED_CHUNK,
+            lambda settings: not 0 < settings.actor_rollout_ref.model.logprob_chunk_tokens <= ADVISED_CHUNK,
+        ),
+    ),
     claims=(Claim("update_actor", "logits", _saved(True)), Claim("old_log_prob", "logits", _saved(False))),
     row=LadderRow(10, on=(f"{_CHUNK}=512",), off=(f"{_CHUNK}=0",)),
     factors=(

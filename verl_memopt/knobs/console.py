@@ -8,8 +8,7 @@ from rich.markup import escape
 from rich.table import Table
 
 from verl_memopt.knobs.example import MIB, example
-from verl_memopt.knobs.index import PARTS, in_yaml, knobs, text_of
-from verl_memopt.knobs.knob import Knob
+from verl_memopt.knobs.knob import PARTS, Knob, in_yaml, knobs, text_of
 
 
 def print_knobs(console: Console) -> None:

@@ -5,8 +5,7 @@ from __future__ import annotations
 import sys
 
 from verl_memopt.knobs.example import MIB, example
-from verl_memopt.knobs.index import PARTS, in_yaml, knobs, text_of
-from verl_memopt.knobs.knob import Knob
+from verl_memopt.knobs.knob import PARTS, Knob, in_yaml, knobs, text_of
 
 HEAD = """# Memory knobs
 

@@ -1,20 +1,36 @@
-"""What a knob's file declares. ``config/`` builds settings, checks and errors from it, the index and the docs read it.
+"""What a knob's file declares, and the list of all knobs.
 
-A condition is a function of the values of the keys that stand beside it, in their order. It sees no other setting, and a key
-that does not exist is found when settings are loaded.
+``config/`` builds checks and errors from the declarations, the docs read them. A rule is a function of the typed settings, so a
+key that does not exist is found by the type checker.
 """
 
 from __future__ import annotations
 
 import dataclasses
+import importlib
+import pkgutil
+import re
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field
-from typing import Any, get_type_hints
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_type_hints
 
+import verl_memopt.knobs
 from verl_memopt.knobs.shapes import Shapes
 
-Condition = Callable[..., bool]
-"""A question about the values of some keys, which are its arguments."""
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+Predicate = Callable[["Settings"], bool]
+"""A question about the settings."""
+Sentence = Callable[["Settings"], str]
+"""A sentence with numbers of the settings."""
+
+NOT_KNOBS = ("console", "critic_rules", "document", "example", "knob", "shapes", "values")
+"""Files of this room that serve the knobs and are none."""
+
+PARTS = ("Use it when", "Saves", "Costs", "Works with")
+"""What the docstring of a knob's file says, after one sentence on what the knob does."""
 
 SECTIONS: dict[str, tuple[str, ...]] = {
     "model": ("actor_rollout_ref.model", "critic.model"),
@@ -40,14 +56,12 @@ LOWER = "lower"
 
 
 @dataclass(frozen=True)
-class Idle:
+class UnusedKey:
     """When a key has no effect. A user who sets it then gets a warning."""
 
     key: str
-    under: tuple[str, ...]
-    """The keys that decide it."""
-    when: Condition
-    """Return whether the key has no effect, from the values of ``under``."""
+    when: Predicate
+    """Return whether the key has no effect."""
     because: str
     """The setting that is the reason, as a sentence without a full stop."""
 
@@ -58,29 +72,22 @@ class Refusal:
 
     keys: tuple[str, ...]
     """The keys that the error shows with their values; the knob's own comes first."""
-    when: Condition
-    """Return whether the values are refused. This and the other functions get the values of ``keys``, then those of ``about``."""
+    when: Predicate
+    """Return whether the settings are refused."""
     because: str
     """Why it is refused, as a sentence without a full stop."""
-    way_out: str | Callable[..., str]
-    """What to set in its place: a sentence, or a function of the values that returns one."""
-    because_here: Callable[..., str] | None = None
+    way_out: str | Sentence
+    """What to set in its place: a sentence, or a function of the settings that returns one."""
+    because_here: Sentence | None = None
     """Return the reason with the numbers of the settings, for the error; None = ``because`` serves both."""
-    about: tuple[str, ...] = ()
-    """Further keys that the refusal depends on."""
 
-    @property
-    def reads(self) -> tuple[str, ...]:
-        """The keys whose values it depends on. It is not asked where one of them is wrong by itself."""
-        return (*self.keys, *self.about)
+    def reason_for(self, settings: Settings) -> str:
+        """Return why these settings are refused."""
+        return self.because if self.because_here is None else self.because_here(settings)
 
-    def reason_for(self, *values: Any) -> str:
-        """Return why these values of the keys are refused."""
-        return self.because if self.because_here is None else self.because_here(*values)
-
-    def way_out_for(self, *values: Any) -> str:
-        """Return the way out for these values of the keys."""
-        return self.way_out if isinstance(self.way_out, str) else self.way_out(*values)
+    def way_out_for(self, settings: Settings) -> str:
+        """Return the way out for these settings."""
+        return self.way_out if isinstance(self.way_out, str) else self.way_out(settings)
 
 
 @dataclass(frozen=True)
@@ -92,12 +99,10 @@ class Advice:
     key: str
     value: object
     """The value to set, or ``LOWER``."""
-    when: Condition = lambda *_: True
-    """Return whether it would help, from the values of ``under``."""
+    when: Predicate = lambda _: True
+    """Return whether it would help."""
     phases: tuple[str, ...] = ()
     """Phases in which it helps; () = all but ``not_in``."""
-    under: tuple[str, ...] = ()
-    """The keys that decide whether it would help."""
     not_in: tuple[str, ...] = ()
     """Phases in which it does not help."""
 
@@ -157,7 +162,7 @@ class Knob:
     """Keys of other files that belong to it as well."""
     besides: tuple[str, ...] = ()
     """What turns it and is no key: a choice of a settings group, or an environment variable."""
-    idle: tuple[Idle, ...] = ()
+    unused_keys: tuple[UnusedKey, ...] = ()
     same_numbers: bool = False
     """Whether no number of a run depends on it, to the last bit, so that a resumed run may change it."""
     known_as: Mapping[str, str] = field(default_factory=dict)
@@ -211,3 +216,73 @@ def for_roles(name: str, *, roles: tuple[str, ...] = ("actor", "ref"), lossy: bo
     """Return one factor a role of an fsdp_config key, so that policy and reference may differ."""
     key = "actor_rollout_ref.{}.fsdp_config." + name
     return tuple(switch(f"{role} {name}", key.format(role), lossy=lossy, **levels) for role in roles)
+
+
+@cache
+def knobs() -> tuple[Knob, ...]:
+    """Return every knob, in the order of the lists."""
+    return tuple(sorted((module.KNOB for module in _modules()), key=lambda knob: knob.place))
+
+
+def knob_named(name: str) -> Knob:
+    """Return the knob of a name."""
+    return next(knob for knob in knobs() if knob.name == name)
+
+
+@cache
+def text_of(name: str) -> dict[str, str]:
+    """Return the text of a knob: what it does under "", then the parts of :data:`PARTS`."""
+    pieces = re.split(rf"^({'|'.join(PARTS)}):", _module(name).__doc__ or "", flags=re.MULTILINE)
+    text = {"": pieces[0], **dict(zip(pieces[1::2], pieces[2::2], strict=True))}
+    assert tuple(text) == ("", *PARTS), f"knobs/{name}.py: its docstring should say {', '.join(PARTS)}; it says {list(text)[1:]}"
+    return {part: " ".join(words.split()) for part, words in text.items()}
+
+
+def as_json() -> list[dict[str, Any]]:
+    """Return every knob as plain values: its name, text, keys with defaults, and what it refuses."""
+    return [
+        {
+            "name": knob.name,
+            "does": text_of(knob.name)[""],
+            **{part.lower().replace(" ", "_"): text_of(knob.name)[part] for part in PARTS},
+            "keys": list(knob.keys),
+            "defaults": knob.defaults(),
+            "besides": list(knob.besides),
+            "refuses": [{"keys": list(refusal.keys), "because": refusal.because} for refusal in knob.refuses],
+        }
+        for knob in knobs()
+    ]
+
+
+def in_yaml(value: object) -> str:
+    """Return a default as a settings file writes it."""
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _modules() -> list[Any]:
+    names = sorted(info.name for info in pkgutil.iter_modules(verl_memopt.knobs.__path__) if info.name not in NOT_KNOBS)
+    return [_module(name) for name in names]
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"verl_memopt.knobs.{name}")
+
+
+class SettingsView:
+    """Settings as one rule reads them. Dotted keys go through a function that may name another key, or raise.
+
+    Attributes are read from the settings, sections as views of their own.
+    """
+
+    def __init__(self, settings: Settings, address: Callable[[str], str], prefix: str = "") -> None:
+        """Show ``settings``, each key under the name that ``address`` gives it."""
+        self._settings, self._address, self._prefix = settings, address, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of a key, or a view of a section."""
+        key = f"{self._prefix}{name}"
+        value: Any = self._settings
+        for part in self._address(key).split("."):
+            value = getattr(value, part)
+        is_section = dataclasses.is_dataclass(value) or isinstance(value, SettingsView)
+        return SettingsView(self._settings, self._address, f"{key}.") if is_section else value

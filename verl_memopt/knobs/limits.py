@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from typing import Annotated
 
 from verl_memopt.knobs.knob import Factor, Knob
-from verl_memopt.knobs.ranges import POSITIVE
+from verl_memopt.knobs.values import POSITIVE
 
 _KEYS = tuple(f"memory.{part}_limit_gb" for part in ("device", "host", "pinned"))
 

@@ -10,20 +10,18 @@ Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any, Literal
+from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.knobs.conditions import KL, needs_reference
 from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
+from verl_memopt.knobs.values import needs_reference
 from verl_memopt.recipes.registry import RECIPES
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _KEY, _RANK = "actor_rollout_ref.model.load_mode", "actor_rollout_ref.model.lora_rank"
 _OFFLOAD, _NATIVE = (f"actor_rollout_ref.ref.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
 _QUANTIZATION = "actor_rollout_ref.ref.quantization"
-_RECIPES_MODEL = (
-    *("reward_model.enable", "reward_model.reward_manager", "reward_model.model.path"),
-    "reward_model.model.fsdp_config.param_offload",
-)
-"""They decide whether a recipe's model rests on the host."""
 
 
 @dataclass(frozen=True)
@@ -35,15 +33,29 @@ class LoadMode:
     rest in their safetensors files, mapped, and take no host memory of their own."""
 
 
-def _recipes_model_rests(enabled: bool, manager: str, path: str | None, offloaded: bool) -> bool:
+def _maps(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.model.load_mode == "mmap"
+
+
+def _recipe_rests(settings: Settings) -> bool:
     """Return whether a recipe's frozen model, such as a student, rests on the host."""
-    return enabled and manager in RECIPES and path is not None and offloaded
+    reward, model = settings.reward_model, settings.reward_model.model
+    return reward.enable and reward.reward_manager in RECIPES and model.path is not None and model.fsdp_config.param_offload
 
 
-def _without_frozen(mode: str, offloaded: bool, rank: int, native: bool, in_reward: bool, in_loss: bool, *frozen: Any) -> bool:
+def _adapts(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.model.lora_rank > 0
+
+
+def _is_native(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.ref.fsdp_config.offload_policy
+
+
+def _without_frozen(settings: Settings) -> bool:
     """Return whether nothing rests on the host for another reason than LoRA or offload_policy, which are refused above."""
-    rests = (offloaded and needs_reference(in_reward, in_loss)) or _recipes_model_rests(*frozen)
-    return mode == "mmap" and not (rests or rank > 0 or native)
+    offloaded = settings.actor_rollout_ref.ref.fsdp_config.param_offload
+    rests = (offloaded and needs_reference(settings)) or _recipe_rests(settings)
+    return _maps(settings) and not (rests or _adapts(settings) or _is_native(settings))
 
 
 KNOB = Knob(
@@ -55,37 +67,33 @@ KNOB = Knob(
     refuses=(
         Refusal(
             (_KEY, _RANK),
-            lambda mode, rank, *frozen: mode == "mmap" and rank > 0 and not _recipes_model_rests(*frozen),
+            lambda settings: _maps(settings) and _adapts(settings) and not _recipe_rests(settings),
             "with LoRA the reference is the policy's own base, and no other rests in a file",
             f"Set {_KEY}=stream.",
-            about=_RECIPES_MODEL,
         ),
         Refusal(
             (_KEY, _NATIVE),
-            lambda mode, native, rank, *frozen: mode == "mmap" and native and rank == 0 and not _recipes_model_rests(*frozen),
+            lambda settings: _maps(settings) and _is_native(settings) and not _adapts(settings) and not _recipe_rests(settings),
             "with offload_policy the reference never leaves its host buffer, and none rests in a file",
             f"Set {_OFFLOAD}=true in place of offload_policy, or {_KEY}=stream.",
-            about=(_RANK, *_RECIPES_MODEL),
         ),
         Refusal(
             (_KEY, _OFFLOAD),
             _without_frozen,
             "a mapped file is where a reference rests, and no reference rests on the host",
             f"Set {_OFFLOAD}=true (with a KL), or {_KEY}=stream.",
-            about=(_RANK, _NATIVE, *KL, *_RECIPES_MODEL),
         ),
         Refusal(
             (_KEY, _QUANTIZATION),
-            lambda mode, quantization: mode == "mmap" and quantization != "none",
+            lambda settings: _maps(settings) and settings.actor_rollout_ref.ref.quantization != "none",
             "the mapped file holds the unquantised weights",
             f"Set {_KEY}=stream.",
         ),
         Refusal(
             (_KEY, "reward_model.model.quantization"),
-            lambda mode, quantization, *frozen: mode == "mmap" and quantization != "none" and _recipes_model_rests(*frozen),
+            lambda settings: _maps(settings) and settings.reward_model.model.quantization != "none" and _recipe_rests(settings),
             "the student rests on the host, and the mapped file holds the unquantised weights",
-            f"Set {_KEY}=stream, or {_RECIPES_MODEL[-1]}=false.",
-            about=_RECIPES_MODEL,
+            f"Set {_KEY}=stream, or reward_model.model.fsdp_config.param_offload=false.",
         ),
     ),
     claims=(Claim("update_actor", "host buffers", lambda _, after: after.reference_bytes),),

@@ -10,12 +10,14 @@ Works with: bfloat16 masters for the frozen base, checkpointing, every packing k
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-from verl_memopt.knobs.conditions import KL, needs_reference
 from verl_memopt.knobs.knob import Claim, Factor, Knob, LadderRow, Refusal
-from verl_memopt.knobs.ranges import NaturalInt, PositiveFloat
 from verl_memopt.knobs.shapes import Shapes
+from verl_memopt.knobs.values import NaturalInt, PositiveFloat, needs_reference
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _MODEL = "actor_rollout_ref.model"
 _RANK, _ALPHA, _TARGETS, _EXCLUDED, _PATH = (
@@ -41,8 +43,13 @@ class Lora:
     """Folder in the peft format to start the adapters from."""
 
 
-def _has_another_reference(rank: int, reference: str, policy: str, in_reward: bool, in_loss: bool) -> bool:
-    return rank > 0 and needs_reference(in_reward, in_loss) and reference != policy
+def _adapts(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.model.lora_rank > 0
+
+
+def _has_another_reference(settings: Settings) -> bool:
+    roles = settings.actor_rollout_ref
+    return _adapts(settings) and needs_reference(settings) and roles.ref.model.path != roles.model.path
 
 
 def adapter_params(shapes: Shapes) -> int:
@@ -69,17 +76,16 @@ KNOB = Knob(
             _has_another_reference,
             "with LoRA the reference is the base with its adapters off",
             f"Leave {_REFERENCE} out, or set {_RANK}=0.",
-            about=(f"{_MODEL}.path", *KL),
         ),
         Refusal(
             (_RANK, _QUANTIZATION),
-            lambda rank, quantization: rank > 0 and quantization != "none",
+            lambda settings: _adapts(settings) and settings.actor_rollout_ref.ref.quantization != "none",
             "with LoRA the reference is the policy's own base",
             f"Leave {_QUANTIZATION} out.",
         ),
         Refusal(
             (_RANK, _PATH),
-            lambda rank, path: rank == 0 and path is not None,
+            lambda settings: not _adapts(settings) and settings.actor_rollout_ref.model.lora_adapter_path is not None,
             "adapters are given and none are asked for",
             f"Set {_RANK} to their rank, or give a folder with adapter_config.json.",
         ),

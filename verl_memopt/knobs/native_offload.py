@@ -10,9 +10,13 @@ Works with: few, large micro-batches. It refuses ``param_offload`` and ``optimiz
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.knobs.conditions import KL
-from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, for_roles
+from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Predicate, Refusal, for_roles
+from verl_memopt.knobs.values import needs_reference
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.offload_policy" for role in ("actor", "ref"))
 
@@ -26,20 +30,26 @@ class NativeOffload:
     The last resort; not together with ``param_offload`` or ``optimizer_offload``."""
 
 
-def not_beside_native_offload(role: str, name: str) -> Refusal:
+def not_beside_native_offload(role: Literal["actor", "ref"], name: str, is_on: Predicate) -> Refusal:
     """Return the refusal of another offload beside this one.
 
     Args:
-        role: actor or ref.
+        role: whose offload it is.
         name: the other offload's setting in ``fsdp_config``.
+        is_on: whether the other offload is on.
     """
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
+
+    def both(settings: Settings) -> bool:
+        roles = settings.actor_rollout_ref
+        native = roles.actor.fsdp_config.offload_policy if role == "actor" else roles.ref.fsdp_config.offload_policy
+        return native and is_on(settings) and (role == "actor" or needs_reference(settings))
+
     return Refusal(
         (f"{prefix}.offload_policy", f"{prefix}.{name}"),
-        lambda native, other, *kl: native and other and (not kl or any(kl)),
+        both,
         "with offload_policy parameters and optimizer state never leave the host",
         f"Set one of the two to false; {name} is the faster one.",
-        about=KL if role == "ref" else (),
     )
 
 
@@ -48,7 +58,14 @@ KNOB = Knob(
     place=150,
     cost="host memory, slow steps",
     settings={"fsdp": NativeOffload},
-    refuses=tuple(not_beside_native_offload(role, "param_offload") for role in ("actor", "ref")),
+    refuses=(
+        not_beside_native_offload(
+            "actor", "param_offload", lambda settings: settings.actor_rollout_ref.actor.fsdp_config.param_offload
+        ),
+        not_beside_native_offload(
+            "ref", "param_offload", lambda settings: settings.actor_rollout_ref.ref.fsdp_config.param_offload
+        ),
+    ),
     claims=(
         Claim("update_actor", "params", lambda before, _: before.params * before.master_bytes + before.reference_bytes),
         Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),

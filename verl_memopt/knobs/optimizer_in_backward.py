@@ -11,16 +11,19 @@ Works with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from verl_memopt.knobs.bucketed_adamw import only_with_adamw
-from verl_memopt.knobs.conditions import DEVICES
 from verl_memopt.knobs.knob import Claim, Knob, LadderRow, Refusal, switch
 from verl_memopt.knobs.shapes import Shapes
+from verl_memopt.knobs.values import num_devices
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _ACTOR = "actor_rollout_ref.actor"
 _KEY, _CLIP = f"{_ACTOR}.optim.in_backward", f"{_ACTOR}.optim.clip_grad"
 _ROWS, _MINI = f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ACTOR}.ppo_mini_batch_size"
-_BATCHING = (f"{_ACTOR}.use_dynamic_bsz", "actor_rollout_ref.rollout.n", *DEVICES)
 
 
 @dataclass(frozen=True)
@@ -38,21 +41,20 @@ def _saved(_: Shapes, after: Shapes) -> float:
     return after.master_bytes * (after.params - largest)
 
 
-def _sequences(prompts: int, n: int, nodes: int, devices: int) -> int:
+def _in_backward(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.optim.in_backward
+
+
+def _sequences(settings: Settings) -> int:
     """Return the sequences of one device per optimizer step."""
-    return prompts * n // (nodes * devices)
+    roles = settings.actor_rollout_ref
+    return roles.actor.ppo_mini_batch_size * roles.rollout.n // num_devices(settings)
 
 
-def _accumulates(on: bool, rows: int | None, prompts: int, by_tokens: bool, *rest: int) -> bool:
-    return on and not by_tokens and 0 < (rows or 0) < _sequences(prompts, *rest)
-
-
-def _too_many(on: bool, rows: int, prompts: int, by_tokens: bool, *rest: int) -> str:
-    return f"a device has {_sequences(prompts, *rest)} sequences per optimizer step, so gradients would have to accumulate"
-
-
-def _take_all_rows(on: bool, rows: int, prompts: int, by_tokens: bool, *rest: int) -> str:
-    return f"Set {_ROWS}={_sequences(prompts, *rest)}, lower ppo_mini_batch_size, or set {_KEY}=false."
+def _accumulates(settings: Settings) -> bool:
+    actor = settings.actor_rollout_ref.actor
+    rows = actor.ppo_micro_batch_size_per_gpu or 0
+    return _in_backward(settings) and not actor.use_dynamic_bsz and 0 < rows < _sequences(settings)
 
 
 KNOB = Knob(
@@ -62,10 +64,10 @@ KNOB = Knob(
     settings={"optim": OptimizerInBackward},
     shared_keys=(_CLIP,),
     refuses=(
-        *only_with_adamw(_KEY),
+        *only_with_adamw(_KEY, _in_backward),
         Refusal(
             (_KEY, _CLIP),
-            lambda on, clip: on and clip is not None,
+            lambda settings: _in_backward(settings) and settings.actor_rollout_ref.actor.optim.clip_grad is not None,
             "clipping needs the norm of all gradients, and each is gone once it is used",
             f"Set {_CLIP}=null, or {_KEY}=false.",
         ),
@@ -73,9 +75,10 @@ KNOB = Knob(
             (_KEY, _ROWS, _MINI),
             _accumulates,
             "gradients of several micro-batches would have to accumulate",
-            _take_all_rows,
-            _too_many,
-            about=_BATCHING,
+            lambda settings: f"Set {_ROWS}={_sequences(settings)}, lower ppo_mini_batch_size, or set {_KEY}=false.",
+            lambda settings: (
+                f"a device has {_sequences(settings)} sequences per optimizer step, so gradients would have to accumulate"
+            ),
         ),
     ),
     claims=(Claim("update_actor", "grads", _saved),),

@@ -10,12 +10,16 @@ Works with: ``optim.state_dtype`` (fewer bytes to carry), ``param_offload``, ``o
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from verl_memopt.knobs.bucketed_adamw import BUCKET, STATE_AND_MASTERS, only_with_adamw
-from verl_memopt.knobs.knob import Advice, Claim, Idle, Knob, LadderRow, for_roles
+from verl_memopt.knobs.bucketed_adamw import BUCKET, has_state_dtype, only_with_adamw
+from verl_memopt.knobs.knob import Advice, Claim, Knob, LadderRow, UnusedKey, for_roles
 from verl_memopt.knobs.native_offload import not_beside_native_offload
 
-_KEY, _OPTIM = "actor_rollout_ref.actor.fsdp_config.optimizer_offload", "actor_rollout_ref.actor.optim"
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
 
 
 @dataclass(frozen=True)
@@ -27,6 +31,15 @@ class OptimizerOffload:
     parameter (fp32 moments) leave the device."""
 
 
+def _offloads(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.fsdp_config.optimizer_offload
+
+
+def _steps_in_buckets(settings: Settings) -> bool:
+    optim = settings.actor_rollout_ref.actor.optim
+    return optim.stochastic_rounding or optim.in_backward or has_state_dtype(settings)
+
+
 KNOB = Knob(
     name="optimizer_offload",
     place=100,
@@ -35,15 +48,14 @@ KNOB = Knob(
     known_as={
         "offload_optimizer": "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
     },
-    idle=(
-        Idle(
+    unused_keys=(
+        UnusedKey(
             BUCKET,
-            (_KEY, f"{_OPTIM}.stochastic_rounding", f"{_OPTIM}.in_backward", *STATE_AND_MASTERS),
-            lambda offloaded, rounded, in_backward, state, masters: not (offloaded or rounded or in_backward or state != masters),
+            lambda settings: not (_offloads(settings) or _steps_in_buckets(settings)),
             "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
         ),
     ),
-    refuses=(*only_with_adamw(_KEY), not_beside_native_offload("actor", "optimizer_offload")),
+    refuses=(*only_with_adamw(_KEY, _offloads), not_beside_native_offload("actor", "optimizer_offload", _offloads)),
     advice=(Advice("optimizer", _KEY, True),),
     claims=(Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),
     row=LadderRow(110, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),

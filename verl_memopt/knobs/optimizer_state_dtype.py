@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_memopt.knobs.bucketed_adamw import STATE_AND_MASTERS, only_with_adamw
+from verl_memopt.knobs.bucketed_adamw import has_state_dtype, only_with_adamw
 from verl_memopt.knobs.knob import Claim, Knob, LadderRow, switch
 from verl_memopt.knobs.shapes import Shapes
 
@@ -40,7 +40,7 @@ KNOB = Knob(
     known_as={
         "optim": "actor_rollout_ref.actor.optim.state_dtype (8-bit and 4-bit AdamW), or actor_rollout_ref.actor.optim.optimizer",
     },
-    refuses=only_with_adamw(_KEY, lambda state, masters: state != masters, about=STATE_AND_MASTERS[1:]),
+    refuses=only_with_adamw(_KEY, has_state_dtype),
     claims=(Claim("update_actor", "host buffers", _saved),),
     row=LadderRow(180, on=(f"{_KEY}=int8",), off=(f"{_KEY}=null",)),
     factors=(switch("state", _KEY, lossy=True, follows=None, bf16="bfloat16", int8="int8", int4="int4"),),

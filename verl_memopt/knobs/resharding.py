@@ -10,14 +10,15 @@ Works with: activation checkpointing, which gathers a block once for recomputati
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import TYPE_CHECKING, Literal
 
-from verl_memopt.knobs.conditions import DEVICES, KL
 from verl_memopt.knobs.knob import Advice, Knob, LadderRow, Refusal, for_roles
-from verl_memopt.knobs.ranges import CountOrMinusOne
+from verl_memopt.knobs.values import CountOrMinusOne, needs_reference, num_devices
 
-_ROLES = ("actor", "ref")
-_RESHARD = tuple(f"actor_rollout_ref.{role}.fsdp_config.reshard_after_forward" for role in _ROLES)
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Fsdp, Settings
+
+_RESHARD = tuple(f"actor_rollout_ref.{role}.fsdp_config.reshard_after_forward" for role in ("actor", "ref"))
 _SYNC = "actor_rollout_ref.actor.fsdp_config.gradient_sync"
 
 
@@ -41,36 +42,30 @@ class GradientSync:
     collectives for 4 bytes a parameter (fp32 reduction) less this rank's share."""
 
 
-def _ranks(fsdp_size: int, nodes: int, devices: int) -> int:
-    """Return the ranks of a shard group."""
-    return nodes * devices if fsdp_size == -1 else fsdp_size
-
-
-def _does_not_divide(number: bool | int, fsdp_size: int, nodes: int, devices: int, *kl: bool) -> bool:
-    if isinstance(number, bool) or (kl and not any(kl)):
-        return False
-    ranks = _ranks(fsdp_size, nodes, devices)
-    return not (1 < number < ranks and ranks % number == 0)
-
-
-def _reason(_: int, fsdp_size: int, nodes: int, devices: int, *kl: bool) -> str:
-    return f"does not divide the {_ranks(fsdp_size, nodes, devices)} ranks of a shard group into smaller ones"
-
-
-def _way_out(_: int, fsdp_size: int, nodes: int, devices: int, *kl: bool) -> str:
-    ranks = _ranks(fsdp_size, nodes, devices)
-    return f"Set true, false, or a divisor of {ranks} between 1 and {ranks}."
-
-
-def _refusal(role: str) -> Refusal:
+def _refusal(role: Literal["actor", "ref"]) -> Refusal:
     prefix = f"actor_rollout_ref.{role}.fsdp_config"
+
+    def fsdp(settings: Settings) -> Fsdp:
+        roles = settings.actor_rollout_ref
+        return roles.actor.fsdp_config if role == "actor" else roles.ref.fsdp_config
+
+    def ranks(settings: Settings) -> int:
+        """Return the ranks of a shard group."""
+        size, devices = fsdp(settings).fsdp_size, num_devices(settings)
+        return devices if size == -1 else size
+
+    def does_not_divide(settings: Settings) -> bool:
+        number = fsdp(settings).reshard_after_forward
+        if isinstance(number, bool) or (role == "ref" and not needs_reference(settings)):
+            return False
+        return not (1 < number < ranks(settings) and ranks(settings) % number == 0)
+
     return Refusal(
         (f"{prefix}.reshard_after_forward", f"{prefix}.fsdp_size"),
-        _does_not_divide,
+        does_not_divide,
         "does not divide the ranks of a shard group into smaller ones",
-        _way_out,
-        _reason,
-        about=DEVICES + (KL if role == "ref" else ()),
+        lambda settings: f"Set true, false, or a divisor of {ranks(settings)} between 1 and {ranks(settings)}.",
+        lambda settings: f"does not divide the {ranks(settings)} ranks of a shard group into smaller ones",
     )
 
 
@@ -79,7 +74,7 @@ KNOB = Knob(
     place=160,
     cost="one more gather per block",
     settings={"fsdp": Resharding, "trained_fsdp": GradientSync},
-    refuses=tuple(map(_refusal, _ROLES)),
+    refuses=(_refusal("actor"), _refusal("ref")),
     advice=tuple(Advice(kind, _RESHARD[0], True) for kind in ("gathered parameters", "collective buffers")),
     row=LadderRow(
         130,

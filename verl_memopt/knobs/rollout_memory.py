@@ -13,11 +13,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Literal
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal, switch
-from verl_memopt.knobs.ranges import POSITIVE, PositiveInt, PositiveShare, Range
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Refusal, UnusedKey, switch
 from verl_memopt.knobs.shapes import width
+from verl_memopt.knobs.values import POSITIVE, PositiveInt, PositiveShare, Range
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 _ENGINE = f"{_ROLLOUT}.name"
@@ -54,20 +57,22 @@ class RolloutMemory:
     """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2: a sync brings all weights."""
 
 
-def _idle() -> Iterator[Idle]:
-    yield Idle(
+def _is_hf(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.rollout.name == "hf"
+
+
+def _unused_keys() -> Iterator[UnusedKey]:
+    yield UnusedKey(
         _LEVEL,
-        (_SLEEP,),
-        lambda sleeps: sleeps is False,
+        lambda settings: settings.actor_rollout_ref.rollout.free_cache_engine is False,
         "actor_rollout_ref.rollout.free_cache_engine is false",
     )
     for key in _VLLM_ALONE:
-        because = "it belongs to actor_rollout_ref.rollout.name=vllm"
-        yield Idle(f"{_ROLLOUT}.{key}", (_ENGINE,), lambda engine: engine == "hf", because)
+        yield UnusedKey(f"{_ROLLOUT}.{key}", _is_hf, "it belongs to actor_rollout_ref.rollout.name=vllm")
 
 
 def _advice() -> Iterator[Advice]:
-    yield Advice("kv", _SHARE, LOWER, lambda cache: cache is None, under=(_CACHE,))
+    yield Advice("kv", _SHARE, LOWER, lambda settings: settings.actor_rollout_ref.rollout.kv_cache_memory_gb is None)
     yield Advice("kv", _CACHE, LOWER)
     for kind in ("kv", "rollout weights"):
         yield Advice(kind, _SLEEP, True)
@@ -87,11 +92,11 @@ KNOB = Knob(
         "vllm_max_model_length": "actor_rollout_ref.rollout.max_model_len",
         "vllm_max_model_len": "actor_rollout_ref.rollout.max_model_len",
     },
-    idle=tuple(_idle()),
+    unused_keys=tuple(_unused_keys()),
     refuses=(
         Refusal(
             (_ENGINE, _CACHE_DTYPE),
-            lambda engine, dtype: engine == "hf" and dtype != "auto",
+            lambda settings: _is_hf(settings) and settings.actor_rollout_ref.rollout.kv_cache_dtype != "auto",
             "this engine's cache has the dtype of its model",
             f"Set {_ENGINE}=vllm, or auto.",
         ),

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import ActorRolloutRef
 
 ROWS_OF_BACKWARD = 2048
 """Tokens at most in a tile of a block's products in backward, on a CPU; where it is more, it is still little beside a block."""
@@ -16,7 +19,7 @@ ELEMENTWISE_BYTES = 6 * 2**16 * 4
 class Shapes:
     """What a formula of *Saves* is evaluated on: a model, the largest micro-batch of a pass, and the settings."""
 
-    settings: Any
+    settings: ActorRolloutRef
     """``Settings.actor_rollout_ref``."""
     layers: int
     hidden: int

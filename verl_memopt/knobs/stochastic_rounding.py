@@ -11,9 +11,13 @@ Works with: ``optim.state_dtype`` and ``optimizer_offload``. It refuses fp32 wei
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from verl_memopt.knobs.bucketed_adamw import only_with_adamw
 from verl_memopt.knobs.knob import Factor, Knob, LadderRow, Refusal
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _KEY, _MASTERS = "actor_rollout_ref.actor.optim.stochastic_rounding", "actor_rollout_ref.actor.fsdp_config.model_dtype"
 
@@ -27,16 +31,20 @@ class StochasticRounding:
     rounding to nearest loses updates below 2^-9 of a weight."""
 
 
+def _rounds(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.optim.stochastic_rounding
+
+
 KNOB = Knob(
     name="stochastic_rounding",
     place=120,
     cost="weights rounded by chance",
     settings={"optim": StochasticRounding},
     refuses=(
-        *only_with_adamw(_KEY),
+        *only_with_adamw(_KEY, _rounds),
         Refusal(
             (_KEY, _MASTERS),
-            lambda on, masters: on and masters != "bfloat16",
+            lambda settings: _rounds(settings) and settings.actor_rollout_ref.actor.fsdp_config.model_dtype != "bfloat16",
             "fp32 weights are not rounded",
             f"Set {_MASTERS}=bfloat16, or remove stochastic_rounding.",
         ),

@@ -11,9 +11,9 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from verl_memopt.knobs.knob import Claim, Factor, Idle, Knob, LadderRow
-from verl_memopt.knobs.ranges import PositiveInt
+from verl_memopt.knobs.knob import Claim, Factor, Knob, LadderRow, UnusedKey
 from verl_memopt.knobs.shapes import activation_saving
+from verl_memopt.knobs.values import PositiveInt
 
 _KEY = "actor_rollout_ref.model.tiled_mlp"
 
@@ -42,11 +42,10 @@ KNOB = Knob(
     place=40,
     cost="MLP forward once more",
     settings={"model": TiledMlpSettings},
-    idle=(
-        Idle(
+    unused_keys=(
+        UnusedKey(
             f"{_KEY}.num_shards",
-            (f"{_KEY}.enabled",),
-            lambda enabled: not enabled,
+            lambda settings: not settings.actor_rollout_ref.model.tiled_mlp.enabled,
             "model.tiled_mlp.enabled is false",
         ),
     ),

@@ -9,18 +9,20 @@ Works with: chunked log-probs and checkpointing, which lower the bytes a token n
 
 from __future__ import annotations
 
-import operator
 from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Literal
 
-from verl_memopt.knobs.conditions import KL, LENGTHS
-from verl_memopt.knobs.critic_rules import twin, with_critic
-from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Idle, Knob, LadderRow, Refusal
-from verl_memopt.knobs.ranges import POSITIVE, PositiveInt
+from verl_memopt.knobs.critic_rules import as_critic, has_critic
+from verl_memopt.knobs.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Predicate, Refusal, UnusedKey
 from verl_memopt.knobs.shapes import activation_saving
+from verl_memopt.knobs.values import POSITIVE, PositiveInt, longest_sample, needs_reference
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 _AR = "actor_rollout_ref"
+Role = Literal["actor", "rollout", "ref", "values"]
 _ROWS, _BY_TOKENS, _TOKENS = "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"
 
 
@@ -71,7 +73,7 @@ class LogProbBudget:
     """Learn the tokens of a forward from measured peaks; follows ``actor.adaptive_token_budget``."""
 
 
-def _keys(role: str) -> tuple[str, str, str]:
+def _keys(role: Role) -> tuple[str, str, str]:
     """Return the keys of a role's row count, its choice between rows and tokens, and its token cap."""
     if role == "actor":
         return f"{_AR}.actor.ppo_{_ROWS}", f"{_AR}.actor.{_BY_TOKENS}", f"{_AR}.actor.ppo_{_TOKENS}"
@@ -81,70 +83,89 @@ def _keys(role: str) -> tuple[str, str, str]:
     return rows, by_tokens, tokens
 
 
-def _has_own_size(rows: int | None, by_tokens: bool, tokens: int, *others: Any) -> bool:
-    """Return whether another role than the actor runs, with other sizes than the actor's, which are checked already.
-
-    Args:
-        rows: most sequences of a micro-batch.
-        by_tokens: whether tokens are counted in place of sequences.
-        tokens: most tokens of a micro-batch.
-        *others: the same three values of the actor; for the reference also the values of the keys that ask for a KL.
-    """
-    kl = others[3:]
-    return (rows, by_tokens, tokens) != others[:3] and (not kl or any(kl))
+def _rows(settings: Settings, role: Role) -> int | None:
+    """Return the most sequences of a role's micro-batch."""
+    roles, critic = settings.actor_rollout_ref, settings.critic
+    if role == "actor":
+        return roles.actor.ppo_micro_batch_size_per_gpu
+    if role == "values":
+        return critic.forward_micro_batch_size_per_gpu
+    return (roles.rollout if role == "rollout" else roles.ref).log_prob_micro_batch_size_per_gpu
 
 
-def _has_no_size(rows: int | None, by_tokens: bool, *others: Any) -> bool:
-    return not by_tokens and rows is None and (not others or _has_own_size(rows, by_tokens, *others))
+def _by_tokens(settings: Settings, role: Role) -> bool:
+    """Return whether tokens are counted in place of sequences."""
+    roles, critic = settings.actor_rollout_ref, settings.critic
+    if role == "actor":
+        return roles.actor.use_dynamic_bsz
+    if role == "values":
+        return bool(critic.use_dynamic_bsz)
+    return bool((roles.rollout if role == "rollout" else roles.ref).log_prob_use_dynamic_bsz)
 
 
-def _is_too_small(tokens: int, prompt: int, response: int, by_tokens: bool, *others: Any) -> bool:
-    too_small = by_tokens and tokens < prompt + response
-    return too_small and (not others or _has_own_size(others[0], by_tokens, tokens, *others[1:]))
+def _tokens(settings: Settings, role: Role) -> int:
+    """Return the most tokens of a role's micro-batch."""
+    roles, critic = settings.actor_rollout_ref, settings.critic
+    if role == "actor":
+        return roles.actor.ppo_max_token_len_per_gpu
+    if role == "values":
+        return critic.forward_max_token_len_per_gpu or 0
+    return (roles.rollout if role == "rollout" else roles.ref).log_prob_max_token_len_per_gpu or 0
 
 
-def _longest_sample(_: int, prompt: int, response: int, *others: Any) -> str:
-    return f"a sample may have {prompt + response} tokens (data.max_prompt_length + data.max_response_length)"
+def _sizes(settings: Settings, role: Role) -> tuple[int | None, bool, int]:
+    return _rows(settings, role), _by_tokens(settings, role), _tokens(settings, role)
 
 
-def _raise_it(_: int, prompt: int, response: int, *others: Any) -> str:
-    return f"Raise it to at least {prompt + response}, or lower one of the two lengths."
+def _is_checked(settings: Settings, role: Role) -> bool:
+    """Return whether a role runs, with other sizes than those of the update of its model, which are checked already."""
+    if role == "actor":
+        return True
+    if role == "values":
+        return has_critic(settings) and _sizes(settings, role) != _sizes(as_critic(settings), "actor")
+    return _sizes(settings, role) != _sizes(settings, "actor") and (role == "rollout" or needs_reference(settings))
 
 
-def _refusals() -> Iterator[Refusal]:
-    longest = "a sample may have more tokens (data.max_prompt_length + data.max_response_length)"
-    actor = _keys("actor")
-    critic = tuple(map(twin, actor))
-    for role, others in (("actor", ()), ("rollout", actor), ("ref", (*actor, *KL)), ("values", critic)):
-        rows, by_tokens, tokens = _keys(role)
-        no_size = Refusal(
-            (rows, by_tokens),
-            _has_no_size,
-            "a micro-batch has no size",
-            f"Set {rows}, or {by_tokens}=true.",
-            about=(tokens, *others) if others else (),
-        )
-        too_small = Refusal(
-            (tokens,),
-            _is_too_small,
-            longest,
-            _raise_it,
-            _longest_sample,
-            about=(*LENGTHS, by_tokens, *((rows, *others) if others else ())),
-        )
-        yield from map(with_critic, (no_size, too_small)) if role == "values" else (no_size, too_small)
+def _refusals(role: Role) -> Iterator[Refusal]:
+    rows_key, by_tokens_key, tokens_key = _keys(role)
+
+    def has_no_size(settings: Settings) -> bool:
+        return not _by_tokens(settings, role) and _rows(settings, role) is None and _is_checked(settings, role)
+
+    def is_too_small(settings: Settings) -> bool:
+        too_small = _by_tokens(settings, role) and _tokens(settings, role) < longest_sample(settings)
+        return too_small and _is_checked(settings, role)
+
+    yield Refusal(
+        (rows_key, by_tokens_key), has_no_size, "a micro-batch has no size", f"Set {rows_key}, or {by_tokens_key}=true."
+    )
+    yield Refusal(
+        (tokens_key,),
+        is_too_small,
+        "a sample may have more tokens (data.max_prompt_length + data.max_response_length)",
+        lambda settings: f"Raise it to at least {longest_sample(settings)}, or lower one of the two lengths.",
+        lambda settings: (
+            f"a sample may have {longest_sample(settings)} tokens (data.max_prompt_length + data.max_response_length)"
+        ),
+    )
+
+
+def _counts(role: Role, tokens: bool) -> Predicate:
+    """Return the question whether a role's micro-batches are cut by tokens, or by sequences."""
+    return lambda settings: _by_tokens(settings, role) == tokens
 
 
 def _advice() -> Iterator[Advice]:
     """Yield "lower the cap" for the kinds of bytes that grow with it, under the key that bounds the phase."""
+    phases: dict[Role, str] = {"rollout": "old_log_prob", "ref": "ref", "actor": "update_actor", "values": "values"}
     for kind in ("activations", "logits"):
-        for phase, role in (("old_log_prob", "rollout"), ("ref", "ref"), ("update_actor", "actor"), ("values", "values")):
-            rows, by_tokens, tokens = _keys(role)
-            yield Advice(kind, tokens, LOWER, bool, (phase,), under=(by_tokens,))
-            yield Advice(kind, rows, LOWER, operator.not_, (phase,), under=(by_tokens,))
+        for role, phase in phases.items():
+            rows, _, tokens = _keys(role)
+            yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,))
+            yield Advice(kind, rows, LOWER, _counts(role, tokens=False), (phase,))
 
 
-def _log_prob_factor(role: str, name: str) -> Factor:
+def _log_prob_factor(role: Role, name: str) -> Factor:
     rows, by_tokens, tokens = _keys(role)
     return Factor(name, {"follows": {}, "tokens": {by_tokens: True, tokens: 30}, "rows": {by_tokens: False, rows: 2}})
 
@@ -155,10 +176,17 @@ _ADAPTIVE_KEYS = (ADAPTIVE_KEY, *(f"{_AR}.{role}.log_prob_adaptive_token_budget"
 
 _STEPS_IN_BACKWARD = Refusal(
     (ADAPTIVE_KEY, _IN_BACKWARD),
-    lambda adaptive, in_backward: adaptive and in_backward,
+    lambda settings: (
+        settings.actor_rollout_ref.actor.adaptive_token_budget and settings.actor_rollout_ref.actor.optim.in_backward
+    ),
     "after an out-of-memory error gradients are computed again, but not from weights that backward has updated",
     "Set one of them to false.",
 )
+
+
+def _counts_tokens(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.use_dynamic_bsz
+
 
 KNOB = Knob(
     name="token_budget",
@@ -170,12 +198,18 @@ KNOB = Knob(
         "gradient_accumulation_steps": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (accumulation follows from it)",
         "local_rollout_forward_batch_size": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
     },
-    idle=(
-        Idle(_ACTOR_ROWS, (_ACTOR_BY_TOKENS,), lambda by_tokens: by_tokens, "actor.use_dynamic_bsz packs by tokens"),
-        Idle(BUDGET_KEY, (_ACTOR_BY_TOKENS,), lambda by_tokens: not by_tokens, "actor.use_dynamic_bsz is false"),
-        Idle(ADAPTIVE_KEY, (_ACTOR_BY_TOKENS,), lambda by_tokens: not by_tokens, "actor.use_dynamic_bsz is false"),
+    unused_keys=(
+        UnusedKey(_ACTOR_ROWS, _counts_tokens, "actor.use_dynamic_bsz packs by tokens"),
+        UnusedKey(BUDGET_KEY, lambda settings: not _counts_tokens(settings), "actor.use_dynamic_bsz is false"),
+        UnusedKey(ADAPTIVE_KEY, lambda settings: not _counts_tokens(settings), "actor.use_dynamic_bsz is false"),
     ),
-    refuses=(*_refusals(), _STEPS_IN_BACKWARD),
+    refuses=(
+        *_refusals("actor"),
+        *_refusals("rollout"),
+        *_refusals("ref"),
+        *_refusals("values"),
+        _STEPS_IN_BACKWARD,
+    ),  # fmt: skip,
     advice=tuple(_advice()),
     claims=(Claim("update_actor", "activations", activation_saving),),
     row=LadderRow(40, on=(f"{BUDGET_KEY}={{pair}}",), off=(f"{BUDGET_KEY}={{all}}",)),

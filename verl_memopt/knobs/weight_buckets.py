@@ -12,7 +12,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from verl_memopt.knobs.knob import LOWER, Advice, Knob, LadderRow, switch
-from verl_memopt.knobs.ranges import PositiveInt
+from verl_memopt.knobs.values import PositiveInt
 
 _KEY = "actor_rollout_ref.rollout.checkpoint_engine.update_weights_bucket_megabytes"
 

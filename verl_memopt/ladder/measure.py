@@ -12,7 +12,6 @@ from typing import Any
 
 import torch
 
-from verl_memopt.algorithms.records import WITH_CRITIC
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Settings
 from verl_memopt.data.batch import RolloutBatch, rollout_batch
@@ -20,6 +19,7 @@ from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import empty_cache, local_device, resolve_device
 from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.knobs.critic_rules import has_critic
 from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.ladder.plan import Work, choose_rows, row_settings
 from verl_memopt.ladder.row import HOST, OutOfMemory, Row, with_savings
@@ -180,7 +180,7 @@ def make_batch(work: Work, actor: Actor) -> RolloutBatch:
 def _plan(settings: Settings, folder: Path) -> WorkerPlan:
     text = str(folder)
     with_reference = settings.actor_rollout_ref.model.lora_rank == 0
-    with_critic = settings.algorithm.adv_estimator in WITH_CRITIC
+    with_critic = has_critic(settings)
     return WorkerPlan(
         settings=settings.actor_rollout_ref,
         folder=text,
@@ -213,7 +213,7 @@ def _round(group: Any, settings: Settings, batch: RolloutBatch, memories: list[P
     group.all("call", "gen", False, "release_engine")
     batch.old_log_probs = call("old_log_prob", "old_log_probs", batch, old_bins, False).log_probs
     batch.ref_log_probs = call("ref", "ref_log_probs", batch, ref_bins).log_probs
-    if settings.algorithm.adv_estimator in WITH_CRITIC:
+    if has_critic(settings):
         critic_bins, values_bins = (cut_ranks([batch.row_tokens()], [names], each)[0] for each in critic_budgets(settings.critic))
         batch.old_values = call("values", "values", batch, values_bins)
         assert batch.advantages is not None

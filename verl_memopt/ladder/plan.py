@@ -13,7 +13,7 @@ from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
 from verl_memopt.knobs.critic_rules import twin
-from verl_memopt.knobs.index import knobs
+from verl_memopt.knobs.knob import knobs
 
 ALL_OFF = "all off"
 """Name of the first row."""

@@ -7,8 +7,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.knobs.index import knob_named
-from verl_memopt.knobs.knob import Claim
+from verl_memopt.knobs.knob import Claim, knob_named
 from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.ladder.plan import ALTERNATIVES, Work
 

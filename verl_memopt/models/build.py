@@ -17,7 +17,7 @@ from torch.distributed.tensor import DTensor
 from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
 from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from verl_memopt.config.schema import Model
+from verl_memopt.config.schema import CriticModel, Model
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.parameters.load_mode import mapped, mapping
 from verl_memopt.memory.parameters.lora import ADAPTERS
@@ -28,7 +28,7 @@ from verl_memopt.models.folder import files_of_index
 from verl_memopt.models.transformers_decoder import register_kernels
 
 
-def load_model_config(model: Model, folder: Path, key: str = POLICY_KEY) -> PretrainedConfig:
+def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLICY_KEY) -> PretrainedConfig:
     """Return the model's config with ``override_config`` merged in.
 
     Args:

@@ -6,9 +6,8 @@ from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.config.schema import Actor, CriticModel, Model, ScoringModel
+from verl_memopt.config.schema import Actor, CriticModel, Model, ModelKnobs, ScoringModel
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.index import knob_settings
 from verl_memopt.models.architecture import check_lengths
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.folder import TOKENIZER_FILES, check_vocabulary, resolve_folder
@@ -39,7 +38,7 @@ def frozen_value_model(model: ScoringModel, policy: Model) -> CriticModel:
         model: The ``reward_model.model`` section of the settings.
         policy: The policy's ``model`` section.
     """
-    knobs = {field.name: getattr(policy, field.name) for field in fields(knob_settings("model"))}
+    knobs = {field.name: getattr(policy, field.name) for field in fields(ModelKnobs)}
     knobs |= {"enable_gradient_checkpointing": False, "lora_rank": 0, "lora_adapter_path": None}
     return CriticModel(
         path=model.path,

@@ -12,7 +12,7 @@ from types import MappingProxyType
 
 from verl_memopt.algorithms.custom import check_custom
 from verl_memopt.algorithms.kl import KlController
-from verl_memopt.algorithms.records import WITH_CRITIC, WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
+from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES, WITHOUT_BASELINE
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef, Data, FilterGroups, Model, Settings, Trainer
 from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
@@ -21,7 +21,8 @@ from verl_memopt.data.expansion import check_prompts
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.conditions import needs_reference
+from verl_memopt.knobs.critic_rules import has_critic
+from verl_memopt.knobs.values import needs_reference
 from verl_memopt.models.build import load_model_config
 from verl_memopt.models.export import export_folder
 from verl_memopt.models.reward_folder import find_reward_model
@@ -111,9 +112,9 @@ def build_run(settings: Settings, unreadable: Mapping[int, str] = MappingProxyTy
     actor, model = roles.actor, roles.model
     mode = mode_of(settings)
     check_custom(settings)
-    with_reference = mode.computes_log_probs and needs_reference(settings.algorithm.use_kl_in_reward, actor.use_kl_loss)
+    with_reference = mode.computes_log_probs and needs_reference(settings)
     reference = str(roles.ref.model.path) if with_reference and model.lora_rank == 0 else None
-    critic = settings.critic if mode.updates and settings.algorithm.adv_estimator in WITH_CRITIC else None
+    critic = settings.critic if mode.updates and has_critic(settings) else None
     environment = resolve_environment(trainer, settings.ray_kwargs, data, model, roles.rollout, reference, actor, critic)
     folder = record_folder(settings, environment.run_dir)
     stop_file = environment.run_dir / ".stop"
@@ -347,7 +348,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     # The engine's log-probs of a dump may belong to other weights, so a difference is no fault.
     mismatch = MismatchCheck(rollout if replay is None else replace(rollout, max_logprob_diff=None), actor.fsdp_config)
     ref_pass = LogProbPass(workers, "ref", Worker.ref_log_probs, ref_budget, balance)
-    with_reference = needs_reference(algorithm.use_kl_in_reward, actor.use_kl_loss)
+    with_reference = needs_reference(settings)
     every = None if context.worker_plan.reference_folder is None else roles.ref.sync_every_steps
     policy: PolicyTraining
     if bypasses:

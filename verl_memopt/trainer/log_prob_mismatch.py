@@ -28,7 +28,7 @@ def log_prob_limit(rollout: Rollout, fsdp: Fsdp) -> float | None:
     assert setting == "auto", setting
     if rollout.kv_cache_dtype.startswith("fp8"):
         return LIMIT_FP8_CACHE
-    names = [rollout.dtype, fsdp.dtype, fsdp.model_dtype]
+    names: list[str] = [rollout.dtype, fsdp.dtype, fsdp.model_dtype]
     names += [rollout.kv_cache_dtype] if rollout.kv_cache_dtype != "auto" else []
     sizes = [dtype_of(name, "dtype").itemsize for name in names]
     return LIMIT_FP32 if min(sizes) == 4 else LIMIT_HALF

@@ -27,16 +27,16 @@ from verl_memopt.config.schema.run import (
     RayKwargs,
     Trainer,
 )
-from verl_memopt.config.schema.training import Fsdp, Optim, TrainedFsdp, WrapPolicy
+from verl_memopt.config.schema.training import Fsdp, ModelKnobs, Optim, TrainedFsdp, WrapPolicy
 from verl_memopt.knobs.precision import MixedPrecision
-from verl_memopt.knobs.ranges import PositiveInt
 from verl_memopt.knobs.tiled_mlp import TiledMlp
+from verl_memopt.knobs.values import PositiveInt
 from verl_memopt.knobs.weight_buckets import BucketEngine
 
 __all__ = [
     "REQUIRED", "Actor", "ActorRolloutRef", "Algorithm", "BucketEngine", "CheckpointContents", "Critic", "CriticModel",
     "CustomClass", "CustomEstimator", "CustomLoss", "CustomReward", "CustomSampler", "Data", "Debug", "EngineKwargs",
-    "FilterGroups", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "Optim", "OverlongBuffer", "PfPpo",
+    "FilterGroups", "Fsdp", "KlControl", "Memory", "MixedPrecision", "Model", "ModelKnobs", "Optim", "OverlongBuffer", "PfPpo",
     "PolicyLoss", "RayKwargs", "Ref", "RefModel", "RewardKwargs", "RewardModel", "Rollout",
     "RolloutCorrection", "SandboxFusion", "ScoringModel", "Settings", "TiledMlp", "TrainedFsdp", "Trainer", "ValKwargs",
     "WrapPolicy",

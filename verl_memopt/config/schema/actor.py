@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from verl_memopt.algorithms.records import PolicyLoss
 from verl_memopt.config.schema.training import Fsdp, Optim, TrainedFsdp
-from verl_memopt.knobs.index import knob_settings
-from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, PositiveShare, Range
+from verl_memopt.knobs.quantized_frozen import QuantizedFrozen
+from verl_memopt.knobs.shared_prompt import SharedPrompt
+from verl_memopt.knobs.token_budget import LogProbBudget, UpdateBudget
+from verl_memopt.knobs.values import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, PositiveShare, Range
 
 KlEstimator = Literal["kl", "abs", "mse", "low_var_kl"]
 KlWithGradient = Literal["kl", "abs", "mse", "low_var_kl", "kl+", "abs+", "mse+", "low_var_kl+"]
@@ -27,11 +29,8 @@ class CheckpointContents:
     """Parts to load on resume; follows ``save_contents``."""
 
 
-_ActorKnobs: Any = knob_settings("actor")
-
-
 @dataclass(frozen=True)
-class Actor(_ActorKnobs):
+class Actor(UpdateBudget, SharedPrompt):
     """The update."""
 
     strategy: Literal["fsdp2"] = "fsdp2"
@@ -99,11 +98,8 @@ class RefModel:
     """Another reference model with the same tokenizer; follows ``actor_rollout_ref.model.path``."""
 
 
-_RefKnobs: Any = knob_settings("ref", "log_prob_pass")
-
-
 @dataclass(frozen=True)
-class Ref(_RefKnobs):
+class Ref(LogProbBudget, QuantizedFrozen):
     """The reference; built only when a KL is asked for."""
 
     model: RefModel = field(default_factory=RefModel)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Literal
 
-from verl_memopt.knobs.ranges import NaturalFloat
+from verl_memopt.knobs.values import NaturalFloat
 
 
 @dataclass(frozen=True)

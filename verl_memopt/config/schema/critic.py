@@ -6,15 +6,13 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from verl_memopt.config.schema.actor import Aggregation, CheckpointContents
-from verl_memopt.config.schema.training import Optim, TrainedFsdp
-from verl_memopt.knobs.index import knob_settings
-from verl_memopt.knobs.ranges import POSITIVE, NaturalInt, PositiveFloat
-
-_CriticModelKnobs: Any = knob_settings("model")
+from verl_memopt.config.schema.training import ModelKnobs, Optim, TrainedFsdp
+from verl_memopt.knobs.token_budget import CriticBudget
+from verl_memopt.knobs.values import POSITIVE, NaturalInt, PositiveFloat
 
 
 @dataclass(frozen=True)
-class CriticModel(_CriticModelKnobs):
+class CriticModel(ModelKnobs):
     """The critic's model, with the settings of the knobs that act in it."""
 
     path: str | None = None
@@ -36,11 +34,8 @@ class CriticModel(_CriticModelKnobs):
     """Sharding and precision of the critic."""
 
 
-_CriticKnobs: Any = knob_settings("critic")
-
-
 @dataclass(frozen=True)
-class Critic(_CriticKnobs):
+class Critic(CriticBudget):
     """The critic: built with ``algorithm.adv_estimator=gae`` alone, which is what reads its values."""
 
     enable: bool | None = None

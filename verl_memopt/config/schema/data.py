@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from verl_memopt.knobs.ranges import NOT_NEGATIVE, POSITIVE, CountOrMinusOne, PositiveInt
+from verl_memopt.knobs.values import NOT_NEGATIVE, POSITIVE, CountOrMinusOne, PositiveInt
 
 REQUIRED: Any = "???"
 """Marks a key that has no default; the loader reports every one that is still missing."""

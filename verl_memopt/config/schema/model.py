@@ -6,13 +6,13 @@ from dataclasses import dataclass, field
 from typing import Any, Literal
 
 from verl_memopt.config.schema.data import REQUIRED
-from verl_memopt.knobs.index import knob_settings
-
-_ModelKnobs: Any = knob_settings("model", "policy_model")
+from verl_memopt.config.schema.training import ModelKnobs
+from verl_memopt.knobs.chunked_logprob import ChunkedLogprob
+from verl_memopt.knobs.load_mode import LoadMode
 
 
 @dataclass(frozen=True)
-class Model(_ModelKnobs):
+class Model(LoadMode, ChunkedLogprob, ModelKnobs):
     """The policy's model, with the settings of the knobs that act in it."""
 
     path: str = REQUIRED

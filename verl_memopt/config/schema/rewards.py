@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
 from verl_memopt.config.schema.training import Fsdp
-from verl_memopt.knobs.index import knob_settings
-from verl_memopt.knobs.ranges import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range
+from verl_memopt.knobs.quantized_frozen import QuantizedFrozen
+from verl_memopt.knobs.values import POSITIVE, NaturalFloat, NaturalInt, PositiveFloat, PositiveInt, Range
 from verl_memopt.recipes.registry import RECIPES, Recipe
 from verl_memopt.recipes.rlt.settings import RltReward
 
@@ -54,11 +54,8 @@ class SandboxFusion:
     """Memory in MB that the service gives to a program."""
 
 
-_ScoringKnobs: Any = knob_settings("scoring_model")
-
-
 @dataclass(frozen=True)
-class ScoringModel(_ScoringKnobs):
+class ScoringModel(QuantizedFrozen):
     """The reward model's own model: a sequence or token classifier with one label.
 
     The knobs of ``actor_rollout_ref.model`` act in it as they do in the reference.

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from verl_memopt.knobs.index import knob_settings
-from verl_memopt.knobs.ranges import (
+from verl_memopt.knobs.rollout_memory import RolloutMemory
+from verl_memopt.knobs.token_budget import LogProbBudget
+from verl_memopt.knobs.values import (
     NOT_NEGATIVE,
     POSITIVE,
     CountOrMinusOne,
@@ -16,6 +17,7 @@ from verl_memopt.knobs.ranges import (
     PositiveShare,
     Range,
 )
+from verl_memopt.knobs.weight_buckets import WeightBuckets
 
 NATS = Range("must be a number above 0, or auto", lambda value: value == "auto" or (isinstance(value, float) and value > 0))
 
@@ -44,11 +46,8 @@ class EngineKwargs:
     """Passed to vLLM last; a name that a rollout key already sets is an error."""
 
 
-_RolloutKnobs: Any = knob_settings("rollout", "log_prob_pass")
-
-
 @dataclass(frozen=True)
-class Rollout(_RolloutKnobs):
+class Rollout(LogProbBudget, RolloutMemory, WeightBuckets):
     """Generation."""
 
     name: Literal["vllm", "hf"] = "vllm"

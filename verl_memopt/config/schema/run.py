@@ -8,8 +8,8 @@ from typing import Annotated, Any, Literal
 from verl_memopt.algorithms.records import EstimatorSettings
 from verl_memopt.config.schema.actor import KlEstimator
 from verl_memopt.config.schema.corrections import PfPpo, RolloutCorrection
-from verl_memopt.knobs.index import knob_settings
-from verl_memopt.knobs.ranges import (
+from verl_memopt.knobs.limits import Limits
+from verl_memopt.knobs.values import (
     POSITIVE,
     CountOrMinusOne,
     NaturalFloat,
@@ -155,11 +155,8 @@ class Trainer:
     kill 30 seconds after SIGTERM unless told otherwise."""
 
 
-_MemoryKnobs: Any = knob_settings("memory")
-
-
 @dataclass(frozen=True)
-class Memory(_MemoryKnobs):
+class Memory(Limits):
     """Limits of each worker process."""
 
 

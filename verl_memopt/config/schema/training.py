@@ -5,8 +5,23 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Annotated, Any, Literal
 
-from verl_memopt.knobs.index import knob_settings
-from verl_memopt.knobs.ranges import (
+from verl_memopt.knobs.activation_checkpointing import ActivationCheckpointing
+from verl_memopt.knobs.activation_offload import ActivationOffload
+from verl_memopt.knobs.bucketed_adamw import BucketedAdamW
+from verl_memopt.knobs.lora import Lora
+from verl_memopt.knobs.native_offload import NativeOffload
+from verl_memopt.knobs.optimizer_in_backward import OptimizerInBackward
+from verl_memopt.knobs.optimizer_offload import OptimizerOffload
+from verl_memopt.knobs.optimizer_state_dtype import OptimizerStateDtype
+from verl_memopt.knobs.param_offload import ParamOffload
+from verl_memopt.knobs.precision import PrecisionSettings
+from verl_memopt.knobs.prune_last_block import PruneLastBlock
+from verl_memopt.knobs.recompute_elementwise import RecomputeElementwise
+from verl_memopt.knobs.resharding import GradientSync, Resharding
+from verl_memopt.knobs.sharding_units import ShardingUnits
+from verl_memopt.knobs.stochastic_rounding import StochasticRounding
+from verl_memopt.knobs.tiled_mlp import TiledMlpSettings
+from verl_memopt.knobs.values import (
     MINUS_ONE_OR_MORE,
     POSITIVE,
     CountOrMinusOne,
@@ -24,11 +39,14 @@ Schedule = Literal[
 DECAYS = Range("must each be at least 0 and below 1", lambda pair: all(0 <= decay < 1 for decay in pair))
 
 
-_OptimKnobs: Any = knob_settings("optim")
+# A section has the fields of its knobs. Fields of the last base come first, so that the page lists knobs in their order.
+@dataclass(frozen=True)
+class ModelKnobs(Lora, ActivationOffload, ActivationCheckpointing, TiledMlpSettings, PruneLastBlock, RecomputeElementwise):
+    """The knobs that act in the policy's model and in the critic's."""
 
 
 @dataclass(frozen=True)
-class Optim(_OptimKnobs):
+class Optim(OptimizerInBackward, StochasticRounding, OptimizerStateDtype, BucketedAdamW):
     """Optimizer and schedule."""
 
     lr: NaturalFloat = 1e-6
@@ -64,11 +82,8 @@ class WrapPolicy:
     """Block classes that become shards; null = the model's own decoder blocks."""
 
 
-_FsdpKnobs: Any = knob_settings("fsdp")
-
-
 @dataclass(frozen=True)
-class Fsdp(_FsdpKnobs):
+class Fsdp(PrecisionSettings, ShardingUnits, Resharding, NativeOffload, ParamOffload):
     """Sharding and precision of a model."""
 
     wrap_policy: WrapPolicy = field(default_factory=WrapPolicy)
@@ -81,9 +96,6 @@ class Fsdp(_FsdpKnobs):
     """Deterministic kernels on every worker."""
 
 
-_TrainedFsdpKnobs: Any = knob_settings("trained_fsdp")
-
-
 @dataclass(frozen=True)
-class TrainedFsdp(_TrainedFsdpKnobs, Fsdp):
+class TrainedFsdp(GradientSync, OptimizerOffload, Fsdp):
     """Sharding and precision of a model that is trained."""

@@ -177,16 +177,12 @@ def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef, c
         settings: The section ``actor_rollout_ref``.
         critic: The section ``critic``; None in a run without a critic, where no key of it is named.
     """
-
-    def value(key: str) -> object:
-        section, _, name = key.partition(".")
-        return value_at(critic if section == "critic" else settings, name)
-
+    seen = schema.Settings(actor_rollout_ref=settings, critic=critic or schema.Critic())
     ways: dict[str, None] = {}
     for kind in kinds:
         for advice in (advice for advice in advices() if advice.kind == kind and advice.helps_in(phase)):
             exists = critic is not None or not advice.key.startswith("critic.")
-            if exists and advice.when(*map(value, advice.under)) and (way := _way(advice, value(advice.key))) is not None:
+            if exists and advice.when(seen) and (way := _way(advice, value_at(seen, advice.key))) is not None:
                 ways[way] = None
     return list(ways)
 

@@ -24,6 +24,7 @@ from verl_memopt.data.ragged import Ragged
 from verl_memopt.distributed.device import local_device, resolve_device
 from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
 from verl_memopt.errors import ConfigError, DataError
+from verl_memopt.knobs.precision import Precision
 from verl_memopt.models.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
 from verl_memopt.models.packing_check import check_packing
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
@@ -64,7 +65,7 @@ class ScoringPlan:
     student: str
     teacher: str | None
     rlt: RltReward
-    dtype: str
+    dtype: Precision
     temperature: float
     trust_remote_code: bool
 

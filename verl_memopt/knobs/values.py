@@ -1,10 +1,43 @@
-"""Types of settings whose numbers have a range: ``Annotated[type, Range]``, read by the check of values."""
+"""What settings may hold and what several of them mean together: ranges of numbers, and questions that many rules ask.
+
+A number with a range is ``Annotated[type, Range]``, read by the check of values.
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Annotated, Any
+from typing import TYPE_CHECKING, Annotated, Any
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Fsdp, Settings
+
+DEVICES = ("trainer.nnodes", "trainer.n_gpus_per_node")
+"""The keys behind :func:`num_devices`."""
+
+KL = ("algorithm.use_kl_in_reward", "actor_rollout_ref.actor.use_kl_loss")
+"""The keys behind :func:`needs_reference`."""
+
+
+def num_devices(settings: Settings) -> int:
+    """Return the devices of the run, which is also the number of ranks that share a batch."""
+    return settings.trainer.nnodes * settings.trainer.n_gpus_per_node
+
+
+def uneven_shards(settings: Settings, fsdp: Fsdp) -> bool:
+    """Return whether the devices do not divide into shard groups. A size below 1 is all devices, or reported elsewhere."""
+    return fsdp.fsdp_size > 0 and num_devices(settings) % fsdp.fsdp_size != 0
+
+
+def longest_sample(settings: Settings) -> int:
+    """Return the tokens of the longest sample."""
+    return settings.data.max_prompt_length + settings.data.max_response_length
+
+
+def needs_reference(settings: Settings) -> bool:
+    """Return whether a KL asks for the log-probs of a reference."""
+    in_reward, in_loss = settings.algorithm.use_kl_in_reward, settings.actor_rollout_ref.actor.use_kl_loss
+    return in_reward or in_loss
 
 
 @dataclass(frozen=True)
