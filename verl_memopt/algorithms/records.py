@@ -18,6 +18,9 @@ from verl_memopt.knobs.ranges import Meanings, NaturalFloat, PositiveShare, Shar
 CUSTOM = "custom"
 """Value of ``algorithm.adv_estimator`` and of ``policy_loss.loss_mode`` for a function in a user's file."""
 
+SFT = "sft"
+"""Value of ``algorithm.adv_estimator`` with which a run learns the responses of the dataset: supervised fine-tuning."""
+
 _HERE = "verl_memopt.algorithms"
 _LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -139,6 +142,13 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
         f"{_HERE}.estimators.optimal_token_baseline_advantages",
         _TOKEN_BASELINE,
         per_token=True,
+    ),
+    Estimator(
+        SFT,
+        "1 for every token of the dataset's own responses: supervised fine-tuning, without rollouts and rewards",
+        f"{_HERE}.estimators.sft_advantages",
+        ("rewards",),
+        compares=False,
     ),
     Estimator(CUSTOM, "the function that custom_estimator names", f"{_HERE}.custom.custom_advantages", (), compares=False),
 )

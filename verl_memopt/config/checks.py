@@ -22,6 +22,7 @@ from verl_memopt.config.reference_rules import REFERENCE_RULES
 from verl_memopt.config.reward_rules import REWARD_RULES, WITHOUT_REWARD_MODEL
 from verl_memopt.config.sandbox_rules import SANDBOX_RULES
 from verl_memopt.config.schema import Settings
+from verl_memopt.config.supervised_rules import SUPERVISED_RULES, WITHOUT_ENGINE
 from verl_memopt.knobs.conditions import DEVICES, KL
 from verl_memopt.knobs.critic_rules import refusals
 from verl_memopt.knobs.knob import Refusal
@@ -64,7 +65,7 @@ def check(values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str])
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
-    for idle in (*WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values(), *IDLE.values()):
+    for idle in (*WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values(), *WITHOUT_ENGINE.values(), *IDLE.values()):
         is_set = idle.key in user_keys and idle.key not in wrong
         if is_set and idle.when(*(values[other] for other in idle.under)):
             warn_idle(idle, values[idle.key], if_not_given[idle.key])
@@ -278,6 +279,6 @@ def _recipes() -> Iterator[Refusal]:
 
 RULES: tuple[Refusal, ...] = (
     *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *_recipes(), *SANDBOX_RULES, *_devices(),
-    *CRITIC_RULES, *REFERENCE_RULES, *_runs(), *debug_rules(),
+    *CRITIC_RULES, *REFERENCE_RULES, *SUPERVISED_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip
 """The rules that belong to no knob."""

@@ -13,7 +13,7 @@ from verl_memopt.config.schema import CheckpointContents
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import CheckpointError, Stopped, UnreadableCheckpointError
 from verl_memopt.observe.health import Health
-from verl_memopt.observe.validation import headline_score
+from verl_memopt.observe.validation import checkpoint_score
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.stop_file import StopFile
 from verl_memopt.trainer.build import RunContext, build_learner, build_validator
@@ -77,7 +77,7 @@ class Trainer:
         self.mode = mode_of(context.settings)
         self.train_step = STEPS.get(context.settings.debug.mode, Learner.train_step)
         self.learner = build_learner(context, workers, runner)
-        self.validator = build_validator(context, self.learner.rollouts.generator, self.learner.scorer)
+        self.validator = build_validator(context, workers, self.learner.rollouts.generator, self.learner.scorer)
         self.learner.before_update = self.begin_update
         if runner is not None:
             runner.stopped = self.must_abandon
@@ -140,7 +140,7 @@ class Trainer:
             self.update_seconds = time.monotonic() - self.update_began
             validation = self.validation(step)
         self.step = step
-        self.score = None if validation is None else headline_score(validation.metrics)
+        self.score = None if validation is None else checkpoint_score(validation.metrics)
         self.reporter.step(step, self.learner.rollouts.prompts.epoch, result, validation, self.workers.take_memories())
         if self.mode.updates:
             self.judge(result, validation)
