@@ -64,11 +64,13 @@ def check(values: Mapping[str, Any], user_keys: frozenset[str], wrong: set[str])
     wrong = followers_of(wrong)
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
+    warned: set[str] = set()
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
     for idle in (*WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values(), *WITHOUT_ENGINE.values(), *IDLE.values()):
-        is_set = idle.key in user_keys and idle.key not in wrong
+        is_set = idle.key in user_keys and idle.key not in wrong | warned
         if is_set and idle.when(*(values[other] for other in idle.under)):
             warn_idle(idle, values[idle.key], if_not_given[idle.key])
+            warned.add(idle.key)
     for rule in (*RULES, *refusals()):
         arguments = [values[key] for key in rule.reads]
         if wrong.isdisjoint(rule.reads) and rule.when(*arguments):

@@ -129,10 +129,15 @@ class Reporter:
         draw_charts(self.folder)
         self.console.close()
         print_end(self.console.console, summary, self.folder.path)
-        steps = self.context.store.steps() if mode_of(self.context.settings).supervised else []
-        if steps and "hf_model" in self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents:
-            model = self.context.store.folder(max(steps)) / "actor" / "huggingface"
-            print_folder(self.console.console, model)  # RL starts from it
+        self._name_model()
+
+    def _name_model(self) -> None:
+        """Print the folder of the model that a supervised run leaves, from which RL starts."""
+        mode, store = mode_of(self.context.settings), self.context.store
+        saved = self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents
+        steps = store.steps() if mode.supervised and mode.is_whole and "hf_model" in saved else []
+        if steps:
+            print_folder(self.console.console, store.folder(max(steps)) / "actor" / "huggingface")
 
     def _keep_samples(self, step: int, result: StepResult) -> None:
         every, folder = self.context.settings.trainer.table_every_steps, self.dump
