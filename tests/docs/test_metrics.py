@@ -65,7 +65,7 @@ def pattern(name):
 
 @pytest.fixture(scope="module")
 def logged(toy, tmp_path_factory):
-    """Return every name of short runs: on-policy, with all that adds metrics, with a critic, supervised, of RLT with a quantised student."""
+    """Return every name of short runs: on-policy, all that adds metrics, a critic, supervised, RLT with a quantised student."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "reward.py").write_text(REWARD)
     names = set()

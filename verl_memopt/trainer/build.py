@@ -283,14 +283,11 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
     return Rewarder(runner, Dapo.of(settings.reward_model), model, by_model_alone, workers.clock)
 
 
-def build_validator(
-    context: RunContext, workers: TimedGroup, generator: Generator, scorer: Scorer
-) -> Validator | LossValidator | None:
+def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | LossValidator | None:
     """Return the validator; None without validation files.
 
     Args:
         context: Context of the run.
-        workers: Workers that hold the policy.
         generator: Answers the prompts.
         scorer: Scores the answers.
     """
@@ -301,7 +298,7 @@ def build_validator(
     if mode_of(settings).supervised:
         roles, balance = settings.actor_rollout_ref, settings.trainer.balance_batch
         budget = replace(budgets(roles)[1], learned=None)
-        log_probs = LogProbPass(workers, "testing", Worker.old_log_probs, budget, balance, (False,))
+        log_probs = LogProbPass(generator.workers, "testing", Worker.old_log_probs, budget, balance, (False,))
         return LossValidator(context.validation, batch_size, context.encoder, log_probs, roles.actor)
     return Validator(context.validation, batch_size, expansion, context.encoder, generator, scorer)
 

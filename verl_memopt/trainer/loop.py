@@ -77,7 +77,7 @@ class Trainer:
         self.mode = mode_of(context.settings)
         self.train_step = STEPS.get(context.settings.debug.mode, Learner.train_step)
         self.learner = build_learner(context, workers, runner)
-        self.validator = build_validator(context, workers, self.learner.rollouts.generator, self.learner.scorer)
+        self.validator = build_validator(context, self.learner.rollouts.generator, self.learner.scorer)
         self.learner.before_update = self.begin_update
         if runner is not None:
             runner.stopped = self.must_abandon
