@@ -1,4 +1,4 @@
-"""The command line: ``verl-memopt train | report | check | knobs | toy``, and the commands of recipes."""
+"""The command line: ``verl-memopt train | sft | report | check | knobs | toy``, and the commands of recipes."""
 
 from __future__ import annotations
 
@@ -163,6 +163,7 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "train": ("verl_memopt.trainer.run:run", "train a policy (Hydra overrides: key=value)"),
+    "sft": ("verl_memopt.trainer.run:sft", "teach a model the responses of a dataset, before RL"),
     "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
     **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},

@@ -1,5 +1,5 @@
 # Sourced by the run_*.sh beside it: picks model and data for the machine, passes variables and arguments on, and trains. A script says
-#   algorithm                     rloo, grpo or ppo
+#   algorithm                     rloo, grpo, ppo or sft
 #   experiment                    begins the name of its runs; without it the recipe names them
 #   memory                        memory profile, unless an argument names one; none if it is left out
 #   hub_model, hub_lr             model that a GPU trains without MODEL_PATH and model=, and its learning rate
@@ -12,7 +12,8 @@ case $algorithm in
 rloo) recipe_dir=recipe/rloo toy_recipe=toy gsm8k_recipe=gsm8k kl_key=algorithm.kl_ctrl.kl_coef ;;
 grpo) recipe_dir=recipe/rloo toy_recipe=toy_grpo gsm8k_recipe=gsm8k_grpo kl_key=actor_rollout_ref.actor.kl_loss_coef ;;
 ppo) recipe_dir=recipe/ppo toy_recipe=toy gsm8k_recipe=gsm8k kl_key=algorithm.kl_ctrl.kl_coef ;;
-*) echo "ALGORITHM=$algorithm: unknown. Use rloo, grpo or ppo." >&2 && exit 2 ;;
+sft) recipe_dir=recipe/sft toy_recipe=toy gsm8k_recipe=gsm8k kl_key=actor_rollout_ref.actor.kl_loss_coef ;;
+*) echo "ALGORITHM=$algorithm: unknown. Use rloo, grpo, ppo or sft." >&2 && exit 2 ;;
 esac
 
 ############################ user-adjustable ############################

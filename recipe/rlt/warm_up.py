@@ -15,12 +15,12 @@ CONFIG_DIR = Path(__file__).parent / "config"
 
 
 def main() -> int:
-    """Run the warm-up of the command line and return the exit code."""
+    """Run the warm-up of the command line, which is supervised fine-tuning, and return the exit code."""
     watch = SignalWatch()
     try:
-        from verl_memopt.recipes.rlt.warm_up import run
+        from verl_memopt.trainer.run import sft
 
-        return run(None, "python recipe/rlt/warm_up.py", str(CONFIG_DIR))
+        return sft(None, "python recipe/rlt/warm_up.py", "warm_up", str(CONFIG_DIR))
     except UserError as error:
         sys.stderr.write(f"{type(error).__name__}: {error}\n")
         return error.exit_code

@@ -28,6 +28,10 @@ PPO = [
     *(f"{AR}.actor.ppo_mini_batch_size=4", "critic.model.enable_activation_offload=true"),
     "critic.model.activation_offload_min_bytes=64",
 ]
+SFT = [
+    *("algorithm.adv_estimator=sft", f"{AR}.actor.policy_loss.loss_mode=gpg", f"{AR}.rollout.n=1"),
+    "data.response_key=extra_info.answer",
+]
 REWARD = """
 def compute_score(data_source, solution_str, ground_truth, extra_info=None):
     answer = solution_str.strip()
@@ -61,7 +65,7 @@ def pattern(name):
 
 @pytest.fixture(scope="module")
 def logged(toy, tmp_path_factory):
-    """Return every name of short runs: on-policy, with all that adds metrics, with a critic, of RLT with a quantised student."""
+    """Return every name of short runs: on-policy, all that adds metrics, a critic, supervised, RLT with a quantised student."""
     folder = tmp_path_factory.mktemp("metrics")
     (folder / "reward.py").write_text(REWARD)
     names = set()
@@ -70,6 +74,9 @@ def logged(toy, tmp_path_factory):
         run_dir = folder / str(number)
         succeeded(train(toy, run_dir, *LOCAL, *SHORT, *told))
         names |= {name for row in metrics(run_dir).values() for name in row}
+    supervised = [*SHORT, *SFT, f"{AR}.actor.ppo_mini_batch_size=4", "trainer.test_freq=1"]
+    succeeded(train(toy, folder / "sft", *LOCAL, *supervised))
+    names |= {name for row in metrics(folder / "sft").values() for name in row}
     quantised = {f"{rlt.MODEL}.quantization": "int8"}
     assert train_here(rlt.settings_of(rlt.brief_toy(folder / "rlt_toy"), folder / "rlt", quantised)) == 0
     names |= {name for row in metrics(folder / "rlt").values() for name in row}

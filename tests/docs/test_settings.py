@@ -58,6 +58,9 @@ def refusal(*overrides):
 AR = "actor_rollout_ref"
 NEEDED = {
     "algorithm.adv_estimator=optimal_token_baseline": (f"{AR}.actor.calculate_sum_pi_squared=true",),
+    "algorithm.adv_estimator=sft": (
+        *(f"{AR}.actor.policy_loss.loss_mode=gpg", f"{AR}.actor.use_kl_loss=false", f"{AR}.rollout.n=1"),
+    ),
     f"{AR}.rollout.n=1": ("algorithm.adv_estimator=reinforce_plus_plus",),
     f"{AR}.rollout.tensor_model_parallel_size=2": ("trainer.n_gpus_per_node=2",),
     f"{AR}.actor.optim.stochastic_rounding=true": (f"{AR}.actor.fsdp_config.model_dtype=bfloat16",),

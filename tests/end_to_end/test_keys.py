@@ -132,6 +132,8 @@ def runs(toy, folder):
     ]  # fmt: skip
     yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic)
     yield load_settings("ppo_trainer", common(toy, folder / "critic") + ppo + critic + ["trainer.total_training_steps=3"])
+    supervised = [*ppo[:2], "data.response_key=extra_info.answer"]
+    yield load_settings("sft_trainer", common(toy, folder / "sft") + supervised + ["actor_rollout_ref.rollout.n=1"])
     overlong = {f"{rlt.RLT}.max_student_len": 42, f"{rlt.RLT}.overlong": "skip"}
     yield rlt.settings_of(rlt.brief_toy(folder / "rlt_toy"), folder / "rlt", overlong)
 

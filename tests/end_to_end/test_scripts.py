@@ -31,6 +31,7 @@ SITUATIONS = {
     "run_large_multi_gpu.sh": ("grpo", "large_multi_gpu", "large_multi_gpu_grpo_toy"),
     "run_multi_node.sh": ("grpo", "large_multi_gpu", "multi_node_grpo_toy"),
     "run_lora_24gb.sh": ("rloo", "24g", "lora_24gb_rloo_toy"),
+    "run_sft_single_gpu.sh": ("sft", None, "sft_toy"),
     "run_rtx5090_rloo.sh": ("rloo", "32g", "rtx5090_rloo_toy"),
 }
 """Script -> its estimator, its profile, and the name of its run with the tiny model."""

@@ -346,7 +346,7 @@ def test_what_a_run_was_warned_of_is_remembered_by_the_one_that_goes_on(settled)
 
 def test_the_best_validated_checkpoint_outlives_those_that_came_after_it(settled, monkeypatch):
     scores = iter((0.25, 0.75, 0.5, 0.0))
-    monkeypatch.setattr("verl_memopt.trainer.loop.headline_score", lambda metrics: next(scores))
+    monkeypatch.setattr("verl_memopt.trainer.loop.checkpoint_score", lambda metrics: next(scores))
     more = {"trainer.total_training_steps": 4, "trainer.save_freq": 1, "trainer.test_freq": 1}
     with ready(settled(more | {"trainer.max_actor_ckpt_to_keep": 1})) as trainer:
         trainer.run()

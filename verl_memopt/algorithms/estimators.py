@@ -250,6 +250,15 @@ def _where_informative(stats: GroupStatistics, advantages: Tensor) -> Tensor:
     return torch.where(stats.informative, advantages, 0.0).float()
 
 
+def sft_advantages(rewards: Tensor) -> Tensor:
+    """Return 1 for each row, fp32 [B]. With the loss -A * log-prob that is the negative log-prob of its tokens.
+
+    Args:
+        rewards: fp32 [B], one for each row; their values are not read, since a supervised run scores nothing.
+    """
+    return torch.ones_like(rewards)
+
+
 # Generalised advantage estimation (GAE) over flat rows, for PPO with a critic.
 
 

@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 CUSTOM = "custom"
 """Value of ``algorithm.adv_estimator`` and of ``policy_loss.loss_mode`` for a function in a user's file."""
 
+SFT = "sft"
+"""Value of ``algorithm.adv_estimator`` with which a run learns the responses of the dataset: supervised fine-tuning."""
+
 _HERE = "verl_memopt.algorithms"
 _LOSS = "actor_rollout_ref.actor.policy_loss"
 
@@ -142,6 +145,13 @@ ESTIMATORS: dict[str, Estimator] = _by_name(
         f"{_HERE}.estimators.optimal_token_baseline_advantages",
         _TOKEN_BASELINE,
         per_token=True,
+    ),
+    Estimator(
+        SFT,
+        "1 for every token of the dataset's own responses: supervised fine-tuning, without rollouts and rewards",
+        f"{_HERE}.estimators.sft_advantages",
+        ("rewards",),
+        compares=False,
     ),
     Estimator(CUSTOM, "the function that custom_estimator names", f"{_HERE}.custom.custom_advantages", (), compares=False),
 )

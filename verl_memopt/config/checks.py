@@ -22,6 +22,7 @@ from verl_memopt.config.reference_rules import REFERENCE_RULES
 from verl_memopt.config.reward_rules import REWARD_RULES, WITHOUT_REWARD_MODEL
 from verl_memopt.config.sandbox_rules import SANDBOX_RULES
 from verl_memopt.config.schema import Settings
+from verl_memopt.config.supervised_rules import SUPERVISED_RULES, WITHOUT_ENGINE
 from verl_memopt.knobs.critic_rules import refusals
 from verl_memopt.knobs.knob import Predicate, Refusal, SettingsView
 from verl_memopt.knobs.values import DEVICES, needs_reference, num_devices, uneven_shards
@@ -79,13 +80,14 @@ def check(settings: Settings, values: Mapping[str, Any], user_keys: frozenset[st
     wrong = followers_of(wrong)
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
-    readable = without_wrong(settings, wrong)
+    readable, warned = without_wrong(settings, wrong), set[str]()
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}
-    for unused in (*WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values(), *UNUSED_KEYS.values()):
-        if unused.key in user_keys and unused.key not in wrong:
+    for unused in (*WITHOUT_CRITIC.values(), *WITHOUT_REWARD_MODEL.values(), *WITHOUT_ENGINE.values(), *UNUSED_KEYS.values()):
+        if unused.key in user_keys and unused.key not in wrong | warned:
             with suppress(WrongKeyError):
                 if unused.when(readable):
                     warn_unused(unused, values[unused.key], if_not_given[unused.key])
+                    warned.add(unused.key)
     for rule in (*RULES, *refusals()):
         if wrong.isdisjoint(rule.keys):
             with suppress(WrongKeyError):
@@ -341,6 +343,6 @@ def _recipes() -> Iterator[Refusal]:
 
 RULES: tuple[Refusal, ...] = (
     *_files(), *_batches(), *ALGORITHM_RULES, *CORRECTION_RULES, *REWARD_RULES, *_recipes(), *SANDBOX_RULES, *_devices(),
-    *CRITIC_RULES, *REFERENCE_RULES, *_runs(), *debug_rules(),
+    *CRITIC_RULES, *REFERENCE_RULES, *SUPERVISED_RULES, *_runs(), *debug_rules(),
 )  # fmt: skip
 """The rules that belong to no knob."""

@@ -27,6 +27,7 @@ class DebugMode:
         scores: Answers get a reward from functions or models.
         computes_log_probs: The policy and the reference compute log-probs.
         updates: The policy learns.
+        supervised: The policy learns the responses of the dataset, which nothing scores.
         default_steps: Steps where ``trainer.total_training_steps`` is null; None = as in a training run.
     """
 
@@ -36,6 +37,7 @@ class DebugMode:
     scores: bool = True
     computes_log_probs: bool = True
     updates: bool = True
+    supervised: bool = False
     default_steps: int | None = None
 
     @property

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 
-from verl_memopt.algorithms.records import LOSSES
+from verl_memopt.algorithms.records import LOSSES, SFT
 from verl_memopt.config.schema import Algorithm
 
 logger = logging.getLogger(__name__)
@@ -23,6 +23,8 @@ def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
         loss: ``policy_loss.loss_mode``.
         kl_in_loss: coefficient and kind of the KL in the loss; None = there is none.
     """
+    if algorithm.adv_estimator == SFT:
+        return "supervised, the mean negative log-prob of the tokens of the dataset's responses"
     correction, loss_in_words = algorithm.rollout_correction, f"loss {loss} ({LOSSES[loss].ratio})"
     if correction.bypass_mode:
         loss_in_words = f"loss {correction.loss_type} ({_BYPASS[correction.loss_type]})"

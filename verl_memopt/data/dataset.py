@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import logging
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
@@ -20,6 +20,8 @@ from verl_memopt.errors import DataError
 logger = logging.getLogger(__name__)
 
 Row = TypeVar("Row")
+
+Prepare = Callable[[str, dict[str, Any]], dict[str, Any]]
 
 REFUSED_COLUMNS = ("images", "videos")
 
@@ -46,6 +48,8 @@ class PromptRow:
     """The prompt as the file has it, where it is a list of messages. A reward model renders it with its own template."""
     ids: tuple[int, ...] | None = None
     """The prompt as the file has it, where it is a list of token ids. They are used as they are."""
+    response: tuple[int, ...] = ()
+    """Token ids of the response, with the end of the turn, where a supervised run learns it."""
 
 
 class PromptRows(Protocol):
@@ -66,12 +70,13 @@ class PromptDataset:
         data: The ``data`` section of the settings.
         tokenizer: Renders the chat template and finds special tokens.
         split: ``train`` or ``val``. It selects ``{split}_max_samples`` and the keys that errors name.
+        prepare: Gives the columns that a row needs, from its address and the file's columns; None = the file has them.
 
     Raises:
         DataError: A file or a row is wrong. The message names the row.
     """
 
-    def __init__(self, files: Any, data: schema.Data, tokenizer: Any, split: str) -> None:
+    def __init__(self, files: Any, data: schema.Data, tokenizer: Any, split: str, prepare: Prepare | None = None) -> None:
         """Read, render and check all rows."""
         self._data = data
         self._tokenizer = tokenizer
@@ -79,7 +84,7 @@ class PromptDataset:
         chosen = chosen_rows(read_rows(files, f"data.{split}_files"), data, split)
         self._special = special_tokens_of(tokenizer)
         self._special_counts: list[tuple[str, int]] = []
-        rows = [self._row(address, columns) for address, columns in chosen]
+        rows = [self._row(address, prepare(address, columns) if prepare else columns) for address, columns in chosen]
         self._log_special_tokens()
         self._rows = [replace(row, index=index) for index, row in enumerate(self._checked(rows))]
 
@@ -130,7 +135,7 @@ class PromptDataset:
         hides = num_special > 0 and not self._data.allow_special_tokens
         if isinstance(prompt, str):
             return prompt, self._special.find(prompt) if hides else ()
-        if not _is_chat(prompt):
+        if not is_chat(prompt):
             raise DataError(
                 f"{address}: {self._data.prompt_key} must be a string or a list of {{role, content}} with string values or of "
                 f"token ids, but it is {prompt!r:.200}. Correct the row."
@@ -312,7 +317,8 @@ def _lengths(tokenizer: Any, rows: Sequence[PromptRow]) -> list[int]:
     return [len(next(of_texts) if row.ids is None else row.ids) for row in rows]
 
 
-def _is_chat(prompt: Any) -> bool:
+def is_chat(prompt: Any) -> bool:
+    """Return whether a value is a list of messages, each with a role and a text."""
     if not isinstance(prompt, list) or not prompt:
         return False
     return all(isinstance(t, dict) and isinstance(t.get("role"), str) and isinstance(t.get("content"), str) for t in prompt)

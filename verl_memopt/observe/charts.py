@@ -22,7 +22,7 @@ from verl_memopt.observe.drawing import (
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.summary import build_summary
 from verl_memopt.observe.timeline_chart import draw_timeline
-from verl_memopt.observe.validation import headline_score
+from verl_memopt.observe.validation import LOSS, VAL_LOSS, headline_score
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
@@ -51,13 +51,15 @@ def draw_charts(folder: RunFolder, out: Path | None = None) -> list[Path]:
 
 
 def draw_reward(metrics: Sequence[Mapping[str, Any]], path: Path) -> Path:
-    """Draw training reward and validation score over steps."""
+    """Draw training reward and validation score over steps, or both losses of a supervised run."""
     drawing = figure(8.5, 4.5)
     axes = drawing.add_subplot()
-    style(axes, "Reward and validation score", "training step", "mean score")
+    is_loss = any(LOSS in row or VAL_LOSS in row for row in metrics)
+    titles = ("Loss", "nats per response token") if is_loss else ("Reward and validation score", "mean score")
+    style(axes, titles[0], "training step", titles[1])
     rewards, validation = reward_points(metrics), validation_points(metrics)
     if rewards[0]:
-        plot_reward(axes, rewards, PALETTE[0], "training reward")
+        plot_reward(axes, rewards, PALETTE[0], "training loss" if is_loss else "training reward")
     if validation[0]:
         axes.plot(*validation, color=PALETTE[1], marker="o", markersize=5, linewidth=1.8, label="validation", zorder=4)
     if rewards[0] or validation[0]:
@@ -70,9 +72,9 @@ def draw_reward(metrics: Sequence[Mapping[str, Any]], path: Path) -> Path:
 
 
 def reward_points(metrics: Sequence[Mapping[str, Any]]) -> Points:
-    """Return steps and mean scores of the training samples."""
-    rows = [row for row in metrics if "critic/score/mean" in row]
-    return [row["step"] for row in rows], [row["critic/score/mean"] for row in rows]
+    """Return steps and mean scores of the training samples, or their losses in a supervised run."""
+    points = [(row["step"], row[name]) for row in metrics for name in ("critic/score/mean", LOSS) if name in row]
+    return [step for step, _ in points], [value for _, value in points]
 
 
 def validation_points(metrics: Sequence[Mapping[str, Any]]) -> Points:

@@ -13,7 +13,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from verl_memopt.observe.phase import GIB, MIB
-from verl_memopt.observe.validation import headline_score
+from verl_memopt.observe.validation import LOSS, VAL_LOSS, headline_score
 
 Metrics = Mapping[str, float]
 
@@ -38,6 +38,7 @@ def _as(form: str) -> Callable[[float | None], str]:
 STEP_COLUMNS: tuple[tuple[str, Callable[[Metrics], float | None], Callable[[float | None], str]], ...] = (
     ("step", named("step"), _as("{:.0f}")),
     ("reward", named("critic/score/mean"), _as("{:.3f}")),
+    ("loss", named(LOSS), _as("{:.3f}")),
     ("val", headline_score, _as("{:.3f}")),
     ("kl", named(*KL_NAMES), _as("{:.4f}")),
     ("grad\nnorm", named("actor/grad_norm"), _as("{:.3f}")),
@@ -51,19 +52,26 @@ STEP_COLUMNS: tuple[tuple[str, Callable[[Metrics], float | None], Callable[[floa
 
 def step_table(rows: Sequence[Metrics]) -> Table:
     """Return a compact table of steps that fits 80 columns. A cell without a value is a dash."""
-    table = _table()
-    for head, _, _ in STEP_COLUMNS:
+    table, unused = _table(), "reward" if any(LOSS in row or VAL_LOSS in row for row in rows) else "loss"
+    columns = [column for column in STEP_COLUMNS if column[0] != unused]
+    for head, _, _ in columns:
         table.add_column(head, justify="right", no_wrap=True)
     for row in rows:
-        table.add_row(*(form(read(row)) for _, read, form in STEP_COLUMNS))
+        table.add_row(*(form(read(row)) for _, read, form in columns))
     return table
 
 
+def headline_words(metrics: Metrics, sign: str) -> str:
+    """Return a step's reward, or its loss in a supervised run, as words: the name, the sign and the figure."""
+    name = "loss" if LOSS in metrics or VAL_LOSS in metrics else "reward"
+    return f"{name}{sign}{_as('{:.3f}')(named(LOSS, VAL_LOSS, 'critic/score/mean')(metrics))}"
+
+
 def step_words(metrics: Metrics) -> str:
-    """Return a step's reward, speed and device memory (MiB) as words of one line. ``n/a`` = not counted."""
+    """Return a step's reward or loss, speed and device memory (MiB) as words of one line. ``n/a`` = not counted."""
     return " ".join(
         (
-            f"reward={_as('{:.3f}')(named('critic/score/mean')(metrics))}",
+            headline_words(metrics, "="),
             f"tokens/s={_as('{:,.0f}')(named('perf/throughput')(metrics))}",
             f"s/step={_as('{:.2f}')(named('perf/time_per_step')(metrics))}",
             memory_words(metrics),
@@ -151,9 +159,8 @@ class RunConsole:
         self._bar.stop()
 
     def _bar_words(self, metrics: Metrics) -> str:
-        reward = _as("{:.3f}")(named("critic/score/mean")(metrics))
         speed = _as("{:,.0f}")(named("perf/throughput")(metrics))
-        return f"reward {reward}  {speed} tokens/s  peak {_mib(self._peak)} MiB"
+        return f"{headline_words(metrics, ' ')}  {speed} tokens/s  peak {_mib(self._peak)} MiB"
 
 
 class ConsoleLogger:

@@ -41,10 +41,21 @@ def validation_metrics(rows: Sequence[ValidationRow]) -> dict[str, float]:
     return metrics
 
 
+LOSS, VAL_LOSS = "train/loss", "val/loss"
+"""Metrics of a supervised run: nats per response token, of the step before its update and of the held-out rows."""
+
+
 def headline_score(metrics: Mapping[str, float]) -> float | None:
-    """Return one score of a step: the mean over data sources of the core mean. None without a validation."""
+    """Return one figure of a validation: the mean over data sources of the core mean, or the loss. None = there was none."""
+    if VAL_LOSS in metrics:
+        return metrics[VAL_LOSS]
     scores = [value for name, value in metrics.items() if name.startswith("val-core/") and "/mean@" in name]
     return statistics.fmean(scores) if scores else None
+
+
+def checkpoint_score(metrics: Mapping[str, float]) -> float | None:
+    """Return what ranks checkpoints, the best one highest: the headline score, or the held-out loss with its sign turned."""
+    return -metrics[VAL_LOSS] if VAL_LOSS in metrics else headline_score(metrics)
 
 
 def _numbers_by_variable(rows: Sequence[ValidationRow]) -> dict[str, list[float]]:

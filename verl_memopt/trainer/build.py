@@ -20,6 +20,7 @@ from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import check_prompts
 from verl_memopt.data.loader import StepLoader, load_sampler
 from verl_memopt.data.prefetcher import PromptPrefetcher
+from verl_memopt.data.responses import build_supervised_dataset
 from verl_memopt.errors import ConfigError
 from verl_memopt.knobs.critic_rules import has_critic
 from verl_memopt.knobs.values import needs_reference
@@ -46,11 +47,11 @@ from verl_memopt.trainer.replay import NoPrompts
 from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
 from verl_memopt.trainer.rewarder import Dapo, PreparedRecipe, Rewarder, Scorer
 from verl_memopt.trainer.run_lock import RunLock, hold
-from verl_memopt.trainer.step import Learner, OnPolicy, PolicyTraining, Rollouts, SeparatePass
+from verl_memopt.trainer.step import Learner, OnPolicy, PolicyTraining, Rollouts, SeparatePass, Supervised
 from verl_memopt.trainer.step_metrics import StepMetrics
 from verl_memopt.trainer.timed_group import TimedGroup
 from verl_memopt.trainer.update import PolicyUpdate
-from verl_memopt.trainer.validate import Validator
+from verl_memopt.trainer.validate import LossValidator, Validator
 from verl_memopt.workers.plan import WorkerPlan
 from verl_memopt.workers.worker import Worker
 
@@ -190,8 +191,9 @@ def _datasets(data: Data, environment: Environment, by_rules: bool, settings: Se
     recipe = settings.reward_model.recipe
     if recipe is not None:
         return recipe.hooks().datasets(settings, environment.tokenizer)
-    train = build_dataset(data.train_files, data, environment.tokenizer, "train")
-    validation = None if data.val_files is None else build_dataset(data.val_files, data, environment.tokenizer, "val")
+    read = build_supervised_dataset if mode_of(settings).supervised else build_dataset
+    train = read(data.train_files, data, environment.tokenizer, "train")
+    validation = None if data.val_files is None else read(data.val_files, data, environment.tokenizer, "val")
     for split in (train, validation):
         if isinstance(split, PromptDataset):  # rows of another class are checked when they are read
             check_prompts(split, settings.algorithm.expansion, environment.tokenizer)
@@ -218,7 +220,8 @@ def _reward_model(
 
 def _scores_with_model(settings: Settings) -> bool:
     """Return whether the model that scores is needed. Forged rows are scored by it too, for its memory."""
-    return mode_of(settings).scores or settings.debug.mode == "forge"
+    mode = mode_of(settings)
+    return mode.scores or (settings.debug.mode == "forge" and not mode.supervised)
 
 
 def _build_loader(data: Data, rows: PromptRows, checkpoint: Checkpoint | None) -> StepLoader:
@@ -281,7 +284,7 @@ def scorer_of(context: RunContext, workers: TimedGroup, runner: RewardRunner | N
     return Rewarder(runner, Dapo.of(settings.reward_model), model, by_model_alone, workers.clock)
 
 
-def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | None:
+def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -> Validator | LossValidator | None:
     """Return the validator; None without validation files.
 
     Args:
@@ -291,7 +294,13 @@ def build_validator(context: RunContext, generator: Generator, scorer: Scorer) -
     """
     if context.validation is None:
         return None
-    batch_size, expansion = context.settings.data.val_batch_size, context.settings.algorithm.expansion
+    settings = context.settings
+    batch_size, expansion = settings.data.val_batch_size, settings.algorithm.expansion
+    if mode_of(settings).supervised:
+        roles, balance = settings.actor_rollout_ref, settings.trainer.balance_batch
+        budget = replace(budgets(roles)[1], learned=None)
+        log_probs = LogProbPass(generator.workers, "testing", Worker.old_log_probs, budget, balance, (False,))
+        return LossValidator(context.validation, batch_size, context.encoder, log_probs, roles.actor)
     return Validator(context.validation, batch_size, expansion, context.encoder, generator, scorer)
 
 
@@ -351,7 +360,9 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
     with_reference = needs_reference(settings)
     every = None if context.worker_plan.reference_folder is None else roles.ref.sync_every_steps
     policy: PolicyTraining
-    if bypasses:
+    if mode.supervised:
+        policy = Supervised(workers, policy_update)
+    elif bypasses:
         policy = BypassUpdate(workers, policy_update, mismatch, correction)
     elif on_policy:
         policy = OnPolicy(workers, old_pass, policy_update, mismatch)
@@ -367,6 +378,7 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
             greedy_baseline=algorithm.adv_estimator in WITH_GREEDY_RESPONSES,
             group_filter=_build_group_filter(algorithm.filter_groups, data.train_batch_size, rollout.n),
             replay=replay,
+            learns_dataset=mode.supervised,
         ),
         scorer=scorer,
         policy=policy,
@@ -374,6 +386,8 @@ def build_learner(context: RunContext, workers: TimedGroup, runner: RewardRunner
         critic=_build_critic_training(context, workers, old_pass),
         algorithm=algorithm,
         kl_control=KlController(algorithm.kl_ctrl),
-        step_metrics=StepMetrics(data.max_prompt_length, data.max_response_length, truncates=data.truncation != "error"),
+        step_metrics=StepMetrics(
+            data.max_prompt_length, data.max_response_length, data.truncation != "error", not mode.supervised
+        ),
         reference_sync=None if every is None else ReferenceSync(workers, every, context.updates_per_step),
     )

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 
 from verl_memopt.algorithms.kl import kl_estimate
+from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.debug_modes import MODES, DebugMode, of_mode
 from verl_memopt.config.keys import replaced, value_at
 from verl_memopt.config.problems import shown
@@ -27,8 +29,10 @@ logger = logging.getLogger(__name__)
 
 
 def mode_of(settings: Settings) -> DebugMode:
-    """Return what the run's debug mode runs."""
-    return MODES[settings.debug.mode]
+    """Return what the run's debug mode runs. A supervised run has no engine, and scores nothing."""
+    mode = MODES[settings.debug.mode]
+    is_supervised = settings.algorithm.adv_estimator == SFT
+    return replace(mode, has_engine=False, scores=False, supervised=True) if is_supervised else mode
 
 
 def debug_settings(settings: Settings) -> Settings:

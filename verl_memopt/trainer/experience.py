@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -100,8 +101,9 @@ class StepBatch:
 
     @property
     def scores(self) -> Tensor:  # [B]
-        """Return the rewards as the reward function returned them, fp32 [B]."""
-        return torch.tensor([result.score for result in self.results], dtype=torch.float32)
+        """Return the rewards as the reward function returned them, fp32 [B]; NaN where nothing is scored."""
+        scores = [result.score for result in self.results] or [math.nan] * self.rows.num_rows
+        return torch.tensor(scores, dtype=torch.float32)
 
 
 @dataclass(frozen=True)

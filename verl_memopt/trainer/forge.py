@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prefetcher import StepPrompts
@@ -98,5 +99,5 @@ def build_forge(settings: Settings, tokenizer: Any, num_tokens: int) -> Forge:
         solution=text_of(tokenizer, data.max_prompt_length // 4),
         answer=text_of(tokenizer, data.max_response_length),
         log_probs=rollout.calculate_log_probs,
-        scored=not settings.reward_model.enable,
+        scored=not settings.reward_model.enable or settings.algorithm.adv_estimator == SFT,
     )

@@ -152,6 +152,19 @@ class Generator:
         return Answers([row for row in rows for _ in range(samples)], prompt_ids, generation, texts)
 
 
+def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> Answers:
+    """Return the dataset's own responses to its prompts, one each.
+
+    Args:
+        rows: Rows with responses.
+        prompt_ids: Tokens of each prompt.
+        tokenizer: Decodes the responses.
+    """
+    responses = [list(row.response) for row in rows]
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    return Answers(list(rows), prompt_ids, Generation(responses, None, ["stop"] * len(rows)), texts)
+
+
 def generate(
     workers: TimedGroup,
     phase: str,

@@ -13,7 +13,7 @@ from verl_memopt.config.schema import CheckpointContents
 from verl_memopt.distributed.file_records import Records
 from verl_memopt.errors import CheckpointError, Stopped, UnreadableCheckpointError
 from verl_memopt.observe.health import Health
-from verl_memopt.observe.validation import headline_score
+from verl_memopt.observe.validation import checkpoint_score
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rollout.stop_file import StopFile
 from verl_memopt.trainer.build import RunContext, build_learner, build_validator
@@ -140,7 +140,7 @@ class Trainer:
             self.update_seconds = time.monotonic() - self.update_began
             validation = self.validation(step)
         self.step = step
-        self.score = None if validation is None else headline_score(validation.metrics)
+        self.score = None if validation is None else checkpoint_score(validation.metrics)
         self.reporter.step(step, self.learner.rollouts.prompts.epoch, result, validation, self.workers.take_memories())
         if self.mode.updates:
             self.judge(result, validation)

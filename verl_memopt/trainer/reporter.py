@@ -10,7 +10,7 @@ from types import TracebackType
 
 from verl_memopt.config.plain import to_yaml
 from verl_memopt.observe.charts import draw_charts
-from verl_memopt.observe.console import RunConsole, print_end
+from verl_memopt.observe.console import RunConsole, print_end, print_folder
 from verl_memopt.observe.files import append_rows
 from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
 from verl_memopt.observe.metrics import memory_metrics, throughput_metrics, token_timings
@@ -23,7 +23,7 @@ from verl_memopt.observe.summary import environment
 from verl_memopt.observe.timing import PhaseClock
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.build import RunContext
-from verl_memopt.trainer.debug_run import written_dump
+from verl_memopt.trainer.debug_run import mode_of, written_dump
 from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.replay import tokenizer_digest
 from verl_memopt.trainer.step import StepResult
@@ -121,11 +121,23 @@ class Reporter:
             self.phases(step, memories)
 
     def finish(self) -> None:
-        """Write summary and charts from the run's files. Print the summary and, as the last line, the folder."""
+        """Write summary and charts from the run's files. Print the summary and, as the last line, the folder.
+
+        After a supervised run one more line names the model that it leaves.
+        """
         summary = finish_summary(self.folder, environment(self.context.environment.device, sys.argv))
         draw_charts(self.folder)
         self.console.close()
         print_end(self.console.console, summary, self.folder.path)
+        self._name_model()
+
+    def _name_model(self) -> None:
+        """Print the folder of the model that a supervised run leaves, from which RL starts."""
+        mode, store = mode_of(self.context.settings), self.context.store
+        saved = self.context.settings.actor_rollout_ref.actor.checkpoint.save_contents
+        steps = store.steps() if mode.supervised and mode.is_whole and "hf_model" in saved else []
+        if steps:
+            print_folder(self.console.console, store.folder(max(steps)) / "actor" / "huggingface")
 
     def _keep_samples(self, step: int, result: StepResult) -> None:
         every, folder = self.context.settings.trainer.table_every_steps, self.dump

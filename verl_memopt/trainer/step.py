@@ -15,12 +15,13 @@ from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.config.schema import Actor, Algorithm
 from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
 from verl_memopt.memory.batching.learned_budget import LearnedBudget, budget_metrics
+from verl_memopt.observe.validation import LOSS
 from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.trainer.corrections import correct_before_update, divergence_metrics
 from verl_memopt.trainer.critic_update import CriticTraining
 from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, to_batch
 from verl_memopt.trainer.forge import Forge
-from verl_memopt.trainer.generation import Answers, Generator
+from verl_memopt.trainer.generation import Answers, Generator, dataset_answers
 from verl_memopt.trainer.group_filter import GroupFilter
 from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
 from verl_memopt.trainer.passes import Budget
@@ -197,7 +198,7 @@ def score(scorer: Scorer, batch: StepBatch) -> StepBatch:
 
 @dataclass
 class Rollouts:
-    """Gives the answers of a step: from the engine, or from a dump in its place.
+    """Gives the answers of a step: from the engine, or from a dump or the dataset in its place.
 
     Attributes:
         prompts: Prompts of the next step; none where the rows of ``replay`` bring their own.
@@ -207,6 +208,7 @@ class Rollouts:
         greedy_baseline: Answer each prompt greedily as well (ReMax).
         group_filter: Leaves out groups without a signal; None to keep all.
         replay: Gives the rows in place of the engine; None where the engine generates them.
+        learns_dataset: The prompts bring the answers: those of the dataset, which nothing scores.
     """
 
     prompts: PromptPrefetcher | NoPrompts
@@ -216,12 +218,17 @@ class Rollouts:
     greedy_baseline: bool = False
     group_filter: GroupFilter | None = None
     replay: Replay | Forge | None = None
+    learns_dataset: bool = False
 
     def of_step(self, step: int) -> StepBatch:
         """Return the answers of a step, with rewards where the text is enough for the scorer."""
         if self.replay is not None:
             return self._replayed(self.replay, step)
         assert not isinstance(self.prompts, NoPrompts)
+        if self.learns_dataset:
+            prompts = self.prompts.next()
+            answers = dataset_answers(prompts.prompts, prompts.prompt_ids, self.generator.tokenizer)
+            return self._batch(step, prompts, answers)
         if self.group_filter is not None:
             return self._filtered(self.group_filter, self.prompts, step)
         batch = self.generate(self.prompts.next(), step, stays_awake=self.greedy_baseline)
@@ -320,10 +327,7 @@ class SeparatePass:
 
     def update(self, batch: StepBatch) -> None:
         """Take the optimizer steps on the workers, and add their metrics."""
-        per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
-        metrics = self.workers.each("update_actor", Worker.update_actor, [(minis,) for minis in per_rank])
-        self.policy_update.cutter.learn(per_rank, self.workers.figures)
-        batch.metrics |= self.policy_update.metrics(metrics, batch.step)
+        batch.metrics |= take_steps(self.workers, self.policy_update, batch)
 
     def budgets(self) -> dict[str, Budget]:
         """Return the token budgets of both passes."""
@@ -364,6 +368,44 @@ class OnPolicy:
     def budgets(self) -> dict[str, Budget]:
         """Return the token budget of the update."""
         return {"update_actor": self.policy_update.cutter.budget}
+
+
+@dataclass
+class Supervised:
+    """The update alone: the loss is the negative log-prob of the dataset's responses, for which no earlier log-probs matter.
+
+    Attributes:
+        workers: Workers that hold the policy.
+        policy_update: As in :class:`PolicyTraining`.
+    """
+
+    workers: TimedGroup
+    policy_update: PolicyUpdate
+
+    def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
+        """Compute nothing."""
+
+    def update(self, batch: StepBatch) -> None:
+        """Take the optimizer steps on the workers, and add their metrics. The loss has a name of its own."""
+        metrics = take_steps(self.workers, self.policy_update, batch)
+        batch.metrics |= {LOSS: metrics["actor/loss"]}
+        batch.metrics |= {name: value for name, value in metrics.items() if name not in OF_ROLLOUTS}
+
+    def budgets(self) -> dict[str, Budget]:
+        """Return the token budget of the update."""
+        return {"update_actor": self.policy_update.cutter.budget}
+
+
+OF_ROLLOUTS = ("actor/loss", "actor/pg_loss", "actor/ppo_kl")
+"""Metrics of the update that say nothing, or nothing more, where no rollout is learned."""
+
+
+def take_steps(workers: TimedGroup, policy_update: PolicyUpdate, batch: StepBatch) -> dict[str, float]:
+    """Take the optimizer steps of a training step on the workers, and return their metrics."""
+    per_rank = policy_update.cut(*batch.for_update(), batch.step)
+    metrics = workers.each("update_actor", Worker.update_actor, [(minis,) for minis in per_rank])
+    policy_update.cutter.learn(per_rank, workers.figures)
+    return policy_update.metrics(metrics, batch.step)
 
 
 def add_old_log_probs(old_pass: LogProbPass, mismatch: MismatchCheck, batch: StepBatch) -> None:

@@ -7,12 +7,14 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from verl_memopt.config.schema import Actor
 from verl_memopt.data.dataset import PromptRows
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
-from verl_memopt.observe.validation import ValidationRow, validation_metrics
+from verl_memopt.observe.validation import VAL_LOSS, ValidationRow, validation_metrics
 from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.trainer.generation import Answers, Generator, join_answers
+from verl_memopt.trainer.experience import LogProbPass, to_batch
+from verl_memopt.trainer.generation import Answers, Generator, dataset_answers, join_answers
 from verl_memopt.trainer.rewarder import Scorer
 
 
@@ -88,6 +90,41 @@ class Validator:
     def _answer(self, indices: Sequence[int], step: int) -> Answers:
         expanded = expand(self.rows, indices, self.generator.rollout.val_kwargs.n, self.expansion, self.encoder)
         return self.generator.generate_validation(expanded.prompts, expanded.ids, step)
+
+
+@dataclass(frozen=True)
+class LossValidator:
+    """Validates a supervised run: the loss of the held-out responses.
+
+    Attributes:
+        rows: The validation set, with responses.
+        batch_size: Rows of one call; None for all at once.
+        encoder: Encoder of the prompts.
+        log_probs: The pass that computes their log-probs.
+        actor: The ``actor`` section of the settings.
+    """
+
+    rows: PromptRows
+    batch_size: int | None
+    encoder: PromptEncoder
+    log_probs: LogProbPass
+    actor: Actor
+
+    def validate(self, step: int) -> Validation:
+        """Return the mean negative log-prob over all tokens of all responses. The score of a row is its mean log-prob."""
+        total, tokens, answered = 0.0, 0, []
+        for indices in _batches(len(self.rows), self.batch_size):
+            expanded = expand(self.rows, indices, 1, "token", self.encoder)
+            answers = dataset_answers(expanded.prompts, expanded.ids, self.encoder.tokenizer)
+            batch, count = to_batch(answers, 1, self.actor), len(indices)
+            # Every rank needs the same number of rows; the last one is computed again where they do not divide.
+            rows = [*range(count), *[count - 1] * (-count % self.log_probs.workers.world_size)]
+            sizes, names = batch.responses.sizes(), [answers.rows[row].address for row in rows]
+            log_probs = self.log_probs.compute(batch.select(rows), names).log_probs.double()
+            of_rows = log_probs.split([sizes[row] for row in rows])[:count]
+            total, tokens = total - sum(float(row.sum()) for row in of_rows), tokens + sum(sizes)
+            answered.append((answers, [RewardResult(float(row.mean())) for row in of_rows]))
+        return Validation({VAL_LOSS: total / tokens}, -total / tokens, answered)
 
 
 def _batches(num_rows: int, size: int | None) -> Iterator[Sequence[int]]:

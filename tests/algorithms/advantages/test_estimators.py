@@ -16,7 +16,7 @@ from verl_memopt.algorithms.estimators import (
     without_baseline,
 )
 from verl_memopt.algorithms.kl import token_level_rewards
-from verl_memopt.algorithms.records import COSTLY, CUSTOM, ESTIMATORS, load
+from verl_memopt.algorithms.records import COSTLY, CUSTOM, ESTIMATORS, SFT, load
 from verl_memopt.config.schema import Algorithm
 
 NAN = float("nan")
@@ -42,7 +42,7 @@ def estimated(name, given, **options):
 
 
 def test_every_estimator_of_verl_for_one_reward_has_its_record():
-    assert ESTIMATORS.keys() == VERLS | {CUSTOM}
+    assert ESTIMATORS.keys() == VERLS | {CUSTOM, SFT}
 
 
 @pytest.mark.parametrize(

@@ -60,11 +60,18 @@ class Data:
     seed: Annotated[int | None, NOT_NEGATIVE] = None
     """Seed of the data order; null = drawn once, logged, saved in the checkpoint."""
     filter_overlong_prompts: bool = False
-    """Drop prompts over ``max_prompt_length`` when the dataset is read; the number dropped is logged."""
+    """Drop prompts over ``max_prompt_length`` when the dataset is read; the number dropped is logged. Supervised fine-tuning also
+    drops responses over ``max_response_length``."""
     truncation: Literal["error", "left", "right", "middle"] = "error"
-    """What happens to a prompt over the cap: error, left, right, middle. Tokens lost are counted and logged."""
+    """What happens to a prompt over the cap: error, left, right, middle. Tokens lost are counted and logged. Supervised
+    fine-tuning then cuts the end of a response over its cap, too."""
     prompt_key: str = "prompt"
     """Column that holds the prompt: a list of {role, content}, or a text or a list of token ids that is used as it is."""
+    response_key: str = "response"
+    """Supervised fine-tuning: column that holds the response, a text. A dot leads into an object: ``extra_info.answer``."""
+    messages_key: str = "messages"
+    """Supervised fine-tuning, in rows without ``response_key``: column that holds a whole conversation, a list of
+    {role, content}. Its last turn is the assistant's and is the response. The turns before it are the prompt."""
     allow_special_tokens: bool = False
     """Let the tokenizer read special tokens such as ``<|im_end|>`` inside prompts as tokens. false = they are plain text, except
     those of the chat template. Set true for prompts whose text is already rendered."""

@@ -22,6 +22,7 @@ from verl_memopt.config import schema
 from verl_memopt.data.dataset import PromptRow, chosen_rows
 from verl_memopt.data.encoder import overlong, tokenize
 from verl_memopt.data.files import READERS, RawRow, read_rows
+from verl_memopt.data.responses import end_of_turn
 from verl_memopt.data.special_tokens import Spans, special_tokens_of
 from verl_memopt.errors import DataError
 
@@ -137,10 +138,6 @@ FORMATS = {"stratos": STRATOS, "r1": R1, "short": replace(R1, teacher_system="",
 """Formats by the value of ``tag_format``. ``short`` has no system prompts, for tiny models."""
 
 
-_MARK = "\ufdd3"
-"""A noncharacter in place of an answer, to see what a chat template writes after it."""
-
-
 @dataclass(frozen=True)
 class RltPrompts:
     """Renders the prompts of both roles with one tokenizer's chat template.
@@ -182,12 +179,7 @@ class RltPrompts:
         Raises:
             DataError: The chat template drops or changes an answer.
         """
-        messages = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-        text = self._render(messages, add_generation_prompt=False)
-        before, mark, after = text.partition(_MARK)
-        if not mark or not before:
-            raise DataError("the chat template does not write the answer of an assistant. Use the template of a chat model.")
-        return after
+        return end_of_turn(self.tokenizer, self.chat_kwargs)
 
     def plain(self, text: str) -> Spans:
         """Return the spans of a text of the data whose special tokens are encoded as plain text."""
@@ -199,14 +191,14 @@ class RltPrompts:
         hides = bool(self.plain(question))
         shown = special.hide(user) if hides else user
         messages = [{"role": "system", "content": system}, shown] if system else [shown]
-        text = self._render(messages, add_generation_prompt=True)
+        text = self._render(messages)
         try:
             return special.reveal(text) if hides else (text, ())
         except ValueError as problem:
             raise _unrenderable(problem) from problem
 
-    def _render(self, messages: list[dict[str, str]], add_generation_prompt: bool) -> str:
-        arguments = {"tokenize": False, "add_generation_prompt": add_generation_prompt, **self.chat_kwargs}
+    def _render(self, messages: list[dict[str, str]]) -> str:
+        arguments = {"tokenize": False, "add_generation_prompt": True, **self.chat_kwargs}
         try:
             return self.tokenizer.apply_chat_template(messages, **arguments)
         except (TemplateError, ValueError, TypeError) as problem:

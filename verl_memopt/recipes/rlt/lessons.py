@@ -1,6 +1,6 @@
 """Supervised learning before RL: worked examples as token ids, and the toy task whose two models learn from them.
 
-A lesson is token ids to read and token ids to write. A warm-up learns the teacher's lessons of a data file.
+A lesson is token ids to read and token ids to write. A warm-up is supervised fine-tuning on the teacher's lessons of a data file.
 
 The toy task has sums, each with an explanation that adds the ones first and then the tens. Without an explanation the solution
 takes two additions at once. With it, each step adds two digits, and the solution is read off. So the right explanation raises the
@@ -28,15 +28,14 @@ from torch.nn.functional import cross_entropy
 from torch.nn.utils.rnn import pad_sequence
 
 from verl_memopt.config import schema
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.dataset import chosen_rows
+from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.ragged import Ragged
+from verl_memopt.data.responses import with_responses
 from verl_memopt.data.toy import SHAPE, ToyRecipe, question, split_problems
 from verl_memopt.data.warm_up import Problem, descend, load_model
 from verl_memopt.errors import DataError
 from verl_memopt.models.tiny import make_tiny_model
-from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord, read_records, read_source
+from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts, RltRecord
 
 
 @dataclass(frozen=True)
@@ -92,31 +91,10 @@ def _trace(prompts: RltPrompts, record: RltRecord) -> str:
 logger = logging.getLogger(__name__)
 
 NO_TRACE = "there is no reasoning trace to learn from"
-PROMPT_TOO_LONG = "the prompt is over data.max_prompt_length"
-ANSWER_TOO_LONG = "the explanation is over data.max_response_length"
 
 
-@dataclass(frozen=True)
-class LessonSet:
-    """Lessons, each with a name for errors, and why other rows gave none."""
-
-    lessons: list[Lesson]
-    names: list[str]
-    """File and row of each lesson."""
-    rejected: dict[str, int]
-    """Reason -> number of rows."""
-
-    def __len__(self) -> int:
-        """Return the number of lessons."""
-        return len(self.lessons)
-
-    def __getitem__(self, index: int) -> Lesson:
-        """Return the lesson at ``index``."""
-        return self.lessons[index]
-
-
-def read_lessons(files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str) -> LessonSet:
-    """Return the teacher's lesson of each row that has a reasoning trace.
+def teacher_rows(files: Any, data: schema.Data, tokenizer: Any, split: str, tag_format: str) -> list[PromptRow]:
+    """Return the rows that have a reasoning trace, with the teacher's lesson as response: what a warm-up learns.
 
     Args:
         files: As :func:`read_source` takes them: paths, or ``hub:`` and the id of a dataset.
@@ -128,55 +106,17 @@ def read_lessons(files: Any, data: schema.Data, tokenizer: Any, split: str, tag_
     Raises:
         DataError: A file is wrong, no row is left, or a lesson is too long and ``data.filter_overlong_prompts`` is false.
     """
-    key = f"data.{split}_files"
-    records = read_records(read_source(files, split, key), FORMATS[tag_format])
+    dataset = RltDataset(files, data, tokenizer, split, tag_format)
     prompts = RltPrompts(tokenizer, FORMATS[tag_format], data.apply_chat_template_kwargs, data.allow_special_tokens)
-    rejected = dict(records.rejected)
-    lessons, names = [], []
-    for record in chosen_rows(records.rows, data, split):
-        reason = NO_TRACE
-        if record.reasoning_trace is not None:
-            lesson = teacher_lesson(prompts, record)
-            reason = _why_too_long(lesson, data)
-            if reason and not data.filter_overlong_prompts:
-                raise DataError(
-                    f"{record.address}: {reason} ({len(lesson.prompt)} and {len(lesson.answer)} tokens). Raise the limit, or set "
-                    "data.filter_overlong_prompts=true to leave such rows out."
-                )
-            if not reason:
-                lessons.append(lesson)
-                names.append(record.address)
-                continue
-        rejected[reason] = rejected.get(reason, 0) + 1
-    if not lessons:
-        reasons = ", ".join(f"{reason} ({count})" for reason, count in rejected.items())
-        raise DataError(f"{key}: no row can be learned from: {reasons}. Name a file with the column reasoning_trace.")
-    for reason, count in rejected.items():
-        logger.warning("%s: left out %d rows: %s", key, count, reason)
-    return LessonSet(lessons, names, rejected)
-
-
-def lesson_batch(lessons: Sequence[Lesson]) -> RolloutBatch:
-    """Return lessons as prompts and responses. Every response token has the advantage 1.
-
-    With the loss -A * log-prob (``loss_mode=gpg``) and the mean over tokens that is the cross entropy over the answers.
-    """
-    answers = Ragged.from_rows([lesson.answer for lesson in lessons], torch.int64)
-    number = torch.arange(len(lessons))
-    return RolloutBatch(
-        prompts=Ragged.from_rows([lesson.prompt for lesson in lessons], torch.int64),
-        responses=answers,
-        group=number,
-        prompt_group=number,
-        advantages=torch.ones(answers.flat.shape[0]),
-        batch_size=[],
-    )
-
-
-def _why_too_long(lesson: Lesson, data: schema.Data) -> str:
-    if len(lesson.prompt) > data.max_prompt_length:
-        return PROMPT_TOO_LONG
-    return ANSWER_TOO_LONG if len(lesson.answer) > data.max_response_length else ""
+    taught = [row for row in dataset if row.extra_info["reasoning_trace"] is not None]
+    key, missing = f"data.{split}_files", len(dataset) - len(taught)
+    if not taught:
+        raise DataError(f"{key}: no row can be learned from: {NO_TRACE}. Name a file with the column reasoning_trace.")
+    if missing:
+        logger.warning("%s: left out %d rows: %s", key, missing, NO_TRACE)
+    end, padding = prompts.rlt_format.explanation.end + prompts.end_of_turn(), prompts.rlt_format.padding
+    responses = [(row.extra_info["reasoning_trace"].removeprefix(padding), end) for row in taught]
+    return with_responses(taught, responses, data, tokenizer, split)
 
 
 IGNORED = -100

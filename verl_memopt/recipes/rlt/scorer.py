@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.schema import Settings
 from verl_memopt.data.batch import scatter_tokens, shares_prompts
 from verl_memopt.data.dataset import PromptRows
@@ -25,6 +26,7 @@ from verl_memopt.models.folder import TOKENIZER_FILES, read_tokenizer
 from verl_memopt.models.reward_folder import REWARD_KEY
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
+from verl_memopt.recipes.rlt.lessons import teacher_rows
 from verl_memopt.recipes.rlt.rank_check import RankCheck
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import (
@@ -414,11 +416,12 @@ class PreparedRlt:
 class RltHooks:
     """What RLT brings to training: a :class:`verl_memopt.trainer.rewarder.RecipeHooks`."""
 
-    def datasets(self, settings: Settings, tokenizer: Any) -> tuple[RltDataset, RltDataset | None]:
-        """Return the teacher's prompts of the training rows and of the held-out rows."""
+    def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
+        """Return the teacher's prompts of the training rows and of the held-out rows; for a warm-up with its lessons."""
         data, tags = settings.data, settings.reward_model.rlt.tag_format
-        train = RltDataset(data.train_files, data, tokenizer, "train", tags)
-        return train, None if data.val_files is None else RltDataset(data.val_files, data, tokenizer, "val", tags)
+        read = teacher_rows if settings.algorithm.adv_estimator == SFT else RltDataset
+        train = read(data.train_files, data, tokenizer, "train", tags)
+        return train, None if data.val_files is None else read(data.val_files, data, tokenizer, "val", tags)
 
     def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRlt:
         """Check student and rows. Errors as for the functions above."""

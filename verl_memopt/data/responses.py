@@ -1,0 +1,171 @@
+"""The responses of a supervised dataset: found in its rows, and encoded as a model would write them, with the end of the turn."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Mapping, Sequence
+from dataclasses import replace
+from typing import Any
+
+from jinja2 import TemplateError
+
+from verl_memopt.config import schema
+from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, build_dataset, is_chat
+from verl_memopt.data.encoder import tokenize
+from verl_memopt.data.special_tokens import special_tokens_of
+from verl_memopt.errors import DataError
+
+logger = logging.getLogger(__name__)
+
+SOURCE = "sft"
+"""``data_source`` of a row that has none."""
+
+_MARK = "\ufdd3"
+"""A noncharacter in place of an answer, to see what a chat template writes after it."""
+
+
+def build_supervised_dataset(files: Any, data: schema.Data, tokenizer: Any, split: str) -> list[PromptRow] | CustomRows:
+    """Return the rows of a split with their responses. A class of the user's own (``data.custom_cls``) brings its own.
+
+    Args:
+        files: One path or a list of paths.
+        data: The ``data`` section of the settings.
+        tokenizer: Renders prompts, and encodes responses.
+        split: ``train`` or ``val``.
+
+    Raises:
+        DataError: A file or a row is wrong. The message names the row.
+    """
+    if data.custom_cls.path is not None:
+        dataset = build_dataset(files, data, tokenizer, split)
+        assert isinstance(dataset, CustomRows)
+        without = next((row for row in dataset if not row.response), None)
+        if without is not None:
+            raise DataError(
+                f"{without.address}: PromptRow.response is empty. Set it to the token ids of the response and of the turn's end."
+            )
+        return dataset
+    prompts = PromptDataset(files, data, tokenizer, split, lambda address, columns: as_prompt_row(address, columns, data))
+    end = of_chat = tokenizer.eos_token or ""
+    if any(row.messages for row in prompts):
+        of_chat = _up_to(end, end_of_turn(tokenizer, data.apply_chat_template_kwargs))
+    ends = [(row.ground_truth, of_chat if row.messages else end) for row in prompts]
+    return with_responses(list(prompts), ends, data, tokenizer, split)
+
+
+def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data) -> dict[str, Any]:
+    """Return the columns of a row as a reinforcement-learning run reads them. The response is the ground truth.
+
+    Args:
+        address: File and row, for errors.
+        columns: Of the file.
+        data: Names the columns.
+
+    Raises:
+        DataError: The prompt or the response is missing or empty.
+    """
+    found, prompt = _at(columns, data.response_key), columns.get(data.prompt_key)
+    key = f"data.response_key={data.response_key}"
+    if found is None and data.messages_key in columns:
+        key, turns = f"data.messages_key={data.messages_key}", columns[data.messages_key]
+        if not is_chat(turns) or len(turns) < 2 or turns[-1]["role"] != "assistant":
+            raise DataError(
+                f"{address}: {key}: a conversation is a list of {{role, content}} with at least one turn before the last, which "
+                f"is the assistant's, but it is {turns!r:.200}. Correct the row, or set data.response_key."
+            )
+        prompt, found = turns[:-1], turns[-1]["content"]
+    elif data.prompt_key not in columns:
+        raise DataError(
+            f"{address}: there is no column {data.prompt_key!r}. The row has {', '.join(sorted(columns))}. Set "
+            "data.prompt_key, or data.messages_key for whole conversations."
+        )
+    if not isinstance(found, str) or not found.strip():
+        what = "there is none" if found is None else "it is empty" if isinstance(found, str) else f"it is {found!r:.200}"
+        raise DataError(
+            f"{address}: {key}: the response must be a text, but {what}. The row has {', '.join(sorted(columns))}. Set "
+            "data.response_key or data.messages_key, or correct the row."
+        )
+    source = columns.get(data.reward_fn_key) or SOURCE
+    return {**columns, data.prompt_key: prompt, data.reward_fn_key: source, "reward_model": {"ground_truth": found}}
+
+
+def with_responses(
+    rows: Sequence[PromptRow], responses: Sequence[tuple[str, str]], data: schema.Data, tokenizer: Any, split: str
+) -> list[PromptRow]:
+    """Return the rows with the token ids of their responses, within ``data.max_response_length``.
+
+    A longer response is refused, or the row is left out (``filter_overlong_prompts``), or its end is cut (``truncation``).
+
+    Args:
+        rows: Prompts.
+        responses: For each row the text of the response, and what ends the turn. Special tokens in the text are plain text unless
+            ``data.allow_special_tokens`` says otherwise.
+        data: The ``data`` section of the settings.
+        tokenizer: Of the model.
+        split: ``train`` or ``val``.
+
+    Raises:
+        DataError: A response is too long, or no row is left.
+    """
+    special, texts = special_tokens_of(tokenizer), [text for text, _ in responses]
+    plain = [() if data.allow_special_tokens else special.find(text) for text in texts]
+    bodies, ends = tokenize(tokenizer, texts, plain), tokenize(tokenizer, [end for _, end in responses])
+    limit, kept, overlong = data.max_response_length, [], 0
+    for row, body, end in zip(rows, bodies, ends, strict=True):
+        ids = body + end
+        if len(ids) > limit:
+            if data.truncation == "error" and not data.filter_overlong_prompts:
+                raise DataError(
+                    f"{row.address}: the response has {len(ids)} tokens, but data.max_response_length is {limit}. Raise it, set "
+                    "data.filter_overlong_prompts=true to leave such rows out, or data.truncation=right to cut them."
+                )
+            overlong += 1
+            if data.filter_overlong_prompts:
+                continue
+        kept.append(replace(row, response=tuple(ids[:limit])))
+    if overlong:
+        done = "left out" if data.filter_overlong_prompts else "cut the end of"
+        logger.warning("data.%s_files: %s %d of %d responses over data.max_response_length=%d tokens", split, done, overlong,
+                       len(rows), limit)  # fmt: skip
+    if not kept:
+        raise DataError(
+            f"data.{split}_files: no row is left, as every response is over data.max_response_length={limit} tokens. Raise it."
+        )
+    return kept
+
+
+def end_of_turn(tokenizer: Any, chat_kwargs: Mapping[str, Any]) -> str:
+    """Return what the chat template writes after an answer, such as ``<|im_end|>`` and a line break.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer with a chat template.
+        chat_kwargs: Extra arguments of the template.
+
+    Raises:
+        DataError: The chat template drops or changes an answer.
+    """
+    turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
+    try:
+        text = tokenizer.apply_chat_template(turns, tokenize=False, **chat_kwargs)
+    except (TemplateError, ValueError, TypeError) as problem:
+        raise DataError(
+            f"data.apply_chat_template_kwargs: the chat template cannot render an answer ({problem}). Correct them, or set "
+            "another template with actor_rollout_ref.model.custom_chat_template."
+        ) from problem
+    before, mark, after = text.partition(_MARK)
+    if not mark or not before:
+        raise DataError("the chat template does not write the answer of an assistant. Use the template of a chat model.")
+    return after
+
+
+def _up_to(token: str, text: str) -> str:
+    """Return a text up to its first end token, after which an engine stops. A text without one gets it."""
+    return text.partition(token)[0] + token if token else text
+
+
+def _at(columns: Any, key: str) -> Any:
+    """Return the value of a column, or of ``column.name`` in an object; None where there is none."""
+    if not isinstance(columns, dict) or key in columns:
+        return columns.get(key) if isinstance(columns, dict) else None
+    column, _, rest = key.partition(".")
+    return _at(columns.get(column), rest) if rest else None
