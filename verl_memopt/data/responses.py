@@ -65,9 +65,9 @@ def as_prompt_row(address: str, columns: dict[str, Any], data: schema.Data) -> d
         DataError: The prompt or the response is missing or empty.
     """
     found, prompt = _at(columns, data.response_key), columns.get(data.prompt_key)
-    key = f"data.response_key={data.response_key}"
-    if found is None and data.messages_key in columns:
-        key, turns = f"data.messages_key={data.messages_key}", columns[data.messages_key]
+    key, turns = f"data.response_key={data.response_key}", columns.get(data.messages_key)
+    if found is None and turns is not None:
+        key = f"data.messages_key={data.messages_key}"
         if not is_chat(turns) or len(turns) < 2 or turns[-1]["role"] != "assistant":
             raise DataError(
                 f"{address}: {key}: a conversation is a list of {{role, content}} with at least one turn before the last, which "
