@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from verl_memopt.config.schema import CriticModel, Fsdp, Model
-from verl_memopt.distributed.sharding import shard_model, stays_plain
+from verl_memopt.distributed.sharding import prefetch_forward, shard_model, stays_plain
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activations.activation_checkpointing import checkpoint_blocks, chosen_blocks
 from verl_memopt.memory.activations.prune_last_block import can_prune
@@ -94,16 +94,10 @@ def parallelize(
         checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
     exact = [packed.head] if isinstance(packed.head, ValueHead) else []
     large_head = None if exact else packed.head
-    shard_model(
-        packed,
-        sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units),
-        mesh,
-        precision,
-        offload,
-        fsdp.reshard_after_forward,
-        fsdp.forward_prefetch,
-        exact,
-    )
+    sharded = sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units)
+    shard_model(packed, sharded, mesh, precision, offload, fsdp.reshard_after_forward, exact)
+    if fsdp.forward_prefetch:
+        prefetch_forward(sharded)
 
 
 def block_options(
