@@ -25,7 +25,7 @@ from benchmarks.estimators.batch import (
 from verl_memopt.algorithms.covariance import select_clip_cov, select_kl_cov
 from verl_memopt.algorithms.estimators import AdvantageInputs, estimate
 from verl_memopt.algorithms.kl import KlController, kl_estimate
-from verl_memopt.algorithms.losses import LossSettings, LossTokens, value_loss
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, ValueTokens, value_loss
 from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, load
 from verl_memopt.algorithms.rollout_correction import bypass_loss, correct, kept_lengths
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts, aggregate
@@ -164,9 +164,8 @@ def aggregation(mode: str) -> Case:
 def value(mode: str) -> Case:
     def values(batch: Batch) -> Values:
         leaf = batch.predictions.clone().requires_grad_()
-        loss, _ = value_loss(
-            leaf, batch.values, batch.returns, batch.row, batch.lengths, counts(batch), VALUE_CLIP, mode, SCALE_FACTOR
-        )
+        tokens = ValueTokens(leaf, batch.values, batch.returns, batch.row, batch.lengths, counts(batch))
+        loss, _ = value_loss(tokens, VALUE_CLIP, mode, SCALE_FACTOR)
         return with_gradient(batch, loss, leaf)
 
     return values

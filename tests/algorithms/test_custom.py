@@ -9,7 +9,7 @@ from tests.algorithms.ragged import Ragged
 from verl_memopt.algorithms.custom import check_custom, custom_advantages, needed_inputs
 from verl_memopt.algorithms.estimators import AdvantageInputs, grpo_advantages
 from verl_memopt.algorithms.kl import token_level_rewards
-from verl_memopt.algorithms.losses import policy_loss
+from verl_memopt.algorithms.losses import LossTokens, policy_loss
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Settings
@@ -103,7 +103,7 @@ def mine(log_prob, old_log_prob, advantages, response_mask, config):
         actor = replaced(chosen, {f"{LOSS}.loss_mode": mode, "actor_rollout_ref.actor.clip_ratio_c": 1e9}).actor_rollout_ref.actor
         new = (old + torch.linspace(-0.5, 0.5, 10)).requires_grad_()
         weights, counts = torch.linspace(0.5, 1.5, 10), GlobalCounts(10.0, 4.0)
-        loss, _ = policy_loss(new, old, advantages, SAMPLE.row, SAMPLE.lengths, counts, actor, weights, kept)
+        loss, _ = policy_loss(LossTokens(new, old, advantages, SAMPLE.row, SAMPLE.lengths, counts, weights, kept), actor)
         loss.backward()
         results.append((loss.detach(), new.grad))
     torch.testing.assert_close(results[0], results[1], rtol=1e-6, atol=1e-8)

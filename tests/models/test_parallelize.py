@@ -10,7 +10,7 @@ from verl_memopt.memory.parameters.quantized_frozen import QuantizedLinear
 from verl_memopt.models.attention import choose_attention
 from verl_memopt.models.build import empty_model, load_model_config
 from verl_memopt.models.decoder import MLP, BlockOptions, DecoderBlock
-from verl_memopt.models.parallelize import ModelKeys, block_options, parallelize, wrapped_modules
+from verl_memopt.models.parallelize import ModelUse, block_options, parallelize, wrapped_modules
 from verl_memopt.models.policy_model import PolicyModel
 from verl_memopt.models.tiny import TinyShape, make_tiny_model
 
@@ -35,8 +35,8 @@ def built(folder, mesh, checkpoints=False, trained=True, quantization="none", wa
     lm = empty_model(load_model_config(settings, folder), choose_attention("sdpa", CPU, torch.float32), torch.float32, False)
     policy = PolicyModel(lm, 8, False, 0, block_options(lm, settings, fsdp, checkpoints, trained))
     dtypes = torch.float32, dtype, torch.float32
-    keys = ModelKeys("actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config")
-    parallelize(policy, settings, fsdp, mesh, dtypes, keys, checkpoints, trained, quantization)
+    keys = "actor_rollout_ref.model", "actor_rollout_ref.actor.fsdp_config"
+    parallelize(policy, settings, fsdp, mesh, dtypes, ModelUse(*keys, checkpoints, trained, quantization))
     return policy
 
 

@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verl_memopt.algorithms.losses import policy_loss
+from verl_memopt.algorithms.losses import LossTokens, policy_loss
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
 from verl_memopt.data.batch import RolloutBatch
@@ -51,9 +51,8 @@ def test_a_masked_response_has_no_gradient_and_counts_for_the_mean_over_sequence
     log_probs = torch.zeros(6, requires_grad=True)
     advantages = torch.tensor([1.0, 1.0, 3.0, 3.0, 3.0, -2.0])
     counts = GlobalCounts(tokens=3.0, sequences=3.0)
-    loss, _ = policy_loss(
-        log_probs, torch.zeros(6), advantages, rows.response_row(), lengths, counts, actor, None, rows.kept, None
-    )
+    row, kept = rows.response_row(), rows.kept
+    loss, _ = policy_loss(LossTokens(log_probs, torch.zeros(6), advantages, row, lengths, counts, kept=kept), actor)
     (gradient,) = torch.autograd.grad(loss, log_probs)
     # At ratio 1 the gradient is -A / 3 for each token of the three sequences.
     torch.testing.assert_close(gradient, torch.tensor([-1 / 3, -1 / 3, 0.0, 0.0, 0.0, 2 / 3]))

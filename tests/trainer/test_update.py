@@ -7,7 +7,7 @@ import torch
 from tests.algorithms.modes import LOSSES, TOKEN_LOCAL
 from tests.trainer.conftest import AR, Member, batch_of, group_of
 from verl_memopt.algorithms.covariance import select_clip_cov, select_kl_cov
-from verl_memopt.algorithms.losses import policy_loss
+from verl_memopt.algorithms.losses import LossTokens, policy_loss
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.prefetcher import StepPrompts
@@ -128,7 +128,8 @@ def whole_loss(batch, rows, actor, seed):
         selected = select_kl_cov(old, advantages, 0.25)
     counts = GlobalCounts(float(chosen.responses.lengths.sum()), float(len(rows)))
     row, lengths = chosen.response_row(), chosen.responses.lengths
-    return policy_loss(chosen.ref_log_probs, old, advantages, row, lengths, counts, actor, selected=selected)[0].item()
+    tokens = LossTokens(chosen.ref_log_probs, old, advantages, row, lengths, counts, selected=selected)
+    return policy_loss(tokens, actor)[0].item()
 
 
 @pytest.mark.parametrize("ranks", [1, 2])

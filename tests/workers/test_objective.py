@@ -13,6 +13,7 @@ from verl_memopt.config.correction_presets import PRESETS
 from verl_memopt.config.schema import Actor, PolicyLoss
 from verl_memopt.memory.logits.chunked_logprob import head_log_probs
 from verl_memopt.models.pack import pack_rows
+from verl_memopt.ops.logit_tiles import Head
 from verl_memopt.workers.micro_batches import MicroBatch
 from verl_memopt.workers.objective import Objective
 
@@ -52,7 +53,8 @@ def step(whole, fused):
     hidden, weight, bias = (torch.randn(*shape, generator=generator) for shape in ((TOKENS, WIDTH), (VOCAB, WIDTH), (VOCAB,)))
     leaves = [tensor.requires_grad_() for tensor in (hidden, weight, bias)]
     ahead = whole.token_gradient(SCALE) if fused else None
-    found = head_log_probs(*leaves, whole.micro.pack.targets, 0.7, CHUNK, whole.with_entropy, token_gradient=ahead)
+    head = Head(weight, bias, 0.7, CHUNK, 0, whole.with_entropy)
+    found = head_log_probs(head, hidden, whole.micro.pack.targets, ahead)
     loss, metrics = whole.loss(*found)
     (loss * SCALE).backward()
     return loss, metrics, [leaf.grad for leaf in leaves]

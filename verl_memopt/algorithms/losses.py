@@ -311,18 +311,7 @@ def _row_shares(tokens: LossTokens, clipped: Tensor, clamped: Tensor) -> dict[st
 # The policy losses by name, and the metrics that all of them report.
 
 
-def policy_loss(
-    log_probs: Tensor,
-    old_log_probs: Tensor,
-    advantages: Tensor,
-    row: Tensor,
-    lengths: Tensor,
-    counts: GlobalCounts,
-    actor: Actor,
-    weights: Tensor | None = None,
-    kept: Tensor | None = None,
-    selected: Tensor | None = None,
-) -> LossAndMetrics:
+def policy_loss(tokens: LossTokens, actor: Actor) -> LossAndMetrics:
     """Return the loss that ``actor.policy_loss.loss_mode`` names (scalar, with gradient) and its metrics (scalars, without).
 
     Metrics of all modes: ``pg_loss``, and ``ppo_kl``, the mean of log old - log new per token. Modes with a clip add
@@ -331,18 +320,9 @@ def policy_loss(
     modes with one ratio per sequence.
 
     Args:
-        log_probs: fp32 [R], with gradient.
-        old_log_probs: fp32 [R], of the policy that sampled the responses.
-        advantages: fp32 [R].
-        row: int64 [R], the row of each token.
-        lengths: int64 [rows], of kept tokens where ``kept`` is given.
-        counts: Tokens and sequences of the mini-batch over all ranks.
+        tokens: Of the micro-batch. Losses whose record has ``selects`` require ``selected``.
         actor: Clip ratios and loss modes.
-        weights: fp32 [R], importance weights of the rollout correction.
-        kept: bool [R], False for tokens that the rollout correction rejects.
-        selected: bool [R], required by the losses whose record has ``selects``.
     """
-    tokens = LossTokens(log_probs, old_log_probs, advantages, row, lengths, counts, weights, kept, selected)
     loss = load(LOSSES[actor.policy_loss.loss_mode].function)
     return with_shared_metrics(tokens, *loss(tokens, LossSettings.of(actor)))
 
@@ -365,47 +345,52 @@ VARIANCE_EPSILON = 1e-5
 """Added to the variance of the returns, as in verl."""
 
 
-def value_loss(
-    predictions: Tensor,
-    values: Tensor,
-    returns: Tensor,
-    row: Tensor,
-    lengths: Tensor,
-    counts: GlobalCounts,
-    clip: float,
-    mode: str,
-    scale_factor: int | None = None,
-    kept: Tensor | None = None,
-) -> tuple[Tensor, dict[str, Tensor]]:
+@dataclass(frozen=True)
+class ValueTokens:
+    """The response tokens of a micro-batch as the critic's loss reads them, flat, row after row."""
+
+    predictions: Tensor
+    """fp32 [R], with gradient."""
+    values: Tensor
+    """fp32 [R], the critic's values when the advantages were computed."""
+    returns: Tensor
+    """fp32 [R]."""
+    row: Tensor
+    """int64 [R], the row of each token."""
+    lengths: Tensor
+    """int64 [rows], the tokens of each row that count."""
+    counts: GlobalCounts
+    """Tokens and sequences of the mini-batch over all ranks."""
+    kept: Tensor | None = None
+    """bool [R]: False for tokens that the rollout correction rejected, which do not count. None = all count."""
+
+
+def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | None = None) -> LossAndMetrics:
     """Return half of the larger of two squared errors: that of the prediction, and that of it clipped around the old value.
 
     Source: the reference implementation of PPO, arXiv 1707.06347, and ``compute_value_loss`` in verl.
 
     Args:
-        predictions: fp32 [R], with gradient.
-        values: fp32 [R], the critic's values when the advantages were computed.
-        returns: fp32 [R].
-        row: int64 [R], the row of each token.
-        lengths: int64 [rows], the tokens of each row that count.
-        counts: Tokens and sequences of the mini-batch over all ranks.
+        tokens: Of the micro-batch.
         clip: ``critic.cliprange_value``, how far a prediction may move from the old value.
         mode: ``critic.loss_agg_mode``.
         scale_factor: The constant length of ``seq-mean-token-sum-norm``.
-        kept: bool [R], False for the tokens that the rollout correction rejected; they do not count. None = all count.
 
     Returns:
         This micro-batch's share of the loss (scalar, with gradient), and its shares of ``vf_loss``, ``vf_clipfrac`` and
         ``vpred_mean`` (scalars, without): sum them over micro-batches and ranks.
     """
+    predictions, values, returns, kept = tokens.predictions, tokens.values, tokens.returns, tokens.kept
     if kept is not None:
         predictions, values, returns = (tensor.where(kept, 0.0) for tensor in (predictions, values, returns))
     errors = (predictions - returns).square()
     clipped_errors = (predictions.clamp(values - clip, values + clip) - returns).square()
-    loss = 0.5 * aggregate(torch.maximum(errors, clipped_errors), row, lengths, mode, counts, scale_factor)
+    token_losses = torch.maximum(errors, clipped_errors)
+    loss = 0.5 * aggregate(token_losses, tokens.row, tokens.lengths, mode, tokens.counts, scale_factor)
     return loss, {
         "vf_loss": loss.detach(),
-        "vf_clipfrac": (clipped_errors > errors).sum() / counts.tokens,
-        "vpred_mean": predictions.detach().sum() / counts.tokens,
+        "vf_clipfrac": (clipped_errors > errors).sum() / tokens.counts.tokens,
+        "vpred_mean": predictions.detach().sum() / tokens.counts.tokens,
     }
 
 

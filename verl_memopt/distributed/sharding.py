@@ -24,7 +24,6 @@ def shard_model(
     precision: MixedPrecisionPolicy,
     offload: OffloadPolicy,
     reshard_after_forward: bool | int,
-    prefetch: bool,
     exact: Sequence[nn.Module] = (),
 ) -> None:
     """Shard ``units``, then the rest of ``root``, over the mesh, in place.
@@ -39,7 +38,6 @@ def shard_model(
         precision: Dtypes of compute and of the gradient reduction.
         offload: Where the shards are stored.
         reshard_after_forward: As in FSDP2.
-        prefetch: Gather the next unit while the present one computes.
         exact: Small units that compute in the dtype in which they rest.
     """
     if stays_plain(mesh, precision, offload):
@@ -56,7 +54,14 @@ def shard_model(
             fully_shard(unit, **{**options, "mp_policy": in_own_dtype, "reshard_after_forward": False})
         # The root's parameters are used until the end of the forward, and again from the start of the backward.
         fully_shard(root, **{**options, "reshard_after_forward": False})
-    if prefetch:
-        for unit, following in pairwise(units):
-            if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
-                unit.set_modules_to_forward_prefetch([following])
+
+
+def prefetch_forward(units: Sequence[nn.Module]) -> None:
+    """Let each sharded unit gather the next one while it computes. Units that are not sharded are left alone.
+
+    Args:
+        units: In the order of the forward.
+    """
+    for unit, following in pairwise(units):
+        if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
+            unit.set_modules_to_forward_prefetch([following])

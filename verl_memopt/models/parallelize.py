@@ -13,7 +13,7 @@ from torch.distributed.device_mesh import DeviceMesh
 from transformers import PreTrainedModel
 
 from verl_memopt.config.schema import CriticModel, Fsdp, Model
-from verl_memopt.distributed.sharding import shard_model, stays_plain
+from verl_memopt.distributed.sharding import prefetch_forward, shard_model, stays_plain
 from verl_memopt.errors import ConfigError
 from verl_memopt.memory.activations.activation_checkpointing import checkpoint_blocks, chosen_blocks
 from verl_memopt.memory.activations.prune_last_block import can_prune
@@ -37,16 +37,22 @@ logger = logging.getLogger(__name__)
 
 
 @dataclass(frozen=True)
-class ModelKeys:
-    """The settings sections that errors about one model name.
+class ModelUse:
+    """What a run does with one model, and the settings sections that errors about it name.
 
     Attributes:
-        model: The section of the model itself.
-        fsdp: The section of its sharding.
+        model_key: The section of the model itself.
+        fsdp_key: The section of its sharding.
+        recompute: Activation checkpointing is on.
+        trained: A model that is trained, which has adapters if LoRA is on.
+        quantization: Quantization of a frozen model's blocks.
     """
 
-    model: str
-    fsdp: str
+    model_key: str
+    fsdp_key: str
+    recompute: bool = False
+    trained: bool = False
+    quantization: str = "none"
 
 
 def parallelize(
@@ -55,10 +61,7 @@ def parallelize(
     fsdp: Fsdp,
     mesh: DeviceMesh,
     dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
-    keys: ModelKeys,
-    checkpoints: bool,
-    trained: bool,
-    quantization: str,
+    use: ModelUse,
 ) -> None:
     """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
 
@@ -68,42 +71,33 @@ def parallelize(
         fsdp: Settings of its sharding.
         mesh: Device mesh of the ranks.
         dtypes: Dtypes of the masters, of compute and of the gradient reduction.
-        keys: The settings sections to name in errors.
-        checkpoints: Activation checkpointing is on.
-        trained: A model that is trained, which has adapters if LoRA is on.
-        quantization: Quantization of a frozen model's blocks.
+        use: What the run does with the model.
 
     Raises:
         ConfigError: The model has no modules for the adapters or units.
     """
-    if trained and model.lora_rank > 0:
-        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, keys.model)
+    if use.trained and model.lora_rank > 0:
+        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, use.model_key)
     precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
-    if quantization != "none":
+    if use.quantization != "none":
         if not stays_plain(mesh, precision, offload) and TORCH < SHARDS_BYTES:
             raise ConfigError(
-                f"{keys.fsdp.rpartition('.')[0]}.quantization={quantization}: torch {torch.__version__} cannot shard quantized "
-                f"parameters. Install torch 2.13 or newer, set quantization=none, or keep the model unsharded: one device, "
-                f"{keys.fsdp}.model_dtype equal to dtype, and {keys.fsdp}.offload_policy=false."
+                f"{use.fsdp_key.rpartition('.')[0]}.quantization={use.quantization}: torch {torch.__version__} cannot shard "
+                f"quantized parameters. Install torch 2.13 or newer, set quantization=none, or keep the model unsharded: one "
+                f"device, {use.fsdp_key}.model_dtype equal to dtype, and {use.fsdp_key}.offload_policy=false."
             )
-        quantize_blocks(packed.blocks(), quantization)
+        quantize_blocks(packed.blocks(), use.quantization)
     units = wrapped_modules(packed, packed.blocks(), fsdp)
-    _refuse_units_inside_blocks(packed, fsdp, keys)
-    if checkpoints:  # before sharding, so that FSDP's hooks stay outside of the recomputed part
+    _refuse_units_inside_blocks(packed, fsdp, use)
+    if use.recompute:  # before sharding, so that FSDP's hooks stay outside of the recomputed part
         others = [unit for unit in units if not isinstance(unit, DecoderBlock)]  # a block of ours does it itself
         checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
     exact = [packed.head] if isinstance(packed.head, ValueHead) else []
     large_head = None if exact else packed.head
-    shard_model(
-        packed,
-        sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units),
-        mesh,
-        precision,
-        offload,
-        fsdp.reshard_after_forward,
-        fsdp.forward_prefetch,
-        exact,
-    )
+    sharded = sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units)
+    shard_model(packed, sharded, mesh, precision, offload, fsdp.reshard_after_forward, exact)
+    if fsdp.forward_prefetch:
+        prefetch_forward(sharded)
 
 
 def block_options(
@@ -184,7 +178,7 @@ def _tell_own_code(lm: PreTrainedModel, model: Model | CriticModel, key: str) ->
             logger.warning("%s.%s=true: %s runs code of its own; its blocks are left as they are", key, name, type(lm).__name__)
 
 
-def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, keys: ModelKeys) -> None:
+def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) -> None:
     wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
     decoder: Any = packed.decoder
     ours = isinstance(decoder, Decoder) and (decoder.recompute or decoder.prunes)
@@ -192,7 +186,7 @@ def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, keys: ModelKeys
         inside = sorted({class_name(module) for module in block.modules() if module is not block} & set(wanted))
         if inside:
             raise ConfigError(
-                f"{keys.fsdp}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
+                f"{use.fsdp_key}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
                 f"{class_name(block)}, whose weights recompute_elementwise=true and prune_last_block=true of "
-                f"{keys.model} read as one unit. Leave the key out, or set both to false."
+                f"{use.model_key} read as one unit. Leave the key out, or set both to false."
             )

@@ -18,6 +18,7 @@ from verl_memopt.models.decoder import BlockOptions, Decoder
 from verl_memopt.models.pack import Pack
 from verl_memopt.models.packed_model import PackedModel
 from verl_memopt.models.transformers_decoder import logits_of_row
+from verl_memopt.ops.logit_tiles import Head
 from verl_memopt.ops.prefix_kv import Prefix, PrefixRecorder
 
 
@@ -65,20 +66,9 @@ class LogProbHead(nn.Module):
         if targets is None:
             return linear(hidden, self.weight, self.bias)
         gathered_for_forward(self, again_in_backward=token_gradient is None)
-        return head_log_probs(
-            hidden,
-            self.weight,
-            self.bias,
-            targets,
-            temperature,
-            self.chunk_tokens,
-            with_entropy,
-            self.compiled,
-            self.vocab_tile,
-            token_gradient=token_gradient,
-            in_place=True,
-            sum_pi_squared=sum_pi_squared,
-        )
+        chunk, tile = self.chunk_tokens, self.vocab_tile
+        head = Head(self.weight, self.bias, temperature, chunk, tile, with_entropy, self.compiled)
+        return head_log_probs(head, hidden, targets, token_gradient, in_place=True, sum_pi_squared=sum_pi_squared)
 
 
 class PolicyModel(PackedModel):

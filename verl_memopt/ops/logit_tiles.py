@@ -41,8 +41,8 @@ class Head:
     temperature: float
     chunk_tokens: int
     vocab_tile: int
-    with_entropy: bool
-    compiled: bool
+    with_entropy: bool = False
+    compiled: bool = False
     with_sum_pi_squared: bool = False
 
     @property

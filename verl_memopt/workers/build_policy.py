@@ -24,7 +24,7 @@ from verl_memopt.models.build import (
 )
 from verl_memopt.models.decoder import BlockOptions
 from verl_memopt.models.packed_model import PackedModel, allocate
-from verl_memopt.models.parallelize import ModelKeys, block_options, parallelize
+from verl_memopt.models.parallelize import ModelUse, block_options, parallelize
 from verl_memopt.models.policy_model import PolicyModel, dtype_of
 from verl_memopt.models.reward_folder import REWARD_KEY, frozen_value_model
 from verl_memopt.models.value_model import CRITIC_KEY, ValueModel, stored_head
@@ -65,8 +65,8 @@ def build_policy(
         chunk, tile = model.logprob_chunk_tokens, model.logprob_vocab_tile
         return PolicyModel(lm, chunk, compile_head, tile, blocks, supports_prefix_kv)
 
-    keys = ModelKeys(POLICY_KEY, f"{key}.fsdp_config")
-    return _build(take_over, model, fsdp, folder, mesh, device, keys, recompute, trained, quantization)
+    use = ModelUse(POLICY_KEY, f"{key}.fsdp_config", recompute, trained, quantization)
+    return _build(take_over, model, fsdp, folder, mesh, device, use)
 
 
 def build_critic(
@@ -86,8 +86,8 @@ def build_critic(
     def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> ValueModel:
         return ValueModel(lm, blocks, supports_prefix_kv, key)
 
-    keys, recompute = ModelKeys(key, f"{key}.fsdp_config"), model.enable_gradient_checkpointing
-    return _build(take_over, model, model.fsdp_config, folder, mesh, device, keys, recompute, trained, "none")
+    use = ModelUse(key, f"{key}.fsdp_config", model.enable_gradient_checkpointing, trained)
+    return _build(take_over, model, model.fsdp_config, folder, mesh, device, use)
 
 
 def build_reward_model(model: ScoringModel, policy: Model, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
@@ -104,9 +104,9 @@ def build_reward_model(model: ScoringModel, policy: Model, folder: Path, mesh: D
     def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> ValueModel:
         return ValueModel(lm, blocks, supports_prefix_kv, REWARD_KEY)
 
-    keys = ModelKeys(REWARD_KEY, f"{REWARD_KEY}.fsdp_config")
+    use = ModelUse(REWARD_KEY, f"{REWARD_KEY}.fsdp_config", quantization=model.quantization)
     as_critic = frozen_value_model(model, policy)
-    return _build(take_over, as_critic, model.fsdp_config, folder, mesh, device, keys, False, False, model.quantization)
+    return _build(take_over, as_critic, model.fsdp_config, folder, mesh, device, use)
 
 
 def _build(
@@ -116,22 +116,19 @@ def _build(
     folder: Path,
     mesh: DeviceMesh,
     device: torch.device,
-    keys: ModelKeys,
-    recompute: bool,
-    trained: bool,
-    quantization: str,
+    use: ModelUse,
 ) -> AnyModel:
-    masters = dtype_of(fsdp.model_dtype, f"{keys.fsdp}.model_dtype")
-    compute = dtype_of(fsdp.dtype, f"{keys.fsdp}.dtype")
-    reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{keys.fsdp}.mixed_precision.reduce_dtype")
-    attention = choose_attention(model.attn_implementation or "auto", device, compute, keys.model)
-    config = load_model_config(model, folder, keys.model)
-    lm = empty_model(config, attention, masters, bool(model.trust_remote_code), keys.model)
-    blocks = block_options(lm, model, fsdp, recompute, trained, keys.model)
+    masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
+    compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
+    reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
+    attention = choose_attention(model.attn_implementation or "auto", device, compute, use.model_key)
+    config = load_model_config(model, folder, use.model_key)
+    lm = empty_model(config, attention, masters, bool(model.trust_remote_code), use.model_key)
+    blocks = block_options(lm, model, fsdp, use.recompute, use.trained, use.model_key)
     # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
     supports_prefix_kv = blocks is not None and blocks[0].recompute and mesh.size() == 1
     packed = take_over(lm, blocks, supports_prefix_kv)
-    parallelize(packed, model, fsdp, mesh, (masters, compute, reduce), keys, recompute, trained, quantization)
+    parallelize(packed, model, fsdp, mesh, (masters, compute, reduce), use)
     return packed
 
 

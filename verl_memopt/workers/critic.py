@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from verl_memopt.algorithms.losses import value_loss
+from verl_memopt.algorithms.losses import ValueTokens, value_loss
 from verl_memopt.algorithms.rollout_correction import kept_lengths
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config import schema
@@ -88,16 +88,7 @@ class Critic:
         assert settings.loss_agg_mode is not None
         predictions = self.model(pack, prefix_kv)
         kept = micro.kept
-        loss, metrics = value_loss(
-            predictions,
-            micro.old_values,
-            micro.returns,
-            pack.row,
-            pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths),
-            counts,
-            settings.cliprange_value,
-            settings.loss_agg_mode,
-            settings.loss_scale_factor,
-            kept,
-        )
+        lengths = pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
+        tokens = ValueTokens(predictions, micro.old_values, micro.returns, pack.row, lengths, counts, kept)
+        loss, metrics = value_loss(tokens, settings.cliprange_value, settings.loss_agg_mode, settings.loss_scale_factor)
         return loss, {f"{CRITIC.name}/{name}": value for name, value in metrics.items()}

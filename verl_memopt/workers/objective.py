@@ -96,7 +96,8 @@ class Objective:
         weights, kept, selected = (None if field is None else field[rows] for field in fields)
         row, counts, advantages = micro.pack.row[rows], self.counts, micro.advantages[rows]
         if self.bypass is None:
-            return policy_loss(log_probs, old, advantages, row, self._lengths, counts, self.actor, weights, kept, selected)
+            tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts, weights, kept, selected)
+            return policy_loss(tokens, self.actor)
         tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts)
         return with_shared_metrics(tokens, *bypass_loss(tokens, LossSettings.of(self.actor), self.bypass))
 

@@ -7,7 +7,7 @@ from torch._subclasses import FakeTensorMode
 
 from tests.algorithms.modes import LOSSES, SELECTING, TOKEN_LOCAL
 from tests.tensors import row_of_each_token
-from verl_memopt.algorithms.losses import policy_loss
+from verl_memopt.algorithms.losses import LossTokens, policy_loss
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
 
@@ -89,7 +89,7 @@ def run(new, old, indices, settings):
     row = row_of_each_token(lengths, len(cut[0]))
     advantages = torch.tensor([ADVANTAGES[i] for i in indices], dtype=torch.float64)[row]
     selected = torch.cat([EACH.split(LENGTHS)[i] for i in indices])
-    return policy_loss(*cut, advantages, row, lengths, COUNTS, settings, selected=selected)
+    return policy_loss(LossTokens(*cut, advantages, row, lengths, COUNTS, selected=selected), settings)
 
 
 MODES = [(mode, agg) for mode in LOSSES for agg in (LOSS_AGG_MODES if mode in TOKEN_LOCAL else ["token-mean"])]
@@ -130,8 +130,8 @@ def gradient_at(mode, log_ratio, advantage):
     new = torch.tensor([log_ratio], requires_grad=True)
     one = torch.tensor([1])
     counts = GlobalCounts(1, 1)
-    arguments = (torch.zeros(1), torch.tensor([advantage]), torch.tensor([0]), one, counts, actor(mode))
-    policy_loss(new, *arguments, selected=torch.tensor([False]))[0].backward()
+    fields = (torch.zeros(1), torch.tensor([advantage]), torch.tensor([0]), one, counts)
+    policy_loss(LossTokens(new, *fields, selected=torch.tensor([False])), actor(mode))[0].backward()
     return new.grad.item()
 
 
@@ -153,7 +153,7 @@ def test_clip_fractions_and_kl_by_hand():
     new = torch.tensor([1.4, 1.0, 0.7, 1.6]).log()
     advantages = torch.tensor([1.0, 1.0, -1.0, -1.0])
     row, lengths = torch.tensor([0, 0, 1, 1]), torch.tensor([2, 2])
-    _, metrics = policy_loss(new, torch.zeros(4), advantages, row, lengths, GlobalCounts(4, 2), actor("vanilla"))
+    _, metrics = policy_loss(LossTokens(new, torch.zeros(4), advantages, row, lengths, GlobalCounts(4, 2)), actor("vanilla"))
     assert metrics["pg_clipfrac"].item() == 0.5
     assert metrics["pg_clipfrac_lower"].item() == 0.25
     assert metrics["ppo_kl"].item() == pytest.approx(-math.log(1.4 * 0.7 * 1.6) / 4, rel=1e-5)
@@ -163,7 +163,7 @@ def test_clip_fractions_and_kl_by_hand():
 def test_a_summed_log_ratio_beyond_20_is_clamped_and_counted():
     row, lengths = torch.tensor([0, 0, 1]), torch.tensor([2, 1])
     arguments = (torch.tensor([30.0, 30.0, 0.0]), torch.zeros(3), torch.tensor([-1.0, -1.0, 1.0]), row, lengths)
-    loss, metrics = policy_loss(*arguments, GlobalCounts(3, 2), actor("sequence"))
+    loss, metrics = policy_loss(LossTokens(*arguments, GlobalCounts(3, 2)), actor("sequence"))
     assert loss.item() == pytest.approx((math.exp(20) - 1) / 2, rel=1e-6)
     assert metrics["ratio_clamped"].item() == 0.5
 
@@ -173,8 +173,8 @@ def test_a_row_with_an_empty_response_adds_nothing(mode):
     row, lengths = torch.tensor([0, 2]), torch.tensor([1, 0, 1])
     options = {"selected": torch.tensor([True, False])}
     tokens, counts = [torch.ones(2)] * 3, GlobalCounts(2, 3)
-    with_empty = policy_loss(*tokens, row, lengths, counts, actor(mode), **options)[0]
-    without = policy_loss(*tokens, torch.tensor([0, 1]), torch.tensor([1, 1]), counts, actor(mode), **options)[0]
+    with_empty = policy_loss(LossTokens(*tokens, row, lengths, counts, **options), actor(mode))[0]
+    without = policy_loss(LossTokens(*tokens, torch.tensor([0, 1]), torch.tensor([1, 1]), counts, **options), actor(mode))[0]
     assert with_empty.item() == without.item()
 
 
@@ -184,8 +184,8 @@ def test_losses_run_on_fake_tensors(mode):
         log_probs = torch.zeros(6, requires_grad=True)
         lengths = torch.full((3,), 2)
         row = row_of_each_token(lengths, 6)
-        arguments = (torch.zeros(6), torch.zeros(6), row, lengths, GlobalCounts(6, 3), actor(mode))
-        loss, metrics = policy_loss(log_probs, *arguments, selected=torch.zeros(6, dtype=torch.bool))
+        fields = (torch.zeros(6), torch.zeros(6), row, lengths, GlobalCounts(6, 3))
+        loss, metrics = policy_loss(LossTokens(log_probs, *fields, selected=torch.zeros(6, dtype=torch.bool)), actor(mode))
         loss.backward()
     assert loss.shape == ()
     assert all(not metric.requires_grad for metric in metrics.values())
@@ -196,7 +196,7 @@ def test_clip_fractions_of_sequences_by_hand(mode):
     # ratios 1.4 (clipped above), 1.0, 0.7 (clipped below as A < 0), 1.6 with A < 0 (not bounded: sequences have no dual clip)
     new, advantages = torch.tensor([1.4, 1.0, 0.7, 1.6]).log(), torch.tensor([1.0, 1.0, -1.0, -1.0])
     row, lengths = torch.arange(4), torch.ones(4, dtype=torch.int64)
-    _, metrics = policy_loss(new, torch.zeros(4), advantages, row, lengths, GlobalCounts(4, 4), actor(mode))
+    _, metrics = policy_loss(LossTokens(new, torch.zeros(4), advantages, row, lengths, GlobalCounts(4, 4)), actor(mode))
     assert metrics["pg_clipfrac"].item() == 0.5
     assert metrics["pg_clipfrac_lower"].item() == 0
     assert metrics["ratio_clamped"].item() == 0
@@ -205,8 +205,8 @@ def test_clip_fractions_of_sequences_by_hand(mode):
 def one_token(log_ratio, advantage, settings):
     """Gives the loss, with gradient to the log-prob, and the metrics of a mini-batch of one token."""
     new, one = torch.tensor([log_ratio], requires_grad=True), torch.tensor([1])
-    result = policy_loss(new, torch.zeros(1), torch.tensor([advantage]), one - 1, one, GlobalCounts(1, 1), settings)
-    return *result, new
+    tokens = LossTokens(new, torch.zeros(1), torch.tensor([advantage]), one - 1, one, GlobalCounts(1, 1))
+    return *policy_loss(tokens, settings), new
 
 
 @pytest.mark.parametrize("advantage", [0.5, 0.0])
@@ -287,9 +287,9 @@ def test_importance_weights_multiply_the_loss_of_each_token(mode):
     row, lengths = row_of_each_token(torch.tensor(LENGTHS), 10), torch.tensor(LENGTHS)
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
     leaves = [new.clone().requires_grad_() for _ in range(2)]
-    arguments = (old, advantages, row, lengths, COUNTS, actor(mode))
-    weighted = policy_loss(leaves[0], *arguments, selected=EACH, weights=weights)[0]
-    plain = policy_loss(leaves[1], *arguments, selected=EACH)[0]
+    fields = (old, advantages, row, lengths, COUNTS)
+    weighted = policy_loss(LossTokens(leaves[0], *fields, selected=EACH, weights=weights), actor(mode))[0]
+    plain = policy_loss(LossTokens(leaves[1], *fields, selected=EACH), actor(mode))[0]
     weighted.backward()
     plain.backward()
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad * weights, rtol=1e-12, atol=1e-15)
@@ -303,8 +303,9 @@ def test_one_importance_weight_a_row_multiplies_the_loss_of_that_row(mode):
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
     factors = torch.tensor([0.5, 1.0, 2.0, 1.5], dtype=torch.float64)
     leaves = [new.clone().requires_grad_() for _ in range(2)]
-    policy_loss(leaves[0], old, advantages, row, lengths, COUNTS, actor(mode), weights=factors[row])[0].backward()
-    policy_loss(leaves[1], old, advantages, row, lengths, COUNTS, actor(mode))[0].backward()
+    fields = (old, advantages, row, lengths, COUNTS)
+    policy_loss(LossTokens(leaves[0], *fields, weights=factors[row]), actor(mode))[0].backward()
+    policy_loss(LossTokens(leaves[1], *fields), actor(mode))[0].backward()
     torch.testing.assert_close(leaves[0].grad, leaves[1].grad * factors[row], rtol=1e-9, atol=1e-12)
 
 
@@ -317,10 +318,10 @@ def test_rejected_tokens_might_as_well_not_be_there(mode, agg):
     advantages = torch.tensor(ADVANTAGES, dtype=torch.float64)[row]
     counts = GlobalCounts(tokens=7, sequences=4)
     leaves = [new.clone().requires_grad_() for _ in range(2)]
-    masked, metrics = policy_loss(leaves[0], old, advantages, row, lengths, counts, actor(mode, agg), kept=kept, selected=EACH)
-    cut, cut_metrics = policy_loss(
-        leaves[1][kept], old[kept], advantages[kept], row[kept], lengths, counts, actor(mode, agg), selected=EACH[kept]
-    )
+    whole = LossTokens(leaves[0], old, advantages, row, lengths, counts, kept=kept, selected=EACH)
+    part = LossTokens(leaves[1][kept], old[kept], advantages[kept], row[kept], lengths, counts, selected=EACH[kept])
+    masked, metrics = policy_loss(whole, actor(mode, agg))
+    cut, cut_metrics = policy_loss(part, actor(mode, agg))
     masked.backward()
     cut.backward()
     assert masked.item() == pytest.approx(cut.item(), rel=1e-12)

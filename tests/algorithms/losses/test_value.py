@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 
 from tests.algorithms.ragged import Ragged, ragged
-from verl_memopt.algorithms.losses import explained_variance, value_loss
+from verl_memopt.algorithms.losses import ValueTokens, explained_variance, value_loss
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 
 
@@ -32,13 +32,13 @@ def test_the_value_loss_equals_the_row_by_row_definition_however_rows_are_cut(mo
         predictions = values + sample.tokens(1)
         lists = [sample.lists(flat) for flat in (predictions, values, targets)]
         counts = GlobalCounts(max(len(values), 1), len(sample.sizes))
-        whole, metrics = value_loss(predictions, values, targets, sample.row, sample.lengths, counts, 0.5, mode, 4)
+        whole, metrics = value_loss(ValueTokens(predictions, values, targets, sample.row, sample.lengths, counts), 0.5, mode, 4)
         assert whole.item() == pytest.approx(naive_value_loss(*lists, mode, 0.5), rel=1e-10, abs=1e-12)
         parts = zip(*(flat.split(list(sample.sizes)) for flat in (predictions, values, targets)), strict=True)
         zero, shares = torch.zeros(1, dtype=torch.int64), []
         for part in parts:
             row, lengths = zero.expand(len(part[0])), torch.tensor([len(part[0])])
-            shares.append(value_loss(*part, row, lengths, counts, 0.5, mode, 4))
+            shares.append(value_loss(ValueTokens(*part, row, lengths, counts), 0.5, mode, 4))
         assert sum(loss for loss, _ in shares).item() == pytest.approx(whole.item(), rel=1e-10, abs=1e-12)
         for name, value in metrics.items():
             assert sum(m[name] for _, m in shares).item() == pytest.approx(value.item(), rel=1e-6, abs=1e-7)
@@ -52,9 +52,8 @@ def test_the_value_loss_equals_the_row_by_row_definition_however_rows_are_cut(mo
 )
 def test_a_prediction_that_went_far_towards_its_target_has_no_gradient(prediction, target, gradient, clipped):
     leaf, zero = torch.tensor([prediction], requires_grad=True), torch.tensor([0])
-    loss, metrics = value_loss(
-        leaf, torch.zeros(1), torch.tensor([target]), zero, zero + 1, GlobalCounts(1, 1), 0.5, "token-mean"
-    )
+    tokens = ValueTokens(leaf, torch.zeros(1), torch.tensor([target]), zero, zero + 1, GlobalCounts(1, 1))
+    loss, metrics = value_loss(tokens, 0.5, "token-mean")
     loss.backward()
     assert leaf.grad.item() == pytest.approx(gradient)
     assert metrics["vf_clipfrac"].item() == clipped
@@ -83,7 +82,7 @@ def test_rejected_tokens_are_as_if_they_were_not_there(mode):
         flags = sample.lists(kept)
         lengths = torch.tensor([sum(row) for row in flags], dtype=torch.int64)
         counts = GlobalCounts(max(int(kept.sum()), 1), len(sample.sizes))
-        loss, metrics = value_loss(predictions, values, targets, sample.row, lengths, counts, 0.5, mode, 4, kept)
+        loss, metrics = value_loss(ValueTokens(predictions, values, targets, sample.row, lengths, counts, kept), 0.5, mode, 4)
         lists = [
             [[value for value, keep in zip(*row, strict=True) if keep] for row in zip(sample.lists(flat), flags, strict=True)]
             for flat in (predictions.detach(), values, targets)
@@ -99,7 +98,8 @@ def test_rejected_tokens_are_as_if_they_were_not_there(mode):
 def test_metrics_are_shares_of_the_tokens_of_the_mini_batch():
     row, lengths = torch.tensor([0, 0]), torch.tensor([2])
     predictions, targets = torch.tensor([0.9, 0.1]), torch.tensor([2.0, 0.1])
-    loss, metrics = value_loss(predictions, torch.zeros(2), targets, row, lengths, GlobalCounts(4, 1), 0.5, "token-mean")
+    tokens = ValueTokens(predictions, torch.zeros(2), targets, row, lengths, GlobalCounts(4, 1))
+    loss, metrics = value_loss(tokens, 0.5, "token-mean")
     assert metrics.keys() == {"vf_loss", "vf_clipfrac", "vpred_mean"}
     assert metrics["vf_loss"] == loss
     assert not metrics["vf_loss"].requires_grad

@@ -13,6 +13,7 @@ from verl_memopt.knobs.chunked_logprob import FREE_TILE, KNOB, _saved, logit_byt
 from verl_memopt.knobs.shapes import Shapes
 from verl_memopt.memory.logits.chunked_logprob import SumPiSquared, _assert_as_precomputed, head_log_probs
 from verl_memopt.observe.byte_tracker import ByteTracker
+from verl_memopt.ops.logit_tiles import Head
 
 VOCAB, WIDTH = 37, 5
 
@@ -59,18 +60,8 @@ class Cut:
             assert (entropy is None) == (len(factors) == 1)
             return factors[0][rows], None if entropy is None else factors[1][rows]
 
-        found = head_log_probs(
-            hidden,
-            weight,
-            bias,
-            targets,
-            temperature,
-            self.chunk,
-            len(factors) == 2,
-            vocab_tile=self.tile,
-            token_gradient=gradient_of if self.precomputed else None,
-            in_place=self.in_place,
-        )
+        head = Head(weight, bias, temperature, self.chunk, self.tile, len(factors) == 2)
+        found = head_log_probs(head, hidden, targets, gradient_of if self.precomputed else None, self.in_place)
         return [value for value in found if value is not None]
 
 
@@ -326,7 +317,7 @@ def test_left_alone_all_logits_are_one_buffer_and_gradients_are_handed_to_autogr
     targets = torch.zeros(CHUNK, dtype=torch.int64)
     with ByteTracker() as tracker:
         tracker.mark("params", [weight, hidden, targets])
-        found, entropy = head_log_probs(hidden, weight, None, targets, 1.0, 0, False)
+        found, entropy = head_log_probs(Head(weight, None, 1.0, 0, 0), hidden, targets)
         assert CHUNK * LARGE * 4 <= tracker.peaks["device"].kinds["logits"] <= CHUNK * LARGE * 4 * 1.01
     assert entropy is None
     gradient = torch.autograd.grad(found.sum(), weight)[0]
@@ -356,9 +347,10 @@ def test_sums_of_squared_probabilities_equal_those_of_whole_logits(cut, entropy)
     hidden, weight, bias, targets = inputs(9)
     sums = SumPiSquared()
     with torch.no_grad():
-        found = head_log_probs(hidden, weight, bias, targets, 0.7, cut.chunk, entropy, False, cut.tile, sum_pi_squared=sums)
+        head = Head(weight, bias, 0.7, cut.chunk, cut.tile, entropy)
+        found = head_log_probs(head, hidden, targets, sum_pi_squared=sums)
         probs = torch.nn.functional.linear(hidden, weight, bias).div(0.7).softmax(-1)
-        plain = head_log_probs(hidden, weight, bias, targets, 0.7, cut.chunk, entropy, False, cut.tile)
+        plain = head_log_probs(head, hidden, targets)
     torch.testing.assert_close(sums.values, probs.square().sum(-1).float(), rtol=1e-6, atol=0)
     for one, other in zip(found, plain, strict=True):
         assert (one is None and other is None) or torch.allclose(one, other, rtol=1e-6, atol=1e-6)
@@ -372,13 +364,14 @@ def test_sums_of_squared_probabilities_take_the_bytes_of_an_entropy_and_no_logit
     )
     with ByteTracker() as tracker, torch.no_grad():
         tracker.mark("params", [weight, hidden, targets])
-        head_log_probs(hidden, weight, None, targets, 1.0, CHUNK, False, sum_pi_squared=SumPiSquared())
+        head_log_probs(Head(weight, None, 1.0, CHUNK, 0), hidden, targets, sum_pi_squared=SumPiSquared())
         found = tracker.peaks["device"].kinds["logits"]
     expected = CHUNK * (FREE_TILE + 4096) * 4
     assert expected <= found <= expected * 1.01
 
 
 def test_sums_of_squared_probabilities_are_refused_where_there_are_gradients():
+    hidden, weight, bias, targets = inputs(2)
     with pytest.raises(AssertionError) as error:
-        head_log_probs(*inputs(2), 1.0, 0, False, sum_pi_squared=SumPiSquared())
+        head_log_probs(Head(weight, bias, 1.0, 0, 0), hidden, targets, sum_pi_squared=SumPiSquared())
     assert str(error.value).splitlines()[0] == "sums of squared probabilities have no gradient"

@@ -35,7 +35,7 @@ def adapted(folder, mesh=None, rank=4, targets="all-linear", exclude=None, seed=
     policy = built(folder)
     apply_lora(policy.lm, rank, 8, targets, exclude)
     if mesh is not None:
-        shard_model(policy, policy.blocks(), mesh, MixedPrecisionPolicy(), OffloadPolicy(), True, False)
+        shard_model(policy, policy.blocks(), mesh, MixedPrecisionPolicy(), OffloadPolicy(), True)
     allocate(policy, CPU)
     rebuild_buffers(policy, CPU)
     fill_from_folder(policy, folder)

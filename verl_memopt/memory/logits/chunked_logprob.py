@@ -17,6 +17,7 @@ V x h x b bytes if there is a gradient already, as in the second micro-batch of 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -47,15 +48,9 @@ class SumPiSquared:
 
 
 def head_log_probs(
+    head: Head,
     hidden: Tensor,
-    weight: Tensor,
-    bias: Tensor | None,
     targets: Tensor,
-    temperature: float,
-    chunk_tokens: int,
-    with_entropy: bool,
-    compiled: bool = False,
-    vocab_tile: int = 0,
     token_gradient: TokenGradient | None = None,
     in_place: bool = False,
     sum_pi_squared: SumPiSquared | None = None,
@@ -65,16 +60,10 @@ def head_log_probs(
     Gradients flow to hidden, weight and bias from both outputs.
 
     Args:
+        head: The LM head and how it is cut. ``vocab_tile=0`` takes the whole vocabulary if there are no chunks or if the forward
+            computes the gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``.
         hidden: [R, H] in the compute dtype.
-        weight: [V, H].
-        bias: [V], or None.
         targets: int64 [R].
-        temperature: Divides the logits in fp32.
-        chunk_tokens: Tokens per chunk; 0 for all.
-        with_entropy: Compute entropies too.
-        compiled: Compile the functions of a chunk.
-        vocab_tile: Vocabulary entries per tile. 0 takes the whole vocabulary if there are no chunks or if the forward computes
-            the gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``.
         token_gradient: Computes the gradients in the forward. Backward asserts that it would have computed the same.
         in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
             leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
@@ -84,16 +73,16 @@ def head_log_probs(
         Log-probs fp32 [R]; entropies fp32 [R], or None.
     """
     once = token_gradient is not None and torch.is_grad_enabled()
-    tile = FREE_TILE if vocab_tile == 0 and chunk_tokens > 0 and not once else vocab_tile
-    head = Head(weight, bias, temperature, chunk_tokens, tile, with_entropy, compiled, sum_pi_squared is not None)
+    tile = FREE_TILE if head.vocab_tile == 0 and head.chunk_tokens > 0 and not once else head.vocab_tile
+    head = replace(head, vocab_tile=tile, with_sum_pi_squared=sum_pi_squared is not None)
     if not torch.is_grad_enabled():
         return _without_gradients(head, hidden, targets, sum_pi_squared)
     assert sum_pi_squared is None, "sums of squared probabilities have no gradient"
     if token_gradient is None:
-        log_probs, entropy = _Recomputed.apply(hidden, weight, bias, targets, head, in_place)
+        log_probs, entropy = _Recomputed.apply(hidden, head.weight, head.bias, targets, head, in_place)
     else:
-        log_probs, entropy = _PrecomputedGradient.apply(hidden, weight, bias, targets, head, in_place, token_gradient)
-    return log_probs, entropy if with_entropy else None
+        log_probs, entropy = _PrecomputedGradient.apply(hidden, head.weight, head.bias, targets, head, in_place, token_gradient)
+    return log_probs, entropy if head.with_entropy else None
 
 
 def _without_gradients(
