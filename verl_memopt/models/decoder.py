@@ -112,6 +112,7 @@ class Attention(nn.Module):
 
     def _rotary(self, tables: Tables) -> Rotary:
         cos, sin = (table[0] for table in tables)
+        # Families without norms of queries and keys have no epsilon here either, and 0 is never read.
         if self.q_norm is None or self.k_norm is None:
             return Rotary(cos, sin, (None, None), 0.0)
         return Rotary(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon)

@@ -129,6 +129,7 @@ class PackedModel(nn.Module):
         decoder = self.decoder
         needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
         hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.layout, needed, recorder)
+        # A copy of one row. A view would keep the states of the whole prompt alive as long as its prefix is used.
         return hidden[-1:].clone(), *recorder.outputs()
 
     def compute_prefix(self, prompt: Pack) -> PrefixKV:

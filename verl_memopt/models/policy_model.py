@@ -64,6 +64,7 @@ class LogProbHead(nn.Module):
         """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
+        # If this forward computes the head's gradient, backward never reads the weight and need not gather it.
         gathered_for_forward(self, again_in_backward=token_gradient is None)
         return head_log_probs(
             hidden,

@@ -99,6 +99,7 @@ class TensorBoardLogger:
         for name, value in metrics.items():
             if isinstance(value, Number):
                 self._writer.add_scalar(name, value, step)
+        # Flushed at each step, so that a run that is killed keeps its curve.
         self._writer.flush()
 
     def close(self, failed: bool = False) -> None:

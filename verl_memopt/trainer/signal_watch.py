@@ -48,6 +48,7 @@ class SignalWatch:
         set_of_process(self.interrupts)
         self._ending = threading.Event()
         self._read, write = os.pipe()
+        # A full pipe must not block the interpreter inside its signal handler.
         os.set_blocking(write, False)
         for number in EXIT_CODES:
             if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):
