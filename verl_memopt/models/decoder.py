@@ -282,6 +282,7 @@ def of_llama_family(lm: Any) -> bool:
     """Return whether :class:`Decoder` can replace the decoder of a causal LM: one of transformers' own four classes."""
     decoder = lm.get_decoder()
     known = all(type(block).__name__ in KNOWN for block in decoder.layers)
+    # A model folder may bring code of its own under the same class names.
     own_code = not type(lm).__module__.startswith("transformers.")
     return known and not own_code and {name for name, _ in decoder.named_children()} == set(PARTS)
 

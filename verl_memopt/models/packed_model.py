@@ -147,6 +147,7 @@ def allocate(model: PackedModel, device: torch.device, on_host: bool = False) ->
         device: The device to compute on.
         on_host: Put the shards on the host.
     """
+    # Allocation gives every parameter memory of its own, so a tie has to be made again.
     tied = model.tied
     if on_host:
         allocate_on_host(model, device)

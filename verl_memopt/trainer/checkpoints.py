@@ -265,6 +265,7 @@ class CheckpointStore:
         return {name: records[name] for name in sorted(records)}
 
     def _prune(self) -> None:
+        # What a killed run has left half written or half removed.
         for path in self.root.glob(f"global_step_*{AWAY}"):
             shutil.rmtree(path, ignore_errors=True)
         if self.keep is None:

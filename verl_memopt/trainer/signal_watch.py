@@ -107,6 +107,7 @@ def _last_words(text: str) -> None:
         if os.isatty(descriptor):
             os.write(descriptor, SHOW_CURSOR)
     _write_line(text)
+    # On the level of descriptors, so that C++ libraries are silent too.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)

@@ -85,6 +85,7 @@ def guard(starter: int, value: str) -> None:
 
     Processes whose environment has ``VERL_MEMOPT_GUARDED_BY`` with this value are killed as well.
     """
+    # A scheduler sends these to every process of a job, and the guardian must outlive the one that it watches.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Processes are equal if id and start time are. An id alone may be used again.

@@ -92,6 +92,8 @@ class Worker(WorkerFiles):
             with self._report_out_of_memory("init"), self.probe.phase("init", counted, kind="built") as report:
                 self._build()
         except BaseException:
+            # A worker that is half built still holds engines and limits of the process, and nobody else has a reference to
+            # it.
             self.close()
             raise
         self.init_memory = report()
@@ -113,6 +115,7 @@ class Worker(WorkerFiles):
             self.probe.phase(phase, counted) as report,
             recutting(self.device, may_go_on) as recut,
         ):
+            # Host buffers are counted anew in each phase, as the device's bytes are.
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
         memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes)
