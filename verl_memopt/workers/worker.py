@@ -170,6 +170,7 @@ class Worker(WorkerFiles):
         assert self.policy is not None
         rollout = self.settings.rollout
         if self.plan.free_engine:
+            # The engine takes its memory from the driver, so the trainer's unused blocks must go back first.
             empty_cache(self.device)
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
@@ -289,6 +290,7 @@ class Worker(WorkerFiles):
             self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency)
         self.policy = roles.policy()
+        # Each model rests before the next one is built, so that two of them need not fit on the device at once.
         self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = roles.reference(Path(self.plan.reference_folder))
