@@ -45,12 +45,14 @@ def group_statistics(rewards: Tensor, group: Tensor, valid: Tensor) -> GroupStat
         valid: bool [B].
     """
     member = dense_ids(group)
+    # where and not a product: the reward of an invalid row may be NaN, and 0 times NaN is NaN.
     values = torch.where(valid, rewards.double(), 0.0)
     zeros = torch.zeros_like(values)
     count = zeros.index_add(0, member, valid.double())[member]
     mean = zeros.index_add(0, member, values)[member] / count.clamp(min=1)
     squares = torch.where(valid, (values - mean) ** 2, 0.0)
     std = (zeros.index_add(0, member, squares)[member] / (count - 1).clamp(min=1)).sqrt()
+    # Compared by their extremes and not by their std, because rounding can give equal rewards a tiny std other than 0.
     lowest = torch.full_like(values, torch.inf).scatter_reduce(0, member, torch.where(valid, values, torch.inf), "amin")
     highest = torch.full_like(values, -torch.inf).scatter_reduce(0, member, torch.where(valid, values, -torch.inf), "amax")
     return GroupStatistics(count, mean, std, valid & (lowest < highest)[member])
@@ -277,6 +279,7 @@ def gae(token_rewards: Tensor, values: Tensor, row: Tensor, lengths: Tensor, gam
         lam: Decay of the sum.
     """
     current = values.double()
+    # The roll also brings the first value of the next row, which belongs to another response. It is 0 at the last token.
     following = torch.where(is_last(row, lengths), 0.0, current.roll(-1))
     advantages = reverse_scan(token_rewards.double() + gamma * following - current, row, gamma * lam)
     return advantages, advantages + current
@@ -348,6 +351,7 @@ def reinforce_plus_plus_baseline_advantages(rewards: Tensor, group: Tensor, vali
     """
     stats = group_statistics(rewards, group, valid)
     centred = torch.where(stats.informative, rewards.double() - stats.mean, 0.0)
+    # Whitened after each row's value was spread over its tokens, so that long responses count more, as in verl.
     return whiten(centred[row], valid[row]).float()
 
 
@@ -408,12 +412,16 @@ def optimal_token_baseline_advantages(
     if weights is not None:
         energy = energy * weights.double().square()
     after = reverse_scan(energy, row, 1.0)
+    # The sum up to a token: the row's sum without what comes after the token, because reverse_scan sums from the end only.
     energy_so_far = row_sums(energy, row, lengths.shape[0])[row] - after + energy
+    # Rounding can make a sum of terms near 0 slightly negative, and a negative weight would turn the baseline round.
     energy_so_far = torch.where(known, energy_so_far.clamp(min=0), 0.0)
 
+    # One number for each pair of group and place. The factor is larger than any place.
     place = dense_ids(dense_ids(group)[row] * row.shape[0] + positions(row, lengths))
     zeros = torch.zeros_like(returns)
     total = zeros.index_add(0, place, energy_so_far)[place]
+    # Where no row has weight, the baseline would be 0 / 0.
     baseline = zeros.index_add(0, place, returns * energy_so_far)[place] / total.where(total > 0, 1.0)
     lowest = torch.full_like(returns, torch.inf).scatter_reduce(0, place, returns.where(known, torch.inf), "amin")[place]
     highest = torch.full_like(returns, -torch.inf).scatter_reduce(0, place, returns.where(known, -torch.inf), "amax")[place]

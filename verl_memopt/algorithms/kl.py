@@ -26,6 +26,7 @@ def _k2(log_ratio: Tensor) -> Tensor:
 
 
 def _k3(log_ratio: Tensor) -> Tensor:
+    # Clamped before the exponential, which would otherwise become infinite.
     inverse = (-log_ratio).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     return (inverse.exp() - inverse - 1).clamp(max=MAX_LOW_VARIANCE_KL)
 
@@ -63,6 +64,7 @@ def kl_estimate(log_probs: Tensor, ref_log_probs: Tensor, kind: str) -> Tensor:
     if not kind.endswith("+"):
         return value
     carrier = _k2(log_ratio)
+    # The difference is 0, so it adds the gradient of k2 and changes no value.
     return value.detach() + (carrier - carrier.detach())
 
 

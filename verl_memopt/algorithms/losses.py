@@ -242,6 +242,7 @@ def sequence_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
     Returns:
         The loss, and the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
     """
+    # Rejected tokens leave the sum before the exponential, because one of them could otherwise decide the whole ratio.
     log_ratio = row_sums(tokens.masked(tokens.log_ratio), tokens.row, tokens.lengths.shape[0])
     losses, clipped = clipped_loss(safe_ratio(log_ratio), tokens.row_means(tokens.advantages), settings.bounds)
     if tokens.weights is not None:
@@ -264,6 +265,7 @@ def gspo_loss(tokens: LossTokens, settings: LossSettings) -> LossAndMetrics:
         The loss, and the shares of responses ``pg_clipfrac``, ``pg_clipfrac_lower`` (0) and ``ratio_clamped``.
     """
     log_ratio = tokens.row_means(tokens.log_ratio.detach())
+    # Its value is 0 and its gradient is the token's. So every token has the ratio of the response and a gradient of its own.
     own = tokens.log_probs - tokens.log_probs.detach()
     losses, clipped = clipped_loss(safe_ratio(log_ratio[tokens.row] + own), tokens.advantages, settings.bounds)
     loss = tokens.row_means(tokens.weighted(losses)).sum() / tokens.counts.sequences
@@ -382,6 +384,7 @@ def value_loss(tokens: ValueTokens, clip: float, mode: str, scale_factor: int | 
     """
     predictions, values, returns, kept = tokens.predictions, tokens.values, tokens.returns, tokens.kept
     if kept is not None:
+        # Both sides are set to 0, so that a rejected token adds neither an error nor a NaN.
         predictions, values, returns = (tensor.where(kept, 0.0) for tensor in (predictions, values, returns))
     errors = (predictions - returns).square()
     clipped_errors = (predictions.clamp(values - clip, values + clip) - returns).square()
@@ -403,5 +406,6 @@ def explained_variance(values: Tensor, returns: Tensor) -> float:
     """
     if returns.numel() < 2:
         return 0.0
+    # fp64, because the difference of two almost equal variances loses most of its digits in fp32.
     returns, values = returns.double(), values.double()
     return float(1 - (returns - values).var() / (returns.var() + VARIANCE_EPSILON))

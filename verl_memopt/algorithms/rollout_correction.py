@@ -40,6 +40,7 @@ def mismatch_metrics(old_log_probs: Tensor, rollout_log_probs: Tensor, row: Tens
     trainer, engine = old_log_probs.detach().double(), rollout_log_probs.detach().double()
     log_ratio = trainer - engine
     token_ratio = log_ratio.clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
+    # Summed first and clamped then. A sum of clamped tokens would be another ratio.
     row_ratio = row_sums(log_ratio, row, lengths.shape[0])[filled].clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     trainer_mean, engine_mean = (row_means(values, row, lengths)[filled] for values in (trainer, engine))
     difference = engine_mean - trainer_mean
@@ -101,6 +102,7 @@ def bounded_weights(log_ratio: Tensor, row: Tensor, lengths: Tensor, level: str,
     """
     assert level in ("token", "sequence"), level
     lower, upper = importance_bounds(threshold)
+    # fp64, because the sum over a long response is exponentiated, which turns small errors into large ones.
     exact = log_ratio.detach().double()
     if level == "sequence":
         exact = row_sums(exact, row, lengths.shape[0])[row]
@@ -180,6 +182,7 @@ DIVERGENCES: dict[str, Callable[[Tensor], Tensor]] = {
 
 
 def _row_max(values: Tensor, row: Tensor, lengths: Tensor) -> Tensor:
+    # The first value of a row replaces the 0, so that a row of negative values does not get 0 as its largest.
     return values.new_zeros(lengths.shape[0]).scatter_reduce(0, row, values, "amax", include_self=False)
 
 

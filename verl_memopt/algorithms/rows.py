@@ -47,9 +47,11 @@ def reverse_scan(values: Tensor, row: Tensor, decay: float) -> Tensor:
         decay: Factor of one step, from 0 to 1.
     """
     sums, size, reach = values.double(), values.shape[0], 1
+    # Once the factor underflows to 0, no later token can change a sum any more.
     while reach < size and decay**reach != 0:
         same_row = row[reach:] == row[:-reach]
         later = torch.where(same_row, sums[reach:], 0.0)
+        # A new tensor, since each step reads sums of the step before at other places.
         sums = torch.cat([sums[:-reach] + decay**reach * later, sums[-reach:]])
         reach *= 2
     return sums
@@ -173,6 +175,7 @@ def _centred(values: Tensor, valid: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     mean = known.sum() / count.clamp(min=1)
     centred = torch.where(valid, known - mean, 0.0)
     variance = centred.square().sum() / (count - 1).clamp(min=1)
+    # An empty tensor has no smallest element, and amin() would raise.
     lowest = torch.where(valid, known, torch.inf).amin() if values.numel() else mean
     highest = torch.where(valid, known, -torch.inf).amax() if values.numel() else mean
     return centred, variance, lowest < highest

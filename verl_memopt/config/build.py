@@ -77,6 +77,7 @@ def convert(value: Any, kind: Any) -> Any:
         raise MismatchError("a mapping with text keys")
     if origin in (list, tuple):
         return _sequence(value, origin, arguments)
+    # In Python a bool is an int, and `true` must not pass for the number 1.
     if kind is float and isinstance(value, int | float | str) and not isinstance(value, bool):
         with suppress(ValueError, OverflowError):
             number = float(value)

@@ -79,6 +79,7 @@ def check(settings: Settings, values: Mapping[str, Any], user_keys: frozenset[st
     """
     wrong = followers_of(wrong)
     problems = [each for each in check_values(values) if wrong.isdisjoint(each.keys)]
+    # A key that follows a wrong key has a wrong value too, and a rule about it would name a mistake that nobody made.
     wrong = wrong | followers_of(key for each in problems for key in each.keys)
     readable, warned = without_wrong(settings, wrong), set[str]()
     if_not_given = leaf_values(Settings()) | {key: values[target] for key, target in LINKS.items()}

@@ -141,12 +141,14 @@ def _compose(config_name: str, overrides: list[str], config_dir: str | None) -> 
         except ConfigError as error:
             problems.append(Problem((), f"{line}: {error}"))
         else:
+            # Written once without the user's own plus signs, so that a key works whether or not a file already sets it.
             signed.append(line if sign is None else sign + line.lstrip("+"))
             if override.key_or_group in LAST:
                 presets[override.key_or_group] = override.value()
     raise_together(problems)
 
     packaged = str(PACKAGED).replace("\\", "\\\\").replace("'", "\\'")
+    # Hydra keeps one state for the process, and a call that failed before may have left it behind.
     GlobalHydra.instance().clear()
     try:
         with initialize_config_dir(str(folder), version_base="1.3"):

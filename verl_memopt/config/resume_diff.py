@@ -119,6 +119,7 @@ def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
         settings: of the run that goes on.
     """
     defaults, now = kept_settings(Settings()), kept_settings(settings)
+    # A checkpoint of an older version lacks keys that came later.
     old = {key: before.get(key, defaults[key]) for key in now}
     has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC
     return [_judged(key, old, now) for key in now if old[key] != now[key] and (has_critic or not key.startswith("critic."))]

@@ -76,6 +76,7 @@ class RolloutBatch(TensorClass):
 
     def select(self, rows: Sequence[int]) -> RolloutBatch:  # type: ignore[override]
         """Return the chosen rows in the given order, with every field that is set."""
+        # Nothing to choose, so nothing is copied: the usual case on one rank with one mini-batch.
         if list(rows) == list(range(self.num_rows)):
             return self
         tokens = token_index(self.responses.sizes(), rows)

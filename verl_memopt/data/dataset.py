@@ -86,6 +86,7 @@ class PromptDataset:
         self._special_counts: list[tuple[str, int]] = []
         rows = [self._row(address, prepare(address, columns) if prepare else columns) for address, columns in chosen]
         self._log_special_tokens()
+        # Numbered after long prompts were dropped, because the number seeds the samples and counts the rows that are left.
         self._rows = [replace(row, index=index) for index, row in enumerate(self._checked(rows))]
 
     def __len__(self) -> int:

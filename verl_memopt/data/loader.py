@@ -23,6 +23,7 @@ def in_order(num_rows: int, seed: int, epoch: int) -> Iterable[int]:
 
 def shuffled(num_rows: int, seed: int, epoch: int) -> Iterable[int]:
     """Return a permutation of the rows that depends on seed and epoch alone."""
+    # Seeded by both numbers, so that a resumed run draws its epoch without drawing those before it.
     return np.random.default_rng([seed, epoch]).permutation(num_rows).tolist()
 
 

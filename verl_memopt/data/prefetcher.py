@@ -82,6 +82,7 @@ class PromptPrefetcher:
 
     def _prepare(self) -> tuple[StepPrompts, dict[str, Any], int]:
         encoder, loader = self._encoder, self._loader
+        # The encoder counts over the whole run, so the step's own numbers are differences.
         rows, tokens = encoder.rows_truncated, encoder.tokens_dropped
         expanded = expand(loader.dataset, loader.next_indices(), self._n, self._expansion, encoder)
         cut = encoder.rows_truncated - rows, encoder.tokens_dropped - tokens

@@ -82,6 +82,7 @@ class SpecialTokens:
             spans.append((length, length + len(name)))
             length, end = length + len(name), match.end()
         whole = "".join([*parts, text[end:]])
+        # A stand-in that the template has cut or changed is no longer found by the pattern, but its number is still there.
         if f"{_OPEN}{self._number}" in whole:
             raise ValueError("it changes the text of a message that contains a special token")
         return whole, tuple(spans)
@@ -141,6 +142,7 @@ class SpecialTokens:
         blind = Tokenizer.from_str(json.dumps(serialized))
         blind.no_truncation()
         blind.no_padding()
+        # Another id would feed the model a wrong token without any error.
         for name, stand_in in self._stand_ins.items():
             assert blind.token_to_id(stand_in) == self._backend.token_to_id(name), name
         return blind

@@ -248,6 +248,8 @@ def _extra(schedule: LambdaLR, device: torch.device) -> dict[str, Any]:
 
 
 def _restore_extra(extra: dict[str, Any], schedule: LambdaLR, device: torch.device) -> None:
+    # Torch's own load would also bring back the saved base rates, and ignore a learning rate that was changed in the
+    # settings.
     schedule.last_epoch = extra["schedule_steps"]
     rates = [base * factor(schedule.last_epoch) for base, factor in zip(schedule.base_lrs, schedule.lr_lambdas, strict=True)]
     for group, rate in zip(schedule.optimizer.param_groups, rates, strict=True):

@@ -147,6 +147,7 @@ def measure_ladder(
             with LadderProgress(total) as progress:
                 _measure_rows(model, work, extra, only, record, progress, lambda: interrupts.requested)
         except KeyboardInterrupt:
+            # The signal decides the exit code below, after the rows so far are shown.
             pass
         finally:
             _show(record, console)

@@ -115,6 +115,7 @@ def _varlen(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> T
 def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
     if args.layout.prefix_spans:  # the package's backward cannot take merged log-sum-exps
         return _varlen(query, key, value, args)
+    # Imported here, because the package is optional.
     from flash_attn import flash_attn_varlen_func
 
     query, key = _apply_rotary(query, key, args.rotary, args.layout)
@@ -129,6 +130,7 @@ def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Te
         longest,
         softmax_scale=args.scale,
         causal=True,
+        # The kernel counts positions besides the token's own. The setting counts the token itself too.
         window_size=(-1, -1) if args.window is None else (args.window - 1, 0),
     )[None]
 
@@ -137,6 +139,7 @@ def _apply_rotary(query: Tensor, key: Tensor, rotary: Rotary | None, layout: Pre
     """Return query and key rotated, for a kernel that cannot rotate them itself. Both versions are then kept for backward."""
     if rotary is None:
         return query, key
+    # Only some tokens may be queries (a pruned last block), so they need their own rows of the tables.
     cos, sin = layout.at_queries(rotary.cos, rotary.sin)
     at_queries = replace(rotary, cos=cos, sin=sin)
     rotated = at_queries.query(_flat(query)), rotary.key(_flat(key))
@@ -152,6 +155,7 @@ def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: 
     size += -size % HEAD_MULTIPLE if is_gpu(query.device) else 0
     rotary = args.rotary
     if size != query.shape[-1]:
+        # The rotation joins the halves of a head, so it must come before the zeros that change where the halves lie.
         (query, key), rotary = _apply_rotary(query, key, rotary, args.layout), None
     q, k, v = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in map(_flat, (query, key, value)))
     return attend(q, k, v, rotary)[None, ..., : value.shape[-1]]

@@ -66,6 +66,7 @@ def _gpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) ->
 def _gpu_backward(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
 ) -> tuple[Tensor, Tensor, Tensor]:
+    # The kernel reads the infinities as weights of 0. Without them it would read beyond the log-sum-exps.
     padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf")).contiguous()
     out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes a stride of heads x D between tokens
     unused = torch.zeros((), dtype=torch.int64, device=q.device)  # state of a generator, for dropout
@@ -150,12 +151,14 @@ class _DenseAttention(torch.autograd.Function):
         query_cos, query_sin = layout.at_queries(cos, sin)
         query_tables = ctx.eps, query_cos, query_sin
         sums = weight_sums(norms, ctx.needs_input_grad[5:7])
+        # The saved queries, keys and values are not read again after their own head, so their memory takes their gradients.
         into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
         for queries, keys in _heads(query, key):
             x, y = query[:, queries], key[:, keys]
             rotated = apply_rotary(x, query_norm, *query_tables), apply_rotary(y, key_norm, *tables)
             inputs = kernel.working(layout, *rotated, value[:, keys], grad[:, queries], out[:, queries])
             dq, dk, dv = _backward_of_heads(kernel, layout, scale, (*inputs, lse[:, queries]))
+            # Back in the dtype of the inputs: merged passes on a CPU compute in fp32.
             rotary_backward(dq.to(x.dtype), x, query_norm, *query_tables, into[0][:, queries], sums[0])
             rotary_backward(dk.to(y.dtype), y, key_norm, *tables, into[1][:, keys], sums[1])
             into[2][:, keys].copy_(dv)
@@ -182,6 +185,7 @@ def _backward_of_heads(kernel: Kernel, layout: PrefixLayout, scale: float, input
         _collect(Tensor.copy_, (dq_, dk_, dv_), parts)
         del parts
     del own
+    # Back to the places of all tokens: the prefix pass also adds to keys whose queries are skipped.
     dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
     by_key = _views(dk, dv) + _shared(_views(k, v), q)
     for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _prefix_calls(layout, by_query, by_key):
@@ -203,6 +207,7 @@ def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[T
     Returns:
         Output fp32 [..., D] and log-sum-exp fp32 [...].
     """
+    # A sigmoid of the difference cannot overflow, which exponentials of the two log-sum-exps could.
     share = torch.sigmoid(other_lse - lse)
     return out.float().lerp(other.float(), share[..., None]), torch.logaddexp(lse, other_lse)
 

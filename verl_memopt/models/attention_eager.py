@@ -28,6 +28,7 @@ def eager_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLay
     for (prefix, suffixes), skipped, q, k, v in zip(layout.groups, layout.skipped, *tensors, strict=True):
         hidden = ~group_mask((skipped + prefix, suffixes), window, query.device)[skipped:]
         scores = (q @ k.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
+        # The softmax is in fp32 as in transformers' own eager attention, which this is the reference for.
         outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v)
     return torch.cat(outputs, dim=2)
 

@@ -89,6 +89,7 @@ class _FlashAttention(torch.autograd.Function):
         dk, dv = layout.at_keys(segment_dk, k), layout.at_keys(segment_dv, v)
         if layout.prefix_spans:
             at_q, at_k = layout.prefix_index_q, layout.prefix_index_k
+            # Contiguous, because the selection of columns may leave other strides than the kernel takes.
             inputs = (grad[at_q], q[at_q], k[at_k], v[at_k], out[at_q], lse[:, at_q].contiguous())
             parts = _backward(*inputs, _prefix_pass(layout), scale)
             for target, place, part in zip((dq, dk, dv), (at_q, at_k, at_k), parts, strict=True):

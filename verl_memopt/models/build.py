@@ -99,7 +99,9 @@ def empty_model(
     """
     register_kernels()
     source = str(config.name_or_path)
+    # A copy, because transformers writes into the config of a model, and the caller's one is shared by several models.
     config = type(config).from_dict(config.to_dict())
+    # from_dict does not restore the name, which errors show.
     config.name_or_path = source
     config._attn_implementation = attention.registered
     config.use_cache = False
@@ -131,6 +133,7 @@ def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KE
     """
     for name, module in model.named_modules():
         missing = [buffer for buffer in module._non_persistent_buffers_set if getattr(module, buffer) is not None]
+        # Transformers also keeps non-persistent names whose buffer is None. These have nothing to compute.
         if not missing:
             continue
         try:
@@ -216,6 +219,7 @@ def fill_from_folder(
     weights, renamed = WeightFolder(folder, key), stored or {}
     named = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
     for name in (name for name, there in renamed.items() if there is None):
+        # The parameters are leaves that may require gradients, which autograd lets nobody write to in place.
         with torch.no_grad():
             named.pop(name).zero_()
     parameters = {renamed.get(name) or name: parameter for name, parameter in named.items()}
@@ -225,6 +229,7 @@ def fill_from_folder(
     for name, parameter in parameters.items():
         local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
         region = local_region(parameter)
+        # A rank may hold no row of a small tensor, where the file has nothing to read.
         if not local.numel():
             continue
         if name in layers:
@@ -275,6 +280,7 @@ def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None
     if head not in weights.names or embedding not in weights.names:
         return
     rows, same = weights.shape(head)[0], weights.shape(head) == weights.shape(embedding)
+    # If the shapes differ, one round is enough to raise the error.
     for start in range(0, rows if same else 1, TIED_ROWS):
         part = (slice(start, min(start + TIED_ROWS, rows)),)
         if not same or not torch.equal(weights.read(head, part).float(), weights.read(embedding, part).float()):

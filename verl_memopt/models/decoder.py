@@ -112,6 +112,7 @@ class Attention(nn.Module):
 
     def _rotary(self, tables: Tables) -> Rotary:
         cos, sin = (table[0] for table in tables)
+        # Families without norms of queries and keys have no epsilon here either, and 0 is never read.
         if self.q_norm is None or self.k_norm is None:
             return Rotary(cos, sin, (None, None), 0.0)
         return Rotary(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon)
@@ -281,6 +282,7 @@ def of_llama_family(lm: Any) -> bool:
     """Return whether :class:`Decoder` can replace the decoder of a causal LM: one of transformers' own four classes."""
     decoder = lm.get_decoder()
     known = all(type(block).__name__ in KNOWN for block in decoder.layers)
+    # A model folder may bring code of its own under the same class names.
     own_code = not type(lm).__module__.startswith("transformers.")
     return known and not own_code and {name for name, _ in decoder.named_children()} == set(PARTS)
 

@@ -49,7 +49,9 @@ def export_folder(
 
 def _write_config(folder: Path, config: PretrainedConfig) -> None:
     plain = config.to_dict()
+    # Training switches the cache off, and a model that others load should generate with one.
     plain["use_cache"] = True
+    # The name of the kernel exists in this package only.
     plain.pop("_attn_implementation", None)
     (folder / "config.json").write_text(json.dumps(plain, indent=2, default=str, sort_keys=True) + "\n")
 
@@ -74,6 +76,7 @@ def _write_weights(folder: Path, weights: Iterator[tuple[str, Tensor]], writes: 
             if not writes:
                 continue
             if not files or files[-1].num_bytes + tensor.nbytes > FILE_BYTES or not files[-1].has_room(name, tensor):
+                # The file before is complete, and closing it writes its header.
                 stack.pop_all().close()
                 files.append(stack.enter_context(SafetensorsWriter(folder / f"part-{len(files):05d}.safetensors")))
             files[-1].add(name, tensor)
@@ -88,6 +91,7 @@ def _name_files(folder: Path, files: list[tuple[Path, list[str]]], total: int) -
     weight_map = {}
     for index, (path, names) in enumerate(files):
         final = f"model-{index + 1:05d}-of-{len(files):05d}.safetensors"
+        # The names hold the number of files, which is known only now.
         path.rename(folder / final)
         weight_map.update(dict.fromkeys(names, final))
     index_text = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}, indent=2)

@@ -129,6 +129,7 @@ def pack_groups(
             token += int(r[row]) - 1
     first, sizes, positions = np.array(pieces, dtype=np.int64).T
     present = r > 0
+    # Two predictors a response: its first token is predicted by the prompt's last token, the others by the answer itself.
     predictors = np.stack([prompt_end[present] - 1, suffix_start[present]], axis=1).reshape(-1)
     predicted = np.stack([np.ones_like(r[present]), r[present] - 1], axis=1).reshape(-1)
     predicts = ranges(predictors, predicted)
@@ -147,6 +148,7 @@ def pack_groups(
 def pack_prompt(prompt: Tensor) -> Pack:
     """Pack a prompt alone, int64 [P], to compute its prefix KV and the state of its last token. It has no targets."""
     none = prompt.new_zeros(0)
+    # pack_rows leaves out a prompt without a response. A response of one token keeps it in and adds no token to the pack.
     pack = pack_rows(prompt, [len(prompt)], prompt[:1], [1])
     return replace(pack, targets=none, row=none, row_lengths=none)
 

@@ -129,6 +129,7 @@ class PackedModel(nn.Module):
         decoder = self.decoder
         needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
         hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.layout, needed, recorder)
+        # A copy of one row. A view would keep the states of the whole prompt alive as long as its prefix is used.
         return hidden[-1:].clone(), *recorder.outputs()
 
     def compute_prefix(self, prompt: Pack) -> PrefixKV:
@@ -146,6 +147,7 @@ def allocate(model: PackedModel, device: torch.device, on_host: bool = False) ->
         device: The device to compute on.
         on_host: Put the shards on the host.
     """
+    # Allocation gives every parameter memory of its own, so a tie has to be made again.
     tied = model.tied
     if on_host:
         allocate_on_host(model, device)

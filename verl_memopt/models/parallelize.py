@@ -92,6 +92,7 @@ def parallelize(
     if use.recompute:  # before sharding, so that FSDP's hooks stay outside of the recomputed part
         others = [unit for unit in units if not isinstance(unit, DecoderBlock)]  # a block of ours does it itself
         checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
+    # The value head is tiny and its product runs in fp32, so a cast to the compute dtype would only lose digits.
     exact = [packed.head] if isinstance(packed.head, ValueHead) else []
     large_head = None if exact else packed.head
     sharded = sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units)

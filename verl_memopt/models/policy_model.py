@@ -65,6 +65,7 @@ class LogProbHead(nn.Module):
         """
         if targets is None:
             return linear(hidden, self.weight, self.bias)
+        # If this forward computes the head's gradient, backward never reads the weight and need not gather it.
         gathered_for_forward(self, again_in_backward=token_gradient is None)
         chunk, tile = self.chunk_tokens, self.vocab_tile
         head = Head(self.weight, self.bias, temperature, chunk, tile, with_entropy, self.compiled)

@@ -31,6 +31,7 @@ class SafetensorsWriter:
         self._header_bytes = 0
         self._chunk = torch.empty(0, dtype=torch.uint8)
         self._file = path.open("wb")
+        # The header comes first in the file but needs the places of all tensors, so its room is kept free.
         self._file.write(b"\0" * (8 + HEADER_BYTES))
 
     @property
@@ -82,5 +83,6 @@ class SafetensorsWriter:
         for start in range(0, flat.numel(), CHUNK_BYTES):
             part = flat[start : start + CHUNK_BYTES]
             held = self._chunk[: part.numel()]
+            # Copied before it is written: the tensor may lie on a device, and the chunk limits what the host holds of it.
             held.copy_(part)
             self._file.write(held.numpy().data)

@@ -123,6 +123,7 @@ def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
     Args:
         config: Config of the causal LM. It is not changed.
     """
+    # A copy, because the causal LM goes on with its own config.
     changed = type(config).from_dict(config.to_dict())
     changed.name_or_path = config.name_or_path
     changed.num_labels = 1

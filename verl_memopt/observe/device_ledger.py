@@ -90,6 +90,7 @@ class DeviceLedger:
         Args:
             read: Returns what sleeps at the end of the body.
         """
+        # The driver's figures are true only once the queued work is done.
         device_room.synchronize(self._device)
         before = self.asleep
         self._end_stretch(before)

@@ -41,6 +41,8 @@ def replace_text(path: Path, text: str) -> None:
         with aside.open("w", encoding="utf-8") as file:
             file.write(text)
             file.flush()
+            # Without this a power failure could leave the new name with an empty file, since the rename may reach the disk
+            # first.
             os.fsync(file.fileno())
         aside.replace(path)
 

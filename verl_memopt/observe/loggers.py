@@ -99,6 +99,7 @@ class TensorBoardLogger:
         for name, value in metrics.items():
             if isinstance(value, Number):
                 self._writer.add_scalar(name, value, step)
+        # Flushed at each step, so that a run that is killed keeps its curve.
         self._writer.flush()
 
     def close(self, failed: bool = False) -> None:
@@ -139,6 +140,7 @@ class WandbLogger:
                 config=yaml.safe_load(place.folder.config.read_text(encoding="utf-8")),
                 dir=str(place.folder.path),
                 id=id_file.read_text(encoding="utf-8"),
+                # wandb continues the run of this id if it has one, and otherwise starts it.
                 resume="allow",
             )
         except wandb.errors.Error as error:
@@ -200,6 +202,7 @@ class StepLoggers:
             failed: The run ends with an error or by a signal.
         """
         with ExitStack() as closing:
+            # An exit stack calls back in reverse, so the loggers are closed in their order.
             for each in reversed(self._loggers):
                 closing.callback(each.close, failed)
 

@@ -89,6 +89,7 @@ class MemoryProbe:
         tracker, allocator = self._tracker if tracked else _nothing, self._allocator if on_gpu else _nothing
         with tracker(name, kind) as counted, allocator(name, kind) as read:
             yield lambda: measured[0]
+            # Work that is still queued on the GPU belongs to this phase, and would count to the next one.
             device_room.synchronize(self._device)
         figures = {**counted, **read} if on_gpu else counted
         memory = PhaseMemory(name, time.perf_counter() - started, **figures, host_rss_bytes=host_rss_bytes())
@@ -98,6 +99,7 @@ class MemoryProbe:
     @contextmanager
     def _allocator(self, name: str, kind: str) -> Iterator[dict]:
         ledger = ledger_of(self._device)
+        # Queued work of the phase before could still raise the peak after the reset.
         device_room.synchronize(self._device)
         ledger.reset_peaks()
         figures: dict = {"entered_bytes": ledger.allocated()}

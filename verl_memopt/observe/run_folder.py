@@ -141,6 +141,7 @@ class RunFolder:
         for path in (path for path in record if path.exists()):
             target = self.path / "previous" / path.name
             target.parent.mkdir(exist_ok=True)
+            # A rename replaces no folder that has files, so what an earlier run left there goes first.
             _remove(target)
             path.rename(target)
 

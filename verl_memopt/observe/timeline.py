@@ -114,6 +114,7 @@ def read_timeline(path: Path) -> list[TimelineRow]:
         DataError: Any other line is not a row. The message names file and line.
     """
     text = path.read_text(encoding="utf-8")
+    # Text after the last newline is a row that a kill has cut off.
     whole = text[: text.rfind("\n") + 1]
     reader = csv.DictReader(io.StringIO(whole, newline=""))
     return [_parsed(path, reader.line_num, cells) for cells in reader]

@@ -102,6 +102,7 @@ def compiler_works(device: torch.device) -> bool:
 def _compiles(device: torch.device) -> bool:
     values = torch.ones(4, 8, device=device)
     try:
+        # torch.compile is lazy: a missing compiler shows only when the function runs for the first time.
         torch.compile(_probe, dynamic=True)(values)
     # Errors of a missing compiler, header, package or driver, while compiling or at the first run.
     except (RuntimeError, OSError, ImportError, SubprocessError) as error:
@@ -167,6 +168,8 @@ def _compiled(function: Callable[..., Any], widths: tuple[Any, ...], others: tup
         if not marked:
             for one in tensors:
                 if one is not None:
+                    # Otherwise Dynamo takes the number of rows of the first call for a constant, and compiles again at the
+                    # second.
                     maybe_mark_dynamic(one, 0)
             marked = True
         return compiled(*tensors, *others)

@@ -36,5 +36,7 @@ def adds_in_place(parameter: Tensor) -> bool:
 
     The gathered parameter of an FSDP2 unit qualifies, because FSDP2 reads its ``.grad`` after the backward of the unit.
     """
+    # Autograd calls these hooks only for gradients that it accumulates itself. A gradient that is added here would bypass
+    # them.
     watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
     return parameter.is_leaf and parameter.requires_grad and not watched and type(parameter) in (Tensor, torch.nn.Parameter)

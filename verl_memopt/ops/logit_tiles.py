@@ -136,6 +136,8 @@ class LogitTiles:
         for part in parts[1:]:
             together = _merged(together, part)
         top, log_sum, picked, entropy, squares = together
+        # The target's logit and the largest one are subtracted first, because they are close. The sum of top and log_sum
+        # would be rounded at the size of the logits, and the log-prob would lose these digits.
         return Tokens((picked - top) - log_sum, top + log_sum, entropy, squares)
 
     def differentiate(
@@ -171,6 +173,7 @@ class LogitTiles:
                 hidden_gradient(matrix, weight, targets, into.hidden)
             if into.weight is not None:
                 part = into.weight[columns]
+                # Added in place: a product on its own would be a second matrix as large as this part of the weight.
                 torch.addmm(part, matrix.t(), hidden, out=part)
             if into.bias is not None:
                 into.bias[columns] += matrix.sum(0)
@@ -203,8 +206,10 @@ class LogitTiles:
         # In fp32 the product itself divides; in half precision it is rounded first, as a model's own logits are.
         factor = inverse if narrow is None else 1.0
         if bias is None:
+            # beta=0 ignores what the buffer still holds from the tile before, even a NaN.
             torch.addmm(product, hidden, weight, beta=0, alpha=factor, out=product)
         else:
+            # The bias is a part of the logits, so the temperature divides it too.
             torch.addmm(bias, hidden, weight, beta=factor, alpha=factor, out=product)
         if narrow is not None:
             wide.copy_(narrow)
@@ -260,6 +265,7 @@ def target_logits(logits: Tensor, targets: Tensor) -> Tensor:
         logits: fp32 [c, v].
         targets: int64 [c], as columns; they may lie outside of 0 to v - 1.
     """
+    # gather needs a valid column for every token. What it reads for a target outside is replaced by 0 in the next line.
     picked = logits.gather(-1, clamped(targets, logits)).squeeze(-1)
     return torch.where(is_inside(targets, logits), picked, 0.0)
 
@@ -390,8 +396,11 @@ def _merged(one: tuple[Any, ...], other: tuple[Any, ...]) -> tuple[Any, ...]:
     shares = (first - log_sum).exp(), (second - log_sum).exp()
     entropy = squares = None
     if one[3] is not None:
+        # The entropy of a mixture: the mean of each part's own entropy and of the negative log of its share.
         entropy = shares[0] * (one[3] + log_sum - first) + shares[1] * (other[3] + log_sum - second)
     if one[4] is not None:
+        # Each part's sum is relative to its own normalizer. So its probabilities shrink by the share, and their squares by
+        # its square.
         squares = shares[0].square() * one[4] + shares[1].square() * other[4]
     return top, log_sum, one[2] + other[2], entropy, squares
 

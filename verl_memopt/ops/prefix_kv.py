@@ -79,6 +79,7 @@ class PrefixKV:
 
     def backward(self) -> None:
         """Run the backward of the prompt. The backwards of all its answers must be over."""
+        # What got no gradient is left out. These roots are no scalars, so autograd would refuse a missing gradient.
         used = [one for one in (self._state, *self._pairs) if one.total is not None]
         torch.autograd.backward([one.root for one in used], [one.gradient() for one in used])
 
@@ -123,4 +124,6 @@ class _Prepend(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[None, Tensor, None]:
         if ctx.needs_input_grad[0]:
             ctx.prefix.add(grad[: ctx.tokens])
+        # The gradient of the prefix is not returned: it was added to an fp32 sum, while autograd would add it up in the
+        # compute dtype.
         return None, grad[ctx.tokens :], None

@@ -72,6 +72,8 @@ class RMSNorm:
         (x,), (weight,) = sources, parameters
         total = sums[0]
         if total is not None and runs_compiled(grad):
+            # Compiled, the sum over rows has to be a statement of its own. It could otherwise run after `grad` was
+            # overwritten.
             over_rows(norm_weight_gradient, (grad, x), self.eps, total)
             total = None
         over_rows(norm_gradient, (grad, x, into[0]), weight, self.eps, total)
@@ -115,6 +117,7 @@ def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """Return x [..., n] over its root mean square in fp32 or wider, and the inverse of that root [..., 1]."""
     wide = x.to(torch.promote_types(x.dtype, torch.float32))
     inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
+    # If x is fp32 already, `wide` is x itself, which belongs to the caller and must not change.
     return (wide * inverse if wide is x else wide.mul_(inverse)), inverse
 
 
@@ -136,6 +139,7 @@ def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: fl
         sums.add_(product.flatten(0, -2).sum(0))
     shared = product.mul_(weight).mean(-1, keepdim=True).neg_()
     del product  # before there is another tensor of its size
+    # Without a cast `above` is the caller's gradient, and only a copy of it may be overwritten.
     weighted = above * weight if above is grad else above.mul_(weight)
     into.copy_(weighted.addcmul_(normal, shared).mul_(inverse))
 
@@ -148,6 +152,7 @@ def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> N
 
 def _norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
     normal, _ = normalized(x, eps)
+    # The weight multiplies what is rounded already, because transformers does so. The other order gives other last bits.
     torch.mul(normal.to(x.dtype), weight, out=out)
 
 
@@ -156,6 +161,7 @@ def _gate(gate: Tensor, up: Tensor, out: Tensor) -> None:
 
 
 def _gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, into_gate: Tensor, into_up: Tensor) -> None:
+    # Both are computed before anything is written, because `into_gate` and `into_up` may be gate and up themselves.
     active, above = silu(gate), grad * up
     torch.mul(grad, active, out=into_up)
     torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=active)
@@ -300,6 +306,7 @@ class _RecomputedProducts(torch.autograd.Function):
                 if total is not None:
                     total.add(grad, value[places] if of_rows else value, alone=len(cuts) == 1)
             if further:
+                # The value is not read any more, so its memory takes its own gradient from here on.
                 _through(above, weights, ctx.marked, places, value)
                 recomputable.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums)
             del value, above  # freed before those of the next tile are allocated
@@ -342,10 +349,12 @@ class WeightSum:
         """
         if not self.total.numel():
             product = torch.mm(grad.t(), value)
+            # One tile needs no sum, so it stays in the dtype of the product and is rounded once.
             self.total = product if alone else product.to(self.wide)
         elif self.wide == self.dtype:
             torch.addmm(self.total, grad.t(), value, out=self.total)  # counted by torch's FLOP counter
         else:
+            # addmm cannot add a product in half precision to an fp32 sum.
             self.total.add_(torch.mm(grad.t(), value))
 
     def gradient(self) -> Tensor:

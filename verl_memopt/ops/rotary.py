@@ -68,6 +68,7 @@ class _RotaryEmbedding(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, weight, cos, sin = ctx.saved_tensors
+        # Not empty_like, which would keep the strides of a gradient that is a transposed view.
         x_grad = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
         sums = weight_sums((weight,), ctx.needs_input_grad[1:2])[0]
         rotary_backward(grad, x, weight, ctx.eps, cos, sin, x_grad, sums)
@@ -122,6 +123,7 @@ def rotary_backward(
         into.copy_(grad)
         return
     if sums is not None and x is not None and runs_compiled(grad):
+        # Compiled, the sum over rows has to be a statement of its own. It could otherwise run after `grad` was overwritten.
         over_rows(_weight_statement, (grad, x, cos, sin), eps, sums)
         sums = None
     over_rows(_backward_statement, (grad, x, cos, sin, into), weight, eps, sums)

@@ -32,7 +32,9 @@ def hidden_gradient(matrix: Tensor, weight: Tensor, targets: Tensor, out: Tensor
     others = torch.where(is_inside(targets, matrix)[:, None], 0.0, terms)
     matrix.scatter_(-1, places, others)
     torch.mm(matrix, weight, out=out)
+    # Restored, because the gradient of the head's weight is computed from this matrix afterwards.
     matrix.scatter_(-1, places, terms)
+    # This leaves 0 for targets outside of these columns, whose rows the product has used whole.
     terms -= others
     for start in range(0, out.shape[0], ROWS_AT_ONCE):
         rows = slice(start, start + ROWS_AT_ONCE)

@@ -51,6 +51,7 @@ class RewardProcess:
         run_end, process_end = socket.socketpair()
         lifeline_end, self._lifeline = os.pipe()
         self._progress = tempfile.TemporaryFile()  # noqa: SIM115 - closed in close()
+        # A process that dies before its first row must not look as if it were at row 0.
         os.pwrite(self._progress.fileno(), PROGRESS.pack(-1, 0.0), 0)
         self._log = log
         self._log_start = log.stat().st_size if log is not None and log.is_file() else 0
@@ -66,6 +67,7 @@ class RewardProcess:
                 start_new_session=True,
                 env={**os.environ, MARK: self._mark.partition("=")[2]},
             )
+        # Otherwise this process would itself hold the other end open and never see the connection close.
         process_end.close()
         os.close(lifeline_end)
         self.connection = Connection(run_end.detach())
@@ -112,6 +114,7 @@ class RewardProcess:
 
     def receive(self) -> list[Outcome] | None:
         """Return the outcomes that have arrived, or None if the process has died."""
+        # Asked before the poll: what a process sends just before its death would otherwise be lost.
         alive = self.is_alive()
         try:
             if self.connection.poll():
@@ -153,6 +156,8 @@ class RewardProcess:
         """End the process and all that it started. May be called twice."""
         if self.connection.closed:
             return
+        # The supervisor ends everything once the lifeline closes. Killing it first would leave the orphans that it has
+        # adopted.
         self.connection.close()
         os.close(self._lifeline)
         try:

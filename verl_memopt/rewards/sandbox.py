@@ -112,6 +112,8 @@ class Grader:
             return await asyncio.gather(*calls)
         finally:
             for call in calls:
+                # Calls that have begun cannot be stopped, but those that wait for a thread would keep the service busy for
+                # nothing.
                 call.cancel()
 
     def run(self, program: str, case: Case) -> Verdict:
@@ -133,6 +135,7 @@ class Grader:
             "fetch_files": [],
         }
         for attempt in range(TRIES):
+            # The first attempt waits for nothing, and each later one longer: the service may be overloaded.
             time.sleep(self._patience.backoff_seconds * attempt)
             try:
                 answer = ask(self._sandbox.url, body, self._patience)

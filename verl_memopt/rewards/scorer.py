@@ -137,6 +137,8 @@ class Serving:
         try:
             values = self._function(data_sources=sources, solution_strs=solutions, ground_truths=truths, extra_infos=infos)
             if self._loop is not None:
+                # A batch function may be async. It was called like any other, and what it gave is a coroutine that still has
+                # to run.
                 values = self._loop.run(values)
         except (Exception, SystemExit) as problem:  # noqa: BLE001 - the user's function may raise anything, and all of it is reported
             return [failure(index, problem, self._limits) for index in indices]

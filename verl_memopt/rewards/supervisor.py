@@ -68,14 +68,17 @@ def main(pipe: int, lifeline: int, progress: int, log: str | None, limits: tuple
     signal.pthread_sigmask(signal.SIG_UNBLOCK, RUN_SIGNALS)
     bound = Limits(*limits)
     output, printed = os.pipe() if log is not None else (-1, -1)
+    # The programs that a reward function starts must not hold these open: the run would never see them close.
     for fd in (pipe, lifeline, progress):
         os.set_inheritable(fd, False)
+    # Before the fork, so that no orphan of the scorer can escape to init in between.
     _prctl(_SET_CHILD_SUBREAPER, 1)
     parent = os.getpid()
     child = os.fork()
     if child == 0:
         os.close(lifeline)
         _run_scorer(parent, pipe, progress, output, printed, bound)
+    # The scorer alone holds its end now. So the run sees the connection close as soon as the scorer dies.
     os.close(pipe)
     if printed >= 0:
         os.close(printed)
@@ -98,6 +101,7 @@ def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int
     code = 1
     try:
         _prctl(_SET_PDEATHSIG, signal.SIGKILL)
+        # The supervisor may have died before the death signal was set, and then nobody would send it.
         if os.getppid() != parent:
             os._exit(0)
         if printed >= 0:
@@ -117,6 +121,8 @@ def _run_scorer(parent: int, pipe: int, progress: int, output: int, printed: int
         with contextlib.suppress(OSError, ValueError):
             sys.stdout.flush()
             sys.stderr.flush()
+        # os._exit, because a normal exit would run the cleanup of the supervisor's copy too, from which this process was
+        # forked.
         os._exit(code)
 
 
@@ -130,6 +136,7 @@ class _Watch:
         self._row: tuple[int, float] = (-1, 0.0)
         self._cpu_before = 0.0
         self._wakeup, write = os.pipe()
+        # A signal handler that waited for a full pipe would hang the supervisor.
         os.set_blocking(write, False)
         os.set_blocking(self._wakeup, False)
         signal.set_wakeup_fd(write, warn_on_full_buffer=False)
@@ -140,6 +147,7 @@ class _Watch:
         """Return the scorer's wait status once none of its processes is left (0 if the run has ended)."""
         status, reason = self._wait()
         clean = end_descendants(END_SECONDS)
+        # What the processes printed before they were killed is still in the pipe, and explains their end.
         while self._take_output():
             pass
         text = reason.encode()
@@ -154,6 +162,8 @@ class _Watch:
                 return status, ""
             fds = [self._lifeline, self._wakeup, *([self._output] if self._output >= 0 else [])]
             ready = select.select(fds, [], [], max(0.0, next_check - time.monotonic()))[0]
+            # The parent's id is compared too: a process that still holds the pipe's other end would keep it open after the
+            # run's death.
             if self._lifeline in ready or os.getppid() != self._parent:
                 return 0, ""
             if self._wakeup in ready:
@@ -190,9 +200,12 @@ class _Watch:
     def _passed_limit(self) -> str:
         """Return what limit the processes have passed, in words; empty for none."""
         tree, limits = descendants(os.getpid()), self._limits
+        # The sum of resident memory counts shared pages several times but is cheap. The exact sum is asked only beyond the
+        # limit.
         if resident_bytes(tree) > limits.memory_bytes and proportional_bytes(tree) > limits.memory_bytes:
             return f"held more memory, with the processes it started, than {KEY}.memory_gb={limits.memory_gb:g}"
         waited = os.times()
+        # Processes that have ended are not in the tree any more, and their time would be lost from the sum.
         spent = cpu_seconds(tree) + waited.children_user + waited.children_system
         row = scorer.PROGRESS.unpack(os.pread(self._progress, scorer.PROGRESS.size, 0))
         if row != self._row or row[0] < 0:
@@ -205,6 +218,7 @@ class _Watch:
 def _end_as(status: int) -> None:
     """End this process as the scorer ended, so that the process that waits for it sees the true status."""
     if os.WIFSIGNALED(status):
+        # The default action, because a handler would keep this process from dying of the signal.
         number = os.WTERMSIG(status)
         with contextlib.suppress(OSError, ValueError):  # SIGKILL has no handler to remove
             signal.signal(number, signal.SIG_DFL)

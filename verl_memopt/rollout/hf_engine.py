@@ -99,6 +99,8 @@ class HfEngine:
             if self._keeps_weights:
                 self._kept = self._on_host()
             for parameter in self._model.parameters():
+                # The storage is emptied and not the tensor replaced, so all views of the weights stay valid and become whole
+                # on waking.
                 parameter.untyped_storage().resize_(0)
         self._state.slept(self._keeps_weights)
         empty_cache(self._place.device)
@@ -139,6 +141,8 @@ class HfEngine:
     ) -> tuple[list[list[int]], list[list[float]]]:
         """Return response ids and log-probs (empty where not requested) of a few rows."""
         ids, mask = left_padded(prompts, self._place.device)
+        # The sampler adds noise from a generator of each row, so that the largest score is the sample. generate() itself
+        # would draw all rows from one generator.
         sampler = RowSampler(sampling, seeds, mask, self._processed)
         stops = [] if sampling.ignore_eos else list(self._place.eos_token_ids)
         generate: Any = self._model.generate  # typed by transformers for its own classes only
@@ -223,6 +227,7 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         with torch.device("meta"):
             model = AutoModelForCausalLM.from_config(config, dtype=dtype, trust_remote_code=remote)
         model.to_empty(device=place.device)
+        # Materialising gives every parameter memory of its own, so the ties are made again.
         model.tie_weights()
         rebuild_buffers(model, place.device)
     else:
@@ -230,5 +235,6 @@ def _build(load_format: str, dtype: torch.dtype, place: EnginePlace) -> nn.Modul
         model.to(place.device)  # type: ignore[arg-type]
         for parameter in model.parameters():  # own memory, which can be freed and allocated again; a mapped file cannot
             parameter.data = parameter.data.clone()
+    # A model folder's own generation settings (temperature, top_k) would change the scores behind the settings of the run.
     model.generation_config = GenerationConfig()
     return model.requires_grad_(False).eval()

@@ -93,6 +93,7 @@ def attribute_replaced(owner: Any, name: str, value: Any) -> Iterator[None]:
 
 def _restore_handlers(handlers: dict[signal.Signals, Callable[..., Any] | int | None]) -> None:
     for number, handler in handlers.items():
+        # A handler of None was not set from Python, and signal.signal() cannot set it again.
         if handler is not None and signal.getsignal(number) is not handler:
             signal.signal(number, handler)
 

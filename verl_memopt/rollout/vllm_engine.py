@@ -87,6 +87,7 @@ class VllmEngine:
         self._can_sleep = can_sleep(rollout, place)
         self._sleep_level = sleep_level(rollout)
         self._cap = DeviceCap(place.device, place.device_limit_bytes)
+        # vLLM destroys the default process group when it shuts down. Training in this process still needs its own.
         self._keep_group = dist.is_initialized()
         self._expected: ExpectedWeights | None = None
         self._map: WeightMap | None = None
@@ -110,6 +111,7 @@ class VllmEngine:
         self._state.check_ready()
         check_rows(prompt_ids, seeds, sampling.max_tokens, self._longest)
         prompts = [{"prompt_token_ids": ids} for ids in prompt_ids]
+        # vLLM seeds the generators of this process, and training must not depend on the length of a rollout.
         with random_state_kept(self._place.device), self._stoppable(stopped):
             outputs = self._llm.generate(prompts, [self._parameters(sampling, seed) for seed in seeds], use_tqdm=False)
         answers = [output.outputs[0] for output in outputs]
@@ -139,6 +141,7 @@ class VllmEngine:
             engine.abort_request(list(engine.output_processor.request_states), internal=True)
             raise
         finally:
+            # This removes the attribute of the instance, so that the method of the class is found again.
             del engine.step
 
     def load_weights(self, weights: Weights) -> None:
@@ -150,9 +153,14 @@ class VllmEngine:
             if self._in_place:
                 self._llm.apply_model(lambda model: self._write(model, checked))
             else:
+                # Copies, because a slice may share the bucket's memory, which the next slice overwrites before vLLM has used
+                # this one.
                 copies = ((name, tensor.clone()) for name, tensor in joined(checked, self._dtype))
                 self._llm.collective_rpc("reload_weights", kwargs={"weights_iterator": copies})
+            # The check of the weights runs inside of the iterator. It ends with an error if some are missing, so it is read
+            # to the end.
             assert next(checked, None) is None, "vLLM left some weights out"
+            # Cached keys and values of prompts come from the old weights.
             self._llm.reset_prefix_cache()
 
     def compare_weights(self, weights: Weights) -> WeightComparison:
@@ -206,6 +214,7 @@ class VllmEngine:
             return
         self._wake_all()
         engine = self._llm.llm_engine
+        # Each reference here would keep the engine's memory alive beyond free_cached_memory below.
         del self._llm
         self._map = None
         with self._cap.changing(asleep_in_vllm, refuse=False):
@@ -252,6 +261,7 @@ class VllmEngine:
 def _start(arguments: dict[str, Any], place: EnginePlace) -> Any:
     """Return a started vLLM engine. Process-wide choices are made first."""
     os.environ.update(ENVIRONMENT)
+    # With several ranks vLLM is told that an external launcher has started it, and reads its place from these variables.
     os.environ.update(RANK=str(place.rank), WORLD_SIZE=str(place.world_size), LOCAL_RANK=str(place.local_rank))
     with quiet_start():
         try:
@@ -309,6 +319,7 @@ def _unlink_shared_memory(place: EnginePlace) -> None:
     """Remove the names once all ranks have joined. The memory then ends with its processes, however they end."""
     if is_gpu(place.device) or place.tensor_parallel_size == 1:
         return
+    # A name that is removed before every rank has joined is a segment that the late rank cannot find.
     dist.barrier()
     own_names = set(Path("/dev/shm").glob(f"{_shared_memory_name(place)}-*"))
     _unlink_message_queues()

@@ -94,6 +94,7 @@ def check_free_memory(utilization: float, rollout: schema.Rollout, device: torch
 
 
 def free_cached_memory(device: torch.device, with_pools: bool = False) -> None:
+    # What refers to itself in a circle is freed by the garbage collector only, and until then its blocks cannot be returned.
     """Collect garbage and return the allocator's unused blocks to the driver.
 
     Args:

@@ -78,6 +78,7 @@ class CheckpointStore:
             CheckpointError: The folder cannot be made.
         """
         aside = self._aside(step)
+        # A folder under this name is what a killed run left unfinished.
         shutil.rmtree(aside, ignore_errors=True)
         try:
             aside.mkdir(parents=True)
@@ -111,13 +112,19 @@ class CheckpointStore:
             finite_score = score if score is not None and math.isfinite(score) else None
             manifest = Manifest(step, self.lineage().last_commit + 1, world_size, torch.__version__, finite_score, files)
             write_manifest(aside, manifest)
+            # Its checksum is inside the manifest, so this record is not kept. The call forces the file to disk.
             record_file(aside / MANIFEST)
+            # Names must be on disk before the rename; otherwise a power failure could leave the final name with missing
+            # files.
             sync_folders(aside)
             if final.exists():
                 # The old one is removed once the new one is in its place.
                 os.replace(final, self._emptied(final))
+            # The rename makes the checkpoint visible at once and whole. What is before it can be lost without harm.
             os.replace(aside, final)
+            # verl's tracker file comes after the checkpoint that it names, so that it never names a missing one.
             _write_whole(self.root / TRACKER, f"{step}\n")
+            # A rename is a change of the folder, and lasts through a power failure only once the folder is on disk.
             sync_folder(self.root)
         except (OSError, RuntimeError) as error:
             raise self.failed(step, str(error)) from error
@@ -251,17 +258,20 @@ class CheckpointStore:
             if name not in records:
                 records[name] = record_file(path)
         for name, record in records.items():
+            # The disk may have cut a file short without an error, and the checksum alone would show that only on resume.
             size = present[name].stat().st_size if name in present else 0
             if size != record.size:
                 raise OSError(f"{name} has {size} bytes on disk, and {record.size} were written")
         return {name: records[name] for name in sorted(records)}
 
     def _prune(self) -> None:
+        # What a killed run has left half written or half removed.
         for path in self.root.glob(f"global_step_*{AWAY}"):
             shutil.rmtree(path, ignore_errors=True)
         if self.keep is None:
             return
         steps = self.steps()
+        # A proven checkpoint stays, because the newest ones may hold weights that have already gone bad.
         kept = {*steps[-self.keep :], self.proven(), self.best() if self.keep_best else None}
         for step in steps:
             if step not in kept:
@@ -275,6 +285,8 @@ class CheckpointStore:
         """
         away = self._emptied(folder)
         with disk_refusals(folder):
+            # A rename first: removing a folder takes time, and a kill in the middle would leave a broken checkpoint under its
+            # name.
             os.replace(folder, away)
         shutil.rmtree(away, ignore_errors=True)
 

@@ -87,6 +87,7 @@ class Generator:
             Stopped: a stop was requested and the rollout abandoned.
         """
         n = self.rollout.n
+        # Another round must not repeat the samples of an earlier one, so it counts its samples on from there.
         seeds = sampling_seeds(prompts.prompts, n, self.seed, step, first_sample=earlier_rounds * n)
         sampling, tensor_parallel = train_sampling(self.rollout), self.rollout.tensor_model_parallel_size
         try:
@@ -189,9 +190,11 @@ def generate(
         Stopped: an engine abandoned the rollout.
     """
     num_engines = workers.world_size // tensor_parallel
+    # Rounded bounds, so that the shares differ by at most one prompt and none is lost.
     bounds = [len(prompt_ids) * index // num_engines for index in range(num_engines + 1)]
     shares = [slice(bounds[index], bounds[index + 1]) for index in range(num_engines)]
     arguments = [(prompt_ids[share], seeds[share], sampling, may_stop) for share in shares for _ in range(tensor_parallel)]
+    # The ranks of one engine return the same answers, so one of each is taken.
     answered = workers.each(phase, Worker.generate, arguments)[::tensor_parallel]
     generations = [generation for generation in answered if generation is not None]
     if len(generations) < len(answered):

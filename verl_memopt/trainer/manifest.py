@@ -99,6 +99,7 @@ def _render(fields: Mapping[str, Any]) -> str:
 
 
 def _read(fields: dict[str, Any], text: str) -> Manifest:
+    # The text is written again from its fields and compared whole. So a change that JSON would read as the same is found too.
     if text != _render({name: value for name, value in fields.items() if name != "digest"}):
         raise ManifestError(f"{MANIFEST} has other contents than were written")
     if fields["format"] != FORMAT or fields["algorithm"] != ALGORITHM:

@@ -80,6 +80,7 @@ class MiniBatchCutter:
     def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
         """Return each rank's share of one mini-batch, which has these rows."""
         tokens, sizes = batch.row_tokens(), batch.kept_sizes()
+        # At least one token, because the loss of a mini-batch without any would be 0 / 0.
         counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
         shares = self.shares(batch, rows)
         bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)

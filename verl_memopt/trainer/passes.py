@@ -140,6 +140,7 @@ def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_
     if not even_out:
         return [list(rows[rank * share : (rank + 1) * share]) for rank in range(world_size)]
     unit = _together(tokens, rows, share)
+    # Units of equal size, because each rank must have the same number of rows.
     units = [rows[start : start + unit] for start in range(0, len(rows), unit)]
     parts = balance([tokens.cost(members) for members in units], world_size)
     return [sorted(row for index in part for row in units[index]) for part in parts]
@@ -167,6 +168,7 @@ def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
     for unit in sorted((rows for rows in units if rows), key=tokens.cost, reverse=True):
         total, rank = heapq.heappop(load)
         shares[rank].extend(unit)
+        # A unit without tokens counts as one, so that empty rows are spread over the ranks too.
         heapq.heappush(load, (total + max(tokens.cost(unit), 1), rank))
     return [sorted(share) for share in shares]
 

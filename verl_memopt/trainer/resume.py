@@ -61,6 +61,7 @@ def find_checkpoint(
     else:
         assert trainer.resume_from_path is not None, "checked when settings are loaded"
         checkpoint = read_checkpoint(Path(trainer.resume_from_path))
+        # The checkpoint may lie in another run's folder, and must then not be marked or removed as one of this run.
         store.resumed(checkpoint)
     for key, contents in loaded.items():
         if checkpoint is not None and "model" not in contents:

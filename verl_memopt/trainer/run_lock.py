@@ -87,6 +87,7 @@ class RunLock:
             os.close(descriptor)
             return None
         holder = {"pid": os.getpid(), "host": socket.gethostname(), "started": time.strftime("%Y-%m-%d %H:%M:%S")}
+        # Only after the lock is held, since until then the content belongs to another run.
         os.ftruncate(descriptor, 0)
         os.pwrite(descriptor, (json.dumps(holder) + "\n").encode(), 0)
         return descriptor

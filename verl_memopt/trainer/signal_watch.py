@@ -48,6 +48,7 @@ class SignalWatch:
         set_of_process(self.interrupts)
         self._ending = threading.Event()
         self._read, write = os.pipe()
+        # A full pipe must not block the interpreter inside its signal handler.
         os.set_blocking(write, False)
         for number in EXIT_CODES:
             if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):
@@ -106,6 +107,7 @@ def _last_words(text: str) -> None:
         if os.isatty(descriptor):
             os.write(descriptor, SHOW_CURSOR)
     _write_line(text)
+    # On the level of descriptors, so that C++ libraries are silent too.
     nowhere = os.open(os.devnull, os.O_WRONLY)
     for descriptor in (1, 2):
         os.dup2(nowhere, descriptor)

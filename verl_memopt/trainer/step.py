@@ -108,6 +108,8 @@ class Learner:
         if critic is not None:
             batch.metrics |= critic.update(*batch.for_update(), step)
         if updates_policy:
+            # The workers run forward, backward and optimizer step. Where the loss is a sum over tokens, the LM head computes
+            # its gradient in its forward, and backward() only hands it on (memory/logits/chunked_logprob.py).
             self.policy.update(batch)
         if updates_policy or self.rollouts.generator.frees_engine:  # a sleeping engine keeps no weights
             self.sync_weights()
@@ -162,6 +164,7 @@ class Learner:
         batch.metrics |= budget_metrics(self.learned_budgets())
         batch.metrics |= self.step_metrics.describe(batch, self.kl_control.coefficient)
         if batch.advantages.kl_mean is not None:
+            # Adapted after the metrics, which report the coefficient that this step has used.
             self.kl_control.update(batch.advantages.kl_mean, batch.rows.num_rows)
         return batch
 
@@ -358,6 +361,8 @@ class OnPolicy:
     def update(self, batch: StepBatch) -> None:
         """Take the optimizer step on the workers, and add its metrics and the old log-probs."""
         per_rank = self.policy_update.cut(*batch.for_update(), batch.step)
+        # Strictly on-policy the gradient of each token is known in the forward. So the head computes it there, and returns
+        # the log-probs of the same forward.
         updates = self.workers.each("update_actor", Worker.update_on_policy, [tuple(minis) for minis in per_rank])
         log_probs = [update.log_probs for update in updates]
         batch.rows.old_log_probs = self.policy_update.gather_log_probs(batch.rows, log_probs, batch.step)

@@ -57,6 +57,8 @@ def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Pat
             if model.lora_rank > 0:
                 save_adapter(adapter, trained.model, str(model.path), model.lora_rank, model.lora_alpha, rank == 0)
             if rank == 0:
+                # Recorded after both are written: a safetensors file gets its header last, so it cannot be hashed while it is
+                # written.
                 records |= record_folder(exported, folder) | record_folder(adapter, folder)
             return records
         except (OSError, SafetensorError) as error:

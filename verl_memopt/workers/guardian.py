@@ -55,6 +55,7 @@ class Guardian:
         assert self._process.stdin is not None
         assert self._process.stdout is not None
         self._pipe = self._process.stdin
+        # The guardian says that it watches. Before that, a process born now would count as one that existed already.
         self._process.stdout.readline()
         os.environ[MARK] = value
 
@@ -84,9 +85,11 @@ def guard(starter: int, value: str) -> None:
 
     Processes whose environment has ``VERL_MEMOPT_GUARDED_BY`` with this value are killed as well.
     """
+    # A scheduler sends these to every process of a job, and the guardian must outlive the one that it watches.
     for number in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP):
         signal.signal(number, signal.SIG_IGN)
     # Processes are equal if id and start time are. An id alone may be used again.
+    # What exists already is not the guardian's: it belongs to the program that starts Ray.
     others, guarded = _below(starter), set[psutil.Process]()
     os.write(1, b"ready\n")
     starting = True

@@ -32,6 +32,7 @@ class LogProbs:
 
 def scoring_temperature(rollout: Rollout) -> float:
     """Return what log-probs divide the logits by: the temperature of the rollouts, or 1 where the rollouts are greedy."""
+    # Greedy rollouts have no distribution that they sample from, and a temperature of 0 would divide by 0.
     return rollout.temperature if rollout.do_sample else 1.0
 
 

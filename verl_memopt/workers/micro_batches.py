@@ -74,6 +74,7 @@ def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_pr
         if len(chain) == 1:
             yield micro_batch(batch, chain[0])
             continue
+        # The prompt is packed once for the chain. Each part holds the same object, and the first one has it computed.
         prompt = pack_prompt(batch.select(chain[0][:1]).prompts.flat)
         for part in chain:
             chosen = batch.select(part)

@@ -73,6 +73,7 @@ class Objective:
 
         def gradient(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
             with torch.enable_grad():
+                # Leaves of a small graph of their own: the head's graph does not exist yet when this is called.
                 log_probs = log_probs.detach().requires_grad_()
                 entropy = None if entropy is None else entropy.detach().requires_grad_()
                 if on_policy_gradient is None:
@@ -81,6 +82,8 @@ class Objective:
                     loss = (log_probs * on_policy_gradient[rows]).sum()
                 for weight, _, value in self._penalties(log_probs, entropy, rows):
                     loss = loss + weight * value
+                # Backward starts from the loss times the number of ranks, so the gradient that is computed before it has the
+                # same factor.
                 loss = loss * scale
             if entropy is None:
                 return torch.autograd.grad(loss, log_probs)[0], None
@@ -115,6 +118,7 @@ class Objective:
 
     def _old(self, log_probs: Tensor, rows: slice) -> Tensor:
         old = self.micro.old_log_probs
+        # Detached: strictly on-policy the ratio has the value 1, and its gradient is that of the new log-prob alone.
         return log_probs.detach() if old is None else old[rows]
 
     def _penalties(self, log_probs: Tensor, entropy: Tensor | None, rows: slice) -> list[tuple[float, str, Tensor]]:
@@ -124,6 +128,7 @@ class Objective:
 
         def mean(values: Tensor) -> Tensor:
             mode, scale_factor = actor.loss_agg_mode, actor.loss_scale_factor
+            # Set to 0 before the sum. A product with a mask would keep a NaN of a rejected token.
             values = values if kept is None else values.where(kept[rows], 0.0)
             return aggregate(values, pack.row[rows], self._lengths, mode, self.counts, scale_factor)
 

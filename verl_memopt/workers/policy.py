@@ -122,8 +122,11 @@ class Policy:
         def loss(micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None) -> tuple[Tensor, dict[str, Tensor]]:
             objective = Objective(micro, counts, self.actor, self.bypass)
             token_gradient = objective.token_gradient(self.trained.world_size)
+            # With a token_gradient the head computes its gradient in this forward. The backward() of the loss, which
+            # TrainedModel runs, then only hands it on to the blocks.
             log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, token_gradient, prefix_kv)
             if self._log_probs is not None:
+                # Detached, because the list outlives the graph of the micro-batch.
                 self._log_probs.append(log_probs.detach())
             return objective.loss(log_probs, entropy)
 

@@ -194,6 +194,7 @@ class Connection:
         if self._started:
             self._heads = {pid: name for pid in self._started if (name := HEADS.get(psutil.Process(pid).name()))}
             self._remember_started()
+        # From here on the guardian follows parents only, so processes that others start later are left alone.
         if self._guardian is not None:
             self._guardian.all_started()
 
@@ -210,9 +211,11 @@ def stop_signals_blocked() -> Iterator[None]:
     try:
         yield
     finally:
+        # Python allows signal.signal() in the main thread only.
         if threading.current_thread() is threading.main_thread():
             for number, handler in handlers.items():
                 signal.signal(number, handler)
+        # After the handlers are in place again, so that a signal that waits reaches the run's handler and not Ray's.
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
 
 
@@ -266,6 +269,7 @@ def own_folder() -> Path:
         raise ConfigError(
             f"{name}={parent}: {folder} cannot be created ({error.strerror}). Set RAY_TMPDIR to a folder of yours."
         ) from error
+    # lstat and not stat: a link that another user has put there must not lead elsewhere.
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
         raise ConfigError(f"{name}={parent}: {folder} is not a folder of yours. Set RAY_TMPDIR to a folder of yours.")
     folder.chmod(0o700)
@@ -325,6 +329,7 @@ def reserve(request: Request, timeout_seconds: float) -> list[Any]:
     groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(request.nnodes)]
     placed, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout_seconds)
     if waiting:
+        # Groups that were placed hold their room until they are removed, and the error would leave them behind.
         release(groups)
         free = _resources(ray.available_resources())
         raise WorkerError(

@@ -201,6 +201,7 @@ class RayGroup:
                 options = ray.remote(Member).options(
                     num_cpus=1,
                     num_gpus=1 if request.gpu else 0,
+                    # A worker meets others in collectives, so its calls must run one at a time and in their order.
                     max_concurrency=1,
                     scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),
                 )
@@ -220,6 +221,7 @@ class RayGroup:
 
         pickled = cloudpickle.dumps(factory)
         nodes = [home.node for home in self.homes]
+        # On one node the loopback address needs no firewall to be open, and nobody else can connect.
         address = LOOPBACK if len(set(nodes)) == 1 else self.homes[0].address
         calls = []
         for rank, member in enumerate(self._members):

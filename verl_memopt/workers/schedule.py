@@ -49,6 +49,7 @@ def build_optimizer(
         kind, options = BucketedAdamW, options | buckets
     try:
         accepted = inspect.signature(kind).parameters
+        # A class of another library gets only the arguments that it knows, so that it need not have torch's.
         options |= {name: value for name, value in optional.items() if name in accepted}
         return kind(parameters, **{**options, **(optim.override_optimizer_config or {})})
     except (TypeError, ValueError, RuntimeError) as error:
@@ -134,6 +135,7 @@ def _shape(warmup: int, steps: int, optim: Optim, key: str) -> Callable[[int], f
         if name == "cosine_with_restarts" and (optim.num_cycles < 1 or optim.num_cycles % 1):
             raise ValueError(f"num_cycles={optim.num_cycles} is not a whole number of cycles")
         schedule = get_scheduler(name, stand_in, 0, steps, {**arguments.get(name, {}), **(optim.lr_scheduler_kwargs or {})})
+        # Called once, because some schedules show a wrong argument only when they are computed.
         schedule.lr_lambdas[0](steps)
     except (TypeError, ValueError, ArithmeticError) as error:
         raise ConfigError(

@@ -90,6 +90,7 @@ class SyncCheck:
                 f"debug.mode=sync_check: after a weight sync the engine took {stale} tokens of a prompt from its prefix cache, "
                 "which older weights have computed. The cache must be reset with every sync."
             )
+        # A second call shows whether the cache works at all. Without it, a cache that keeps nothing would always pass.
         cached = engine.generate([self.probe], [0], PROBE_SAMPLING).cached_tokens
         if not self._has_logged_cache:
             self._has_logged_cache = True

@@ -200,6 +200,7 @@ class TrainedModel:
             smaller = cut_again(error, self.model, tokens, mini.micro_batches, fullest)
             if smaller is None:
                 return None
+            # In place, because the caller matches the outputs of the step with the micro-batches that were really run.
             mini.micro_batches[:] = smaller
             return micro_batches_of(mini.batch, smaller, self.model.supports_prefix_kv)
 
@@ -223,6 +224,7 @@ class TrainedModel:
             loss_of: The loss.
             restart: Cuts the mini-batch again after an out-of-memory error. None = the error is raised.
         """
+        # The learning rate is read first, because apply() advances the schedule.
         role, learning_rate = self.role, self.schedule.get_last_lr()[0]
         metrics = self._accumulate_whole(micro_batches, counts, loss_of, restart)
         metrics[role.grad_norm] = self.clip()

@@ -92,6 +92,8 @@ class Worker(WorkerFiles):
             with self._report_out_of_memory("init"), self.probe.phase("init", counted, kind="built") as report:
                 self._build()
         except BaseException:
+            # A worker that is half built still holds engines and limits of the process, and nobody else has a reference to
+            # it.
             self.close()
             raise
         self.init_memory = report()
@@ -113,6 +115,7 @@ class Worker(WorkerFiles):
             self.probe.phase(phase, counted) as report,
             recutting(self.device, may_go_on) as recut,
         ):
+            # Host buffers are counted anew in each phase, as the device's bytes are.
             host_allocator().reset_peak()
             value = getattr(self, method)(*args)
         memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes)
@@ -167,6 +170,7 @@ class Worker(WorkerFiles):
         assert self.policy is not None
         rollout = self.settings.rollout
         if self.plan.free_engine:
+            # The engine takes its memory from the driver, so the trainer's unused blocks must go back first.
             empty_cache(self.device)
             self.engine.wake_up("weights")
         dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
@@ -286,6 +290,7 @@ class Worker(WorkerFiles):
             self.release_engine()
         roles = RoleBuilder(self.plan, place, self.device, self.residency)
         self.policy = roles.policy()
+        # Each model rests before the next one is built, so that two of them need not fit on the device at once.
         self.residency.rest()
         if self.plan.reference_folder is not None:
             self.reference = roles.reference(Path(self.plan.reference_folder))

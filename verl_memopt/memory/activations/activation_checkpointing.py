@@ -73,6 +73,7 @@ class Checkpointed(nn.Module):
         leaves, spec = tree_flatten((args, kwargs))
         places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
         rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        # Looked up here: super() inside of the nested function would take that function's first argument for the block.
         own_forward = super().forward
 
         def run(*tensors: Tensor) -> Any:

@@ -131,6 +131,7 @@ class _Stored:
         self.offload = offload
         self.num_bytes = source.numel()
         self.used = False
+        # Set before the arena is asked, because __del__ reads it even if the arena has no room and raises.
         self.slot: Slot | None = None
         self.slot = offload.arena.take(self.num_bytes)
         self.on_device: Tensor | None = source
@@ -221,6 +222,7 @@ class _Forward:
         if self._offload.stays(tensor) or self._is_weight(tensor):
             return tensor.detach()
         stored = self._stored(tensor)
+        # A weak reference, so that the bytes are freed with the part of the graph that needs them.
         self._order.append(weakref.ref(stored))
         place, offset = len(self._order) - 1, int(tensor.storage_offset())
         return _Saved(stored, place, tensor.dtype, tensor.shape, tensor.stride(), offset)
@@ -230,6 +232,7 @@ class _Forward:
             return saved
         flat = saved.stored.ready()
         self._prefetch(saved.place)
+        # The storage may have been saved under a wider or narrower dtype, so its bytes need not be a multiple of this width.
         typed = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
         return typed.as_strided(saved.shape, saved.stride, saved.offset)
 
@@ -251,6 +254,7 @@ class _Forward:
         storage = tensor.untyped_storage()
         key = (storage._cdata, tensor._version)
         owner, reference = self._known.get(key, (None, None))
+        # Another storage may have the address of one that was freed, so the owner is compared too.
         stored = reference() if owner is not None and reference is not None and owner() is storage else None
         if stored is None:
             stored = self._offload.send(tensor)

@@ -81,6 +81,7 @@ def recomputed_outputs(
     """
     of_rows = [any(layer is one for one in row_layers) for layer in layers]
     if not torch.is_grad_enabled():
+        # Without gradients nothing reads the sources again, so the value may be written over the first of them.
         value = recomputable.compute(sources, parameters, sources[0] if recomputable.overwrites else None)
         part = value if rows is None else value[rows.index]
         return [layer(part if on_rows else value) for layer, on_rows in zip(layers, of_rows, strict=True)]

@@ -141,6 +141,7 @@ class _RecomputedMlp(torch.autograd.Function):
         for rows in product_tiles(x, tiles):
             normal = norm.compute((x[rows],), (weight,))
             value = gate.output(normal)
+            # Written over the gate's output, so that a tile holds two wide tensors and not three.
             out[rows] = down.output(SWIGLU.compute((value, up.output(normal)), (), value))
         return out
 
@@ -179,6 +180,7 @@ def _tile_backward(
     sources = gate.output(normal), up.output(normal)
     value = SWIGLU.compute(sources, ())
     down.add(grad, value, alone)
+    # The value is not read any more, so its memory takes its own gradient. The next line turns gate and up into theirs.
     down.through(grad, value, add=False)
     SWIGLU.differentiate(value, sources, (), sources, ())
     del value
@@ -187,6 +189,7 @@ def _tile_backward(
     if into is None:
         return
     for layer, above in zip((gate, up), sources, strict=True):
+        # A loop of its own: it overwrites `normal`, which the sums of both weights have read above.
         layer.through(above, normal, add=layer is up)
     norm.differentiate(normal, (x,), (weight,), (into,), (of_norm,))
 

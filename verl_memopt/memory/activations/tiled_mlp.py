@@ -97,6 +97,7 @@ class _Tiles(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         x, *weights = kept(ctx)
+        # Detached, because each tile's backward adds to the sums itself. Autograd would make a new gradient for every tile.
         held = {name: weight.detach() for name, weight in zip(ctx.names, weights, strict=True)}
         needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
         sums = {name: torch.zeros_like(weight) for name, weight in held.items() if needed[name]}

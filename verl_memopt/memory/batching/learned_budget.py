@@ -77,6 +77,7 @@ class LearnedBudget:
         """
         self.retries += figures.retries
         if figures.cap_after_error is not None:
+            # The ranks have already gone on with this cap. The peak of a pass that failed says nothing about a fitting one.
             self.cap = min(self.cap, figures.cap_after_error)
             return
         if not figures.peak_bytes or figures.budget_bytes is None or not fullest:

@@ -132,9 +132,11 @@ def _parts(tokens: RowTokens, family: list[int], budget: int, names: Sequence[st
     if len(family) == 1 or tokens.cost(family) <= budget:
         return [family]
     alone = tokens.each()
+    # Packed only for its check: a row that does not fit by itself is refused here, by its name.
     pack([alone[row] for row in family], budget, names=[names[row] for row in family], key=key)
     prompt = max(tokens.prompts[row] for row in family)
     answers = [tokens.answers[row] for row in family]
+    # Answers of one token compute nothing beyond the prompt, so there is nothing to divide.
     if not any(answers):
         return [family]
     return [[family[place] for place in places] for places in pack(answers, budget - prompt, key=key)]

@@ -154,6 +154,7 @@ def _dearest_to_cheapest(weights: list[float], num_parts: int) -> list[list[int]
     for unit in sorted(range(len(weights)), key=lambda unit: (-weights[unit], unit)):
         total, part = heapq.heappop(heap)
         parts[part].append(unit)
+        # A part that has its full number of groups leaves the heap, so that no part gets more rows than another.
         if len(parts[part]) * num_parts < len(weights):
             heapq.heappush(heap, (total + weights[unit], part))
     return parts
@@ -166,6 +167,7 @@ def _swap_once(weights: list[float], parts: list[list[int]]) -> bool:
     gap = max(totals) - min(totals)
     cheap.sort(key=lambda unit: (weights[unit], unit))
     values = [weights[unit] for unit in cheap]
+    # A gain within the rounding of the sums does not count; otherwise two parts could swap the same groups for ever.
     best, choice = gap * (1 - 1e-9), None
     for place, unit in enumerate(dear):
         nearest = bisect_right(values, weights[unit] - gap / 2)
@@ -255,6 +257,7 @@ def _halve(rows: list[int], lengths: Sequence[int] | None) -> tuple[list[int], l
     halves: tuple[list[int], list[int]] = ([], [])
     sizes = [0, 0]
     for row in sorted(rows, key=lambda row: (-_size([row], lengths), row)):
+        # The last clause keeps the second half from staying empty where the first row weighs nothing.
         lighter = 0 if sizes[0] <= sizes[1] and not (halves[0] and not halves[1]) else 1
         halves[lighter].append(row)
         sizes[lighter] += int(_size([row], lengths))

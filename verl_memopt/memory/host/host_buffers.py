@@ -153,6 +153,7 @@ def _lock(num_bytes: int, device: torch.device) -> _Locked | None:
     pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     if NO_COPY_IN_CHILDREN is not None:
         pages.madvise(NO_COPY_IN_CHILDREN)
+    # A mapping does not tell its address, but a tensor on it does.
     address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
     refusal = lock_pages(device, address, num_bytes)
     if refusal is None:

@@ -112,6 +112,7 @@ def _allocator_error(
     cap = memory_info(device)[1] if limit is None else limit
     if not isinstance(error, PartDoesNotFitError):
         held = ledger_of(device).peak_allocated()
+        # No list says what the rest of the allocator's peak was. What is not resident is what passes have made.
         kinds["activations"] += max(held - sum(kinds.values()), 0)
         return _error(phase, kinds, held, cap, str(error).split(". ")[0], advise, _requested_bytes(str(error)), held)
     requested, before = error.num_bytes, error.held_bytes

@@ -80,6 +80,7 @@ def cut_again(
         return None
     again = pack_groups_under(tokens.select(rows), cap, [f"row {row}" for row in rows])
     record.cap, record.retries = min(cap, record.cap or cap), record.retries + 1
+    # The traceback keeps the tensors of the failed pass alive, and empty_cache() could not give their memory back.
     release_frames(error)
     abandon_pass(model)
     empty_cache(record.device)

@@ -81,6 +81,7 @@ def head_log_probs(
     if token_gradient is None:
         log_probs, entropy = _Recomputed.apply(hidden, head.weight, head.bias, targets, head, in_place)
     else:
+        # This forward also computes the gradients of hidden states, weight and bias. Its backward only hands them on.
         log_probs, entropy = _PrecomputedGradient.apply(hidden, head.weight, head.bias, targets, head, in_place, token_gradient)
     return log_probs, entropy if head.with_entropy else None
 
@@ -120,6 +121,7 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
         hidden, targets, log_normalizer, entropy = ctx.saved_tensors
         head, (grad_log_probs, grad_entropy) = ctx.head, grads
+        # The log-probs of the targets are not needed for the gradient. The normalizer only fills their place.
         tokens = Tokens(log_normalizer, log_normalizer, entropy)
         into, handed = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
         with scope(kind="logits"):
@@ -155,8 +157,12 @@ class _PrecomputedGradient(torch.autograd.Function):
             for rows in head.chunks(hidden.shape[0]):
                 statistics = logits.statistics(hidden[rows], targets[rows])
                 grad_log_probs, grad_entropy = _gradient_of(token_gradient, rows, statistics)
+                # This computes the gradient in the forward: the logits of the chunk are still in the buffer, which spares the
+                # product that backward would need to compute them again.
                 logits.differentiate(hidden[rows], targets[rows], statistics, grad_log_probs, grad_entropy, _at(into, rows), True)
                 _keep(statistics, tokens, rows)
+                # Here the record holds gradients: those of the log-probs in its first field, and those of the entropies in
+                # its third.
                 _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), precomputed, rows)
         ctx.save_for_backward(precomputed.log_probs, precomputed.entropy, into.hidden)
         return tokens.log_probs, _or_nothing(tokens.entropy, hidden)

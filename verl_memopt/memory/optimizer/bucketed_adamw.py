@@ -122,6 +122,7 @@ class BucketedAdamW(Optimizer):
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state where it rests, without a copy."""
+        # The last buckets may still be on their way to the host, and the host must not read them before they are there.
         synchronize(self._device)
         return super().state_dict()
 
@@ -202,6 +203,8 @@ class BucketedAdamW(Optimizer):
         grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
         if section.dtype != torch.float32:
             weights, grads = _widened(resting, work.scratch[0]), _widened(grads, work.scratch[1])
+        # The kernel under torch's fused AdamW. The class itself would step over whole parameters, with fp32 moments on the
+        # device.
         torch._fused_adamw_(
             weights,
             grads,
@@ -216,6 +219,7 @@ class BucketedAdamW(Optimizer):
             eps=group["eps"],
             amsgrad=False,
             maximize=False,
+            # This argument is meant for gradient scalers: where it is 1, the kernel leaves weights and moments as they are.
             found_inf=stopped,
         )
         if section.dtype != torch.float32:
@@ -225,6 +229,7 @@ class BucketedAdamW(Optimizer):
         if stopped is None or section.format.repeats:
             section.format.encode(planes, work, generator)
             return
+        # Codes of blocks are drawn anew at each encoding, so a stopped update would change them. It gets the old bytes back.
         before = {name: plane.clone() for name, plane in planes.items()}
         section.format.encode(planes, work, generator)
         for name, plane in planes.items():

@@ -76,6 +76,7 @@ class StepInBackward:
     @torch.no_grad()
     def update(self, parameter: nn.Parameter) -> None:
         """Update a parameter from its gradient and free the gradient. Nothing moves after a gradient that was not finite."""
+        # A parameter that has a norm already got a gradient in this step, so this is a second micro-batch.
         self.check(1 + (id(parameter) in self._norms))
         assert parameter.grad is not None
         if self._copied_from is not None:

@@ -136,6 +136,7 @@ def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
     values = part.view(_stored_shape(local(parameter).shape, plane.per_entry))
     if not isinstance(parameter, DTensor):
         return values
+    # Only the strides are wanted; a meta tensor takes no memory.
     stride = torch.empty(shape, device="meta").stride()
     spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, plane.dtype))
     # from_local would copy host tensors to the mesh's device.

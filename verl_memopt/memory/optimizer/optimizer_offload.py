@@ -50,6 +50,7 @@ class StateLanes:
                 arrived = self._fetch(resting, buckets[number + 1], slots[following], left[following])
             views = _filled(slots[place], ranges)
             yield views
+            # Marked after the yield, so that the event covers the work that the caller has queued on the bucket.
             wait_for(self._leaving, mark_done(here))
             with on_stream(self._leaving):
                 for name, view in views.items():

@@ -139,6 +139,7 @@ def _decode_blocks(state_dtype: str, block: int, planes: Planes, work: Work) -> 
         if moment == "exp_avg":
             if state_dtype == "int4":
                 values.sub_(ZERO_NIBBLE)
+            # A plain square would lose the sign of the code.
             values.mul_(torch.abs(values, out=work.scratch[0]))
         else:
             values.square_()
@@ -150,10 +151,12 @@ def _encode_blocks(state_dtype: str, block: int, planes: Planes, work: Work, gen
     for moment in MOMENTS:
         values, stored = getattr(work, moment), planes[f"{moment}_{state_dtype}"]
         scales = planes[f"{moment}_{state_dtype}_scale"]
+        # abs().amax() would need a temporary tensor of the bucket's size.
         torch.linalg.vector_norm(values.view(-1, block), ord=float("inf"), dim=1, out=scales)
         codes, other = _codes(values, scales, LEVELS[state_dtype, moment], block, work.scratch, generator)
         codes.clamp_(0 if moment == "exp_avg" else 1, LEVELS[state_dtype, moment])
         if moment == "exp_avg":
+            # The codes were computed from magnitudes, so they get their signs back here.
             codes.copysign_(values)
         if state_dtype == "int8":
             stored.copy_(codes)
@@ -178,8 +181,10 @@ def _codes(
     way.addcmul_(root, root, value=-1)
     root.mul_(2).add_(1)
     way.div_(root)
+    # Back from 2 k + 1 to k, because there is no third scratch tensor that could have kept k.
     root.sub_(1).mul_(0.5)
     way.add_(root)
+    # The noise takes the room of `root`. What is cut off after the addition is rounded stochastically.
     way.add_(root.uniform_(generator=generator)).floor_()
     return way, root
 
@@ -193,5 +198,6 @@ def _pack(codes: Tensor, room: Tensor, stored: Tensor) -> None:
 
 def _unpack(stored: Tensor, values: Tensor) -> None:
     pairs = values.view(-1, 2)
+    # Division and floor in fp32 replace shifts and masks, which would need an integer tensor beside `stored`.
     pairs[:, 1].copy_(stored).div_(16).floor_()
     pairs[:, 0].copy_(stored).sub_(pairs[:, 1], alpha=16)

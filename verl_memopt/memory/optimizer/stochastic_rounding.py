@@ -30,6 +30,8 @@ def round_to_bfloat16_(values: Tensor, noise: Tensor, generator: torch.Generator
         ``values``.
     """
     assert values.dtype == noise.dtype == torch.float32, (values.dtype, noise.dtype)
+    # The bit patterns of one sign are ordered as their magnitudes are. So a carry out of the lower bits rounds away from
+    # zero.
     bits, chance = values.view(torch.int32), noise.view(torch.int32)
     chance.random_(0, 1 << CUT, generator=generator)
     bits.add_(chance).bitwise_and_(-(1 << CUT))

@@ -30,6 +30,7 @@ class TrainedEmbedding(nn.Embedding):
 
     def forward(self, input: Tensor) -> Tensor:
         """Return the rows of the weight for token ids."""
+        # Backward reads the ids and not the weight, so FSDP2 need not gather it again.
         gathered_for_forward(self, again_in_backward=False)
         return _LookUp.apply(input, self.weight, self.padding_idx)
 
@@ -44,6 +45,7 @@ class _LookUp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
         ctx.save_for_backward(ids)
+        # The parameter itself, not a saved tensor: backward adds to its .grad.
         ctx.weight, ctx.padding_idx = weight, padding_idx
         return torch.nn.functional.embedding(ids, weight)
 

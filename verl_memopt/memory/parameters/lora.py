@@ -214,6 +214,7 @@ def save_adapter(folder: Path, model: nn.Module, base: str, rank: int, alpha: fl
 def _on_host(parameter: Tensor, wanted: bool) -> Tensor:
     """Return the whole tensor on the host, or where it is not wanted an empty one. Every rank gathers in step."""
     whole = parameter.full_tensor() if isinstance(parameter, DTensor) else parameter
+    # copy=True, because on a CPU run `to` would return the parameter's own memory.
     return whole.detach().to("cpu", copy=True).contiguous() if wanted else torch.empty(0)
 
 

@@ -46,6 +46,7 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
     slots = dict(zip(sizes, buffer.split(list(sizes.values())), strict=True))
     for key, param in sharded.items():
         typed = slots[key].view(param.sharded_param.dtype)
+        # Only the padding is cleared. FSDP2 gathers it with the shard, and the weights' files fill the rest.
         typed[_shard(param.sharded_param).numel() :].zero_()
         # FSDP2 gathers from this tensor. It would copy and pad a shard that lies elsewhere.
         param._sharded_param_data = typed
@@ -55,6 +56,7 @@ def allocate_on_host(model: nn.Module, device: torch.device) -> None:
             return torch.empty_like(tensor, device=device)
         shard = _shard(tensor)
         local = slots[id(tensor)].view(shard.dtype)[: shard.numel()].view(shard.shape)
+        # DTensor.from_local would copy the host tensor to the device of the mesh.
         return DTensor(local, tensor._spec, requires_grad=False) if isinstance(tensor, DTensor) else local
 
     if is_gpu(device):

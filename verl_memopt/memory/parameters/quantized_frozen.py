@@ -77,6 +77,7 @@ class QuantizedLinear(nn.Module):
         grouped[:, : self.in_features] = weight
         grouped = grouped.view(rows, self.groups, self.form.group)
         scale = grouped.abs().amax(-1)
+        # A group of zeros has scale 0, and 0 / 0 would be NaN.
         codes = _encode(grouped / scale.clamp(min=1e-30)[..., None], self.kind).view(rows, self.code_bytes)
         return torch.cat([codes, scale.contiguous().view(torch.uint8).view(rows, 4 * self.groups)], dim=1)
 

@@ -80,6 +80,7 @@ def gathered_for_forward(unit: nn.Module, again_in_backward: bool) -> None:
     context = unit._get_fsdp_state()._comm_ctx
     if context.all_gather_state is not None:
         for stream in (context.all_gather_copy_in_stream, context.all_gather_stream):
+            # The copies out of the buffer must be over before its memory is used for something else.
             stream.wait_event(context.all_gather_state.event)
         context.all_gather_state = None
 

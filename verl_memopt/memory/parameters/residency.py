@@ -97,6 +97,8 @@ class Residency:
         The bytes moved are logged the first time a phase moves any.
         """
         needed = NEEDS[name]
+        # First, while the other part is still on the device: the two use the same storages, and one takes them over from the
+        # other.
         exchanged = sum(one.take_over(other) for one, other in self._turns if one.name in needed and other.on_device)
         left = self._leave(needed)
         arrived = exchanged + sum(part.to_device() for part, names in self._parts if names & needed)

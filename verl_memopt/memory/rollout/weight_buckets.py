@@ -138,6 +138,7 @@ class _Bucket:
         while first < shard_rows:
             if self._parts and self._held + row > self._limit:
                 yield from self.flush(self._limit)
+            # At least one row, so that a row that is longer than the buffer is still sent.
             rows = min(shard_rows - first, max((self._limit - self._held) // max(row, 1), 1))
             self._parts.append(_Part(name, weight, shard_rows, first, rows))
             self._held += rows * row
@@ -216,5 +217,6 @@ def joined(slices: Weights, dtype: torch.dtype) -> Iterator[tuple[str, Tensor]]:
             pending[part.name] = whole, missing
         else:
             yield part.name, whole
+        # Otherwise this name would keep the tensor alive while the next one is allocated.
         del whole
     assert not pending, f"rows never came of {', '.join(pending)}"
