@@ -50,9 +50,9 @@ mutants: setup
 	@.venv-mutants/bin/python tests/mutants/table.py
 
 docs: setup
-	.venv/bin/python -m verl_memopt.config.document > docs/configuration.md
-	.venv/bin/python -m verl_memopt.config.trl_document > docs/from_trl.md
-	.venv/bin/python -m verl_memopt.knobs.document > docs/memory.md
+	.venv/bin/python -m tools.settings_page > docs/configuration.md
+	.venv/bin/python -m tools.trl_page > docs/from_trl.md
+	.venv/bin/python -m tools.knobs_page > docs/memory.md
 	@if [ -x .venv/bin/mkdocs ]; then NO_MKDOCS_2_WARNING=1 .venv/bin/mkdocs build --quiet --strict && echo "the site: build/docs/index.html"; \
 	else echo "For the site as well: .venv/bin/pip install -e '.[docs]', then make docs again"; fi
 

@@ -39,7 +39,7 @@ setup(
     license="Apache-2.0",
     python_requires=">=3.11,<3.13",
     packages=find_packages(include=["verl_memopt", "verl_memopt.*"]),
-    package_data={"verl_memopt": ["py.typed", "config/yaml/*.yaml", "config/yaml/*/*.yaml", "knobs/example.json"]},
+    package_data={"verl_memopt": ["py.typed", "config/yaml/*.yaml", "config/yaml/*/*.yaml", "memory/example.json"]},
     install_requires=INSTALL_REQUIRES,
     extras_require={
         "cpu": requirements("requirements/cpu.txt"),

@@ -30,8 +30,7 @@ from typing import Any
 
 # All that is imported from the package. Everything else goes through its command line.
 import verl_memopt
-from verl_memopt.config.loader import load_settings, settings_from_mapping
-from verl_memopt.config.plain import to_plain
+from verl_memopt.config.loader import load_settings, settings_from_mapping, to_plain
 from verl_memopt.errors import UserError
 
 ROOT = Path(__file__).parents[1]

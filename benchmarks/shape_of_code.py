@@ -27,7 +27,7 @@ PACKAGE = ROOT / "verl_memopt"
 SMALL, LARGE = 80, 600
 WAY = {
     "driver and worker": (
-        "cli.main", "run.run", "load_settings", "build_run", "start_workers", "Trainer.one_step", "Learner.train_step",
+        "cli.main", "cli.run", "load_settings", "build_run", "start_workers", "Trainer.one_step", "Learner.train_step",
         "Generator.generate", "LogProbPass.compute", "Budget.micro_batches", "TokenAdvantages", "rloo_advantages",
         "PolicyUpdate.cut", "MiniBatchCutter.cut", "TimedGroup", "RayGroup", "Worker.call", "RoleBuilder", "TrainedModel",
         "Policy.accumulate", "micro_batches_of", "Objective", "forward_pass", "policy_loss", "sequence_loss",
@@ -227,7 +227,7 @@ def hear(frame, event, _):
     if name is not None:
         entered.setdefault(phase[-1], set()).add(name)
 import torch
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.cli import main
 timed = PhaseClock.phase
 def phase_of(self, name):

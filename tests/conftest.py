@@ -88,7 +88,7 @@ def pytest_unconfigure():
 @pytest.fixture(scope="session")
 def tiny_folder(tmp_path_factory):
     """A tiny Qwen3 with tied embeddings."""
-    from verl_memopt.models.tiny import make_tiny_model
+    from verl_memopt.model.tiny import make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "tied", seed=1)
 
@@ -96,7 +96,7 @@ def tiny_folder(tmp_path_factory):
 @pytest.fixture(scope="session")
 def untied_folder(tmp_path_factory):
     """A tiny Qwen3 whose head is a tensor of its own."""
-    from verl_memopt.models.tiny import TinyShape, make_tiny_model
+    from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
     return make_tiny_model(tmp_path_factory.mktemp("tiny") / "untied", TinyShape(tie_embeddings=False), seed=2)
 
@@ -117,7 +117,7 @@ def toy(tmp_path_factory):
 @pytest.fixture
 def one_rank():
     """The mesh of a world of one, in a process group that lasts for one test."""
-    from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
+    from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
 
     leave_process_group()
     join_process_group(torch.device("cpu"), 0, 1, "", 0, 60)

@@ -156,10 +156,10 @@ def serve(address):
     import transformers.models.auto.tokenization_auto
     import transformers.models.qwen3.modeling_qwen3  # noqa: F401
 
+    import verl_memopt.cli
     import verl_memopt.rollout.hf_engine
     import verl_memopt.trainer.loop
-    import verl_memopt.trainer.run
-    import verl_memopt.workers.worker  # noqa: F401
+    import verl_memopt.worker.worker  # noqa: F401
 
     _prepare_settings_and_charts()
     gc.collect()

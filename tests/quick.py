@@ -1,6 +1,6 @@
 """Lint what changed since the main branch and run its unit tests: `make quick`.
 
-A source file stands for its test file, a changed test file for itself, and a file beside the tests for the tests that import it.
+A changed test file stands for itself, any other file for the tests that import it.
 Types, docs and the tests of whole runs are left to `make test`. So is what has not begun after 75 seconds
 (`VERL_MEMOPT_QUICK_SECONDS`).
 """
@@ -47,16 +47,14 @@ def select_tests(changed: Iterable[str], root: Path = ROOT) -> list[str]:
     found: set[str] = set()
     for name in changed:
         path = Path(name)
-        if path.suffix == ".py" and path.parts[0] == "verl_memopt":
-            found.add(str(Path("tests", *path.parts[1:-1], f"test_{path.name}")))
-        elif path.suffix == ".py" and path.parts[0] == "tests":
+        if path.suffix == ".py" and path.parts[0] in ("verl_memopt", "tests"):
             found |= {name} if path.name.startswith("test_") else _importers(path, root)
         found |= {test for start, test in OTHERS if name.startswith(start)}
     return sorted(test for test in found if (root / test).is_file())
 
 
 def _importers(helper: Path, root: Path) -> set[str]:
-    """Return the test files that import a file beside the tests; of a conftest.py none, for it serves a whole folder."""
+    """Return the test files that import a file; of a conftest.py none, for it serves a whole folder."""
     module = ".".join(helper.with_suffix("").parts)
     forms = (f"from {module} import", f"import {module}", f"from {module.rpartition('.')[0]} import {helper.stem}")
     tests = (root / "tests").rglob("test_*.py")

@@ -12,9 +12,9 @@ from tempfile import TemporaryDirectory
 import torch
 import torch.multiprocessing as mp
 
-from verl_memopt.distributed.process_group import join_process_group, leave_process_group
+from verl_memopt.distributed.device import join_process_group, leave_process_group
 
-PRELOADED = ["tests.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "verl_memopt.workers.worker"]
+PRELOADED = ["tests.ranks", "torch.distributed.checkpoint", "torch.distributed.fsdp", "verl_memopt.worker.worker"]
 """Imported once, by the process that every rank is a fork of. It computes nothing, so it has no threads."""
 
 multiprocessing.set_forkserver_preload(PRELOADED)

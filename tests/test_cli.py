@@ -11,8 +11,7 @@ import yaml
 
 from verl_memopt import __version__
 from verl_memopt.cli import COMMANDS, main
-from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.config.plain import to_plain
+from verl_memopt.config.loader import settings_from_mapping, to_plain
 
 LEAST = [
     *("data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=folder"),

@@ -4,17 +4,22 @@ from __future__ import annotations
 
 import argparse
 import json
+import logging
 import pkgutil
 import sys
 import tempfile
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from verl_memopt import __version__
-from verl_memopt.errors import UserError
+from verl_memopt.errors import ConfigError, UnreadableCheckpointError, UserError
 from verl_memopt.recipes.registry import RECIPES
-from verl_memopt.trainer.signal_watch import SignalWatch
+from verl_memopt.run.interrupts import SignalWatch, of_process
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
 
 
 def report_command(arguments: Sequence[str]) -> int:
@@ -39,7 +44,7 @@ def check_command(arguments: Sequence[str]) -> int:
     )
     parser.add_argument("run_dir", type=Path, metavar="RUN_DIR", help="folder that a run printed as its last line")
     parsed = parser.parse_args(arguments)
-    from verl_memopt.trainer.check_command import check_folder
+    from verl_memopt.run.checkpoints import check_folder
 
     return check_folder(parsed.run_dir)
 
@@ -101,8 +106,8 @@ def _size(text: str) -> int:
 def _show_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) -> int:
     from rich.console import Console
 
-    from verl_memopt.knobs.console import print_knob, print_knobs
-    from verl_memopt.knobs.knob import as_json, knobs
+    from verl_memopt.memory.knob import as_json, knobs
+    from verl_memopt.memory.list_knobs import print_knob, print_knobs
 
     named = {knob.name: knob for knob in knobs()}
     unknown = [word for word in parsed.words if word not in named]
@@ -123,7 +128,7 @@ def _measure_knobs(parsed: argparse.Namespace, parser: argparse.ArgumentParser) 
     from rich.console import Console
 
     from verl_memopt.ladder import command
-    from verl_memopt.ladder.plan import Work
+    from verl_memopt.ladder.measure import Work
     from verl_memopt.observe.log_setup import setup_logging
 
     if (parsed.model is None) == (parsed.shape is None):
@@ -148,8 +153,7 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
         return
     from dataclasses import replace
 
-    from verl_memopt.models.tiny import SHAPES, make_tiny_model
-    from verl_memopt.models.tokenizer import SMALLEST_VOCABULARY
+    from verl_memopt.model.tiny import SHAPES, SMALLEST_VOCABULARY, make_tiny_model
 
     if parsed.shape not in SHAPES:
         parser.error(f"--shape {parsed.shape}: unknown. Use {', '.join(SHAPES)}, or --model FOLDER.")
@@ -162,8 +166,8 @@ def model_folder(parsed: argparse.Namespace, parser: argparse.ArgumentParser) ->
 
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "train": ("verl_memopt.trainer.run:run", "train a policy (Hydra overrides: key=value)"),
-    "sft": ("verl_memopt.trainer.run:sft", "teach a model the responses of a dataset, before RL"),
+    "train": ("verl_memopt.cli:run", "train a policy (Hydra overrides: key=value)"),
+    "sft": ("verl_memopt.cli:sft", "teach a model the responses of a dataset, before RL"),
     "report": ("verl_memopt.cli:report_command", "make a run's summary and charts again, or compare several runs"),
     "check": ("verl_memopt.cli:check_command", "verify every checkpoint of a run"),
     **{name: command for recipe in RECIPES.values() for name, command in recipe.commands.items()},
@@ -203,6 +207,140 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("command", choices=list(COMMANDS), metavar="command")
     parser.parse_args(arguments)
     return 0
+
+
+# A run, from its command line to its exit code. Heavy packages are imported only where a run starts: a dry run needs none.
+
+
+USAGE = "%(prog)s [--config-name NAME] [--config-dir FOLDER] [--cfg job] [key=value ...]"
+
+
+DESCRIPTION = "Train a policy with PPO, RLOO, GRPO and others."
+ENTRIES = "ppo_trainer (the default: verl's defaults), rloo_trainer, grpo_trainer, or a file of --config-dir"
+
+
+def build_parser(
+    prog: str, description: str = DESCRIPTION, config_name: str = "ppo_trainer", entries: str = ENTRIES
+) -> argparse.ArgumentParser:
+    """Return the parser of a training entry.
+
+    Args:
+        prog: name of the program.
+        description: of the program.
+        config_name: config, if the command line names none.
+        entries: configs to choose from, in words.
+    """
+    parser = argparse.ArgumentParser(prog=prog, usage=USAGE, description=description)
+    parser.add_argument("--config-name", default=config_name, help=entries)
+    parser.add_argument("--config-dir", "--config-path", default=None, help="folder of a recipe's YAML")
+    parser.add_argument("--cfg", choices=["job"], help="print the resolved settings as YAML and exit")
+    parser.add_argument("overrides", nargs="*", metavar="key=value", help="any setting, under verl's key names")
+    return parser
+
+
+def run(arguments: Sequence[str] | None, prog: str = "verl-memopt train") -> int:
+    """Run the training entry and return its exit code.
+
+    Args:
+        arguments: of the command line; None = those of this process.
+        prog: name of the program in its help.
+
+    Raises:
+        UserError: for what the user must mend.
+    """
+    return _run(build_parser(prog), arguments)
+
+
+def sft(
+    arguments: Sequence[str] | None,
+    prog: str = "verl-memopt sft",
+    config_name: str = "sft_trainer",
+    config_dir: str | None = None,
+) -> int:
+    """Run supervised fine-tuning and return its exit code. It is a training run whose settings say so.
+
+    Args:
+        arguments: of the command line; None = those of this process.
+        prog: name of the program in its help.
+        config_name: config, if the command line names none.
+        config_dir: folder of a recipe's YAML, likewise.
+
+    Raises:
+        UserError: for what the user must mend.
+    """
+    description = "Teach a model the responses of a dataset (supervised fine-tuning)."
+    parser = build_parser(prog, description, config_name, f"{config_name} (the default), or a file of --config-dir")
+    parser.set_defaults(config_dir=config_dir)
+    from verl_memopt.algorithms.records import SFT
+
+    return _run(parser, arguments, estimator=SFT)
+
+
+def _run(parser: argparse.ArgumentParser, arguments: Sequence[str] | None, estimator: str | None = None) -> int:
+    """Run what a command line asks for, and return the exit code. Settings with another estimator are refused."""
+    from verl_memopt.config.loader import load_settings, log_objective, to_yaml
+    from verl_memopt.observe.log_setup import setup_logging
+
+    parsed = parser.parse_intermixed_args(arguments)
+    setup_logging(level=logging.INFO)
+    settings = load_settings(parsed.config_name, parsed.overrides, parsed.config_dir)
+    if estimator not in (None, settings.algorithm.adv_estimator):
+        raise ConfigError(
+            f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: {parser.prog} learns the responses of the dataset. Set "
+            f"algorithm.adv_estimator={estimator}, or use verl-memopt train."
+        )
+    actor = settings.actor_rollout_ref.actor
+    kl_in_loss = f"{actor.kl_loss_coef:g} x {actor.kl_loss_type}" if actor.use_kl_loss else None
+    log_objective(settings.algorithm, actor.policy_loss.loss_mode, kl_in_loss)
+    if parsed.cfg is not None or settings.debug.mode == "dry":
+        sys.stdout.write(to_yaml(settings))
+        return 0
+    return train(settings)
+
+
+def train(settings: Settings) -> int:
+    """Run training and return the exit code: 0 when done, 130, 143 or 129 when a signal stopped it.
+
+    With ``trainer.resume_mode=auto`` a checkpoint that cannot be loaded is skipped: the run starts again from the one before.
+
+    Raises:
+        UserError: for what the user must mend. Everything that was started has ended by then.
+    """
+    from verl_memopt.observe.phase import PhaseClock
+    from verl_memopt.trainer.build import build_run
+    from verl_memopt.trainer.debug_run import debug_settings, mode_of
+    from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
+    from verl_memopt.trainer.reporter import Reporter
+
+    unreadable: dict[int, str] = {}
+    settings = debug_settings(settings)
+    scores = mode_of(settings).scores
+    custom, reward_model = settings.custom_reward_function, settings.reward_model
+    with of_process() as interrupts:
+        while True:
+            clock = PhaseClock()
+            context = build_run(settings, unreadable)
+            with (
+                context.lock,
+                start_rewards(custom, reward_model, context.environment.run_dir) if scores else nullcontext() as rewards,
+                Reporter(context, clock) as reporter,
+            ):
+                try:
+                    with start_workers(context, clock) as workers:
+                        Trainer(context, workers, rewards, reporter, interrupts).run()
+                except KeyboardInterrupt:
+                    reporter.say("stopped at once; a new start resumes at the last checkpoint")
+                except UnreadableCheckpointError as error:
+                    if settings.trainer.resume_mode != "auto":
+                        raise
+                    # The workers that failed to load it are in no known state, so new ones load the one before.
+                    unreadable[error.step] = error.fault
+                    continue
+                except UserError:
+                    reporter.say(f"the record so far: {reporter.folder.path}")
+                    raise
+                reporter.finish()
+                return interrupts.exit_code or 0
 
 
 if __name__ == "__main__":

@@ -22,16 +22,14 @@ from benchmarks.estimators.batch import (
     Batch,
     with_gradient,
 )
-from verl_memopt.algorithms.covariance import select_clip_cov, select_kl_cov
 from verl_memopt.algorithms.estimators import AdvantageInputs, estimate
-from verl_memopt.algorithms.kl import KlController, kl_estimate
-from verl_memopt.algorithms.losses import LossSettings, LossTokens, ValueTokens, value_loss
+from verl_memopt.algorithms.kl import PF_PPO_METHODS, KlController, kl_estimate, pf_ppo_weights
+from verl_memopt.algorithms.losses import LossSettings, LossTokens, ValueTokens, select_clip_cov, select_kl_cov, value_loss
 from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, load
 from verl_memopt.algorithms.rollout_correction import bypass_loss, correct, kept_lengths
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts, aggregate
-from verl_memopt.algorithms.shaping import PF_PPO_METHODS, pf_ppo_weights
-from verl_memopt.config.correction_bounds import REJECTIONS
-from verl_memopt.config.correction_presets import PRESETS
+from verl_memopt.config.aliases import PRESETS
+from verl_memopt.config.correction_rules import REJECTIONS
 from verl_memopt.config.schema import Algorithm, KlControl, RolloutCorrection
 
 Values = dict[str, Any]

@@ -15,8 +15,9 @@ from typing import Any
 import torch
 
 from verl_memopt.distributed.device import local_device, resolve_device, synchronize
-from verl_memopt.ops import fused, rotary
-from verl_memopt.ops import recomputation as ops
+from verl_memopt.memory import fused
+from verl_memopt.memory import recompute_elementwise_torch as ops
+from verl_memopt.model import rotary
 
 BYTES_PER_SECOND = 3e12
 

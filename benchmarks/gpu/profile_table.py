@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.gpu.kernel_groups import GROUPS, PRODUCTS
-from verl_memopt.observe.drawing import INK, PALETTE, figure, save, style
+from verl_memopt.observe.charts import INK, PALETTE, figure, save, style
 
 TERA = 1e12
 NONE = "–"

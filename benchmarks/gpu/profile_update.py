@@ -1,6 +1,6 @@
 """``python -m benchmarks.gpu.profile_update``: launches and time per kernel group of one update of the policy.
 
-The update is that of a worker (``workers/policy.py``) on random tokens: a forward and backward of each micro-batch, clipping and
+The update is that of a worker (``worker/policy.py``) on random tokens: a forward and backward of each micro-batch, clipping and
 the optimizer step, with default settings and with ``memory=constrained``, each with and without ``torch.compile``.
 """
 
@@ -31,14 +31,13 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed import device as device_room
-from verl_memopt.ladder.measure import make_batch
-from verl_memopt.ladder.plan import Work
-from verl_memopt.models.tiny import SHAPES, make_tiny_model
-from verl_memopt.trainer.passes import budgets, cut_ranks
-from verl_memopt.workers.local_group import LocalGroup
-from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.trained_model import MiniBatch
-from verl_memopt.workers.worker import Worker
+from verl_memopt.ladder.measure import Work, make_batch
+from verl_memopt.model.tiny import SHAPES, make_tiny_model
+from verl_memopt.trainer.micro_batching import budgets, cut_ranks
+from verl_memopt.worker.group import LocalGroup
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 

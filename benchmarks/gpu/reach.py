@@ -33,16 +33,15 @@ from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Settings
 from verl_memopt.distributed.device import empty_cache, resolve_device
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.ladder.measure import make_batch
-from verl_memopt.ladder.plan import Work
-from verl_memopt.memory.host.host_buffers import host_allocator
+from verl_memopt.ladder.measure import Work, make_batch
+from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.observe.log_setup import setup_logging
 from verl_memopt.observe.phase import GIB, PhaseMemory
-from verl_memopt.trainer.passes import budgets, cut_ranks
-from verl_memopt.workers.local_group import LocalGroup
-from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.trained_model import MiniBatch
-from verl_memopt.workers.worker import Worker
+from verl_memopt.trainer.micro_batching import budgets, cut_ranks
+from verl_memopt.worker.group import LocalGroup
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 FITS, OUT_OF_MEMORY, NO_HOST_MEMORY = "fits", "out of memory", "not enough host memory"
 CASES = ("0.6b/lora", "0.6b/full", "1.7b/lora", "1.7b/full", "4b/lora", "8b/lora", "4b/full_bf16", "4b/full", "8b/full")

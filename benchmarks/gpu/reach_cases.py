@@ -10,9 +10,8 @@ import torch
 
 from verl_memopt.config.loader import load_settings
 from verl_memopt.config.schema import Settings
-from verl_memopt.models.tiny import SHAPES as TINY_SHAPES
-from verl_memopt.models.tiny import TinyShape
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import SHAPES as TINY_SHAPES
+from verl_memopt.model.tiny import TinyShape, build_tokenizer
 
 _SMALLEST = TINY_SHAPES["qwen3-0.6b"]
 

@@ -1,13 +1,13 @@
 """The peak of an update as computed from the knobs' formulas, without running it: an estimate, and labelled as one.
 
-``verl_memopt.knobs.shapes`` has what blocks hold. What else lies on the device at the candidates for the peak is added here.
+``verl_memopt.memory.formulas`` has what blocks hold. What else lies on the device at the candidates for the peak is added here.
 """
 
 from __future__ import annotations
 
 from benchmarks.gpu.reach_cases import Case
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.shapes import Shapes, width
+from verl_memopt.memory.formulas import Shapes, width
 from verl_memopt.observe.phase import MIB
 
 

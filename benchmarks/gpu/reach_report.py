@@ -11,7 +11,7 @@ from typing import Any
 from benchmarks.gpu.reach import FITS, NO_HOST_MEMORY, probes_of
 from benchmarks.gpu.reach_cases import Case
 from benchmarks.gpu.reach_search import FINE, STEP, Known
-from verl_memopt.observe.drawing import figure, save, style
+from verl_memopt.observe.charts import figure, save, style
 from verl_memopt.observe.phase import GIB
 
 NOTE = """memory=constrained. A probe is one update of {rows} answers to a prompt of {prompt} tokens: old log-probs, reference

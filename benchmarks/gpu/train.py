@@ -21,7 +21,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.models.tiny import SHAPES, make_tiny_model
+from verl_memopt.model.tiny import SHAPES, make_tiny_model
 from verl_memopt.observe.phase import MIB
 
 ROOT = Path(__file__).parents[2]

@@ -30,7 +30,7 @@ def schedules(folder):
     from transformers import get_scheduler
 
     from verl_memopt.config.schema import Optim
-    from verl_memopt.workers.schedule import learning_rate_factors
+    from verl_memopt.worker.optimizer import learning_rate_factors
 
     for warmup in (0, 10):
         optimizer = torch.optim.SGD([torch.zeros(1)], lr=1.0)
@@ -64,7 +64,7 @@ def quantization(folder):
     import bitsandbytes.functional as bnb
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
 
-    from verl_memopt.memory.parameters.quantized_frozen import QuantizedLinear
+    from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear
 
     torch.manual_seed(0)
     layer = torch.nn.Linear(1024, 3072, bias=False)
@@ -92,8 +92,8 @@ def quantization(folder):
 def export(folder):
     from transformers import AutoConfig, AutoTokenizer
 
-    from verl_memopt.models.export import _copy_tokenizer, _write_config
-    from verl_memopt.models.tiny import make_tiny_model
+    from verl_memopt.model.export import _copy_tokenizer, _write_config
+    from verl_memopt.model.tiny import make_tiny_model
 
     source = make_tiny_model(folder / "model")
     file = source / "tokenizer.json"
@@ -125,7 +125,7 @@ def _load(rank, way, folder, port):
     from torch.distributed.fsdp import fully_shard
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    from verl_memopt.models.build import fill_from_folder
+    from verl_memopt.model.weights import fill_from_folder
 
     os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port)}
     dist.init_process_group("gloo", rank=rank, world_size=2)
@@ -168,7 +168,7 @@ def loading(folder):
 
 
 READ = {
-    "ours": "from verl_memopt.data.files import READERS as r; p = pathlib.Path(sys.argv[1]); i = time.time(); "
+    "ours": "from verl_memopt.data.dataset import READERS as r; p = pathlib.Path(sys.argv[1]); i = time.time(); "
     "n = len(list(r[p.suffix](p)))",
     "datasets": "import datasets; i = time.time(); k = 'parquet' if sys.argv[1].endswith('parquet') else 'json'; "
     "n = len(list(datasets.load_dataset(k, data_files=sys.argv[1], split='train', cache_dir=sys.argv[2])))",

@@ -18,13 +18,12 @@ from typing import Any
 import torch
 
 from verl_memopt.config.schema import Fsdp, Model, Rollout
-from verl_memopt.distributed.process_group import join_process_group, training_mesh
-from verl_memopt.models.pack import pack_rows
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.rollout.engine import EnginePlace, build_engine
-from verl_memopt.rollout.sampling import SamplingSettings
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.log_probs import pack_log_probs
+from verl_memopt.distributed.device import join_process_group, training_mesh
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.rollout.engine import EnginePlace, SamplingSettings, build_engine
+from verl_memopt.worker.policy import pack_log_probs
 
 CPU = torch.device("cpu")
 

@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
-from verl_memopt.memory.batching.token_budget import lower_bound, pack
+from verl_memopt.memory.token_packing import lower_bound, pack
 
 SHAPES = ("uniform", "log-normal", "all equal", "one giant")
 LONGEST = 8192

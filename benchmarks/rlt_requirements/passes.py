@@ -17,20 +17,18 @@ from transformers import AutoConfig
 from tests.config.card_memory import ModelShape
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Settings
-from verl_memopt.data.batch import RolloutBatch, rollout_batch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import leave_process_group, training_mesh
-from verl_memopt.models.pack import Pack
-from verl_memopt.models.packed_model import allocate
-from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
+from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.memory.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
+from verl_memopt.model.assembly import build_policy
+from verl_memopt.model.packed_model import allocate
+from verl_memopt.model.packing import Pack
+from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.ops.fused import NARROW_TILE_ELEMENTS, TILE_ELEMENTS
 from verl_memopt.recipes.rlt.student import targets_at
-from verl_memopt.trainer.passes import Budget, budgets, cut_ranks
-from verl_memopt.workers.build_policy import build_policy
-from verl_memopt.workers.log_probs import pack_log_probs
-from verl_memopt.workers.micro_batches import MicroBatch, micro_batch
-from verl_memopt.workers.policy import Policy
+from verl_memopt.trainer.micro_batching import Budget, budgets, cut_ranks
+from verl_memopt.worker.policy import Policy, pack_log_probs
+from verl_memopt.worker.trained_model import MicroBatch, micro_batch
 
 CPU = torch.device("cpu")
 ROUNDS = 2

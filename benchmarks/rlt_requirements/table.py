@@ -8,8 +8,8 @@ from dataclasses import dataclass
 from benchmarks.rlt_requirements.passes import PassPeaks, Rows
 from tests.config.card_memory import CARDS, GIB, MIB, MODELS, OUTSIDE, RESERVED, ModelShape
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.shapes import width
-from verl_memopt.memory.rollout.rollout_memory import kv_bytes_per_token
+from verl_memopt.memory.formulas import width
+from verl_memopt.rollout.engine import kv_bytes_per_token
 
 HEAD = ("model", "policy", "update", "log-probs", "score", "engine", "KV", "largest phase", "GiB", "card", "host", "LoRA", "card")
 NO_CARD = "-"

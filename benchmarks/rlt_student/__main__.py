@@ -23,8 +23,8 @@ import torch
 
 from benchmarks.rlt_student.ranks import ranks
 from benchmarks.rlt_student.shapes import chunked_against_whole, precisions, random_rows
-from verl_memopt.distributed.process_group import join_process_group, leave_process_group
-from verl_memopt.models.tiny import SHAPES, make_tiny_model
+from verl_memopt.distributed.device import join_process_group, leave_process_group
+from verl_memopt.model.tiny import SHAPES, make_tiny_model
 from verl_memopt.recipes.rlt.lessons import RltToyRecipe, RltWarmUp, make_rlt_toy
 
 

@@ -10,9 +10,9 @@ from torch import Tensor
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from benchmarks.rlt_student.students import BF16_WEIGHTS, CPU, KINDS, TEMPERATURE, scored, student_of, student_rows
+from verl_memopt.data.batch import Ragged
+from verl_memopt.data.dataset import read_rows
 from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.files import read_rows
-from verl_memopt.data.ragged import Ragged
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
 from verl_memopt.recipes.rlt.lessons import STUDENT, TAG_FORMAT, TEACHER, VALIDATION
@@ -20,7 +20,7 @@ from verl_memopt.recipes.rlt.rank_check import rank_agreement
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import student_micro_batches, teacher_batch
 from verl_memopt.recipes.rlt.student_rows import StudentEncoder, StudentRows
-from verl_memopt.workers.log_probs import compute_log_probs
+from verl_memopt.worker.policy import compute_log_probs
 
 LONGEST = 24
 """Tokens of a sampled explanation."""

@@ -10,8 +10,8 @@ from typing import Any
 import torch
 
 from benchmarks.rlt_student.students import KINDS, model_bytes, scored, student_of
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.data.batch import Ragged
+from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.recipes.rlt.rank_check import rank_agreement
 from verl_memopt.recipes.rlt.student_rows import NUM_PARTS, SOLUTION, THINK, StudentRows

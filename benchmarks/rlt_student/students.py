@@ -8,15 +8,15 @@ from pathlib import Path
 import torch
 
 from verl_memopt.config.schema import Fsdp, Model
+from verl_memopt.data.batch import Ragged
 from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.memory.parameters.quantized_frozen import quantized_layers
-from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.quantized_frozen_torch import quantized_layers
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.recipes.rlt.dataset import RltPrompts
 from verl_memopt.recipes.rlt.student import StudentLogProbs, compute_student_log_probs, student_batch, student_micro_batches
 from verl_memopt.recipes.rlt.student_rows import StudentEncoder, StudentRows
-from verl_memopt.workers.build_policy import build_policy, materialize
 
 CPU = torch.device("cpu")
 KINDS = ("fp32", "bf16", "int8", "nf4")

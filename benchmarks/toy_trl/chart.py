@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.toy_trl.table import MIB, REST, Row, parts
-from verl_memopt.observe.drawing import GRID, INK, figure, save, style
+from verl_memopt.observe.charts import GRID, INK, figure, save, style
 
 TIMES = {
     "rollout": ("rollout", "#8e5ea2"),

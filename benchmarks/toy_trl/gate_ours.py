@@ -17,15 +17,13 @@ from benchmarks.toy_trl.ours import overrides
 from benchmarks.toy_trl.work import OURS, WORK, Contestant, Plan
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import load_settings
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.models.build import named_weights
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.model.weights import named_weights
 from verl_memopt.trainer.build import build_run
-from verl_memopt.workers.group import Placement, free_port
-from verl_memopt.workers.local_group import LOOPBACK
-from verl_memopt.workers.micro_batches import micro_batch
-from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.worker import Worker
+from verl_memopt.worker.group import LOOPBACK, Placement, free_port
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.trained_model import micro_batch
+from verl_memopt.worker.worker import Worker
 
 
 def build_worker(task: Path, folder: Path) -> Worker:

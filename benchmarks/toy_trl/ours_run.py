@@ -14,12 +14,11 @@ from typing import Any
 from benchmarks.toy_trl.ours import NAMES, overrides, read_bytes, read_metrics, read_prompts
 from benchmarks.toy_trl.work import NOTHING, WORK, Moment, Plan, Record
 from verl_memopt.config.loader import load_settings
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.observe.phase import PhaseClock
+from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_run
-from verl_memopt.trainer.interrupts import Interrupts
-from verl_memopt.trainer.loop import Trainer
+from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
 from verl_memopt.trainer.reporter import Reporter
-from verl_memopt.trainer.start import start_rewards, start_workers
 
 
 class Clock(PhaseClock):

@@ -24,15 +24,12 @@ from torch import Tensor
 
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, TrainedFsdp
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.device import local_device, synchronize
-from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.micro_batches import MicroBatch
-from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.trained_model import ACTOR, LossOf, MiniBatch, Restart, TrainedModel, on_host
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.distributed.device import join_process_group, leave_process_group, local_device, synchronize, training_mesh
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.trained_model import ACTOR, LossOf, MicroBatch, MiniBatch, Restart, TrainedModel, on_host
 
 HEAD_DIM = 64
 KEY = "actor_rollout_ref.actor"

@@ -35,8 +35,7 @@ from benchmarks.update_pass.naive import Reference
 from benchmarks.update_pass.sides import Job
 from benchmarks.update_pass.table import ratios, render, row_from, to_json
 from benchmarks.update_pass.work import WORKLOADS, Workload, make_batch, shrunk
-from verl_memopt.distributed.device import device_count, is_gpu, local_device, memory_info, resolve_device
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import device_count, is_gpu, leave_process_group, local_device, memory_info, resolve_device
 from verl_memopt.errors import ConfigError
 from verl_memopt.observe.phase import GIB
 

@@ -38,7 +38,7 @@ from benchmarks.update_pass.contest import (
 from benchmarks.update_pass.naive import Reference
 from benchmarks.update_pass.sides import Job, Side
 from verl_memopt.distributed import device as device_room
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.observe.phase import MIB
 
 logger = logging.getLogger(__name__)

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks.update_pass.contest import NOT_INSTALLED, OURS, Row
-from verl_memopt.observe.drawing import INK, PALETTE, figure, save, style
+from verl_memopt.observe.charts import INK, PALETTE, figure, save, style
 from verl_memopt.observe.phase import MIB
 
 OURS_COLOUR, PEER_COLOUR = "#3b6ea5", "#b8c2cc"

@@ -27,7 +27,7 @@ from benchmarks.update_pass.pair import make_critic, pair_reference, with_values
 from benchmarks.update_pass.sides import Job, Side
 from benchmarks.update_pass.work import Workload, make_batch
 from verl_memopt.distributed import device as device_room
-from verl_memopt.models.tiny import make_tiny_model
+from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.observe.phase import GIB, MemoryProbe
 

@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from benchmarks.update_pass.attention_flops import attended, attention_formulas
 from benchmarks.update_pass.work import Batch
-from verl_memopt.models.tiny import TinyShape
+from verl_memopt.model.tiny import TinyShape
 
 aten = torch.ops.aten
 

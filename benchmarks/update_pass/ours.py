@@ -11,14 +11,13 @@ from torch.distributed.tensor import DTensor
 from benchmarks.update_pass.sides import CLIP, TEMPERATURE, Job, Side
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, TrainedFsdp
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import join_process_group, training_mesh
-from verl_memopt.models.build import named_weights
-from verl_memopt.trainer.passes import Budget
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.micro_batches import MicroBatch, micro_batches_of
-from verl_memopt.workers.policy import Policy
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.distributed.device import join_process_group, training_mesh
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.weights import named_weights
+from verl_memopt.trainer.micro_batching import Budget
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.trained_model import MicroBatch, micro_batches_of
 
 KEY = "actor_rollout_ref.actor"
 

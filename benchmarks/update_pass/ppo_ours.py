@@ -11,10 +11,10 @@ from benchmarks.update_pass.pair import pair_side
 from benchmarks.update_pass.sides import CLIP_VALUE, Job, Side
 from verl_memopt.config.schema import Critic as CriticSettings
 from verl_memopt.config.schema import CriticModel, TrainedFsdp
-from verl_memopt.distributed.process_group import join_process_group, training_mesh
-from verl_memopt.workers.build_policy import build_critic, materialize_critic
-from verl_memopt.workers.critic import Critic
-from verl_memopt.workers.micro_batches import MicroBatch
+from verl_memopt.distributed.device import join_process_group, training_mesh
+from verl_memopt.model.assembly import build_critic, materialize_critic
+from verl_memopt.worker.critic import Critic
+from verl_memopt.worker.trained_model import MicroBatch
 
 
 def build_ours_ppo_no_sharing(job: Job) -> Side:

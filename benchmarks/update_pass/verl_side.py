@@ -32,8 +32,7 @@ with warnings.catch_warnings(), ray_or_stand_in():
     from verl.workers.utils.losses import ppo_loss
 
 from benchmarks.update_pass.sides import CLIP, PAD, TEMPERATURE, Job, Side, padded, plain_model, plain_side
-from verl_memopt.distributed.device import is_gpu
-from verl_memopt.distributed.process_group import join_process_group
+from verl_memopt.distributed.device import is_gpu, join_process_group
 
 AGGREGATION = "seq-mean-token-sum"
 ATTENTION = "padding_masked"

@@ -9,7 +9,7 @@ import math
 import random
 from dataclasses import dataclass
 
-from verl_memopt.models.tiny import TinyShape
+from verl_memopt.model.tiny import TinyShape
 
 FIRST_ID = 3
 """Ids below it are special tokens; the first is the pad."""

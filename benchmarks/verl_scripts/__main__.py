@@ -20,9 +20,9 @@ from pathlib import Path
 from benchmarks.verl_scripts.recorder import record
 from benchmarks.verl_scripts.scope import outside
 from benchmarks.verl_scripts.table import COMPOSES, NOT_COUNTED, REFUSED, Row, render
+from verl_memopt.cli import build_parser
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError, UserError
-from verl_memopt.trainer.run import build_parser
 
 SUFFIXES = (".sh", ".slurm")
 CALL = "main_ppo"

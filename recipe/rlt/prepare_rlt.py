@@ -36,7 +36,7 @@ def main() -> None:
             arguments.num_validation, arguments.seed,
         )  # fmt: skip
         if arguments.model:
-            from verl_memopt.models.folder import read_tokenizer, resolve_folder
+            from verl_memopt.model.folder import read_tokenizer, resolve_folder
 
             tokenizer = read_tokenizer(resolve_folder(arguments.model, "--model"), "--model", False)
             for name, lengths in token_lengths(prepared.rows["train"], tokenizer, arguments.tag_format).items():

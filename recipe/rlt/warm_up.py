@@ -9,7 +9,7 @@ import sys
 from pathlib import Path
 
 from verl_memopt.errors import UserError
-from verl_memopt.trainer.signal_watch import SignalWatch
+from verl_memopt.run.interrupts import SignalWatch
 
 CONFIG_DIR = Path(__file__).parent / "config"
 
@@ -18,7 +18,7 @@ def main() -> int:
     """Run the warm-up of the command line, which is supervised fine-tuning, and return the exit code."""
     watch = SignalWatch()
     try:
-        from verl_memopt.trainer.run import sft
+        from verl_memopt.cli import sft
 
         return sft(None, "python recipe/rlt/warm_up.py", "warm_up", str(CONFIG_DIR))
     except UserError as error:

@@ -3,7 +3,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_memopt.algorithms.shaping import PF_PPO_METHODS, overlong_penalty, pf_ppo_weights, resample_rows
+from verl_memopt.algorithms.kl import PF_PPO_METHODS, overlong_penalty, pf_ppo_weights, resample_rows
 
 NAN = float("nan")
 

@@ -10,9 +10,9 @@ import pytest
     ("module", "heavy"),
     [
         ("verl_memopt", {"torch", "vllm", "ray", "transformers"}),
-        ("verl_memopt.cli", {"torch", "vllm", "ray", "transformers"}),
-        ("verl_memopt.rewards.process", {"torch", "vllm", "ray", "transformers"}),
-        ("verl_memopt.trainer.run", {"torch", "vllm", "ray", "transformers"}),
+        ("verl_memopt.cli", {"torch", "vllm", "ray", "transformers", "hydra"}),
+        ("verl_memopt.rewards.process", {"torch", "vllm", "ray", "transformers", "psutil"}),
+        ("verl_memopt.config.loader", {"torch", "vllm", "ray", "transformers"}),
         ("verl_memopt.trainer.loop", {"vllm", "ray"}),
     ],
 )

@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from benchmarks.checkpoint import __main__ as benchmark
-from verl_memopt.distributed.process_group import join_process_group, leave_process_group
+from verl_memopt.distributed.device import join_process_group, leave_process_group
 
 COMMITTED = Path(benchmark.__file__).parent / "results.json"
 

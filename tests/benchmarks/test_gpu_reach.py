@@ -11,7 +11,7 @@ from benchmarks.gpu.reach_cases import SHAPES, WAYS, Case, case_settings, make_f
 from benchmarks.gpu.reach_estimate import adapter_params, case_shapes, computed_peak
 from benchmarks.gpu.reach_report import table, write_report
 from benchmarks.gpu.reach_search import FINE, STEP, Known, next_length
-from verl_memopt.models.build import WeightFolder
+from verl_memopt.model.weights import WeightFolder
 
 SMALL = {"prompt": 16, "layers": 2, "vocabulary": 512, "shrink": 32}
 

@@ -6,7 +6,7 @@ import subprocess
 from benchmarks.gpu.train import problems, write_prompts
 from benchmarks.gpu.visible_reward import compute_score
 from tests.end_to_end.runs import ROOT, script_environment
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import build_tokenizer
 
 GOOD = {"reward": [0.1, 0.2], "loss": [0.0, 0.1], "grad_norm": [1.0, 0.0], "validation": [0.3, 0.9]}
 

@@ -3,8 +3,8 @@ import json
 import torch
 
 from benchmarks.update_guard.__main__ import Unguarded, main, mini_batch, policy_of
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.trained_model import TrainedModel
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.worker.trained_model import TrainedModel
 
 SMALL = ["--layers", "1", "--hidden", "64", "--vocabulary", "320", "--rows", "4", "--tokens", "8", "--steps", "2"]
 

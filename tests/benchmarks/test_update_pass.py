@@ -13,7 +13,7 @@ from benchmarks.update_pass.sides import plain_model
 from benchmarks.update_pass.table import ratios, render
 from benchmarks.update_pass.work import WORKLOADS, Workload, make_batch, shrunk
 from tests.benchmarks.small_update import TINY
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 
 CPU = torch.device("cpu")
 WORK = Workload("a small one", TINY, groups=2, k=3, prompt=9, answer=4, spread=0.5, chunk_tokens=5)

@@ -17,8 +17,8 @@ from benchmarks.update_pass.contest import Contestant, Row, make_job, simulated_
 from benchmarks.update_pass.sides import Side
 from benchmarks.update_pass.table import render
 from benchmarks.update_pass.work import Workload
-from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.models.tiny import TinyShape
+from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.model.tiny import TinyShape
 from verl_memopt.observe.phase import GIB
 
 CPU = torch.device("cpu")

@@ -7,7 +7,7 @@ from torch.nn.functional import scaled_dot_product_attention
 from benchmarks.update_pass.attention_flops import attended_in_window
 from benchmarks.update_pass.flops import attended, count, floor, forward_flops
 from benchmarks.update_pass.work import Batch
-from verl_memopt.models.tiny import TinyShape
+from verl_memopt.model.tiny import TinyShape
 
 SHAPE = TinyShape(hidden_size=16, intermediate_size=24, num_layers=3, num_heads=4, num_kv_heads=2, head_dim=8, vocab_size=320)
 
@@ -21,7 +21,7 @@ def forward(model, ids, kept):
 def model(tmp_path_factory):
     from transformers import AutoModelForCausalLM
 
-    from verl_memopt.models.tiny import make_tiny_model
+    from verl_memopt.model.tiny import make_tiny_model
 
     folder = make_tiny_model(tmp_path_factory.mktemp("flops") / "model", SHAPE)
     return AutoModelForCausalLM.from_pretrained(folder, attn_implementation="sdpa")

@@ -10,7 +10,7 @@ from benchmarks.update_pass.pair import critic_model
 from benchmarks.update_pass.sides import CLIP_VALUE
 from benchmarks.update_pass.work import Workload, make_batch
 from tests.benchmarks.small_update import TINY
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 
 CPU = torch.device("cpu")
 WORK = Workload("a small one", TINY, groups=2, k=3, prompt=9, answer=4, spread=0.5, chunk_tokens=5, token_budget=31, critic=True)

@@ -3,10 +3,10 @@
 from dataclasses import dataclass
 
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.chunked_logprob import logit_bytes
-from verl_memopt.knobs.lora import adapter_params
-from verl_memopt.knobs.shapes import Shapes, width
-from verl_memopt.memory.rollout.rollout_memory import kv_bytes_per_token
+from verl_memopt.memory.chunked_logprob import logit_bytes
+from verl_memopt.memory.formulas import Shapes, width
+from verl_memopt.memory.lora import adapter_params
+from verl_memopt.rollout.engine import kv_bytes_per_token
 
 MIB, GIB = 2**20, 2**30
 CARDS = {"12g": 12_282, "16g": 15_360, "24g": 23_028, "32g": 32_607, "48g": 46_068, "80g": 81_559, "141g": 143_771}

@@ -2,8 +2,8 @@ import pytest
 
 from verl_memopt.algorithms.records import WITH_SUM_PI_SQUARED, WITHOUT_BASELINE, WITHOUT_GROUPS
 from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
-from verl_memopt.config.allowed import choices
 from verl_memopt.config.checks import RULES
+from verl_memopt.config.values import choices
 
 AR = "actor_rollout_ref"
 LIMITS = {

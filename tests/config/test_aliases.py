@@ -4,7 +4,7 @@ import pytest
 
 from verl_memopt.config.aliases import GLOBAL_MICRO_BATCHES, MET_BY_CHUNKING, RENAMED, VALUES, our_key
 from verl_memopt.config.keys import leaf_keys, leaf_types, value_at
-from verl_memopt.config.refusals import refusal_of
+from verl_memopt.config.unused_keys import refusal_of
 
 AR = "actor_rollout_ref"
 OVERRIDE = f"{AR}.model.override_config"

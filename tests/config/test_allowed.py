@@ -1,10 +1,9 @@
 import pytest
 
-from verl_memopt.config.allowed import WHY_NOT, check_values, choices, ranges
 from verl_memopt.config.keys import leaf_keys, leaf_types, leaf_values
-from verl_memopt.config.links import with_links
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.critic_rules import twin
+from verl_memopt.config.values import WHY_NOT, check_values, choices, ranges, with_links
+from verl_memopt.memory.critic_rules import twin
 
 AR = "actor_rollout_ref"
 

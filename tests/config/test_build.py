@@ -1,9 +1,9 @@
 import pytest
 
-from verl_memopt.config.build import MismatchError, build, convert
+from verl_memopt.config.builder import MismatchError, build, convert
 from verl_memopt.config.keys import leaf_keys, leaf_types, value_at
-from verl_memopt.config.links import DERIVED, LINKS
 from verl_memopt.config.schema import REQUIRED, Settings
+from verl_memopt.config.values import DERIVED, LINKS
 
 
 @pytest.mark.parametrize(

@@ -1,10 +1,10 @@
 import pytest
 
-from verl_memopt.config.allowed import WHY_NOT, choices, ranges
 from verl_memopt.config.checks import ENGINE_NAMES, RULES
 from verl_memopt.config.keys import leaf_keys, leaf_types, value_at
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.critic_rules import refusals
+from verl_memopt.config.values import WHY_NOT, choices, ranges
+from verl_memopt.memory.critic_rules import refusals
 
 AR = "actor_rollout_ref"
 

@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from verl_memopt.config.correction_bounds import importance_bounds, rejection_bounds
+from verl_memopt.config.correction_rules import importance_bounds, rejection_bounds
 from verl_memopt.errors import ConfigError
 
 

@@ -1,7 +1,7 @@
 from dataclasses import asdict, replace
 
-from verl_memopt.config.correction_bounds import importance_bounds, rejection_bounds
-from verl_memopt.config.correction_presets import PRESETS
+from verl_memopt.config.aliases import PRESETS
+from verl_memopt.config.correction_rules import importance_bounds, rejection_bounds
 
 
 def test_a_name_says_its_values():

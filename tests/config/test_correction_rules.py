@@ -3,7 +3,7 @@ import pytest
 from verl_memopt.algorithms.records import WITH_SUM_PI_SQUARED
 from verl_memopt.config.checks import RULES
 from verl_memopt.config.correction_rules import CORRECTION_RULES, CORRECTION_UNUSED
-from verl_memopt.config.idle import UNUSED_KEYS
+from verl_memopt.config.unused_keys import UNUSED_KEYS
 
 AR = "actor_rollout_ref"
 KEY = "algorithm.rollout_correction"

@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.config.critic_rules import WITHOUT_CRITIC
+from verl_memopt.config.algorithm_rules import WITHOUT_CRITIC
 from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.schema import Settings
 

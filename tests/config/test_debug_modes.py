@@ -2,11 +2,11 @@ from typing import get_args
 
 import pytest
 
+from tools.settings_page import meanings
 from verl_memopt.config.debug_modes import MODES, NOT_WHOLE, REPLAYING, WITHOUT_DATA, of_mode
-from verl_memopt.config.document import meanings
 from verl_memopt.config.keys import leaf_keys, leaf_types
 from verl_memopt.config.loader import PACKAGED, load_settings
-from verl_memopt.config.schema.run import Debug
+from verl_memopt.config.schema import Debug
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"

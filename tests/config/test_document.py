@@ -1,14 +1,14 @@
 import dataclasses
 from pathlib import Path
 
-from verl_memopt.config.document import meanings, page
+from tools.settings_page import meanings, page
 from verl_memopt.config.keys import leaf_keys, walk
 
 PAGE = Path(__file__).parents[2] / "docs" / "configuration.md"
 
 
 def test_the_committed_page_is_the_one_the_schema_gives():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m verl_memopt.config.document > docs/configuration.md"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tools.settings_page > docs/configuration.md"
 
 
 def test_every_field_of_the_schema_says_what_it_means():

@@ -2,7 +2,7 @@ import re
 
 import pytest
 
-from verl_memopt.config.foreign import FOREIGN, hint
+from verl_memopt.config.builder import FOREIGN, hint
 from verl_memopt.config.keys import leaf_keys
 
 

@@ -1,10 +1,10 @@
 import pytest
 
-from verl_memopt.config.critic_rules import WITHOUT_CRITIC
-from verl_memopt.config.idle import UNUSED_KEYS
+from verl_memopt.config.algorithm_rules import WITHOUT_CRITIC
 from verl_memopt.config.keys import leaf_keys
 from verl_memopt.config.reward_rules import WITHOUT_REWARD_MODEL
-from verl_memopt.knobs.critic_rules import twin
+from verl_memopt.config.unused_keys import UNUSED_KEYS
+from verl_memopt.memory.critic_rules import twin
 
 AR = "actor_rollout_ref"
 CORRECTION = "algorithm.rollout_correction"

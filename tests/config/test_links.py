@@ -1,8 +1,8 @@
 import pytest
 
 from verl_memopt.config.keys import leaf_types, leaf_values, value_at
-from verl_memopt.config.links import DERIVED, LINKS, with_links
 from verl_memopt.config.schema import Settings
+from verl_memopt.config.values import DERIVED, LINKS, with_links
 
 AR = "actor_rollout_ref"
 OTHER = {

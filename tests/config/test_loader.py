@@ -5,10 +5,9 @@ import yaml
 from hydra.core.global_hydra import GlobalHydra
 
 from verl_memopt.config.keys import flatten, leaf_keys, leaf_values, value_at
-from verl_memopt.config.links import followers_of, with_links
-from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
-from verl_memopt.config.plain import to_yaml
+from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping, to_yaml
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Data, Model, PolicyLoss, Rollout, Settings
+from verl_memopt.config.values import followers_of, with_links
 from verl_memopt.errors import ConfigError
 
 LEAST = [

@@ -2,8 +2,8 @@ import logging
 
 import pytest
 
-from verl_memopt.config.allowed import choices
-from verl_memopt.config.objective import log_objective, objective
+from verl_memopt.config.loader import log_objective, objective
+from verl_memopt.config.values import choices
 
 LOSS = "actor_rollout_ref.actor.policy_loss.loss_mode"
 

@@ -3,7 +3,7 @@ import json
 import yaml
 
 from verl_memopt.config.keys import flatten, leaf_keys
-from verl_memopt.config.plain import to_plain, to_yaml
+from verl_memopt.config.loader import to_plain, to_yaml
 
 
 def test_the_plain_tree_holds_every_key_and_only_plain_values(settled):

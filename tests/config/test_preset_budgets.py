@@ -4,8 +4,7 @@ import logging
 
 import pytest
 
-from verl_memopt.config.loader import load_settings
-from verl_memopt.config.preset_budgets import BUDGETS, with_room_for_samples
+from verl_memopt.config.loader import BUDGETS, load_settings, with_room_for_samples
 from verl_memopt.errors import ConfigError
 
 ACTOR, LOG_PROBS, CRITIC = BUDGETS

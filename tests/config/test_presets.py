@@ -14,10 +14,9 @@ from tests.config.card_memory import CARDS, GIB, MIB, MODELS, CardMemory, shapes
 from verl_memopt.config.keys import flatten, leaf_types, value_at
 from verl_memopt.config.loader import PACKAGED, load_settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs import profiles
-from verl_memopt.ladder.measure import measure_row, shapes
-from verl_memopt.ladder.plan import Work, row_settings
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.ladder.measure import Work, measure_row, row_settings, shapes
+from verl_memopt.memory import profiles
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 AR = "actor_rollout_ref"
 FILES = ["data.train_files=train.jsonl", "data.val_files=null"]

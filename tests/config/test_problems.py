@@ -1,6 +1,6 @@
 import pytest
 
-from verl_memopt.config.problems import Problem, problem, raise_together, shown
+from verl_memopt.config.keys import Problem, problem, raise_together, shown
 from verl_memopt.errors import ConfigError
 
 

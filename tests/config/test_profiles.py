@@ -9,7 +9,7 @@ from verl_memopt.config.keys import flatten, leaf_types, value_at
 from verl_memopt.config.loader import PACKAGED, load_settings
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs import profiles
+from verl_memopt.memory import profiles
 
 PROFILES = ("none", *profiles.PROFILES)
 LEAST = ["data.train_files=train.jsonl", "data.val_files=null", "actor_rollout_ref.model.path=folder"]

@@ -2,10 +2,9 @@ import dataclasses
 
 import pytest
 
+from tools.reads import record_reads
 from verl_memopt.config.keys import leaf_keys
-from verl_memopt.config.loader import load_settings
-from verl_memopt.config.plain import to_plain
-from verl_memopt.config.reads import record_reads
+from verl_memopt.config.loader import load_settings, to_plain
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Fsdp, Ref, Settings
 
 

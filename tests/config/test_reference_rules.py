@@ -2,7 +2,7 @@ import logging
 
 import pytest
 
-from verl_memopt.config.reference_rules import ALPHA, EVERY
+from verl_memopt.config.unused_keys import ALPHA, EVERY
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"

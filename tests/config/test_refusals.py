@@ -4,11 +4,10 @@ import re
 import pytest
 
 from verl_memopt.config.aliases import spelled
-from verl_memopt.config.allowed import WHY_NOT
-from verl_memopt.config.foreign import FOREIGN
-from verl_memopt.config.keys import leaf_keys, section_keys
-from verl_memopt.config.problems import shown
-from verl_memopt.config.refusals import REFUSED, refusal_of
+from verl_memopt.config.builder import FOREIGN
+from verl_memopt.config.keys import leaf_keys, section_keys, shown
+from verl_memopt.config.unused_keys import REFUSED, refusal_of
+from verl_memopt.config.values import WHY_NOT
 
 AR = "actor_rollout_ref"
 ASKING = "something else"

@@ -1,7 +1,7 @@
 import pytest
 
 from verl_memopt.config.keys import leaf_keys
-from verl_memopt.config.resume_diff import ADAPTERS, HARMLESS, HARMLESS_KEYS, REFUSED, RULES, TRAJECTORY, changes, kept_settings
+from verl_memopt.run.resume import ADAPTERS, HARMLESS, HARMLESS_KEYS, REFUSED, RULES, TRAJECTORY, changes, kept_settings
 
 AR = "actor_rollout_ref"
 OPTIM = f"{AR}.actor.optim"

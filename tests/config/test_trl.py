@@ -7,8 +7,7 @@ import pytest
 
 from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.loader import load_settings
-from verl_memopt.config.trl import Written, translate_trl
-from verl_memopt.config.trl_spellings import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS
+from verl_memopt.config.trl_names import ESTIMATORS, NAMES, NO_EQUAL, ONE_SETTING, SPELLINGS, Written, translate_trl
 from verl_memopt.errors import ConfigError
 
 AR = "actor_rollout_ref"

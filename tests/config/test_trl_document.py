@@ -3,16 +3,16 @@ from pathlib import Path
 
 import pytest
 
+from tools.trl_page import TRL_DEFAULTS, page
 from verl_memopt.config.loader import load_settings
-from verl_memopt.config.trl_document import TRL_DEFAULTS, page
-from verl_memopt.config.trl_spellings import NAMES, SPELLINGS
+from verl_memopt.config.trl_names import NAMES, SPELLINGS
 
 ROOT = Path(__file__).parents[2]
 PAGE = ROOT / "docs" / "from_trl.md"
 
 
 def test_the_committed_page_is_the_one_the_tables_give():
-    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m verl_memopt.config.trl_document > docs/from_trl.md"
+    assert PAGE.read_text(encoding="utf-8") == page(), "run: python -m tools.trl_page > docs/from_trl.md"
 
 
 @pytest.mark.parametrize("name", sorted(NAMES))

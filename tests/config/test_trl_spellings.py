@@ -5,7 +5,7 @@ import re
 import pytest
 
 from verl_memopt.config.keys import leaf_keys
-from verl_memopt.config.trl_spellings import ESTIMATORS, NO_EQUAL, ONE_SETTING, SPELLINGS
+from verl_memopt.config.trl_names import ESTIMATORS, NO_EQUAL, ONE_SETTING, SPELLINGS
 
 KEY = re.compile(r"\b(?:actor_rollout_ref|algorithm|data|trainer|custom_reward_function|reward_model)(?:\.\w+)+")
 

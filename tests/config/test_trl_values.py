@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_memopt.config.trl_values import (
+from verl_memopt.config.trl_names import (
     BETAS,
     EPOCHS,
     MINI_BATCH,

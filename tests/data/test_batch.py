@@ -2,8 +2,7 @@ import pytest
 import torch
 
 from verl_memopt.config.schema import Actor
-from verl_memopt.data.batch import RolloutBatch, rollout_batch, scatter_tokens, shares_prompts
-from verl_memopt.data.ragged import Ragged
+from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch, scatter_tokens, shares_prompts
 
 
 def batch():

@@ -7,7 +7,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_memopt.data.encoder import PromptEncoder, decode
 from verl_memopt.errors import ConfigError, DataError
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import build_tokenizer
 
 TOKENIZER = build_tokenizer()
 

@@ -8,11 +8,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_memopt.data.dataset import PromptRow
-from verl_memopt.data.encoder import PromptEncoder
+from verl_memopt.data.encoder import PromptEncoder, special_tokens_of
 from verl_memopt.data.expansion import EXPANSIONS, Expanded, check_prompts, expand
-from verl_memopt.data.special_tokens import special_tokens_of
 from verl_memopt.errors import ConfigError, DataError
-from verl_memopt.models.tokenizer import SPECIALS, build_tokenizer
+from verl_memopt.model.tiny import SPECIALS, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 PIECES = st.one_of(st.text(min_size=1, max_size=8), st.sampled_from(SPECIALS))

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from verl_memopt.config.schema import CustomSampler
 from verl_memopt.data.dataset import PromptRow
-from verl_memopt.data.loader import StepLoader, load_sampler
+from verl_memopt.data.prompts import StepLoader, load_sampler
 from verl_memopt.errors import DataError
 
 

@@ -3,10 +3,9 @@ import pytest
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import EXPANSIONS, expand
-from verl_memopt.data.loader import StepLoader
-from verl_memopt.data.prefetcher import PromptPrefetcher
+from verl_memopt.data.prompts import PromptPrefetcher, StepLoader
 from verl_memopt.errors import DataError
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import build_tokenizer
 
 
 def loader():

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_memopt.data.ragged import Ragged, token_index
+from verl_memopt.data.batch import Ragged, token_index
 
 ROWS = st.lists(st.lists(st.integers(0, 9), max_size=5), max_size=6)
 

@@ -7,8 +7,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.data.shared_rows import SharedRows, prompt_rows
+from verl_memopt.data.batch import Ragged, SharedRows, prompt_rows
 
 PROMPTS = st.lists(st.lists(st.integers(0, 99), min_size=1, max_size=6), min_size=1, max_size=4)
 

@@ -8,10 +8,9 @@ from hypothesis import strategies as st
 from tokenizers import AddedToken, Tokenizer, models, normalizers, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
-from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.special_tokens import SpecialTokens, special_tokens_of
+from verl_memopt.data.encoder import SpecialTokens, special_tokens_of, tokenize
 from verl_memopt.errors import DataError
-from verl_memopt.models.tokenizer import SPECIALS, build_tokenizer
+from verl_memopt.model.tiny import SPECIALS, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 SPECIAL = SpecialTokens(TOKENIZER)

@@ -9,8 +9,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from verl_memopt.config.schema import Data
 from verl_memopt.data.dataset import PromptDataset
-from verl_memopt.data.toy import ToyRecipe, careless_answer, carries, make_toy, split_problems
-from verl_memopt.data.warm_up import WarmUp
+from verl_memopt.data.toy import ToyRecipe, WarmUp, careless_answer, carries, make_toy, split_problems
 from verl_memopt.errors import DataError
 from verl_memopt.rewards.rules import RULES, exact_match
 

@@ -7,8 +7,8 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_memopt.data.warm_up import WarmUp, greedy_accuracy, warm_up
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.data.toy import WarmUp, greedy_accuracy, warm_up
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 
 @pytest.fixture

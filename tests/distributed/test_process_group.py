@@ -3,7 +3,7 @@ import torch
 import torch.distributed as dist
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
+from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
 
 CPU = torch.device("cpu")
 

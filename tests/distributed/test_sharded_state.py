@@ -9,8 +9,8 @@ from tests.ranks import run_ranks
 from tests.tensors import like, whole_of
 from verl_memopt.config.schema import Optim
 from verl_memopt.distributed import sharded_state
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.distributed.file_records import record_folder
-from verl_memopt.distributed.process_group import training_mesh
 from verl_memopt.distributed.sharded_state import (
     HashingFileSystem,
     load_training_state,
@@ -19,8 +19,8 @@ from verl_memopt.distributed.sharded_state import (
     save_weights,
 )
 from verl_memopt.errors import CheckpointError
-from verl_memopt.models.build import named_weights
-from verl_memopt.workers.schedule import build_optimizer, build_schedule
+from verl_memopt.model.weights import named_weights
+from verl_memopt.worker.optimizer import build_optimizer, build_schedule
 
 ALL = ["model", "optimizer", "extra"]
 

@@ -4,7 +4,7 @@ from torch.distributed.fsdp import FSDPModule
 from torch.distributed.tensor import DTensor
 
 from verl_memopt.config.schema import Fsdp, Model
-from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.model.assembly import build_policy, materialize
 
 CPU = torch.device("cpu")
 

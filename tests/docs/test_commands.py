@@ -16,7 +16,7 @@ from tests.docs.pages import DOCS, README, ROOT, blocks, commands, page_name
 from tests.end_to_end.runs import LOCAL, script_environment, succeeded, train
 from tests.forked import PYTHON
 from verl_memopt.config.loader import load_settings
-from verl_memopt.knobs.knob import knobs
+from verl_memopt.memory.knob import knobs
 
 PAGES = [README, *(DOCS / f"{name}.md" for name in ("get_started", "out_of_memory", "recipes"))]
 QUICK_LADDER = "--layers 1 --vocabulary 320 --rows 2 --prompt 8 --response 4 --only chunked_logprob"

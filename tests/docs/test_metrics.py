@@ -7,7 +7,7 @@ import pytest
 from tests import rlt
 from tests.docs.pages import DOCS
 from tests.end_to_end.runs import LOCAL, metrics, succeeded, train
-from verl_memopt.trainer.run import train as train_here
+from verl_memopt.cli import train as train_here
 
 PAGE = DOCS / "metrics.md"
 AR = "actor_rollout_ref"

@@ -6,11 +6,11 @@ from functools import cache
 import pytest
 
 from tests.docs.pages import DOCS, README, SETTING, cells, page_name, without_blocks
-from verl_memopt.config.correction_presets import PRESET
+from verl_memopt.config.aliases import PRESET
 from verl_memopt.config.keys import leaf_types, section_keys
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.profiles import PROFILES
+from verl_memopt.memory.profiles import PROFILES
 
 PAGES = [
     README,

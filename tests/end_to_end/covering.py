@@ -9,7 +9,7 @@ import random
 from itertools import combinations
 
 from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.knobs.knob import for_roles, knobs, switch
+from verl_memopt.memory.knob import for_roles, knobs, switch
 
 AR = "actor_rollout_ref"
 MODEL, ACTOR, REF, ROLLOUT = (f"{AR}.{section}" for section in ("model", "actor", "ref", "rollout"))

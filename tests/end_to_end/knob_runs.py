@@ -12,17 +12,16 @@ from torch.distributed.tensor.debug import _clear_sharding_prop_cache
 from tests.end_to_end.covering import settings_of
 from tests.workers.test_policy import batch
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.memory.batching.shared_prompt import prompt_groups
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.rollout.sampling import train_sampling
-from verl_memopt.trainer.passes import budgets, cut_ranks, rows_per_rank
-from verl_memopt.workers.group import Placement
-from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.trained_model import MiniBatch
-from verl_memopt.workers.worker import Worker
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.rollout.engine import train_sampling
+from verl_memopt.trainer.micro_batching import budgets, cut_ranks, rows_per_rank
+from verl_memopt.worker.group import Placement
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 STEPS = 3
 PROMPTS = [[40, 41, 42], [50], [60, 61]]

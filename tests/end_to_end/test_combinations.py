@@ -24,9 +24,9 @@ from tests.end_to_end.covering import (
 )
 from tests.end_to_end.knob_runs import make_model, run_row, run_rows
 from tests.ranks import run_ranks
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.knob import knobs
+from verl_memopt.memory.knob import knobs
 
 pytestmark = pytest.mark.timeout(600)
 

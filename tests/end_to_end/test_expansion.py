@@ -6,7 +6,7 @@ import pytest
 
 from tests.end_to_end.runs import LOCAL, learned, metrics, succeeded, train, train_here
 from verl_memopt.data.expansion import EXPANSIONS
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import build_tokenizer
 
 AR = "actor_rollout_ref"
 STEPS = 20

@@ -16,11 +16,11 @@ from tests.end_to_end.runs import RECIPES, metrics, survivors
 from tests.end_to_end.runs import settings_of as arguments_of
 from tests.trainer.conftest import ready
 from verl_memopt.config.loader import load_settings
-from verl_memopt.memory.host.host_buffers import host_allocator
-from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.model.policy_model import PolicyModel
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.timeline import read_timeline
-from verl_memopt.workers.worker import Worker
+from verl_memopt.worker.worker import Worker
 
 STEPS, SETTLED = 50, 3
 LOOKED = (SETTLED, *range(10, STEPS + 1, 10))

@@ -4,9 +4,9 @@ import pytest
 
 from tests import rlt
 from tests.workers.test_reward_scores import classifier
+from tools.reads import leaf_keys, record_reads
+from verl_memopt.cli import train
 from verl_memopt.config.loader import load_settings
-from verl_memopt.config.reads import leaf_keys, record_reads
-from verl_memopt.trainer.run import train
 
 READ_ELSEWHERE = {
     # read only by vLLM's settings (tests/rollout/test_vllm_settings.py holds that each reaches the engine)

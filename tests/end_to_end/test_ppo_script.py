@@ -9,13 +9,12 @@ import pytest
 
 from tests.end_to_end.runs import LOCAL, ROOT, script_environment
 from verl_memopt.config.loader import load_settings
-from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.trainer.build import build_learner, build_run
-from verl_memopt.trainer.start import start_rewards
-from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.workers.local_group import LocalGroup
-from verl_memopt.workers.worker import Worker
+from verl_memopt.trainer.loop import start_rewards
+from verl_memopt.worker.group import LocalGroup, TimedGroup
+from verl_memopt.worker.worker import Worker
 
 AR = "actor_rollout_ref"
 SCRIPT = ROOT / "examples" / "memory_optimization" / "run_memory_optimized_ppo.sh"

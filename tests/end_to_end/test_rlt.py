@@ -11,11 +11,11 @@ import torch
 from tests.end_to_end.runs import learned, metrics
 from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
 from tests.trainer.conftest import ready
-from verl_memopt.data.ragged import Ragged
+from verl_memopt.cli import train
+from verl_memopt.data.batch import Ragged
 from verl_memopt.recipes.rlt.lessons import make_rlt_toy
 from verl_memopt.recipes.rlt.scorer import Explained
 from verl_memopt.recipes.rlt.student_rows import THINK
-from verl_memopt.trainer.run import train
 
 
 @pytest.fixture(scope="module")

@@ -15,11 +15,11 @@ from tests.forked import shared_server
 from verl_memopt.cli import main
 from verl_memopt.config.loader import load_settings
 from verl_memopt.data.toy import SHAPE
-from verl_memopt.models.tiny import make_tiny_model
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.model.tiny import make_tiny_model
+from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.trainer.build import build_learner, build_run
-from verl_memopt.trainer.start import start_workers
-from verl_memopt.workers.micro_batches import micro_batches_of
+from verl_memopt.trainer.loop import start_workers
+from verl_memopt.worker.trained_model import micro_batches_of
 
 AR = "actor_rollout_ref"
 KNOBS = [

@@ -40,7 +40,7 @@ def members(pid):
 
 def kill_at(moment):
     """Has this process kill one of its run when it comes to the moment."""
-    from verl_memopt.observe.timing import PhaseClock
+    from verl_memopt.observe.phase import PhaseClock
 
     entered = 0
     plain = PhaseClock.phase

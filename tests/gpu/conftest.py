@@ -61,7 +61,7 @@ def pytest_terminal_summary(terminalreporter):
 @pytest.fixture(autouse=True)
 def quiet():
     """Errors alone in the log, and no process group left behind by another test."""
-    from verl_memopt.distributed.process_group import leave_process_group
+    from verl_memopt.distributed.device import leave_process_group
 
     leave_process_group()
     logging.disable(logging.WARNING)

@@ -21,8 +21,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from tests.models.attention_cases import attention_of_one, gpu_operators_on_a_cpu
 from tests.workers.test_policy import NothingWaits
 from verl_memopt.distributed import device as device_room
-from verl_memopt.memory.limits.allocators import memory_limits
-from verl_memopt.models import attention, attention_dense
+from verl_memopt.memory.limits_torch import memory_limits
+from verl_memopt.model import attention, attention_dense
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 VARIABLE = "VERL_MEMOPT_GPU_TESTS_ON"
@@ -79,7 +79,7 @@ def size(gpu, cpu):
 @contextmanager
 def one_rank():
     """A process group of one for the body, over NCCL on a GPU."""
-    from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
+    from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
 
     leave_process_group()
     join_process_group(device(), 0, 1, "", 0, 120)
@@ -92,7 +92,7 @@ def one_rank():
 @contextmanager
 def on_cpu():
     """The mesh of a CPU in the process group that this process is in, which takes tensors of both."""
-    from verl_memopt.distributed.process_group import training_mesh
+    from verl_memopt.distributed.device import training_mesh
 
     yield training_mesh("cpu", 1, -1)
 

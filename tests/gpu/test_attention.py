@@ -9,8 +9,8 @@ import torch
 from tests.gpu import machine
 from tests.models.attention_cases import norm_error, random_inputs, rotary_of, with_gradients
 from verl_memopt.distributed.device import supports_flash
-from verl_memopt.models.attention import KERNELS, REGISTERED, AttentionArgs
-from verl_memopt.models.prefix_layout import PrefixLayout
+from verl_memopt.model.attention import KERNELS, REGISTERED, AttentionArgs
+from verl_memopt.model.packing import PrefixLayout
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 

@@ -8,9 +8,8 @@ import torch
 
 from tests.gpu import machine
 from tests.ladder.test_measure import SHAPE, SMALL, SMALLER, WIDE_WORK
-from verl_memopt.ladder.measure import run_ablation
-from verl_memopt.ladder.plan import ABLATION, ALTERNATIVES, Work
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.ladder.measure import ABLATION, ALTERNATIVES, Work, run_ablation
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 WIDE = TinyShape(
     vocab_size=65_536, hidden_size=1024, intermediate_size=3072, num_layers=8, num_heads=16, num_kv_heads=8, head_dim=64,

@@ -12,10 +12,10 @@ from tests.end_to_end.knob_runs import make_model, run_row
 from tests.end_to_end.test_combinations import apart
 from tests.gpu import machine
 from tests.gpu.test_knobs import ACROSS, UNCOMPILED, bound
-from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.memory.activations.activation_offload import ActivationOffload
-from verl_memopt.memory.host.host_buffers import host_buffer
-from verl_memopt.memory.optimizer.optimizer_offload import StateLanes
+from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
+from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.memory.optimizer_offload_torch import StateLanes
 
 OFFLOADS = {
     "activations": {"activation offload": "on"},

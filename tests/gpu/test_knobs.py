@@ -11,9 +11,9 @@ from tests.end_to_end.covering import NEEDS, all_off, reference_of, runnable
 from tests.end_to_end.knob_runs import make_model, run_row
 from tests.end_to_end.test_combinations import EXACT, OTHERS, ROUNDINGS, SUMS, Apart, apart, key, tolerance
 from tests.gpu import machine
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.parallelize import SHARDS_BYTES, TORCH
+from verl_memopt.model.assembly import SHARDS_BYTES, TORCH
 
 AR = "actor_rollout_ref"
 UNCOMPILED = {f"{AR}.actor.use_torch_compile": False, f"{AR}.ref.use_torch_compile": False}

@@ -25,12 +25,11 @@ from tests.ranks import run_ranks
 from tests.rollout.tools import model_of, place_at, prompts, rollout_settings, sampling, weights_of
 from tests.workers.test_worker import ALL, AR, call, mini_batch, plan_of
 from tests.workers.test_worker import weights as weights_of_worker
-from verl_memopt.distributed.device import backend, local_device
-from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.distributed.device import backend, leave_process_group, local_device
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.rollout.engine import build_engine
-from verl_memopt.workers.group import Placement
-from verl_memopt.workers.worker import Worker
+from verl_memopt.worker.group import Placement
+from verl_memopt.worker.worker import Worker
 
 SHAPE = TinyShape(initializer_range=0.2, max_positions=256)
 

@@ -8,9 +8,8 @@ import torch
 
 from tests.gpu import machine
 from verl_memopt.config.schema import Memory
-from verl_memopt.memory.host.host_arena import HostArena
-from verl_memopt.memory.host.host_buffers import GIB, host_allocator, host_buffer, host_limits
-from verl_memopt.memory.parameters.param_offload import ParamHome
+from verl_memopt.memory.host_buffers import GIB, HostArena, host_allocator, host_buffer, host_limits
+from verl_memopt.memory.param_offload_torch import ParamHome
 
 pytestmark = pytest.mark.rehearsed
 

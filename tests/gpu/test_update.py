@@ -15,13 +15,13 @@ from tests.tensors import whole_of
 from tests.workers.test_policy import ACTOR, SMALL, WHOLE, batch, micro_batches, naive_gradients, shares
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.distributed.device import device_rng_state, set_device_rng_state
-from verl_memopt.memory.activations.activation_offload import ActivationOffload
-from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
-from verl_memopt.models.build import named_weights
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.micro_batches import micro_batches_of
-from verl_memopt.workers.policy import Policy
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import named_weights
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.trained_model import micro_batches_of
 
 FACTOR = 2.0
 """How much farther from fp32 on a CPU our model may be than transformers' own with whole logits, on one device in one dtype."""

@@ -21,7 +21,7 @@ from tests.rollout.tools import (
     sampling,
     weights_of,
 )
-from verl_memopt.models.tiny import make_tiny_model
+from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.rollout.engine import build_engine
 
 ASLEEP = 0.1

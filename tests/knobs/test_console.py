@@ -3,8 +3,8 @@ import io
 import pytest
 from rich.console import Console
 
-from verl_memopt.knobs.console import print_knob, print_knobs
-from verl_memopt.knobs.knob import knob_named, knobs
+from verl_memopt.memory.knob import knob_named, knobs
+from verl_memopt.memory.list_knobs import print_knob, print_knobs
 
 
 def printed(write, width=100):

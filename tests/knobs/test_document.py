@@ -1,6 +1,6 @@
 from pathlib import Path
 
-from verl_memopt.knobs.document import page
+from tools.knobs_page import page
 
 
 def test_the_page_in_the_documentation_is_this_one():

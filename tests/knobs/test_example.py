@@ -1,4 +1,4 @@
-from verl_memopt.knobs.example import Saved, example_of
+from verl_memopt.memory.list_knobs import Saved, example_of
 
 
 def test_the_largest_saving_is_taken_and_none_where_nothing_was_measured():

@@ -6,8 +6,8 @@ import pytest
 import verl_memopt.config
 from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.knob import as_json, knob_named, knobs
-from verl_memopt.knobs.profiles import PROFILES
+from verl_memopt.memory.knob import as_json, knob_named, knobs
+from verl_memopt.memory.profiles import PROFILES
 
 KEYS = set(leaf_keys())
 EACH = pytest.mark.parametrize("knob", knobs(), ids=lambda knob: knob.name)

@@ -23,8 +23,8 @@ Works with: every knob but a chunk of 7.
 
 from dataclasses import dataclass
 
-from verl_memopt.knobs.knob import LOWER, Advice, Claim, Knob, LadderRow, Refusal, UnusedKey, switch
-from verl_memopt.knobs.values import PositiveInt
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Knob, LadderRow, Refusal, UnusedKey, switch
+from verl_memopt.memory.ranges import PositiveInt
 
 KEY, CHUNK = "actor_rollout_ref.model.toy_tiles", "actor_rollout_ref.model.logprob_chunk_tokens"
 
@@ -60,13 +60,13 @@ KNOB = Knob(
 ASK = """
 import io, json, logging, sys
 from rich.console import Console
-from verl_memopt.config.document import page as configuration
+from tools.settings_page import page as configuration
 from verl_memopt.config.loader import load_settings
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.console import print_knobs
-from verl_memopt.knobs.document import page
-from verl_memopt.ladder.plan import ABLATION
-from verl_memopt.memory.limits.out_of_memory import advice
+from verl_memopt.memory.list_knobs import print_knobs
+from tools.knobs_page import page
+from verl_memopt.ladder.measure import ABLATION
+from verl_memopt.memory.out_of_memory import advice
 from tests.end_to_end.covering import FACTORS, covering_rows
 
 LEAST = ["data.train_files=none", "data.val_files=null", "actor_rollout_ref.model.path=m", "actor_rollout_ref.rollout.name=hf"]
@@ -105,11 +105,13 @@ def told(tmp_path_factory):
     """Returns what the project says with one more file among its knobs."""
     folder = tmp_path_factory.mktemp("toy_knob")
     shutil.copytree(Path(verl_memopt.__file__).parent, folder / "verl_memopt", ignore=shutil.ignore_patterns("__pycache__"))
-    (folder / "verl_memopt/knobs/toy.py").write_text(TOY)
-    schema = folder / "verl_memopt/config/schema/model.py"
-    imported = "from verl_memopt.knobs.toy import Toy\n"
+    (folder / "verl_memopt/memory/toy.py").write_text(TOY)
+    index = folder / "verl_memopt/memory/knob.py"
+    index.write_text(index.read_text().replace("KNOBS = (", 'KNOBS = (\n    "toy",', 1))
+    schema = folder / "verl_memopt/config/role_settings.py"
+    imported = "from verl_memopt.memory.toy import Toy\n"
     in_base = schema.read_text().replace("class Model(", "class Model(Toy, ")
-    schema.write_text(in_base.replace("from verl_memopt.knobs", imported + "from verl_memopt.knobs", 1))
+    schema.write_text(in_base.replace("from verl_memopt.memory", imported + "from verl_memopt.memory", 1))
     environment = {**os.environ, "PYTHONPATH": f"{folder}{os.pathsep}{ROOT}"}
     ended = subprocess.run([sys.executable, "-c", ASK], cwd=folder, env=environment, capture_output=True, text=True)
     assert ended.returncode == 0, ended.stderr

@@ -9,11 +9,10 @@ import torch.distributed as dist
 
 from verl_memopt.config.schema import Actor
 from verl_memopt.errors import ConfigError
-from verl_memopt.ladder.measure import make_batch, measure_row, run_ablation
-from verl_memopt.ladder.plan import ABLATION, ALTERNATIVES, Work, choose_rows
-from verl_memopt.memory.host.host_buffers import host_allocator
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.worker import Worker
+from verl_memopt.ladder.measure import ABLATION, ALTERNATIVES, Work, choose_rows, make_batch, measure_row, run_ablation
+from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.worker.worker import Worker
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)
 WIDE_WORK = Work(rows=8, prompt=256, response=64, group=8)

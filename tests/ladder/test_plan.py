@@ -1,7 +1,7 @@
 from itertools import pairwise
 
-from verl_memopt.knobs.knob import knob_named, knobs
-from verl_memopt.ladder.plan import ABLATION, ALTERNATIVES, Work, choose_rows, plan_rows, row_settings
+from verl_memopt.ladder.measure import ABLATION, ALTERNATIVES, Work, choose_rows, plan_rows, row_settings
+from verl_memopt.memory.knob import knob_named, knobs
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)
 

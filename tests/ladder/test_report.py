@@ -2,9 +2,9 @@ from dataclasses import replace
 
 from rich.console import Console
 
-from verl_memopt.ladder import report
-from verl_memopt.ladder.report import draw_ladder, failures_table, ladder_table, ladder_tables, savings_table
-from verl_memopt.ladder.row import OutOfMemory, Row, Saving
+from verl_memopt.ladder import command
+from verl_memopt.ladder.command import draw_ladder, failures_table, ladder_table, ladder_tables, savings_table
+from verl_memopt.ladder.measure import OutOfMemory, Row, Saving
 
 RAN_OUT = OutOfMemory("update_actor", asked_bytes=3 * 2**20, held_bytes=7 * 2**20, limit_bytes=8 * 2**20)
 FAILED = Row("all off", (), {"old_log_prob": 2**20}, out_of_memory=RAN_OUT)
@@ -71,7 +71,7 @@ def test_the_chart_is_a_picture(tmp_path):
 def drawn(rows, tmp_path, monkeypatch):
     """Return the axes of a chart."""
     figures = []
-    monkeypatch.setattr(report, "save", lambda drawing, path: figures.append(drawing) or path)
+    monkeypatch.setattr(command, "save", lambda drawing, path: figures.append(drawing) or path)
     draw_ladder(rows, tmp_path / "ladder.png", "Ladder")
     return figures[0].axes[0]
 

@@ -4,8 +4,7 @@ from dataclasses import replace
 import pytest
 
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.ladder.plan import Work
-from verl_memopt.ladder.row import OutOfMemory, Row, as_json, split, with_savings
+from verl_memopt.ladder.measure import OutOfMemory, Row, Work, as_json, split, with_savings
 
 WORK = Work(rows=4, prompt=24, response=8, group=4)
 RAN_OUT = OutOfMemory("update_actor", asked_bytes=5, held_bytes=8, limit_bytes=10)
@@ -44,8 +43,7 @@ def test_a_saving_is_not_measured_where_either_side_ran_out(failed, shapes_pair)
 @pytest.fixture
 def shapes_pair(tiny_folder):
     """Return the sizes that the formulas read, without and with chunked log-probs."""
-    from verl_memopt.ladder.measure import shapes
-    from verl_memopt.ladder.plan import plan_rows
+    from verl_memopt.ladder.measure import plan_rows, shapes
 
     first, second = plan_rows(WORK)[:2]
     return shapes(tiny_folder, WORK, first.overrides), shapes(tiny_folder, WORK, second.overrides)

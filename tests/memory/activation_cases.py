@@ -10,19 +10,16 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.tensors import whole_of
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Model, Optim, TrainedFsdp
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import leave_process_group, training_mesh
-from verl_memopt.memory.activations.activation_offload import ActivationOffload
-from verl_memopt.memory.parameters.lora import initialize_adapters
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
+from verl_memopt.memory.lora_torch import initialize_adapters
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
-from verl_memopt.observe.fsdp_kinds import fsdp_kinds
-from verl_memopt.observe.kinds import optimizer_scope
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.micro_batches import MicroBatch, micro_batch
-from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.trained_model import MiniBatch
+from verl_memopt.observe.device_ledger import fsdp_kinds, optimizer_scope
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.trained_model import MicroBatch, MiniBatch, micro_batch
 
 CPU = torch.device("cpu")
 ACTOR = Actor(use_prefix_grouper=False, use_dynamic_bsz=True, clip_ratio_low=0.2, clip_ratio_high=0.2, optim=Optim(lr=1e-2))

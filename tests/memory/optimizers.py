@@ -8,10 +8,10 @@ from torch.distributed.fsdp import fully_shard
 from tests.memory.sharded import WHOLE, policy_of, share
 from tests.workers.test_policy import ACTOR, CPU
 from verl_memopt.config.keys import replaced
-from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.observe.kinds import state_tensors
-from verl_memopt.workers.policy import Policy
+from verl_memopt.observe.device_ledger import state_tensors
+from verl_memopt.worker.policy import Policy
 
 SHAPES = ((300, 96), (33, 70), (96,), (7,), (128, 128), (3, 5, 64))
 """Rows of many lengths, a tensor that fills no vector, norms; a bucket of 0.01 MiB cuts the first in several."""

@@ -9,13 +9,12 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from tests.workers.test_policy import ACTOR, CPU, batch, micro_batches, shares
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Model, TrainedFsdp
-from verl_memopt.distributed.process_group import leave_process_group, training_mesh
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.observe.fsdp_kinds import fsdp_kinds
-from verl_memopt.observe.kinds import optimizer_scope
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.policy import Policy
+from verl_memopt.observe.device_ledger import fsdp_kinds, optimizer_scope
+from verl_memopt.worker.policy import Policy
 
 WHOLE, SMALL = 10_000, 60
 WIDE = TinyShape(vocab_size=4096, hidden_size=64, intermediate_size=256, num_layers=4, tie_embeddings=False)

@@ -6,8 +6,8 @@ from contextlib import contextmanager
 import torch
 from hypothesis import strategies as st
 
-from verl_memopt.models.prefix_layout import PrefixLayout
-from verl_memopt.ops.rotary import Rotary
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.rotary import Rotary
 
 SUFFIXES = st.one_of(st.lists(st.integers(1, 6), max_size=5), st.integers(2, 6).map(lambda count: [4] * count))
 SIZES = st.lists(st.tuples(st.integers(1, 9), SUFFIXES.map(tuple)), min_size=1, max_size=4).map(tuple)

@@ -5,7 +5,7 @@ from transformers import Phi3Config, Qwen3Config
 
 from tests.models.architectures import tiny_config
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.architecture import TESTED, check_lengths, layer_types, refused, unsupported, window
+from verl_memopt.model.families import TESTED, check_lengths, layer_types, refused, unsupported, window
 
 
 @pytest.mark.parametrize("model_type", TESTED)

@@ -10,11 +10,11 @@ from tests.models.attention_cases import HEADS, SIZES, agree, norm_error, random
 from tests.models.test_build import built, filled
 from tests.models.test_pack import packed
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activations.activation_offload import ActivationOffload
-from verl_memopt.models.attention import KERNELS, REGISTERED, AttentionArgs, WindowOverPrefixError, choose_attention
-from verl_memopt.models.decoder import BlockOptions
-from verl_memopt.models.prefix_layout import PrefixLayout
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
+from verl_memopt.model.attention import KERNELS, REGISTERED, AttentionArgs, WindowOverPrefixError, choose_attention
+from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 CPU = torch.device("cpu")

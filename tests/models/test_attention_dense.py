@@ -17,11 +17,11 @@ from tests.models.attention_cases import (
     with_gradients,
     with_rotary_gradients,
 )
-from verl_memopt.models.attention_dense import EFFICIENT, _DenseAttention, dense_attention, merge
-from verl_memopt.models.attention_eager import eager_attention
-from verl_memopt.models.prefix_layout import PrefixLayout
+from verl_memopt.model.attention import eager_attention
+from verl_memopt.model.attention_dense import EFFICIENT, _DenseAttention, dense_attention, merge
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.rotary import rotary_arguments
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.ops.rotary import rotary_arguments
 
 SHARED = ((9, (4, 4, 4)), (3, ()), (5, (2, 7)))
 

@@ -3,8 +3,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.models.attention_cases import random_inputs
-from verl_memopt.models.attention_eager import eager_attention, group_mask, windowed_attention
-from verl_memopt.models.prefix_layout import PrefixLayout
+from verl_memopt.model.attention import eager_attention, group_mask, windowed_attention
+from verl_memopt.model.packing import PrefixLayout
 
 CPU = torch.device("cpu")
 

@@ -14,9 +14,9 @@ from tests.models.attention_cases import (
     with_gradients,
     with_rotary_gradients,
 )
-from verl_memopt.models.attention_eager import eager_attention
-from verl_memopt.models.attention_flash import flash_attention
-from verl_memopt.models.prefix_layout import PrefixLayout
+from verl_memopt.model.attention import eager_attention
+from verl_memopt.model.attention_flash import flash_attention
+from verl_memopt.model.packing import PrefixLayout
 
 
 def written_out(layout, window=None):

@@ -8,9 +8,12 @@ from transformers import AutoModelForCausalLM
 
 from verl_memopt.config.schema import Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.models import build
-from verl_memopt.models.attention import choose_attention
-from verl_memopt.models.build import (
+from verl_memopt.model import weights
+from verl_memopt.model.attention import choose_attention
+from verl_memopt.model.packed_model import allocate
+from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import (
     WeightFolder,
     check_tied_head,
     empty_model,
@@ -19,9 +22,6 @@ from verl_memopt.models.build import (
     named_weights,
     rebuild_buffers,
 )
-from verl_memopt.models.packed_model import allocate
-from verl_memopt.models.policy_model import PolicyModel
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
 
 CPU = torch.device("cpu")
 
@@ -177,7 +177,7 @@ def one_number_changed(embedding):
 
 @pytest.mark.parametrize("head", [one_number_changed, lambda embedding: embedding[:-1].clone()], ids=["values", "rows"])
 def test_a_head_that_differs_from_the_tied_embedding_is_refused(tiny_folder, tmp_path, head, monkeypatch):
-    monkeypatch.setattr(build, "TIED_ROWS", 100)  # so that the difference lies in a later slice
+    monkeypatch.setattr(weights, "TIED_ROWS", 100)  # so that the difference lies in a later slice
     folder = with_head(tiny_folder, tmp_path, head)
     with pytest.raises(ConfigError, match=r"tie_word_embeddings=true\), and its files hold a lm_head\.weight that differs"):
         check_tied_head(WeightFolder(folder), EMBEDDING, folder)

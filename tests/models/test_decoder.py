@@ -4,10 +4,10 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.test_build import built, filled
 from tests.models.test_pack import packed
-from verl_memopt.models.architecture import window
-from verl_memopt.models.decoder import Attention, BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
-from verl_memopt.models.pack import pack_rows
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.decoder import Attention, BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
+from verl_memopt.model.families import window
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 BOUND = 2e-6
 """Of log-probs in nats, and of a gradient's difference relative to its norm, in fp32."""

@@ -2,8 +2,8 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from tests.models.test_build import filled
-from verl_memopt.models import export, safetensors_writer
-from verl_memopt.models.build import named_weights
+from verl_memopt.model import export
+from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import HOST, ByteTracker
 
 
@@ -40,7 +40,7 @@ def test_a_rank_that_does_not_write_writes_nothing(tiny_folder, tmp_path):
 
 
 def test_an_export_holds_one_chunk_on_the_host(untied_folder, tmp_path, monkeypatch):
-    monkeypatch.setattr(safetensors_writer, "CHUNK_BYTES", 1000)
+    monkeypatch.setattr(export, "CHUNK_BYTES", 1000)
     policy, out = filled(untied_folder), tmp_path / "out"
     weights = ((name, parameter.detach()) for name, parameter in named_weights(policy))
     with ByteTracker() as tracker:

@@ -12,13 +12,12 @@ from transformers import AutoModelForCausalLM
 from tests.models.own_code import own_code, write_own_code
 from verl_memopt.config.schema import Actor, Fsdp, Model, TiledMlp
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.build import WeightFolder, named_weights
-from verl_memopt.models.export import export_folder
-from verl_memopt.models.folder import check_vocabulary, end_tokens, files_of_index, load_tokenizer, resolve_folder
-from verl_memopt.models.pack import pack_rows
-from verl_memopt.models.packing_check import check_packing
-from verl_memopt.models.trial_build import check_architecture
-from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.export import export_folder
+from verl_memopt.model.folder import check_vocabulary, end_tokens, files_of_index, load_tokenizer, resolve_folder
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.packing_check import check_architecture, check_packing
+from verl_memopt.model.weights import WeightFolder, named_weights
 
 KEY = "actor_rollout_ref.model.path"
 

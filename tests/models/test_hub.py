@@ -7,7 +7,7 @@ import pytest
 from huggingface_hub import constants
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.hub import MODEL_FILES, cached, why_no_answer
+from verl_memopt.run.choose_model import MODEL_FILES, cached, why_no_answer
 
 NAME = "owner/name"
 

@@ -5,7 +5,7 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_memopt.models.pack import pack_groups, pack_prompt, pack_rows, pack_suffixes
+from verl_memopt.model.packing import pack_groups, pack_prompt, pack_rows, pack_suffixes
 
 ROWS = st.lists(st.tuples(st.integers(0, 2), st.integers(0, 3)), max_size=9)
 """Rows as (group, tokens of the response)."""

@@ -4,8 +4,8 @@ import torch
 from tests.critics import critic_for
 from tests.models.test_build import filled
 from tests.models.test_policy_model import pack
-from verl_memopt.models.decoder import BlockOptions, Decoder
-from verl_memopt.models.pack import pack_prompt, pack_rows, pack_suffixes
+from verl_memopt.model.decoder import BlockOptions, Decoder
+from verl_memopt.model.packing import pack_prompt, pack_rows, pack_suffixes
 
 PROMPT, ANSWERS = [5, 6, 7, 8], [[11, 12, 13], [14, 15]]
 

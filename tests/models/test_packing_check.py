@@ -10,18 +10,18 @@ from tests.models.architectures import tiny_config, tiny_folder
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.config.schema import Actor, Fsdp, Model, TiledMlp
-from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.batching.shared_prompt import prompt_groups
-from verl_memopt.memory.parameters.lora import initialize_adapters
-from verl_memopt.models import packing_check
-from verl_memopt.models.attention import choose_attention
-from verl_memopt.models.build import empty_model, fill_from_folder, rebuild_buffers
-from verl_memopt.models.packed_model import allocate
-from verl_memopt.models.packing_check import GROUPS, MIXING_BOUND, check_packing, refuse_sliding_window, row_differences
-from verl_memopt.models.policy_model import PolicyModel, dtype_of
-from verl_memopt.models.value_model import ValueModel, stored_head
-from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.memory.lora_torch import initialize_adapters
+from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.model import packing_check
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.attention import choose_attention
+from verl_memopt.model.packed_model import allocate
+from verl_memopt.model.packing_check import GROUPS, MIXING_BOUND, check_packing, refuse_sliding_window, row_differences
+from verl_memopt.model.policy_model import PolicyModel, dtype_of
+from verl_memopt.model.value_model import ValueModel, stored_head
+from verl_memopt.model.weights import empty_model, fill_from_folder, rebuild_buffers
 
 CPU = torch.device("cpu")
 SHARED = Actor(use_prefix_grouper=True)

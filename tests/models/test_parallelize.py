@@ -4,15 +4,15 @@ from torch.distributed.fsdp import FSDPModule
 
 from verl_memopt.config.schema import Fsdp, Model, TiledMlp, WrapPolicy
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activations.activation_checkpointing import Checkpointed
-from verl_memopt.memory.parameters.lora import LoraLinear
-from verl_memopt.memory.parameters.quantized_frozen import QuantizedLinear
-from verl_memopt.models.attention import choose_attention
-from verl_memopt.models.build import empty_model, load_model_config
-from verl_memopt.models.decoder import MLP, BlockOptions, DecoderBlock
-from verl_memopt.models.parallelize import ModelUse, block_options, parallelize, wrapped_modules
-from verl_memopt.models.policy_model import PolicyModel
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.memory.activation_checkpointing_torch import Checkpointed
+from verl_memopt.memory.lora_torch import LoraLinear
+from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear
+from verl_memopt.model.assembly import ModelUse, block_options, parallelize, wrapped_modules
+from verl_memopt.model.attention import choose_attention
+from verl_memopt.model.decoder import MLP, BlockOptions, DecoderBlock
+from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import empty_model, load_model_config
 
 CPU = torch.device("cpu")
 PLAIN = {"recompute_elementwise": False, "prune_last_block": False}

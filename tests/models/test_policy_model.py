@@ -4,8 +4,8 @@ from transformers import AutoModelForCausalLM
 
 from tests.models.test_build import filled
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.pack import pack_rows
-from verl_memopt.models.policy_model import dtype_of
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.policy_model import dtype_of
 
 PROMPTS, RESPONSES = [[5, 6, 7], [8], [9, 10]], [[11, 12], [13, 14, 15], []]
 

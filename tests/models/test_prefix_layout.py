@@ -1,6 +1,6 @@
 import torch
 
-from verl_memopt.models.prefix_layout import PrefixLayout, PrefixSpan, Run
+from verl_memopt.model.packing import PrefixLayout, PrefixSpan, Run
 
 SIZES = ((3, (2, 2, 4)), (4, ()), (4, ()), (1, (1,)))
 

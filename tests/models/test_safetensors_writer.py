@@ -3,8 +3,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import load_file
 
-from verl_memopt.models import safetensors_writer
-from verl_memopt.models.safetensors_writer import SafetensorsWriter
+from verl_memopt.model import export
+from verl_memopt.model.export import SafetensorsWriter
 
 
 def tensors():
@@ -20,7 +20,7 @@ def tensors():
 
 @pytest.mark.parametrize("chunk", [1, 10, 10_000])
 def test_what_is_written_is_read_back_to_the_bit_in_any_chunks(tmp_path, monkeypatch, chunk):
-    monkeypatch.setattr(safetensors_writer, "CHUNK_BYTES", chunk)
+    monkeypatch.setattr(export, "CHUNK_BYTES", chunk)
     with SafetensorsWriter(tmp_path / "model.safetensors") as writer:
         for name, tensor in tensors().items():
             writer.add(name, tensor)

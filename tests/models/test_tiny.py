@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 SMALLEST = TinyShape(hidden_size=16, intermediate_size=16, num_layers=1, num_heads=1, head_dim=16)
 

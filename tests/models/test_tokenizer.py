@@ -4,7 +4,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_memopt.models.tokenizer import SPECIALS, TURN_END, TURN_START, build_tokenizer
+from verl_memopt.model.tiny import SPECIALS, TURN_END, TURN_START, build_tokenizer
 
 TOKENIZER = build_tokenizer()
 

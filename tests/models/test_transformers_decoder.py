@@ -10,12 +10,12 @@ from tests.models.architectures import tiny_folder
 from tests.models.test_pack import packed
 from verl_memopt.config.schema import Fsdp, Model, TiledMlp
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activations.activation_checkpointing import Checkpointed
-from verl_memopt.models.attention import KERNELS
-from verl_memopt.models.decoder import Decoder
-from verl_memopt.models.pack import pack_rows
-from verl_memopt.models.transformers_decoder import logits_of_row, own_attention, register_kernels, states_of_pack
-from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.memory.activation_checkpointing_torch import Checkpointed
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.attention import KERNELS
+from verl_memopt.model.decoder import Decoder
+from verl_memopt.model.packed_model import logits_of_row, own_attention, register_kernels, states_of_pack
+from verl_memopt.model.packing import pack_rows
 
 CPU = torch.device("cpu")
 BOUND = 2e-6

@@ -8,12 +8,11 @@ from tests.critics import with_value_head
 from tests.models.architectures import tiny_folder
 from verl_memopt.config.schema import Actor, CriticModel, Fsdp, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.architecture import TESTED
-from verl_memopt.models.build import named_weights
-from verl_memopt.models.pack import pack_groups, pack_rows
-from verl_memopt.models.packing_check import check_packing
-from verl_memopt.models.trial_build import check_architecture
-from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.families import TESTED
+from verl_memopt.model.packing import pack_groups, pack_rows
+from verl_memopt.model.packing_check import check_architecture, check_packing
+from verl_memopt.model.weights import named_weights
 
 CPU = torch.device("cpu")
 PROMPTS, ANSWERS, GROUPS = (17, 17, 5), (9, 6, 21), (0, 0, 1)

@@ -10,9 +10,9 @@ from tests.models.architectures import tiny_folder as folder_of_type
 from tests.tensors import whole_of
 from verl_memopt.config.schema import TiledMlp
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.build import named_weights
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.models.value_model import classifier_config, random_head, stored_head
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.value_model import classifier_config, random_head, stored_head
+from verl_memopt.model.weights import named_weights
 
 
 @pytest.fixture(scope="module", params=["qwen3", "qwen2", "llama", "mistral"])

@@ -22,10 +22,10 @@ LIST = Path("tests/mutants/survivors.toml")
 
 PARTS = {
     "algorithms": ("algorithms/",),
-    "packing": ("models/pack.py", "memory/batching/token_budget.py", "data/ragged.py", "data/batch.py"),
-    "log-probs": ("memory/logits/chunked_logprob.py", "ops/logit_tiles.py", "ops/target_terms.py"),
-    "residency": ("memory/parameters/residency.py", "memory/parameters/param_offload.py"),
-    "checkpoints": ("trainer/", "distributed/"),
+    "packing": ("model/packing.py", "memory/token_packing.py", "data/batch.py", "data/batch.py"),
+    "log-probs": ("memory/chunked_logprob_torch.py", "memory/logit_tiles.py", "memory/logit_tiles.py"),
+    "residency": ("memory/residency.py", "memory/param_offload_torch.py"),
+    "checkpoints": ("run/", "distributed/"),
 }
 
 NOT_RUN = (None, 34)

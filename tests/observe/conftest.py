@@ -6,10 +6,9 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.observe.files import append_rows
-from verl_memopt.observe.phase import MIB, PhaseMemory
+from verl_memopt.observe.phase import MIB, PhaseMemory, Span
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.samples import Sample
-from verl_memopt.observe.timing import Span
 
 
 def _log_step(folder: RunFolder, step: int, began: float, counted: bool = True, validated: bool = False) -> None:

@@ -5,9 +5,16 @@ from pathlib import Path
 
 import pytest
 
-from verl_memopt.observe.charts import draw_charts, draw_peaks, draw_reward, running_mean, validation_points
+from verl_memopt.observe.charts import (
+    WHOLE_UP_TO,
+    draw_charts,
+    draw_peaks,
+    draw_reward,
+    draw_timeline,
+    running_mean,
+    validation_points,
+)
 from verl_memopt.observe.run_folder import RunFolder
-from verl_memopt.observe.timeline_chart import WHOLE_UP_TO, draw_timeline
 
 PNG = b"\x89PNG\r\n\x1a\n"
 

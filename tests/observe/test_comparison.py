@@ -1,6 +1,6 @@
-from verl_memopt.observe.comparison import comparison_table, draw_comparison, peak_of, phases_of, run_names
+from verl_memopt.observe.charts import build_summary
+from verl_memopt.observe.report import comparison_table, draw_comparison, peak_of, phases_of, run_names
 from verl_memopt.observe.run_folder import RunFolder
-from verl_memopt.observe.summary import build_summary
 
 MIB = 2**20
 

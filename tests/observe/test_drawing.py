@@ -1,15 +1,7 @@
 import pytest
 
 from verl_memopt.errors import UserError
-from verl_memopt.observe.drawing import (
-    KIND_COLOURS,
-    PALETTE,
-    colours,
-    figure,
-    save,
-    size_text,
-    unit_of,
-)
+from verl_memopt.observe.charts import KIND_COLOURS, PALETTE, colours, figure, save, size_text, unit_of
 
 MIB, GIB = 2**20, 2**30
 

@@ -13,8 +13,7 @@ from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from verl_memopt.observe.byte_tracker import ByteTracker, Peak
-from verl_memopt.observe.fsdp_kinds import PATCHED, fsdp_kinds
-from verl_memopt.observe.kinds import optimizer_scope
+from verl_memopt.observe.device_ledger import PATCHED, fsdp_kinds, optimizer_scope
 
 WORLD = 4
 

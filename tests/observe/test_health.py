@@ -2,7 +2,7 @@ import math
 
 import pytest
 
-from verl_memopt.observe.health import ZERO_STEPS, Health, Score
+from verl_memopt.trainer.update_guard import ZERO_STEPS, Health, Score
 
 SAMPLES = 4
 HALF, NONE, ALL = [1.0, 0.0, 0.0, 1.0], [0.0] * 4, [1.0] * 4

@@ -3,7 +3,7 @@
 import torch
 
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.observe.kinds import gradient_kinds, optimizer_scope
+from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope
 
 
 def test_gradients_of_an_unsharded_module_are_labelled_as_they_accumulate() -> None:

@@ -4,8 +4,8 @@ import io
 
 from rich.console import Console
 
+from verl_memopt.observe.console import memory_table, phase_rows
 from verl_memopt.observe.phase import MIB, PhaseMemory, combine
-from verl_memopt.observe.phase_table import memory_table, phase_rows
 
 TRACKED = PhaseMemory("update_actor", 1.0, 5 * MIB, 3 * MIB, None, None, 70 * MIB, entered_bytes=2 * MIB)
 ON_GPU = PhaseMemory("gen", 1.0, 9 * MIB, 4 * MIB, 16 * MIB, 20 * MIB, 80 * MIB, entered_bytes=MIB)

@@ -2,9 +2,9 @@
 
 from collections.abc import Callable
 
+from verl_memopt.observe.charts import build_summary, environment
 from verl_memopt.observe.phase import MIB
 from verl_memopt.observe.run_folder import RunFolder
-from verl_memopt.observe.summary import build_summary, environment
 
 
 def test_a_summary_holds_the_whole_runs_seconds_scores_and_peaks(make_run: Callable[..., RunFolder]) -> None:

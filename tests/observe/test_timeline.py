@@ -5,9 +5,8 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.errors import DataError
-from verl_memopt.observe.phase import PhaseMemory
+from verl_memopt.observe.phase import PhaseMemory, Span
 from verl_memopt.observe.timeline import COLUMNS, append_timeline, keep_timeline, read_timeline, timeline_rows
-from verl_memopt.observe.timing import Span
 
 MEMORY = PhaseMemory("gen", 1.0, 100, 50, None, None, 7, {"params": 60, "kv": 40})
 

@@ -1,8 +1,8 @@
 import pytest
 
-from verl_memopt.observe import timeline_chart
+from verl_memopt.observe import charts
+from verl_memopt.observe.charts import WHOLE_UP_TO, draw_timeline
 from verl_memopt.observe.timeline import TimelineRow
-from verl_memopt.observe.timeline_chart import WHOLE_UP_TO, draw_timeline
 
 MIB = 2**20
 
@@ -24,13 +24,13 @@ def rows_of(steps, counted, phases=("gen", "update_actor")):
 def drawn(tmp_path, monkeypatch):
     """Draws rows, checks the file, and gives the figure as it was saved."""
     figures = []
-    save = timeline_chart.save
+    save = charts.save
 
     def keep(drawing, path):
         figures.append(drawing)
         return save(drawing, path)
 
-    monkeypatch.setattr(timeline_chart, "save", keep)
+    monkeypatch.setattr(charts, "save", keep)
 
     def draw(rows):
         path = draw_timeline(rows, tmp_path / "memory_timeline.png")

@@ -2,7 +2,7 @@
 
 import pytest
 
-from verl_memopt.observe.timing import PhaseClock, Span
+from verl_memopt.observe.phase import PhaseClock, Span
 
 
 def test_a_phase_that_runs_twice_is_summed() -> None:

@@ -2,7 +2,7 @@
 
 import math
 
-from verl_memopt.observe.validation import ValidationRow, headline_score, validation_metrics
+from verl_memopt.observe.metrics import ValidationRow, headline_score, validation_metrics
 
 
 def rows(*scores_of_prompts: list[float], source: str = "toy", extra: list[list[dict]] | None = None) -> list[ValidationRow]:

@@ -12,16 +12,16 @@ from transformers import AutoModelForCausalLM, Qwen3Config
 from tests.memory import activation_cases as act
 from tests.memory.recomputed import EPS, drawn, relative
 from verl_memopt.distributed.device import local_device
-from verl_memopt.models.attention import REGISTERED
-from verl_memopt.models.decoder import BlockOptions
-from verl_memopt.models.pack import pack_rows
-from verl_memopt.models.policy_model import PolicyModel
-from verl_memopt.models.transformers_decoder import register_kernels
+from verl_memopt.memory import fused
+from verl_memopt.memory.fused import compiler_works, fused_statements, over_rows, tiles
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm, SwiGLU
+from verl_memopt.model.attention import REGISTERED
+from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.packed_model import register_kernels
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.rotary import apply_rotary, rotary_backward
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.ops import fused
-from verl_memopt.ops.fused import compiler_works, fused_statements, over_rows, tiles
-from verl_memopt.ops.recomputation import RMSNorm, SwiGLU
-from verl_memopt.ops.rotary import apply_rotary, rotary_backward
 
 CPU = torch.device("cpu")
 HEADS, SIZE = 3, 16
@@ -197,8 +197,8 @@ def test_the_switch_holds_inside_its_body_only(compiles):
 WITHOUT_COMPILER = """
 import logging, sys, torch
 logging.basicConfig(level=logging.WARNING, format="%(name)s: %(message)s")
-from verl_memopt.ops.recomputation import RMSNorm
-from verl_memopt.ops.fused import compiler_works, fused_statements
+from verl_memopt.memory.recompute_elementwise_torch import RMSNorm
+from verl_memopt.memory.fused import compiler_works, fused_statements
 x, weight = torch.randn(40, 8), torch.randn(8)
 expected = RMSNorm(1e-6).compute((x,), (weight,))
 asked = sys.argv[1] == "first"

@@ -1,7 +1,7 @@
 import torch
 
+from verl_memopt.memory.embedding_gradient import adds_in_place, room_for
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.ops.in_place_gradient import adds_in_place, room_for
 
 
 def test_only_a_leaf_that_nothing_watches_is_added_to_in_place():

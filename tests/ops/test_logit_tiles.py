@@ -5,7 +5,8 @@ import torch
 from torch._dynamo.utils import counters
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from verl_memopt.ops.logit_tiles import (
+from verl_memopt.memory.logit_tiles import (
+    ROWS_AT_ONCE,
     SCRATCH_COLUMNS,
     Gradients,
     Head,
@@ -20,7 +21,6 @@ from verl_memopt.ops.logit_tiles import (
     sum_of_squares,
     target_logits,
 )
-from verl_memopt.ops.target_terms import ROWS_AT_ONCE
 
 ROWS, COLUMNS = 6, 50
 

@@ -10,11 +10,10 @@ from tests.memory import activation_cases as act
 from tests.memory.batching.test_shared_prompt import counts_of, grouped, sharing
 from tests.tensors import whole_of
 from tests.workers.test_policy import NothingWaits
-from verl_memopt.models.pack import pack_prompt
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.ops.prefix_kv import PrefixKV, PrefixRecorder
-from verl_memopt.workers.micro_batches import micro_batches_of
-from verl_memopt.workers.trained_model import MiniBatch
+from verl_memopt.model.packing import pack_prompt
+from verl_memopt.model.prefix_kv import PrefixKV, PrefixRecorder
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.worker.trained_model import MiniBatch, micro_batches_of
 
 OWN = {"recompute_elementwise": True}
 BOUND = 2e-6

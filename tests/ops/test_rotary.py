@@ -3,7 +3,7 @@ import torch
 from transformers.models.qwen3.modeling_qwen3 import apply_rotary_pos_emb
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
-from verl_memopt.ops.rotary import Rotary, apply_rotary, rotary_arguments, rotary_backward, rotary_embedding, weight_sums
+from verl_memopt.model.rotary import Rotary, apply_rotary, rotary_arguments, rotary_backward, rotary_embedding, weight_sums
 
 
 def tables(tokens, size, seed=2):

@@ -2,9 +2,9 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from verl_memopt.model import value_model as room
+from verl_memopt.model.value_model import scalar_head
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.ops import scalar_head as room
-from verl_memopt.ops.scalar_head import scalar_head
 
 HIDDEN = 24
 

@@ -1,7 +1,7 @@
 import torch
 
+from verl_memopt.memory.recompute_elementwise_torch import select_rows
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.ops.select_rows import select_rows
 
 ROWS = torch.tensor([1, 2, 4])
 

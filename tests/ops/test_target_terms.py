@@ -1,7 +1,7 @@
 import pytest
 import torch
 
-from verl_memopt.ops.target_terms import ROWS_AT_ONCE, clamped, hidden_gradient, is_inside
+from verl_memopt.memory.logit_tiles import ROWS_AT_ONCE, clamped, hidden_gradient, is_inside
 
 WIDTH = 8
 TARGETS = torch.tensor([-3, -1, 0, 4, 9, 10, 25])

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.config.schema import CustomReward
-from verl_memopt.rewards.rows import RewardRow
+from verl_memopt.rewards.score import RewardRow
 
 HEAD = "def compute_score(data_source, solution_str, ground_truth, extra_info=None, **kwargs):\n"
 

@@ -12,8 +12,8 @@ import pytest
 from tests.rewards.conftest import rows
 from verl_memopt.config.schema import CustomReward
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.concurrent import is_async
 from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.scorer import is_async
 
 HEAD = """
 import asyncio

@@ -7,10 +7,9 @@ from typing import Any
 import pytest
 
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.concurrent import is_async
-from verl_memopt.rewards.custom import load_reward_function
 from verl_memopt.rewards.rules import score_batch_by_rule, score_by_rule
 from verl_memopt.rewards.sandbox import Sandbox
+from verl_memopt.rewards.scorer import is_async, load_reward_function
 
 
 def write(folder: Path, text: str) -> str:

@@ -7,12 +7,12 @@ import sys
 import pytest
 
 from verl_memopt.config.schema import CustomReward
-from verl_memopt.rewards.limits import Limits
+from verl_memopt.rewards.score import Limits
 
 
 def under(limits: Limits, program: str) -> "subprocess.CompletedProcess[str]":
     """Runs a program whose process is bound by the limits."""
-    bound = f"from verl_memopt.rewards.limits import Limits; {limits!r}.bind_process()\n{program}"
+    bound = f"from verl_memopt.rewards.score import Limits; {limits!r}.bind_process()\n{program}"
     return subprocess.run([sys.executable, "-c", bound], capture_output=True, text=True, check=False)
 
 

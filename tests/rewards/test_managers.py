@@ -2,8 +2,8 @@ import os
 
 import pytest
 
-from verl_memopt.config.allowed import choices
-from verl_memopt.rewards.managers import MANAGERS, num_processes
+from verl_memopt.config.values import choices
+from verl_memopt.rewards.runner import MANAGERS, num_processes
 
 
 def test_every_manager_of_the_settings_is_there() -> None:

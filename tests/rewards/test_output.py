@@ -3,7 +3,7 @@
 import os
 from pathlib import Path
 
-from verl_memopt.rewards.output import LOG_BYTES, OutputLog, last_lines
+from verl_memopt.rewards.supervisor import LOG_BYTES, OutputLog, last_lines
 
 
 def test_a_log_is_made_at_the_first_write_and_keeps_what_was_there(tmp_path: Path) -> None:

@@ -5,9 +5,8 @@ import time
 import pytest
 
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.limits import Limits
 from verl_memopt.rewards.process import RewardProcess
-from verl_memopt.rewards.rows import RewardRow
+from verl_memopt.rewards.score import Limits, RewardRow
 from verl_memopt.rewards.scorer import FunctionCall
 
 LIMITS = Limits(memory_gb=16, cpu_seconds=600, open_files=4096)

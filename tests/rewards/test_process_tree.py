@@ -9,14 +9,7 @@ from pathlib import Path
 import psutil
 
 from tests.rewards.processes import gone
-from verl_memopt.rewards.process_tree import (
-    cpu_seconds,
-    descendants,
-    kill_marked,
-    marked,
-    proportional_bytes,
-    resident_bytes,
-)
+from verl_memopt.run.process_tree import cpu_seconds, descendants, kill_marked, marked, proportional_bytes, resident_bytes
 
 NESTED = "import os, subprocess, sys, time\nprint(os.getpid(), flush=True)\n"
 SLEEP = NESTED + "time.sleep(60)"
@@ -117,7 +110,7 @@ def test_ending_descendants_leaves_none_of_a_tree_that_goes_on_growing(tmp_path:
     """Each process starts another and dies, in a session of its own, as fast as it can."""
     program = (
         "import ctypes, os, time\n"
-        "from verl_memopt.rewards.process_tree import end_descendants\n"
+        "from verl_memopt.run.process_tree import end_descendants\n"
         "assert ctypes.CDLL(None).prctl(36, 1, 0, 0, 0) == 0\n"
         "last = time.monotonic() + 30\n"  # so that it ends by itself where this test is killed
         "for _ in range(3):\n"

@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_memopt.errors import DataError, RewardError
-from verl_memopt.rewards.code_task import CODE_SOURCES
 from verl_memopt.rewards.rules import (
+    CODE_SOURCES,
     RULES,
     check_sources,
     exact_match,

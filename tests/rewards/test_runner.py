@@ -17,8 +17,8 @@ from tests.rewards.conftest import rows
 from tests.rewards.processes import STARTS_OTHERS, all_gone, gone, wait_until
 from verl_memopt.config.schema import CustomReward
 from verl_memopt.errors import RewardError, Stopped
-from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.score import RewardResult
 
 
 @pytest.mark.parametrize("num_workers", [1, 3])
@@ -140,7 +140,7 @@ def test_a_busy_reward_process_dies_with_a_parent_that_is_killed(custom: Callabl
     parent = tmp_path / "parent.py"
     parent.write_text(
         "from verl_memopt.config.schema import CustomReward\n"
-        "from verl_memopt.rewards.rows import RewardRow\n"
+        "from verl_memopt.rewards.score import RewardRow\n"
         "from verl_memopt.rewards.runner import RewardRunner\n"
         f"runner = RewardRunner(CustomReward(path={settings.path!r}, reward_kwargs={{'pid_file': {str(pid_file)!r}}}), 1)\n"
         "runner.score([RewardRow('mine', 'a', '4', {}, 'train.jsonl:1')])\n"
@@ -170,7 +170,7 @@ PARENT = """
 import sys
 from pathlib import Path
 from verl_memopt.config.schema import CustomReward
-from verl_memopt.rewards.rows import RewardRow
+from verl_memopt.rewards.score import RewardRow
 from verl_memopt.rewards.runner import RewardRunner
 runner = RewardRunner(CustomReward(path=sys.argv[1]), 1, Path(sys.argv[2]))
 runner.score([RewardRow("mine", sys.argv[3], "4", {}, "train.jsonl:1")])

@@ -16,9 +16,9 @@ from tests.rewards.test_judge import Judge, fails, hangs_up, reply
 from verl_memopt.config.schema import CustomReward, SandboxFusion
 from verl_memopt.errors import RewardError
 from verl_memopt.rewards.judge import LARGEST_ANSWER_BYTES, Patience
-from verl_memopt.rewards.rows import RewardRow
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.rewards.sandbox import PATIENCE, Grader, Sandbox, check_service, share_out
+from verl_memopt.rewards.score import RewardRow
 
 KEY = "reward_model.sandbox_fusion.url"
 QUICK = Patience(

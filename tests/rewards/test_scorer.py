@@ -4,7 +4,7 @@ import subprocess
 import sys
 from typing import Any
 
-from verl_memopt.rewards.limits import Limits
+from verl_memopt.rewards.score import Limits
 from verl_memopt.rewards.scorer import score_row
 
 LIMITS = Limits(memory_gb=3, cpu_seconds=60, open_files=64)

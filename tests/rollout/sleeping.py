@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from tests.observe.simulated_device import GRANULARITY, MIB, SimulatedDevice
-from verl_memopt.memory.limits.allocators import DeviceCap
+from verl_memopt.memory.limits_torch import DeviceCap
 from verl_memopt.rollout.vllm_engine import VllmEngine
 from verl_memopt.rollout.vllm_memory import asleep_in_vllm
 

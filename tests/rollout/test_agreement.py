@@ -1,7 +1,7 @@
 import torch.distributed as dist
 
 from tests.ranks import run_ranks
-from verl_memopt.rollout.agreement import STEPS_PER_AGREEMENT, agreed
+from verl_memopt.rollout.vllm_engine import STEPS_PER_AGREEMENT, agreed
 
 
 def steps_until_stopped(rank):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
-from verl_memopt.rollout.bit_comparison import BitComparison
+from verl_memopt.rollout.weight_checks import BitComparison
 
 
 def compared(*pairs: tuple[str, torch.Tensor, torch.Tensor]) -> tuple[list[str], list[str], list[str]]:

@@ -8,8 +8,8 @@ import torch
 
 from tests.rollout.tools import model_of, weights_of
 from verl_memopt.errors import RolloutError
-from verl_memopt.memory.rollout.weight_buckets import WeightSlice
-from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
+from verl_memopt.memory.weight_buckets_torch import WeightSlice
+from verl_memopt.rollout.weight_checks import ExpectedWeights, meta_model
 
 
 def expected_of(folder: Path) -> ExpectedWeights:

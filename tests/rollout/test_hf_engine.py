@@ -7,7 +7,7 @@ import pytest
 from tests.rollout.tools import engine_at, model_of, prompts, sampling, weights_of
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError
-from verl_memopt.memory.host.host_buffers import host_allocator
+from verl_memopt.memory.host_buffers import host_allocator
 from verl_memopt.rollout.engine import RolloutEngine
 
 

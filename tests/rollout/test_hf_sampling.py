@@ -5,7 +5,7 @@ import math
 import torch
 
 from tests.rollout.tools import sampling
-from verl_memopt.rollout.hf_sampling import RowSampler, filtered, penalized
+from verl_memopt.rollout.hf_engine import RowSampler, filtered, penalized
 
 INF = math.inf
 

@@ -12,7 +12,7 @@ import torch
 import torch.distributed as dist
 
 from tests.rollout.conftest import SharedVllm
-from verl_memopt.rollout.process_state import default_group_kept, process_state_kept, random_state_kept
+from verl_memopt.rollout.vllm_memory import default_group_kept, process_state_kept, random_state_kept
 
 CPU = torch.device("cpu")
 

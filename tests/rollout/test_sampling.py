@@ -6,7 +6,7 @@ import pytest
 
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError
-from verl_memopt.rollout.sampling import row_seed, train_sampling, validation_sampling
+from verl_memopt.rollout.engine import row_seed, train_sampling, validation_sampling
 
 
 def test_row_seed_is_the_same_number_on_every_machine() -> None:

@@ -3,7 +3,7 @@ from __future__ import annotations
 import pytest
 
 from verl_memopt.errors import RolloutError
-from verl_memopt.rollout.state import EngineState
+from verl_memopt.rollout.engine import EngineState
 
 
 def load(state: EngineState) -> None:

@@ -2,8 +2,8 @@ import time
 
 import pytest
 
-from verl_memopt.rollout import stop_file
-from verl_memopt.rollout.stop_file import StopFile, never
+from verl_memopt.run import interrupts
+from verl_memopt.run.interrupts import StopFile, never
 
 
 def test_without_a_file_nothing_is_given_up(tmp_path):
@@ -37,7 +37,7 @@ def test_the_disk_is_looked_at_once_a_second_at_most(tmp_path, monkeypatch):
     StopFile(path).write(0.0)
     assert not reader.passed()
     now = time.monotonic()
-    monkeypatch.setattr(stop_file.time, "monotonic", lambda: now + stop_file.POLL_SECONDS)
+    monkeypatch.setattr(interrupts.time, "monotonic", lambda: now + interrupts.POLL_SECONDS)
     assert reader.passed()
 
 

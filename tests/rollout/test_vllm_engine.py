@@ -32,15 +32,14 @@ from tests.rollout.tools import (
 )
 from verl_memopt.config import schema
 from verl_memopt.errors import ConfigError, RolloutError, Stopped
-from verl_memopt.memory.limits.out_of_memory import PartDoesNotFitError
-from verl_memopt.memory.rollout.rollout_memory import kv_bytes_per_token
+from verl_memopt.memory.out_of_memory import PartDoesNotFitError
 from verl_memopt.observe.byte_tracker import ByteTracker
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.rollout import vllm_engine
-from verl_memopt.rollout.engine import RolloutEngine, max_model_len
+from verl_memopt.rollout.engine import RolloutEngine, kv_bytes_per_token, max_model_len
 from verl_memopt.rollout.vllm_engine import VllmEngine
 from verl_memopt.rollout.vllm_memory import check_no_other_sleeper
-from verl_memopt.workers.sync_check import SyncCheck
+from verl_memopt.rollout.weight_checks import SyncCheck
 
 
 @pytest.mark.parametrize("penalty", [1.0, 1.3])

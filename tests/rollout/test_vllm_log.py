@@ -3,7 +3,7 @@ import os
 
 import pytest
 
-from verl_memopt.rollout.vllm_log import LEVEL_VARIABLE, NOISY_LOGGERS, quiet_start
+from verl_memopt.rollout.vllm_engine import LEVEL_VARIABLE, NOISY_LOGGERS, quiet_start
 
 
 class VllmFormatter(logging.Formatter):

@@ -10,9 +10,8 @@ import torch
 from torch import Tensor
 
 from verl_memopt.config import schema
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.rollout.engine import EnginePlace, RolloutEngine, build_engine
-from verl_memopt.rollout.sampling import SamplingSettings
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.rollout.engine import EnginePlace, RolloutEngine, SamplingSettings, build_engine
 
 EOS = 2
 SHAPE = {"initializer_range": 0.2, "max_positions": 256}

@@ -9,19 +9,15 @@ import torch
 
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Actor
-from verl_memopt.observe.phase import PhaseMemory
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.rollout.engine import Generation
+from verl_memopt.run.interrupts import Interrupts
 from verl_memopt.trainer.build import build_learner, build_run
-from verl_memopt.trainer.experience import to_batch
-from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.interrupts import Interrupts
-from verl_memopt.trainer.loop import Trainer
+from verl_memopt.trainer.loop import Trainer, start_rewards, start_workers
 from verl_memopt.trainer.reporter import Reporter
-from verl_memopt.trainer.start import start_rewards, start_workers
-from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.workers.reply import Reply
-from verl_memopt.workers.worker import Worker
+from verl_memopt.trainer.rollouts import Answers, to_batch
+from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.worker import Reply, Worker
 
 AR = "actor_rollout_ref"
 LEAST = {

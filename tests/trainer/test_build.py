@@ -5,9 +5,9 @@ import pytest
 
 from tests.trainer.conftest import AR, write_rows
 from verl_memopt.errors import CheckpointError, ConfigError, DataError
-from verl_memopt.models.build import load_model_config
+from verl_memopt.model.weights import load_model_config
+from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.build import build_run
-from verl_memopt.trainer.checkpoints import CheckpointStore
 
 
 def leave_checkpoint(settings, step, **state):

@@ -3,7 +3,8 @@ import re
 import pytest
 
 from verl_memopt.cli import main
-from verl_memopt.trainer.checkpoints import TRACKER, CheckpointStore
+from verl_memopt.run.checkpoints import CheckpointStore
+from verl_memopt.run.manifest import TRACKER
 
 
 def save(store, step, score=None):

@@ -3,7 +3,7 @@ import torch
 from huggingface_hub import constants
 
 from tests.rollout.test_vllm_build import installed
-from verl_memopt.trainer.choice import GPU_TOY, OWN_GENERATION, choose, main
+from verl_memopt.run.choose_model import GPU_TOY, OWN_GENERATION, choose, main
 
 MODEL, DATA = "owner/model", "owner/data"
 

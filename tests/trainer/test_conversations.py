@@ -8,8 +8,8 @@ from transformers import AutoTokenizer
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.errors import ConfigError, DataError
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.conversations import Conversations, _shared
-from verl_memopt.trainer.generation import Answers
+from verl_memopt.trainer.rollouts import Answers
+from verl_memopt.trainer.scoring import Conversations, _shared
 
 
 def row(text="1+1=", messages=None):

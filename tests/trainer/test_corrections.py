@@ -7,15 +7,14 @@ import torch
 
 from tests.algorithms.modes import LOSSES
 from tests.trainer.conftest import AR, Member, batch_of, group_of, rewards_of
-from verl_memopt.config.correction_presets import PRESETS
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.config.aliases import PRESETS
+from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.trainer.build import build_learner, build_run
-from verl_memopt.trainer.corrections import BypassUpdate, correct_before_update
-from verl_memopt.trainer.start import start_workers
-from verl_memopt.workers.log_probs import LogProbs
-from verl_memopt.workers.micro_batches import micro_batches_of
-from verl_memopt.workers.objective import Objective
-from verl_memopt.workers.worker import Worker
+from verl_memopt.trainer.correct_rollouts import BypassUpdate, correct_before_update
+from verl_memopt.trainer.loop import start_workers
+from verl_memopt.worker.policy import LogProbs, Objective
+from verl_memopt.worker.trained_model import micro_batches_of
+from verl_memopt.worker.worker import Worker
 
 LENGTHS = [4, 1, 0, 3, 2, 2, 4, 4]
 KEY = "algorithm.rollout_correction"

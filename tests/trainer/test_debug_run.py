@@ -5,14 +5,13 @@ import pytest
 
 from tests.rlt import brief_toy, values_of
 from tests.trainer.conftest import AR, learned
+from verl_memopt.cli import train
 from verl_memopt.config.debug_modes import MODES
-from verl_memopt.config.keys import leaf_values
+from verl_memopt.config.keys import leaf_values, shown
 from verl_memopt.config.loader import settings_from_mapping
-from verl_memopt.config.problems import shown
 from verl_memopt.config.schema import Settings
 from verl_memopt.errors import ConfigError, DataError, DeviceMemoryError
 from verl_memopt.trainer.debug_run import debug_settings
-from verl_memopt.trainer.run import train
 
 NO_FILES = {"data.train_files": "???", "data.val_files": "???"}
 """The files of the data left out, as on a command line without them."""

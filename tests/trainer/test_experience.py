@@ -7,20 +7,19 @@ from tests.trainer.conftest import Member, group_of
 from verl_memopt.algorithms.kl import KlController
 from verl_memopt.algorithms.records import ESTIMATORS
 from verl_memopt.config.aliases import VALUES
-from verl_memopt.config.allowed import choices
 from verl_memopt.config.schema import Actor, Algorithm, KlControl
+from verl_memopt.config.values import choices
+from verl_memopt.data.batch import SharedRows
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import EXPANSIONS, expand
-from verl_memopt.data.shared_rows import SharedRows
 from verl_memopt.errors import RewardError
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.experience import LogProbPass, compute_advantages, to_batch
-from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.passes import Budget
-from verl_memopt.workers.log_probs import LogProbs
-from verl_memopt.workers.micro_batches import micro_batch
+from verl_memopt.trainer.micro_batching import Budget
+from verl_memopt.trainer.rollouts import Answers, LogProbPass, compute_advantages, to_batch
+from verl_memopt.worker.policy import LogProbs
+from verl_memopt.worker.trained_model import micro_batch
 
 
 def batch_of(responses, log_probs=None, samples=2):

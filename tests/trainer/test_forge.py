@@ -2,8 +2,8 @@ from dataclasses import replace
 
 import pytest
 
-from verl_memopt.models.tokenizer import build_tokenizer
-from verl_memopt.trainer.forge import Forge, build_forge, text_of
+from verl_memopt.model.tiny import build_tokenizer
+from verl_memopt.trainer.replay import Forge, build_forge, text_of
 
 FORGE = Forge(
     3, 2, prompt_tokens=5, response_tokens=4, num_tokens=50, seed=1, question=" q", solution=" s", answer=" a", log_probs=True

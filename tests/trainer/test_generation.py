@@ -3,11 +3,10 @@ import pytest
 from tests.trainer.conftest import Member, group_of
 from verl_memopt.config.schema import Rollout, ValKwargs
 from verl_memopt.data.dataset import PromptRow
-from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import Stopped
-from verl_memopt.rollout.engine import Generation
-from verl_memopt.rollout.sampling import SamplingSettings
-from verl_memopt.trainer.generation import Generator, generate, sampling_seeds
+from verl_memopt.rollout.engine import Generation, SamplingSettings
+from verl_memopt.trainer.rollouts import Generator, generate, sampling_seeds
 
 
 def sampling(log_probs):

@@ -7,13 +7,12 @@ from tests.trainer.conftest import AR
 from tests.trainer.test_step import running
 from verl_memopt.config.schema import Actor
 from verl_memopt.data.dataset import PromptRow
-from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import RewardError, TrainingError
-from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.experience import StepBatch, to_batch
-from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.group_filter import GroupFilter
+from verl_memopt.trainer.rollouts import Answers, StepBatch, to_batch
 
 
 def round_of(first, scores, samples=2, log_probs=True, extra=None, failed=()):

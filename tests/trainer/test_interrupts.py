@@ -5,7 +5,7 @@ import time
 
 import pytest
 
-from verl_memopt.trainer.interrupts import Interrupts, of_process
+from verl_memopt.run.interrupts import Interrupts, of_process
 
 
 @pytest.mark.parametrize(("number", "code"), [(signal.SIGINT, 130), (signal.SIGTERM, 143), (signal.SIGHUP, 129)])

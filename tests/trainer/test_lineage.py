@@ -1,7 +1,6 @@
 import pytest
 
-from verl_memopt.trainer.lineage import TRACKER, read_lineage
-from verl_memopt.trainer.manifest import MANIFEST, Manifest, write_manifest
+from verl_memopt.run.manifest import MANIFEST, TRACKER, Manifest, read_lineage, write_manifest
 
 
 def lineage(root, commits, tracked=None):

@@ -6,7 +6,7 @@ import torch
 from tests.trainer.conftest import AR
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.errors import ConfigError, RolloutError
-from verl_memopt.trainer.log_prob_mismatch import (
+from verl_memopt.trainer.correct_rollouts import (
     LIMIT_FP8_CACHE,
     LIMIT_FP32,
     LIMIT_HALF,

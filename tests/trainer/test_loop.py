@@ -9,10 +9,10 @@ from safetensors.torch import load_file
 
 from tests.trainer.conftest import AR, learned, ready
 from verl_memopt.errors import CheckpointError, TrainingError
-from verl_memopt.observe.validation import headline_score
-from verl_memopt.trainer import checkpoints
-from verl_memopt.trainer.manifest import find_fault, read_manifest
-from verl_memopt.workers.worker import Worker
+from verl_memopt.observe.metrics import headline_score
+from verl_memopt.run import checkpoints
+from verl_memopt.run.manifest import find_fault, read_manifest
+from verl_memopt.worker.worker import Worker
 
 
 def rows(trainer):

@@ -5,8 +5,7 @@ import torch
 from tests.trainer.conftest import Member, batch_of, group_of
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Critic
-from verl_memopt.trainer.mini_batches import MiniBatchCutter, role_updates
-from verl_memopt.trainer.passes import Budget
+from verl_memopt.trainer.micro_batching import Budget, MiniBatchCutter, role_updates
 
 
 def test_a_mini_batch_knows_its_tokens_and_sequences_over_all_ranks(alike):

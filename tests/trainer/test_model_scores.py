@@ -8,14 +8,12 @@ from tests.trainer.test_rewarder import dapo
 from verl_memopt.config.schema import Actor, CustomReward, RewardModel
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.errors import ConfigError, RewardError
-from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.conversations import Conversations
-from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.model_scores import BUDGET_KEY, END, ModelScores, reward_budget
-from verl_memopt.trainer.passes import Budget
-from verl_memopt.trainer.rewarder import Rewarder
+from verl_memopt.trainer.micro_batching import Budget
+from verl_memopt.trainer.rollouts import Answers
+from verl_memopt.trainer.scoring import BUDGET_KEY, END, Conversations, ModelScores, Rewarder, reward_budget
 
 
 class Scorer(Member):

@@ -6,8 +6,8 @@ from hypothesis import strategies as st
 
 from tests.trainer.conftest import AR
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.batching.row_tokens import RowTokens
-from verl_memopt.trainer.passes import (
+from verl_memopt.memory.token_packing import RowTokens
+from verl_memopt.trainer.micro_batching import (
     Budget,
     budgets,
     cut_ranks,

@@ -7,7 +7,7 @@ from tests.trainer.conftest import AR
 from tests.trainer.test_corrections import running
 from tests.trainer.test_resampling import step_batch
 from tests.workers.test_reward_scores import classifier
-from verl_memopt.trainer.remax import add_baselines
+from verl_memopt.trainer.step import add_baselines
 
 REMAX = {"algorithm.adv_estimator": "remax", f"{AR}.actor.policy_loss.loss_mode": "vanilla"}
 

@@ -3,7 +3,7 @@ from dataclasses import replace
 
 import pytest
 
-from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import DataError
 from verl_memopt.observe.samples import Sample, dump_samples
 from verl_memopt.trainer.replay import NoPrompts, Replay, check_same_prompts, dump_folder

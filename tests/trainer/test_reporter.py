@@ -7,13 +7,13 @@ import pytest
 
 from tests.trainer.conftest import memory
 from verl_memopt.data.dataset import PromptRow
-from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.observe.phase import PhaseClock
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
+from verl_memopt.run.checkpoints import Checkpoint
 from verl_memopt.trainer.build import build_run
-from verl_memopt.trainer.checkpoints import Checkpoint
-from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.reporter import Reporter, samples_of
+from verl_memopt.trainer.rollouts import Answers
 from verl_memopt.trainer.step import StepResult
 from verl_memopt.trainer.validate import Validation
 

@@ -7,12 +7,11 @@ from tests.trainer.conftest import AR, batch_of
 from tests.trainer.test_corrections import running
 from verl_memopt.config.schema import PfPpo
 from verl_memopt.data.dataset import PromptRow
-from verl_memopt.data.prefetcher import StepPrompts
-from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.data.prompts import StepPrompts
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.experience import StepBatch
-from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.resampling import draw_rows, drawn_rows
+from verl_memopt.trainer.group_filter import draw_rows, drawn_rows
+from verl_memopt.trainer.rollouts import Answers, StepBatch
 
 NAN = float("nan")
 

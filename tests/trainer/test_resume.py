@@ -7,15 +7,15 @@ import torch
 from blake3 import blake3
 
 from tests.trainer.conftest import AR, LEAST, learned, ready
+from verl_memopt.cli import train
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.distributed.file_records import FileRecord
 from verl_memopt.errors import CheckpointError, ConfigError, UnreadableCheckpointError
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.run.checkpoints import CheckpointStore
+from verl_memopt.run.manifest import read_manifest, write_manifest
+from verl_memopt.run.resume import checkpoint_store, find_checkpoint, loaded_parts, plain_shapes, with_seeds
 from verl_memopt.trainer.build import build_run
-from verl_memopt.trainer.checkpoints import CheckpointStore
-from verl_memopt.trainer.manifest import read_manifest, write_manifest
-from verl_memopt.trainer.resume import checkpoint_store, find_checkpoint, loaded_parts, plain_shapes, with_seeds
-from verl_memopt.trainer.run import train
 
 SAVES = {"trainer.save_freq": 1}
 MOVED = "trainer.default_local_dir"

@@ -2,11 +2,11 @@ import pytest
 
 from verl_memopt.config.schema import CustomReward, OverlongBuffer, RewardKwargs, RewardModel
 from verl_memopt.data.dataset import PromptRow
-from verl_memopt.rewards.rows import RewardResult
 from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.rewarder import Dapo, Rewarder
+from verl_memopt.trainer.rollouts import Answers
+from verl_memopt.trainer.scoring import Dapo, Rewarder
 
 
 def answers_of(texts, truths, lengths=None):

@@ -11,12 +11,12 @@ import time
 import pytest
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.trainer.run_lock import LOCK, RunLock, hold
+from verl_memopt.run.run_lock import LOCK, RunLock, hold
 
 HOLDER = """
 import sys, time
 from pathlib import Path
-from verl_memopt.trainer.run_lock import hold
+from verl_memopt.run.run_lock import hold
 lock = hold(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.readline()
@@ -26,7 +26,7 @@ RACER = """
 import sys
 from pathlib import Path
 from verl_memopt.errors import ConfigError
-from verl_memopt.trainer.run_lock import hold
+from verl_memopt.run.run_lock import hold
 print("ready", flush=True)
 sys.stdin.readline()
 try:
@@ -160,7 +160,7 @@ def test_a_file_system_without_locks_is_told_and_does_not_stop_the_run(tmp_path,
 
 @pytest.mark.parametrize("text", ["", "{}", "garbage", "[1]"])
 def test_a_holder_that_cannot_be_read_is_still_refused_in_words(holder, tmp_path, monkeypatch, text):
-    monkeypatch.setattr("verl_memopt.trainer.run_lock.RECORD_SECONDS", 0.05)
+    monkeypatch.setattr("verl_memopt.run.run_lock.RECORD_SECONDS", 0.05)
     (tmp_path / LOCK).write_text(text)
     with pytest.raises(ConfigError, match="a process that did not say who it is"):
         hold(tmp_path)

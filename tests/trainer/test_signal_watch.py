@@ -9,7 +9,7 @@ import time
 import psutil
 import pytest
 
-from verl_memopt.workers.processes import descendants, kill, wait_until_gone
+from verl_memopt.run.processes import descendants, kill, wait_until_gone
 
 BUSY = "for _ in range(10**12): pass"
 IN_C = "import hashlib; hashlib.pbkdf2_hmac('sha256', b'', b'', 2**31 - 1)"
@@ -34,7 +34,7 @@ def watched():
 
     def begin(then, before=""):
         buffered = {name: value for name, value in os.environ.items() if name != "PYTHONUNBUFFERED"}
-        code = f"{before}\nfrom verl_memopt.trainer.signal_watch import SignalWatch\nwatch = SignalWatch()\n{then}"
+        code = f"{before}\nfrom verl_memopt.run.interrupts import SignalWatch\nwatch = SignalWatch()\n{then}"
         process = subprocess.Popen(
             [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=buffered
         )

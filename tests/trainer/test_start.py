@@ -5,9 +5,9 @@ import pytest
 
 from tests.trainer.conftest import rewards_of
 from verl_memopt.errors import RewardError
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.trainer.build import build_run
-from verl_memopt.trainer.start import start_workers
+from verl_memopt.trainer.loop import start_workers
 
 
 def test_workers_are_ready_inside_and_gone_after_an_error(settled):

@@ -6,19 +6,18 @@ import torch
 
 from tests import rlt
 from tests.trainer.conftest import AR, batch_of, rewards_of, write_rows
+from verl_memopt.data.batch import SharedRows
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.expansion import EXPANSIONS
-from verl_memopt.data.prefetcher import StepPrompts
-from verl_memopt.data.shared_rows import SharedRows
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.data.prompts import StepPrompts
+from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.recipes.rlt.scorer import Explained
 from verl_memopt.rollout.engine import Generation
 from verl_memopt.trainer.build import build_learner, build_run
-from verl_memopt.trainer.experience import StepBatch
-from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.start import start_workers
+from verl_memopt.trainer.loop import start_workers
+from verl_memopt.trainer.rollouts import Answers, StepBatch
 from verl_memopt.trainer.step import OnPolicy, score
-from verl_memopt.workers.worker import Worker
+from verl_memopt.worker.worker import Worker
 
 
 @contextmanager

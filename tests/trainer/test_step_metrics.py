@@ -4,12 +4,11 @@ import pytest
 import torch
 
 from tests.trainer.conftest import batch_of
-from verl_memopt.data.prefetcher import StepPrompts
-from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.data.prompts import StepPrompts
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.experience import Advantages, StepBatch
-from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.step_metrics import StepMetrics
+from verl_memopt.trainer.rollouts import Advantages, Answers, StepBatch
+from verl_memopt.trainer.step import StepMetrics
 
 
 def described(truncates=False, kl_mean=None, entropy=None, old_log_prob=-5.0, values=None):

@@ -3,12 +3,10 @@ from dataclasses import replace
 import pytest
 
 from tests.trainer.conftest import Member, Members, group_of, memory
-from verl_memopt.memory.batching.learned_budget import PassFigures
-from verl_memopt.observe.phase import host_rss_bytes
-from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.workers.reply import Reply
-from verl_memopt.workers.worker import Worker
+from verl_memopt.memory.adaptive_budget import PassFigures
+from verl_memopt.observe.phase import PhaseClock, host_rss_bytes
+from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.worker import Reply, Worker
 
 
 class Scripted(Member):

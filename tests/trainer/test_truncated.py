@@ -4,9 +4,8 @@ import torch
 from verl_memopt.algorithms.losses import LossTokens, policy_loss
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, PolicyLoss
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.trainer.truncated import mask_truncated
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.trainer.step import mask_truncated
 
 
 def batch():

@@ -6,17 +6,15 @@ import torch
 
 from tests.algorithms.modes import LOSSES, TOKEN_LOCAL
 from tests.trainer.conftest import AR, Member, batch_of, group_of
-from verl_memopt.algorithms.covariance import select_clip_cov, select_kl_cov
-from verl_memopt.algorithms.losses import LossTokens, policy_loss
+from verl_memopt.algorithms.losses import LossTokens, policy_loss, select_clip_cov, select_kl_cov
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
 from verl_memopt.data.dataset import PromptRow
-from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import TrainingError
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.experience import StepBatch
-from verl_memopt.trainer.generation import Answers
-from verl_memopt.workers.micro_batches import micro_batches_of
-from verl_memopt.workers.objective import Objective
+from verl_memopt.trainer.rollouts import Answers, StepBatch
+from verl_memopt.worker.policy import Objective
+from verl_memopt.worker.trained_model import micro_batches_of
 
 
 class Updater(Member):

@@ -6,7 +6,7 @@ import pytest
 from tests.trainer.conftest import AR
 from tests.trainer.test_checkpoints import save
 from verl_memopt.errors import TrainingError
-from verl_memopt.trainer.checkpoints import CheckpointStore
+from verl_memopt.run.checkpoints import CheckpointStore
 from verl_memopt.trainer.update_guard import BAD_LOG_PROBS, UpdateGuard
 
 LR = f"{AR}.actor.optim.lr"

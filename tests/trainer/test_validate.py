@@ -7,8 +7,8 @@ from tests.trainer.conftest import AR, ready
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.rewards.runner import RewardRunner
 from verl_memopt.trainer.build import build_run, build_validator, scorer_of
-from verl_memopt.trainer.generation import Generator
-from verl_memopt.workers.worker import Worker
+from verl_memopt.trainer.rollouts import Generator
+from verl_memopt.worker.worker import Worker
 
 SAMPLED = {f"{AR}.rollout.val_kwargs.{key}": value for key, value in {"n": 3, "do_sample": True, "temperature": 1.0}.items()}
 

@@ -6,11 +6,11 @@ import torch
 
 from tests.end_to_end.covering import all_off
 from tests.virtual_gpu.life import live, misplaced
-from verl_memopt.data.ragged import token_index
-from verl_memopt.memory.optimizer import optimizer_offload
-from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.workers import policy
-from verl_memopt.workers.trained_model import TrainedModel
+from verl_memopt.data.batch import token_index
+from verl_memopt.memory import optimizer_offload_torch
+from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.worker import policy
+from verl_memopt.worker.trained_model import TrainedModel
 
 
 def _scatter_on_the_host(parts, lengths):
@@ -41,7 +41,7 @@ def read_back_between_micro_batches(folder):
 
 def copy_not_waited_for(folder):
     row = all_off() | {"actor optimizer_offload": "on", "bucket": "small"}
-    with mock.patch.object(optimizer_offload, "wait_for", return_value=None):
+    with mock.patch.object(optimizer_offload_torch, "wait_for", return_value=None):
         live(row, folder, whole=False)
 
 

@@ -12,20 +12,19 @@ from tests.end_to_end.covering import settings_of
 from tests.virtual_gpu.device import VirtualGpu
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Critic, CriticModel
-from verl_memopt.data.batch import rollout_batch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.memory.batching.shared_prompt import prompt_groups
-from verl_memopt.memory.parameters.residency import CRITIC, NEEDS, POLICY, REFERENCE
-from verl_memopt.models.packing_check import GROUPS, row_differences
+from verl_memopt.data.batch import Ragged, rollout_batch
+from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE
+from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.model.packing_check import GROUPS, row_differences
 from verl_memopt.observe.byte_tracker import storages_of
-from verl_memopt.observe.kinds import state_tensors
-from verl_memopt.rollout.sampling import train_sampling
-from verl_memopt.trainer.passes import budgets, cut_ranks, rows_per_rank
-from verl_memopt.workers.group import Placement
-from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.trained_model import MiniBatch
-from verl_memopt.workers.worker import Worker
+from verl_memopt.observe.device_ledger import state_tensors
+from verl_memopt.rollout.engine import train_sampling
+from verl_memopt.trainer.micro_batching import budgets, cut_ranks, rows_per_rank
+from verl_memopt.worker.group import Placement
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 PROMPTS = [[40, 41, 42], [50], [60, 61]]
 SLACK_BYTES = 16 * 2**10

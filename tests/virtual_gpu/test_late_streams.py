@@ -6,10 +6,8 @@ import torch
 from tests.end_to_end.covering import all_off
 from tests.end_to_end.knob_runs import run_row
 from tests.virtual_gpu.late_streams import late_streams
-from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.memory.activations import activation_offload
-from verl_memopt.memory.optimizer import optimizer_offload
-from verl_memopt.memory.parameters import param_offload
+from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.memory import activation_offload_torch, optimizer_offload_torch, param_offload_torch
 
 SMALL = {"bucket": "small", "actor optimizer_offload": "on"}
 ROWS = {
@@ -52,8 +50,8 @@ def test_late_copies_change_no_number(name, folder):
 @pytest.mark.parametrize(
     ("name", "owner", "attribute"),
     [
-        ("moments", optimizer_offload, "wait_for"),
-        ("activations", activation_offload._Stored, "_wait"),
+        ("moments", optimizer_offload_torch, "wait_for"),
+        ("activations", activation_offload_torch._Stored, "_wait"),
     ],
 )
 def test_without_its_wait_an_offload_is_caught(name, owner, attribute, folder, monkeypatch):
@@ -71,10 +69,10 @@ def test_without_its_wait_an_offload_is_caught(name, owner, attribute, folder, m
 @pytest.mark.parametrize("waits", [True, False])
 def test_the_host_reads_parameters_that_have_left_only_after_a_wait(waits, monkeypatch):
     if not waits:
-        monkeypatch.setattr(param_offload, "synchronize", lambda device: None)
+        monkeypatch.setattr(param_offload_torch, "synchronize", lambda device: None)
     parameter = torch.nn.Parameter(torch.arange(1.0, 9.0))
     with late_streams():
-        home = param_offload.ParamHome("policy", [parameter], torch.device("cpu"))
+        home = param_offload_torch.ParamHome("policy", [parameter], torch.device("cpu"))
         home.to_host()
         with home.readable():
             assert torch.equal(parameter.data, torch.arange(1.0, 9.0)) == waits

@@ -11,10 +11,10 @@ from tests.virtual_gpu.device import VirtualGpu
 from tests.virtual_gpu.life import PROMPTS, SLACK_BYTES, _batch, _keys, _plan
 from tests.workers.test_reward_scores import classifier
 from verl_memopt.config.schema import Fsdp, ScoringModel
-from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.rollout.sampling import train_sampling
-from verl_memopt.workers.group import Placement
-from verl_memopt.workers.worker import Worker
+from verl_memopt.distributed.device import leave_process_group
+from verl_memopt.rollout.engine import train_sampling
+from verl_memopt.worker.group import Placement
+from verl_memopt.worker.worker import Worker
 
 
 def phases(folder, reward_folder, world_size, offload):

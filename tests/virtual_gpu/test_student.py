@@ -11,12 +11,12 @@ from tests.recipes.rlt.test_student_pass import rows_of
 from tests.virtual_gpu.device import VirtualGpu
 from tests.virtual_gpu.life import PROMPTS, SLACK_BYTES, _batch, _keys, _plan
 from verl_memopt.config.schema import Fsdp, ScoringModel
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, StudentPlan
-from verl_memopt.rollout.sampling import train_sampling
-from verl_memopt.workers.group import Placement
-from verl_memopt.workers.worker import Worker
+from verl_memopt.rollout.engine import train_sampling
+from verl_memopt.worker.group import Placement
+from verl_memopt.worker.worker import Worker
 
 KNOBS = {"shared prompt": "on", "batching": "tokens", "actor param_offload": "on", "ref param_offload": "on"}
 

@@ -6,8 +6,8 @@ from tests.tensors import whole_of
 from tests.workers.test_policy import CPU
 from verl_memopt.config.schema import Fsdp, Model, WrapPolicy
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.build import named_weights
-from verl_memopt.workers.build_policy import build_policy, materialize
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.weights import named_weights
 
 
 def built(folder, mesh, dtype="fp32", quantization="none"):

@@ -10,11 +10,11 @@ from tests.ranks import run_ranks
 from tests.workers.test_policy import batch
 from tests.workers.test_worker import ALL, AR, call, made, mini_batch, place, plan_of, same, weights  # noqa: F401 - made is a fixture
 from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.distributed.file_records import record_folder
-from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError
-from verl_memopt.workers.trained_model import MiniBatch
-from verl_memopt.workers.worker import Worker
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 
 def test_a_loaded_worker_goes_on_bit_for_bit(made, tmp_path):  # noqa: F811

@@ -12,14 +12,13 @@ from tests.ranks import run_ranks
 from tests.tensors import local_of, row_of_each_token, whole_of
 from tests.workers.test_policy import SMALL, WHOLE, NothingWaits, shares
 from verl_memopt.algorithms.rows import row_means
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import leave_process_group, training_mesh
-from verl_memopt.memory.activations.activation_offload import ActivationOffload
-from verl_memopt.memory.parameters.lora import adapters, initialize_adapters
-from verl_memopt.models.build import named_weights
-from verl_memopt.workers.critic import Critic
-from verl_memopt.workers.micro_batches import micro_batch
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
+from verl_memopt.memory.lora_torch import adapters, initialize_adapters
+from verl_memopt.model.weights import named_weights
+from verl_memopt.worker.critic import Critic
+from verl_memopt.worker.trained_model import micro_batch
 
 METRICS = ("critic/vf_loss", "critic/vf_clipfrac", "critic/vpred_mean", "critic/grad_norm")
 
@@ -170,7 +169,7 @@ def test_no_knob_changes_values_loss_or_gradients(folder, one_rank, knob, shared
 
 
 def test_tiles_of_the_mlp_change_nothing(folder, one_rank):
-    from verl_memopt.knobs.tiled_mlp import TiledMlp
+    from verl_memopt.memory.tiled_mlp import TiledMlp
 
     tiled = {"model": {"tiled_mlp": TiledMlp(enabled=True, num_shards=3)}}
     assert_same(values_and_step(folder, one_rank, **tiled), values_and_step(folder, one_rank))

@@ -1,7 +1,7 @@
 import torch
 
 from tests.critics import CPU, critic_batch, critic_for
-from verl_memopt.workers.forward_pass import forward_pass
+from verl_memopt.worker.policy import forward_pass
 
 
 def test_outputs_come_with_the_rows_of_their_micro_batch_and_without_gradients(untied_folder, one_rank):

@@ -7,12 +7,11 @@ import time
 import pytest
 
 from tests.end_to_end.runs import ROOT
-from verl_memopt.workers.guardian import MARK, Guardian
-from verl_memopt.workers.processes import is_alive, kill, wait_until_gone
+from verl_memopt.run.processes import MARK, Guardian, is_alive, kill, wait_until_gone
 
 STARTER = """
 import subprocess, sys, time
-from verl_memopt.workers.guardian import Guardian
+from verl_memopt.run.processes import Guardian
 
 sleeper = ["sleep", "300"]
 before = subprocess.Popen(sleeper)
@@ -33,7 +32,7 @@ time.sleep(300)
 
 UNSEEN = """
 import os, signal, subprocess, time
-from verl_memopt.workers.guardian import Guardian
+from verl_memopt.run.processes import Guardian
 
 guardian = Guardian()
 os.kill(guardian.pid, signal.SIGSTOP)

@@ -3,8 +3,7 @@ import os
 import pytest
 
 from verl_memopt.errors import RolloutError
-from verl_memopt.workers.group import WorkerGroup, free_port
-from verl_memopt.workers.local_group import LocalGroup
+from verl_memopt.worker.group import LocalGroup, WorkerGroup, free_port
 
 
 class Recorder:

@@ -4,9 +4,8 @@ import torch
 from tests.workers.test_build_policy import built
 from tests.workers.test_policy import CPU, batch
 from verl_memopt.config.schema import Rollout
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.workers.log_probs import compute_log_probs, scoring_temperature
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.worker.policy import compute_log_probs, scoring_temperature
 
 HEAT = 0.7
 

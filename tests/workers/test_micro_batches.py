@@ -3,7 +3,7 @@ import dataclasses
 import torch
 
 from tests.workers.test_policy import batch
-from verl_memopt.workers.micro_batches import micro_batch
+from verl_memopt.worker.trained_model import micro_batch
 
 
 def test_a_micro_batch_holds_the_fields_of_its_rows_in_order():

@@ -8,14 +8,14 @@ from tests.algorithms.modes import LOSSES, TOKEN_LOCAL
 from verl_memopt.algorithms.kl import KL_ESTIMATORS
 from verl_memopt.algorithms.records import LOSSES_OF_SEQUENCES
 from verl_memopt.algorithms.rows import LOSS_AGG_MODES, GlobalCounts
-from verl_memopt.config.allowed import choices
-from verl_memopt.config.correction_presets import PRESETS
+from verl_memopt.config.aliases import PRESETS
 from verl_memopt.config.schema import Actor, PolicyLoss
-from verl_memopt.memory.logits.chunked_logprob import head_log_probs
-from verl_memopt.models.pack import pack_rows
-from verl_memopt.ops.logit_tiles import Head
-from verl_memopt.workers.micro_batches import MicroBatch
-from verl_memopt.workers.objective import Objective
+from verl_memopt.config.values import choices
+from verl_memopt.memory.chunked_logprob_torch import head_log_probs
+from verl_memopt.memory.logit_tiles import Head
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.worker.policy import Objective
+from verl_memopt.worker.trained_model import MicroBatch
 
 SIZES = [3, 0, 5, 1]
 TOKENS, COUNTS = sum(SIZES), GlobalCounts(31.0, 7.0)

@@ -14,20 +14,17 @@ from tests.ranks import run_ranks
 from tests.tensors import local_of, whole_of
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor, Fsdp, Model, Optim, TrainedFsdp
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import leave_process_group, training_mesh
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.distributed.device import leave_process_group, training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
-from verl_memopt.memory.parameters.lora import initialize_adapters
-from verl_memopt.models.build import named_weights
-from verl_memopt.observe.kinds import state_tensors
-from verl_memopt.sync.full_weights import full_weights
-from verl_memopt.trainer.passes import Budget, cut_ranks, rows_per_rank
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.log_probs import pack_log_probs
-from verl_memopt.workers.micro_batches import MicroBatch, micro_batch
-from verl_memopt.workers.policy import Policy
-from verl_memopt.workers.trained_model import MiniBatch
+from verl_memopt.memory.lora_torch import initialize_adapters
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.weights import named_weights
+from verl_memopt.observe.device_ledger import state_tensors
+from verl_memopt.rollout.weight_map import full_weights
+from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank
+from verl_memopt.worker.policy import Policy, pack_log_probs
+from verl_memopt.worker.trained_model import MicroBatch, MiniBatch, micro_batch
 
 CPU = torch.device("cpu")
 ACTOR = Actor(
@@ -323,7 +320,7 @@ KNOBS = {
 @pytest.fixture(scope="module")
 def narrow_folder(tmp_path_factory):
     """A model whose rows are long enough for blocks of every format, and which is quick."""
-    from verl_memopt.models.tiny import TinyShape, make_tiny_model
+    from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
     shape = TinyShape(vocab_size=512, hidden_size=64, intermediate_size=128, num_layers=2, tie_embeddings=False)
     return make_tiny_model(tmp_path_factory.mktemp("narrow") / "model", shape, seed=3)

@@ -6,7 +6,7 @@ import time
 import psutil
 import pytest
 
-from verl_memopt.workers.processes import descendants, is_alive, kill, wait_until_gone
+from verl_memopt.run.processes import descendants, is_alive, kill, wait_until_gone
 
 
 def started(code):
@@ -62,7 +62,7 @@ def test_killing_what_is_gone_is_no_error_and_waiting_says_who_is_left(family):
 FORKS = """
 import subprocess, sys, time
 from multiprocessing import resource_tracker
-from verl_memopt.workers.processes import kill_descendants
+from verl_memopt.run.processes import kill_descendants
 resource_tracker.ensure_running()
 # Each child starts one process in a session of its own and goes on starting others, so that killing races with it.
 script = "setsid sleep 60 & i=0; while [ $i -lt 40 ]; do sleep 50 & i=$((i+1)); done; wait"

@@ -4,10 +4,10 @@ from tests.ranks import run_ranks
 from tests.tensors import local_of
 from tests.workers.test_policy import CPU
 from verl_memopt.config.schema import Fsdp, Model
-from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.quantization_error import quantization_error
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.worker.roles import quantization_error
 
 
 def quantised(folder, mesh, kind, dtype="fp32"):

@@ -11,15 +11,8 @@ from pathlib import Path
 import pytest
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.workers.group import free_port
-from verl_memopt.workers.ray_cluster import (
-    SOCKET_BYTES,
-    STOP_SIGNALS,
-    Connection,
-    Request,
-    own_folder,
-    stop_signals_blocked,
-)
+from verl_memopt.worker.group import free_port
+from verl_memopt.worker.ray_cluster import SOCKET_BYTES, STOP_SIGNALS, Connection, Request, own_folder, stop_signals_blocked
 
 
 def test_a_request_asks_for_a_cpu_and_where_it_is_one_a_gpu_per_device():

@@ -12,10 +12,10 @@ from pathlib import Path
 import psutil
 import pytest
 
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError, RolloutError, WorkerError
-from verl_memopt.workers.ray_cluster import Connection, Request, _check_possible
-from verl_memopt.workers.ray_group import VISIBLE_DEVICES, Home, start_ray_group, visible_devices
+from verl_memopt.worker.group import VISIBLE_DEVICES, Home, start_ray_group, visible_devices
+from verl_memopt.worker.ray_cluster import Connection, Request, _check_possible
 
 GONE_SECONDS = 15
 
@@ -209,7 +209,7 @@ def test_a_request_without_room_gives_up_after_the_timeout_and_says_what_is_free
 
 DRIVER = """
 import os, signal, sys, time
-from verl_memopt.workers.ray_group import start_ray_group
+from verl_memopt.worker.group import start_ray_group
 
 class Worker:
     def __init__(self, placement):
@@ -313,7 +313,7 @@ def test_a_member_that_was_given_another_number_of_gpus_than_one_is_refused_with
 
 GPU_DRIVER = """
 import json, os, sys
-from verl_memopt.workers.ray_group import start_ray_group
+from verl_memopt.worker.group import start_ray_group
 
 class Worker:
     def __init__(self, placement):
@@ -451,7 +451,7 @@ def test_members_and_rays_processes_live_through_a_signal_to_all_and_what_member
     assert set(psutil.wait_procs(descendants, timeout=1)[1]) == set(descendants)
 
 
-NOT_WRITABLE = "from verl_memopt.workers.ray_cluster import Connection, Request; Connection({}, Request(1, 1, gpu=False)).close()"
+NOT_WRITABLE = "from verl_memopt.worker.ray_cluster import Connection, Request; Connection({}, Request(1, 1, gpu=False)).close()"
 
 
 def test_a_home_folder_that_cannot_be_written_is_no_hindrance():

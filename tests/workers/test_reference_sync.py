@@ -6,13 +6,13 @@ from tests.tensors import whole_of
 from tests.workers.test_policy import batch
 from tests.workers.test_worker import AR, call, made, mini_batch, place, plan_of, same, weights  # noqa: F401 - made is a fixture
 from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.distributed.file_records import record_folder
-from verl_memopt.distributed.process_group import leave_process_group
 from verl_memopt.errors import CheckpointError, ConfigError
-from verl_memopt.models.build import named_weights
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.trained_model import MiniBatch
-from verl_memopt.workers.worker import Worker
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.weights import named_weights
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 FOLLOWS = {f"{AR}.actor.use_kl_loss": True, f"{AR}.ref.sync_every_steps": 1, f"{AR}.ref.sync_mixup_alpha": 0.7}
 PLACES = {

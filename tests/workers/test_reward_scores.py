@@ -9,13 +9,12 @@ from transformers import AutoConfig, AutoModelForSequenceClassification, AutoMod
 from tests.ranks import run_ranks
 from tests.workers.test_worker import AR, place, plan_of
 from verl_memopt.config.schema import Actor, Fsdp, MixedPrecision, ScoringModel
-from verl_memopt.data.batch import rollout_batch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import leave_process_group, training_mesh
-from verl_memopt.models.reward_folder import REWARD_KEY
-from verl_memopt.workers.build_policy import build_reward_model, materialize_critic
-from verl_memopt.workers.reward_scores import compute_scores
-from verl_memopt.workers.worker import Worker
+from verl_memopt.data.batch import Ragged, rollout_batch
+from verl_memopt.distributed.device import leave_process_group, training_mesh
+from verl_memopt.model.assembly import build_reward_model, materialize_critic
+from verl_memopt.model.reward_folder import REWARD_KEY
+from verl_memopt.worker.policy import compute_scores
+from verl_memopt.worker.worker import Worker
 
 PROMPTS = [[40, 41, 42], [40, 41, 42], [50], [50], [60, 61, 62, 63, 64, 65, 66, 67, 68, 69, 70, 71]]
 RESPONSES = [[5, 6, 7, 8], [9], [], [7, 7], [11, 12, 13]]

@@ -7,10 +7,10 @@ from tests.critics import call_critic, critic_mini, critic_plan, with_value_head
 from tests.models.own_code import own_code, write_own_code
 from tests.workers.test_policy import batch
 from tests.workers.test_worker import AR, call, made, mini_batch, place, plan_of  # noqa: F401 - made is a fixture
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import ConfigError
-from verl_memopt.ops import fused
-from verl_memopt.workers.worker import Worker
+from verl_memopt.memory import fused
+from verl_memopt.worker.worker import Worker
 
 
 def test_each_offload_of_activations_has_a_metric_of_its_own(made, tiny_folder):  # noqa: F811

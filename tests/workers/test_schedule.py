@@ -5,11 +5,11 @@ import pytest
 import torch
 from torch import nn
 
-from verl_memopt.config.allowed import choices
 from verl_memopt.config.schema import Optim
+from verl_memopt.config.values import choices
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
-from verl_memopt.workers.schedule import build_optimizer, build_schedule, learning_rate_factors
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.worker.optimizer import build_optimizer, build_schedule, learning_rate_factors
 
 KEY = "actor_rollout_ref.actor.optim"
 

@@ -7,8 +7,7 @@ from torch import nn
 from tests.critics import critic_batch, critic_for
 from tests.workers.test_policy import SMALL, policy_for, shares
 from verl_memopt.errors import ConfigError
-from verl_memopt.workers.micro_batches import micro_batch
-from verl_memopt.workers.trained_model import ACTOR, CRITIC, on_host, over_steps
+from verl_memopt.worker.trained_model import ACTOR, CRITIC, micro_batch, on_host, over_steps
 
 
 def test_a_role_names_its_metrics():

@@ -14,16 +14,16 @@ from tests.workers.test_policy import batch
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Memory
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import DeviceMemoryError, RolloutError
-from verl_memopt.memory.host.host_buffers import GIB, host_allocator
-from verl_memopt.models.build import named_weights
-from verl_memopt.models.policy_model import PolicyModel
-from verl_memopt.rollout.sampling import train_sampling
-from verl_memopt.workers.group import Placement
-from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.trained_model import MiniBatch
-from verl_memopt.workers.worker import Worker
+from verl_memopt.memory.host_buffers import GIB, host_allocator
+from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.weights import named_weights
+from verl_memopt.rollout.engine import train_sampling
+from verl_memopt.worker.group import Placement
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 AR = "actor_rollout_ref"
 ALL = ["model", "optimizer", "extra"]

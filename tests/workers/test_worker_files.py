@@ -1,8 +1,7 @@
 import pytest
 
 from tests.workers.test_worker import ALL, call, made, mini_batch, same, weights  # noqa: F401
-from verl_memopt.workers.worker import Worker
-from verl_memopt.workers.worker_files import WorkerFiles
+from verl_memopt.worker.worker import Worker, WorkerFiles
 
 
 def test_a_saved_policy_comes_back_bit_for_bit(made, tmp_path):  # noqa: F811

@@ -17,7 +17,7 @@ from verl_memopt.algorithms.rows import positions
 from verl_memopt.config.schema import Actor, Algorithm, Settings
 from verl_memopt.data.plugin import load_from_file, raised
 from verl_memopt.errors import ConfigError, TrainingError, UserError
-from verl_memopt.knobs.values import needs_reference
+from verl_memopt.memory.ranges import needs_reference
 
 ESTIMATOR_KEY = "algorithm.custom_estimator"
 LOSS_KEY = "actor_rollout_ref.actor.policy_loss.custom"

@@ -12,8 +12,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Annotated, Any, Literal
 
-from verl_memopt.knobs.knob import Refusal, UnusedKey
-from verl_memopt.knobs.values import Meanings, NaturalFloat, PositiveShare, Share
+from verl_memopt.memory.knob import Refusal, UnusedKey
+from verl_memopt.memory.ranges import Meanings, NaturalFloat, PositiveShare, Share
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings
@@ -261,9 +261,9 @@ LOSSES: dict[str, Loss] = _by_name(
         "clip_cov",
         "clipped ratio per token, without the gradient of some tokens whose log-prob and advantage vary together",
         "one clipped ratio per token, some tokens without a gradient",
-        f"{_HERE}.covariance.clip_cov_loss",
+        f"{_HERE}.losses.clip_cov_loss",
         (*_CLIP, "policy_loss.clip_cov_ratio", "policy_loss.clip_cov_lb", "policy_loss.clip_cov_ub"),
-        selects=f"{_HERE}.covariance.clip_cov_selection",
+        selects=f"{_HERE}.losses.clip_cov_selection",
         refuses=(
             Refusal(
                 (f"{_LOSS}.clip_cov_lb", f"{_LOSS}.clip_cov_ub"),
@@ -277,9 +277,9 @@ LOSSES: dict[str, Loss] = _by_name(
         "kl_cov",
         "unclipped ratio per token, and a KL penalty on such tokens",
         "one ratio per token, a KL penalty on some",
-        f"{_HERE}.covariance.kl_cov_loss",
+        f"{_HERE}.losses.kl_cov_loss",
         ("policy_loss.kl_cov_ratio", "policy_loss.ppo_kl_coef"),
-        selects=f"{_HERE}.covariance.kl_cov_selection",
+        selects=f"{_HERE}.losses.kl_cov_selection",
         unused_keys=(
             UnusedKey(
                 f"{_LOSS}.loss_mode",

@@ -4,9 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 
-from verl_memopt.algorithms.records import CUSTOM, RECORDS, WITHOUT_BASELINE, WITHOUT_GROUPS
+from verl_memopt.algorithms.records import CUSTOM, RECORDS, SFT, WITHOUT_BASELINE, WITHOUT_GROUPS
+from verl_memopt.config.keys import leaf_types
+from verl_memopt.config.reward_rules import ENABLE
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.knob import Predicate, Refusal
+from verl_memopt.memory.critic_rules import has_critic, with_critic
+from verl_memopt.memory.knob import Predicate, Refusal, UnusedKey
+from verl_memopt.memory.ranges import DEVICES, num_devices, uneven_shards
+from verl_memopt.recipes.registry import RECIPES
 
 _ROLLOUT, _LOSS = "actor_rollout_ref.rollout", "actor_rollout_ref.actor.policy_loss"
 
@@ -117,3 +122,189 @@ ALGORITHM_RULES: tuple[Refusal, ...] = (
     *(refusal for record in RECORDS for refusal in record.refuses),
 )
 """All rules of this file and of the records, for :mod:`verl_memopt.config.checks`."""
+
+
+# What the critic's keys must hold together, and when they have no effect.
+
+
+_AR, _ENABLE = "actor_rollout_ref", "critic.enable"
+_NO_CRITIC = "algorithm.adv_estimator is not gae, the one estimator that reads the values of a critic, so no critic is built"
+_WARMUP, _KEPT = "trainer.critic_warmup", "trainer.max_critic_ckpt_to_keep"
+
+
+def _without_critic(settings: Settings) -> bool:
+    return not has_critic(settings)
+
+
+def _has_own_mini_batch(settings: Settings) -> bool:
+    return settings.critic.ppo_mini_batch_size != settings.actor_rollout_ref.actor.ppo_mini_batch_size
+
+
+def _sequences(settings: Settings) -> int:
+    """Return the sequences of one optimizer step of the critic."""
+    return (settings.critic.ppo_mini_batch_size or 0) * settings.actor_rollout_ref.rollout.n
+
+
+def _never_updates_policy(settings: Settings) -> bool:
+    steps = settings.trainer.total_training_steps
+    return steps is not None and settings.trainer.critic_warmup >= steps > 0
+
+
+def _rules() -> Iterator[Refusal]:
+    """Yield the rules of runs with a critic."""
+    batch, mini, samples = "data.train_batch_size", "critic.ppo_mini_batch_size", f"{_AR}.rollout.n"
+    yield Refusal(
+        (_ENABLE,),
+        lambda settings: settings.critic.enable is False,
+        "algorithm.adv_estimator=gae reads the values of a critic",
+        f"Remove {_ENABLE}, or set algorithm.adv_estimator=rloo, grpo or another estimator without a critic.",
+    )
+    yield Refusal(
+        (batch, mini),
+        lambda settings: (
+            _has_own_mini_batch(settings)
+            and settings.data.train_batch_size % max(settings.critic.ppo_mini_batch_size or 0, 1) != 0
+        ),
+        "the prompts of a step do not divide into mini-batches",
+        f"Set {mini} to a divisor of {batch}, or leave it out: it follows the actor's.",
+    )
+    yield Refusal(
+        (mini, samples, *DEVICES),
+        lambda settings: _has_own_mini_batch(settings) and _sequences(settings) % num_devices(settings) != 0,
+        "the sequences do not divide over the devices",
+        lambda settings: f"Make {mini} x {settings.actor_rollout_ref.rollout.n} a multiple of {num_devices(settings)}.",
+    )
+    yield Refusal(
+        ("critic.model.fsdp_config.fsdp_size", *DEVICES),
+        lambda settings: uneven_shards(settings, settings.critic.model.fsdp_config),
+        "does not divide the devices",
+        lambda settings: f"Set a divisor of {num_devices(settings)}, or -1.",
+    )
+    yield Refusal(
+        (_KEPT, "trainer.max_actor_ckpt_to_keep"),
+        lambda settings: settings.trainer.max_critic_ckpt_to_keep != settings.trainer.max_actor_ckpt_to_keep,
+        "a checkpoint holds policy and critic of one step, and is kept or removed as a whole",
+        f"Set trainer.max_actor_ckpt_to_keep alone, or both to one number; {_KEPT} follows it.",
+    )
+    yield Refusal(
+        (_WARMUP, "trainer.total_training_steps"),
+        _never_updates_policy,
+        "the policy would never be updated",
+        f"Set {_WARMUP} below the steps of the run.",
+    )
+
+
+def _unused() -> Iterator[UnusedKey]:
+    """Yield when a key of the critic has no effect."""
+    yield UnusedKey(_ENABLE, lambda settings: bool(settings.critic.enable) and _without_critic(settings), _NO_CRITIC)
+    of_critic = (key for key in leaf_types() if key.startswith("critic.") and key != _ENABLE)
+    for key in (*of_critic, _WARMUP, _KEPT):
+        yield UnusedKey(key, _without_critic, _NO_CRITIC)
+
+
+CRITIC_RULES: tuple[Refusal, ...] = tuple(map(with_critic, _rules()))
+"""Rules of several keys, for :mod:`verl_memopt.config.checks`. They hold in runs with a critic."""
+
+WITHOUT_CRITIC = {unused.key: unused for unused in _unused()}
+"""Key -> why it has no effect in a run without a critic."""
+
+
+# What supervised fine-tuning (``algorithm.adv_estimator=sft``) refuses, and the keys that have no effect in it.
+
+
+_ESTIMATOR = "algorithm.adv_estimator"
+_ACTOR, _ROLLOUT_SUPERVISED_RULES = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
+_CORRECTION = "algorithm.rollout_correction"
+
+OTHER_LOSS, NO_ROLLOUT = "the loss would not be the mean negative log-prob of the responses", "there is no rollout, and no reward"
+_ONLY: dict[str, tuple[str, str, Predicate]] = {
+    f"{_ACTOR}.use_kl_loss": ("false", OTHER_LOSS, lambda settings: settings.actor_rollout_ref.actor.use_kl_loss),
+    "algorithm.use_kl_in_reward": ("false", OTHER_LOSS, lambda settings: settings.algorithm.use_kl_in_reward),
+    f"{_ACTOR}.policy_loss.loss_mode": (
+        "gpg",
+        OTHER_LOSS,
+        lambda settings: settings.actor_rollout_ref.actor.policy_loss.loss_mode != "gpg",
+    ),
+    f"{_ACTOR}.loss_agg_mode": (
+        "token-mean",
+        OTHER_LOSS,
+        lambda settings: settings.actor_rollout_ref.actor.loss_agg_mode != "token-mean",
+    ),
+    f"{_ACTOR}.entropy_coeff": ("0.0", OTHER_LOSS, lambda settings: settings.actor_rollout_ref.actor.entropy_coeff != 0),
+    f"{_ROLLOUT_SUPERVISED_RULES}.temperature": (
+        "1.0",
+        OTHER_LOSS,
+        lambda settings: settings.actor_rollout_ref.rollout.temperature != 1,
+    ),
+    f"{_ROLLOUT_SUPERVISED_RULES}.n": (
+        "1",
+        "the dataset has one response to a prompt",
+        lambda settings: settings.actor_rollout_ref.rollout.n != 1,
+    ),
+    f"{_ROLLOUT_SUPERVISED_RULES}.skip_rollout": (
+        "false",
+        NO_ROLLOUT,
+        lambda settings: bool(settings.actor_rollout_ref.rollout.skip_rollout),
+    ),
+    f"{_CORRECTION}.bypass_mode": ("false", NO_ROLLOUT, lambda settings: settings.algorithm.rollout_correction.bypass_mode),
+    f"{_CORRECTION}.rollout_is": (
+        "null",
+        NO_ROLLOUT,
+        lambda settings: settings.algorithm.rollout_correction.rollout_is is not None,
+    ),
+    f"{_CORRECTION}.rollout_rs": (
+        "null",
+        NO_ROLLOUT,
+        lambda settings: settings.algorithm.rollout_correction.rollout_rs is not None,
+    ),
+    "custom_reward_function.path": ("null", NO_ROLLOUT, lambda settings: settings.custom_reward_function.path is not None),
+    "algorithm.filter_groups.enable": ("false", NO_ROLLOUT, lambda settings: settings.algorithm.filter_groups.enable),
+    "algorithm.use_pf_ppo": ("false", NO_ROLLOUT, lambda settings: settings.algorithm.use_pf_ppo),
+    # The recipe of reward_manager brings the dataset, and a recipe is switched on by the same key as a reward model.
+    ENABLE: (
+        "false",
+        NO_ROLLOUT,
+        lambda settings: settings.reward_model.enable and settings.reward_model.reward_manager not in RECIPES,
+    ),
+    "algorithm.mask_truncated_responses": ("false", NO_ROLLOUT, lambda settings: settings.algorithm.mask_truncated_responses),
+}
+"""Key -> the one value that makes sense, why, and whether the key has another."""
+_MODES = ("rollout_only", "score_only", "train_only", "sync_check")
+_READ = ("temperature", "n", "skip_rollout", "name", "mode", "seed", "do_sample")
+"""Keys of ``rollout`` that a supervised run reads, or refuses."""
+
+
+def is_supervised(settings: Settings) -> bool:
+    """Return whether the run learns the responses of the dataset."""
+    return settings.algorithm.adv_estimator == SFT
+
+
+def _only(key: str, wanted: str, why: str, differs: Predicate) -> Refusal:
+    return Refusal(
+        (key, _ESTIMATOR),
+        lambda settings: is_supervised(settings) and differs(settings),
+        why,
+        f"Set {key}={wanted}, or remove it.",
+    )
+
+
+def _unused_supervised_rules() -> Iterator[UnusedKey]:
+    """Yield the keys of the engine and of its sampling, which nothing reads without one."""
+    for key in (key for key in leaf_types() if key.startswith(f"{_ROLLOUT_SUPERVISED_RULES}.")):
+        if key.removeprefix(f"{_ROLLOUT_SUPERVISED_RULES}.") not in _READ and ".log_prob_" not in key:
+            yield UnusedKey(key, is_supervised, f"{_ESTIMATOR} is {SFT}, which has no engine")
+
+
+SUPERVISED_RULES: tuple[Refusal, ...] = (
+    *(_only(key, wanted, why, differs) for key, (wanted, why, differs) in _ONLY.items()),
+    Refusal(
+        ("debug.mode", _ESTIMATOR),
+        lambda settings: is_supervised(settings) and settings.debug.mode in _MODES,
+        "this mode looks at rollouts",
+        "Set debug.mode=off, dry, forge, memory or deterministic.",
+    ),
+)
+"""All rules of this file, for :mod:`verl_memopt.config.checks`."""
+
+WITHOUT_ENGINE = {unused.key: unused for unused in _unused_supervised_rules()}
+"""Key -> why it has no effect in a supervised run."""

@@ -1,6 +1,6 @@
 """What keys must hold together: every rule that can be decided before a device or a file is looked at.
 
-A rule is a :class:`verl_memopt.knobs.knob.Refusal`, as the knobs declare theirs: a question about the typed settings.
+A rule is a :class:`verl_memopt.memory.knob.Refusal`, as the knobs declare theirs: a question about the typed settings.
 """
 
 from __future__ import annotations
@@ -9,23 +9,17 @@ from collections.abc import Callable, Iterator, Mapping, Set
 from contextlib import suppress
 from typing import Any, cast
 
-from verl_memopt.config.algorithm_rules import ALGORITHM_RULES
-from verl_memopt.config.allowed import LARGEST_SCORE, check_values
+from verl_memopt.config.algorithm_rules import ALGORITHM_RULES, CRITIC_RULES, SUPERVISED_RULES, WITHOUT_CRITIC, WITHOUT_ENGINE
 from verl_memopt.config.correction_rules import CORRECTION_RULES
-from verl_memopt.config.critic_rules import CRITIC_RULES, WITHOUT_CRITIC
 from verl_memopt.config.debug_modes import WITHOUT_DATA, debug_rules
-from verl_memopt.config.idle import UNUSED_KEYS, warn_unused
-from verl_memopt.config.keys import leaf_values
-from verl_memopt.config.links import LINKS, followers_of
-from verl_memopt.config.problems import Problem, problem
-from verl_memopt.config.reference_rules import REFERENCE_RULES
-from verl_memopt.config.reward_rules import REWARD_RULES, WITHOUT_REWARD_MODEL
-from verl_memopt.config.sandbox_rules import SANDBOX_RULES
+from verl_memopt.config.keys import Problem, leaf_values, problem
+from verl_memopt.config.reward_rules import REWARD_RULES, SANDBOX_RULES, WITHOUT_REWARD_MODEL
 from verl_memopt.config.schema import Settings
-from verl_memopt.config.supervised_rules import SUPERVISED_RULES, WITHOUT_ENGINE
-from verl_memopt.knobs.critic_rules import refusals
-from verl_memopt.knobs.knob import Predicate, Refusal, SettingsView
-from verl_memopt.knobs.values import DEVICES, needs_reference, num_devices, uneven_shards
+from verl_memopt.config.unused_keys import REFERENCE_RULES, UNUSED_KEYS, warn_unused
+from verl_memopt.config.values import LARGEST_SCORE, LINKS, check_values, followers_of
+from verl_memopt.memory.critic_rules import refusals
+from verl_memopt.memory.knob import Predicate, Refusal, SettingsView
+from verl_memopt.memory.ranges import DEVICES, needs_reference, num_devices, uneven_shards
 from verl_memopt.recipes.registry import RECIPES
 
 _AR = "actor_rollout_ref"

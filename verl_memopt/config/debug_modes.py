@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES
-from verl_memopt.knobs.knob import Refusal
+from verl_memopt.memory.knob import Refusal
 
 if TYPE_CHECKING:
     from verl_memopt.config.schema import Settings

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
 from functools import cache
 from typing import Any, TypeVar, get_type_hints
 
 from verl_memopt.config.schema import Settings
+from verl_memopt.errors import ConfigError
 
 Section = TypeVar("Section")
 
@@ -22,7 +24,7 @@ def field_types(section: type, annotated: bool = False) -> dict[str, Any]:
     """
     hints = get_type_hints(section, include_extras=annotated)
     fields = [field.name for field in dataclasses.fields(section)]
-    has_knobs = any(base.__module__.startswith("verl_memopt.knobs.") for base in section.__mro__)
+    has_knobs = any(base.__module__.startswith("verl_memopt.memory.") for base in section.__mro__)
     own = [name for name in fields if has_knobs and name in vars(section).get("__annotations__", {})]
     return {name: hints[name] for name in dict.fromkeys([*own, *fields])}
 
@@ -100,3 +102,40 @@ def flatten(tree: Mapping[str, Any], name_of: Callable[[str], str] = str, prefix
         elif key not in section_keys():
             flat[key] = value
     return flat
+
+
+# What is wrong with one set of settings, gathered so that everything is reported at once.
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One thing that is wrong: the keys it is about, and the sentence the user reads."""
+
+    keys: tuple[str, ...]
+    text: str
+
+
+def problem(values: dict[str, Any], what: str, way_out: str) -> Problem:
+    """Return a problem whose text opens with ``key=value`` for every key it is about."""
+    address = ", ".join(f"{key}={shown(value)}" for key, value in values.items())
+    return Problem(tuple(values), f"{address}: {what}. {way_out}".rstrip())
+
+
+def shown(value: Any) -> str:
+    """Return the value as it would be written in YAML or on the command line."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return str(value).lower()
+    if isinstance(value, list | tuple):
+        return "[" + ",".join(shown(item) for item in value) + "]"
+    return repr(value) if isinstance(value, str) and not value.strip() else str(value)
+
+
+def raise_together(problems: Iterable[Problem]) -> None:
+    """Raise one ConfigError with a line for each problem; do nothing when there is none."""
+    lines = list(dict.fromkeys(each.text for each in problems))
+    if len(lines) == 1:
+        raise ConfigError(lines[0])
+    if lines:
+        raise ConfigError(f"{len(lines)} problems in the settings:\n" + "\n".join(lines))

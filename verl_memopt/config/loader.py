@@ -5,6 +5,8 @@ Hydra composes a plain mapping, the rest is ours.
 
 from __future__ import annotations
 
+import dataclasses
+import json
 import logging
 from collections.abc import Mapping, Set
 from pathlib import Path
@@ -19,16 +21,13 @@ from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 
-from verl_memopt.config import adapter
+from verl_memopt.algorithms.records import LOSSES, SFT
 from verl_memopt.config.aliases import translate
-from verl_memopt.config.build import build
+from verl_memopt.config.builder import build
 from verl_memopt.config.checks import check
-from verl_memopt.config.keys import flatten
-from verl_memopt.config.plain import to_plain
-from verl_memopt.config.preset_budgets import with_room_for_samples
-from verl_memopt.config.problems import Problem, raise_together, shown
-from verl_memopt.config.schema import Settings
-from verl_memopt.config.trl import Written, translate_trl
+from verl_memopt.config.keys import Problem, field_types, flatten, problem, raise_together, shown, value_at
+from verl_memopt.config.schema import Algorithm, Settings
+from verl_memopt.config.trl_names import Written, translate_trl
 from verl_memopt.errors import ConfigError
 
 logger = logging.getLogger(__name__)
@@ -94,8 +93,8 @@ def settings_from_mapping(
     tree, of_trl = translate_trl(tree, written)
     translated, problems = translate(tree)
     problems = of_trl + problems
-    for model in adapter.MODELS:
-        of_folder, faults = adapter.adapter_settings(model, translated)
+    for model in MODELS:
+        of_folder, faults = adapter_settings(model, translated)
         translated |= of_folder
         problems += faults
     translated = with_room_for_samples(translated, of_presets - (written.command_line if written else frozenset()))
@@ -241,3 +240,163 @@ def _log_preset(group: str, name: str, composed: Mapping[str, Any]) -> None:
 def _one_line(error: Exception) -> str:
     """Return Hydra's message without its list of search paths."""
     return " ".join(str(error).split()).partition(" Config search path:")[0].rstrip(".")
+
+
+# Settings as a plain tree, for the log, the run folder and other programs.
+
+
+def to_plain(value: Any) -> Any:
+    """Return a section as nested dicts and lists that YAML and JSON can hold. This does not count as reading its keys."""
+    if dataclasses.is_dataclass(value):
+        values = vars(value)
+        return {name: to_plain(values[name]) for name in field_types(value.__class__)}
+    if isinstance(value, dict):
+        return {key: to_plain(item) for key, item in value.items()}
+    return [to_plain(item) for item in value] if isinstance(value, list | tuple) else value
+
+
+def to_yaml(settings: Settings) -> str:
+    """Return the settings as YAML text in the order of the schema."""
+    return str(yaml.safe_dump(to_plain(settings), sort_keys=False, allow_unicode=True))
+
+
+# Token budgets of memory profiles that make room for the longest sample of a run.
+#
+# A profile cannot know a run's lengths. A sample is never split, so a budget below the longest sample cannot be kept anyway: it
+# becomes the length of that sample, and a log line says so. A budget that the user wrote stays, and is refused if it is too
+# small.
+
+
+LENGTHS = ("data.max_prompt_length", "data.max_response_length")
+BUDGETS = (
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+    "actor_rollout_ref.rollout.log_prob_max_token_len_per_gpu",
+    "critic.ppo_max_token_len_per_gpu",
+)
+"""Tokens of a micro-batch, as profiles set them."""
+
+
+def with_room_for_samples(values: Mapping[str, Any], of_presets: Set[str]) -> dict[str, Any]:
+    """Return the settings with the budgets of presets raised to the longest sample that the lengths allow.
+
+    Args:
+        values: Dotted key -> value, of the keys that are set.
+        of_presets: Keys whose value is a preset's.
+    """
+    lengths = [values.get(key, value_at(Settings(), key)) for key in LENGTHS]
+    if not all(isinstance(length, int) for length in lengths):
+        return dict(values)  # reported elsewhere
+    longest = sum(lengths)
+    raised = {key: longest for key in BUDGETS if key in of_presets and values[key] < longest}
+    critic_only = raised.keys() <= {BUDGETS[-1]}
+    if raised and not critic_only:
+        logger.warning(
+            "the profile's budget of %d tokens is raised to %d, the longest sample (%s + %s), so the run needs more memory than "
+            "the profile's file says. Lower the lengths to keep its figures",
+            min(values[key] for key in raised), longest, *LENGTHS,
+        )  # fmt: skip
+    return {**values, **raised}
+
+
+# LoRA settings that the user leaves out are read from the folder of the trained adapters, as in verl.
+
+
+MODELS = ("actor_rollout_ref.model", "critic.model")
+"""Sections of the models that may have adapters."""
+_READ = {"r": "lora_rank", "lora_alpha": "lora_alpha", "target_modules": "target_modules", "exclude_modules": "exclude_modules"}
+"""Name in adapter_config.json -> name of our key below the model's section."""
+_OTHER_KINDS = ("use_dora", "use_rslora", "rank_pattern", "alpha_pattern", "modules_to_save")
+"""Names in adapter_config.json whose value must be empty or false: with any other the adapters compute something else."""
+
+
+def adapter_settings(model: str, user_values: Mapping[str, Any]) -> tuple[dict[str, Any], list[Problem]]:
+    """Return the LoRA settings of a model's adapter folder, our dotted key -> value, and what is wrong with the folder.
+
+    The folder is read if ``lora_rank`` is not given and it has an ``adapter_config.json``. A key that is given is left out.
+
+    Args:
+        model: One of :data:`MODELS`.
+        user_values: Dotted key -> value of the keys that the user set, under our names.
+    """
+    key, rank = f"{model}.lora_adapter_path", f"{model}.lora_rank"
+    path = user_values.get(key)
+    if not isinstance(path, str) or rank in user_values or not (file := Path(path) / "adapter_config.json").is_file():
+        return {}, []
+    try:
+        config = json.loads(file.read_text())
+        kinds = [name for name in _OTHER_KINDS if config.get(name)]
+    except (OSError, ValueError, AttributeError):
+        return {}, [problem({key: path}, "its adapter_config.json is no JSON object", f"Set {rank}.")]
+    if kinds:
+        what = f"its adapter_config.json asks for {', '.join(kinds)}; adapters here have one rank and the scale lora_alpha / rank"
+        return {}, [problem({key: path}, what, "Give adapters without them.")]
+    if config.get("lora_dropout"):
+        logger.warning("%s=%s: the adapters were trained with dropout, and are trained on without it", key, path)
+    read = {f"{model}.{ours}": config[name] for name, ours in _READ.items() if config.get(name) is not None}
+    of_folder = {name: value for name, value in read.items() if name not in user_values}
+    logger.info("%s=%s sets %s", key, path, ", ".join(f"{name}={shown(value)}" for name, value in of_folder.items()))
+    return of_folder, []
+
+
+# What a run trains, in one line, so that nobody has to work it out from a recipe, a profile and a command line.
+
+
+_BYPASS = {
+    "ppo_clip": "one clipped ratio to the engine per token",
+    "reinforce": "log-probs without a ratio",
+}
+
+
+def objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> str:
+    """Return the estimator, the loss and every KL of a run, and whether groups are left out, in words.
+
+    Args:
+        algorithm: The section ``algorithm``.
+        loss: ``policy_loss.loss_mode``.
+        kl_in_loss: coefficient and kind of the KL in the loss; None = there is none.
+    """
+    if algorithm.adv_estimator == SFT:
+        return "supervised, the mean negative log-prob of the tokens of the dataset's responses"
+    correction, loss_in_words = algorithm.rollout_correction, f"loss {loss} ({LOSSES[loss].ratio})"
+    if correction.bypass_mode:
+        loss_in_words = f"loss {correction.loss_type} ({_BYPASS[correction.loss_type]})"
+    normalized = " (normalised over the step)" if algorithm.normalize_advantages and algorithm.adv_estimator == "rloo" else ""
+    parts = [f"advantages {algorithm.adv_estimator}{normalized}", loss_in_words]
+    if kl_in_loss is not None:
+        parts.append(f"KL in the loss {kl_in_loss}")
+    if algorithm.use_kl_in_reward:
+        parts.append(f"KL in the reward {algorithm.kl_ctrl.kl_coef:g} x {algorithm.kl_penalty}")
+    if len(parts) == 2:
+        parts.append("no KL")
+    if correction.rollout_is is not None and not (correction.bypass_mode and correction.loss_type == "ppo_clip"):
+        parts.append(f"importance weights per {correction.rollout_is}")
+    if correction.rollout_rs is not None:
+        parts.append(f"rejection {correction.rollout_rs}")
+    if algorithm.use_pf_ppo:
+        parts.append(f"rows drawn by score ({algorithm.pf_ppo.reweight_method})")
+    if algorithm.filter_groups.enable:
+        parts.append(f"groups whose responses agree in {algorithm.filter_groups.metric or 'score'} left out")
+    return ", ".join(parts)
+
+
+def log_objective(algorithm: Algorithm, loss: str, kl_in_loss: str | None) -> None:
+    """Log the objective, and a warning where another estimator than RLOO's meets the loss that the RLOO recipe sets.
+
+    Args:
+        algorithm: as in :func:`objective`, like the others.
+        loss: ``policy_loss.loss_mode``.
+        kl_in_loss: coefficient and kind of the KL in the loss.
+    """
+    logger.info("objective: %s", objective(algorithm, loss, kl_in_loss))
+    bypass_loss = algorithm.rollout_correction.loss_type if algorithm.rollout_correction.bypass_mode else None
+    if bypass_loss is not None and loss != "vanilla":
+        logger.warning(
+            "actor_rollout_ref.actor.policy_loss.loss_mode=%s has no effect: algorithm.rollout_correction.bypass_mode=true has "
+            "losses of its own, loss_type=%s.", loss, bypass_loss,
+        )  # fmt: skip
+    elif algorithm.adv_estimator != "rloo" and loss == "sequence":
+        logger.warning(
+            "algorithm.adv_estimator=%s with actor_rollout_ref.actor.policy_loss.loss_mode=sequence, which is RLOO's loss and "
+            "what rloo_trainer sets. For PPO's loss set it to vanilla, or use --config-name ppo_trainer or grpo_trainer.",
+            algorithm.adv_estimator,
+        )

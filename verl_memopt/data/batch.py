@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from itertools import chain
 
+import numpy as np
 import torch
 from tensordict import TensorClass
 from torch import Tensor
 
 from verl_memopt.config.schema import Actor
-from verl_memopt.data.ragged import Ragged, token_index
-from verl_memopt.data.shared_rows import SharedRows
-from verl_memopt.memory.batching.row_tokens import RowTokens
-from verl_memopt.memory.batching.shared_prompt import prompt_groups
+from verl_memopt.memory.token_packing import RowTokens, prompt_groups
+from verl_memopt.model.packing import ranges
 
 TOKEN_FIELDS = (
     "rollout_log_probs", "old_log_probs", "ref_log_probs", "advantages", "selected", "old_values", "returns", "weights", "kept",
@@ -139,3 +139,118 @@ def scatter_tokens(parts: Sequence[tuple[Sequence[int], Tensor]], lengths: Seque
     out = torch.empty(sum(lengths), dtype=torch.float32)
     out[index] = values
     return out
+
+
+# Rows of unequal length in one flat tensor. Nothing is padded, neither on the driver nor in transfers.
+
+
+class Ragged(TensorClass):
+    """Rows of unequal length.
+
+    ``flat`` is [total, ...]: the rows one after another. ``lengths`` is int64 [rows].
+    """
+
+    flat: Tensor
+    lengths: Tensor
+
+    @staticmethod
+    def from_rows(rows: Sequence[Sequence[int] | Sequence[float] | Tensor], dtype: torch.dtype) -> Ragged:
+        """Return the ragged tensor of ``rows``. An empty list has no rows; an empty row has length 0."""
+        lengths = torch.tensor([len(row) for row in rows], dtype=torch.int64)
+        if rows and isinstance(rows[0], Tensor):
+            return Ragged(flat=torch.cat([torch.as_tensor(row, dtype=dtype) for row in rows]), lengths=lengths, batch_size=[])
+        return Ragged(flat=torch.tensor(list(chain.from_iterable(rows)), dtype=dtype), lengths=lengths, batch_size=[])
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return int(self.lengths.shape[0])
+
+    def sizes(self) -> list[int]:
+        """Return the row lengths as Python integers."""
+        return self.lengths.tolist()
+
+    def rows(self) -> tuple[Tensor, ...]:
+        """Return each row as a view of ``flat``."""
+        return self.flat.split(self.sizes())
+
+    def select(self, indices: Sequence[int]) -> Ragged:  # type: ignore[override]
+        """Return the chosen rows in the given order."""
+        index = torch.as_tensor(indices, dtype=torch.int64)
+        return Ragged(flat=self.flat[token_index(self.sizes(), indices)], lengths=self.lengths[index], batch_size=[])
+
+    @staticmethod
+    def join(parts: Sequence[Ragged]) -> Ragged:
+        """Return the rows of all parts, one part after another."""
+        flat = torch.cat([part.flat for part in parts])
+        return Ragged(flat=flat, lengths=torch.cat([part.lengths for part in parts]), batch_size=[])
+
+
+def token_index(lengths: Sequence[int], rows: Sequence[int]) -> Tensor:
+    """Return int64 [sum of the chosen lengths]: the positions of the tokens of ``rows`` in the flat tensor of all rows."""
+    sizes = np.asarray(lengths, dtype=np.int64)
+    chosen = np.asarray(rows, dtype=np.int64)
+    starts = np.cumsum(sizes) - sizes
+    return torch.from_numpy(ranges(starts[chosen], sizes[chosen]))
+
+
+# Rows of which several are the same: each different row is stored once, with an index from row to stored row.
+
+
+class SharedRows(TensorClass):
+    """Rows that share their storage. It answers as :class:`Ragged` does, and ``flat`` is computed when it is read.
+
+    ``stored`` holds the different rows. ``index`` is int64 [rows]: the stored row of each row. Where each of b rows of P tokens
+    appears k times, this holds b * ((k - 1) * P * 8 - 8) bytes fewer than :class:`Ragged`: k - 1 copies of the ids are not there,
+    and b lengths come beside an index that replaces b * k lengths.
+    """
+
+    stored: Ragged
+    index: Tensor
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows."""
+        return int(self.index.shape[0])
+
+    @property
+    def lengths(self) -> Tensor:
+        """Return the length of each row, int64 [rows]."""
+        return self.stored.lengths[self.index]
+
+    @property
+    def flat(self) -> Tensor:
+        """Return the rows one after another, as a new tensor. Read it of a micro-batch, not of a whole batch."""
+        return self.stored.flat[token_index(self.stored.sizes(), self.index.tolist())]
+
+    def sizes(self) -> list[int]:
+        """Return the row lengths as Python integers."""
+        return self.lengths.tolist()
+
+    def select(self, indices: Sequence[int]) -> SharedRows:  # type: ignore[override]
+        """Return the chosen rows in the given order. Stored rows that none of them reads are left out."""
+        # The index is renumbered, because the rows that stay move together.
+        kept, index = torch.unique(self.index[torch.as_tensor(indices, dtype=torch.int64)], return_inverse=True)
+        return SharedRows(stored=self.stored.select(kept.tolist()), index=index, batch_size=[])
+
+
+def prompt_rows(rows: Sequence[list[int]]) -> Ragged | SharedRows:
+    """Return prompt ids as tensors. Rows that are one and the same list object are stored once.
+
+    Args:
+        rows: Token ids of each row. The expansion ``lazy`` gives all rows of a prompt one list, the others give each row its own.
+
+    Returns:
+        Rows with an index where a list appears more than once, else plain rows.
+    """
+    places: dict[int, int] = {}  # identity of a list -> its place among the stored ones
+    stored: list[list[int]] = []
+    for row in rows:
+        if id(row) not in places:
+            places[id(row)] = len(stored)
+            stored.append(row)
+    different = Ragged.from_rows(stored, torch.int64)
+    if len(stored) == len(rows):
+        return different
+    index = torch.tensor([places[id(row)] for row in rows], dtype=torch.int64)
+    return SharedRows(stored=different, index=index, batch_size=[])

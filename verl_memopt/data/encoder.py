@@ -5,10 +5,13 @@ from __future__ import annotations
 import hashlib
 import json
 import logging
-from collections.abc import Callable, Sequence
+import re
+import secrets
+import unicodedata
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
+from weakref import WeakKeyDictionary
 
-from verl_memopt.data.special_tokens import Spans, special_tokens_of
 from verl_memopt.errors import ConfigError, DataError
 
 logger = logging.getLogger(__name__)
@@ -179,3 +182,182 @@ def tokenizer_digests(tokenizer: Any) -> dict[str, str]:
 
 def _digest(value: Any) -> str:
     return hashlib.sha256(json.dumps(value, sort_keys=True).encode()).hexdigest()
+
+
+# Special tokens inside a user's text: found, hidden from the chat template, and encoded as plain text.
+#
+# A tokenizer turns the text ``<|im_end|>`` into the token that ends a turn, wherever the text comes from. A chat template needs
+# that. In the content of a message it is a fault: the row would end its own turn and start another.
+
+
+Spans = tuple[tuple[int, int], ...]
+"""Parts of a text, each as (first character, character after the last)."""
+
+_OPEN, _BETWEEN, _CLOSE = "\ufdd0", "\ufdd1", "\ufdd2"
+"""Noncharacters: they have no meaning in Unicode, and no normalisation changes them."""
+
+
+class SpecialTokens:
+    """The special tokens of a tokenizer. Tokens that it does not mark as special, such as ``<think>``, are not among them.
+
+    Each special token has a stand-in with a random number in it, so that no text can contain one by chance or on purpose.
+
+    Args:
+        tokenizer: A Hugging Face tokenizer.
+    """
+
+    def __init__(self, tokenizer: Any) -> None:
+        """Collect the special tokens and choose their stand-ins."""
+        added = getattr(tokenizer, "added_tokens_decoder", {}).values()
+        self._single_words = {token.content for token in added if token.single_word}
+        names = {token.content for token in added if token.special} | set(getattr(tokenizer, "all_special_tokens", ()))
+        self.names = sorted(names - {""}, key=lambda name: (-len(name), name))
+        # Of names that begin at one place the longest matches, as in tokenizers.
+        self._pattern = re.compile("|".join(map(re.escape, self.names)) or r"(?!)")
+        self._number = secrets.randbelow(10**18)
+        self._hidden = re.compile(f"{_OPEN}{self._number}{_BETWEEN}(\\d+){_CLOSE}")
+        self._stand_ins = {name: f"{_OPEN}{self._number}{_BETWEEN}{place}{_CLOSE}" for place, name in enumerate(self.names)}
+        self._backend = getattr(tokenizer, "backend_tokenizer", None)
+        self._kind = type(tokenizer).__name__
+        self._blind: Any = None
+        self._merges = False
+
+    def find(self, text: str) -> Spans:
+        """Return the spans of the special tokens in a text."""
+        return tuple(match.span() for match in self._pattern.finditer(text))
+
+    def count(self, value: Any) -> int:
+        """Return how many special tokens the strings of a nested value contain."""
+        total = 0
+
+        def look(text: str) -> str:
+            nonlocal total
+            total += len(self.find(text))
+            return text
+
+        _map_texts(value, look)
+        return total
+
+    def hide(self, value: Any) -> Any:
+        """Return a nested value with stand-ins for the special tokens in its strings, for a chat template."""
+        return _map_texts(value, lambda text: self._pattern.sub(lambda match: self._stand_ins[match[0]], text))
+
+    def reveal(self, text: str) -> tuple[str, Spans]:
+        """Return a rendered text with the special tokens in place of their stand-ins, and their spans.
+
+        Raises:
+            ValueError: The template changed a stand-in.
+        """
+        parts, spans, length, end = [], [], 0, 0
+        for match in self._hidden.finditer(text):
+            name = self.names[int(match[1])]
+            parts += [text[end : match.start()], name]
+            length += match.start() - end
+            spans.append((length, length + len(name)))
+            length, end = length + len(name), match.end()
+        whole = "".join([*parts, text[end:]])
+        # A stand-in that the template has cut or changed is no longer found by the pattern, but its number is still there.
+        if f"{_OPEN}{self._number}" in whole:
+            raise ValueError("it changes the text of a message that contains a special token")
+        return whole, tuple(spans)
+
+    def encode(self, texts: Sequence[str], plain: Sequence[Spans]) -> list[list[int]]:
+        """Return the ids of each text in one call. Special tokens in the spans ``plain`` are text, all others are tokens.
+
+        The ids of plain text are those of a tokenizer that does not have the special token.
+
+        Raises:
+            DataError: The tokenizer has no fast backend.
+        """
+        self._blind = self._blind or self._blinded()
+        marked = ["".join(self._with_stand_ins(text, spans)) for text, spans in zip(texts, plain, strict=True)]
+        return [encoded.ids for encoded in self._blind.encode_batch(marked, add_special_tokens=False)]
+
+    def _with_stand_ins(self, text: str, plain: Spans) -> Iterator[str]:
+        """Yield the text with stand-ins for the special tokens that must become tokens."""
+        end = 0
+        for start, after in (*plain, (len(text), len(text))):
+            for match in self._pattern.finditer(text, end, start):
+                if self._becomes_token(text, match):
+                    yield text[end : match.start()]
+                    yield self._stand_ins[match[0]]
+                    end = match.end()
+            yield text[end:after]
+            end = after
+
+    def _becomes_token(self, text: str, match: re.Match[str]) -> bool:
+        """Return whether the tokenizer turns the name of a special token into that token.
+
+        A token marked ``single_word`` is not matched inside a longer word, so the tokenizer's model reads it as text. A
+        model that looks pieces up in its vocabulary can still find the token there. A model that builds pieces by merges cannot.
+        """
+        beside = text[: match.start()][-1:] + text[match.end() :][:1]
+        stands_alone = match[0] not in self._single_words or not any(map(_in_word, beside))
+        return stands_alone or not self._merges
+
+    def _blinded(self) -> Any:
+        """Return a copy of the tokenizer in which each special token is spelled as its stand-in, with the same id.
+
+        It treats the usual spelling as text like any other, which merges with the text around it.
+        """
+        if self._backend is None:
+            raise DataError(
+                f"data.allow_special_tokens=false: the tokenizer ({self._kind}) has no fast version, so special tokens in a "
+                "prompt cannot be encoded as plain text. Remove them from the data, or set data.allow_special_tokens=true."
+            )
+        from tokenizers import Tokenizer
+
+        serialized = json.loads(self._backend.to_str())
+        self._merges = "merges" in serialized["model"]
+        for token in serialized["added_tokens"]:
+            if token["content"] in self._stand_ins:
+                token |= {"content": self._stand_ins[token["content"]], "normalized": False}
+        _rename(serialized["model"], self._stand_ins)
+        blind = Tokenizer.from_str(json.dumps(serialized))
+        blind.no_truncation()
+        blind.no_padding()
+        # Another id would feed the model a wrong token without any error.
+        for name, stand_in in self._stand_ins.items():
+            assert blind.token_to_id(stand_in) == self._backend.token_to_id(name), name
+        return blind
+
+
+def _in_word(character: str) -> bool:
+    r"""Return whether a character is part of a word, as ``\w`` of the tokenizers library defines it."""
+    kind = unicodedata.category(character)
+    return kind[0] in "LM" or kind in ("Nd", "Nl", "Pc") or character in "\u200c\u200d" or "\u24b6" <= character <= "\u24e9"
+
+
+def _rename(model: dict[str, Any], names: dict[str, str]) -> None:
+    """Rename entries of a tokenizer model's vocabulary.
+
+    Entries that are results of merges keep their names, because plain text produces them anyway.
+    """
+    merged = {merge.replace(" ", "") if isinstance(merge, str) else "".join(merge) for merge in model.get("merges", ())}
+    new = {name: stand_in for name, stand_in in names.items() if name not in merged}
+    vocabulary = model.get("vocab", {})
+    if isinstance(vocabulary, dict):
+        model["vocab"] = {new.get(name, name): number for name, number in vocabulary.items()}
+    else:
+        model["vocab"] = [[new.get(name, name), score] for name, score in vocabulary]
+    if model.get("unk_token") in new:
+        model["unk_token"] = new[model["unk_token"]]
+
+
+def _map_texts(value: Any, change: Callable[[str], str]) -> Any:
+    """Return a nested value with every string in it changed."""
+    if isinstance(value, str):
+        return change(value)
+    if isinstance(value, dict):
+        return {_map_texts(key, change): _map_texts(entry, change) for key, entry in value.items()}
+    return [_map_texts(entry, change) for entry in value] if isinstance(value, list | tuple) else value
+
+
+_KNOWN: WeakKeyDictionary[Any, SpecialTokens] = WeakKeyDictionary()
+
+
+def special_tokens_of(tokenizer: Any) -> SpecialTokens:
+    """Return the special tokens of a tokenizer, the same object each time."""
+    if tokenizer not in _KNOWN:
+        _KNOWN[tokenizer] = SpecialTokens(tokenizer)
+    return _KNOWN[tokenizer]

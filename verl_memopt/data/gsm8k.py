@@ -6,7 +6,7 @@ import logging
 from pathlib import Path
 from typing import Any
 
-from verl_memopt.data.files import READERS, RawRow, read_rows
+from verl_memopt.data.dataset import READERS, RawRow, read_rows
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)

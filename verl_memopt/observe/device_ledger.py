@@ -7,14 +7,17 @@ know this: ``memory_allocated``, ``memory_reserved`` and their peaks still count
 from __future__ import annotations
 
 import logging
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import TypeAlias
+from functools import wraps
+from typing import Any, TypeAlias
 
 import torch
+from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 
 from verl_memopt.distributed import device as device_room
+from verl_memopt.observe.byte_tracker import HOST, active_tracker, declare_host, mark, scope, storages_of
 
 logger = logging.getLogger(__name__)
 
@@ -159,3 +162,112 @@ def ledger_of(device: torch.device) -> DeviceLedger:
     """Return this process's ledger of a GPU."""
     assert device_room.is_gpu(device), device
     return _ledgers.setdefault(device, DeviceLedger(device))
+
+
+# Labels for the allocations of FSDP2: gathered parameters, collective buffers and sharded gradients.
+#
+# The functions are private to torch. No other file names them.
+
+
+PATCHED = (
+    (fsdp, "foreach_all_gather"),
+    (fsdp, "foreach_reduce"),
+    (fsdp.FSDPParamGroup, "wait_for_unshard"),
+    (fsdp.FSDPParam, "to_accumulated_grad_if_needed"),
+)
+"""Owners and names under which FSDP2 looks up the functions."""
+
+
+@contextmanager
+def fsdp_kinds() -> Iterator[None]:
+    """Label FSDP2's storages with the active tracker while the body runs.
+
+    Gathered parameters are created while FSDP2 waits for the unshard. Collective buffers are created in its all-gather and reduce
+    functions. A sharded gradient is ``grads`` from the moment the reduce returns; a whole gradient that is not reduced, from the
+    moment FSDP2 stores it.
+    """
+    originals = [getattr(owner, name) for owner, name in PATCHED]
+    gather, reduce, wait, put_by = originals
+    gathering, waiting = _inside("collective buffers", gather), _inside("gathered parameters", wait)
+    replacements = (gathering, _marking_grads(reduce), waiting, _marking_whole_grad(put_by))
+    for (owner, name), replacement in zip(PATCHED, replacements, strict=True):
+        setattr(owner, name, replacement)
+    try:
+        yield
+    finally:
+        for (owner, name), original in zip(PATCHED, originals, strict=True):
+            setattr(owner, name, original)
+
+
+def _inside(kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(function)
+    def scoped(*args: Any, **kwargs: Any) -> Any:
+        with scope(kind=kind):
+            return function(*args, **kwargs)
+
+    return scoped
+
+
+def _marking_grads(reduce: Callable[..., Any]) -> Callable[..., Any]:
+    scoped = _inside("collective buffers", reduce)
+
+    @wraps(reduce)
+    def marking(fsdp_params: Any, *args: Any, **kwargs: Any) -> Any:
+        result = scoped(fsdp_params, *args, **kwargs)
+        mark("grads", [p.sharded_param.grad for p in fsdp_params if p.sharded_param.grad is not None])
+        return result
+
+    return marking
+
+
+def _marking_whole_grad(put_by: Callable[..., Any]) -> Callable[..., Any]:
+    @wraps(put_by)
+    def marking(fsdp_param: Any) -> Any:
+        result = put_by(fsdp_param)
+        whole = fsdp_param.unsharded_accumulated_grad
+        mark("grads", [grad for grad in (whole, fsdp_param._unsharded_param.grad) if grad is not None])
+        return result
+
+    return marking
+
+
+# Labels for the bytes of an optimizer and of plain gradients. They do nothing if no tracker is active.
+
+
+@contextmanager
+def optimizer_scope(optimizer: torch.optim.Optimizer, on_host: bool = False) -> Iterator[None]:
+    """Label allocations of ``step()`` as ``optimizer scratch``, and the remaining state as ``optimizer``.
+
+    Args:
+        optimizer: Its step runs in the body.
+        on_host: The step runs on the host, and its state stays there.
+    """
+    tier = HOST if on_host else None
+    with scope("optimizer scratch", tier):
+        yield
+    for storage in (storage for tensor in state_tensors(optimizer) for storage in storages_of(tensor)) if on_host else ():
+        declare_host(storage)
+    mark("optimizer", state_tensors(optimizer), tier)
+
+
+def state_tensors(optimizer: torch.optim.Optimizer) -> Iterator[torch.Tensor]:
+    """Yield every tensor of an optimizer's state."""
+    for state in optimizer.state.values():
+        yield from (value for value in state.values() if isinstance(value, torch.Tensor))
+
+
+@contextmanager
+def gradient_kinds(parameters: Iterable[torch.Tensor]) -> Iterator[None]:
+    """Label the gradients of plain parameters as ``grads`` when they are accumulated."""
+
+    def label(parameter: torch.Tensor) -> None:
+        if parameter.grad is not None:
+            mark("grads", [parameter.grad])
+
+    plain = [p for p in parameters if p.requires_grad and type(p) is torch.nn.Parameter] if active_tracker() else []
+    hooks = [p.register_post_accumulate_grad_hook(label) for p in plain]
+    try:
+        yield
+    finally:
+        for hook in hooks:
+            hook.remove()

@@ -10,11 +10,11 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from codetiming import Timer
 
 from verl_memopt.distributed import device as device_room
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.observe.device_ledger import ledger_of
-from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+from verl_memopt.observe.device_ledger import fsdp_kinds, ledger_of
 
 logger = logging.getLogger(__name__)
 
@@ -194,3 +194,43 @@ def memory_words(memory: PhaseMemory) -> str:
         "host_rss_mb": memory.host_rss_bytes,
     }
     return " ".join(f"{name}={'n/a' if size is None else f'{size / MIB:.1f}'}" for name, size in figures.items())
+
+
+# Seconds of each phase of a step, and when it began, on the driver.
+
+
+@dataclass(frozen=True)
+class Span:
+    """One stretch of a phase: its name, when it began (seconds since 1970) and how long it took."""
+
+    name: str
+    started: float
+    seconds: float
+
+
+class PhaseClock:
+    """Times phases by name. A phase that runs twice in a step is summed. Phases may be nested."""
+
+    def __init__(self) -> None:
+        """Start without spans."""
+        self.spans: list[Span] = []
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Time the body. A body that raises is not recorded."""
+        started = time.time()
+        with Timer(logger=None) as timer:
+            yield
+        self.spans.append(Span(name, started, timer.last))
+
+    def timings(self) -> dict[str, float]:
+        """Return ``timing_s/<phase>`` of the spans since the last :meth:`take`."""
+        seconds: dict[str, float] = {}
+        for span in self.spans:
+            seconds[f"timing_s/{span.name}"] = seconds.get(f"timing_s/{span.name}", 0.0) + span.seconds
+        return seconds
+
+    def take(self) -> list[Span]:
+        """Return the spans in the order in which they ended, and begin a new step."""
+        spans, self.spans = self.spans, []
+        return spans

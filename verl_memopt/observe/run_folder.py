@@ -14,10 +14,9 @@ from typing import Any
 
 from verl_memopt.errors import UserError
 from verl_memopt.observe.files import append_rows, disk_refusals, keep_rows, read_rows, replace_text
-from verl_memopt.observe.phase import PhaseMemory
+from verl_memopt.observe.phase import PhaseMemory, Span
 from verl_memopt.observe.samples import Sample, sample_row
 from verl_memopt.observe.timeline import TimelineRow, append_timeline, keep_timeline, read_timeline, timeline_rows
-from verl_memopt.observe.timing import Span
 
 
 class RunFolder:

@@ -12,8 +12,7 @@ from typing import Any
 
 from verl_memopt.errors import DataError
 from verl_memopt.observe.files import append_text, replace_text
-from verl_memopt.observe.phase import PhaseMemory
-from verl_memopt.observe.timing import Span
+from verl_memopt.observe.phase import PhaseMemory, Span
 
 
 @dataclass(frozen=True)

@@ -12,9 +12,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from verl_memopt.config.trl import RecipeNames
-    from verl_memopt.knobs.knob import Refusal
-    from verl_memopt.trainer.rewarder import RecipeHooks
+    from verl_memopt.config.trl_names import RecipeNames
+    from verl_memopt.memory.knob import Refusal
+    from verl_memopt.trainer.scoring import RecipeHooks
 
 
 @dataclass(frozen=True)

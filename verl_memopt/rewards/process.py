@@ -18,13 +18,10 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.limits import Limits
-from verl_memopt.rewards.output import last_lines
-from verl_memopt.rewards.process_tree import kill_marked
-from verl_memopt.rewards.rows import RewardRow
-from verl_memopt.rewards.score import Outcome
+from verl_memopt.rewards.score import Limits, Outcome, RewardRow
 from verl_memopt.rewards.scorer import PROGRESS, FunctionCall
-from verl_memopt.rewards.supervisor import END_SECONDS, MARK, RUN_SIGNALS, VERDICT, VERDICT_AT
+from verl_memopt.rewards.supervisor import END_SECONDS, MARK, RUN_SIGNALS, VERDICT, VERDICT_AT, last_lines
+from verl_memopt.run.process_tree import kill_marked
 
 logger = logging.getLogger(__name__)
 

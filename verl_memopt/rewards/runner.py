@@ -4,20 +4,21 @@ from __future__ import annotations
 
 import logging
 import math
+import os
 from collections import deque
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from multiprocessing.connection import wait
 from pathlib import Path
 from typing import Any, Self
 
 from verl_memopt.config import schema
-from verl_memopt.config.sandbox_rules import rows_at_a_time
+from verl_memopt.config.reward_rules import rows_at_a_time
 from verl_memopt.errors import RewardError, Stopped
-from verl_memopt.rewards.limits import Limits
-from verl_memopt.rewards.managers import MANAGERS, Manager, num_processes
+from verl_memopt.recipes.registry import RECIPES
 from verl_memopt.rewards.process import RewardProcess
-from verl_memopt.rewards.rows import RewardResult, RewardRow
 from verl_memopt.rewards.sandbox import Sandbox, share_out
+from verl_memopt.rewards.score import Limits, RewardResult, RewardRow
 from verl_memopt.rewards.scorer import FunctionCall
 
 logger = logging.getLogger(__name__)
@@ -263,3 +264,48 @@ def _chunks(num_rows: int, num_processes: int) -> list[Chunk]:
     """Return even pieces of 0..num_rows: one piece for one process, several per process for more."""
     size = max(1, math.ceil(num_rows / (1 if num_processes == 1 else num_processes * CHUNKS_PER_PROCESS)))
     return [(first, min(first + size, num_rows)) for first in range(0, num_rows, size)]
+
+
+# Reward managers: how the rows of a step reach the reward function.
+
+
+MOST_PROCESSES = 64
+"""Most processes of ``prime``, as in verl."""
+
+
+@dataclass(frozen=True)
+class Manager:
+    """How rows are handed to the reward processes."""
+
+    whole_batch: bool = False
+    """The function is called once, with the lists of all rows."""
+    row_by_row: bool = False
+    """A process gets one row at a time, so that a slow row delays no other."""
+    uses_every_core: bool = False
+    """There is one process per core at least."""
+    calls_function: bool = True
+    """There is a reward function. False = a recipe's model in the workers scores, and there are no reward processes."""
+
+
+MANAGERS = {
+    "naive": Manager(),
+    "batch": Manager(whole_batch=True),
+    "dapo": Manager(),
+    "prime": Manager(row_by_row=True, uses_every_core=True),
+    **dict.fromkeys(RECIPES, Manager(calls_function=False)),
+}
+"""Managers by the value of ``reward_model.reward_manager``. DAPO's penalty is subtracted by the trainer, which knows lengths."""
+
+
+def num_processes(manager: str, num_workers: int) -> int:
+    """Return how many reward processes a manager has.
+
+    Args:
+        manager: ``reward_model.reward_manager``.
+        num_workers: ``reward_model.num_workers``.
+    """
+    if not MANAGERS[manager].calls_function:
+        return 0
+    if not MANAGERS[manager].uses_every_core:
+        return num_workers
+    return max(num_workers, min(MOST_PROCESSES, len(os.sched_getaffinity(0))))

@@ -20,12 +20,11 @@ from dataclasses import dataclass
 from itertools import takewhile
 from typing import Any
 
-from verl_memopt.config.sandbox_rules import CASE_SECONDS, CASES, URL
+from verl_memopt.config.reward_rules import CASE_SECONDS, CASES, URL
 from verl_memopt.config.schema import SandboxFusion
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.code_task import CODE_SOURCES, Case, CodeTask, Verdict, program_in, verdict_of
 from verl_memopt.rewards.judge import LongAnswerError, Patience, ask
-from verl_memopt.rewards.rules import score_by_rule
+from verl_memopt.rewards.rules import CODE_SOURCES, Case, CodeTask, Verdict, program_in, score_by_rule, verdict_of
 
 PATIENCE = Patience(
     limit_seconds=45,

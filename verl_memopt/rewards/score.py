@@ -4,13 +4,15 @@ from __future__ import annotations
 
 import math
 import numbers
+import resource
 import traceback
 from collections.abc import Sequence
-from typing import Any
+from dataclasses import dataclass, field
+from typing import Any, Self
 
-from verl_memopt.config.allowed import LARGEST_SCORE
+from verl_memopt.config.schema import CustomReward
+from verl_memopt.config.values import LARGEST_SCORE
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.limits import Limits
 
 Outcome = tuple[int, float, dict[str, Any], str | None]
 """Row index, score, further entries, and what went wrong (None = nothing)."""
@@ -109,3 +111,77 @@ def _plain(entry: Any, name: str) -> Any:
     raise RewardError(
         f"returned the entry {name!r} of type {type(entry).__name__}; only numbers, strings, lists and dicts can be kept"
     )
+
+
+# Input and result of a reward function for one row.
+
+
+@dataclass(frozen=True)
+class RewardRow:
+    """One response with what its reward function receives."""
+
+    data_source: str
+    """Selects the rule when there is no custom function."""
+    solution: str
+    """The response, decoded without special tokens."""
+    ground_truth: Any
+    """The reference answer of the dataset row."""
+    extra_info: dict[str, Any]
+    """The dataset row's extra_info."""
+    address: str
+    """File and row of the prompt, for errors."""
+
+
+@dataclass(frozen=True)
+class RewardResult:
+    """The score of one row."""
+
+    score: float
+    """A finite number."""
+    extra: dict[str, Any] = field(default_factory=dict)
+    """The other entries, when the function returned a dict."""
+    failed: bool = False
+    """The function failed on this row, and ``score`` is the fallback score."""
+
+
+# Limits of one reward process and of everything it starts: memory, processor time, open files.
+
+
+KEY = "custom_reward_function"
+
+CPU_PER_SECOND = 32
+"""Default limit: processor seconds of a row for each second of its time limit."""
+
+
+@dataclass(frozen=True)
+class Limits:
+    """Limits of one reward process."""
+
+    memory_gb: float
+    """Largest GiB of one process, and of a reward process together with all that it starts."""
+    cpu_seconds: float
+    """Largest processor time of one row, over all threads and processes."""
+    open_files: int
+    """Largest number of open files of one process."""
+
+    @classmethod
+    def of(cls, custom: CustomReward) -> Self:
+        """Return the limits of the settings."""
+        cpu_seconds = CPU_PER_SECOND * custom.timeout_seconds if custom.cpu_seconds is None else custom.cpu_seconds
+        return cls(custom.memory_gb, cpu_seconds, custom.open_files)
+
+    @property
+    def memory_bytes(self) -> int:
+        """``memory_gb`` in bytes."""
+        return int(self.memory_gb * 2**30)
+
+    def bind_process(self) -> None:
+        """Set the limits that the kernel enforces per process, for this process and all that it starts from now on."""
+        for kind, limit in ((resource.RLIMIT_DATA, self.memory_bytes), (resource.RLIMIT_NOFILE, self.open_files)):
+            hard = resource.getrlimit(kind)[1]
+            limit = limit if hard == resource.RLIM_INFINITY else min(limit, hard)
+            resource.setrlimit(kind, (limit, limit))
+
+    def broken_by_memory(self) -> str:
+        """Return advice for a process that ran out of memory, for messages."""
+        return f"{KEY}.memory_gb={self.memory_gb:g} limits the memory of a reward process. Raise it if the function needs more."

@@ -8,21 +8,22 @@ row it was.
 from __future__ import annotations
 
 import asyncio
+import inspect
 import os
 import struct
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Coroutine, Generator, Iterator, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
 from multiprocessing.connection import Connection
-from typing import Any
+from typing import Any, Protocol
 
+from verl_memopt.data.plugin import load_from_file
 from verl_memopt.errors import RewardError
-from verl_memopt.rewards.concurrent import is_async, score_concurrently
-from verl_memopt.rewards.custom import RewardFunction, load_reward_function
-from verl_memopt.rewards.limits import Limits
-from verl_memopt.rewards.sandbox import Sandbox
-from verl_memopt.rewards.score import Outcome, failure, outcome_of, outcomes_of_batch
+from verl_memopt.rewards.rules import score_batch_by_rule, score_by_rule
+from verl_memopt.rewards.sandbox import Sandbox, rules_with_sandbox
+from verl_memopt.rewards.score import KEY, Limits, Outcome, failure, outcome_of, outcomes_of_batch
 
 PROGRESS = struct.Struct("qd")
 """Index of the row that is being scored (-1 = none), and when it began (seconds on the monotonic clock)."""
@@ -170,3 +171,201 @@ def score_row(function: RewardFunction, limits: Limits, index: int, row: Row) ->
 def _arguments(row: Row) -> dict[str, Any]:
     """Return the arguments of a reward function by name."""
     return dict(zip(("data_source", "solution_str", "ground_truth", "extra_info"), row, strict=True))
+
+
+# The reward function of a run: the user's own, loaded from a file, or the rules.
+
+
+RewardFunction = Callable[..., Any]
+"""Called with the arguments of one row by name. Returns a number, or a dict with ``score``; a coroutine of it if ``async``.
+
+A function for a whole batch is called with the lists of the arguments, and returns a list.
+"""
+
+ARGUMENTS = ("data_source", "solution_str", "ground_truth", "extra_info")
+"""Arguments of a function that scores one row."""
+
+BATCH_ARGUMENTS = ("data_sources", "solution_strs", "ground_truths", "extra_infos")
+"""Arguments of a function that scores a whole batch."""
+
+
+def load_reward_function(
+    path: str | None, name: str, reward_kwargs: Mapping[str, Any], whole_batch: bool = False, sandbox: Sandbox | None = None
+) -> RewardFunction:
+    """Return the reward function, with its keyword arguments bound.
+
+    Args:
+        path: The user's Python file. None = the rules.
+        name: The function in it.
+        reward_kwargs: Further keyword arguments for every call.
+        whole_batch: The function scores all rows in one call.
+        sandbox: The service that runs programs for the rules. None = there is none.
+
+    Raises:
+        RewardError: The file or the function is missing, or the function does not accept the arguments.
+    """
+    if path is None and sandbox is not None:
+        return rules_with_sandbox(sandbox, whole_batch)
+    if path is None:
+        return score_batch_by_rule if whole_batch else score_by_rule
+    function = load_from_file(path, name, key="custom_reward_function.path", error=RewardError)
+    if not callable(function):
+        raise RewardError(f"custom_reward_function.name={name}: the object in {path} is not a function. Name a function.")
+    _check_signature(function, path, name, reward_kwargs, BATCH_ARGUMENTS if whole_batch else ARGUMENTS)
+    return partial(function, **reward_kwargs)
+
+
+def _check_signature(
+    function: RewardFunction, path: str, name: str, reward_kwargs: Mapping[str, Any], arguments: tuple[str, ...]
+) -> None:
+    clash = sorted(set(reward_kwargs) & set(arguments))
+    if clash:
+        passed = "is passed for each row already" if arguments is ARGUMENTS else "is passed with each call already"
+        raise RewardError(f"custom_reward_function.reward_kwargs: {', '.join(clash)} {passed}. Remove it.")
+    signature = inspect.signature(function)
+    try:
+        signature.bind(**dict.fromkeys(arguments), **reward_kwargs)
+    except TypeError as problem:
+        expected = f"{name}({', '.join([*arguments[:3], f'{arguments[3]}=None', *(f'{key}=None' for key in reward_kwargs)])})"
+        manager = "" if arguments is ARGUMENTS else " for reward_model.reward_manager=batch"
+        raise RewardError(
+            f"custom_reward_function.name={name}: {path} defines {name}{signature}, which does not accept the arguments of a "
+            f"reward function{manager} ({problem}). Define {expected}."
+        ) from problem
+
+
+# Async reward functions: many rows under way at a time in one process, each with its time limit.
+
+
+GRACE_SECONDS = 1.0
+"""The parent ends a process whose oldest row is over its time limit by this much. Until then the process cancels the row."""
+
+Mark = Callable[[int, float], None]
+"""Writes the row that the process is at (-1 = none), and since when."""
+
+
+class Concurrency(Protocol):
+    """How many rows run at a time, and for how long each may."""
+
+    @property
+    def max_concurrent(self) -> int:
+        """Most rows under way at a time."""
+        ...
+
+    @property
+    def timeout_seconds(self) -> float:
+        """Longest time of a row."""
+        ...
+
+
+def is_async(function: Callable[..., Any]) -> bool:
+    """Return whether a function, a ``partial`` of one, or an object's ``__call__`` is ``async def``."""
+    while isinstance(function, partial):
+        function = function.func
+    return inspect.iscoroutinefunction(function) or inspect.iscoroutinefunction(getattr(function, "__call__", None))  # noqa: B004
+
+
+async def score_concurrently(
+    function: Callable[..., Coroutine[Any, Any, Any]],
+    rows: Mapping[int, Mapping[str, Any]],
+    limits: Limits,
+    concurrency: Concurrency,
+    mark: Mark,
+    report: Callable[[Outcome], None],
+) -> None:
+    """Score rows with an async function.
+
+    Args:
+        function: The reward function.
+        rows: Row index -> the arguments of its call.
+        limits: Limits of this process, for messages.
+        concurrency: How many rows run at a time, and for how long each may.
+        mark: Writes the row that the process is at.
+        report: Called with each outcome as soon as it is known, in any order.
+    """
+    under_way = _UnderWay(mark)
+    gate = asyncio.Semaphore(concurrency.max_concurrent)
+
+    async def score(index: int, arguments: Mapping[str, Any]) -> None:
+        async with gate:
+            under_way.begin(index)
+            try:
+                outcome = await _outcome(function, index, arguments, limits, concurrency.timeout_seconds, under_way)
+            finally:
+                under_way.end(index)
+        report(outcome)
+
+    async with asyncio.TaskGroup() as tasks:
+        for index, arguments in rows.items():
+            tasks.create_task(score(index, arguments))
+
+
+async def _outcome(
+    function: Callable[..., Coroutine[Any, Any, Any]],
+    index: int,
+    arguments: Mapping[str, Any],
+    limits: Limits,
+    timeout_seconds: float,
+    under_way: _UnderWay,
+) -> Outcome:
+    try:
+        async with asyncio.timeout(timeout_seconds) as limit:
+            value = await _Noted(function(**arguments), index, under_way)
+    except (Exception, SystemExit, asyncio.CancelledError) as problem:  # noqa: BLE001 - all that a user's function raises is reported
+        if isinstance(problem, TimeoutError) and limit.expired():
+            return index, 0.0, {}, f"took longer than {KEY}.timeout_seconds={timeout_seconds:g}"
+        return failure(index, problem, limits, frames=2)
+    return outcome_of(index, value)
+
+
+class _UnderWay:
+    """The rows under way, and the note of the one at which the process would hang.
+
+    While a row's own code runs, that row is noted. While all rows wait, it is the oldest: if the process does not cancel it in
+    time, something has stopped the event loop.
+    """
+
+    def __init__(self, mark: Mark) -> None:
+        self._mark = mark
+        self._begun: dict[int, float] = {}
+
+    def begin(self, index: int) -> None:
+        self._begun[index] = time.monotonic()
+        self.leave()
+
+    def end(self, index: int) -> None:
+        del self._begun[index]
+        self.leave()
+
+    def enter(self, index: int) -> None:
+        """Note that the code of a row runs from now on."""
+        self._mark(index, time.monotonic())
+
+    def leave(self) -> None:
+        """Note that no row's own code runs."""
+        oldest = next(iter(self._begun), -1)
+        self._mark(oldest, self._begun[oldest] + GRACE_SECONDS if oldest >= 0 else 0.0)
+
+
+class _Noted:
+    """An awaitable that runs a row's coroutine, and notes the row whenever its code runs."""
+
+    def __init__(self, coroutine: Coroutine[Any, Any, Any], index: int, under_way: _UnderWay) -> None:
+        self._coroutine, self._index, self._under_way = coroutine, index, under_way
+
+    def __await__(self) -> Generator[Any, Any, Any]:
+        steps = self._coroutine.__await__()
+        error: BaseException | None = None
+        while True:
+            self._under_way.enter(self._index)
+            try:
+                waits_for = steps.send(None) if error is None else steps.throw(error)
+            except StopIteration as done:
+                return done.value
+            finally:
+                self._under_way.leave()
+            try:
+                yield waits_for
+                error = None
+            except BaseException as problem:  # noqa: BLE001 - cancelling the row throws into its coroutine
+                error = problem

@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+import hashlib
+import struct
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
 from verl_memopt.config import schema
+from verl_memopt.config.schema import Rollout
 from verl_memopt.errors import ConfigError, RolloutError
-from verl_memopt.memory.rollout.weight_buckets import Weights
-from verl_memopt.rollout.sampling import SamplingSettings
-from verl_memopt.rollout.stop_file import never
+from verl_memopt.memory.weight_buckets_torch import Weights
+from verl_memopt.run.interrupts import never
 
 KEY = "actor_rollout_ref.rollout"
 
@@ -186,3 +189,226 @@ def check_rows(prompt_ids: list[list[int]], seeds: list[int], max_tokens: int, l
                 f"rollout engine: row {row} has {len(ids)} prompt tokens and may grow by {max_tokens}, but a sequence has at "
                 f"most {longest}. Raise {KEY}.max_model_len, or lower the prompt or response length."
             )
+
+
+# Sampling settings of training and validation, and one seed per row.
+
+
+@dataclass(frozen=True)
+class SamplingSettings:
+    """How tokens are drawn."""
+
+    temperature: float
+    """Divides the logits before the draw. Has no effect if ``do_sample`` is false."""
+    top_k: int
+    """Draw from the k most likely tokens; -1 = off."""
+    top_p: float
+    """Draw from the smallest set of most likely tokens whose probabilities add up to this; 1 = off."""
+    repetition_penalty: float
+    """Above 1, tokens of the prompt and of the response so far become less likely; 1 = off."""
+    do_sample: bool
+    """False = always the most likely token."""
+    max_tokens: int
+    """Largest number of generated tokens."""
+    ignore_eos: bool
+    """Generate ``max_tokens`` tokens, and do not stop at an end-of-sequence token."""
+    log_probs: bool
+    """Return the log-prob of each generated token."""
+
+
+def train_sampling(rollout: schema.Rollout) -> SamplingSettings:
+    """Return the sampling settings of training responses.
+
+    Raises:
+        ConfigError: Sampling is on, and the temperature is not positive.
+    """
+    return _checked(
+        "actor_rollout_ref.rollout",
+        SamplingSettings(
+            temperature=rollout.temperature,
+            top_k=rollout.top_k,
+            top_p=rollout.top_p,
+            repetition_penalty=rollout.repetition_penalty,
+            do_sample=rollout.do_sample,
+            max_tokens=_cap(rollout),
+            ignore_eos=rollout.ignore_eos,
+            log_probs=rollout.calculate_log_probs,
+        ),
+    )
+
+
+def validation_sampling(rollout: schema.Rollout) -> SamplingSettings:
+    """Return the sampling settings of validation: ``val_kwargs``, with the length limit and repetition penalty of training.
+
+    Raises:
+        ConfigError: Sampling is on, and the temperature is not positive.
+    """
+    val = rollout.val_kwargs
+    return _checked(
+        "actor_rollout_ref.rollout.val_kwargs",
+        SamplingSettings(
+            temperature=val.temperature,
+            top_k=val.top_k,
+            top_p=val.top_p,
+            repetition_penalty=rollout.repetition_penalty,
+            do_sample=bool(val.do_sample),
+            max_tokens=_cap(rollout),
+            ignore_eos=rollout.ignore_eos,
+            log_probs=False,
+        ),
+    )
+
+
+def row_seed(seed: int, step: int, prompt_index: int, sample_index: int) -> int:
+    """Return the seed of one row, 63 bits. It depends on the four arguments alone, on every machine and in every batch."""
+    packed = struct.pack("<4q", seed, step, prompt_index, sample_index)
+    return int.from_bytes(hashlib.blake2b(packed, digest_size=8).digest(), "little") >> 1
+
+
+def _cap(rollout: schema.Rollout) -> int:
+    assert rollout.response_length is not None, "rollout.response_length is linked before an engine is built"
+    return rollout.response_length
+
+
+def _checked(key: str, sampling: SamplingSettings) -> SamplingSettings:
+    if sampling.do_sample and sampling.temperature <= 0:
+        raise ConfigError(
+            f"{key}.temperature={sampling.temperature}: sampling needs a temperature above 0. "
+            f"Raise it, or set {key}.do_sample=false to always take the most likely token."
+        )
+    return sampling
+
+
+# Which parts of an engine hold memory, and whether its weights are complete.
+
+
+PARTS = ("weights", "kv_cache")
+
+
+class EngineState:
+    """Refuses calls that the engine cannot serve in its present state, and names the call that must come first.
+
+    ``awake -> sleep -> asleep -> wake_up(weights) -> load_weights -> wake_up(kv_cache) -> awake``
+
+    Args:
+        whole: The weights were read from a folder, so the engine can generate before the first load.
+    """
+
+    def __init__(self, whole: bool) -> None:
+        """Start awake."""
+        self._awake = set(PARTS)
+        self._whole = whole
+        self._closed = False
+
+    def check_ready(self) -> None:
+        """Check that the engine can generate.
+
+        Raises:
+            RolloutError: It is shut down, asleep, or without complete weights.
+        """
+        self._check_open()
+        if self._awake != set(PARTS):
+            asleep = " and ".join(part for part in PARTS if part not in self._awake)
+            raise RolloutError(f"rollout engine: {asleep} asleep. Call wake_up for each part before generating.")
+        if not self._whole:
+            raise RolloutError(
+                "rollout engine: its weights are incomplete. Load the trainer's weights before generating, or set "
+                "actor_rollout_ref.rollout.load_format=auto to read them from the model folder."
+            )
+
+    @contextmanager
+    def loading(self) -> Iterator[None]:
+        """Mark the weights as incomplete until the body, which loads them, ends without an error.
+
+        Raises:
+            RolloutError: The weights are asleep.
+        """
+        self._check_open()
+        if "weights" not in self._awake:
+            raise RolloutError('rollout engine: its weights are asleep. Call wake_up("weights") before loading.')
+        self._whole = False
+        yield
+        self._whole = True
+
+    def slept(self, keeps_weights: bool = False) -> None:
+        """Record a sleep. An engine may be put to sleep again.
+
+        Args:
+            keeps_weights: The weights are kept elsewhere, and are complete as soon as they wake.
+        """
+        self._check_open()
+        self._awake.clear()
+        self._whole = self._whole and keeps_weights
+
+    def waking(self, part: str) -> bool:
+        """Record that a part wakes, and return False if it was awake.
+
+        Raises:
+            RolloutError: The part is unknown, or the KV cache wakes before the weights.
+        """
+        self._check_open()
+        if part not in PARTS:
+            raise RolloutError(f"rollout engine: wake_up({part!r}) is unknown. Use one of {', '.join(PARTS)}.")
+        if part == "kv_cache" and "weights" not in self._awake:
+            raise RolloutError('rollout engine: wake_up("kv_cache") before the weights. Call wake_up("weights") first.')
+        was_asleep = part not in self._awake
+        self._awake.add(part)
+        return was_asleep
+
+    def stays_asleep(self, part: str) -> None:
+        """Undo :meth:`waking`, because the part could not wake."""
+        self._awake.discard(part)
+
+    def close(self) -> bool:
+        """Record the shutdown, and return False if there was one before."""
+        was_open, self._closed = not self._closed, True
+        return was_open
+
+    def is_awake(self, part: str) -> bool:
+        """Return whether a part holds memory now."""
+        return part in self._awake
+
+    @property
+    def asleep(self) -> bool:
+        """True if no part is awake."""
+        return not self._awake
+
+    def _check_open(self) -> None:
+        if self._closed:
+            raise RolloutError("rollout engine: it was shut down. Build a new one.")
+
+
+# What the rollout engine holds: its weights, its KV cache and the scratch of a step, and when it gives them back.
+#
+# Let k = 2 x L x max(kv_heads / TP, 1) x head_dim x b_kv be the bytes of one token in the KV cache (:func:`kv_bytes_per_token`),
+# N the parameters, b_r the bytes of an element of ``rollout.dtype``, and V the vocabulary. By key:
+#
+# * ``gpu_memory_utilization=u``: the engine takes the share u of the device. What weights (N x b_r / TP) and the scratch of a
+# step leave of it is KV cache. * ``kv_cache_memory_gb``: exactly that many GiB of KV cache. * ``kv_cache_dtype=fp8``: b_kv is 1
+# instead of 2 (4 in an fp32 engine), so twice the tokens or half the bytes. * ``max_model_len``: does not shrink the cache, but
+# max_model_len x k bytes must fit. If they do not, the start says so. * ``max_num_seqs=s``: logits and their sorted copies take a
+# few times s x V x 4 bytes. With name=hf it is the number of rows generated at once, with s x (P + R) x k bytes of cache. *
+# ``max_num_batched_tokens=t``: activations of a prefill take about t x (2 x h + 3 x I / TP) x b_r bytes. * ``enforce_eager``: no
+# CUDA graphs, which hold 0.5 to 2 GiB that sleeping does not free (as others report). * ``free_cache_engine``: frees N x b_r / TP
+# bytes and the whole cache while the trainer computes.
+
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+KEEP_WEIGHTS, DROP_WEIGHTS = 1, 2
+"""Sleep levels, as vLLM numbers them."""
+
+
+def kv_bytes_per_token(
+    num_layers: int, num_kv_heads: int, head_dim: int, element_bytes: int, tensor_parallel_size: int = 1
+) -> int:
+    """Return the bytes of one token in the KV cache of one rank: a key and a value of each KV head in each layer.
+
+    Heads are divided over tensor-parallel ranks. With fewer heads than ranks, each rank holds one whole head.
+    """
+    heads = max(num_kv_heads // tensor_parallel_size, 1)
+    return 2 * num_layers * heads * head_dim * element_bytes
+
+
+def sleep_level(rollout: Rollout) -> int:
+    """Return the level at which the engine sleeps: the setting, else 2, since the next sync brings every weight."""
+    return DROP_WEIGHTS if rollout.sleep_level is None else rollout.sleep_level

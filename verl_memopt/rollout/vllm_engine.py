@@ -7,6 +7,7 @@ engine, or ``tensor_parallel_size`` neighbouring ranks hold one together and tak
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
 from collections.abc import Callable, Iterator
@@ -21,25 +22,31 @@ from torch import nn
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu
 from verl_memopt.errors import ConfigError, RolloutError, Stopped
-from verl_memopt.memory.limits.allocators import DeviceCap
-from verl_memopt.memory.limits.out_of_memory import is_out_of_memory, release_frames, wake_report
-from verl_memopt.memory.rollout.rollout_memory import KEEP_WEIGHTS, sleep_level
-from verl_memopt.memory.rollout.weight_buckets import Weights, WeightSlice, joined
-from verl_memopt.rollout.agreement import agreed
-from verl_memopt.rollout.engine import KEY, EnginePlace, Generation, WeightComparison, check_rows, max_model_len
-from verl_memopt.rollout.expected_weights import ExpectedWeights, meta_model
-from verl_memopt.rollout.process_state import default_group_kept, process_state_kept, random_state_kept
-from verl_memopt.rollout.sampling import SamplingSettings
-from verl_memopt.rollout.state import EngineState
-from verl_memopt.rollout.stop_file import never
-from verl_memopt.rollout.vllm_log import quiet_start
+from verl_memopt.memory.limits_torch import DeviceCap
+from verl_memopt.memory.out_of_memory import is_out_of_memory, release_frames, wake_report
+from verl_memopt.memory.weight_buckets_torch import Weights, WeightSlice, joined
+from verl_memopt.rollout.engine import (
+    KEEP_WEIGHTS,
+    KEY,
+    EnginePlace,
+    EngineState,
+    Generation,
+    SamplingSettings,
+    WeightComparison,
+    check_rows,
+    max_model_len,
+    sleep_level,
+)
 from verl_memopt.rollout.vllm_memory import (
     KINDS,
     asleep_in_vllm,
     bytes_to_wake,
     check_free_memory,
     check_no_other_sleeper,
+    default_group_kept,
     free_cached_memory,
+    process_state_kept,
+    random_state_kept,
 )
 from verl_memopt.rollout.vllm_settings import (
     cache_advice,
@@ -50,7 +57,9 @@ from verl_memopt.rollout.vllm_settings import (
     sampling_arguments,
     weight_dtype,
 )
+from verl_memopt.rollout.weight_checks import ExpectedWeights, meta_model
 from verl_memopt.rollout.weight_map import WeightMap
+from verl_memopt.run.interrupts import never
 
 ENVIRONMENT = {
     "VLLM_ENABLE_V1_MULTIPROCESSING": "0",
@@ -376,3 +385,68 @@ def _prefer_plain_torch(platform: type) -> None:
 
 def _log_probs(answer: Any) -> list[float]:
     return [step[token].logprob for token, step in zip(answer.token_ids, answer.logprobs, strict=True)]
+
+
+# How the ranks of one engine agree on when to stop. All of them must take the same engine steps.
+
+
+STEPS_PER_AGREEMENT = 8
+"""Engine steps between two agreements."""
+
+
+def agreed(stopped: Callable[[], bool], group: dist.ProcessGroup) -> Callable[[], bool]:
+    """Return a function that says whether any rank wants to stop. Without it some ranks would wait for the others for ever.
+
+    All ranks call it before each engine step. They exchange their answers once every ``STEPS_PER_AGREEMENT`` calls. The other
+    calls return False.
+
+    Args:
+        stopped: Whether this rank wants to stop.
+        group: The ranks of the engine, in a process group for host tensors.
+    """
+    calls = itertools.count(1)
+
+    def any_stopped() -> bool:
+        if next(calls) % STEPS_PER_AGREEMENT:
+            return False
+        any_rank = torch.tensor(int(stopped()))
+        dist.all_reduce(any_rank, op=dist.ReduceOp.MAX, group=group)
+        return bool(any_rank)
+
+    return any_stopped
+
+
+# What vLLM logs: errors alone while an engine starts, and warnings afterwards. A log level that the user sets wins.
+
+
+LEVEL_VARIABLE = "VLLM_LOGGING_LEVEL"
+"""Environment variable with the level of vLLM's loggers. A user who sets it decides, and nothing here changes a level."""
+
+NOISY_LOGGERS = ("vllm.renderers.base", "vllm.model_executor.model_loader.reload.layerwise")
+"""Loggers that warn of a missing tokenizer, which is not needed, and of tied weights, which are intended."""
+
+
+@contextmanager
+def quiet_start() -> Iterator[None]:
+    """Show vLLM's errors alone while an engine starts, and its warnings afterwards, except those of ``NOISY_LOGGERS``."""
+    if LEVEL_VARIABLE in os.environ:
+        yield
+        return
+    os.environ[LEVEL_VARIABLE] = logging.getLevelName(logging.ERROR)
+    _set_level(logging.ERROR)
+    try:
+        yield
+    finally:
+        del os.environ[LEVEL_VARIABLE]
+        _set_level(logging.WARNING)
+        for name in NOISY_LOGGERS:
+            logging.getLogger(name).setLevel(logging.ERROR)
+
+
+def _set_level(level: int) -> None:
+    """Set the level of vLLM's loggers and of the handler that vLLM created. Other handlers stay unchanged."""
+    vllm_logger = logging.getLogger("vllm")
+    vllm_logger.setLevel(level)
+    for handler in vllm_logger.handlers:
+        if type(handler.formatter).__module__.startswith("vllm"):
+            handler.setLevel(level)

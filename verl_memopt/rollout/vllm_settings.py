@@ -10,10 +10,9 @@ import torch
 from verl_memopt.config import schema
 from verl_memopt.distributed.device import is_gpu, memory_info
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.limits.allocators import engine_share
-from verl_memopt.models.policy_model import dtype_of
-from verl_memopt.rollout.engine import KEY, EnginePlace, max_model_len
-from verl_memopt.rollout.sampling import SamplingSettings
+from verl_memopt.memory.limits_torch import engine_share
+from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.rollout.engine import KEY, EnginePlace, SamplingSettings, max_model_len
 
 GIB = 1 << 30
 CPU_KV_CACHE_GB = 1.0

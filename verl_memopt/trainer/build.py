@@ -18,42 +18,42 @@ from verl_memopt.config.schema import ActorRolloutRef, Data, FilterGroups, Model
 from verl_memopt.data.dataset import PromptDataset, PromptRows, build_dataset
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import check_prompts
-from verl_memopt.data.loader import StepLoader, load_sampler
-from verl_memopt.data.prefetcher import PromptPrefetcher
+from verl_memopt.data.prompts import PromptPrefetcher, StepLoader, load_sampler
 from verl_memopt.data.responses import build_supervised_dataset
 from verl_memopt.errors import ConfigError
-from verl_memopt.knobs.critic_rules import has_critic
-from verl_memopt.knobs.values import needs_reference
-from verl_memopt.models.build import load_model_config
-from verl_memopt.models.export import export_folder
-from verl_memopt.models.reward_folder import find_reward_model
+from verl_memopt.memory.critic_rules import has_critic
+from verl_memopt.memory.ranges import needs_reference
+from verl_memopt.model.export import export_folder
+from verl_memopt.model.reward_folder import find_reward_model
+from verl_memopt.model.weights import load_model_config
 from verl_memopt.rewards.rules import check_sources
 from verl_memopt.rewards.runner import RewardRunner
-from verl_memopt.trainer.checkpoints import Checkpoint, CheckpointStore
-from verl_memopt.trainer.conversations import Conversations
-from verl_memopt.trainer.corrections import BypassUpdate
+from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore
+from verl_memopt.run.environment import Environment, resolve_environment
+from verl_memopt.run.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
+from verl_memopt.run.run_lock import RunLock, hold
+from verl_memopt.trainer.correct_rollouts import BypassUpdate, MismatchCheck
 from verl_memopt.trainer.critic_update import CriticTraining, critic_budgets
 from verl_memopt.trainer.debug_run import mode_of, record_folder, replay_of, replayed_steps
-from verl_memopt.trainer.environment import Environment, resolve_environment
-from verl_memopt.trainer.experience import LogProbPass
-from verl_memopt.trainer.generation import Generator
 from verl_memopt.trainer.group_filter import GroupFilter
-from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
-from verl_memopt.trainer.mini_batches import MiniBatchCutter, role_updates
-from verl_memopt.trainer.model_scores import ModelScores, reward_budget
-from verl_memopt.trainer.passes import budgets, update_gives_old_log_probs
-from verl_memopt.trainer.reference_sync import ReferenceSync
+from verl_memopt.trainer.micro_batching import MiniBatchCutter, PolicyUpdate, budgets, role_updates, update_gives_old_log_probs
 from verl_memopt.trainer.replay import NoPrompts
-from verl_memopt.trainer.resume import checkpoint_store, compare_settings, find_checkpoint, loaded_parts, with_seeds
-from verl_memopt.trainer.rewarder import Dapo, PreparedRecipe, Rewarder, Scorer
-from verl_memopt.trainer.run_lock import RunLock, hold
-from verl_memopt.trainer.step import Learner, OnPolicy, PolicyTraining, Rollouts, SeparatePass, Supervised
-from verl_memopt.trainer.step_metrics import StepMetrics
-from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.trainer.update import PolicyUpdate
+from verl_memopt.trainer.rollouts import Generator, LogProbPass
+from verl_memopt.trainer.scoring import Conversations, Dapo, ModelScores, PreparedRecipe, Rewarder, Scorer, reward_budget
+from verl_memopt.trainer.step import (
+    Learner,
+    OnPolicy,
+    PolicyTraining,
+    ReferenceSync,
+    Rollouts,
+    SeparatePass,
+    StepMetrics,
+    Supervised,
+)
 from verl_memopt.trainer.validate import LossValidator, Validator
-from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.worker import Worker
+from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.worker import Worker
 
 logger = logging.getLogger(__name__)
 

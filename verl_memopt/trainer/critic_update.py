@@ -9,15 +9,13 @@ from torch import Tensor
 
 from verl_memopt.config.schema import Critic
 from verl_memopt.data.batch import RolloutBatch, scatter_tokens
-from verl_memopt.trainer.checkpoints import CheckpointStore
-from verl_memopt.trainer.experience import LogProbPass, run_pass
-from verl_memopt.trainer.mini_batches import MiniBatchCutter
-from verl_memopt.trainer.passes import Budget, learned_budget
-from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.trainer.update import global_metrics, refuse_partial
+from verl_memopt.run.checkpoints import CheckpointStore
+from verl_memopt.trainer.micro_batching import Budget, MiniBatchCutter, global_metrics, learned_budget, refuse_partial
+from verl_memopt.trainer.rollouts import LogProbPass, run_pass
 from verl_memopt.trainer.update_guard import way_back
-from verl_memopt.workers.trained_model import CRITIC
-from verl_memopt.workers.worker import Worker
+from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.trained_model import CRITIC
+from verl_memopt.worker.worker import Worker
 
 
 @dataclass(frozen=True)

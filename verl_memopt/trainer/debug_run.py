@@ -10,14 +10,12 @@ from pathlib import Path
 from verl_memopt.algorithms.kl import kl_estimate
 from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.debug_modes import MODES, DebugMode, of_mode
-from verl_memopt.config.keys import replaced, value_at
-from verl_memopt.config.problems import shown
+from verl_memopt.config.keys import replaced, shown, value_at
 from verl_memopt.config.schema import Settings
 from verl_memopt.observe.metrics import length_metrics, reward_metrics, summary_of
-from verl_memopt.trainer.environment import Environment
-from verl_memopt.trainer.experience import StepBatch
-from verl_memopt.trainer.forge import Forge, build_forge
-from verl_memopt.trainer.replay import ROLLOUTS, NoPrompts, Replay, build_replay, dump_folder
+from verl_memopt.run.environment import Environment
+from verl_memopt.trainer.replay import ROLLOUTS, Forge, NoPrompts, Replay, build_forge, build_replay, dump_folder
+from verl_memopt.trainer.rollouts import StepBatch
 from verl_memopt.trainer.step import Learner, StepResult
 
 SEED = 0

@@ -10,12 +10,14 @@ import torch
 from torch import Tensor
 
 from verl_memopt.algorithms.estimators import check_rewards, has_signal
-from verl_memopt.data.prefetcher import StepPrompts
+from verl_memopt.algorithms.kl import pf_ppo_weights, resample_rows
+from verl_memopt.config.schema import PfPpo
+from verl_memopt.data.prompts import StepPrompts
 from verl_memopt.errors import RewardError, TrainingError
-from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.rollout.engine import Generation
-from verl_memopt.trainer.experience import StepBatch
-from verl_memopt.trainer.generation import Answers, join_answers
+from verl_memopt.trainer.micro_batching import SEEDS
+from verl_memopt.trainer.rollouts import Answers, StepBatch, join_answers
 
 SCORES = ("score", "seq_reward", "seq_final_reward")
 """Values of ``algorithm.filter_groups.metric`` that mean the score. A KL in the reward is not known when groups are filtered."""
@@ -151,3 +153,35 @@ def joined(rounds: Sequence[Kept]) -> Kept:
         sum(part.tokens_dropped for part in prompts),
     )
     return Kept(every, answers, [result for kept in rounds for result in kept.results])
+
+
+# PF-PPO: the rows of the update are drawn from the batch by their score, with replacement.
+
+
+def draw_rows(batch: StepBatch, settings: PfPpo, seed: int) -> None:
+    """Draw the rows of the update from a scored batch, and add the share of rows that were drawn.
+
+    Args:
+        batch: Batch of a step, with its results.
+        settings: The section ``algorithm.pf_ppo``.
+        seed: Of the draw.
+    """
+    batch.drawn = drawn_rows(batch.scores, settings, seed)
+    batch.metrics["pf_ppo/drawn_rows_share"] = len(set(batch.drawn)) / len(batch.drawn)
+
+
+def drawn_rows(scores: Tensor, settings: PfPpo, seed: int) -> list[int]:
+    """Return the rows that take the places of a batch, drawn by their weight. A row may be drawn several times or never.
+
+    Rows without a score are not drawn. Without any score the rows stay as they are.
+
+    Args:
+        scores: fp32 [B], as the reward function returned them; NaN where no score applies.
+        settings: The section ``algorithm.pf_ppo``.
+        seed: Of the draw. It is made on the driver, so that it does not depend on ranks.
+    """
+    valid = ~scores.isnan()
+    if not valid.any():
+        return list(range(scores.shape[0]))
+    weights = pf_ppo_weights(scores, valid, settings.reweight_method, settings.weight_pow)
+    return resample_rows(weights, torch.Generator().manual_seed(seed % SEEDS)).tolist()

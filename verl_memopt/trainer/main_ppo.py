@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from verl_memopt.errors import UserError
-from verl_memopt.trainer.signal_watch import SignalWatch
+from verl_memopt.run.interrupts import SignalWatch
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -17,7 +17,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """
     watch = SignalWatch() if argv is None else None
     try:
-        from verl_memopt.trainer.run import run
+        from verl_memopt.cli import run
 
         return run(argv, prog="python -m verl_memopt.trainer.main_ppo")
     except UserError as error:

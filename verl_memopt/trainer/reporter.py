@@ -8,24 +8,21 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 
-from verl_memopt.config.plain import to_yaml
-from verl_memopt.observe.charts import draw_charts
-from verl_memopt.observe.console import RunConsole, print_end, print_folder
+from verl_memopt.config.loader import to_yaml
+from verl_memopt.observe.charts import draw_charts, environment
+from verl_memopt.observe.console import RunConsole, memory_table, phase_rows, print_end, print_folder
 from verl_memopt.observe.files import append_rows
 from verl_memopt.observe.loggers import LoggingPlace, StepLoggers, build_loggers
 from verl_memopt.observe.metrics import memory_metrics, throughput_metrics, token_timings
-from verl_memopt.observe.phase import PhaseMemory
-from verl_memopt.observe.phase_table import memory_table, phase_rows
+from verl_memopt.observe.phase import PhaseClock, PhaseMemory
 from verl_memopt.observe.report import finish_summary
 from verl_memopt.observe.run_folder import RunFolder
 from verl_memopt.observe.samples import Sample, dump_samples
-from verl_memopt.observe.summary import environment
-from verl_memopt.observe.timing import PhaseClock
-from verl_memopt.rewards.rows import RewardResult
+from verl_memopt.rewards.score import RewardResult
 from verl_memopt.trainer.build import RunContext
 from verl_memopt.trainer.debug_run import mode_of, written_dump
-from verl_memopt.trainer.generation import Answers
 from verl_memopt.trainer.replay import tokenizer_digest
+from verl_memopt.trainer.rollouts import Answers
 from verl_memopt.trainer.step import StepResult
 from verl_memopt.trainer.validate import Validation
 

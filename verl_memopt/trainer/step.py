@@ -6,35 +6,32 @@ log-probs before the update and updates the policy.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
+import torch
+
 from verl_memopt.algorithms.kl import KlController
+from verl_memopt.algorithms.losses import explained_variance
 from verl_memopt.algorithms.rollout_correction import corrects_before_update
 from verl_memopt.config.schema import Actor, Algorithm
-from verl_memopt.data.prefetcher import PromptPrefetcher, StepPrompts
-from verl_memopt.memory.batching.learned_budget import LearnedBudget, budget_metrics
-from verl_memopt.observe.validation import LOSS
-from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.trainer.corrections import correct_before_update, divergence_metrics
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.prompts import PromptPrefetcher, StepPrompts
+from verl_memopt.memory.adaptive_budget import LearnedBudget, budget_metrics
+from verl_memopt.observe.metrics import LOSS, critic_metrics, length_metrics, reward_metrics, summary_of
+from verl_memopt.rewards.score import RewardResult
+from verl_memopt.trainer.correct_rollouts import MismatchCheck, correct_before_update, divergence_metrics
 from verl_memopt.trainer.critic_update import CriticTraining
-from verl_memopt.trainer.experience import LogProbPass, StepBatch, compute_advantages, to_batch
-from verl_memopt.trainer.forge import Forge
-from verl_memopt.trainer.generation import Answers, Generator, dataset_answers
-from verl_memopt.trainer.group_filter import GroupFilter
-from verl_memopt.trainer.log_prob_mismatch import MismatchCheck
-from verl_memopt.trainer.passes import Budget
-from verl_memopt.trainer.reference_sync import ReferenceSync
-from verl_memopt.trainer.remax import add_baselines, greedy_batch
-from verl_memopt.trainer.replay import NoPrompts, Replay, check_same_prompts
-from verl_memopt.trainer.resampling import draw_rows
-from verl_memopt.trainer.rewarder import Computed, Scorer
-from verl_memopt.trainer.step_metrics import StepMetrics
-from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.trainer.truncated import mask_truncated
-from verl_memopt.trainer.update import PolicyUpdate
-from verl_memopt.workers.worker import Worker
+from verl_memopt.trainer.group_filter import GroupFilter, draw_rows
+from verl_memopt.trainer.micro_batching import Budget, PolicyUpdate
+from verl_memopt.trainer.replay import Forge, NoPrompts, Replay, check_same_prompts
+from verl_memopt.trainer.rollouts import Answers, Generator, LogProbPass, StepBatch, compute_advantages, dataset_answers, to_batch
+from verl_memopt.trainer.scoring import Computed, Scorer
+from verl_memopt.trainer.update_guard import BAD_LOG_PROBS
+from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.trained_model import ACTOR
+from verl_memopt.worker.worker import Worker
 
 
 @dataclass(frozen=True)
@@ -109,7 +106,7 @@ class Learner:
             batch.metrics |= critic.update(*batch.for_update(), step)
         if updates_policy:
             # The workers run forward, backward and optimizer step. Where the loss is a sum over tokens, the LM head computes
-            # its gradient in its forward, and backward() only hands it on (memory/logits/chunked_logprob.py).
+            # its gradient in its forward, and backward() only hands it on (memory/chunked_logprob_torch.py).
             self.policy.update(batch)
         if updates_policy or self.rollouts.generator.frees_engine:  # a sleeping engine keeps no weights
             self.sync_weights()
@@ -425,3 +422,158 @@ def compare_log_probs(mismatch: MismatchCheck, batch: StepBatch) -> None:
     assert batch.rows.old_log_probs is not None, "compare after the pass that computes them"
     batch.metrics |= mismatch.compare(batch.rows.rollout_log_probs, batch.rows.old_log_probs, batch.step)
     batch.metrics |= divergence_metrics(batch.rows)
+
+
+# ReMax: the score of a greedy response to each prompt is the baseline of its samples.
+
+
+def greedy_batch(generator: Generator, batch: StepBatch, actor: Actor) -> StepBatch:
+    """Return one greedy response to each prompt of a batch, not yet scored. The engine releases its memory afterwards.
+
+    The responses are a batch of their own: they give baselines, and nothing is learned from them.
+
+    Args:
+        generator: Its engine still has the memory and the weights with which it answered the batch.
+        batch: The sampled responses.
+        actor: The section ``actor_rollout_ref.actor``.
+    """
+    answers = generator.generate_greedy(batch.prompts, batch.step)
+    return StepBatch(batch.step, batch.prompts, answers, to_batch(answers, 1, actor))
+
+
+def add_baselines(batch: StepBatch, greedy: StepBatch, samples: int) -> StepBatch:
+    """Add to each row of a batch the score of the greedy response to its prompt, and return the batch.
+
+    Args:
+        batch: The sampled responses.
+        greedy: The scored greedy responses, one per prompt.
+        samples: Sampled responses to each prompt.
+    """
+    scores = greedy.scores
+    batch.baselines = scores.repeat_interleave(samples)
+    batch.metrics |= summary_of("critic/baselines", scores[~scores.isnan()])
+    return batch
+
+
+# Responses that reached their limit without an end, left out of the losses.
+
+
+def mask_truncated(rows: RolloutBatch, finish_reasons: Sequence[str]) -> dict[str, float]:
+    """Mark the tokens of truncated responses as not kept, beside those that the rollout correction rejects.
+
+    Rewards and groups stay, so that a truncated response still counts for the baseline of its group. Source: overlong filtering
+    of DAPO, arXiv 2503.14476, and ``mask_truncated_completions`` of TRL.
+
+    Args:
+        rows: Batch of the step.
+        finish_reasons: ``length`` for a response that was truncated, of each row.
+
+    Returns:
+        The metric ``reward/masked_rows``, how many responses are left out.
+    """
+    ended = torch.tensor([reason != "length" for reason in finish_reasons])
+    kept = ended[rows.response_row()]
+    rows.kept = kept if rows.kept is None else rows.kept & kept
+    return {"reward/masked_rows": float((~ended).sum())}
+
+
+# Metrics that are computed from the batch of a step, under verl's names.
+
+
+@dataclass(frozen=True)
+class StepMetrics:
+    """Computes metrics from the batch of a finished step.
+
+    Attributes:
+        max_prompt_length: Limit of a prompt in tokens.
+        max_response_length: Limit of a response in tokens.
+        truncates: Prompts over the limit are cut, and the lost tokens are counted.
+        rewards: The answers are scored. False = they are the dataset's own.
+    """
+
+    max_prompt_length: int
+    max_response_length: int
+    truncates: bool
+    rewards: bool = True
+
+    def describe(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
+        """Return metrics of rewards, advantages, lengths and counts.
+
+        Args:
+            batch: Batch of the step.
+            kl_coefficient: Coefficient of the KL in the reward of this step.
+        """
+        lengths = batch.rows.prompts.lengths, batch.rows.responses.lengths
+        metrics = length_metrics(*lengths, self.max_prompt_length, self.max_response_length)
+        if self.rewards:
+            metrics |= self._rewards(batch, kl_coefficient)
+        if self.truncates:
+            metrics["data/tokens_dropped"] = float(batch.prompts.tokens_dropped)
+            metrics["data/rows_truncated"] = float(batch.prompts.rows_truncated)
+        return metrics
+
+    def _rewards(self, batch: StepBatch, kl_coefficient: float) -> dict[str, float]:
+        """Return metrics of the rollouts, rewards and advantages. A row without a score (NaN) counts in no mean."""
+        advantages = batch.advantages
+        assert advantages is not None
+        assert batch.rows.old_log_probs is not None
+        scores, rewards = (values[~values.isnan()] for values in (batch.scores, advantages.rewards))
+        metrics = {BAD_LOG_PROBS: float((~batch.rows.old_log_probs.isfinite()).sum())}
+        metrics |= critic_metrics(scores, rewards, advantages.per_token, advantages.returns)
+        if batch.rows.old_values is not None:
+            metrics |= summary_of("critic/values", batch.rows.old_values)
+            metrics["critic/vf_explained_var"] = explained_variance(batch.rows.old_values, advantages.returns)
+        metrics |= {f"reward/{name}": value for name, value in advantages.counts.items()}
+        metrics |= reward_metrics(result.extra for result in batch.results)
+        metrics["reward/failed_rows"] = float(sum(result.failed for result in batch.results))
+        if batch.entropy is not None and batch.entropy.numel():
+            metrics["actor/entropy"] = summary_of("entropy", batch.entropy)["entropy/mean"]
+        if advantages.kl_mean is not None:
+            metrics |= {"actor/reward_kl_penalty": advantages.kl_mean, "actor/reward_kl_penalty_coeff": kl_coefficient}
+        cached = batch.answers.generation.cached_tokens
+        metrics["rollout/prefix_cache_hit_rate"] = cached / int(batch.rows.prompts.lengths.sum())
+        return metrics
+
+
+# The reference that follows the policy, as the driver sees it: when it moves, and what a checkpoint keeps of that.
+
+
+@dataclass
+class ReferenceSync:
+    """Moves the reference towards the policy every so many steps that update the policy.
+
+    Attributes:
+        workers: Workers that hold both models.
+        every: Number of such steps from one move to the next.
+        optimizer_steps: Optimizer steps of the policy in one training step.
+        steps: Steps so far that updated the policy.
+    """
+
+    workers: TimedGroup
+    every: int
+    optimizer_steps: int
+    steps: int = 0
+
+    def after_update(self, metrics: Mapping[str, float]) -> dict[str, float]:
+        """Count a step, move the reference if it is time, and return the metric ``ref/sync``: 1 for a move, else 0.
+
+        A step whose optimizer steps were all skipped is not counted: the policy is what it was.
+
+        Args:
+            metrics: Metrics of the policy's update.
+        """
+        is_due = False
+        if metrics[ACTOR.skipped] < self.optimizer_steps:
+            self.steps += 1
+            is_due = self.steps % self.every == 0
+        if is_due:
+            self.workers.all("sync_ref", Worker.sync_reference)
+        return {"ref/sync": float(is_due)}
+
+    def state_dict(self) -> dict[str, int]:
+        """Return the state for a checkpoint."""
+        return {"steps": self.steps}
+
+    def load_state_dict(self, state: Mapping[str, int]) -> None:
+        """Restore a state that :meth:`state_dict` returned."""
+        self.steps = state["steps"]

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import logging
 import math
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 from verl_memopt.errors import TrainingError
-from verl_memopt.trainer.checkpoints import CheckpointStore
-from verl_memopt.workers.trained_model import ACTOR, CRITIC, Role
+from verl_memopt.run.checkpoints import CheckpointStore
+from verl_memopt.worker.trained_model import ACTOR, CRITIC, Role
 
 logger = logging.getLogger(__name__)
 
@@ -176,3 +176,231 @@ def way_back(role: Role, lr: float, store: CheckpointStore) -> str:
         f"The checkpoint of step {proven} is good: its weights gave finite gradients. Go on from it with a lower rate: "
         f"trainer.resume_mode=resume_path trainer.resume_from_path={store.folder(proven)} {lower}"
     )
+
+
+# Signs that a run has stopped learning, has become worse or wastes its answers. Each is reported once per run.
+#
+# A score now is compared with the score at the start: the mean over prompts, and the standard error of that mean. A small
+# difference is noise, and a healthy run gets no warning.
+
+
+VALIDATION_ERRORS = 2.0
+"""Standard errors by which a validation must be below the first one for a warning."""
+REWARD_ERRORS = 4.0
+"""The same for the training reward. It is checked in every step, so chance alone produces more false alarms."""
+WINDOW_PROMPTS = 32
+"""Prompts whose rewards are averaged. With fewer, the standard error itself would be unreliable."""
+ZERO_STEPS = 5
+"""Consecutive steps with a gradient of exactly 0 before a warning."""
+ZERO_PROMPTS = 64
+"""Consecutive prompts whose answers all score the same, before a warning. In a few hard prompts this happens by chance."""
+INVALID_SHARE = 0.1
+"""Share of the answers of a step without a score from which a warning is given."""
+
+LOWER = "Lower actor_rollout_ref.actor.optim.lr and go back to a checkpoint from before, if it does not recover."
+ANSWERLESS = (
+    "the gradient has been exactly 0 for {steps} steps although the advantages are not. The weights no longer react to the loss. "
+    + LOWER
+)
+ALIKE = (
+    "the gradient has been exactly 0 for {steps} steps, because all answers to a prompt score the same. Nothing is learned. The "
+    "mean score is {now}; in the first steps it was {first}. If it fell, the learning rate is too high: lower "
+    "actor_rollout_ref.actor.optim.lr and go back to an earlier checkpoint. If it never rose, look at the answers in "
+    "generations.jsonl: the task may be too hard or too easy, or the reward never matches."
+)
+WORSE = (
+    "the {what} is below its start: {now} at step {step}, {first} at the start (mean, and standard error of the mean over "
+    "prompts). " + LOWER
+)
+SCORELESS = (
+    "{invalid} of {answers} answers of step {step} have no score (NaN), so nothing is learned from them. Look at them in the "
+    "samples that trainer.rollout_data_dir writes, or let the reward function score them."
+)
+"""Texts of the warnings."""
+
+
+@dataclass
+class Score:
+    """Scores of some prompts: how many prompts, the sum of their scores, and the sum of the squares.
+
+    The score of a prompt is the mean of its answers.
+    """
+
+    prompts: int = 0
+    total: float = 0.0
+    squares: float = 0.0
+
+    @classmethod
+    def of(cls, scores: Sequence[float], samples: int) -> Score:
+        """Return the score of answers, where each prompt has ``samples`` consecutive answers. NaN is no score."""
+        groups = [_known(scores[start : start + samples]) for start in range(0, len(scores), samples)]
+        means = [sum(group) / len(group) for group in groups if group]
+        return cls(len(means), sum(means), sum(mean * mean for mean in means))
+
+    def plus(self, other: Score) -> Score:
+        """Return the score of both sets of prompts together."""
+        return Score(self.prompts + other.prompts, self.total + other.total, self.squares + other.squares)
+
+    @property
+    def mean(self) -> float:
+        """Mean over prompts."""
+        return self.total / self.prompts
+
+    @property
+    def error(self) -> float:
+        """Standard error of the mean. Infinite for one prompt, which says nothing about others."""
+        if self.prompts < 2:
+            return math.inf
+        variance = max(self.squares - self.total * self.mean, 0.0) / (self.prompts - 1)
+        return math.sqrt(variance / self.prompts)
+
+    def above(self, other: Score, errors: float) -> bool:
+        """Return whether the mean is larger by more than ``errors`` standard errors of the difference."""
+        return self.mean - other.mean > errors * math.hypot(self.error, other.error)
+
+    def __str__(self) -> str:
+        """Return mean and standard error."""
+        return f"{self.mean:.3f} ({self.error:.3f})"
+
+
+@dataclass
+class _State:
+    """State that a checkpoint stores.
+
+    Attributes:
+        lowest: Lowest score of any answer so far.
+        highest: Highest score of any answer so far.
+        warned: Kinds of the warnings given so far.
+    """
+
+    first: Score = field(default_factory=Score)
+    recent: list[Score] = field(default_factory=list)
+    validation: Score | None = None
+    lowest: float = math.inf
+    highest: float = -math.inf
+    zero_steps: int = 0
+    zero_prompts: int = 0
+    zero_with_advantages: int = 0
+    warned: list[str] = field(default_factory=list)
+
+
+class Health:
+    """Checks each step and each validation, and returns new warnings.
+
+    Args:
+        validates: The run validates regularly, so its training reward is not checked instead.
+    """
+
+    def __init__(self, validates: bool) -> None:
+        """Start without scores."""
+        self._validates = validates
+        self._state = _State()
+
+    @property
+    def collapsed(self) -> bool:
+        """True if the training reward is now far below that of the first steps."""
+        recent = self._recent()
+        return recent is not None and self._state.first.above(recent, REWARD_ERRORS)
+
+    def step(self, step: int, scores: Sequence[float], samples: int, metrics: Mapping[str, float]) -> list[str]:
+        """Return the new warnings after a step.
+
+        Args:
+            step: Number of the step.
+            scores: Scores of its answers, prompt by prompt; NaN for an answer without one.
+            samples: Answers of each prompt.
+            metrics: Metrics of the step.
+        """
+        state, score, known = self._state, Score.of(scores, samples), _known(scores)
+        state.lowest, state.highest = min([state.lowest, *known]), max([state.highest, *known])
+        if state.first.prompts < WINDOW_PROMPTS:
+            state.first = state.first.plus(score)
+        else:
+            state.recent = _last([*state.recent, score])
+        self._count_zero(score, metrics)
+        warnings = self._zero(min(known), score) if known else {}
+        if not self._validates and self.collapsed:
+            warnings["reward"] = WORSE.format(what="training reward", now=self._recent(), step=step, first=state.first)
+        invalid = metrics.get("reward/invalid_rows", 0.0)
+        if invalid > INVALID_SHARE * len(scores):
+            warnings["invalid"] = SCORELESS.format(invalid=int(invalid), answers=len(scores), step=step)
+        return self._new(warnings)
+
+    def validation(self, step: int, scores: Sequence[float], samples: int) -> list[str]:
+        """Return the new warnings after a validation.
+
+        Args:
+            step: Number of the step.
+            scores: Scores of the answers, prompt by prompt.
+            samples: Answers of each prompt.
+        """
+        score, first = Score.of(scores, samples), self._state.validation
+        if first is None:
+            self._state.validation = score
+            return []
+        if not first.above(score, VALIDATION_ERRORS):
+            return []
+        return self._new({"validation": WORSE.format(what="validation score", now=score, step=step, first=first)})
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the values that a checkpoint stores."""
+        return asdict(self._state)
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Restore the values of a checkpoint."""
+        scores = {
+            "first": Score(**state["first"]),
+            "recent": [Score(**score) for score in state["recent"]],
+            "validation": None if state["validation"] is None else Score(**state["validation"]),
+        }
+        others = {("warned" if name == "told" else name): value for name, value in state.items()}  # as old checkpoints say
+        self._state = _State(**{**others, **scores})
+
+    def _count_zero(self, score: Score, metrics: Mapping[str, float]) -> None:
+        state, norm = self._state, metrics.get("actor/grad_norm")
+        if norm is None:  # the step trained only a critic
+            return
+        if norm != 0.0:
+            state.zero_steps = state.zero_prompts = state.zero_with_advantages = 0
+            return
+        state.zero_steps += 1
+        state.zero_prompts += score.prompts
+        state.zero_with_advantages += any(metrics.get(f"critic/advantages/{name}", 0.0) != 0.0 for name in ("min", "max"))
+
+    def _zero(self, worst: float, score: Score) -> dict[str, str]:
+        """Return the warning about a gradient that stays 0, if any. ``worst``: score of the worst answer of the step."""
+        state = self._state
+        if state.zero_steps < ZERO_STEPS:
+            return {}
+        if state.zero_with_advantages == state.zero_steps:
+            return {"zero": ANSWERLESS.format(steps=state.zero_steps)}
+        recent = self._recent()
+        solved = worst == state.highest > state.lowest
+        risen = recent is not None and recent.above(state.first, VALIDATION_ERRORS)
+        if solved or risen or state.zero_prompts < ZERO_PROMPTS:
+            return {}
+        return {"zero": ALIKE.format(steps=state.zero_steps, now=f"{score.mean:.3f}", first=f"{state.first.mean:.3f}")}
+
+    def _recent(self) -> Score | None:
+        """Return the score of the last steps, apart from the first ones, or None while there are too few."""
+        total = Score()
+        for score in self._state.recent:
+            total = total.plus(score)
+        return total if total.prompts >= WINDOW_PROMPTS else None
+
+    def _new(self, warnings: Mapping[str, str]) -> list[str]:
+        new = {kind: text for kind, text in warnings.items() if kind not in self._state.warned}
+        self._state.warned += new
+        return list(new.values())
+
+
+def _known(scores: Sequence[float]) -> list[float]:
+    """Return the scores that are not NaN."""
+    return [score for score in scores if not math.isnan(score)]
+
+
+def _last(scores: list[Score]) -> list[Score]:
+    """Drop the oldest steps that are not needed for a full window."""
+    while sum(score.prompts for score in scores[1:]) >= WINDOW_PROMPTS:
+        scores = scores[1:]
+    return scores

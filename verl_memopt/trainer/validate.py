@@ -11,11 +11,10 @@ from verl_memopt.config.schema import Actor
 from verl_memopt.data.dataset import PromptRows
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
-from verl_memopt.observe.validation import VAL_LOSS, ValidationRow, validation_metrics
-from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.trainer.experience import LogProbPass, to_batch
-from verl_memopt.trainer.generation import Answers, Generator, dataset_answers, join_answers
-from verl_memopt.trainer.rewarder import Scorer
+from verl_memopt.observe.metrics import VAL_LOSS, ValidationRow, validation_metrics
+from verl_memopt.rewards.score import RewardResult
+from verl_memopt.trainer.rollouts import Answers, Generator, LogProbPass, dataset_answers, join_answers, to_batch
+from verl_memopt.trainer.scoring import Scorer
 
 
 @dataclass(frozen=True)

@@ -17,7 +17,7 @@ from recipe.rloo.memory_study.formula import device_bytes
 from recipe.rloo.memory_study.published import CARD_GIB, LABELS, PEAKS_GIB
 from recipe.rloo.memory_study.records import COMPLETED, OOM
 from verl_memopt.errors import DataError
-from verl_memopt.observe.drawing import INK, PALETTE, figure, save, style
+from verl_memopt.observe.charts import INK, PALETTE, figure, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -10,7 +10,7 @@ from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, KS, LEGACY, TRUNCATE
 from recipe.rloo.memory_study.findings import ID_BYTES, find, held_bytes, needed
 from recipe.rloo.memory_study.published import LABELS
 from recipe.rloo.memory_study.records import COMPLETED, OOM
-from verl_memopt.observe.drawing import INK, PALETTE, figure, note, save, style
+from verl_memopt.observe.charts import INK, PALETTE, figure, note, save, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 from recipe.rloo.memory_study.arms import FULL, LEGACY, TRUNCATED
 from recipe.rloo.memory_study.findings import find, needed
 from recipe.rloo.memory_study.records import COMPLETED, OOM
-from verl_memopt.observe.drawing import INK, figure, note, save, size_text, style
+from verl_memopt.observe.charts import INK, figure, note, save, size_text, style
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

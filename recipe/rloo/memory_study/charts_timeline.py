@@ -12,7 +12,7 @@ from recipe.rloo.memory_study.formula import PLATEAUS
 from recipe.rloo.memory_study.published import LABELS
 from recipe.rloo.memory_study.records import COMPLETED, SIMULATED_ALLOCATOR, CellResult, UpdateRecord
 from recipe.rloo.memory_study.timeline import Point
-from verl_memopt.observe.drawing import INK, PALETTE, figure, note, save, size_text, style, unit_of
+from verl_memopt.observe.charts import INK, PALETTE, figure, note, save, size_text, style, unit_of
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes

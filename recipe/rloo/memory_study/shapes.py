@@ -15,7 +15,7 @@ from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import PromptEncoder
 from verl_memopt.data.expansion import expand
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 FIRST_ID = 3
 """Ids below it are special tokens. No answer has one."""

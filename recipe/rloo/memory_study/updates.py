@@ -31,14 +31,13 @@ from recipe.rloo.memory_study.shapes import Shapes, StudyBatch
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import ActorRolloutRef
-from verl_memopt.data.batch import RolloutBatch, rollout_batch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
-from verl_memopt.models.build import named_weights
-from verl_memopt.trainer.passes import budgets
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.micro_batches import micro_batches_of
-from verl_memopt.workers.policy import Policy
+from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
+from verl_memopt.distributed.device import join_process_group, leave_process_group, training_mesh
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.weights import named_weights
+from verl_memopt.trainer.micro_batching import budgets
+from verl_memopt.worker.policy import Policy
+from verl_memopt.worker.trained_model import micro_batches_of
 
 NO_RETENTION, RESPONSE_ONLY, CHUNKED = "no_retention", "response_only", "chunked"
 SHARED, SHARED_CHECKPOINTING = "shared_prompt", "shared_prompt_checkpointing"

@@ -19,12 +19,12 @@ from recipe.rloo.memory_study.shapes import Shapes, make_batch, make_model
 from recipe.rloo.memory_study.updates import SHARED_CHECKPOINTING, own_settings, project_batch
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.observe.phase import PhaseMemory
-from verl_memopt.rollout.sampling import train_sampling
-from verl_memopt.trainer.passes import budgets
-from verl_memopt.workers.local_group import LocalGroup
-from verl_memopt.workers.plan import WorkerPlan
-from verl_memopt.workers.trained_model import MiniBatch
-from verl_memopt.workers.worker import Worker
+from verl_memopt.rollout.engine import train_sampling
+from verl_memopt.trainer.micro_batching import budgets
+from verl_memopt.worker.group import LocalGroup
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.trained_model import MiniBatch
+from verl_memopt.worker.worker import Worker
 
 
 @dataclass(frozen=True)

@@ -8,7 +8,7 @@ from tests.algorithms.ragged import Ragged
 from verl_memopt.algorithms.losses import LossSettings, LossTokens, vanilla_loss
 from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local
 from verl_memopt.algorithms.rows import GlobalCounts
-from verl_memopt.config.correction_presets import PRESETS
+from verl_memopt.config.aliases import PRESETS
 
 SAMPLE = Ragged((3, 2, 4), 6)
 ENGINE = -SAMPLE.tokens(0).abs()

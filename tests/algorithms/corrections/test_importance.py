@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.algorithms.ragged import Ragged, ragged
 from verl_memopt.algorithms.rollout_correction import bounded_weights, importance_weights, mean_weight
-from verl_memopt.config.correction_bounds import importance_bounds
+from verl_memopt.config.correction_rules import importance_bounds
 
 levels = st.sampled_from(["token", "sequence"])
 

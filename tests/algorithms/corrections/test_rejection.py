@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from tests.algorithms.ragged import Ragged, ragged
 from verl_memopt.algorithms.rollout_correction import kept_lengths, kept_tokens, rejection
-from verl_memopt.config.correction_bounds import REJECTIONS
+from verl_memopt.config.correction_rules import REJECTIONS
 
 K = {"k1": lambda x: -x, "k2": lambda x: x * x / 2, "k3": lambda x: math.exp(x) - 1 - x}
 

@@ -5,7 +5,7 @@ import torch
 
 from tests.algorithms.ragged import Ragged
 from verl_memopt.algorithms.rollout_correction import correct, corrects_before_update, importance_weights, rejection
-from verl_memopt.config.correction_presets import PRESETS
+from verl_memopt.config.aliases import PRESETS
 
 SAMPLE = Ragged((3, 0, 5, 1), 4)
 TRAINER = -SAMPLE.tokens(0).abs()

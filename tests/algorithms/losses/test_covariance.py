@@ -4,7 +4,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from tests.algorithms.ragged import ragged
-from verl_memopt.algorithms.covariance import (
+from verl_memopt.algorithms.losses import (
+    LossSettings,
+    LossTokens,
     clip_cov_loss,
     clip_cov_selection,
     kl_cov_loss,
@@ -13,7 +15,6 @@ from verl_memopt.algorithms.covariance import (
     select_kl_cov,
     token_covariance,
 )
-from verl_memopt.algorithms.losses import LossSettings, LossTokens
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import PolicyLoss
 

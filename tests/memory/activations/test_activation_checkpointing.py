@@ -6,14 +6,9 @@ from tests.memory.activation_cases import FP32, KV, LAYERS, MLP, RESPONSES, TOKE
 from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
 from tests.ranks import run_ranks
-from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.memory.activations.activation_checkpointing import (
-    KEPT_BY_SELECTIVE,
-    Checkpointed,
-    checkpoint_blocks,
-    chosen_blocks,
-)
-from verl_memopt.models.prefix_layout import PrefixLayout
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.activation_checkpointing_torch import KEPT_BY_SELECTIVE, Checkpointed, checkpoint_blocks, chosen_blocks
+from verl_memopt.model.packing import PrefixLayout
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 EVERY_2 = {"gradient_checkpointing_mode": "every_n", "gradient_checkpointing_every": 2}

@@ -11,11 +11,10 @@ from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
-from verl_memopt.distributed.device import local_device, memory_allocated, synchronize
-from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.distributed.device import local_device, memory_allocated, synchronize, training_mesh
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activations.activation_offload import ActivationOffload
-from verl_memopt.memory.host.host_buffers import host_allocator, host_limits
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
+from verl_memopt.memory.host_buffers import host_allocator, host_limits
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 
 INPUT = TOKENS * WIDTH * FP32

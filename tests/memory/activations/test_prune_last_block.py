@@ -13,12 +13,12 @@ from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import ActorRolloutRef, TiledMlp
-from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.knobs.shapes import Shapes
-from verl_memopt.memory.activations.prune_last_block import can_prune
-from verl_memopt.models.decoder import class_name
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.workers.micro_batches import micro_batch
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.prune_last_block_torch import can_prune
+from verl_memopt.model.decoder import class_name
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
+from verl_memopt.worker.trained_model import micro_batch
 
 ON, OFF = {"prune_last_block": True}, {"prune_last_block": False}
 OWN, PLAIN = {"recompute_elementwise": True}, {"recompute_elementwise": False}

@@ -12,10 +12,10 @@ from tests.memory.activation_cases import D as HEAD_SIZE
 from tests.memory.activation_cases import H as HEADS
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
-from verl_memopt.memory.activations.recompute_elementwise import KNOWN, can_recompute
-from verl_memopt.models.decoder import class_name
-from verl_memopt.models.pack import pack_groups
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.memory.recompute_elementwise_torch import KNOWN, can_recompute
+from verl_memopt.model.decoder import class_name
+from verl_memopt.model.packing import pack_groups
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 
 ON, OFF = {"recompute_elementwise": True}, {"recompute_elementwise": False}
 TILED = {"tiled_mlp": TiledMlp(True, 4)}

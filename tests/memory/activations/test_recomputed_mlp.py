@@ -7,12 +7,12 @@ from torch.nn.functional import silu
 from torch.utils.flop_counter import FlopCounterMode
 
 from tests.memory.recomputed import DOUBLE, EPS, ROUNDING, drawn, gradients, plain_norm, relative, saved_by
-from verl_memopt.memory.activations.activation_checkpointing import checkpoint_blocks
-from verl_memopt.memory.activations.recomputed_mlp import recomputed_mlp
-from verl_memopt.memory.parameters.lora import LoraLinear
-from verl_memopt.memory.parameters.quantized_frozen import quantize_blocks
+from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
+from verl_memopt.memory.lora_torch import LoraLinear
+from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
+from verl_memopt.memory.recompute_elementwise_torch import PRODUCT_ROWS, RMSNorm
+from verl_memopt.memory.tiled_mlp_torch import recomputed_mlp
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.ops.recomputation import PRODUCT_ROWS, RMSNorm
 
 WIDTH, WIDE = 6, 10
 ROWS = PRODUCT_ROWS["cpu"]

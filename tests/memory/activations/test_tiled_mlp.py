@@ -12,11 +12,11 @@ from tests.memory.activation_cases import MLP as MLP_WIDTH
 from tests.ranks import run_ranks
 from verl_memopt.config.schema import TiledMlp
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.activations.tiled_mlp import KNOWN, check_mlps
-from verl_memopt.memory.parameters.lora import apply_lora
-from verl_memopt.memory.parameters.quantized_frozen import quantize_blocks, quantized_layers
-from verl_memopt.models.decoder import MLP, BlockOptions, class_name
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.memory.lora_torch import apply_lora
+from verl_memopt.memory.quantized_frozen_torch import quantize_blocks, quantized_layers
+from verl_memopt.memory.tiled_mlp_torch import KNOWN, check_mlps
+from verl_memopt.model.decoder import MLP, BlockOptions, class_name
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 
 SHARDS = 4
@@ -157,7 +157,7 @@ def products(model, x):
 
 
 def test_inside_a_checkpointed_block_the_mlp_is_computed_twice_not_three_times():
-    from verl_memopt.memory.activations.activation_checkpointing import checkpoint_blocks
+    from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks
 
     x, counted = torch.randn(32, 16), {}
     for name, tiles, recomputed in (("plain", None, False), ("checkpointed", None, True), ("both", SHARDS, True)):

@@ -3,7 +3,7 @@ import random
 
 import pytest
 
-from verl_memopt.memory.batching.learned_budget import GROWTH, HEAD_ROOM, LearnedBudget, PassFigures, budget_metrics
+from verl_memopt.memory.adaptive_budget import GROWTH, HEAD_ROOM, LearnedBudget, PassFigures, budget_metrics
 
 BUDGET = 1_000_000
 

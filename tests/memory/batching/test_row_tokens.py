@@ -3,7 +3,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.batching.row_tokens import RowTokens, chains, pack_groups_under
+from verl_memopt.memory.token_packing import RowTokens, chains, pack_groups_under
 
 TOKENS = RowTokens(prompts=(10, 10, 10, 4, 0), answers=(3, 4, 5, 6, 0), groups=(0, 0, 0, 1, 1))
 

@@ -11,14 +11,12 @@ from tests.tensors import whole_of
 from tests.workers.test_policy import ACTOR, NothingWaits, policy_for
 from verl_memopt.algorithms.rows import GlobalCounts
 from verl_memopt.config.schema import Actor
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.memory.batching.shared_prompt import prompt_groups
-from verl_memopt.models.build import named_weights
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.workers.micro_batches import micro_batch
-from verl_memopt.workers.trained_model import MiniBatch
+from verl_memopt.worker.trained_model import MiniBatch, micro_batch
 
 
 def test_rows_of_a_group_compute_their_prompt_together_only_where_the_settings_say_so():

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from benchmarks.packing.contest import SHAPES, batches, measure
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.batching.token_budget import (
+from verl_memopt.memory.token_packing import (
     FINEST,
     _best_fit_decreasing,
     _best_single_or_pair,

@@ -4,7 +4,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_memopt.memory.host.host_arena import HostArena
+from verl_memopt.memory.host_buffers import HostArena
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
 
 CPU = torch.device("cpu")

@@ -8,9 +8,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from tests.memory.page_locking import PAGE, install
 from verl_memopt.distributed.device import local_device, lock_pages, synchronize
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.host import host_buffers
-from verl_memopt.memory.host.host_arena import HostArena
-from verl_memopt.memory.host.host_buffers import GIB, HostAllocator, host_allocator, host_buffer, host_limits
+from verl_memopt.memory import host_buffers
+from verl_memopt.memory.host_buffers import GIB, HostAllocator, HostArena, host_allocator, host_buffer, host_limits
 from verl_memopt.observe.byte_tracker import HOST, ByteTracker
 
 CPU, GPU = torch.device("cpu"), torch.device("cuda", 0)

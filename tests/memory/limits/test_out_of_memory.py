@@ -11,15 +11,8 @@ from tests.observe.simulated_device import MIB, SimulatedDevice
 from verl_memopt.config.keys import replaced
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Critic, Model, Rollout
 from verl_memopt.errors import ConfigError, DeviceMemoryError
-from verl_memopt.memory.host.host_buffers import GIB, host_buffer
-from verl_memopt.memory.limits.out_of_memory import (
-    _bytes_by_kind,
-    _error,
-    _requested_bytes,
-    advice,
-    out_of_memory_report,
-    wake_report,
-)
+from verl_memopt.memory.host_buffers import GIB, host_buffer
+from verl_memopt.memory.out_of_memory import _bytes_by_kind, _error, _requested_bytes, advice, out_of_memory_report, wake_report
 from verl_memopt.observe.byte_tracker import ByteTracker, DeviceLimitError, mark, scope
 from verl_memopt.observe.device_ledger import Asleep, ledger_of
 from verl_memopt.observe.phase import MemoryProbe

@@ -10,11 +10,11 @@ from tests.tensors import whole_of
 from tests.workers.test_policy import CPU, WHOLE, batch, policy_for, shares
 from tests.workers.test_worker import AR, made  # noqa: F401 - made is a fixture
 from verl_memopt.config.schema import Memory
-from verl_memopt.distributed.process_group import leave_process_group
+from verl_memopt.distributed.device import leave_process_group
 from verl_memopt.errors import DeviceMemoryError
-from verl_memopt.memory.activations.activation_offload import ActivationOffload
-from verl_memopt.memory.host.host_buffers import GIB
-from verl_memopt.memory.limits.recutting import recutting
+from verl_memopt.memory.activation_offload_torch import ActivationOffload
+from verl_memopt.memory.host_buffers import GIB
+from verl_memopt.memory.out_of_memory import recutting
 
 MIDDLE = 34
 """A cap that makes several micro-batches of several rows each."""

@@ -3,7 +3,7 @@ import json
 import pytest
 import torch
 
-from verl_memopt.memory.limits.snapshot import MOST_TENSORS, MemorySnapshot, snapshot_path
+from verl_memopt.memory.out_of_memory import MOST_TENSORS, MemorySnapshot, snapshot_path
 from verl_memopt.observe.byte_tracker import DeviceLimitError
 from verl_memopt.observe.phase import MemoryProbe
 

@@ -9,11 +9,11 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from tests.memory.recomputed import relative
 from verl_memopt.config.schema import Actor, ActorRolloutRef, Model, PolicyLoss, TrainedFsdp
-from verl_memopt.knobs.chunked_logprob import FREE_TILE, KNOB, _saved, logit_bytes
-from verl_memopt.knobs.shapes import Shapes
-from verl_memopt.memory.logits.chunked_logprob import SumPiSquared, _assert_as_precomputed, head_log_probs
+from verl_memopt.memory.chunked_logprob import FREE_TILE, KNOB, _saved, logit_bytes
+from verl_memopt.memory.chunked_logprob_torch import SumPiSquared, _assert_as_precomputed, head_log_probs
+from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.logit_tiles import Head
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.ops.logit_tiles import Head
 
 VOCAB, WIDTH = 37, 5
 

@@ -9,10 +9,10 @@ from tests.memory.optimizers import counting, policy_with, whole_share
 from tests.memory.sharded import assert_equal_runs, fake_ranks, local, share, three_steps, wide_model
 from tests.workers.test_policy import micro_batches
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.host.host_buffers import host_allocator
-from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
-from verl_memopt.memory.optimizer.optimizer_in_backward import StepInBackward
-from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
+from verl_memopt.observe.device_ledger import fsdp_kinds
 
 OPTIONS = {
     "fp32": {},

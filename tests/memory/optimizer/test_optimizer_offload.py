@@ -6,10 +6,10 @@ from tests.memory.sharded import assert_equal_runs, fake_ranks, share, three_ste
 from tests.tensors import local_of
 from tests.workers.test_policy import CPU, micro_batches
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.host.host_buffers import host_allocator, host_limits
-from verl_memopt.memory.optimizer.optimizer_offload import SLOTS, StateLanes
+from verl_memopt.memory.host_buffers import host_allocator, host_limits
+from verl_memopt.memory.optimizer_offload_torch import SLOTS, StateLanes
 from verl_memopt.observe.byte_tracker import ByteTracker
-from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+from verl_memopt.observe.device_ledger import fsdp_kinds
 
 BUCKET = 1 / 16
 """MiB; the model's embedding alone is one."""

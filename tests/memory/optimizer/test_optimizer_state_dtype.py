@@ -3,8 +3,8 @@ import torch
 
 from tests.memory.optimizers import bucketed, counting, parameters, two_linears, weights_after
 from tests.memory.sharded import fake_ranks
-from verl_memopt.memory.optimizer.bucketed_adamw import BucketedAdamW
-from verl_memopt.memory.optimizer.optimizer_state_dtype import LEVELS, MOMENTS, Work, _pack, _unpack, block_size, moment_format
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.optimizer_state_dtype_torch import LEVELS, MOMENTS, Work, _pack, _unpack, block_size, moment_format
 
 QUANTISED = ("int8", "int4")
 

@@ -6,7 +6,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from tests.memory.sharded import device_peak, wide_model
-from verl_memopt.memory.parameters.embedding_gradient import TrainedEmbedding, add_rows_, is_plain
+from verl_memopt.memory.embedding_gradient import TrainedEmbedding, add_rows_, is_plain
 from verl_memopt.observe.byte_tracker import ByteTracker
 
 VOCAB, WIDTH = 11, 3

@@ -8,12 +8,12 @@ from tests.workers.test_policy import batch
 from tests.workers.test_worker import AR, call, made, mini_batch  # noqa: F401 - made is a fixture
 from verl_memopt.config.schema import Fsdp, Model
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.host.host_buffers import host_allocator
-from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.memory.parameters.residency import REFERENCE
+from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.residency import REFERENCE
+from verl_memopt.model.assembly import build_policy, materialize, materialize_mapped
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
-from verl_memopt.workers.build_policy import build_policy, materialize, materialize_mapped
-from verl_memopt.workers.log_probs import compute_log_probs
+from verl_memopt.worker.policy import compute_log_probs
 
 CPU = torch.device("cpu")
 MAPPED = {f"{AR}.model.load_mode": "mmap", f"{AR}.ref.fsdp_config.param_offload": True, f"{AR}.actor.use_kl_loss": True}

@@ -9,10 +9,9 @@ from transformers import AutoModelForCausalLM
 from tests.models.test_build import built
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
-from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.distributed.sharding import shard_model
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.parameters.lora import (
+from verl_memopt.memory.lora_torch import (
     LoraLinear,
     adapters,
     adapters_off,
@@ -22,10 +21,11 @@ from verl_memopt.memory.parameters.lora import (
     merged_weights,
     save_adapter,
 )
-from verl_memopt.models.build import fill_from_folder, named_weights, rebuild_buffers
-from verl_memopt.models.pack import pack_rows
-from verl_memopt.models.packed_model import allocate
-from verl_memopt.sync.full_weights import full_weights
+from verl_memopt.model.assembly import shard_model
+from verl_memopt.model.packed_model import allocate
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.weights import fill_from_folder, named_weights, rebuild_buffers
+from verl_memopt.rollout.weight_map import full_weights
 
 CPU = torch.device("cpu")
 LINEARS = ("q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj")
@@ -45,7 +45,7 @@ def adapted(folder, mesh=None, rank=4, targets="all-linear", exclude=None, seed=
 
 def shake(policy, seed=1):
     """Gives the adapters values, the same on any number of ranks."""
-    from verl_memopt.memory.parameters.lora import _copy_whole
+    from verl_memopt.memory.lora_torch import _copy_whole
 
     for number, layer in enumerate(adapters(policy).values()):
         generator = torch.Generator().manual_seed(seed + number)

@@ -11,14 +11,14 @@ from tests.memory.sharded import CPU, WHOLE, assert_equal_runs, fake_ranks, loca
 from tests.ranks import run_ranks
 from tests.tensors import local_of
 from tests.workers.test_worker import AR, call, generated, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
-from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.host.host_buffers import host_allocator, host_limits
-from verl_memopt.memory.parameters.native_offload import allocate_on_host, native_offload
-from verl_memopt.models.build import named_weights
+from verl_memopt.memory.host_buffers import host_allocator, host_limits
+from verl_memopt.memory.native_offload_torch import allocate_on_host, native_offload
+from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
-from verl_memopt.sync.full_weights import full_weights
+from verl_memopt.rollout.weight_map import full_weights
 
 NATIVE = {"offload_policy": True}
 

@@ -7,15 +7,15 @@ from tests.memory.sharded import CPU, assert_equal_runs, fake_ranks, local, poli
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from verl_memopt.config.schema import TrainedFsdp
-from verl_memopt.distributed.process_group import training_mesh
+from verl_memopt.distributed.device import training_mesh
 from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.host.host_buffers import host_allocator, host_limits
-from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.memory.parameters.residency import POLICY, Residency
-from verl_memopt.models.build import named_weights
+from verl_memopt.memory.host_buffers import host_allocator, host_limits
+from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.residency import POLICY, Residency
+from verl_memopt.model.weights import named_weights
 from verl_memopt.observe.byte_tracker import DEVICE, HOST, ByteTracker
-from verl_memopt.sync.full_weights import full_weights
+from verl_memopt.rollout.weight_map import full_weights
 
 
 def home_of(policy):
@@ -182,7 +182,7 @@ def test_a_return_that_fails_half_way_leaves_nothing_on_the_device():
 def test_a_cycle_runs_on_fake_tensors(untied_folder):
     with fake_ranks(4) as mesh, FakeTensorMode(allow_non_fake_inputs=True), ByteTracker() as tracker:
         from verl_memopt.config.schema import Model
-        from verl_memopt.workers.build_policy import build_policy
+        from verl_memopt.model.assembly import build_policy
 
         settings = Model(path=str(untied_folder), attn_implementation="sdpa")
         model = build_policy(settings, TrainedFsdp(dtype="fp32"), untied_folder, mesh, CPU, "key", False, False)

@@ -5,10 +5,10 @@ from tests.memory.sharded import WHOLE, device_peak, fake_ranks, policy_of, shar
 from tests.ranks import run_ranks
 from tests.tensors import whole_of
 from tests.workers.test_policy import micro_batches
-from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.memory.parameters.precision import mixed_precision
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.model.assembly import mixed_precision
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+from verl_memopt.observe.device_ledger import fsdp_kinds
 
 VOCABULARY, HIDDEN, BLOCK, N = 4096, 64, 61_632, 770_880
 HEAD = VOCABULARY * HIDDEN

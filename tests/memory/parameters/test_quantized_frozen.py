@@ -2,13 +2,7 @@ import pytest
 import torch
 from torch import nn
 
-from verl_memopt.memory.parameters.quantized_frozen import (
-    FORMATS,
-    QuantizedLinear,
-    exact_weights,
-    quantize_blocks,
-    quantized_layers,
-)
+from verl_memopt.memory.quantized_frozen_torch import FORMATS, QuantizedLinear, exact_weights, quantize_blocks, quantized_layers
 
 KINDS = list(FORMATS)
 

@@ -9,10 +9,10 @@ from torch.distributed.fsdp._fully_shard import _fsdp_param_group as fsdp
 from tests.memory.sharded import assert_equal_runs, device_peak, fake_ranks, policy_of, share, three_steps, wide_model
 from tests.ranks import run_ranks
 from tests.workers.test_policy import micro_batches
-from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.memory.parameters.resharding import synced
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.resharding_torch import synced
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+from verl_memopt.observe.device_ledger import fsdp_kinds
 
 FP32, BF16 = 4, 2
 VOCABULARY, HIDDEN, BLOCK, N = 4096, 64, 61_632, 770_880

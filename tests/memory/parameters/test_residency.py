@@ -5,8 +5,8 @@ import torch
 
 from tests.critics import critic_mini, critic_plan, critic_weights
 from tests.workers.test_worker import AR, call, made, mini_batch, same, weights  # noqa: F401 - made is a fixture
-from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.memory.parameters.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, Residency
+from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.residency import CRITIC, NEEDS, POLICY, REFERENCE, REWARD_MODEL, Residency
 
 CPU = torch.device("cpu")
 

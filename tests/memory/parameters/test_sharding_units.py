@@ -3,7 +3,7 @@ from torch.distributed.fsdp import FSDPModule
 
 from tests.memory.sharded import device_peak, fake_ranks, policy_of, share, wide_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
-from verl_memopt.observe.fsdp_kinds import fsdp_kinds
+from verl_memopt.observe.device_ledger import fsdp_kinds
 
 FP32 = 4
 VOCABULARY, HIDDEN = 8192, 64

@@ -13,8 +13,8 @@ import yaml
 
 from verl_memopt.config.keys import flatten, value_at
 from verl_memopt.config.loader import PACKAGED, compose_mapping, load_settings, settings_from_mapping
-from verl_memopt.config.trl import Written
-from verl_memopt.knobs.profiles import PROFILES
+from verl_memopt.config.trl_names import Written
+from verl_memopt.memory.profiles import PROFILES
 
 RECIPE = "recipe/rlt/config"
 RECIPES = ("teacher_rlt_mono", "teacher_rlt_multi", "teacher_rlt_toy")

@@ -7,9 +7,9 @@ import pytest
 import torch
 
 from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
-from verl_memopt.data.ragged import Ragged
+from verl_memopt.data.batch import Ragged
 from verl_memopt.errors import ConfigError, DataError
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.recipes.rlt.dataset import RltDataset
 from verl_memopt.recipes.rlt.student_rows import PREFIX
 from verl_memopt.trainer.build import build_run

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from tests.recipes.rlt import naive
 from verl_memopt.algorithms.estimators import check_rewards, grpo_advantages, rloo_advantages
-from verl_memopt.data.ragged import Ragged
+from verl_memopt.data.batch import Ragged
 from verl_memopt.errors import RewardError
 from verl_memopt.recipes.rlt.formula import REDUCTIONS, TRANSFORMS, rlt_scores
 from verl_memopt.recipes.rlt.settings import RltReward

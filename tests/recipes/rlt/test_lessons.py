@@ -4,8 +4,8 @@ import pytest
 import torch
 from transformers import PreTrainedTokenizerFast
 
+from verl_memopt.data.batch import Ragged
 from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.ragged import Ragged
 from verl_memopt.recipes.rlt.dataset import FORMATS, STRATOS, RltPrompts, RltRecord
 from verl_memopt.recipes.rlt.lessons import student_lesson, teacher_lesson
 from verl_memopt.recipes.rlt.settings import RltReward

@@ -6,8 +6,7 @@ import pytest
 
 from verl_memopt.config.keys import leaf_keys, value_at
 from verl_memopt.config.loader import load_settings, settings_from_mapping
-from verl_memopt.config.trl import Table, Written
-from verl_memopt.config.trl_spellings import ESTIMATORS
+from verl_memopt.config.trl_names import ESTIMATORS, Table, Written
 from verl_memopt.errors import ConfigError
 from verl_memopt.recipes.rlt.names import BATCH, OWN, PER_FORWARD, RLT_NO_EQUAL, RLT_SPELLINGS
 

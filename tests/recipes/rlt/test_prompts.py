@@ -5,7 +5,7 @@ from transformers import PreTrainedTokenizerFast
 
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.errors import DataError
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.recipes.rlt.dataset import FORMATS, STRATOS, RltPrompts
 
 

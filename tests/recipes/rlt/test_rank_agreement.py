@@ -5,7 +5,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from verl_memopt.memory.parameters.quantized_frozen import FORMATS
+from verl_memopt.memory.quantized_frozen_torch import FORMATS
 from verl_memopt.recipes.rlt.rank_check import ACCEPTED, rank_agreement, spearman
 
 KEY = "reward_model.model.quantization"

@@ -5,7 +5,7 @@ from tokenizers import normalizers, pre_tokenizers
 
 from tests.recipes.rlt.tokens import with_merges
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.recipes.rlt.student import check_same_tokenizer
 
 

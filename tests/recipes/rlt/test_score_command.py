@@ -6,11 +6,10 @@ import pytest
 import torch
 
 from tests.rlt import brief_toy, settings_of
-from verl_memopt.cli import main
+from verl_memopt.cli import main, train
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.tiny import make_tiny_model
+from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.recipes.rlt.score_command import read_explanations, reward_settings, with_ranks
-from verl_memopt.trainer.run import train
 
 SHORT = "tag_format=short"
 ROWS = [

@@ -11,19 +11,19 @@ from tests.recipes.rlt import naive
 from tests.recipes.rlt.tokens import ids
 from tests.rlt import ALIAS, AR, MODEL, RLT, SWAP, brief_toy, settings_of
 from tests.trainer.conftest import Member, group_of
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.data.batch import Ragged
+from verl_memopt.observe.phase import PhaseClock
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.scorer import Explained, RltScorer
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, StudentLogProbs, StudentReply
 from verl_memopt.recipes.rlt.student_rows import SKIPPED, SOLUTION, THINK, StudentEncoder
 from verl_memopt.trainer.build import build_learner, build_run
-from verl_memopt.trainer.passes import Budget
-from verl_memopt.trainer.start import start_rewards, start_workers
+from verl_memopt.trainer.loop import start_rewards, start_workers
+from verl_memopt.trainer.micro_batching import Budget
 from verl_memopt.trainer.step import score
-from verl_memopt.workers.log_probs import LogProbs
-from verl_memopt.workers.worker import Worker
+from verl_memopt.worker.policy import LogProbs
+from verl_memopt.worker.worker import Worker
 
 SHORT = FORMATS["short"]
 HEAT = 0.7

@@ -8,7 +8,7 @@ from verl_memopt.recipes.rlt.score_command import ScoringPlan, ScoringWorker
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, student_batch, student_micro_batches, teacher_batch
 from verl_memopt.recipes.rlt.student_rows import SOLUTION, THINK
-from verl_memopt.workers.local_group import LocalGroup
+from verl_memopt.worker.group import LocalGroup
 
 
 @pytest.fixture

@@ -13,9 +13,9 @@ from tests.workers.test_policy import batch
 from tests.workers.test_worker import AR, made  # noqa: F401 - made is a fixture
 from verl_memopt.config.schema import Fsdp, ScoringModel
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.parameters.residency import NEEDS, REWARD_MODEL
-from verl_memopt.models.build import named_weights
-from verl_memopt.models.tiny import make_tiny_model
+from verl_memopt.memory.residency import NEEDS, REWARD_MODEL
+from verl_memopt.model.tiny import make_tiny_model
+from verl_memopt.model.weights import named_weights
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, StudentPlan, logits_in_chunks
 

@@ -9,8 +9,7 @@ from tests.config.conftest import LEAST
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import ScoringModel
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import TinyShape, build_tokenizer, make_tiny_model
 from verl_memopt.recipes.rlt.student import check_same_shape, find_student, student_model
 
 AR = "actor_rollout_ref"

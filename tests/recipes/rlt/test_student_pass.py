@@ -14,13 +14,12 @@ from tests.recipes.rlt import naive
 from tests.recipes.rlt.tokens import ids
 from tests.workers.test_build_policy import built
 from verl_memopt.config.schema import Fsdp, Model
-from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.data.batch import Ragged, RolloutBatch
 from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.process_group import training_mesh
-from verl_memopt.memory.batching.row_tokens import RowTokens
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.distributed.device import training_mesh
+from verl_memopt.memory.token_packing import RowTokens
+from verl_memopt.model.assembly import build_policy
+from verl_memopt.model.tiny import TinyShape, build_tokenizer, make_tiny_model
 from verl_memopt.observe.byte_tracker import DEVICE, ByteTracker
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.formula import rlt_scores
@@ -47,9 +46,8 @@ from verl_memopt.recipes.rlt.student_rows import (
     StudentRows,
     reused_log_probs,
 )
-from verl_memopt.workers.build_policy import build_policy
-from verl_memopt.workers.log_probs import compute_log_probs, pack_log_probs
-from verl_memopt.workers.micro_batches import micro_batch, micro_batches_of
+from verl_memopt.worker.policy import compute_log_probs, pack_log_probs
+from verl_memopt.worker.trained_model import micro_batch, micro_batches_of
 
 CPU = torch.device("cpu")
 HEAT = 0.7

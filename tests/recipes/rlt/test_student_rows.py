@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from tests.recipes.rlt import naive
 from tests.recipes.rlt.tokens import ids, with_merges
-from verl_memopt.data.ragged import Ragged
+from verl_memopt.data.batch import Ragged
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import build_tokenizer
 from verl_memopt.recipes.rlt.dataset import FORMATS, STRATOS, RltPrompts
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import (

@@ -10,7 +10,7 @@ from transformers import PreTrainedTokenizerFast
 
 from tests.recipes.rlt.naive import token_text
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.tokenizer import SPECIALS, build_tokenizer
+from verl_memopt.model.tiny import SPECIALS, build_tokenizer
 from verl_memopt.recipes.rlt.student_rows import TokenBytes
 
 TOKENIZER = build_tokenizer()

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from verl_memopt.models.tiny import TinyShape, make_tiny_model
+from verl_memopt.model.tiny import TinyShape, make_tiny_model
 from verl_memopt.recipes.rlt.lessons import Lesson, RltWarmUp, lesson_loss, warm_up_on_lessons
 
 

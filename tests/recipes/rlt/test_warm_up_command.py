@@ -6,11 +6,11 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
+from verl_memopt.cli import sft, train
 from verl_memopt.config.loader import load_settings, settings_from_mapping
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.lessons import Lesson, lesson_loss, teacher_rows
-from verl_memopt.trainer.run import sft, train
 
 AR = "actor_rollout_ref"
 

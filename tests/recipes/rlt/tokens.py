@@ -4,7 +4,7 @@ from tokenizers import AddedToken, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from verl_memopt.models.tokenizer import CHAT_TEMPLATE, SPECIALS, TURN_END
+from verl_memopt.model.tiny import CHAT_TEMPLATE, SPECIALS, TURN_END
 
 CHARACTER_OF = bytes_to_unicode()
 

@@ -19,11 +19,9 @@ from typing import Any
 from jinja2 import TemplateError
 
 from verl_memopt.config import schema
-from verl_memopt.data.dataset import PromptRow, chosen_rows
-from verl_memopt.data.encoder import overlong, tokenize
-from verl_memopt.data.files import READERS, RawRow, read_rows
+from verl_memopt.data.dataset import READERS, PromptRow, RawRow, chosen_rows, read_rows
+from verl_memopt.data.encoder import Spans, overlong, special_tokens_of, tokenize
 from verl_memopt.data.responses import end_of_turn
-from verl_memopt.data.special_tokens import Spans, special_tokens_of
 from verl_memopt.errors import DataError
 
 

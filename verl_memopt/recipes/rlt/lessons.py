@@ -31,10 +31,9 @@ from verl_memopt.config import schema
 from verl_memopt.data.dataset import PromptRow
 from verl_memopt.data.encoder import tokenize
 from verl_memopt.data.responses import with_responses
-from verl_memopt.data.toy import SHAPE, ToyRecipe, question, split_problems
-from verl_memopt.data.warm_up import Problem, descend, load_model
+from verl_memopt.data.toy import SHAPE, Problem, ToyRecipe, descend, load_model, question, split_problems
 from verl_memopt.errors import DataError
-from verl_memopt.models.tiny import make_tiny_model
+from verl_memopt.model.tiny import make_tiny_model
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts, RltRecord
 
 

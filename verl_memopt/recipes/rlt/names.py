@@ -8,14 +8,13 @@ from __future__ import annotations
 from dataclasses import fields
 from typing import Any
 
-from verl_memopt.config.refusals import ANY, Refusal
-from verl_memopt.config.trl import RecipeNames
-from verl_memopt.config.trl_spellings import Spelling
-from verl_memopt.config.trl_values import (
+from verl_memopt.config.trl_names import (
     MINI_BATCH,
     PROMPTS,
     SAMPLES,
     NotConvertibleError,
+    RecipeNames,
+    Spelling,
     TrlSettings,
     Values,
     copied,
@@ -23,6 +22,7 @@ from verl_memopt.config.trl_values import (
     unless_none,
     words,
 )
+from verl_memopt.config.unused_keys import ANY, Refusal
 from verl_memopt.recipes.rlt.settings import RltReward
 
 _AR = "actor_rollout_ref"
@@ -119,4 +119,4 @@ PER_FORWARD: dict[str, Refusal] = {
 """Names of TRL that say nothing more where ``train_batch_size`` gives the batch."""
 
 NAMES = RecipeNames(RLT_SPELLINGS, RLT_NO_EQUAL, {BATCH: PER_FORWARD})
-"""All names of this file, for :mod:`verl_memopt.config.trl`."""
+"""All names of this file, for :mod:`verl_memopt.config.trl_names`."""

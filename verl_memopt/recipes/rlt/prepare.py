@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from verl_memopt.data.dataset import RawRow, read_rows
 from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.files import RawRow, read_rows
 from verl_memopt.errors import DataError
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts, RltRecord, hub_rows, read_records
 

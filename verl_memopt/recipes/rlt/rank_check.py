@@ -13,7 +13,7 @@ from dataclasses import dataclass
 
 from torch import Tensor
 
-from verl_memopt.data.ragged import token_index
+from verl_memopt.data.batch import token_index
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import StudentLogProbs

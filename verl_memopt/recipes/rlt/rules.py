@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterator, Sequence
 from verl_memopt.algorithms.records import WITH_GREEDY_RESPONSES
 from verl_memopt.config.reward_rules import ENABLE, MANAGER, RESIDENCY, RLT
 from verl_memopt.config.schema import Settings
-from verl_memopt.knobs.knob import Refusal
-from verl_memopt.knobs.values import KL, needs_reference
+from verl_memopt.memory.knob import Refusal
+from verl_memopt.memory.ranges import KL, needs_reference
 from verl_memopt.recipes.rlt.settings import RltReward
 
 _AR, _MODEL, _RLT = "actor_rollout_ref", "reward_model.model", "reward_model.rlt"

@@ -18,32 +18,26 @@ import yaml
 from verl_memopt.config.keys import field_types
 from verl_memopt.config.loader import settings_from_mapping
 from verl_memopt.config.schema import Actor, Fsdp, Model, ScoringModel
-from verl_memopt.data.batch import RolloutBatch
-from verl_memopt.data.files import RawRow, read_rows
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.distributed.device import local_device, resolve_device
-from verl_memopt.distributed.process_group import join_process_group, leave_process_group, training_mesh
+from verl_memopt.data.batch import Ragged, RolloutBatch
+from verl_memopt.data.dataset import RawRow, read_rows
+from verl_memopt.distributed.device import join_process_group, leave_process_group, local_device, resolve_device, training_mesh
 from verl_memopt.errors import ConfigError, DataError
-from verl_memopt.knobs.precision import Precision
-from verl_memopt.models.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
-from verl_memopt.models.packing_check import check_packing
-from verl_memopt.models.policy_model import PolicyModel, dtype_of
-from verl_memopt.models.trial_build import check_architecture
+from verl_memopt.memory.precision import Precision
+from verl_memopt.model.assembly import build_policy, materialize
+from verl_memopt.model.folder import check_vocabulary, end_tokens, load_tokenizer, resolve_folder
+from verl_memopt.model.packing_check import check_architecture, check_packing
+from verl_memopt.model.policy_model import PolicyModel, dtype_of
 from verl_memopt.observe.files import json_line, replace_text
-from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
-from verl_memopt.observe.timing import PhaseClock
+from verl_memopt.observe.phase import MemoryProbe, PhaseClock, PhaseMemory
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltPrompts
 from verl_memopt.recipes.rlt.scorer import Explained, RltScored, RltScorer
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student import Student, StudentPlan, check_same_tokenizer
 from verl_memopt.recipes.rlt.student_rows import NAMES, SKIPPED, StudentEncoder
-from verl_memopt.trainer.passes import Budget
-from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.workers.build_policy import build_policy, materialize
-from verl_memopt.workers.group import Placement
-from verl_memopt.workers.local_group import LocalGroup
-from verl_memopt.workers.log_probs import LogProbs, compute_log_probs
-from verl_memopt.workers.worker import Reply
+from verl_memopt.trainer.micro_batching import Budget
+from verl_memopt.worker.group import LocalGroup, Placement, TimedGroup
+from verl_memopt.worker.policy import LogProbs, compute_log_probs
+from verl_memopt.worker.worker import Reply
 
 Result = TypeVar("Result")
 TIMEOUT_SECONDS = 600
@@ -99,13 +93,13 @@ class ScoringWorker:
         return self._init
 
     def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
-        """Run one method as a phase. As :meth:`verl_memopt.workers.worker.Worker.call`."""
+        """Run one method as a phase. As :meth:`verl_memopt.worker.worker.Worker.call`."""
         with self.probe.phase(phase, track) as report:
             value = getattr(self, method)(*args)
         return Reply(value, report())
 
     def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
-        """Return what a method of the student returns. As :meth:`verl_memopt.workers.worker.Worker.of_role`."""
+        """Return what a method of the student returns. As :meth:`verl_memopt.worker.worker.Worker.of_role`."""
         return method(self.student, *args)
 
     def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:

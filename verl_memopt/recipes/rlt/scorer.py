@@ -15,15 +15,13 @@ from torch import Tensor
 
 from verl_memopt.algorithms.records import SFT
 from verl_memopt.config.schema import Settings
-from verl_memopt.data.batch import scatter_tokens, shares_prompts
+from verl_memopt.data.batch import Ragged, scatter_tokens, shares_prompts
 from verl_memopt.data.dataset import PromptRows
 from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.memory.batching.learned_budget import LearnedBudget
-from verl_memopt.memory.batching.row_tokens import RowTokens
-from verl_memopt.memory.batching.token_budget import split_to_count
-from verl_memopt.models.folder import TOKENIZER_FILES, read_tokenizer
-from verl_memopt.models.reward_folder import REWARD_KEY
+from verl_memopt.memory.adaptive_budget import LearnedBudget
+from verl_memopt.memory.token_packing import RowTokens, split_to_count
+from verl_memopt.model.folder import TOKENIZER_FILES, read_tokenizer
+from verl_memopt.model.reward_folder import REWARD_KEY
 from verl_memopt.recipes.rlt.dataset import FORMATS, RltDataset, RltPrompts
 from verl_memopt.recipes.rlt.formula import RltScores, rlt_scores
 from verl_memopt.recipes.rlt.lessons import teacher_rows
@@ -43,14 +41,14 @@ from verl_memopt.recipes.rlt.student import (
     teacher_batch,
 )
 from verl_memopt.recipes.rlt.student_rows import SKIPPED, THINK, StudentEncoder, StudentRows, needs_teacher_pass, reused_log_probs
-from verl_memopt.rewards.rows import RewardResult
-from verl_memopt.trainer.environment import Environment
-from verl_memopt.trainer.generation import Answers
-from verl_memopt.trainer.passes import Budget, budgets, cut_ranks, uneven_shares
-from verl_memopt.trainer.rewarder import Computed, Scored
-from verl_memopt.trainer.timed_group import TimedGroup
-from verl_memopt.workers.log_probs import scoring_temperature
-from verl_memopt.workers.worker import Worker
+from verl_memopt.rewards.score import RewardResult
+from verl_memopt.run.environment import Environment
+from verl_memopt.trainer.micro_batching import Budget, budgets, cut_ranks, uneven_shares
+from verl_memopt.trainer.rollouts import Answers
+from verl_memopt.trainer.scoring import Computed, Scored
+from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.policy import scoring_temperature
+from verl_memopt.worker.worker import Worker
 
 StudentPass = Callable[[Student, StudentRows, Sequence[Sequence[int]], float], StudentReply]
 """A method of the student that computes log-probs of rows, cut into micro-batches, at a temperature."""
@@ -394,7 +392,7 @@ def build_rlt_scorer(settings: Settings, tokenizer: Any, encoder: StudentEncoder
 
 @dataclass(frozen=True)
 class PreparedRlt:
-    """RLT's part of one run: a :class:`verl_memopt.trainer.rewarder.PreparedRecipe`.
+    """RLT's part of one run: a :class:`verl_memopt.trainer.scoring.PreparedRecipe`.
 
     Attributes:
         settings: Settings of the run.
@@ -414,7 +412,7 @@ class PreparedRlt:
 
 
 class RltHooks:
-    """What RLT brings to training: a :class:`verl_memopt.trainer.rewarder.RecipeHooks`."""
+    """What RLT brings to training: a :class:`verl_memopt.trainer.scoring.RecipeHooks`."""
 
     def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
         """Return the teacher's prompts of the training rows and of the held-out rows; for a warm-up with its lessons."""

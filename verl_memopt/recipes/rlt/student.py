@@ -22,27 +22,25 @@ import torch
 from torch import Tensor
 
 from verl_memopt.config.schema import Actor, Model, ScoringModel
-from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.data.batch import Ragged, RolloutBatch, scatter_tokens, token_index
 from verl_memopt.data.encoder import TOKENIZER_PARTS, tokenizer_digests
-from verl_memopt.data.ragged import Ragged, token_index
 from verl_memopt.errors import ConfigError
-from verl_memopt.memory.batching.row_tokens import RowTokens, pack_groups_under
-from verl_memopt.memory.parameters.lora import adapters_off
-from verl_memopt.memory.parameters.param_offload import ParamHome
-from verl_memopt.memory.parameters.quantized_frozen import exact_weights
-from verl_memopt.memory.parameters.residency import REFERENCE, REWARD_MODEL
-from verl_memopt.models.build import WeightFolder, fill_from_folder, load_model_config, mapped_weights
-from verl_memopt.models.folder import check_vocabulary, resolve_folder
-from verl_memopt.models.pack import Pack
-from verl_memopt.models.policy_model import PolicyModel
-from verl_memopt.models.reward_folder import REWARD_KEY
-from verl_memopt.models.trial_build import check_architecture
-from verl_memopt.ops.prefix_kv import PrefixKV
+from verl_memopt.memory.lora_torch import adapters_off
+from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.quantized_frozen_torch import exact_weights
+from verl_memopt.memory.residency import REFERENCE, REWARD_MODEL
+from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
+from verl_memopt.model.folder import check_vocabulary, resolve_folder
+from verl_memopt.model.packing import Pack
+from verl_memopt.model.packing_check import check_architecture
+from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.prefix_kv import PrefixKV
+from verl_memopt.model.reward_folder import REWARD_KEY
+from verl_memopt.model.weights import WeightFolder, fill_from_folder, load_model_config, mapped_weights
 from verl_memopt.recipes.rlt.settings import RltReward
 from verl_memopt.recipes.rlt.student_rows import BRIDGE, END, PREFIX, SOLUTION, THINK, StudentRows
-from verl_memopt.workers.forward_pass import forward_pass
-from verl_memopt.workers.log_probs import pack_log_probs
-from verl_memopt.workers.roles import FrozenModel, RoleBuilder
+from verl_memopt.worker.policy import forward_pass, pack_log_probs
+from verl_memopt.worker.roles import FrozenModel, RoleBuilder
 
 _WITHOUT_EFFECT = frozenset(
     (
@@ -345,7 +343,7 @@ def logits_in_chunks(model: PolicyModel, tokens: int) -> Iterator[None]:
 
 @dataclass(frozen=True)
 class StudentPlan:
-    """What a worker builds to score explanations: a :class:`verl_memopt.workers.plan.RolePlan`."""
+    """What a worker builds to score explanations: a :class:`verl_memopt.worker.plan.RolePlan`."""
 
     model: ScoringModel
     """Settings of the student's own model."""

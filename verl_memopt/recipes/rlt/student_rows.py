@@ -16,11 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from verl_memopt.data.encoder import tokenize
-from verl_memopt.data.ragged import Ragged
-from verl_memopt.data.special_tokens import Spans
+from verl_memopt.data.batch import Ragged
+from verl_memopt.data.encoder import Spans, tokenize
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.pack import ranges
+from verl_memopt.model.packing import ranges
 from verl_memopt.recipes.rlt.dataset import RltPrompts
 from verl_memopt.recipes.rlt.settings import RltReward
 

@@ -6,7 +6,7 @@ import pytest
 from recipe.rloo.memory_study.arms import EXPANSIONS, FULL, TRUNCATED, Arm
 from recipe.rloo.memory_study.shapes import PUBLISHED, SMALL, make_batch, prompt_text, read_documents
 from verl_memopt.errors import ConfigError
-from verl_memopt.models.tokenizer import build_tokenizer
+from verl_memopt.model.tiny import build_tokenizer
 
 
 @pytest.fixture(scope="module")

@@ -1,0 +1,61 @@
+"""Write ``docs/memory.md`` from the knob files: ``python -m tools.knobs_page > docs/memory.md``."""
+
+from __future__ import annotations
+
+import sys
+
+from verl_memopt.memory.knob import PARTS, Knob, in_yaml, knobs, text_of
+from verl_memopt.memory.list_knobs import MIB, example
+
+HEAD = """# Memory knobs
+
+Written by `python -m tools.knobs_page` from the files of `verl_memopt/memory/`; edit those, not this page.
+`verl-memopt knobs` prints the table, `verl-memopt knobs NAME` one section, and
+`verl-memopt knobs --measure --model FOLDER` measures each knob on a model of yours. With `algorithm.adv_estimator=gae`, keys
+below `critic` turn the same knobs for it, and what a knob refuses for the policy's keys it refuses for the critic's. Has your run
+just run out of memory? Begin with [Out of memory](out_of_memory.md).
+"""
+
+
+def page() -> str:
+    """Return the page's text."""
+    return "\n".join([HEAD, _overview(), *map(section, knobs())])
+
+
+def _overview() -> str:
+    rows = "".join(f"| [{knob.name}](#{knob.name}) | {_saving(knob)} | {knob.cost} |\n" for knob in knobs())
+    return f"| knob | saves in the example | costs |\n|---|---|---|\n{rows}\nThe example: {example().work}.\n"
+
+
+def _saving(knob: Knob) -> str:
+    saved = example().savings.get(knob.name)
+    return "" if saved is None else f"{saved.num_bytes / MIB:,.0f} MiB of {saved.kind}"
+
+
+def section(knob: Knob) -> str:
+    """Return the section of one knob as Markdown."""
+    text = text_of(knob.name)
+    keys = "".join(f"| `{key}` | {_default(knob, key)} |\n" for key in knob.keys)
+    keys += "".join(f"| `{name}` | |\n" for name in knob.besides)
+    parts = "".join(f"- **{part}:** {text[part]}{_measured(knob) if part == 'Saves' else ''}\n" for part in PARTS)
+    refuses = "".join(f"- **Refuses** {_keys(refusal.keys)}: {refusal.because}.\n" for refusal in knob.refuses)
+    return f"## {knob.name}\n\n{text['']}\n\n| key or variable | default |\n|---|---|\n{keys}\n{parts}{refuses}"
+
+
+def _keys(keys: tuple[str, ...]) -> str:
+    return " with ".join(f"`{key}`" for key in keys)
+
+
+def _default(knob: Knob, key: str) -> str:
+    return f"`{in_yaml(knob.defaults()[key])}`" if key in knob.defaults() else ""
+
+
+def _measured(knob: Knob) -> str:
+    saved = example().savings.get(knob.name)
+    if saved is None:
+        return ""
+    return f" In the example: {saved.num_bytes / MIB:,.0f} MiB of {saved.kind} in `{saved.phase}`."
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,59 @@
+"""Which settings a piece of code reads, so that a test can hold that no key is without a reader."""
+
+from __future__ import annotations
+
+import dataclasses
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager
+from typing import Any
+
+from verl_memopt.config.keys import leaf_keys
+from verl_memopt.memory.knob import KNOBS
+
+__all__ = ["leaf_keys", "record_reads"]
+
+_SILENT_CALLERS = {
+    *("dataclasses", "verl_memopt.config.schema", "verl_memopt.config.role_settings"),
+    *(f"verl_memopt.memory.{name}" for name in (*KNOBS, "knob", "critic_rules", "formulas", "ranges")),
+}
+"""Modules whose reads are no use of a value: ``dataclasses.replace``, and those that declare settings."""
+
+
+@contextmanager
+def record_reads(settings: Any) -> Iterator[set[str]]:
+    """Yield a set that gains the dotted key of each leaf read from ``settings`` in this process while active.
+
+    Sections are told apart by identity, so an equal section under another key is not confused with the one read; one
+    object placed under two keys is an AssertionError. Copies (``dataclasses.replace``, pickling) are not followed.
+    """
+    sections = dict(_sections(settings, ""))
+    prefixes = {id(section): prefix for prefix, section in sections.items()}
+    assert len(prefixes) == len(sections), "one section object stands under two keys"
+    read_keys: set[str] = set()
+    with ExitStack() as undo:
+        for kind in {type(section) for section in sections.values()}:
+            setattr(kind, "__getattribute__", _recording(prefixes, read_keys))  # noqa: B010 - on the class, for a while
+            undo.callback(delattr, kind, "__getattribute__")
+        yield read_keys
+
+
+def _recording(prefixes: dict[int, str], read_keys: set[str]) -> Callable[[Any, str], Any]:
+    def read(self: Any, name: str) -> Any:
+        value = object.__getattribute__(self, name)
+        prefix = prefixes.get(id(self))
+        caller = sys._getframe(1)
+        # The generated ``==`` and ``repr`` of a dataclass, wherever it is declared, come from no file.
+        silent = caller.f_code.co_filename == "<string>" or caller.f_globals["__name__"] in _SILENT_CALLERS
+        if prefix is not None and not silent and not name.startswith("_") and not dataclasses.is_dataclass(value):
+            read_keys.add(prefix + name)
+        return value
+
+    return read
+
+
+def _sections(section: Any, prefix: str) -> Iterator[tuple[str, Any]]:
+    yield prefix, section
+    for name, value in vars(section).items():
+        if dataclasses.is_dataclass(value):
+            yield from _sections(value, f"{prefix}{name}.")

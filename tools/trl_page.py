@@ -1,0 +1,128 @@
+"""The migration page for users of TRL, written from the tables of names.
+
+``python -m tools.trl_page > docs/from_trl.md`` writes it.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from tools.settings_page import table
+from verl_memopt.config.keys import flatten, shown, value_at
+from verl_memopt.config.loader import compose_mapping
+from verl_memopt.config.schema import Settings
+from verl_memopt.config.trl_names import GRPO, NO_EQUAL, RLOO, SPELLINGS, Spelling
+
+_AR = "actor_rollout_ref"
+
+_HEAD = """# From TRL
+
+Written by `python -m tools.trl_page` from `verl_memopt/config/trl_names.py`; edit that, not this page.
+
+Give the names of TRL's `RLOOConfig` and `GRPOConfig` as they are, without a section, to any recipe of RLOO or GRPO:
+
+```bash
+.venv/bin/verl-memopt train --config-dir recipe/rloo --config-name gsm8k \\
+    data.train_files=train.parquet data.val_files=null actor_rollout_ref.model.path=Qwen/Qwen3-0.6B \\
+    num_generations=8 max_completion_length=256 beta=0.05 epsilon=0.2 learning_rate=1e-6 max_steps=500
+```
+
+Three things can happen to a name:
+
+- It is read as one of our keys, with one notice: `num_generations=8 is TRL's spelling, read as actor_rollout_ref.rollout.n=8`.
+  The value is converted where TRL counts something else.
+- It asks for nothing here and passes with one warning: `disable_dropout=true does nothing here: ...`.
+- It has no equal and is refused, with what to use instead.
+
+A name wins over what a recipe sets. Beside our own key on the same command line it is refused, and so is an old name beside the
+new one, even if the values agree. The names are read where `algorithm.adv_estimator` is `rloo` or `grpo`. With any other
+estimator they are unknown keys. In a YAML file of your own they stand at the top level.
+"""
+
+_COUNTS = """## What is counted
+
+TRL counts responses and optimizer steps, we count prompts and rollouts. Let `W` be the number of devices, `p` =
+`per_device_train_batch_size`, `a` = `gradient_accumulation_steps`, `n` = `num_generations`, `i` = `num_iterations`, and `s` =
+`steps_per_generation`: `a` where it is not given, and `a x num_mini_batches` in the older trainer.
+
+| TRL | here |
+| --- | --- |
+| a rollout has `p x W x s` responses | `data.train_batch_size = p x W x s / n` prompts, with `n` responses each |
+| a pass over it takes `s / a` optimizer steps | `actor_rollout_ref.actor.ppo_mini_batch_size = data.train_batch_size x a / s` |
+| `max_steps` optimizer steps | `trainer.total_training_steps = max_steps x a / (s x i)`, rounded up |
+| `total_episodes` responses | `trainer.total_training_steps = total_episodes / (data.train_batch_size x n)`, rounded up |
+| `save_steps`, `eval_steps` | divided in the same way; a number that leaves a rest is refused |
+
+`p` says nothing about memory here: a forward takes as many rows as fit
+`actor_rollout_ref.actor.ppo_max_token_len_per_gpu` tokens.
+"""
+
+_DEFAULTS = """## Defaults that differ
+
+A name that is not given has our default, or the recipe's. Give it to get what TRL does without being told. The newer trainer is
+`RLOOConfig` of TRL 1.16, the older one that of TRL 0.20.
+"""
+
+TRL_DEFAULTS: tuple[tuple[str, str, str, str], ...] = (
+    ("num_generations", f"{_AR}.rollout.n", "2", "2"),
+    ("beta", "algorithm.use_kl_in_reward", "0.05", "0.05"),
+    ("temperature", f"{_AR}.rollout.temperature", "1.0", "0.7"),
+    ("num_iterations", f"{_AR}.actor.ppo_epochs", "1", "4"),
+    ("max_completion_length", "data.max_response_length", "256", "53"),
+    ("learning_rate", f"{_AR}.actor.optim.lr", "1e-06", "5e-05"),
+    ("lr_scheduler_type", f"{_AR}.actor.optim.lr_scheduler_type", "linear", "linear"),
+    ("weight_decay", f"{_AR}.actor.optim.weight_decay", "0.0", "0.0"),
+)
+"""Name of TRL, our key, and the default in the newer and in the older RLOO trainer."""
+
+_READ = """## Names that are read
+
+The newest name comes first, then the older ones.
+"""
+
+_NO_EQUAL = """## Names without an equal
+
+A value in the second column passes with one warning. Any other value is refused. `null` always passes.
+"""
+
+
+def page() -> str:
+    """Return the whole page as Markdown text."""
+    parts = [_HEAD, _COUNTS, _READ, _readable(), _NO_EQUAL, _without_equal(), _DEFAULTS, _defaults()]
+    return "\n".join(part.rstrip("\n") + "\n" for part in parts)
+
+
+def _readable() -> str:
+    return table(("TRL", "here", "what is not the same"), [_row(spelling) for spelling in SPELLINGS])
+
+
+def _row(spelling: Spelling) -> tuple[str, str, str]:
+    only = "RLOO only" if spelling.estimators == RLOO else "GRPO only" if spelling.estimators == GRPO else ""
+    notes = [note for note in (only, spelling.note) if note]
+    return _code(spelling.names), _code(spelling.keys), ": ".join(notes)
+
+
+def _without_equal() -> str:
+    rows = []
+    for name, refusal in NO_EQUAL.items():
+        passes = "any" if refusal.inert is None else ", ".join(f"`{shown(value)}`" for value in refusal.inert)
+        rows.append((f"`{name}`", passes, f"{refusal.reason}."))
+    return table(("TRL", "passes", "why, and what to do"), rows)
+
+
+def _defaults() -> str:
+    recipe = flatten(compose_mapping("rloo_trainer", []))
+    rows = []
+    for name, key, newer, older in TRL_DEFAULTS:
+        ours = shown(recipe.get(key, value_at(Settings(), key)))
+        rows.append((f"`{name}`", newer, older, f"`{key}={ours}`"))
+    return table(("TRL", "newer trainer", "older trainer", "here, in `rloo_trainer`"), rows)
+
+
+def _code(words: Sequence[str]) -> str:
+    return ", ".join(f"`{word}`" for word in words)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(page())

@@ -1,0 +1,558 @@
+"""Settings under TRL's names and a recipe's: each is read as our key, with one notice. Two spellings are a problem."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Callable, Mapping, Set
+from dataclasses import dataclass
+from typing import Any
+
+from verl_memopt.config.aliases import VALUES, our_key
+from verl_memopt.config.keys import Problem, flatten, problem, shown, value_at
+from verl_memopt.config.schema import Settings
+from verl_memopt.config.unused_keys import ANY, EITHER, Refusal, refuse
+from verl_memopt.recipes.registry import RECIPES
+
+logger = logging.getLogger(__name__)
+
+MANAGER = "reward_model.reward_manager"
+"""Its value chooses a recipe."""
+
+
+@dataclass(frozen=True)
+class Written:
+    """The keys that a user wrote, by place. What stands in a recipe's other files is a default, and gives way."""
+
+    command_line: Set[str]
+    file: Set[str] = frozenset()
+    """Keys of the config file itself."""
+
+    def beside(self, name: str) -> set[str]:
+        """Return our names of the keys that compete with a name of TRL.
+
+        On the command line those are the other keys there. In a file they are those of the file too.
+        """
+        competitors = self.command_line if name in self.command_line else self.command_line | self.file
+        return set(map(our_key, competitors))
+
+
+@dataclass(frozen=True)
+class RecipeNames:
+    """The names of a recipe's published settings.
+
+    Attributes:
+        spellings: In the order in which they are read, before TRL's own.
+        no_equal: Names without an equal here, and why.
+        replaced: A name of the recipe -> the names of TRL that say nothing more beside it.
+    """
+
+    spellings: tuple[Spelling, ...]
+    no_equal: Mapping[str, Refusal]
+    replaced: Mapping[str, Mapping[str, Refusal]]
+
+
+@dataclass(frozen=True)
+class Table:
+    """The names that a run reads, in the order in which they are read.
+
+    Attributes:
+        spellings: How each is read.
+        no_equal: Names without an equal here, and why.
+        names: All names.
+        title: What notices call the recipe whose names come first.
+        own: How many of the spellings are the recipe's.
+    """
+
+    spellings: tuple[Spelling, ...]
+    no_equal: Mapping[str, Refusal]
+    names: Set[str]
+    title: str = "TRL"
+    own: int = 0
+
+    @classmethod
+    def of(cls, flat: Mapping[str, Any]) -> Table:
+        """Return TRL's names, and before them those of the recipe that scores.
+
+        Args:
+            flat: Dotted key -> value, of all that is set.
+        """
+        recipe = RECIPES.get(str(effective(MANAGER, flat)))
+        if recipe is None:
+            return cls(SPELLINGS, NO_EQUAL, NAMES)
+        ours, no_equal = recipe.names(), dict(NO_EQUAL)
+        no_equal |= ours.no_equal
+        for name, others in ours.replaced.items():
+            no_equal |= others if name in flat else {}
+        own = tuple(row for row in ours.spellings if no_equal.keys().isdisjoint(row.names))
+        spellings = (*own, *(row for row in SPELLINGS if no_equal.keys().isdisjoint(row.names)))
+        names = frozenset(name for row in spellings for name in row.names) | no_equal.keys()
+        return cls(spellings, no_equal, names, recipe.title, len(own))
+
+    def whose(self, spelling: Spelling) -> str:
+        """Return whose name a spelling is."""
+        return self.title if spelling in self.spellings[: self.own] else "TRL"
+
+
+def translate_trl(tree: Mapping[str, Any], written: Written | None = None) -> tuple[Mapping[str, Any], list[Problem]]:
+    """Return settings with our keys in the place of TRL's names, and what is wrong with those names.
+
+    A name of TRL stands alone, outside of all sections. It is read where the estimator is one of :data:`ESTIMATORS`; with any
+    other the tree is returned as it is. In a run of a recipe the names of its published settings are read too.
+
+    Args:
+        tree: Settings, nested or with dotted keys.
+        written: The keys that the user wrote; None = all keys of the tree.
+    """
+    flat = flatten(tree, our_key)
+    table = Table.of(flat)
+    trl = {name: value for name, value in flat.items() if name in table.names}
+    name_of_estimator = effective(ESTIMATOR, flat)
+    estimator = VALUES[ESTIMATOR].get(name_of_estimator, name_of_estimator) if isinstance(name_of_estimator, str) else None
+    if not trl or estimator not in ESTIMATORS:
+        return tree, []
+    values = {key: value for key, value in flat.items() if key not in trl}
+    written = written or Written(frozenset(flat))
+    problems = [each for name in trl if name in table.no_equal for each in refuse(name, trl[name], table.no_equal[name])]
+    readable, unreadable = _readable(trl, estimator, table)
+    for name, spelling in readable:
+        competitors = [key for key in spelling.keys if key in written.beside(name)]
+        if competitors:
+            both = {name: trl[name]} | {key: flat.get(key, "...") for key in competitors}
+            problems.append(problem(both, "two spellings of one setting", f"Keep {competitors[0]}."))
+            continue
+        try:
+            ours = spelling.convert(name, trl, values)
+        except NotConvertibleError as error:
+            address = {each: trl[each] for each in error.names or (name,)}
+            problems.append(problem(address, error.what, error.way_out))
+            continue
+        _notice(name, trl[name], ours, spelling, table.whose(spelling))
+        values |= ours
+    return values, problems + unreadable
+
+
+def _readable(trl: Mapping[str, Any], estimator: str, table: Table) -> tuple[list[tuple[str, Spelling]], list[Problem]]:
+    """Return the names that can be read with their rows, in the order of the table, and what is wrong with the others."""
+    problems: list[Problem] = []
+    twice: set[str] = set()
+    for names in ONE_SETTING:
+        both = {name: trl[name] for name in names if name in trl and name not in table.no_equal}
+        if len(both) > 1 and twice.isdisjoint(both):
+            twice |= both.keys()
+            problems.append(problem(both, "two spellings of one setting", "Keep one."))
+    readable = {name: spelling for spelling in table.spellings if estimator in spelling.estimators for name in spelling.names}
+    for name in sorted(trl.keys() - readable.keys() - table.no_equal.keys()):
+        problems.append(problem({name: trl[name]}, f"{estimator} has no such setting", "Remove it."))
+    return [(name, spelling) for name, spelling in readable.items() if name in trl and name not in twice], problems
+
+
+def _notice(name: str, value: Any, ours: Mapping[str, Any], spelling: Spelling, whose: str) -> None:
+    meaning = ", ".join(f"{key}={shown(each)}" for key, each in ours.items())
+    note = f" ({spelling.note})" if spelling.note else ""
+    logger.warning("%s=%s is %s's spelling, read as %s%s", name, shown(value), whose, meaning or "nothing", note)
+
+
+# What values of TRL mean in our keys, where they are in another unit or follow from several settings.
+#
+# TRL counts responses and optimizer steps where verl counts prompts and rollouts. With W devices, p =
+# per_device_train_batch_size, a = gradient_accumulation_steps, s = steps_per_generation (TRL's default: a) and n =
+# num_generations, a rollout of TRL has p W s responses to p W s / n prompts, and one pass over them takes s / a optimizer steps.
+# In the older RLOO trainer s = a x num_mini_batches. Source: ``GRPOConfig`` and ``RLOOConfig`` of TRL 1.16, ``RLOOTrainer`` of
+# TRL 0.20.
+
+
+_AR = "actor_rollout_ref"
+SAMPLES, EPOCHS = f"{_AR}.rollout.n", f"{_AR}.actor.ppo_epochs"
+PROMPTS, MINI_BATCH = "data.train_batch_size", f"{_AR}.actor.ppo_mini_batch_size"
+STEPS, TOTAL_EPOCHS = "trainer.total_training_steps", "trainer.total_epochs"
+KL_IN_REWARD, KL_COEF = "algorithm.use_kl_in_reward", "algorithm.kl_ctrl.kl_coef"
+SYNC_EVERY, SYNC_ALPHA = f"{_AR}.ref.sync_every_steps", f"{_AR}.ref.sync_mixup_alpha"
+KL_IN_LOSS, KL_LOSS_COEF = f"{_AR}.actor.use_kl_loss", f"{_AR}.actor.kl_loss_coef"
+ESTIMATOR, BETAS = "algorithm.adv_estimator", f"{_AR}.actor.optim.betas"
+BATCH_NAMES = (
+    "per_device_train_batch_size", "gradient_accumulation_steps", "generation_batch_size", "steps_per_generation",
+    "num_mini_batches",
+)  # fmt: skip
+"""Names of TRL that together decide how many responses a rollout has, and how many an optimizer step."""
+
+TrlSettings = Mapping[str, Any]
+"""Name of TRL -> value, of all names that the user wrote."""
+Values = Mapping[str, Any]
+"""Our key -> value, of what is set so far."""
+Convert = Callable[[str, TrlSettings, Values], dict[str, Any]]
+"""Return our keys and values for one name of TRL, from the name, all names of TRL and our values so far."""
+
+
+class NotConvertibleError(Exception):
+    """A value of TRL has no equal here.
+
+    Args:
+        what: Why, as a sentence without a full stop.
+        way_out: What to set instead.
+        names: The names of TRL that it is about; () = the one that is being read.
+    """
+
+    def __init__(self, what: str, way_out: str, names: tuple[str, ...] = ()) -> None:
+        """Keep the sentences."""
+        super().__init__(what)
+        self.what, self.way_out, self.names = what, way_out, names
+
+
+def effective(key: str, values: Values) -> Any:
+    """Return the value of one of our keys: the one that is set, else its default."""
+    return values.get(key, value_at(Settings(), key))
+
+
+def copied(*keys: str) -> Convert:
+    """Return the conversion that gives our keys the value as it is."""
+    return lambda name, trl, values: dict.fromkeys(keys, trl[name])
+
+
+def words(key: str, meanings: Mapping[str, Any]) -> Convert:
+    """Return the conversion of a value that is one of a few.
+
+    Args:
+        key: Our key.
+        meanings: Value of TRL, in lower case -> our value.
+    """
+
+    def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+        word = str(trl[name]).lower()
+        if word not in meanings:
+            raise NotConvertibleError("this value has no equal", f"Set {key}.")
+        return {key: meanings[word]}
+
+    return convert
+
+
+def off_at_zero(key: str, off: Any) -> Convert:
+    """Return the conversion of a number that TRL switches off with 0 or null, and we with another value."""
+    return lambda name, trl, values: {key: off if trl[name] in (None, 0) else trl[name]}
+
+
+def unless_none(*keys: str) -> Convert:
+    """Return the conversion that copies a value, and takes null as a name that is not written."""
+    return lambda name, trl, values: {} if trl[name] is None else dict.fromkeys(keys, trl[name])
+
+
+def kl(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the KL that TRL's coefficient asks for: in the reward for RLOO, in the loss for GRPO. 0 asks for no reference."""
+    value = trl[name]
+    in_loss = str(effective(ESTIMATOR, values)).startswith("grpo")
+    switch, coefficient = (KL_IN_LOSS, KL_LOSS_COEF) if in_loss else (KL_IN_REWARD, KL_COEF)
+    return {switch: False} if value in (0, None) else {switch: True, coefficient: value}
+
+
+def batch(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return prompts per rollout and per optimizer step, from all names of TRL that decide them.
+
+    Raises:
+        NotConvertibleError: They do not divide into groups.
+    """
+    names = tuple(each for each in BATCH_NAMES if trl.get(each) is not None)
+    numbers = {each: _count(each, trl) for each in names}
+    devices = math.prod(_number(key, values) for key in ("trainer.nnodes", "trainer.n_gpus_per_node"))
+    samples = _number(SAMPLES, values)
+    per_device, accumulated = numbers.get("per_device_train_batch_size"), numbers.get("gradient_accumulation_steps", 1)
+    passes = numbers.get("steps_per_generation")
+    if "num_mini_batches" in numbers:
+        passes = accumulated * numbers["num_mini_batches"]
+    responses = numbers.get("generation_batch_size")
+    if responses is not None and passes is not None:
+        raise NotConvertibleError("TRL takes one of the two", f"Keep one, or set {PROMPTS} and {MINI_BATCH}.", names)
+    if per_device is not None:
+        if responses is not None:
+            passes = _divided(responses, per_device * devices, "generation_batch_size is no multiple of a forward's rows", names)
+        passes = accumulated if passes is None else passes
+        responses = per_device * devices * passes
+    if responses is None and passes is None:
+        what = "it says nothing without per_device_train_batch_size: passes of a step are cut by tokens here"
+        raise NotConvertibleError(what, f"Set {MINI_BATCH}, the prompts of an optimizer step.")
+    prompts = _number(PROMPTS, values)
+    if responses is not None:
+        prompts = _divided(responses, samples, f"{responses} responses do not divide into groups of {samples}", names)
+    if passes is None:
+        return {PROMPTS: prompts}
+    what = f"{passes} passes do not divide into optimizer steps of {accumulated}"
+    updates = _divided(passes, accumulated, what, names)
+    what = f"{prompts} prompts do not divide over {updates} optimizer steps, and the responses to a prompt stay together here"
+    mini_batch = _divided(prompts, updates, what, names)
+    return {MINI_BATCH: mini_batch} if responses is None else {PROMPTS: prompts, MINI_BATCH: mini_batch}
+
+
+def _divided(whole: int, part: int, what: str, names: tuple[str, ...]) -> int:
+    if whole % part:
+        raise NotConvertibleError(what, f"Set {PROMPTS} and {MINI_BATCH}, in prompts.", names)
+    return whole // part
+
+
+def _number(key: str, values: Values) -> int:
+    """Return the value of one of our keys, which must be a whole number above 0 for the name of TRL to be converted."""
+    value = effective(key, values)
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise NotConvertibleError(f"{key} is no whole number above 0", f"Correct {key}.")
+    return value
+
+
+def _count(name: str, trl: TrlSettings) -> int:
+    value = trl[name]
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise NotConvertibleError("expected a whole number above 0", "Correct it.", (name,))
+    return value
+
+
+def updates_per_rollout(values: Values) -> int:
+    """Return the optimizer steps of one training step."""
+    prompts, mini_batch, epochs = (_number(key, values) for key in (PROMPTS, MINI_BATCH, EPOCHS))
+    return max(prompts // mini_batch, 1) * epochs
+
+
+def optimizer_steps(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the training steps that take at least so many optimizer steps. TRL's -1 asks for nothing."""
+    if trl[name] in (None, -1):
+        return {}
+    return {STEPS: math.ceil(_count(name, trl) / updates_per_rollout(values))}
+
+
+def episodes(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the training steps that sample at least so many responses."""
+    if trl[name] is None:
+        return {}
+    return {STEPS: math.ceil(_count(name, trl) / (_number(PROMPTS, values) * _number(SAMPLES, values)))}
+
+
+def passes_over_data(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the epochs of the run. A number of steps in TRL's names wins, one of a recipe does not."""
+    value = trl[name]
+    if isinstance(value, float) and value.is_integer():
+        value = int(value)
+    epochs = _count(name, {name: value})
+    has_steps = trl.get("max_steps") not in (None, -1) or trl.get("total_episodes") is not None
+    return {TOTAL_EPOCHS: epochs} if has_steps else {TOTAL_EPOCHS: epochs, STEPS: None}
+
+
+def every(key: str) -> Convert:
+    """Return the conversion of a distance in optimizer steps to one in training steps."""
+
+    def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+        updates, steps = updates_per_rollout(values), _count(name, trl)
+        if steps % updates:
+            what = f"a training step takes {updates} optimizer steps, and this is no multiple of them"
+            raise NotConvertibleError(what, f"Set {key}, in training steps.")
+        return {key: steps // updates}
+
+    return convert
+
+
+def beta(place: int) -> Convert:
+    """Return the conversion of one of Adam's two decays."""
+
+    def convert(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+        present = effective(BETAS, values)
+        betas = list(present) if isinstance(present, list | tuple) and len(present) == 2 else [None, None]
+        betas[place] = trl[name]
+        return {BETAS: betas}
+
+    return convert
+
+
+def loggers(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the loggers: console and JSON lines, which TRL always has in its own way, and those that TRL names."""
+    value = trl[name]
+    asked_for = value if isinstance(value, list | tuple) else [value]
+    others = [each for each in asked_for if each not in ("none", None)]
+    if any(each not in ("tensorboard", "wandb") for each in others):
+        raise NotConvertibleError("this logger has no equal", "Set trainer.logger: console, jsonl, tensorboard or wandb.")
+    return {"trainer.logger": ["console", "jsonl", *others]}
+
+
+def reward_model(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return the reward model of a path."""
+    return {"reward_model.enable": True, "reward_model.model.path": trl[name]}
+
+
+REF_STEPS, REF_ALPHA = 512, 0.6
+"""TRL's defaults of ``ref_model_sync_steps`` and ``ref_model_mixup_alpha``."""
+
+
+def reference_sync(name: str, trl: TrlSettings, values: Values) -> dict[str, Any]:
+    """Return how the reference follows the policy, from the three names of TRL. Without ``sync_ref_model`` it does not."""
+    if not trl.get("sync_ref_model"):
+        return {SYNC_EVERY: None} if name == "sync_ref_model" else {}
+    steps = {"ref_model_sync_steps": trl.get("ref_model_sync_steps") or REF_STEPS}
+    alpha = trl.get("ref_model_mixup_alpha")
+    try:
+        return every(SYNC_EVERY)("ref_model_sync_steps", steps, values) | {SYNC_ALPHA: REF_ALPHA if alpha is None else alpha}
+    except NotConvertibleError as error:
+        raise NotConvertibleError(f"{steps['ref_model_sync_steps']} optimizer steps: {error.what}", error.way_out) from error
+
+
+# The names of TRL's RLOO and GRPO trainers, old and new: which of our keys each sets, and which have no equal here.
+
+
+_ACTOR, _OPTIM, _ROLLOUT = f"{_AR}.actor", f"{_AR}.actor.optim", f"{_AR}.rollout"
+RLOO, GRPO = ("rloo",), ("grpo",)
+ESTIMATORS = (*RLOO, *GRPO)
+"""Values of ``algorithm.adv_estimator`` under which the names are read: the algorithms of ``recipe/rloo``."""
+
+
+@dataclass(frozen=True)
+class Spelling:
+    """One setting of TRL."""
+
+    names: tuple[str, ...]
+    """Its names, the newest first. Two of them at once are refused."""
+    keys: tuple[str, ...]
+    """The keys of ours that it can set. One of them beside it is refused."""
+    convert: Convert
+    """Return keys and values of ours."""
+    note: str = ""
+    """What is not the same, as a sentence without a full stop."""
+    estimators: tuple[str, ...] = ESTIMATORS
+    """Estimators under which it means something."""
+
+
+def _same(name: str, key: str, *older: str, note: str = "") -> Spelling:
+    return Spelling((name, *older), (key,), copied(key), note)
+
+
+_NORMALIZE = "algorithm.normalize_advantages"
+_GROUPS = "the samples of a prompt stay together in one optimizer step"
+_BY_STEPS = "TRL counts optimizer steps; a training step here is a rollout with all its optimizer steps"
+
+SPELLINGS: tuple[Spelling, ...] = (
+    _same("num_generations", SAMPLES, "rloo_k"),
+    Spelling(("num_generations_eval",), (f"{_ROLLOUT}.val_kwargs.n",), unless_none(f"{_ROLLOUT}.val_kwargs.n")),
+    _same("num_iterations", EPOCHS, "num_ppo_epochs"),
+    Spelling(
+        ("per_device_train_batch_size",), (PROMPTS, MINI_BATCH), batch,
+        "TRL counts responses of a forward on one device, and derives the batch from them; micro-batches are cut by tokens here "
+        f"({_ACTOR}.ppo_max_token_len_per_gpu)",
+    ),
+    Spelling(("gradient_accumulation_steps",), (MINI_BATCH,), batch, "passes follow from the prompts of an optimizer step"),
+    Spelling(("generation_batch_size",), (PROMPTS,), batch, "TRL counts responses, we count prompts"),
+    Spelling(
+        ("steps_per_generation", "num_mini_batches"), (MINI_BATCH,), batch,
+        f"TRL counts the passes of a rollout, or its mini-batches; we count the prompts of an optimizer step, and {_GROUPS}",
+    ),
+    Spelling(("max_steps",), (STEPS,), optimizer_steps, _BY_STEPS),
+    Spelling(("total_episodes",), (STEPS,), episodes, "TRL counts responses; the last step is a whole one"),
+    Spelling(("num_train_epochs",), (TOTAL_EPOCHS, STEPS), passes_over_data, f"{STEPS} of a recipe no longer counts"),
+    Spelling(("save_steps",), ("trainer.save_freq",), every("trainer.save_freq"), _BY_STEPS),
+    Spelling(("eval_steps",), ("trainer.test_freq",), every("trainer.test_freq"), _BY_STEPS),
+    _same("logging_steps", "trainer.table_every_steps", note="every step is logged; the console prints a table of the last ones"),
+    _same("max_completion_length", "data.max_response_length"),
+    _same(
+        "response_length", "data.max_response_length",
+        note=f"the older trainer generated past the end of a response; set {_ROLLOUT}.ignore_eos=true for that",
+    ),
+    _same(
+        "max_prompt_length", "data.max_prompt_length",
+        note="TRL cuts longer prompts; here data.truncation decides, and error is its default",
+    ),
+    Spelling(("epsilon", "cliprange"), (f"{_ACTOR}.clip_ratio",), copied(f"{_ACTOR}.clip_ratio")),
+    Spelling(("epsilon_high",), (f"{_ACTOR}.clip_ratio_high",), unless_none(f"{_ACTOR}.clip_ratio_high")),
+    Spelling(
+        ("beta", "kl_coef"), (KL_IN_REWARD, KL_COEF), kl,
+        "the KL comes off the reward, with the estimator algorithm.kl_penalty; 0 builds no reference", RLOO,
+    ),
+    Spelling(
+        ("beta",), (KL_IN_LOSS, KL_LOSS_COEF), kl,
+        f"the KL is part of the loss, with the estimator {_ACTOR}.kl_loss_type; 0 builds no reference", GRPO,
+    ),
+    *(
+        Spelling((name,), (SYNC_EVERY, SYNC_ALPHA), reference_sync, note)
+        for name, note in (
+            ("sync_ref_model", f"TRL's defaults apply to the other two names; {_BY_STEPS}"),
+            ("ref_model_sync_steps", f"it counts with sync_ref_model=true; {_BY_STEPS}"),
+            ("ref_model_mixup_alpha", "it counts with sync_ref_model=true"),
+        )
+    ),
+    Spelling(
+        ("normalize_advantages", "normalize_advantage"), (_NORMALIZE,), copied(_NORMALIZE),
+        "over the rows of the whole step", RLOO,
+    ),
+    Spelling(
+        ("normalize_reward",), (_NORMALIZE,), copied(_NORMALIZE),
+        "the older trainer normalised and clamped the scores; here, as in the newer one, the advantages are normalised", RLOO,
+    ),
+    Spelling(
+        ("scale_rewards",), ("algorithm.norm_adv_by_std_in_grpo",),
+        words("algorithm.norm_adv_by_std_in_grpo", {"true": True, "group": True, "false": False, "none": False}),
+        "the deviation is the group's; there is none over the batch", GRPO,
+    ),
+    Spelling(
+        ("loss_type",), (f"{_ACTOR}.loss_agg_mode",),
+        words(
+            f"{_ACTOR}.loss_agg_mode",
+            {"grpo": "seq-mean-token-mean", "dapo": "token-mean", "bnpo": "token-mean", "dr_grpo": "seq-mean-token-sum-norm"},
+        ),
+        "", GRPO,
+    ),
+    Spelling(
+        ("mask_truncated_completions",), ("algorithm.mask_truncated_responses",), copied("algorithm.mask_truncated_responses"),
+    ),
+    _same("temperature", f"{_ROLLOUT}.temperature"),
+    _same("top_p", f"{_ROLLOUT}.top_p"),
+    Spelling(("top_k",), (f"{_ROLLOUT}.top_k",), off_at_zero(f"{_ROLLOUT}.top_k", -1), "-1 is off"),
+    _same("repetition_penalty", f"{_ROLLOUT}.repetition_penalty"),
+    _same("learning_rate", f"{_OPTIM}.lr"),
+    _same("weight_decay", f"{_OPTIM}.weight_decay"),
+    Spelling(("adam_beta1",), (BETAS,), beta(0)),
+    Spelling(("adam_beta2",), (BETAS,), beta(1)),
+    Spelling(("max_grad_norm",), (f"{_OPTIM}.clip_grad",), off_at_zero(f"{_OPTIM}.clip_grad", None), "null is off"),
+    _same("lr_scheduler_type", f"{_OPTIM}.lr_scheduler_type"),
+    _same("warmup_steps", f"{_OPTIM}.lr_warmup_steps"),
+    _same("warmup_ratio", f"{_OPTIM}.lr_warmup_steps_ratio"),
+    _same("gradient_checkpointing", f"{_AR}.model.enable_gradient_checkpointing"),
+    Spelling(("use_vllm",), (f"{_ROLLOUT}.name",), words(f"{_ROLLOUT}.name", {"true": "vllm", "false": "hf"})),
+    _same("vllm_gpu_memory_utilization", f"{_ROLLOUT}.gpu_memory_utilization"),
+    _same("vllm_tensor_parallel_size", f"{_ROLLOUT}.tensor_model_parallel_size"),
+    Spelling(("vllm_max_model_length",), (f"{_ROLLOUT}.max_model_len",), unless_none(f"{_ROLLOUT}.max_model_len")),
+    _same("vllm_enable_sleep_mode", f"{_ROLLOUT}.free_cache_engine"),
+    _same("shuffle_dataset", "data.shuffle"),
+    _same("seed", "data.seed", note="the initial weights come from the model's folder"),
+    _same("model_name_or_path", f"{_AR}.model.path", "sft_model_path"),
+    Spelling(("reward_model_path",), ("reward_model.enable", "reward_model.model.path"), reward_model),
+    _same("output_dir", "trainer.default_local_dir"),
+    _same("run_name", "trainer.experiment_name", "exp_name"),
+    Spelling(("report_to",), ("trainer.logger",), loggers, "console and jsonl are always there"),
+)  # fmt: skip
+"""In the order in which they are read: a conversion sees what those before it have set."""
+
+ONE_SETTING: tuple[tuple[str, ...], ...] = (
+    ("max_completion_length", "response_length"),
+    ("max_steps", "total_episodes"),
+    ("normalize_advantages", "normalize_advantage", "normalize_reward"),
+    *(spelling.names for spelling in SPELLINGS),
+)
+"""Names for one setting, of which a user can give one."""
+
+_REWARD_FUNCTION = "Use custom_reward_function.path: it belongs in the reward function"
+
+NO_EQUAL: dict[str, Refusal] = {
+    "missing_eos_penalty": Refusal((), f"a score has no further penalty. {_REWARD_FUNCTION}"),
+    "reward_clip_range": Refusal((), f"scores are not clipped. {_REWARD_FUNCTION}"),
+    "reward_weights": Refusal((), f"there is one reward. {_REWARD_FUNCTION}"),
+    "reward_funcs": Refusal((), "a reward function is named by its file. Use custom_reward_function.path"),
+    "whiten_rewards": Refusal((False,), "rewards are not whitened. Use algorithm.normalize_advantages"),
+    "token_level_kl": Refusal((False,), "RLOO takes the KL of a whole response off its reward. Set false, or remove the key"),
+    "min_p": Refusal((0, 0.0), f"samples are cut by {_ROLLOUT}.top_p and top_k alone. Use one of them"),
+    "vllm_mode": Refusal(("colocate",), f"the engine always lives in the worker's process. Set {_ROLLOUT}.name=vllm alone"),
+    "disable_dropout": Refusal(EITHER, "models are computed in evaluation mode, whatever this key says"),
+    "local_rollout_forward_batch_size": Refusal(
+        ANY, f"passes without gradients are cut by tokens. Use {_ROLLOUT}.log_prob_max_token_len_per_gpu"
+    ),
+    "per_device_eval_batch_size": Refusal(ANY, "a validation is one call. Use data.val_batch_size to cut it"),
+    "bf16": Refusal((), f"the dtype is set by model. Use {_ACTOR}.fsdp_config.dtype and {_ROLLOUT}.dtype"),
+    "stop_token": Refusal(("eos",), "a response ends at the end-of-sequence tokens of the model's folder. Remove the key"),
+    "dataset_name": Refusal((), "rows come from files. Use data.train_files and data.val_files"),
+    "log_completions": Refusal(EITHER, "samples are written to the run folder. Use trainer.log_val_generations for a table"),
+    "remove_unused_columns": Refusal(EITHER, "a reward function gets the columns of verl's schema. Remove the key"),
+    "ds3_gather_for_generation": Refusal(EITHER, "the engine has its own copy of the weights. Remove the key"),
+}
+"""Name of TRL without an equal here -> the values that ask for nothing, why, and the way out."""
+
+NAMES = frozenset(name for spelling in SPELLINGS for name in spelling.names) | NO_EQUAL.keys()
+"""All names of TRL that are known here."""

@@ -1,0 +1,463 @@
+"""Keys of verl that have no effect here. A row leaves this table in the change that gives the key its effect.
+
+A value passes with a warning if it asks for nothing, or only for another way to the same numbers: the warning says what happens
+instead. Any other value asks for what does not exist here, and is a problem.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+from verl_memopt.algorithms.records import CUSTOM, ESTIMATORS, LOSSES, RECORDS, WITH_GREEDY_RESPONSES, WITHOUT_GROUPS, with_option
+from verl_memopt.config.correction_rules import CORRECTION_UNUSED
+from verl_memopt.config.keys import Problem, field_types, problem, shown
+from verl_memopt.config.reward_rules import SANDBOX_UNUSED
+from verl_memopt.config.schema import Fsdp, Settings, TrainedFsdp
+from verl_memopt.memory.critic_rules import twin_unused, unused_keys
+from verl_memopt.memory.knob import Refusal as Refusal_reference_rules
+from verl_memopt.memory.knob import UnusedKey
+from verl_memopt.memory.ranges import needs_reference, num_devices
+
+logger = logging.getLogger(__name__)
+
+_AR = "actor_rollout_ref"
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A key (or, with a trailing ``.*``, all below one), the values that ask for nothing, and what to say."""
+
+    inert: tuple[Any, ...] | None
+    """Values that pass; null always passes; None = every value passes."""
+    reason: str
+    """What the user reads after ``key=value``: a fact that is true whatever else is set, then the way out if there is one."""
+
+
+ANY = None
+EITHER = (True, False)
+_REWARD_DEVICES = "the reward model shares the devices of the workers, in turns with the other models"
+_AFTER_ROLLOUT = "responses are scored after the rollout: by reward processes, and by a reward model in the workers"
+_TEXT_ONLY = "prompts are text only. Remove the key"
+_UNREAD = "it has no effect in verl either. Remove the key"
+_FSDP1 = "it exists in FSDP1 only, and fsdp2 is the one strategy. Remove the key"
+_PARAMETERS_KEPT = "it belongs to FSDP1; fsdp2 always keeps each parameter as a tensor of its own"
+_ONE_BACKEND = "fsdp2 is the one strategy. Remove the key"
+_COMPILED = "actor_rollout_ref.actor.use_torch_compile decides for every model"
+_CHUNKED = "actor_rollout_ref.model.logprob_chunk_tokens bounds the memory of logits"
+_NOT_HERE = "this feature of verl does not exist here. Remove the key"
+_PACKED = "rows are always packed, so no pad token is computed"
+_USE_TENSOR_PARALLEL = "Use actor_rollout_ref.rollout.tensor_model_parallel_size"
+_TENSOR_PARALLEL = f"an engine is split by tensor parallelism alone. {_USE_TENSOR_PARALLEL}"
+_PHASE_TABLE = "no profile is written. The phase table of every run shows the seconds and the peak bytes of each phase"
+_OWN_REWARD = "a reward class of your own is not loaded. Use custom_reward_function.path with a function"
+_WRAP = "decoder blocks are sharded as units, whatever their size. wrap_policy.transformer_layer_cls_to_wrap chooses others"
+_LORA_DROPOUT = (
+    "LoRA has no dropout here: old log-probs and update would use different masks, so their ratio would compare two models. "
+    "Set 0, or remove the key"
+)
+_LORA_KEYS = "of the LoRA settings, rank, alpha, target_modules, exclude_modules and adapter_path have an effect. Remove this one"
+
+_FSDP = {
+    "wrap_policy.min_num_params": Refusal(ANY, _WRAP),
+    "ulysses_sequence_parallel_size": Refusal((1,), "a sequence is not split over devices. Set 1"),
+    "use_orig_params": Refusal(EITHER, _PARAMETERS_KEPT),
+    "mixed_precision.buffer_dtype": Refusal(("fp32", "float32"), _FSDP1),
+    "forward_only": Refusal(ANY, "the role decides. Remove the key"),
+}
+
+_MODEL = {
+    "use_remove_padding": Refusal(EITHER, _PACKED),
+    "torch_dtype": Refusal(ANY, f"{_UNREAD}. actor_rollout_ref.actor.fsdp_config.model_dtype is the dtype of the weights"),
+    "lora.dropout": Refusal((0, 0.0), _LORA_DROPOUT),
+    "lora_dropout": Refusal((0, 0.0), _LORA_DROPOUT),
+    "lora.type": Refusal(("lora",), "low-rank adapters of linear layers are the one kind. Set lora"),
+    "lora.merge": Refusal(EITHER, "the engine always gets merged weights. Remove the key"),
+    "lora.dtype": Refusal((), "adapters rest in the policy's dtype. Use actor_rollout_ref.actor.fsdp_config.model_dtype"),
+    "lora.dropout_position": Refusal(("pre", "post"), _LORA_DROPOUT),
+    "lora.lora_A_init_method": Refusal(("kaiming", "xavier"), "A is drawn Kaiming uniform, as peft draws it. Remove the key"),
+    "lora.lora_B_init_method": Refusal(("zero",), "B starts at zero, so that training starts at the base model. Set zero"),
+    "lora.freeze_vision_model": Refusal(EITHER, _TEXT_ONLY),
+    "lora.freeze_vision_projection": Refusal(EITHER, _TEXT_ONLY),
+    "lora.freeze_language_model": Refusal((True,), "with LoRA the base is always frozen. Set true, or remove the key"),
+    "lora.*": Refusal((False,), _LORA_KEYS),
+    "use_liger": Refusal(EITHER, f"the model is computed without Liger's kernels. {_CHUNKED}"),
+    "fused_kernel_options.impl_backend": Refusal(("torch", "triton"), f"the log-prob is computed with PyTorch. {_CHUNKED}"),
+    "mtp.enable": Refusal((False,), _NOT_HERE),
+    "mtp.*": Refusal(ANY, _NOT_HERE),
+    "use_shm": Refusal(EITHER, "weights are streamed from the model folder, which is not copied to shared memory"),
+}
+
+_ACTOR = {
+    "freeze_vision_tower": Refusal((False,), _TEXT_ONLY),
+    "router_replay.mode": Refusal(("disabled",), _NOT_HERE),
+    "router_replay.*": Refusal((), _NOT_HERE),
+    "qat.enable": Refusal((False,), _NOT_HERE),
+    "qat.*": Refusal(ANY, _NOT_HERE),
+}
+
+_CHECKPOINT = {"checkpoint.async_save": Refusal(EITHER, "a checkpoint is always written whole before the next step")}
+
+_OF_CRITIC = {
+    "use_torch_compile": Refusal(EITHER, _COMPILED),
+    "model.use_fused_kernels": Refusal(EITHER, "a value has no logits. Remove the key"),
+    "megatron.*": Refusal((), _ONE_BACKEND),
+    "veomni.*": Refusal((), _ONE_BACKEND),
+}
+
+_PROFILER = {"profiler.*": Refusal(ANY, _PHASE_TABLE)}
+
+_ROLLOUT = {
+    "data_parallel_size": Refusal((1,), f"every tensor-parallel group is a replica already. {_USE_TENSOR_PARALLEL}"),
+    "enable_sleep_mode": Refusal(
+        (True,), "actor_rollout_ref.rollout.free_cache_engine decides whether the engine sleeps. Use it"
+    ),
+    "layered_summon": Refusal(EITHER, "weights always move tensor by tensor, with LoRA too"),
+    "checkpoint_engine.backend": Refusal(("naive",), "trainer and engine share a process. Remove the key"),
+    "multi_turn.enable": Refusal((False,), _NOT_HERE),
+    "multi_turn.*": Refusal(ANY, _NOT_HERE),
+    "prometheus.enable": Refusal((False,), _NOT_HERE),
+    "prometheus.*": Refusal(ANY, _NOT_HERE),
+    "trace.backend": Refusal((), _NOT_HERE),
+    "trace.*": Refusal(ANY, _NOT_HERE),
+    "disaggregation.enable": Refusal((False,), _NOT_HERE),
+    "disaggregation.enabled": Refusal((False,), _NOT_HERE),
+    "disaggregation.*": Refusal(ANY, _NOT_HERE),
+    "quantization": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
+    "quantization_config_file": Refusal((), "the engine runs in rollout.dtype. Remove the key"),
+    "pipeline_model_parallel_size": Refusal((1,), _TENSOR_PARALLEL),
+    "expert_parallel_size": Refusal((1,), _TENSOR_PARALLEL),
+    "over_sample_rate": Refusal((0, 0.0), "exactly rollout.n samples are drawn. Remove the key"),
+    "enable_rollout_routing_replay": Refusal((False,), _NOT_HERE),
+    "multi_stage_wake_up": Refusal(ANY, "weights always wake before the KV cache. Remove the key"),
+    "skip_tokenizer_init": Refusal(ANY, "the engine is given token ids. Remove the key"),
+    "agent.*": Refusal(ANY, "there are no separate request processes. Remove the key"),
+    "engine_kwargs.sglang.*": Refusal(({},), "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"),
+    "engine_kwargs.trtllm.*": Refusal(({},), "the engines are vllm and hf. Use actor_rollout_ref.rollout.engine_kwargs.vllm"),
+}
+
+_DATA = {
+    "dataloader_num_workers": Refusal(ANY, "rows are read in the driver's process"),
+    "filter_overlong_prompts_workers": Refusal(ANY, "prompts are measured in one tokenizer call"),
+    "image_key": Refusal(("images",), _TEXT_ONLY),
+    "video_key": Refusal(("videos",), _TEXT_ONLY),
+    "image_patch_size": Refusal((14,), _TEXT_ONLY),
+    "return_multi_modal_inputs": Refusal(EITHER, _TEXT_ONLY),
+    "tool_config_path": Refusal((), _NOT_HERE),
+    "datagen.*": Refusal((), "rows come from files. Use data.custom_cls.path"),
+    "tokenizer": Refusal(ANY, "it has no effect in verl either. Use actor_rollout_ref.model.tokenizer_path"),
+    "return_raw_chat": Refusal(ANY, _UNREAD),
+    "return_raw_input_ids": Refusal(ANY, _UNREAD),
+    "return_full_prompt": Refusal(ANY, _UNREAD),
+    "use_shm": Refusal(EITHER, "files are read where they are, and not copied to shared memory"),
+}
+
+_ALGORITHM = {
+    "gdpo_reward_keys": Refusal(ANY, "it belongs to the estimator gdpo, which does not exist here"),
+}
+
+_REWARD_MODEL = {
+    "launch_reward_fn_async": Refusal(EITHER, "rewards are always computed in processes of their own, after the rollout"),
+    "enable_resource_pool": Refusal((False,), f"{_REWARD_DEVICES}. Remove the key"),
+    "nnodes": Refusal(ANY, _REWARD_DEVICES),
+    "n_gpus_per_node": Refusal(ANY, _REWARD_DEVICES),
+    "use_reward_loop": Refusal(EITHER, _AFTER_ROLLOUT),
+    "reward_loop_source": Refusal(("register",), _OWN_REWARD),
+    "reward_loop_module_path": Refusal((), _OWN_REWARD),
+    "reward_loop_class_name": Refusal((), _OWN_REWARD),
+    "rollout.*": Refusal(ANY, "the reward model computes one forward of each conversation in the workers, without an engine"),
+    "strategy": Refusal(("fsdp", "fsdp2"), "the reward model is sharded by fsdp2"),
+    "model.use_remove_padding": Refusal(EITHER, _PACKED),
+    "model.use_shm": Refusal(EITHER, _MODEL["use_shm"].reason),
+    "model.fsdp_config.use_torch_compile": Refusal(EITHER, "the pass of the reward model is not compiled"),
+    "model.use_fused_kernels": Refusal(EITHER, "a reward model has no logits"),
+    "model_config.*": Refusal((), "it belongs to an engine, and the reward model has none. Remove the key"),
+}
+
+_TRAINER = {
+    "default_hdfs_dir": Refusal((), "checkpoints are written to trainer.default_local_dir. Remove the key"),
+    "del_local_ckpt_after_load": Refusal((False,), "a checkpoint that was loaded stays. Use trainer.max_actor_ckpt_to_keep"),
+    "esi_redundant_time": Refusal((0,), "no instance's end is known, so none is saved ahead of. Use trainer.save_freq"),
+    "use_legacy_worker_impl": Refusal(("auto", "enable", "disable"), "there is one implementation. Remove the key"),
+}
+
+_TOP = {
+    "reward_manager.source": Refusal(("register",), _OWN_REWARD),
+    "reward_manager.module.*": Refusal((), _OWN_REWARD),
+    "distillation.enabled": Refusal((False,), _NOT_HERE),
+    "distillation.*": Refusal(ANY, _NOT_HERE),
+    "model_engine": Refusal(("dp",), _ONE_BACKEND),
+    "transfer_queue.enable": Refusal((False,), _NOT_HERE),
+    "transfer_queue.*": Refusal(ANY, _NOT_HERE),
+    "global_profiler.*": Refusal(ANY, _PHASE_TABLE),
+}
+
+
+def _below(prefix: str, rows: Mapping[str, Refusal]) -> dict[str, Refusal]:
+    return {f"{prefix}.{name}": row for name, row in rows.items()}
+
+
+REFUSED: dict[str, Refusal] = {
+    **_TOP,
+    **_below("data", _DATA),
+    **_below("algorithm", _ALGORITHM),
+    **_below("critic", _OF_CRITIC | _CHECKPOINT | _PROFILER | _below("model", _MODEL | _below("fsdp_config", _FSDP))),
+    **_below("reward_model", _REWARD_MODEL),
+    **_below("trainer", _TRAINER),
+    **_below(f"{_AR}.model", _MODEL),
+    **_below(f"{_AR}.actor", _ACTOR | _CHECKPOINT | _PROFILER | _below("fsdp_config", _FSDP)),
+    **_below(f"{_AR}.ref", _PROFILER | _below("fsdp_config", _FSDP)),
+    **_below(f"{_AR}.rollout", _ROLLOUT | _PROFILER),
+    **_below(_AR, _PROFILER),
+    **_below("reward_model", _PROFILER | _below("model.fsdp_config", _FSDP)),
+    **{
+        f"{frozen}.fsdp_config.{name}": Refusal(ANY, "a model that is not trained has no optimizer")
+        for frozen in (f"{_AR}.ref", "reward_model.model")
+        for name in sorted(field_types(TrainedFsdp).keys() - field_types(Fsdp).keys())
+    },
+    f"{_AR}.ref.strategy": Refusal(("fsdp2",), "the reference is sharded as the actor is, by fsdp2. Remove the key"),
+    f"{_AR}.actor.megatron.*": Refusal((), _ONE_BACKEND),
+    f"{_AR}.ref.megatron.*": Refusal((), _ONE_BACKEND),
+    f"{_AR}.actor.veomni.*": Refusal((), _ONE_BACKEND),
+    f"{_AR}.ref.veomni.*": Refusal((), _ONE_BACKEND),
+}
+
+
+def refusal_of(key: str) -> Refusal | None:
+    """Return the row that covers a key: its own, else that of the nearest section above it, or None."""
+    if key in REFUSED:
+        return REFUSED[key]
+    section = key
+    while section:
+        if f"{section}.*" in REFUSED:
+            return REFUSED[f"{section}.*"]
+        section = section.rpartition(".")[0]
+    return None
+
+
+def refuse(key: str, value: Any, refusal: Refusal) -> list[Problem]:
+    """Return the problem of a value that asks for something. Log a warning for a value that asks for nothing."""
+    if value is not None and refusal.inert is not ANY and not _is_one_of(value, refusal.inert):
+        return [problem({key: value}, refusal.reason, "")]
+    logger.warning("%s=%s does nothing here: %s.", key, shown(value), refusal.reason)
+    return []
+
+
+def _is_one_of(value: Any, inert: tuple[Any, ...]) -> bool:
+    """Return whether a value is one of the inert ones. 0 is not false, and 1 is not true."""
+    return any(value == item and isinstance(value, bool) == isinstance(item, bool) for item in inert)
+
+
+# What a reference that follows the policy needs, and when its keys have no effect.
+
+
+EVERY, ALPHA = f"{_AR}.ref.sync_every_steps", f"{_AR}.ref.sync_mixup_alpha"
+_RANK, _QUANTIZATION, _LOAD = f"{_AR}.model.lora_rank", f"{_AR}.ref.quantization", f"{_AR}.model.load_mode"
+_SIZE, _OFFLOAD = f"{_AR}.ref.fsdp_config.fsdp_size", f"{_AR}.ref.fsdp_config.param_offload"
+
+
+def _follows(settings: Settings) -> bool:
+    """Return whether the reference follows the policy."""
+    return settings.actor_rollout_ref.ref.sync_every_steps is not None
+
+
+def _has_other_shards(settings: Settings) -> bool:
+    roles = settings.actor_rollout_ref
+    return num_devices(settings) > 1 and roles.ref.fsdp_config.fsdp_size != roles.actor.fsdp_config.fsdp_size
+
+
+def _rules() -> Iterator[Refusal_reference_rules]:
+    """Yield what a reference must be so that it can follow the policy."""
+    keep = f"or {EVERY}=null to keep the reference as it is."
+    yield Refusal_reference_rules(
+        (EVERY, _RANK),
+        lambda settings: _follows(settings) and settings.actor_rollout_ref.model.lora_rank > 0,
+        "with LoRA the reference is the policy's own base, and has no weights that could follow the policy",
+        f"Set {_RANK}=0, {keep}",
+    )
+    yield Refusal_reference_rules(
+        (EVERY, _QUANTIZATION),
+        lambda settings: _follows(settings) and settings.actor_rollout_ref.ref.quantization != "none",
+        "the codes of a quantised reference cannot take a small move",
+        f"Set {_QUANTIZATION}=none with {_OFFLOAD}=true, {keep}",
+    )
+    yield Refusal_reference_rules(
+        (EVERY, _LOAD),
+        lambda settings: _follows(settings) and settings.actor_rollout_ref.model.load_mode == "mmap",
+        "a mapped file cannot be written to, and the reference would change the model's folder",
+        f"Set {_LOAD}=stream, {keep}",
+    )
+    yield Refusal_reference_rules(
+        (EVERY, _SIZE),
+        lambda settings: _follows(settings) and _has_other_shards(settings),
+        "the shards of the reference are not those of the policy",
+        f"Set {_SIZE} to {_AR}.actor.fsdp_config.fsdp_size.",
+    )
+
+
+REFERENCE_RULES: tuple[Refusal_reference_rules, ...] = tuple(_rules())
+"""All rules of this file, for :mod:`verl_memopt.config.checks`."""
+
+REFERENCE_UNUSED: tuple[UnusedKey, ...] = (
+    UnusedKey(EVERY, lambda settings: not needs_reference(settings), "no KL is asked for, so there is no reference"),
+    UnusedKey(ALPHA, lambda settings: not _follows(settings), f"{EVERY} is null"),
+)
+"""When giving a key of this file asks for something that does not happen."""
+
+
+# Keys that have no effect under other keys: giving one earns a warning, since it asks for something that does not happen.
+
+
+_AGG_MODE, _LOSS_MODE = f"{_AR}.actor.loss_agg_mode", f"{_AR}.actor.policy_loss.loss_mode"
+_FILTER, _KL = "algorithm.filter_groups", "algorithm.kl_ctrl"
+_REWARD, _OVERLONG = "custom_reward_function", "reward_model.reward_kwargs.overlong_buffer_cfg"
+_NAMED_ON_SIGHT = "algorithm.norm_adv_by_std_in_grpo"
+"""Its default looks like a wish for normalisation, so giving even the default earns the warning."""
+
+
+def _estimator(settings: Settings) -> str:
+    return settings.algorithm.adv_estimator
+
+
+def _loss(settings: Settings) -> str:
+    return settings.actor_rollout_ref.actor.policy_loss.loss_mode
+
+
+def _has_other_estimator(settings: Settings, owners: tuple[str, ...]) -> bool:
+    return _estimator(settings) not in (*owners, CUSTOM)
+
+
+def _has_other_loss(settings: Settings, owners: tuple[str, ...]) -> bool:
+    return _loss(settings) not in (*owners, CUSTOM)
+
+
+def _of_advantages() -> Iterator[UnusedKey]:
+    """Yield the rules of estimators, groups and the KL."""
+    for key in dict.fromkeys(key for record in ESTIMATORS.values() for key in record.options.values()):
+        owners = with_option(key)
+        yield UnusedKey(f"algorithm.{key}", partial(_has_other_estimator, owners=owners), f"it belongs to {' and '.join(owners)}")
+    section = "algorithm.custom_estimator"
+    yield UnusedKey(
+        f"{section}.name", lambda settings: settings.algorithm.custom_estimator.path is None, f"{section}.path is null"
+    )
+    yield UnusedKey(
+        f"{_FILTER}.enable", lambda settings: settings.actor_rollout_ref.rollout.n < 2, "a group of one is always kept"
+    )
+    for key in ("metric", "max_num_gen_batches"):
+        yield UnusedKey(
+            f"{_FILTER}.{key}", lambda settings: not settings.algorithm.filter_groups.enable, f"{_FILTER}.enable is false"
+        )
+    for key in ("algorithm.kl_penalty", f"{_KL}.type", f"{_KL}.kl_coef"):
+        yield UnusedKey(key, lambda settings: not settings.algorithm.use_kl_in_reward, "algorithm.use_kl_in_reward is false")
+    for key in ("horizon", "target_kl"):
+        yield UnusedKey(f"{_KL}.{key}", lambda settings: settings.algorithm.kl_ctrl.type == "fixed", f"{_KL}.type is fixed")
+    for key in ("kl_loss_coef", "kl_loss_type"):
+        yield UnusedKey(
+            f"{_AR}.actor.{key}",
+            lambda settings: not settings.actor_rollout_ref.actor.use_kl_loss,
+            "actor.use_kl_loss is false",
+        )
+
+
+def _averages_sequences(settings: Settings) -> bool:
+    actor = settings.actor_rollout_ref.actor
+    return LOSSES[_loss(settings)].by_sequence and not actor.use_kl_loss and actor.entropy_coeff == 0
+
+
+def _of_losses() -> Iterator[UnusedKey]:
+    """Yield the rules of the losses."""
+    scale_factor = UnusedKey(
+        f"{_AR}.actor.loss_scale_factor",
+        lambda settings: settings.actor_rollout_ref.actor.loss_agg_mode != "seq-mean-token-sum-norm",
+        "actor.loss_agg_mode is not seq-mean-token-sum-norm",
+    )
+    yield from (scale_factor, twin_unused(scale_factor))
+    for key in dict.fromkeys(key for record in LOSSES.values() for key in record.options):
+        owners = with_option(key)
+        yield UnusedKey(
+            f"{_AR}.actor.{key}",
+            partial(_has_other_loss, owners=owners),
+            f"it belongs to {_LOSS_MODE}={owners[0]}" if len(owners) == 1 else "this loss has no clip",
+        )
+    section = f"{_AR}.actor.policy_loss.custom"
+    yield UnusedKey(
+        f"{section}.name",
+        lambda settings: settings.actor_rollout_ref.actor.policy_loss.custom.path is None,
+        f"{section}.path is null",
+    )
+    yield from (unused for record in RECORDS for unused in record.unused_keys)
+    yield UnusedKey(_AGG_MODE, _averages_sequences, "actor.policy_loss.loss_mode averages over sequences")
+
+
+def _has_equal_answers(settings: Settings) -> bool:
+    """Return whether greedy answers are compared with each other, or with another greedy one."""
+    compares = _estimator(settings) not in WITHOUT_GROUPS or _estimator(settings) in WITH_GREEDY_RESPONSES
+    return not settings.actor_rollout_ref.rollout.do_sample and compares
+
+
+def _of_rollouts() -> Iterator[UnusedKey]:
+    """Yield the rules of sampling and of the engine."""
+    yield UnusedKey(
+        f"{_AR}.rollout.do_sample",
+        _has_equal_answers,
+        "greedy samples of one prompt are all alike, so every advantage is 0",
+    )
+    for key in ("enable_chunked_prefill", "cudagraph_capture_sizes", "disable_log_stats", "scheduling_policy"):
+        yield UnusedKey(
+            f"{_AR}.rollout.{key}",
+            lambda settings: settings.actor_rollout_ref.rollout.name == "hf",
+            f"it belongs to {_AR}.rollout.name=vllm",
+        )
+
+
+def _never_ranks_checkpoints(settings: Settings) -> bool:
+    trainer = settings.trainer
+    return settings.data.val_files is None or trainer.test_freq <= 0 or trainer.max_actor_ckpt_to_keep is None
+
+
+def _of_rewards_and_runs() -> Iterator[UnusedKey]:
+    """Yield the rules of reward functions, validation and checkpoints."""
+    yield UnusedKey(f"{_REWARD}.name", lambda settings: settings.custom_reward_function.path is None, f"{_REWARD}.path is null")
+    yield UnusedKey(
+        f"{_REWARD}.fallback_score",
+        lambda settings: settings.custom_reward_function.on_error == "raise",
+        f"{_REWARD}.on_error is raise",
+    )
+    for key in (f"{_OVERLONG}.len", f"{_OVERLONG}.penalty_factor", f"{_OVERLONG}.log", "reward_model.reward_kwargs.max_resp_len"):
+        yield UnusedKey(
+            key,
+            lambda settings: not settings.reward_model.reward_kwargs.overlong_buffer_cfg.enable,
+            f"{_OVERLONG}.enable is false",
+        )
+    yield from SANDBOX_UNUSED
+    yield UnusedKey("trainer.test_freq", lambda settings: settings.data.val_files is None, "data.val_files is null")
+    yield UnusedKey(
+        "trainer.keep_best",
+        _never_ranks_checkpoints,
+        "it needs a validation (data.val_files, trainer.test_freq) and a bound (trainer.max_actor_ckpt_to_keep)",
+    )
+
+
+UNUSED_KEYS = {
+    unused.key: unused
+    for unused in (
+        *_of_advantages(), *_of_losses(), *_of_rollouts(), *_of_rewards_and_runs(), *CORRECTION_UNUSED, *REFERENCE_UNUSED,
+        *unused_keys(),
+    )
+}  # fmt: skip
+"""Key -> when giving it asks for something that does not happen, and why."""
+
+
+def warn_unused(unused: UnusedKey, value: Any, if_not_given: Any) -> None:
+    """Log that a key which the user set has no effect, unless it holds what it would hold anyway.
+
+    Args:
+        unused: says why the key has no effect.
+        value: of the key.
+        if_not_given: what the key would hold if the user had not set it.
+    """
+    if value != if_not_given or unused.key == _NAMED_ON_SIGHT:
+        logger.warning("%s=%s has no effect here: %s.", unused.key, shown(value), unused.because)

@@ -1,0 +1,80 @@
+"""Keep only the input of a decoder block and compute the rest again in backward (activation checkpointing).
+
+Use it when: activations are the peak. It is on in mode ``full``; ``every_n`` and ``selective`` give some memory back for speed.
+Saves: everything that checkpointed blocks keep for their backward but their inputs. ``selective`` also keeps the outputs of
+    products and attention.
+Costs: ``full``: one more forward, about a third more compute. ``every_n``: 1/n of that. ``selective``: elementwise work only.
+Works with: every knob. With FSDP a block is gathered once for recomputation and backward. Activation offload then moves block
+    inputs alone.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from verl_memopt.memory.formulas import activation_saving
+from verl_memopt.memory.knob import Advice, Claim, Factor, Knob, LadderRow, UnusedKey
+from verl_memopt.memory.ranges import PositiveInt
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_MODEL = "actor_rollout_ref.model"
+_ON, _MODE, _EVERY = (
+    f"{_MODEL}.{key}" for key in ("enable_gradient_checkpointing", "gradient_checkpointing_mode", "gradient_checkpointing_every")
+)
+
+
+@dataclass(frozen=True)
+class ActivationCheckpointing:
+    """Settings of activation checkpointing."""
+
+    enable_gradient_checkpointing: bool = True
+    """Recompute decoder blocks in backward (non-reentrant): saves activations, costs one more forward."""
+    gradient_checkpointing_mode: Literal["full", "every_n", "selective"] = "full"
+    """full = every block keeps its input only; every_n = one block in ``gradient_checkpointing_every`` does, the others keep
+    everything; selective = every block also keeps the outputs of products and attention, and computes the rest again."""
+    gradient_checkpointing_every: PositiveInt = 2
+    """With every_n: one block in n is computed again, counted back from the last but one. Raise it while memory lasts: a block
+    that keeps everything is faster."""
+
+
+def _checkpoints(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.model.enable_gradient_checkpointing
+
+
+KNOB = Knob(
+    name="activation_checkpointing",
+    place=50,
+    cost="one more forward",
+    settings={"model": ActivationCheckpointing},
+    same_numbers=True,
+    known_as={
+        "gradient_checkpointing": "actor_rollout_ref.model.enable_gradient_checkpointing",
+    },
+    unused_keys=(
+        UnusedKey(_MODE, lambda settings: not _checkpoints(settings), "model.enable_gradient_checkpointing is false"),
+        UnusedKey(
+            _EVERY,
+            lambda settings: (
+                not _checkpoints(settings) or settings.actor_rollout_ref.model.gradient_checkpointing_mode != "every_n"
+            ),
+            "model.gradient_checkpointing_mode is not every_n",
+        ),
+    ),
+    advice=(Advice("activations", _ON, True, phases=("update_actor",)),),
+    claims=(Claim("update_actor", "activations", activation_saving),),
+    row=LadderRow(80, on=(f"{_ON}=true",), off=(f"{_ON}=false",)),
+    factors=(
+        Factor(
+            "checkpointing",
+            {
+                "off": {_ON: False},
+                "full": {_ON: True},
+                "every_n": {_ON: True, _MODE: "every_n", _EVERY: 2},
+                "selective": {_ON: True, _MODE: "selective"},
+            },
+        ),
+    ),
+)

@@ -1,0 +1,111 @@
+"""Activation checkpointing: a decoder block keeps its input only, and backward computes the rest again.
+
+Bytes saved: let A be the bytes that a block keeps for its backward, and X the bytes of its input.
+
+* ``full``: every block keeps X instead of A. The block whose backward runs is whole again, so the peak falls by (L - 1) x (A -
+  X).
+* ``every_n``: only one block in n keeps X instead of A.
+* ``selective``: blocks also keep the outputs of their matrix products and of attention, so they save less and compute less
+  again.
+
+With ``recompute_elementwise`` a block that is computed again never holds its gate and up whole. ``full`` then saves up to 2 x T
+x I x b more in the last block. ``memory/formulas.py`` has A, X and the whole formula.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils._pytree import tree_flatten, tree_unflatten
+from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts, noop_context_fn
+
+MODES = ("full", "every_n", "selective")
+
+KEPT_BY_SELECTIVE = frozenset(
+    {
+        "aten::mm",
+        "aten::addmm",
+        "aten::_scaled_dot_product_flash_attention",
+        "aten::_scaled_dot_product_flash_attention_for_cpu",
+        "aten::_scaled_dot_product_efficient_attention",
+        "aten::_scaled_dot_product_cudnn_attention",
+        "aten::_flash_attention_forward",
+        "flash_attn::_flash_attn_varlen_forward",
+    }
+)
+"""Operators whose outputs ``selective`` keeps: products with a weight, and attention that never holds its scores."""
+
+
+def chosen_blocks(num_blocks: int, mode: str = "full", every: int = 1) -> range:
+    """Return the places of the blocks that are checkpointed, among ``num_blocks``.
+
+    Args:
+        num_blocks: Number of blocks of the model.
+        mode: ``full``: every block keeps its input only. ``every_n``: one block in ``every`` does, counted back from the last
+            but one, and the others keep everything. The last block would be recomputed at the peak, and save nothing.
+            ``selective``: every block keeps its input and the outputs of products and attention.
+        every: The n of ``every_n``.
+    """
+    assert mode in MODES, mode
+    return range(num_blocks)[-2::-every] if mode == "every_n" else range(num_blocks)
+
+
+def checkpointed(function: Callable[..., Any], *args: Any, mode: str) -> Any:
+    """Return ``function(*args)``; keep for backward its tensor arguments and what the mode says (non-reentrant).
+
+    Tensors to be offloaded must be arguments of their own, because checkpoint() saves only those for autograd.
+    """
+    contexts = create_selective_contexts if mode == "selective" else noop_context_fn
+    # There is no dropout, so the generator's state need not be kept.
+    return checkpoint(function, *args, use_reentrant=False, preserve_rng_state=False, context_fn=contexts)
+
+
+class Checkpointed(nn.Module):
+    """Mixed into the class of a block of another architecture to checkpoint its forward, as FSDP2 mixes in a class of its own."""
+
+    checkpoint_mode: str
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        """Return the output of the block's own forward, checkpointed."""
+        # Tensors among the keywords (rotary tables) become arguments of their own.
+        leaves, spec = tree_flatten((args, kwargs))
+        places = [place for place, leaf in enumerate(leaves) if isinstance(leaf, Tensor)]
+        rest = [None if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+        # Looked up here: super() inside of the nested function would take that function's first argument for the block.
+        own_forward = super().forward
+
+        def run(*tensors: Tensor) -> Any:
+            filled = list(rest)
+            for place, tensor in zip(places, tensors, strict=True):
+                filled[place] = tensor
+            positional, named = tree_unflatten(filled, spec)
+            return own_forward(*positional, **named)
+
+        return checkpointed(run, *(leaves[place] for place in places), mode=self.checkpoint_mode)
+
+
+def checkpoint_blocks(blocks: Sequence[nn.Module], mode: str = "full", every: int = 1) -> None:
+    """Make blocks of any architecture recompute their forward in backward, under their own names and with their own state.
+
+    Each chosen block gets a class that mixes :class:`Checkpointed` into its own. Call this before sharding, so that FSDP hooks
+    stay outside the recomputed region.
+
+    Args:
+        blocks: Blocks of the model.
+        mode: As in :func:`chosen_blocks`.
+        every: As in :func:`chosen_blocks`.
+    """
+    for place in chosen_blocks(len(blocks), mode, every):
+        block, own = blocks[place], type(blocks[place])
+        block.__class__ = type(own.__name__, (Checkpointed, own), {"checkpoint_mode": mode})
+
+
+def create_selective_contexts() -> Any:
+    """Return the contexts of a forward that keeps the outputs of products and attention, and of the second one."""
+    return create_selective_checkpoint_contexts(_keeps)
+
+
+def _keeps(context: Any, operator: Any, *args: Any, **kwargs: Any) -> CheckpointPolicy:
+    return CheckpointPolicy.MUST_SAVE if operator.name() in KEPT_BY_SELECTIVE else CheckpointPolicy.PREFER_RECOMPUTE

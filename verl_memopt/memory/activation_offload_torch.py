@@ -1,0 +1,282 @@
+"""Activation offload: what a forward saves for its backward rests in host buffers until backward needs it.
+
+Bytes saved: let k be ``activation_offload_in_flight``, the number of tensors whose copies may be under way at once.
+
+* With activation checkpointing, the inputs of L - 1 - k blocks leave the device: T x h x b bytes each.
+* Without it, everything that L blocks keep leaves the device, except what is fetched ahead for the MLP's backward.
+* Between forward and backward also the rotary tables, and what the final norm keeps.
+
+Nothing is saved with checkpointing if one small micro-batch makes an optimizer step: gradients then set the peak, at the end of
+backward. ``memory/formulas.py`` has the whole formula.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.fsdp import FSDPModule
+from torch.utils._python_dispatch import is_traceable_wrapper_subclass
+
+from verl_memopt.distributed.device import CopyStream
+from verl_memopt.memory.host_buffers import CHUNK_BYTES, HostArena, Slot
+
+BYTES_MOVED = "memory/activation_offload/bytes_moved"
+"""Metric: bytes that an update of the policy moved to the host."""
+CRITIC_BYTES_MOVED = "memory/activation_offload/critic_bytes_moved"
+"""Metric: the same of the critic."""
+
+
+class ActivationOffload:
+    """Moves what the forwards of one model save to the host, and back before their backward needs it.
+
+    A storage is moved whole and once, however many saved tensors lie on it. Weights are not moved.
+    """
+
+    def __init__(
+        self,
+        model: nn.Module,
+        device: torch.device,
+        min_bytes: int,
+        in_flight: int,
+        chunk_bytes: int = CHUNK_BYTES,
+        metric: str = BYTES_MOVED,
+    ) -> None:
+        """Prepare the arena and the copy stream.
+
+        Args:
+            model: Whose activations are moved.
+            device: Device of its activations.
+            min_bytes: Smaller storages stay on the device.
+            in_flight: Storages copied at once, in either direction.
+            chunk_bytes: Bytes of a chunk of the host arena.
+            metric: Name of the metric that says how much was moved.
+        """
+        self.arena = HostArena(device, "activations", chunk_bytes)
+        self.stream = CopyStream(device)
+        self.bytes_moved = 0
+        self.metric = metric
+        self._model, self._device = model, device
+        self._min_bytes, self._in_flight = min_bytes, in_flight
+        self._leaving: deque[weakref.ref[_Stored]] = deque()
+
+    @contextmanager
+    def forward(self) -> Iterator[None]:
+        """Offload what the body saves for backward. Its backward may come at any later time, or never.
+
+        After the body only the storage saved last is still on the device, because backward needs it first. If the body raises,
+        nothing of it is kept.
+        """
+        record = _Forward(self)
+        with ExitStack() as hooks:
+            for module in _units(self._model):
+                hooks.callback(module.register_forward_pre_hook(record.note_weights).remove)
+            hooks.enter_context(torch.autograd.graph.saved_tensors_hooks(record.pack, record.unpack))
+            try:
+                yield
+            except BaseException:
+                record.abandon()
+                self.arena.shrink()
+                raise
+        self._let_go(but_for=1)
+
+    def take_bytes_moved(self) -> int:
+        """Return the bytes moved, both ways, since the last call."""
+        moved, self.bytes_moved = self.bytes_moved, 0
+        return moved
+
+    def metrics(self) -> dict[str, float]:
+        """Return the bytes moved since the last call, as a metric of the step."""
+        return {self.metric: float(self.take_bytes_moved())}
+
+    def close(self) -> None:
+        """Free the host memory that no forward waiting for its backward uses."""
+        self.arena.shrink()
+
+    def stays(self, tensor: Tensor) -> bool:
+        """Return whether a tensor is too small to be moved, or of a kind that cannot be moved."""
+        if is_traceable_wrapper_subclass(tensor) or tensor.layout is not torch.strided or tensor.device.type != self._device.type:
+            return True
+        return tensor.untyped_storage().nbytes() < max(self._min_bytes, 1)
+
+    def send(self, tensor: Tensor) -> _Stored:
+        """Start the copy of a tensor's storage to the host."""
+        self._let_go(but_for=self._in_flight - 1)
+        stored = _Stored(self, _whole_storage(tensor))
+        self._leaving.append(weakref.ref(stored))
+        return stored
+
+    def _let_go(self, but_for: int) -> None:
+        while len(self._leaving) > but_for:
+            stored = self._leaving.popleft()()
+            if stored is not None and not stored.used:
+                stored.leave_device()
+
+
+class _Stored:
+    """One storage at rest on the host.
+
+    Attributes:
+        on_device: Its bytes (uint8) while they are on the device too.
+        used: Backward has asked for it.
+    """
+
+    def __init__(self, offload: ActivationOffload, source: Tensor) -> None:
+        self.offload = offload
+        self.num_bytes = source.numel()
+        self.used = False
+        # Set before the arena is asked, because __del__ reads it even if the arena has no room and raises.
+        self.slot: Slot | None = None
+        self.slot = offload.arena.take(self.num_bytes)
+        self.on_device: Tensor | None = source
+        self._version = source._version
+        self._done = self._copy(list(zip(self.slot.parts, self._cut(source), strict=True)))
+
+    def fetch(self) -> None:
+        """Start the copy back, unless the bytes are on the device."""
+        assert self.slot is not None, "the forward that saved this tensor has failed; it has no backward"
+        if self.on_device is None:
+            self.on_device = torch.empty(self.num_bytes, dtype=torch.uint8, device=self.offload._device)
+            self._done = self._copy(list(zip(self._cut(self.on_device), self.slot.parts, strict=True)))
+            self._version = self.on_device._version
+
+    def ready(self) -> Tensor:
+        """Return the bytes on the device, for work that is queued from here on."""
+        self.fetch()
+        assert self.on_device is not None
+        self._check_unwritten(self.on_device)
+        self._wait()
+        self.used = True
+        return self.on_device
+
+    def leave_device(self) -> None:
+        """Free the device memory as soon as the copy is done."""
+        if self.on_device is not None:
+            self._check_unwritten(self.on_device)
+            self._wait()
+            self.on_device = None
+
+    def release(self) -> None:
+        """Free both copies."""
+        if self.slot is not None:
+            self._wait()
+            self.on_device = None
+            self.offload.arena.give_back(self.slot)
+            self.slot = None
+
+    __del__ = release
+
+    def _check_unwritten(self, held: Tensor) -> None:
+        # The copy may run as late as this. Autograd refuses saved tensors that were written to, too.
+        assert held._version == self._version, "a tensor saved for backward was written to in place"
+
+    def _cut(self, flat: Tensor) -> tuple[Tensor, ...]:
+        assert self.slot is not None
+        return flat.split([part.numel() for part in self.slot.parts])
+
+    def _copy(self, pairs: list[tuple[Tensor, Tensor]]) -> Any:
+        self.offload.bytes_moved += self.num_bytes
+        return [self.offload.stream.copy(target, source) for target, source in pairs][-1]
+
+    def _wait(self) -> None:
+        self.offload.stream.wait(self._done)
+        self._done = None
+
+
+@dataclass(frozen=True)
+class _Saved:
+    """What autograd keeps in place of a tensor: where it rests, its layout there, and its place in the order of saving."""
+
+    stored: _Stored
+    place: int
+    dtype: torch.dtype
+    shape: torch.Size
+    stride: tuple[int, ...]
+    offset: int
+
+
+class _Forward:
+    """What one forward has saved, in order. Backward asks for it in the reverse order."""
+
+    def __init__(self, offload: ActivationOffload) -> None:
+        self._offload = offload
+        self._weights: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+        self._known: dict[tuple[int, int], tuple[weakref.ref[torch.UntypedStorage], weakref.ref[_Stored]]] = {}
+        self._order: list[weakref.ref[_Stored]] = []
+
+    def note_weights(self, module: nn.Module, _: Any) -> None:
+        """Remember the storages of a unit's gathered weights, so that views that autograd does not know as weights stay too."""
+        for weight in (*module.parameters(), *module.buffers()):
+            if not is_traceable_wrapper_subclass(weight):
+                storage = weight.untyped_storage()
+                self._weights[storage._cdata] = weakref.ref(storage)
+
+    def pack(self, tensor: Tensor) -> Tensor | _Saved:
+        # Detached, because an output that its own node keeps would otherwise keep the node.
+        if self._offload.stays(tensor) or self._is_weight(tensor):
+            return tensor.detach()
+        stored = self._stored(tensor)
+        # A weak reference, so that the bytes are freed with the part of the graph that needs them.
+        self._order.append(weakref.ref(stored))
+        place, offset = len(self._order) - 1, int(tensor.storage_offset())
+        return _Saved(stored, place, tensor.dtype, tensor.shape, tensor.stride(), offset)
+
+    def unpack(self, saved: Tensor | _Saved) -> Tensor:
+        if isinstance(saved, Tensor):
+            return saved
+        flat = saved.stored.ready()
+        self._prefetch(saved.place)
+        # The storage may have been saved under a wider or narrower dtype, so its bytes need not be a multiple of this width.
+        typed = flat[: flat.numel() // saved.dtype.itemsize * saved.dtype.itemsize].view(saved.dtype)
+        return typed.as_strided(saved.shape, saved.stride, saved.offset)
+
+    def abandon(self) -> None:
+        """Release what is left of the forward."""
+        for reference in self._order:
+            stored = reference()
+            if stored is not None:
+                stored.release()
+
+    def _is_weight(self, tensor: Tensor) -> bool:
+        base = tensor if tensor._base is None else tensor._base
+        storage = tensor.untyped_storage()
+        known = self._weights.get(storage._cdata)
+        return isinstance(base, nn.Parameter) or (known is not None and known() is storage)
+
+    def _stored(self, tensor: Tensor) -> _Stored:
+        # The version distinguishes a storage that was written to since it was saved.
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor._version)
+        owner, reference = self._known.get(key, (None, None))
+        # Another storage may have the address of one that was freed, so the owner is compared too.
+        stored = reference() if owner is not None and reference is not None and owner() is storage else None
+        if stored is None:
+            stored = self._offload.send(tensor)
+            self._known[key] = (weakref.ref(storage), weakref.ref(stored))
+        return stored
+
+    def _prefetch(self, place: int) -> None:
+        num_fetched = 0
+        while place > 0 and num_fetched < self._offload._in_flight:
+            place -= 1
+            stored = self._order[place]()
+            if stored is not None and not stored.used:
+                stored.fetch()
+                num_fetched += 1
+
+
+def _units(model: nn.Module) -> list[nn.Module]:
+    """Return the modules whose forward gathers weights, or the whole model where none does."""
+    return [module for module in model.modules() if isinstance(module, FSDPModule)] or [model]
+
+
+def _whole_storage(tensor: Tensor) -> Tensor:
+    """Return the storage of a tensor as uint8."""
+    count = tensor.untyped_storage().nbytes() // tensor.itemsize
+    return tensor.detach().as_strided((count,), (1,), 0).view(torch.uint8)

@@ -1,1 +1,0 @@
-"""Knobs over what a pass keeps for its backward."""

@@ -1,1 +1,0 @@
-"""Knobs over how rows are put together into micro-batches."""

@@ -1,0 +1,123 @@
+"""AdamW that updates its state bucket by bucket, so that its step needs little scratch memory whatever the largest tensor.
+
+Use it when: always; it is the default. Lower ``bucket_megabytes`` when optimizer scratch is the peak.
+Saves: the parameter-sized temporary of torch's unfused AdamW. Offloaded, quantised or rounded state takes three buckets of
+    scratch.
+Costs: nothing: with fp32 state on the device it is torch's fused AdamW, bit for bit.
+Works with: ``optimizer_offload``, ``optim.state_dtype``, ``optim.stochastic_rounding`` and ``optim.in_backward``, which only this
+    optimizer can do. They refuse other optimizers.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Predicate, Refusal, switch
+from verl_memopt.memory.ranges import PositiveFloat
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_OPTIM = "actor_rollout_ref.actor.optim"
+OPTIMIZER, IMPL, OVERRIDES = (f"{_OPTIM}.{name}" for name in ("optimizer", "optimizer_impl", "override_optimizer_config"))
+BUCKET = f"{_OPTIM}.bucket_megabytes"
+_ARGUMENTS = {"lr", "betas", "eps", "weight_decay"}
+
+
+@dataclass(frozen=True)
+class BucketedAdamW:
+    """Settings of the optimizer's class and its buckets."""
+
+    optimizer: str = "AdamW"
+    """Class name inside ``optimizer_impl``."""
+    optimizer_impl: str = "torch.optim"
+    """Module that holds the optimizer class."""
+    override_optimizer_config: dict[str, Any] | None = None
+    """Further arguments of the optimizer; the optimizer itself rejects names it does not know."""
+    bucket_megabytes: PositiveFloat = 64
+    """MiB of a bucket in which AdamW walks its state where that is offloaded, quantised or rounded; its step holds three at
+    most. Lower it when the step sets the peak; a few MiB are enough to keep a bus busy."""
+
+
+def only_with_adamw(key: str, is_on: Predicate) -> tuple[Refusal, ...]:
+    """Return the refusals of a knob that only this AdamW can do.
+
+    Args:
+        key: of the knob.
+        is_on: whether the knob is on.
+    """
+
+    def another_class(settings: Settings) -> bool:
+        optim = settings.actor_rollout_ref.actor.optim
+        return is_on(settings) and (optim.optimizer, optim.optimizer_impl) != ("AdamW", "torch.optim")
+
+    return (
+        Refusal(
+            (key, OPTIMIZER, IMPL),
+            another_class,
+            "only AdamW of torch.optim can",
+            f"Remove {key}, or {OPTIMIZER} and optimizer_impl.",
+        ),
+        Refusal(
+            (key, OVERRIDES),
+            lambda settings: is_on(settings) and bool(_unknown(settings)),
+            f"AdamW with {key} takes lr, betas, eps and weight_decay",
+            lambda settings: f"Remove {', '.join(_unknown(settings))} from {OVERRIDES}.",
+        ),
+    )
+
+
+def has_state_dtype(settings: Settings) -> bool:
+    """Return whether the optimizer state has another dtype than the parameters."""
+    actor = settings.actor_rollout_ref.actor
+    return actor.optim.state_dtype != actor.fsdp_config.model_dtype
+
+
+def _unknown(settings: Settings) -> list[str]:
+    """Return the names of arguments that AdamW with buckets does not take."""
+    return sorted(set(settings.actor_rollout_ref.actor.optim.override_optimizer_config or {}) - _ARGUMENTS)
+
+
+def _is_torchao(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.optim.optimizer_impl == "torchao.optim"
+
+
+def _does_not_shard(settings: Settings) -> bool:
+    """Return whether torchao's optimizer does not update sharded parameters (0.18 with torch 2.13)."""
+    return _is_torchao(settings) and settings.actor_rollout_ref.actor.optim.optimizer not in ("AdamW8bit", "Adam8bit")
+
+
+def _is_compiled_while_counted(settings: Settings) -> bool:
+    trainer = settings.trainer
+    return _is_torchao(settings) and trainer.device != "cuda" and trainer.track_memory_every_steps > 0
+
+
+KNOB = Knob(
+    name="bucketed_adamw",
+    place=90,
+    cost="nothing",
+    settings={"optim": BucketedAdamW},
+    refuses=(
+        Refusal(
+            (IMPL, OPTIMIZER),
+            _does_not_shard,
+            "it does not update sharded parameters",
+            f"Remove both and set {_OPTIM}.state_dtype=int4 (or int8), or set {OPTIMIZER}=AdamW8bit.",
+        ),
+        Refusal(
+            (IMPL, OPTIMIZER, "trainer.device", "trainer.track_memory_every_steps"),
+            _is_compiled_while_counted,
+            "its step is compiled, and compiled steps do not run while bytes are counted on a CPU",
+            f"Set trainer.track_memory_every_steps=0, or remove both and set {_OPTIM}.state_dtype=int8.",
+        ),
+    ),
+    advice=(Advice("optimizer scratch", BUCKET, LOWER),),
+    claims=(Claim("update_actor", "optimizer scratch", lambda _, after: 4 * after.params),),
+    row=LadderRow(30, on=(f"{OVERRIDES}={{}}",), off=(f"{OVERRIDES}={{foreach: true, fused: false}}",)),
+    factors=(
+        Factor("optimizer", {"torch": {}, "torchao": {OPTIMIZER: "AdamW8bit", IMPL: "torchao.optim"}}, lossy=True),
+        switch("bucket", BUCKET, large=64, small=0.01),
+    ),
+    no_factor={OVERRIDES: "any arguments; every run here gives one"},
+)

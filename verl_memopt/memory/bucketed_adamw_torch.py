@@ -1,0 +1,444 @@
+"""AdamW that walks the elements of all shards in buckets, so that its step holds as little for large tensors as for small ones.
+
+Bytes saved: torch's unfused step holds a temporary as large as the parameters, 4 x N / W bytes. With fp32 state on the device
+this step holds nothing of its own, like torch's fused AdamW. In every other combination it holds at most three buckets of
+``optim.bucket_megabytes``.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed.tensor import DTensor, Replicate, Shard
+from torch.distributed.tensor._dtensor_spec import DTensorSpec, TensorMeta
+from torch.optim import AdamW, Optimizer
+
+from verl_memopt.distributed.device import synchronize
+from verl_memopt.memory.host_buffers import host_buffer
+from verl_memopt.memory.optimizer_offload_torch import SLOTS, StateLanes
+from verl_memopt.memory.optimizer_state_dtype_torch import (
+    LEAST_BLOCK,
+    MOST_BLOCK,
+    MomentFormat,
+    Plane,
+    Planes,
+    Work,
+    moment_format,
+)
+from verl_memopt.memory.stochastic_rounding_torch import round_to_bfloat16_
+from verl_memopt.observe.byte_tracker import scope
+
+logger = logging.getLogger(__name__)
+
+MIB = 2**20
+KIND = "optimizer"
+KEPT = "optim.state_dtype=%s: %d of %d elements keep fp32 moments, as their rows have no blocks of %d elements or more"
+
+
+class BucketedAdamW(Optimizer):
+    """AdamW whose state may rest on the host or in fewer bits, and whose bfloat16 weights may be rounded stochastically.
+
+    The state of a parameter is ``step`` (fp32) and the planes of its format: ``exp_avg`` and ``exp_avg_sq`` for fp32 and bf16. It
+    is allocated at construction, as views of one buffer, and shaped and sharded as the parameter is, so that another number of
+    ranks can load it. Quantised moments are saved as they are, codes and scales.
+    """
+
+    def __init__(
+        self,
+        params: Iterable[nn.Parameter] | Iterable[dict[str, Any]],
+        lr: float,
+        betas: tuple[float, float] = (0.9, 0.999),
+        eps: float = 1e-8,
+        weight_decay: float = 0.01,
+        *,
+        state_dtype: str = "fp32",
+        offload: bool = False,
+        stochastic_rounding: bool = False,
+        bucket_megabytes: float = 64,
+        seed: int = 0,
+    ) -> None:
+        """Allocate the state.
+
+        Args:
+            params: fp32 or bfloat16, plain or sharded on their first dimension.
+            lr: As in torch's AdamW.
+            betas: As in torch's AdamW.
+            eps: As in torch's AdamW.
+            weight_decay: As in torch's AdamW.
+            state_dtype: Dtype of the moments.
+            offload: The state rests on the host.
+            stochastic_rounding: Round bfloat16 weights stochastically.
+            bucket_megabytes: Size of a bucket in MiB.
+            seed: Seed of the rounding.
+        """
+        # Groups have the names of torch's AdamW, so that either can load the other's checkpoint.
+        beta1, beta2 = betas
+        theirs = AdamW([torch.zeros(1)], lr=lr, betas=(beta1, beta2), eps=eps, weight_decay=weight_decay, fused=True)
+        super().__init__(params, theirs.defaults)
+        self._offload, self._stochastic, self._seed = offload, stochastic_rounding, seed
+        self._num_steps = 0
+        self._bucket_bytes = int(bucket_megabytes * MIB)
+        first = self.param_groups[0]["params"][0]
+        self._device = local(first).device
+        self._place = shard_place(first)
+        self._generator = torch.Generator(device=self._device)
+        self._lanes = StateLanes(self._device) if offload else None
+        self._sections = sections(self.param_groups, state_dtype)
+        self._section_of = {id(member.parameter): (section, member) for section in self._sections for member in section.members}
+        self._make_state()
+        self._tell_what_stays_fp32(state_dtype)
+
+    @torch.no_grad()
+    def step(self, closure: Callable[[], Any] | None = None) -> Any:
+        """Update every parameter that has a gradient. This allocates at most three buckets on the device."""
+        loss = None
+        if closure is not None:
+            with torch.enable_grad():
+                loss = closure()
+        for section in self._sections:
+            self._update(section, [member for member in section.members if member.parameter.grad is not None])
+        self._num_steps += 1
+        return loss
+
+    @torch.no_grad()
+    def step_parameter(self, parameter: nn.Parameter, stopped: Tensor | None = None) -> None:
+        """Update one parameter before :meth:`step`, which must then not find its gradient any more.
+
+        Args:
+            parameter: A parameter with a gradient.
+            stopped: fp32 scalar on the device. Where it is 1, parameter and state stay as they are.
+        """
+        section, member = self._section_of[id(parameter)]
+        self._update(section, [member], stopped)
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state where it rests, without a copy."""
+        # The last buckets may still be on their way to the host, and the host must not read them before they are there.
+        synchronize(self._device)
+        return super().state_dict()
+
+    @torch.no_grad()
+    def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
+        """Copy saved values into the state where it rests. Parameters are matched by their order.
+
+        Args:
+            state_dict: As :meth:`state_dict` or torch's AdamW returned it.
+
+        Raises:
+            KeyError: The state was saved in another ``state_dtype``. The message names what is missing.
+        """
+        saved_groups = state_dict["param_groups"]
+        for group, saved in zip(self.param_groups, saved_groups, strict=True):
+            group.update({key: value for key, value in saved.items() if key != "params"})
+        names = chain.from_iterable(saved["params"] for saved in saved_groups)
+        ours = chain.from_iterable(group["params"] for group in self.param_groups)
+        for name, parameter in zip(names, ours, strict=True):
+            for key, tensor in self.state[parameter].items() if name in state_dict["state"] else ():
+                source, target = local(state_dict["state"][name][key]), local(tensor)
+                if source.data_ptr() != target.data_ptr():
+                    target.copy_(source)
+        self._num_steps = int(max(state["step"] for state in self.state.values()))
+
+    def _make_state(self) -> None:
+        """Allocate one buffer for the whole state, on the host or the device, and give each parameter views of its part."""
+        sizes = [
+            [(plane, section.numel // plane.per_entry * plane.dtype.itemsize) for plane in section.format.planes]
+            for section in self._sections
+        ]
+        total = sum(aligned(size) for planes in sizes for _, size in planes)
+        with scope(kind=KIND):
+            buffer = (
+                host_buffer(total, self._device, KIND).zero_()
+                if self._offload
+                else torch.zeros(total, dtype=torch.uint8, device=self._device)
+            )
+            steps = torch.zeros(len(self._section_of), dtype=torch.float32, device=self._device)
+        offset = 0
+        for section, planes in zip(self._sections, sizes, strict=True):
+            for plane, size in planes:
+                section.planes[plane.name] = buffer[offset : offset + size].view(plane.dtype)
+                offset += aligned(size)
+        members = ((section, member) for section in self._sections for member in section.members)
+        for (section, member), step in zip(members, steps.unbind(), strict=True):
+            parts = {plane.name: shown(member, plane, section.planes[plane.name]) for plane in section.format.planes}
+            self.state[member.parameter] = {"step": step, **parts}
+
+    def _tell_what_stays_fp32(self, state_dtype: str) -> None:
+        whole = sum(section.numel for section in self._sections)
+        kept = sum(section.numel for section in self._sections if not section.format.decodes)
+        if state_dtype in MOST_BLOCK and kept:
+            level = logging.WARNING if 2 * kept > whole else logging.INFO
+            logger.log(level, KEPT, state_dtype, kept, whole, LEAST_BLOCK)
+
+    def _update(self, section: Section, members: Sequence[Member], stopped: Tensor | None = None) -> None:
+        if not members:
+            return
+        steps = [self.state[member.parameter]["step"] for member in members]
+        # Where the update may be stopped, the increment is on the device.
+        torch._foreach_add_(steps, 1 if stopped is None else [1 - stopped] * len(steps))
+        buckets = cut_buckets(members, self._bucket_elements(section, stopped is not None), section.cut)
+        if not buckets:  # a rank may hold no row of any of them
+            return
+        work = self._work(section, max(count(bucket) for bucket in buckets))
+        for bucket, planes in zip(buckets, self._planes(section, buckets), strict=True):
+            self._update_bucket(section, bucket, planes, _cut(work, count(bucket)), stopped)
+
+    def _update_bucket(
+        self, section: Section, bucket: Sequence[Slice], planes: Planes, work: Work, stopped: Tensor | None
+    ) -> None:
+        group, sizes = section.group, [part.last - part.first for part in bucket]
+        generator = self._seeded(section, bucket[0])
+        exp_avg, exp_avg_sq = section.format.decode(planes, work)
+        resting = [local(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
+        weights = resting
+        grads = [_gradient(part.member.parameter).view(-1)[part.first : part.last] for part in bucket]
+        if section.dtype != torch.float32:
+            weights, grads = _widened(resting, work.scratch[0]), _widened(grads, work.scratch[1])
+        # The kernel under torch's fused AdamW. The class itself would step over whole parameters, with fp32 moments on the
+        # device.
+        torch._fused_adamw_(
+            weights,
+            grads,
+            list(exp_avg.split(sizes)),
+            list(exp_avg_sq.split(sizes)),
+            [],
+            [self.state[part.member.parameter]["step"] for part in bucket],
+            lr=group["lr"],
+            beta1=group["betas"][0],
+            beta2=group["betas"][1],
+            weight_decay=group["weight_decay"],
+            eps=group["eps"],
+            amsgrad=False,
+            maximize=False,
+            # This argument is meant for gradient scalers: where it is 1, the kernel leaves weights and moments as they are.
+            found_inf=stopped,
+        )
+        if section.dtype != torch.float32:
+            if self._stochastic:
+                round_to_bfloat16_(work.scratch[0], work.scratch[1], generator)
+            torch._foreach_copy_(resting, weights)
+        if stopped is None or section.format.repeats:
+            section.format.encode(planes, work, generator)
+            return
+        # Codes of blocks are drawn anew at each encoding, so a stopped update would change them. It gets the old bytes back.
+        before = {name: plane.clone() for name, plane in planes.items()}
+        section.format.encode(planes, work, generator)
+        for name, plane in planes.items():
+            torch.where(stopped.bool(), before[name], plane, out=plane)
+
+    def _planes(self, section: Section, buckets: Sequence[Sequence[Slice]]) -> Iterator[Planes]:
+        """Return the state of each bucket on the device: where it rests, or as it passes by."""
+        parts = [entries(section, bucket) for bucket in buckets]
+        if self._lanes is None:
+            return ({name: plane[ranges[name]] for name, plane in section.planes.items()} for ranges in parts)
+        return self._lanes.passing(section.planes, parts)
+
+    def _scratch_count(self, section: Section) -> int:
+        return max(section.format.scratch, 0 if section.dtype == torch.float32 else 2)
+
+    def _bucket_elements(self, section: Section, may_stop: bool) -> int:
+        """Return the elements of a bucket, so that slots, decoded moments and scratch together are three buckets.
+
+        Args:
+            section: Section of the bucket.
+            may_stop: The previous state is scratch too, where encoding it again would change it.
+        """
+        itemsize = torch.float32.itemsize
+        room = itemsize * (2 * section.format.decodes + self._scratch_count(section))
+        resting = sum(plane.dtype.itemsize / plane.per_entry for plane in section.format.planes)
+        beside = resting * (SLOTS * self._offload + (may_stop and not section.format.repeats))
+        elements = int(SLOTS * self._bucket_bytes / ((room + beside) or SLOTS * 2 * itemsize))
+        return max(elements // section.cut, 1) * section.cut
+
+    def _work(self, section: Section, elements: int) -> Work:
+        def room(needed: bool) -> Tensor:
+            return torch.empty(elements if needed else 0, dtype=torch.float32, device=self._device)
+
+        decodes = section.format.decodes
+        return Work(room(decodes), room(decodes), tuple(room(True) for _ in range(self._scratch_count(section))))
+
+    def _seeded(self, section: Section, first: Slice) -> torch.Generator:
+        """Return the generator in a state that depends on the step and the place only, so that a resumed run rounds alike.
+
+        Replicas of a shard also round alike; otherwise they would drift apart.
+        """
+        start = first.member.start + first.first
+        words = (self._seed, self._num_steps, self._sections.index(section), start, *self._place)
+        digest = hashlib.blake2b(repr(words).encode(), digest_size=8).digest()
+        return self._generator.manual_seed(int.from_bytes(digest, "little") >> 1)
+
+
+def _cut(work: Work, elements: int) -> Work:
+    return Work(work.exp_avg[:elements], work.exp_avg_sq[:elements], tuple(room[:elements] for room in work.scratch))
+
+
+def _gradient(parameter: nn.Parameter) -> Tensor:
+    assert parameter.grad is not None
+    return local(parameter.grad)
+
+
+def _widened(parts: Sequence[Tensor], room: Tensor) -> list[Tensor]:
+    wide = list(room.split([part.numel() for part in parts]))
+    torch._foreach_copy_(wide, list(parts))
+    return wide
+
+
+# How AdamW's state is laid out: parameters updated alike lie in one flat range, walked in buckets that cut across them.
+
+
+LEAST_CUT = 64
+"""Fewest elements between two cuts of a tensor, so that a kernel has a partial vector only at the end of the tensor."""
+ALIGNMENT = 64
+"""Each part of the state buffer begins at a multiple of this many bytes."""
+
+
+@dataclass(frozen=True)
+class Member:
+    """One parameter of a section.
+
+    Attributes:
+        parameter: The parameter, sharded or not.
+        start: Start of its local elements among those of the section.
+        numel: Number of its local elements.
+    """
+
+    parameter: nn.Parameter
+    start: int
+    numel: int
+
+
+@dataclass(frozen=True)
+class Slice:
+    """Elements ``first`` to ``last`` (exclusive) of a member's local shard."""
+
+    member: Member
+    first: int
+    last: int
+
+
+@dataclass
+class Section:
+    """Parameters of one group with one dtype and one format of moments: one flat range of elements.
+
+    Attributes:
+        group: Group of the optimizer.
+        format: Format of the moments.
+        dtype: Dtype of the parameters.
+        members: The parameters, in order.
+        planes: The flat tensors of their state.
+    """
+
+    group: dict[str, Any]
+    format: MomentFormat
+    dtype: torch.dtype
+    members: list[Member] = field(default_factory=list)
+    planes: dict[str, Tensor] = field(default_factory=dict)
+
+    @property
+    def numel(self) -> int:
+        """Number of local elements of all members."""
+        return self.members[-1].start + self.members[-1].numel if self.members else 0
+
+    @property
+    def cut(self) -> int:
+        """Elements at whose multiples a tensor is cut: whole blocks, and whole vectors of a kernel."""
+        return -(-LEAST_CUT // self.format.block) * self.format.block
+
+
+def local(tensor: Tensor) -> Tensor:
+    """Return this rank's shard of a tensor, without a copy."""
+    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor.detach()
+
+
+def cut_buckets(members: Sequence[Member], elements: int, cut: int) -> list[list[Slice]]:
+    """Return consecutive buckets of at most ``elements`` elements. Each is one unbroken range of its section.
+
+    Args:
+        members: Members of the section. A bucket takes as many of them as fit.
+        elements: Number of elements of a bucket.
+        cut: Members are cut at multiples of so many of their elements.
+    """
+    buckets: list[list[Slice]] = []
+    room, following = 0, -1
+    for member in members:
+        first = 0
+        while first < member.numel:
+            left = member.numel - first
+            size = left if left <= room else room - room % cut
+            if size == 0 or member.start + first != following:
+                buckets.append([])
+                room = elements
+                size = left if left <= room else room - room % cut
+            buckets[-1].append(Slice(member, first, first + size))
+            first, room, following = first + size, room - size, member.start + first + size
+    return buckets
+
+
+def sections(groups: Sequence[dict[str, Any]], state_dtype: str) -> list[Section]:
+    """Return the sections of an optimizer's groups, in the order of their first parameters."""
+    by_key: dict[tuple[int, torch.dtype, int], Section] = {}
+    for number, group in enumerate(groups):
+        for parameter in group["params"]:
+            assert _sharded_on_rows(parameter), getattr(parameter, "placements", None)
+            rows = parameter.shape[0] if parameter.ndim else 1
+            kind = moment_format(state_dtype, parameter.numel() // max(rows, 1))
+            key = (number, parameter.dtype, kind.block)
+            section = by_key.setdefault(key, Section(group, kind, parameter.dtype))
+            section.members.append(Member(parameter, section.numel, local(parameter).numel()))
+    return list(by_key.values())
+
+
+def _sharded_on_rows(parameter: Tensor) -> bool:
+    placements = parameter.placements if isinstance(parameter, DTensor) else ()
+    return all(isinstance(placement, Replicate) or placement == Shard(0) for placement in placements)
+
+
+def shard_place(parameter: Tensor) -> tuple[int, ...]:
+    """Return which shard of a parameter this rank holds. Replicas of a shard have the same place; a plain parameter the first."""
+    if not isinstance(parameter, DTensor):
+        return (0,)
+    place: Sequence[int] = parameter.device_mesh.get_coordinate() or []
+    return tuple(at for at, placement in zip(place, parameter.placements, strict=True) if isinstance(placement, Shard))
+
+
+def shown(member: Member, plane: Plane, flat: Tensor) -> Tensor:
+    """Return a member's part of a plane in the parameter's shape. Rows are shorter where an entry covers several elements."""
+    parameter = member.parameter
+    part = flat[member.start // plane.per_entry : (member.start + member.numel) // plane.per_entry]
+    shape = _stored_shape(parameter.shape, plane.per_entry)
+    values = part.view(_stored_shape(local(parameter).shape, plane.per_entry))
+    if not isinstance(parameter, DTensor):
+        return values
+    # Only the strides are wanted; a meta tensor takes no memory.
+    stride = torch.empty(shape, device="meta").stride()
+    spec = DTensorSpec(parameter.device_mesh, parameter.placements, tensor_meta=TensorMeta(shape, stride, plane.dtype))
+    # from_local would copy host tensors to the mesh's device.
+    return DTensor(values, spec, requires_grad=False)
+
+
+def _stored_shape(shape: torch.Size, per_entry: int) -> torch.Size:
+    return shape if per_entry == 1 else torch.Size((shape[0], shape[1:].numel() // per_entry))
+
+
+def entries(section: Section, bucket: Sequence[Slice]) -> dict[str, slice]:
+    """Return the range of each of the section's planes that holds the state of a bucket."""
+    start = bucket[0].member.start + bucket[0].first
+    stop = start + count(bucket)
+    return {plane.name: slice(start // plane.per_entry, stop // plane.per_entry) for plane in section.format.planes}
+
+
+def count(bucket: Sequence[Slice]) -> int:
+    """Return the number of elements of a bucket."""
+    return sum(part.last - part.first for part in bucket)
+
+
+def aligned(size: int) -> int:
+    """Return the bytes that a part of the state buffer takes."""
+    return -(-size // ALIGNMENT) * ALIGNMENT

@@ -1,0 +1,238 @@
+"""Log-probs and entropy from hidden states, chunk by chunk: the [tokens, vocabulary] logits never exist.
+
+Bytes saved: let R be the response tokens of a micro-batch, V the vocabulary, c = ``logprob_chunk_tokens`` and t =
+``logprob_vocab_tile``. The logits of a pass are one buffer of min(R, c) x min(V, t) x (4 + n) bytes. n is 0 in fp32, else the b
+bytes of the compute dtype. Entropy needs another buffer of min(R, c) x min(V, t, 4,096) x 4 bytes, and so do sums of squared
+probabilities, and a GPU where t < V and functions are not compiled.
+
+``logprob_chunk_tokens=0`` disables chunking. ``logprob_vocab_tile=0`` then takes the whole vocabulary. With chunks it chooses
+by the pass: an update whose loss has a gradient per token, or that is strictly on-policy, takes the whole vocabulary; log-prob
+passes and other updates take 16,384 entries.
+
+An update with chunks saves (R - c) x V x (4 + n) bytes. It keeps 0.43 GiB at 512 x 151,936 in bfloat16. A log-prob pass saves
+(R x V - c x 16,384) x (4 + n) bytes and keeps 48 MiB. The gradient of the head's weight is added in place, which saves another
+V x h x b bytes if there is a gradient already, as in the second micro-batch of a step.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from verl_memopt.memory.chunked_logprob import FREE_TILE
+from verl_memopt.memory.embedding_gradient import room_for
+from verl_memopt.memory.logit_tiles import Gradients, Head, LogitTiles, Tokens
+from verl_memopt.observe.byte_tracker import scope
+
+TokenGradient = Callable[[slice, Tensor, Tensor | None], tuple[Tensor, Tensor | None]]
+"""Returns the gradients of a slice of tokens before backward: from their log-probs and entropies (or None), without gradients,
+those of the log-probs and of the entropies, fp32 each."""
+
+
+class SumPiSquared:
+    """Where a pass without gradients leaves the sum of squared probabilities of each token.
+
+    FSDP2 casts the tensors and copies the dataclasses among the inputs of a forward, so this is neither.
+
+    Attributes:
+        values: fp32 [R]; None before the pass.
+    """
+
+    def __init__(self) -> None:
+        """Hold nothing yet."""
+        self.values: Tensor | None = None
+
+
+def head_log_probs(
+    head: Head,
+    hidden: Tensor,
+    targets: Tensor,
+    token_gradient: TokenGradient | None = None,
+    in_place: bool = False,
+    sum_pi_squared: SumPiSquared | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return the log-prob of each target and, if requested, the entropy of its distribution.
+
+    Gradients flow to hidden, weight and bias from both outputs.
+
+    Args:
+        head: The LM head and how it is cut. ``vocab_tile=0`` takes the whole vocabulary if there are no chunks or if the forward
+            computes the gradients (``token_gradient``). Otherwise it takes ``FREE_TILE``.
+        hidden: [R, H] in the compute dtype.
+        targets: int64 [R].
+        token_gradient: Computes the gradients in the forward. Backward asserts that it would have computed the same.
+        in_place: Add to ``.grad`` of weight and bias without autograd (with ``token_gradient`` in the forward), if they are
+            leaves without hooks. For callers that call ``backward`` once per forward, and not ``torch.autograd.grad``.
+        sum_pi_squared: Is filled with the sum of squared probabilities of each token's distribution. Only without gradients.
+
+    Returns:
+        Log-probs fp32 [R]; entropies fp32 [R], or None.
+    """
+    once = token_gradient is not None and torch.is_grad_enabled()
+    tile = FREE_TILE if head.vocab_tile == 0 and head.chunk_tokens > 0 and not once else head.vocab_tile
+    head = replace(head, vocab_tile=tile, with_sum_pi_squared=sum_pi_squared is not None)
+    if not torch.is_grad_enabled():
+        return _without_gradients(head, hidden, targets, sum_pi_squared)
+    assert sum_pi_squared is None, "sums of squared probabilities have no gradient"
+    if token_gradient is None:
+        log_probs, entropy = _Recomputed.apply(hidden, head.weight, head.bias, targets, head, in_place)
+    else:
+        # This forward also computes the gradients of hidden states, weight and bias. Its backward only hands them on.
+        log_probs, entropy = _PrecomputedGradient.apply(hidden, head.weight, head.bias, targets, head, in_place, token_gradient)
+    return log_probs, entropy if head.with_entropy else None
+
+
+def _without_gradients(
+    head: Head, hidden: Tensor, targets: Tensor, sum_pi_squared: SumPiSquared | None
+) -> tuple[Tensor, Tensor | None]:
+    tokens = _room_for_tokens(head, hidden)
+    with scope(kind="logits"):
+        logits = LogitTiles(head, hidden)
+        for rows in head.chunks(hidden.shape[0]):
+            _keep(logits.statistics(hidden[rows], targets[rows]), tokens, rows)
+    if sum_pi_squared is not None:
+        sum_pi_squared.values = tokens.sum_pi_squared
+    return tokens.log_probs, tokens.entropy
+
+
+class _Recomputed(torch.autograd.Function):
+    """Keeps hidden states and normalisers, and computes logits again in backward."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: Tensor, head: Head, in_place: bool
+    ) -> tuple[Tensor, Tensor]:
+        tokens = _room_for_tokens(head, hidden)
+        with scope(kind="logits"):
+            logits = LogitTiles(head, hidden)
+            for rows in head.chunks(hidden.shape[0]):
+                _keep(logits.statistics(hidden[rows], targets[rows]), tokens, rows)
+        entropy = _or_nothing(tokens.entropy, hidden)
+        # Without the weight: it is a parameter, which FSDP2 frees and gathers again under the same tensor.
+        ctx.save_for_backward(hidden, targets, tokens.log_normalizer, entropy)
+        ctx.head, ctx.in_place = head, in_place
+        return tokens.log_probs, entropy
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        hidden, targets, log_normalizer, entropy = ctx.saved_tensors
+        head, (grad_log_probs, grad_entropy) = ctx.head, grads
+        # The log-probs of the targets are not needed for the gradient. The normalizer only fills their place.
+        tokens = Tokens(log_normalizer, log_normalizer, entropy)
+        into, handed = _gradient_room(head, hidden, ctx.needs_input_grad, ctx.in_place)
+        with scope(kind="logits"):
+            logits = LogitTiles(head, hidden)
+            for rows in head.chunks(hidden.shape[0]):
+                above = grad_log_probs[rows], grad_entropy[rows] if head.with_entropy else None
+                logits.differentiate(hidden[rows], targets[rows], _cut(tokens, rows), *above, _at(into, rows), False)
+        return into.hidden, *handed, None, None, None
+
+
+class _PrecomputedGradient(torch.autograd.Function):
+    """Computes the gradients in the forward. Backward checks that it would have computed the same.
+
+    The loss of a token is known as soon as its log-prob is: advantage, old log-prob and weight are inputs. So the forward
+    computes the gradient of each chunk while its logits exist, and keeps only the gradient. Backward hands it on.
+    """
+
+    @staticmethod
+    def forward(
+        ctx: Any,
+        hidden: Tensor,
+        weight: Tensor,
+        bias: Tensor | None,
+        targets: Tensor,
+        head: Head,
+        in_place: bool,
+        token_gradient: TokenGradient,
+    ) -> tuple[Tensor, Tensor]:
+        tokens, precomputed = _room_for_tokens(head, hidden), _room_for_tokens(head, hidden)
+        into, ctx.handed = _gradient_room(head, hidden, ctx.needs_input_grad, in_place)
+        with scope(kind="logits"):
+            logits = LogitTiles(head, hidden)
+            for rows in head.chunks(hidden.shape[0]):
+                statistics = logits.statistics(hidden[rows], targets[rows])
+                grad_log_probs, grad_entropy = _gradient_of(token_gradient, rows, statistics)
+                # This computes the gradient in the forward: the logits of the chunk are still in the buffer, which spares the
+                # product that backward would need to compute them again.
+                logits.differentiate(hidden[rows], targets[rows], statistics, grad_log_probs, grad_entropy, _at(into, rows), True)
+                _keep(statistics, tokens, rows)
+                # Here the record holds gradients: those of the log-probs in its first field, and those of the entropies in
+                # its third.
+                _keep(Tokens(grad_log_probs, grad_log_probs, grad_entropy), precomputed, rows)
+        ctx.save_for_backward(precomputed.log_probs, precomputed.entropy, into.hidden)
+        return tokens.log_probs, _or_nothing(tokens.entropy, hidden)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        # Nothing is computed here: the forward has the gradients already, and no logits exist any more.
+        of_log_probs, of_entropy, grad_hidden = ctx.saved_tensors
+        handed, ctx.handed = ctx.handed, None
+        assert handed is not None, "the gradients of this forward were handed out already"
+        _assert_as_precomputed(of_log_probs, grads[0])
+        if of_entropy is not None:
+            _assert_as_precomputed(of_entropy, grads[1])
+        return grad_hidden, *handed, None, None, None, None
+
+
+def _gradient_of(token_gradient: TokenGradient, rows: slice, statistics: Tokens) -> tuple[Tensor, Tensor | None]:
+    # Tensors that autograd saves here are not offloaded: they are small, and freed at once.
+    with torch.autograd.graph.saved_tensors_hooks(Tensor.detach, lambda tensor: tensor):
+        return token_gradient(rows, statistics.log_probs, statistics.entropy)
+
+
+def _assert_as_precomputed(precomputed: Tensor, actual: Tensor) -> None:
+    """Raise where backward brings another gradient than the precomputed one. Nothing here waits for the device.
+
+    Values that are not finite in either are let through: the gradient norm shows them, and the update is skipped.
+    """
+    if precomputed.numel():
+        finite = torch.isfinite(precomputed)
+        bound = torch.where(finite, precomputed, 0.0).abs().amax() * 1e-5
+        same = ((precomputed - actual).abs() <= bound) | ~(finite & torch.isfinite(actual))
+        torch._assert_async(same.all(), "the gradient of the log-probs is not the precomputed one")
+
+
+def _gradient_room(
+    head: Head, hidden: Tensor, needs: tuple[bool, ...], in_place: bool
+) -> tuple[Gradients, tuple[Tensor | None, Tensor | None]]:
+    """Return where gradients go, and the gradients of weight and bias to return to autograd."""
+    needs_hidden, needs_weight, needs_bias = needs[:3]
+    weight, hand_weight = room_for(head.weight, needs_weight, in_place)
+    bias, hand_bias = room_for(head.bias, needs_bias, in_place)
+    return Gradients(torch.empty_like(hidden) if needs_hidden else None, weight, bias), (hand_weight, hand_bias)
+
+
+def _room_for_tokens(head: Head, hidden: Tensor) -> Tokens:
+    count = hidden.shape[0]
+
+    def room() -> Tensor:
+        return hidden.new_empty(count, dtype=torch.float32)
+
+    return Tokens(room(), room(), room() if head.with_entropy else None, room() if head.with_sum_pi_squared else None)
+
+
+def _keep(part: Tokens, whole: Tokens, rows: slice) -> None:
+    whole.log_probs[rows], whole.log_normalizer[rows] = part.log_probs, part.log_normalizer
+    if whole.entropy is not None:
+        assert part.entropy is not None
+        whole.entropy[rows] = part.entropy
+    if whole.sum_pi_squared is not None:
+        assert part.sum_pi_squared is not None
+        whole.sum_pi_squared[rows] = part.sum_pi_squared
+
+
+def _cut(tokens: Tokens, rows: slice) -> Tokens:
+    return Tokens(tokens.log_probs[rows], tokens.log_normalizer[rows], None if tokens.entropy is None else tokens.entropy[rows])
+
+
+def _at(into: Gradients, rows: slice) -> Gradients:
+    return Gradients(None if into.hidden is None else into.hidden[rows], into.weight, into.bias)
+
+
+def _or_nothing(values: Tensor | None, hidden: Tensor) -> Tensor:
+    return hidden.new_empty(0, dtype=torch.float32) if values is None else values

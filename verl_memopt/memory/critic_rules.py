@@ -1,0 +1,136 @@
+"""The critic's knobs: its rules, warnings and advice are those of the policy, about other keys.
+
+Each key of the policy, its optimizer, its sharding or its update has a twin below ``critic``. A knob that both models have
+declares its rules once, for the policy. They hold for the twins too, where a run has a critic.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator
+from dataclasses import replace
+from functools import cache
+from typing import TYPE_CHECKING, cast
+
+from verl_memopt.algorithms.records import WITH_CRITIC
+from verl_memopt.memory.knob import Advice, Refusal, SettingsView, UnusedKey, knobs
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+TWINS = {
+    "actor_rollout_ref.actor.fsdp_config.": "critic.model.fsdp_config.",
+    "actor_rollout_ref.actor.optim.": "critic.optim.",
+    "actor_rollout_ref.model.": "critic.model.",
+    "actor_rollout_ref.actor.": "critic.",
+}
+"""Start of a key of the policy -> start of the critic's twin. The first that matches counts."""
+
+CRITIC_PHASES = ("values", "update_critic")
+"""Phases that use the critic."""
+
+RESTING = ("optimizer",)
+"""Kinds of bytes that a model holds outside its own phases too."""
+
+
+def has_critic(settings: Settings) -> bool:
+    """Return whether the run trains a critic."""
+    return settings.algorithm.adv_estimator in WITH_CRITIC
+
+
+def twin(key: str) -> str:
+    """Return the critic's key for a key of the policy, or the key itself where it belongs to no single model."""
+    for prefix, critics in TWINS.items():
+        if key.startswith(prefix):
+            return critics + key.removeprefix(prefix)
+    return key
+
+
+def twin_text(text: str) -> str:
+    """Return a sentence about the policy's keys as one about the critic's. Keys may lack ``actor_rollout_ref.``."""
+    for prefix, critics in TWINS.items():
+        text = text.replace(prefix, critics)
+        text = re.sub(rf"(?<![\w.]){re.escape(prefix.removeprefix('actor_rollout_ref.'))}", critics, text)
+    return text
+
+
+def as_critic(settings: Settings) -> Settings:
+    """Return the settings with the critic in the policy's place, as a rule about the policy's keys reads them."""
+    # With its point the name of a section begins as its keys do, so that fsdp_config leads to the critic's too.
+    return cast("Settings", SettingsView(settings, lambda key: twin(f"{key}.")[:-1]))
+
+
+def with_critic(refusal: Refusal) -> Refusal:
+    """Return the refusal for runs with a critic alone."""
+    return replace(refusal, when=lambda settings: has_critic(settings) and refusal.when(settings))
+
+
+def twin_refusal(refusal: Refusal) -> Refusal:
+    """Return the refusal of the critic's keys."""
+    return with_critic(
+        Refusal(
+            tuple(map(twin, refusal.keys)),
+            lambda settings: refusal.when(as_critic(settings)),
+            twin_text(refusal.because),
+            lambda settings: twin_text(refusal.way_out_for(as_critic(settings))),
+            lambda settings: twin_text(refusal.reason_for(as_critic(settings))),
+        )
+    )
+
+
+def twin_unused(unused: UnusedKey) -> UnusedKey:
+    """Return the rule of the critic's key. Without a critic none of its keys has an effect, which another rule says."""
+
+    def when(settings: Settings) -> bool:
+        return has_critic(settings) and unused.when(as_critic(settings))
+
+    return UnusedKey(twin(unused.key), when, twin_text(unused.because))
+
+
+def twin_advice(advice: Advice) -> Advice:
+    """Return the advice of the critic's key: in its phases, or wherever its bytes rest."""
+    phases = ("update_critic",) if advice.phases else () if advice.kind in RESTING else CRITIC_PHASES
+    return replace(advice, key=twin(advice.key), when=lambda settings: advice.when(as_critic(settings)), phases=phases)
+
+
+def refusals() -> Iterator[Refusal]:
+    """Yield what the knobs refuse, each rule followed by the critic's where there is one."""
+    for refusal in (refusal for knob in knobs() for refusal in knob.refuses):
+        yield refusal
+        if _has_twin(*refusal.keys):
+            yield twin_refusal(refusal)
+
+
+def unused_keys() -> Iterator[UnusedKey]:
+    """Yield when a knob's key has no effect, each rule followed by the critic's where there is one."""
+    for unused in (unused for knob in knobs() for unused in knob.unused_keys):
+        yield unused
+        if _has_twin(unused.key):
+            yield twin_unused(unused)
+
+
+def advices() -> Iterator[Advice]:
+    """Yield the advice of the knobs, each followed by the critic's where there is one.
+
+    In the critic's own phases its key is advised in place of the policy's, unless the policy's bytes rest there too.
+    """
+    for advice in (advice for knob in knobs() for advice in knob.advice):
+        if not _has_twin(advice.key) or (advice.phases and "update_actor" not in advice.phases):
+            yield advice
+        else:
+            yield advice if advice.kind in RESTING else replace(advice, not_in=CRITIC_PHASES)
+            yield twin_advice(advice)
+
+
+def _has_twin(key: str, *others: str) -> bool:
+    """Return whether the critic has a key of its own, and each other key that a rule shows, so that the rule holds for it too."""
+    known = _knob_keys()
+    of_reference = any(other.startswith("actor_rollout_ref.ref.") for other in others)
+    lacking = of_reference or any(other in known and twin(other) not in (other, *known) for other in others)
+    return twin(key) != key and twin(key) in known and not lacking
+
+
+@cache
+def _knob_keys() -> frozenset[str]:
+    """Return the keys of the knobs' own settings."""
+    return frozenset(key for knob in knobs() for key in knob.defaults())

@@ -1,0 +1,129 @@
+"""The gradient of a token embedding, added in place: a tied head and embedding share one gradient matrix.
+
+For every backward autograd would fill a [vocabulary, hidden] matrix with zeros, write the rows of a few tokens, and add it to the
+existing gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any, TypeGuard
+
+import torch
+from torch import Tensor, nn
+
+from verl_memopt.memory.resharding_torch import gathered_for_forward
+from verl_memopt.observe.byte_tracker import scope
+
+COLUMNS = 256
+"""Columns whose repeated tokens are summed in fp32 at once, where the gradient has a narrower dtype."""
+
+
+class TrainedEmbedding(nn.Embedding):
+    """An embedding that adds to its weight's gradient in place. It replaces a plain one, under the same name."""
+
+    def __init__(self, base: nn.Embedding) -> None:
+        """Take over the weight of a plain embedding."""
+        nn.Module.__init__(self)
+        self.num_embeddings, self.embedding_dim, self.padding_idx = base.num_embeddings, base.embedding_dim, base.padding_idx
+        self.max_norm, self.norm_type, self.scale_grad_by_freq, self.sparse = None, 2.0, False, False
+        self.weight = base.weight
+
+    def forward(self, input: Tensor) -> Tensor:
+        """Return the rows of the weight for token ids."""
+        # Backward reads the ids and not the weight, so FSDP2 need not gather it again.
+        gathered_for_forward(self, again_in_backward=False)
+        return _LookUp.apply(input, self.weight, self.padding_idx)
+
+
+def is_plain(embedding: nn.Module) -> TypeGuard[nn.Embedding]:
+    """Return whether :class:`TrainedEmbedding` can replace a module."""
+    plain = type(embedding) is nn.Embedding
+    return plain and embedding.max_norm is None and not embedding.scale_grad_by_freq and not embedding.sparse
+
+
+class _LookUp(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, ids: Tensor, weight: Tensor, padding_idx: int | None) -> Tensor:
+        ctx.save_for_backward(ids)
+        # The parameter itself, not a saved tensor: backward adds to its .grad.
+        ctx.weight, ctx.padding_idx = weight, padding_idx
+        return torch.nn.functional.embedding(ids, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Any) -> tuple[Tensor | None, ...]:
+        (ids,) = ctx.saved_tensors
+        rows = grads[0].reshape(-1, grads[0].shape[-1])
+        if ctx.padding_idx is not None:
+            rows = rows.masked_fill((ids == ctx.padding_idx).reshape(-1, 1), 0)
+        into, handed = room_for(ctx.weight, ctx.needs_input_grad[1], True)
+        if into is not None:
+            add_rows_(into, ids.reshape(-1), rows)
+        return None, handed, None
+
+
+def add_rows_(into: Tensor, ids: Tensor, rows: Tensor) -> None:
+    """Add rows to some rows of a matrix. The rows of a repeated id are summed in fp32, in the same order in every run.
+
+    Args:
+        into: [V, h].
+        ids: int64 [T].
+        rows: [T, h].
+    """
+    if into.dtype == torch.float32:
+        _add(into, ids, rows)
+        return
+    ids, order = ids.sort(stable=True)
+    run = torch.cat([ids.new_zeros(1), (ids[1:] != ids[:-1]).cumsum(0)])[: ids.shape[0]]
+    # Where there are fewer runs than tokens, the rest adds zeros to row 0.
+    first = torch.zeros_like(ids).scatter_(0, run, ids)
+    for start in range(0, rows.shape[1], COLUMNS):
+        part = rows[:, start : start + COLUMNS].index_select(0, order).float()
+        sums = torch.zeros_like(part)
+        _add(sums, run, part)
+        # Each row comes once, or is zero, so the order of sums does not matter. index_put_ would copy all rows of these columns.
+        into[:, start : start + COLUMNS].index_add_(0, first, sums.to(into.dtype))
+
+
+def _add(into: Tensor, ids: Tensor, rows: Tensor) -> None:
+    if into.device.type == "cpu":
+        into.index_add_(0, ids, rows)
+    else:
+        # index_put_ sorts the indices first; index_add_ would add in an order that varies with the threads.
+        into.index_put_((ids,), rows, accumulate=True)
+
+
+# Where the gradient of a large weight is summed: in ``.grad`` itself where that is safe.
+
+
+def room_for(parameter: Tensor | None, needed: bool, in_place: bool) -> tuple[Tensor | None, Tensor | None]:
+    """Return the tensor to add a parameter's gradient to, and the gradient to return to autograd.
+
+    Args:
+        parameter: A weight, or None for one that a layer does not have.
+        needed: Whether it needs a gradient.
+        in_place: Whether its ``.grad`` may be used.
+
+    Returns:
+        The tensor to add to, zeros if it is new, or None where no gradient is needed; then the same tensor for autograd, or None
+        where it is ``.grad`` itself.
+    """
+    if parameter is None or not needed:
+        return None, None
+    with scope(kind="grads"):
+        if not (in_place and adds_in_place(parameter)):
+            room = torch.zeros_like(parameter)
+            return room, room
+        if parameter.grad is None:
+            parameter.grad = torch.zeros_like(parameter)
+    return parameter.grad, None
+
+
+def adds_in_place(parameter: Tensor) -> bool:
+    """Return whether a gradient may be added to ``.grad`` without autograd: the parameter is a leaf without hooks.
+
+    The gathered parameter of an FSDP2 unit qualifies, because FSDP2 reads its ``.grad`` after the backward of the unit.
+    """
+    # Autograd calls these hooks only for gradients that it accumulates itself. A gradient that is added here would bypass
+    # them.
+    watched = parameter._backward_hooks or parameter._post_accumulate_grad_hooks
+    return parameter.is_leaf and parameter.requires_grad and not watched and type(parameter) in (Tensor, torch.nn.Parameter)

@@ -1,1 +1,0 @@
-"""Host memory: page-locked buffers and their arena."""

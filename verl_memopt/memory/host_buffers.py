@@ -1,0 +1,284 @@
+"""Reusable host memory: slots of any size in chunks that are kept.
+
+Slots lie one after another over the chunks and may cross from one chunk to the next, so no size leaves a gap at a chunk's end.
+The bytes held are those in use at the busiest moment, rounded up to a chunk.
+"""
+
+from __future__ import annotations
+
+import logging
+import mmap
+import weakref
+from bisect import insort
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from functools import cache, partial
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+
+from verl_memopt.distributed.device import is_gpu, lock_pages, unlock_pages
+from verl_memopt.errors import ConfigError
+from verl_memopt.observe.byte_tracker import HOST, declare_host, scope
+
+CHUNK_BYTES = 2**26
+"""A multiple of the page size, large enough that locking a chunk is rare."""
+
+ALIGNMENT = 512
+"""Every slot starts at a multiple of this many bytes, so that any dtype can view it."""
+
+
+@dataclass(order=True)
+class Slot:
+    """A stretch of the arena, with uint8 views (``parts``) of the chunks it lies in, in order."""
+
+    start: int
+    stop: int
+    parts: list[Tensor] = field(compare=False)
+
+
+class HostArena:
+    """Hands out slots and takes them back. Chunks come from the process's host allocator and stay until :meth:`shrink`."""
+
+    def __init__(self, device: torch.device, kind: str, chunk_bytes: int = CHUNK_BYTES) -> None:
+        """Start without chunks.
+
+        Args:
+            device: Whose bytes rest here.
+            kind: Kind of these bytes, for the byte tracker.
+            chunk_bytes: A multiple of 512.
+        """
+        assert chunk_bytes % ALIGNMENT == 0, chunk_bytes
+        self._device, self._kind, self._chunk_bytes = device, kind, chunk_bytes
+        self._chunks: list[Tensor] = []
+        self._live: list[Slot] = []
+
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of all chunks."""
+        return len(self._chunks) * self._chunk_bytes
+
+    @property
+    def used_bytes(self) -> int:
+        """Bytes of the slots that are taken, alignment included."""
+        return sum(slot.stop - slot.start for slot in self._live)
+
+    def take(self, num_bytes: int) -> Slot:
+        """Return the first free stretch of ``num_bytes``.
+
+        Raises:
+            ConfigError: The host limit allows no further chunk.
+        """
+        size = -(-num_bytes // ALIGNMENT) * ALIGNMENT
+        start = self._first_fit(size)
+        while self.held_bytes < start + size:
+            self._chunks.append(host_buffer(self._chunk_bytes, self._device, self._kind))
+        slot = Slot(start, start + size, self._parts(start, start + num_bytes))
+        insort(self._live, slot)
+        return slot
+
+    def give_back(self, slot: Slot) -> None:
+        """Free the bytes of a slot for others."""
+        self._live.remove(slot)
+
+    def shrink(self) -> None:
+        """Free the chunks behind the last slot in use."""
+        end = self._live[-1].stop if self._live else 0
+        del self._chunks[-(-end // self._chunk_bytes) :]
+
+    def _first_fit(self, size: int) -> int:
+        start = 0
+        for slot in self._live:
+            if slot.start - start >= size:
+                break
+            start = slot.stop
+        return start
+
+    def _parts(self, start: int, stop: int) -> list[Tensor]:
+        parts = []
+        while start < stop:
+            chunk, offset = divmod(start, self._chunk_bytes)
+            size = min(stop - start, self._chunk_bytes - offset)
+            parts.append(self._chunks[chunk][offset : offset + size])
+            start += size
+        return parts
+
+
+# The one place that allocates host memory for what is moved off the device.
+#
+# All offloaded data rests in buffers of this file, so its bytes are counted as host bytes on any machine. On a CPU both tiers are
+# the same memory, and only the place of allocation tells them apart. Code that moves tensors takes a buffer, copies into it and
+# drops the device tensor; ``.to("cpu")`` would return the same storage on a CPU and move nothing.
+#
+# Page-locked buffers are mappings of whole pages, locked in place. torch's own page-locked memory (``pin_memory``) is rounded up
+# to a power of two and never returned to the system; see ``docs/decisions/page_locked_memory.md``.
+
+
+logger = logging.getLogger(__name__)
+
+LIMIT_KEY = "memory.host_limit_gb"
+GIB = 2**30
+PAGE = mmap.PAGESIZE
+"""Bytes of a page; page-locked memory is whole pages."""
+NO_COPY_IN_CHILDREN = getattr(mmap, "MADV_DONTFORK", None)
+"""Keeps the pages from a forked child. A write there would move the parent's pages to another physical address."""
+
+
+class HostAllocator:
+    """Allocates host buffers and counts them. There is one a process: :func:`host_allocator`."""
+
+    def __init__(self, limit_bytes: int | None = None, pinned_limit_bytes: int | None = None) -> None:
+        """Start with nothing allocated.
+
+        Args:
+            limit_bytes: Most bytes held at once; None for no limit.
+            pinned_limit_bytes: Most page-locked bytes among them. A buffer beyond it is ordinary memory, whose copies block.
+        """
+        self.limit_bytes = limit_bytes
+        self.pinned_limit_bytes = pinned_limit_bytes
+        self.held_bytes = 0
+        self.pinned_bytes = 0
+        self.peak_bytes = 0
+
+    def empty(self, num_bytes: int, device: torch.device, kind: str) -> Tensor:
+        """Return uint8 [num_bytes] on the host, uninitialised; page-locked where ``device`` is a GPU and the limit allows.
+
+        Its bytes (whole pages if locked) count until the last tensor on it is gone. Then the system gets them back.
+
+        Args:
+            num_bytes: Size of the buffer.
+            device: Whose data it will hold.
+            kind: Kind of the data, for the byte tracker.
+
+        Raises:
+            ConfigError: The limit is too small. The message names it and what is held already.
+        """
+        counted_bytes = num_bytes
+        pages = -(-num_bytes // PAGE) * PAGE
+        pinned = is_gpu(device) and num_bytes > 0 and self.may_pin(pages)
+        if pinned:
+            counted_bytes = pages
+        self.check_room(counted_bytes, kind)
+        # Fake tensors have no memory to lock, but their bytes are counted as if they had.
+        fake = isinstance(torch.empty(0), FakeTensor)
+        memory = _lock(pages, device) if pinned and not fake else None
+        if pinned and not fake and memory is None:
+            counted_bytes, pinned = num_bytes, False
+        with scope(kind=kind, tier=HOST):
+            buffer = torch.empty(num_bytes, dtype=torch.uint8) if memory is None else memory.view(num_bytes)
+        storage = buffer.untyped_storage()
+        declare_host(storage)
+        self._count(counted_bytes, pinned)
+        # At exit the system takes all memory back, and the driver may be gone already.
+        weakref.finalize(storage, self._give_back, counted_bytes, pinned, memory).atexit = False
+        return buffer
+
+    def may_pin(self, num_bytes: int) -> bool:
+        """Return whether so many more bytes may be page-locked."""
+        return self.pinned_limit_bytes is None or self.pinned_bytes + num_bytes <= self.pinned_limit_bytes
+
+    def check_room(self, num_bytes: int, kind: str) -> None:
+        """Check that the limit allows so many more bytes.
+
+        Raises:
+            ConfigError: It does not.
+        """
+        if self.limit_bytes is not None and self.held_bytes + num_bytes > self.limit_bytes:
+            raise ConfigError(
+                f"{LIMIT_KEY}={self.limit_bytes / GIB:.4g}: {kind} needs {num_bytes / GIB:.4g} GiB on the host, where "
+                f"{self.held_bytes / GIB:.4g} GiB are taken. Raise it to at least "
+                f"{(self.held_bytes + num_bytes) / GIB:.4g}, or switch an offload off."
+            )
+
+    def count_elsewhere(self, num_bytes: int, pinned: bool, kind: str) -> Callable[[], None]:
+        """Count host memory that others allocate, until the returned function is called.
+
+        Args:
+            num_bytes: Number of bytes of that memory.
+            pinned: It is page-locked.
+            kind: Kind of its data, for errors.
+
+        Raises:
+            ConfigError: The limit does not allow it.
+        """
+        self.check_room(num_bytes, kind)
+        self._count(num_bytes, pinned)
+        return partial(self._count, -num_bytes, pinned)
+
+    def reset_peak(self) -> None:
+        """Set the peak to what is held now."""
+        self.peak_bytes = self.held_bytes
+
+    def _give_back(self, num_bytes: int, pinned: bool, memory: _Locked | None) -> None:
+        self._count(-num_bytes, pinned)
+        if memory is not None:
+            memory.unlock()
+
+    def _count(self, num_bytes: int, pinned: bool) -> None:
+        self.held_bytes += num_bytes
+        self.pinned_bytes += num_bytes if pinned else 0
+        self.peak_bytes = max(self.peak_bytes, self.held_bytes)
+
+
+@dataclass(frozen=True)
+class _Locked:
+    """Page-locked memory in a mapping of its own, which the system takes back when nothing refers to it."""
+
+    pages: mmap.mmap
+    address: int
+    device: torch.device
+
+    def view(self, num_bytes: int) -> Tensor:
+        """Return the first bytes as a tensor. A dispatch mode sees the view and not ``frombuffer``."""
+        return torch.frombuffer(self.pages, dtype=torch.uint8, count=num_bytes).view(-1)
+
+    def unlock(self) -> None:
+        unlock_pages(self.device, self.address)
+
+
+def _lock(num_bytes: int, device: torch.device) -> _Locked | None:
+    """Map and lock whole pages; return None, with one warning a process, where the driver refuses."""
+    pages = mmap.mmap(-1, num_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if NO_COPY_IN_CHILDREN is not None:
+        pages.madvise(NO_COPY_IN_CHILDREN)
+    # A mapping does not tell its address, but a tensor on it does.
+    address = torch.frombuffer(pages, dtype=torch.uint8).data_ptr()
+    refusal = lock_pages(device, address, num_bytes)
+    if refusal is None:
+        return _Locked(pages, address, device)
+    _warn_once(refusal)
+    return None
+
+
+@cache
+def _warn_once(refusal: str) -> None:
+    logger.warning(
+        "host memory cannot be page-locked (%s): offloads use ordinary memory, and their copies wait. In a container, allow it "
+        "to lock memory; or set memory.pinned_limit_gb to what the machine allows.", refusal
+    )  # fmt: skip
+
+
+_allocator = HostAllocator()
+
+
+def host_allocator() -> HostAllocator:
+    """Return this process's allocator."""
+    return _allocator
+
+
+@contextmanager
+def host_limits(limit_bytes: int | None, pinned_limit_bytes: int | None) -> Iterator[HostAllocator]:
+    """Set this process's limits inside the body."""
+    before = (_allocator.limit_bytes, _allocator.pinned_limit_bytes)
+    _allocator.limit_bytes, _allocator.pinned_limit_bytes = limit_bytes, pinned_limit_bytes
+    try:
+        yield _allocator
+    finally:
+        _allocator.limit_bytes, _allocator.pinned_limit_bytes = before
+
+
+def host_buffer(num_bytes: int, device: torch.device, kind: str) -> Tensor:
+    """Return uint8 [num_bytes] from this process's allocator, to hold ``kind`` of ``device`` on the host."""
+    return _allocator.empty(num_bytes, device, kind)

@@ -1,0 +1,290 @@
+"""What a knob's file declares, and the list of all knobs.
+
+``config/`` builds checks and errors from the declarations, the docs read them. A rule is a function of the typed settings, so a
+key that does not exist is found by the type checker.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib
+import re
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from functools import cache
+from typing import TYPE_CHECKING, Any, get_type_hints
+
+from verl_memopt.memory.formulas import Shapes
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+Predicate = Callable[["Settings"], bool]
+"""A question about the settings."""
+Sentence = Callable[["Settings"], str]
+"""A sentence with numbers of the settings."""
+
+KNOBS = (
+    "activation_checkpointing", "activation_offload", "bucketed_adamw", "chunked_logprob", "limits", "load_mode", "lora",
+    "native_offload", "optimizer_in_backward", "optimizer_offload", "optimizer_state_dtype", "param_offload", "precision",
+    "profiles", "prune_last_block", "quantized_frozen", "recompute_elementwise", "resharding", "rollout_memory",
+    "sharding_units", "shared_prompt", "stochastic_rounding", "tiled_mlp", "token_budget", "weight_buckets",
+)  # fmt: skip
+"""Files of this folder that end with a ``KNOB``. Their mechanisms import torch, so they are named here and not searched."""
+
+PARTS = ("Use it when", "Saves", "Costs", "Works with")
+"""What the docstring of a knob's file says, after one sentence on what the knob does."""
+
+SECTIONS: dict[str, tuple[str, ...]] = {
+    "model": ("actor_rollout_ref.model", "critic.model"),
+    "policy_model": ("actor_rollout_ref.model",),
+    "actor": ("actor_rollout_ref.actor",),
+    "critic": ("critic",),
+    "optim": ("actor_rollout_ref.actor.optim", "critic.optim"),
+    "fsdp": (
+        *("actor_rollout_ref.actor.fsdp_config", "actor_rollout_ref.ref.fsdp_config", "critic.model.fsdp_config"),
+        "reward_model.model.fsdp_config",
+    ),
+    "trained_fsdp": ("actor_rollout_ref.actor.fsdp_config", "critic.model.fsdp_config"),
+    "ref": ("actor_rollout_ref.ref",),
+    "scoring_model": ("reward_model.model",),
+    "log_prob_pass": ("actor_rollout_ref.rollout", "actor_rollout_ref.ref"),
+    "rollout": ("actor_rollout_ref.rollout",),
+    "memory": ("memory",),
+}
+"""Sections that knobs add fields to, and the dotted keys under which each stands."""
+
+LOWER = "lower"
+"""Stands for the value of a number that should be lowered."""
+
+
+@dataclass(frozen=True)
+class UnusedKey:
+    """When a key has no effect. A user who sets it then gets a warning."""
+
+    key: str
+    when: Predicate
+    """Return whether the key has no effect."""
+    because: str
+    """The setting that is the reason, as a sentence without a full stop."""
+
+
+@dataclass(frozen=True)
+class Refusal:
+    """A combination of settings that cannot be, in words that serve the error and the docs page."""
+
+    keys: tuple[str, ...]
+    """The keys that the error shows with their values; the knob's own comes first."""
+    when: Predicate
+    """Return whether the settings are refused."""
+    because: str
+    """Why it is refused, as a sentence without a full stop."""
+    way_out: str | Sentence
+    """What to set in its place: a sentence, or a function of the settings that returns one."""
+    because_here: Sentence | None = None
+    """Return the reason with the numbers of the settings, for the error; None = ``because`` serves both."""
+
+    def reason_for(self, settings: Settings) -> str:
+        """Return why these settings are refused."""
+        return self.because if self.because_here is None else self.because_here(settings)
+
+    def way_out_for(self, settings: Settings) -> str:
+        """Return the way out for these settings."""
+        return self.way_out if isinstance(self.way_out, str) else self.way_out(settings)
+
+
+@dataclass(frozen=True)
+class Advice:
+    """What to set when a phase runs out of device memory."""
+
+    kind: str
+    """Kind of bytes that it makes smaller."""
+    key: str
+    value: object
+    """The value to set, or ``LOWER``."""
+    when: Predicate = lambda _: True
+    """Return whether it would help."""
+    phases: tuple[str, ...] = ()
+    """Phases in which it helps; () = all but ``not_in``."""
+    not_in: tuple[str, ...] = ()
+    """Phases in which it does not help."""
+
+    def helps_in(self, phase: str) -> bool:
+        """Return whether it can help in a phase."""
+        return phase in self.phases if self.phases else phase not in self.not_in
+
+
+@dataclass(frozen=True)
+class Claim:
+    """How far the peak of one kind of bytes falls in one phase."""
+
+    phase: str
+    kind: str
+    """A kind of device bytes, or ``host buffers``."""
+    num_bytes: Callable[[Shapes, Shapes], float]
+    """Return the bytes saved, from the shapes before and after the knob is switched on."""
+
+
+@dataclass(frozen=True)
+class LadderRow:
+    """The knob's row in the ladder, which switches one knob on after another and measures each."""
+
+    place: int
+    """Rows are measured in this order: first what changes no number, precision last."""
+    on: tuple[str, ...]
+    """Overrides that switch it on. ``{pair}`` stands for the tokens of two rows of the batch."""
+    off: tuple[str, ...]
+    """Overrides that switch it off. ``{all}`` stands for the tokens of all rows of the batch."""
+    on_top_of: str = ""
+    """Name of the knob on whose row this one is measured, in place of those that follow there; "" = the row before."""
+
+
+@dataclass(frozen=True)
+class Factor:
+    """Settings with which a run is tried in combination with every other knob."""
+
+    name: str
+    levels: Mapping[str, Mapping[str, Any]]
+    """Name of a level -> the keys it sets; the first level is off."""
+    lossy: bool = False
+    """Whether levels change what is computed, and not only where it lies and in which order it is summed."""
+
+
+@dataclass(frozen=True)
+class Knob:
+    """One memory knob. Its text is the docstring of its file."""
+
+    name: str
+    place: int
+    """Position in lists: first what costs least, within training, then the engine, then the host."""
+    cost: str
+    """What it costs, in at most five words."""
+    settings: Mapping[str, type] = field(default_factory=dict)
+    """Section -> frozen dataclass whose fields join it."""
+    shared_keys: tuple[str, ...] = ()
+    """Keys of other files that belong to it as well."""
+    besides: tuple[str, ...] = ()
+    """What turns it and is no key: a choice of a settings group, or an environment variable."""
+    unused_keys: tuple[UnusedKey, ...] = ()
+    same_numbers: bool = False
+    """Whether no number of a run depends on it, to the last bit, so that a resumed run may change it."""
+    known_as: Mapping[str, str] = field(default_factory=dict)
+    """Name in another project -> key, for the error of an unknown key."""
+    refuses: tuple[Refusal, ...] = ()
+    advice: tuple[Advice, ...] = ()
+    claims: tuple[Claim, ...] = ()
+    """What the ladder holds it to."""
+    row: LadderRow | None = None
+    factors: tuple[Factor, ...] = ()
+    no_factor: Mapping[str, str] = field(default_factory=dict)
+    """Key -> why no factor sets it."""
+
+    @property
+    def keys(self) -> tuple[str, ...]:
+        """Every key that turns it."""
+        return (*self.defaults(), *self.shared_keys)
+
+    @property
+    def first_key(self) -> str:
+        """The key to set first: the one that the ladder sets, or what turns the knob and is no key."""
+        from_row = (override.partition("=")[0] for override in (self.row.on if self.row else ()))
+        return next(iter((*from_row, *self.keys, *self.besides)))
+
+    def defaults(self) -> dict[str, Any]:
+        """Return dotted key -> default of its own settings."""
+        return {
+            f"{prefix}.{name}": value
+            for section, settings in self.settings.items()
+            for prefix in SECTIONS[section]
+            for name, value in _leaves(settings)
+        }
+
+
+def _leaves(settings: type) -> Iterator[tuple[str, Any]]:
+    """Yield (name, default) of a settings class, with the names of nested classes in front."""
+    types, instance = get_type_hints(settings), settings()
+    for each in dataclasses.fields(settings):
+        if dataclasses.is_dataclass(types[each.name]):
+            yield from ((f"{each.name}.{name}", value) for name, value in _leaves(types[each.name]))
+        else:
+            yield each.name, getattr(instance, each.name)
+
+
+def switch(name: str, key: str, *, lossy: bool = False, **levels: Any) -> Factor:
+    """Return a factor of one key: level -> value."""
+    return Factor(name, {level: {key: value} for level, value in levels.items()}, lossy)
+
+
+def for_roles(name: str, *, roles: tuple[str, ...] = ("actor", "ref"), lossy: bool = False, **levels: Any) -> tuple[Factor, ...]:
+    """Return one factor a role of an fsdp_config key, so that policy and reference may differ."""
+    key = "actor_rollout_ref.{}.fsdp_config." + name
+    return tuple(switch(f"{role} {name}", key.format(role), lossy=lossy, **levels) for role in roles)
+
+
+@cache
+def knobs() -> tuple[Knob, ...]:
+    """Return every knob, in the order of the lists."""
+    return tuple(sorted((module.KNOB for module in _modules()), key=lambda knob: knob.place))
+
+
+def knob_named(name: str) -> Knob:
+    """Return the knob of a name."""
+    return next(knob for knob in knobs() if knob.name == name)
+
+
+@cache
+def text_of(name: str) -> dict[str, str]:
+    """Return the text of a knob: what it does under "", then the parts of :data:`PARTS`."""
+    pieces = re.split(rf"^({'|'.join(PARTS)}):", _module(name).__doc__ or "", flags=re.MULTILINE)
+    text = {"": pieces[0], **dict(zip(pieces[1::2], pieces[2::2], strict=True))}
+    assert tuple(text) == ("", *PARTS), f"memory/{name}.py: its docstring should say {', '.join(PARTS)}; it says {list(text)[1:]}"
+    return {part: " ".join(words.split()) for part, words in text.items()}
+
+
+def as_json() -> list[dict[str, Any]]:
+    """Return every knob as plain values: its name, text, keys with defaults, and what it refuses."""
+    return [
+        {
+            "name": knob.name,
+            "does": text_of(knob.name)[""],
+            **{part.lower().replace(" ", "_"): text_of(knob.name)[part] for part in PARTS},
+            "keys": list(knob.keys),
+            "defaults": knob.defaults(),
+            "besides": list(knob.besides),
+            "refuses": [{"keys": list(refusal.keys), "because": refusal.because} for refusal in knob.refuses],
+        }
+        for knob in knobs()
+    ]
+
+
+def in_yaml(value: object) -> str:
+    """Return a default as a settings file writes it."""
+    return {None: "null", True: "true", False: "false"}[value] if value is None or isinstance(value, bool) else str(value)
+
+
+def _modules() -> list[Any]:
+    return [_module(name) for name in KNOBS]
+
+
+def _module(name: str) -> Any:
+    return importlib.import_module(f"verl_memopt.memory.{name}")
+
+
+class SettingsView:
+    """Settings as one rule reads them. Dotted keys go through a function that may name another key, or raise.
+
+    Attributes are read from the settings, sections as views of their own.
+    """
+
+    def __init__(self, settings: Settings, address: Callable[[str], str], prefix: str = "") -> None:
+        """Show ``settings``, each key under the name that ``address`` gives it."""
+        self._settings, self._address, self._prefix = settings, address, prefix
+
+    def __getattr__(self, name: str) -> Any:
+        """Return the value of a key, or a view of a section."""
+        key = f"{self._prefix}{name}"
+        value: Any = self._settings
+        for part in self._address(key).split("."):
+            value = getattr(value, part)
+        is_section = dataclasses.is_dataclass(value) or isinstance(value, SettingsView)
+        return SettingsView(self._settings, self._address, f"{key}.") if is_section else value

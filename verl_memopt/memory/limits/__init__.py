@@ -1,1 +1,0 @@
-"""Limits of device and host memory, and what to do when they are reached."""

@@ -1,0 +1,120 @@
+"""What ``verl-memopt knobs`` prints: a table of all knobs, or one knob in full."""
+
+from __future__ import annotations
+
+import json
+import sys
+from dataclasses import asdict, dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from rich import box
+from rich.console import Console
+from rich.markup import escape
+from rich.table import Table
+
+from verl_memopt.memory.knob import PARTS, Knob, in_yaml, knobs, text_of
+
+
+def print_knobs(console: Console) -> None:
+    """Print one line a knob: its name, its first key and default, what it saved in the example and what it costs."""
+    table = Table(box=box.SIMPLE_HEAD, padding=(0, 1), pad_edge=False)
+    table.add_column("knob", no_wrap=True)
+    table.add_column("key (below\nactor_rollout_ref)", overflow="fold")
+    table.add_column("default", no_wrap=True)
+    table.add_column("saves\nMiB", justify="right", no_wrap=True)
+    table.add_column("costs")
+    for knob in knobs():
+        saved = example().savings.get(knob.name)
+        key = knob.first_key
+        default = in_yaml(knob.defaults()[key]) if key in knob.defaults() else ""
+        amount = "" if saved is None else f"{saved.num_bytes / MIB:,.0f}"
+        table.add_row(knob.name, escape(key.removeprefix("actor_rollout_ref.")), escape(default), amount, knob.cost)
+    console.print(table, highlight=False)
+    console.print(f"Saves: measured on {example().work}.", highlight=False)
+    console.print(
+        "One knob in full: verl-memopt knobs NAME. On your model: verl-memopt knobs --measure --model FOLDER.", highlight=False
+    )
+
+
+def print_knob(knob: Knob, console: Console) -> None:
+    """Print one knob: what it does, its keys with defaults, its text, and what it refuses."""
+    text = text_of(knob.name)
+    console.print(f"[bold]{knob.name}[/bold]: {escape(_plain(text['']))}", highlight=False)
+    table = Table.grid(padding=(0, 2, 0, 0))
+    table.add_column(no_wrap=True)
+    table.add_column()
+    for number, key in enumerate(knob.keys):
+        default = f" = {in_yaml(knob.defaults()[key])}" if key in knob.defaults() else ""
+        table.add_row("" if number else "  keys", escape(key + default))
+    for name in knob.besides:
+        table.add_row("  or", escape(name))
+    for part in PARTS:
+        table.add_row(f"  {part.lower()}", escape(_plain(text[part])))
+        saved = example().savings.get(knob.name) if part == "Saves" else None
+        if saved is not None:
+            table.add_row("", f"{saved.num_bytes / MIB:,.0f} MiB of {saved.kind} in {saved.phase} ({example().work})")
+    for refusal in knob.refuses:
+        table.add_row("  refuses", escape(f"{' with '.join(refusal.keys)}: {refusal.because}"))
+    console.print(table, highlight=False)
+
+
+def _plain(text: str) -> str:
+    """Return text without the marks around code."""
+    return text.replace("``", "")
+
+
+# What each knob saved in one measured ladder.
+#
+# ``python -m verl_memopt.memory.list_knobs LADDER.json`` prints ``verl_memopt/knobs/example.json`` anew.
+
+
+MIB = 2**20
+_FILE = Path(__file__).with_name("example.json")
+
+
+@dataclass(frozen=True)
+class Saved:
+    """The bytes by which one kind fell in one phase when the knob was switched on, measured."""
+
+    phase: str
+    kind: str
+    num_bytes: int
+
+
+@dataclass(frozen=True)
+class Example:
+    """A measured ladder in short."""
+
+    work: str
+    """Model and batch, in words."""
+    savings: dict[str, Saved]
+    """Name of a knob -> its largest saving, which may be 0 or less; a knob without a formula is left out."""
+
+
+@cache
+def example() -> Example:
+    """Return the example that the project ships."""
+    stored = json.loads(_FILE.read_text())
+    return Example(stored["work"], {name: Saved(**saved) for name, saved in stored["savings"].items()})
+
+
+def example_of(ladder: dict[str, Any]) -> Example:
+    """Return the example of a ladder, as ``verl-memopt knobs --measure --json`` writes it."""
+    work = ladder["work"]
+    words = (
+        f"{ladder['model']}, {work['rows']} rows of {work['prompt']} + {work['response']} tokens that share a prompt; "
+        "each knob is added to those before it in the ladder; on a CPU with fp32 compute"
+    )
+    savings = {}
+    for row in (*ladder["rungs"], *ladder["branches"]):
+        measured = [saved for saved in row["savings"] if saved["measured_bytes"] is not None]
+        if measured:
+            largest = max(measured, key=lambda saved: saved["measured_bytes"])
+            savings[row["knob"]] = Saved(largest["phase"], largest["kind"], largest["measured_bytes"])
+    return Example(words, savings)
+
+
+if __name__ == "__main__":
+    sys.stdout.write(json.dumps(asdict(example_of(json.loads(Path(sys.argv[1]).read_text()))), indent=1) + "\n")

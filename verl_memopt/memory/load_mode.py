@@ -1,0 +1,102 @@
+"""Choose how weights come from their files: streamed shard by shard, or left in the mapped file until the device needs them.
+
+Use it when: a reference or a recipe's frozen model rests on the host (``param_offload``) and host memory is short.
+Saves: with ``mmap``, the host buffer in which that model would rest. Either way no rank holds more of a model than its shard.
+Costs: the system may drop pages of the file and read them again, and copies cannot come from page-locked memory.
+Works with: ``ref.fsdp_config.param_offload``, which it needs, and a ``ref.fsdp_config.model_dtype`` that is the file's. It
+    refuses LoRA, ``ref.quantization`` and ``offload_policy``, unless a recipe's own model rests on the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, switch
+from verl_memopt.memory.ranges import needs_reference
+from verl_memopt.recipes.registry import RECIPES
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_KEY, _RANK = "actor_rollout_ref.model.load_mode", "actor_rollout_ref.model.lora_rank"
+_OFFLOAD, _NATIVE = (f"actor_rollout_ref.ref.fsdp_config.{name}" for name in ("param_offload", "offload_policy"))
+_QUANTIZATION = "actor_rollout_ref.ref.quantization"
+
+
+@dataclass(frozen=True)
+class LoadMode:
+    """Settings of loading."""
+
+    load_mode: Literal["stream", "mmap"] = "stream"
+    """stream = each rank reads its own shards, tensor by tensor; mmap = a reference and a recipe's model that rest on the host
+    rest in their safetensors files, mapped, and take no host memory of their own."""
+
+
+def _maps(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.model.load_mode == "mmap"
+
+
+def _recipe_rests(settings: Settings) -> bool:
+    """Return whether a recipe's frozen model, such as a student, rests on the host."""
+    reward, model = settings.reward_model, settings.reward_model.model
+    return reward.enable and reward.reward_manager in RECIPES and model.path is not None and model.fsdp_config.param_offload
+
+
+def _adapts(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.model.lora_rank > 0
+
+
+def _is_native(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.ref.fsdp_config.offload_policy
+
+
+def _without_frozen(settings: Settings) -> bool:
+    """Return whether nothing rests on the host for another reason than LoRA or offload_policy, which are refused above."""
+    offloaded = settings.actor_rollout_ref.ref.fsdp_config.param_offload
+    rests = (offloaded and needs_reference(settings)) or _recipe_rests(settings)
+    return _maps(settings) and not (rests or _adapts(settings) or _is_native(settings))
+
+
+KNOB = Knob(
+    name="load_mode",
+    place=230,
+    cost="reads from disk",
+    settings={"policy_model": LoadMode},
+    same_numbers=True,
+    refuses=(
+        Refusal(
+            (_KEY, _RANK),
+            lambda settings: _maps(settings) and _adapts(settings) and not _recipe_rests(settings),
+            "with LoRA the reference is the policy's own base, and no other rests in a file",
+            f"Set {_KEY}=stream.",
+        ),
+        Refusal(
+            (_KEY, _NATIVE),
+            lambda settings: _maps(settings) and _is_native(settings) and not _adapts(settings) and not _recipe_rests(settings),
+            "with offload_policy the reference never leaves its host buffer, and none rests in a file",
+            f"Set {_OFFLOAD}=true in place of offload_policy, or {_KEY}=stream.",
+        ),
+        Refusal(
+            (_KEY, _OFFLOAD),
+            _without_frozen,
+            "a mapped file is where a reference rests, and no reference rests on the host",
+            f"Set {_OFFLOAD}=true (with a KL), or {_KEY}=stream.",
+        ),
+        Refusal(
+            (_KEY, _QUANTIZATION),
+            lambda settings: _maps(settings) and settings.actor_rollout_ref.ref.quantization != "none",
+            "the mapped file holds the unquantised weights",
+            f"Set {_KEY}=stream.",
+        ),
+        Refusal(
+            (_KEY, "reward_model.model.quantization"),
+            lambda settings: _maps(settings) and settings.reward_model.model.quantization != "none" and _recipe_rests(settings),
+            "the student rests on the host, and the mapped file holds the unquantised weights",
+            f"Set {_KEY}=stream, or reward_model.model.fsdp_config.param_offload=false.",
+        ),
+    ),
+    claims=(Claim("update_actor", "host buffers", lambda _, after: after.reference_bytes),),
+    row=LadderRow(230, on=(f"{_KEY}=mmap",), off=(f"{_KEY}=stream",), on_top_of="param_offload"),
+    factors=(switch("load", _KEY, stream="stream", mmap="mmap"),),
+)

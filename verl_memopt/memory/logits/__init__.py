@@ -1,1 +1,0 @@
-"""Knobs over the logits of the LM head."""

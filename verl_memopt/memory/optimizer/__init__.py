@@ -1,1 +1,0 @@
-"""Knobs over the optimizer's state and its step."""

@@ -1,0 +1,87 @@
+"""Update each FSDP unit inside backward, as soon as its gradient is reduced, and free the gradient at once.
+
+Use it when: gradients are the peak, one micro-batch holds a whole mini-batch, and you can train without gradient clipping.
+Saves: all gradients but those of the largest unit.
+Costs: gradient clipping, which needs the norm of all gradients first (the norm is still reported), and gradient accumulation. A
+    gradient that is not finite stops the run once parameters have moved; without this knob the step is skipped.
+Works with: ``optimizer_offload``, ``optim.state_dtype`` and ``optim.stochastic_rounding``; a token budget that takes a whole
+    mini-batch at once.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_memopt.memory.bucketed_adamw import only_with_adamw
+from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, Refusal, switch
+from verl_memopt.memory.ranges import num_devices
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_ACTOR = "actor_rollout_ref.actor"
+_KEY, _CLIP = f"{_ACTOR}.optim.in_backward", f"{_ACTOR}.optim.clip_grad"
+_ROWS, _MINI = f"{_ACTOR}.ppo_micro_batch_size_per_gpu", f"{_ACTOR}.ppo_mini_batch_size"
+
+
+@dataclass(frozen=True)
+class OptimizerInBackward:
+    """Settings of the update inside backward."""
+
+    in_backward: bool = False
+    """Update each FSDP unit as soon as its gradient is reduced and free the gradient at once. Needs ``clip_grad=null`` and
+    one micro-batch per optimizer step. A gradient that is not finite stops the run, unless it is the first of its step."""
+
+
+def _saved(_: Shapes, after: Shapes) -> float:
+    """Return the bytes saved on one device, where a unit is one parameter and the vocabulary's matrix the largest."""
+    largest = after.vocab * after.hidden * (2 if after.tied else 1)
+    return after.master_bytes * (after.params - largest)
+
+
+def _in_backward(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.optim.in_backward
+
+
+def _sequences(settings: Settings) -> int:
+    """Return the sequences of one device per optimizer step."""
+    roles = settings.actor_rollout_ref
+    return roles.actor.ppo_mini_batch_size * roles.rollout.n // num_devices(settings)
+
+
+def _accumulates(settings: Settings) -> bool:
+    actor = settings.actor_rollout_ref.actor
+    rows = actor.ppo_micro_batch_size_per_gpu or 0
+    return _in_backward(settings) and not actor.use_dynamic_bsz and 0 < rows < _sequences(settings)
+
+
+KNOB = Knob(
+    name="optimizer_in_backward",
+    place=130,
+    cost="no clipping, no accumulation",
+    settings={"optim": OptimizerInBackward},
+    shared_keys=(_CLIP,),
+    refuses=(
+        *only_with_adamw(_KEY, _in_backward),
+        Refusal(
+            (_KEY, _CLIP),
+            lambda settings: _in_backward(settings) and settings.actor_rollout_ref.actor.optim.clip_grad is not None,
+            "clipping needs the norm of all gradients, and each is gone once it is used",
+            f"Set {_CLIP}=null, or {_KEY}=false.",
+        ),
+        Refusal(
+            (_KEY, _ROWS, _MINI),
+            _accumulates,
+            "gradients of several micro-batches would have to accumulate",
+            lambda settings: f"Set {_ROWS}={_sequences(settings)}, lower ppo_mini_batch_size, or set {_KEY}=false.",
+            lambda settings: (
+                f"a device has {_sequences(settings)} sequences per optimizer step, so gradients would have to accumulate"
+            ),
+        ),
+    ),
+    claims=(Claim("update_actor", "grads", _saved),),
+    row=LadderRow(190, on=(f"{_KEY}=true", f"{_CLIP}=null"), off=(f"{_KEY}=false",), on_top_of="bucketed_adamw"),
+    factors=(switch("in backward", _KEY, off=False, on=True), switch("clip", _CLIP, lossy=True, one=1.0, none=None)),
+)

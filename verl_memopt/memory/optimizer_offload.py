@@ -1,0 +1,63 @@
+"""Keep optimizer state in host memory; it passes over the device bucket by bucket inside the optimizer step.
+
+Use it when: optimizer state is the peak, before you lower its precision.
+Saves: the whole optimizer state (8 bytes a parameter in fp32) outside the step, and all but three buckets in it.
+Costs: as many bytes of host memory, and the state over the bus both ways once per optimizer step.
+Works with: ``optim.state_dtype`` (fewer bytes to carry), ``param_offload``, ``optim.in_backward``; large mini-batches, since it
+    is paid once per optimizer step.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_memopt.memory.bucketed_adamw import BUCKET, has_state_dtype, only_with_adamw
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, UnusedKey, for_roles
+from verl_memopt.memory.native_offload import not_beside_native_offload
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_KEY = "actor_rollout_ref.actor.fsdp_config.optimizer_offload"
+
+
+@dataclass(frozen=True)
+class OptimizerOffload:
+    """Settings of optimizer offload."""
+
+    optimizer_offload: bool = False
+    """Optimizer state rests in one host buffer and streams through the device inside the optimizer step only: 8 bytes a
+    parameter (fp32 moments) leave the device."""
+
+
+def _offloads(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.fsdp_config.optimizer_offload
+
+
+def _steps_in_buckets(settings: Settings) -> bool:
+    optim = settings.actor_rollout_ref.actor.optim
+    return optim.stochastic_rounding or optim.in_backward or has_state_dtype(settings)
+
+
+KNOB = Knob(
+    name="optimizer_offload",
+    place=100,
+    cost="host memory, copies per step",
+    settings={"trained_fsdp": OptimizerOffload},
+    known_as={
+        "offload_optimizer": "actor_rollout_ref.actor.fsdp_config.optimizer_offload",
+    },
+    unused_keys=(
+        UnusedKey(
+            BUCKET,
+            lambda settings: not (_offloads(settings) or _steps_in_buckets(settings)),
+            "the whole state is updated at once where it is neither offloaded, quantised nor rounded",
+        ),
+    ),
+    refuses=(*only_with_adamw(_KEY, _offloads), not_beside_native_offload("actor", "optimizer_offload", _offloads)),
+    advice=(Advice("optimizer", _KEY, True),),
+    claims=(Claim("update_actor", "optimizer", lambda before, _: before.state_bytes * before.params),),
+    row=LadderRow(110, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
+    factors=for_roles("optimizer_offload", roles=("actor",), off=False, on=True),
+)

@@ -1,0 +1,47 @@
+"""Store AdamW's two moments in bfloat16, int8 or int4; the step decodes a bucket to fp32, updates it and encodes it again.
+
+Use it when: optimizer state does not fit and offloading it costs too much time.
+Saves: of the 8 bytes a parameter that fp32 moments take: 4 with bfloat16, 5.97 with int8, 6.94 with int4.
+Costs: exact moments. Weights and updates stay as they are; on a small noisy regression the loss ended 0.01 % (bfloat16), 0.04 %
+    (int8) and 1.5 % (int4) from that of fp32 moments.
+Works with: ``optimizer_offload`` (fewer bytes cross the bus) and ``optim.stochastic_rounding``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_memopt.memory.bucketed_adamw import has_state_dtype, only_with_adamw
+from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+
+_KEY = "actor_rollout_ref.actor.optim.state_dtype"
+
+
+@dataclass(frozen=True)
+class OptimizerStateDtype:
+    """Settings of the optimizer state's dtype."""
+
+    state_dtype: Literal["fp32", "bfloat16", "int8", "int4"] | None = None
+    """dtype in which AdamW's two moments rest: fp32, bfloat16, int8, int4 (8, 4, 2.03, 1.06 bytes a parameter). Go down when
+    optimizer state does not fit and ``optimizer_offload`` costs too much time; the last two are block-wise quantised."""
+
+
+def _saved(before: Shapes, after: Shapes) -> float:
+    return (before.state_bytes - after.state_bytes) * after.params
+
+
+KNOB = Knob(
+    name="optimizer_state_dtype",
+    place=110,
+    cost="inexact moments",
+    settings={"optim": OptimizerStateDtype},
+    known_as={
+        "optim": "actor_rollout_ref.actor.optim.state_dtype (8-bit and 4-bit AdamW), or actor_rollout_ref.actor.optim.optimizer",
+    },
+    refuses=only_with_adamw(_KEY, has_state_dtype),
+    claims=(Claim("update_actor", "host buffers", _saved),),
+    row=LadderRow(180, on=(f"{_KEY}=int8",), off=(f"{_KEY}=null",)),
+    factors=(switch("state", _KEY, lossy=True, follows=None, bf16="bfloat16", int8="int8", int4="int4"),),
+)

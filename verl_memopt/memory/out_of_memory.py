@@ -1,0 +1,372 @@
+"""The report when device memory runs out: the phase, what is on the device, and which settings to change."""
+
+from __future__ import annotations
+
+import gc
+import json
+import logging
+import re
+import traceback
+from collections import Counter
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from verl_memopt.config import schema
+from verl_memopt.config.keys import shown, value_at
+from verl_memopt.distributed.device import empty_cache, is_gpu, memory_info, record_allocations, write_allocations
+from verl_memopt.errors import DeviceMemoryError
+from verl_memopt.memory.critic_rules import advices
+from verl_memopt.memory.host_buffers import GIB
+from verl_memopt.memory.knob import LOWER, Advice
+from verl_memopt.memory.resharding_torch import abandon_pass, can_abandon
+from verl_memopt.memory.token_packing import RowTokens, pack_groups_under
+from verl_memopt.observe.byte_tracker import DeviceLimitError, device_storages
+from verl_memopt.observe.device_ledger import ledger_of
+from verl_memopt.observe.phase import host_rss_bytes
+
+OUT_OF_MEMORY = re.compile(r"CUDA (driver )?error: out of memory|CUBLAS_STATUS_ALLOC_FAILED", re.IGNORECASE)
+"""Messages of libraries that allocate from the driver. vLLM's sleeping allocator says ``CUDA Error: out of memory``."""
+
+
+Advise = Callable[[str, Iterable[str]], list[str]]
+"""Returns what can be set to make room in a phase, for its kinds in their order."""
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Return whether an error is about device memory, whoever allocated it."""
+    return isinstance(error, torch.OutOfMemoryError) or OUT_OF_MEMORY.search(str(error)) is not None
+
+
+class PartDoesNotFitError(torch.OutOfMemoryError):
+    """A part of the engine could not wake.
+
+    Attributes:
+        kind: What the part holds.
+        num_bytes: Its size.
+        held_bytes: Bytes of live tensors before it.
+    """
+
+    def __init__(self, kind: str, num_bytes: int, held_bytes: int, cause: str) -> None:
+        """Build the message from the part and the cause."""
+        super().__init__(f"waking {kind}, {_gib(num_bytes)} GiB: {cause}")
+        self.kind, self.num_bytes, self.held_bytes = kind, num_bytes, held_bytes
+
+
+@contextmanager
+def wake_report(kind: str, num_bytes: int, device: torch.device) -> Iterator[None]:
+    """Turn an out-of-memory error while ``num_bytes`` of ``kind`` wake into a PartDoesNotFitError."""
+    held = ledger_of(device).allocated() if is_gpu(device) else 0
+    try:
+        yield
+    except RuntimeError as error:
+        if not is_out_of_memory(error):
+            raise
+        raise PartDoesNotFitError(kind, num_bytes, held, str(error)) from error
+
+
+@contextmanager
+def out_of_memory_report(
+    phase: str,
+    device: torch.device,
+    resident: Callable[[], Iterable[tuple[str, torch.Tensor]]],
+    settings: schema.ActorRolloutRef,
+    limit: int | None,
+    critic: schema.Critic | None = None,
+) -> Iterator[None]:
+    """Turn an out-of-memory error inside the body into a DeviceMemoryError that says what to do about it.
+
+    The tensors of the body are freed. Its lines stay in the traceback.
+
+    Args:
+        phase: Phase of the step.
+        device: Device of the process.
+        resident: Returns (kind, tensor) pairs of what was there before the body. It is called after an error only, and may
+            include tensors that rest on the host.
+        settings: The section ``actor_rollout_ref``, that advice is based on.
+        limit: Bytes that the process may take; None for no limit.
+        critic: The section ``critic``; None in a run without a critic.
+    """
+    advise = partial(advice, settings=settings, critic=critic)
+    try:
+        yield
+    except DeviceLimitError as error:
+        requested = error.asked_bytes
+        report = _error(phase, error.kinds, error.num_bytes, limit, error.op, advise, requested, error.num_bytes - requested)
+        release_frames(error)
+        raise report from None
+    except RuntimeError as error:
+        if not is_gpu(device) or not is_out_of_memory(error):
+            raise
+        report = _allocator_error(phase, device, resident(), advise, limit, error)
+        release_frames(error)
+        raise report from error
+
+
+def _allocator_error(
+    phase: str,
+    device: torch.device,
+    resident: Iterable[tuple[str, torch.Tensor]],
+    advise: Advise,
+    limit: int | None,
+    error: RuntimeError,
+) -> DeviceMemoryError:
+    kinds = _bytes_by_kind(resident, device)
+    cap = memory_info(device)[1] if limit is None else limit
+    if not isinstance(error, PartDoesNotFitError):
+        held = ledger_of(device).peak_allocated()
+        # No list says what the rest of the allocator's peak was. What is not resident is what passes have made.
+        kinds["activations"] += max(held - sum(kinds.values()), 0)
+        return _error(phase, kinds, held, cap, str(error).split(". ")[0], advise, _requested_bytes(str(error)), held)
+    requested, before = error.num_bytes, error.held_bytes
+    kinds["activations"] += max(before - sum(kinds.values()), 0)
+    kinds[error.kind] += requested
+    return _error(phase, kinds, before + requested, cap, str(error), advise, requested, before, first=error.kind)
+
+
+def _requested_bytes(message: str) -> int | None:
+    """Return the bytes that torch's out-of-memory message says it tried to allocate, or None where it says nothing."""
+    match = re.search(r"Tried to allocate ([\d.]+) (bytes|KiB|MiB|GiB)", message)
+    return None if match is None else round(float(match[1]) * {"bytes": 1, "KiB": 2**10, "MiB": 2**20, "GiB": GIB}[match[2]])
+
+
+def release_frames(error: BaseException | None) -> None:
+    """Clear the frames of an error and of its causes; they would keep their tensors as long as the error exists."""
+    while error is not None:
+        traceback.clear_frames(error.__traceback__)
+        error = error.__cause__ or error.__context__
+
+
+def _bytes_by_kind(resident: Iterable[tuple[str, torch.Tensor]], device: torch.device) -> Counter[str]:
+    """Return the bytes on the device by kind. Each storage counts once, under the first kind that names it."""
+    kinds: Counter[str] = Counter()
+    counted: set[int] = set()
+    for kind, tensor in resident:
+        for storage in device_storages(tensor, device):
+            if storage._cdata not in counted:
+                counted.add(storage._cdata)
+                kinds[kind] += storage.nbytes()
+    return kinds
+
+
+def _error(
+    phase: str,
+    kinds: dict[str, int],
+    held: int,
+    limit: int | None,
+    what: str,
+    advise: Advise,
+    requested: int | None = None,
+    held_before: int | None = None,
+    first: str | None = None,
+) -> DeviceMemoryError:
+    """Return the error. first: the kind to make smaller before any other; without it, the largest."""
+    largest = sorted(kinds, key=lambda kind: -kinds[kind])
+    terms = ", ".join(f"{kind} {_gib(kinds[kind])}" for kind in largest if kinds[kind])
+    ways = advise(phase, largest if first is None else [first, *largest])
+    why = "" if not largest else f"Most of it is {largest[0]}: " if first is None else "To make room: "
+    out = f" {why}{ways[0]}." if largest and ways else ""
+    more = f" Also: {'; '.join(ways[1:4])}." if len(ways) > 1 else ""
+    of = "" if limit is None else f" of {_gib(limit)}"
+    text = f"{phase}: out of device memory at {_gib(held)}{of} GiB ({what}): {terms} GiB.{out}{more}"
+    return DeviceMemoryError(text, phase, requested, held_before, limit)
+
+
+def advice(phase: str, kinds: Iterable[str], settings: schema.ActorRolloutRef, critic: schema.Critic | None = None) -> list[str]:
+    """Return what can be set to make room in a phase, for its kinds in their order; what is set already is left out.
+
+    Args:
+        phase: Phase of the step.
+        kinds: Kinds of bytes, the most important first.
+        settings: The section ``actor_rollout_ref``.
+        critic: The section ``critic``; None in a run without a critic, where no key of it is named.
+    """
+    seen = schema.Settings(actor_rollout_ref=settings, critic=critic or schema.Critic())
+    ways: dict[str, None] = {}
+    for kind in kinds:
+        for advice in (advice for advice in advices() if advice.kind == kind and advice.helps_in(phase)):
+            exists = critic is not None or not advice.key.startswith("critic.")
+            if exists and advice.when(seen) and (way := _way(advice, value_at(seen, advice.key))) is not None:
+                ways[way] = None
+    return list(ways)
+
+
+def _way(advice: Advice, present: object) -> str | None:
+    if advice.value == LOWER:
+        return f"lower {advice.key}" + ("" if present is None else f" (now {shown(present)})")
+    return None if present == advice.value else f"set {advice.key}={shown(advice.value)}"
+
+
+def _gib(num_bytes: int) -> str:
+    return f"{num_bytes / GIB:.3g}"
+
+
+# A snapshot of the memory at the moment when it runs out: what lives on the device, largest first.
+
+
+MOST_TENSORS = 200
+"""Tensors that a snapshot lists."""
+MOST_FRAMES = 40
+"""Lines of the traceback that a snapshot keeps: the last ones."""
+
+logger = logging.getLogger(__name__)
+
+
+def snapshot_path(folder: Path, rank: int) -> Path:
+    """Return the file of a rank's snapshot. The allocator's history of a GPU lies beside it, as ``.pickle``."""
+    return folder / f"out_of_memory_rank{rank}.json"
+
+
+class MemorySnapshot:
+    """Writes a snapshot when memory runs out inside :meth:`on_out_of_memory`.
+
+    Args:
+        folder: Where to write.
+        rank: Of this process.
+        device: Of this process.
+        resident: Returns (kind, tensor) pairs of what exists between phases.
+    """
+
+    def __init__(
+        self, folder: Path, rank: int, device: torch.device, resident: Callable[[], Iterable[tuple[str, torch.Tensor]]]
+    ) -> None:
+        """Start to record the allocator's history on a GPU."""
+        self.path = snapshot_path(folder, rank)
+        self._device = device
+        self._resident = resident
+        if is_gpu(device):
+            record_allocations()
+
+    @contextmanager
+    def on_out_of_memory(self, phase: str) -> Iterator[None]:
+        """Write the snapshot when the body runs out of device memory, and let the error pass.
+
+        Args:
+            phase: Phase of the step.
+        """
+        try:
+            yield
+        except RuntimeError as error:
+            if is_out_of_memory(error):
+                self._write(phase, error)
+            raise
+
+    def _write(self, phase: str, error: RuntimeError) -> None:
+        """Write the snapshot. A disk that refuses is no second error."""
+        kinds = {storage._cdata: kind for kind, tensor in self._resident() for storage in device_storages(tensor, self._device)}
+        tensors = _live_tensors(self._device, kinds)
+        snapshot: dict[str, Any] = {
+            "phase": phase,
+            "error": str(error),
+            "host_rss_bytes": host_rss_bytes(),
+            "live_bytes": sum(tensor["bytes"] for tensor in tensors),
+            "kinds": error.kinds if isinstance(error, DeviceLimitError) else {},
+            "traceback": traceback.format_exception(error)[-MOST_FRAMES:],
+            "tensors": tensors[:MOST_TENSORS],
+        }
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            self.path.write_text(json.dumps(snapshot, indent=2) + "\n", encoding="utf-8")
+            if is_gpu(self._device):
+                write_allocations(self.path.with_suffix(".pickle"))
+        except OSError as refusal:
+            logger.warning("%s: the memory snapshot cannot be written (%s)", self.path, refusal)
+            return
+        logger.warning("%s: out of device memory; what lives on the device is in %s", phase, self.path)
+
+
+def _live_tensors(device: torch.device, kinds: dict[int, str]) -> list[dict[str, Any]]:
+    """Return the tensors on a device, the largest first, each storage once."""
+    by_storage: dict[int, dict[str, Any]] = {}
+    for tensor in gc.get_objects():
+        if not isinstance(tensor, torch.Tensor):
+            continue
+        for storage in device_storages(tensor, device):
+            row = {
+                "bytes": storage.nbytes(),
+                "kind": kinds.get(storage._cdata, "other"),
+                "shape": list(tensor.shape),
+                "dtype": str(tensor.dtype),
+            }
+            # Views of one storage would count its bytes again.
+            by_storage.setdefault(storage._cdata, row)
+    return sorted(by_storage.values(), key=lambda row: -row["bytes"])
+
+
+# Go on after an out-of-memory error: cut the rows that are left into smaller micro-batches, and try again.
+#
+# A pass without gradients keeps what it has computed and repeats the micro-batch that failed. An accumulation of gradients is
+# void after an error, since nobody knows which gradients were added: it starts again from the first micro-batch.
+
+
+_active: list[Recutting] = []
+
+
+class Recutting:
+    """What happened to the micro-batches of one call.
+
+    Attributes:
+        cap: The lowest cap so far. None = no error.
+        retries: Errors after which the call went on.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        """Start without errors."""
+        self.device = device
+        self.cap: int | None = None
+        self.retries = 0
+
+
+@contextmanager
+def recutting(device: torch.device, allowed: bool) -> Iterator[Recutting]:
+    """Let the passes of the body go on after out-of-memory errors, if ``allowed``.
+
+    Above one rank it must not be allowed: the other ranks wait in a collective of the micro-batch that failed.
+    """
+    record = Recutting(device)
+    if not allowed:
+        yield record
+        return
+    _active.append(record)
+    try:
+        yield record
+    finally:
+        _active.pop()
+
+
+def cut_again(
+    error: RuntimeError, model: nn.Module, tokens: RowTokens, micro_batches: Sequence[Sequence[int]], failed: Sequence[int]
+) -> list[list[int]] | None:
+    """Return smaller micro-batches of the same rows, or None where the error must be raised.
+
+    The cap is half the tokens of the micro-batch that failed, but room for the longest row. Memory that the failed pass held is
+    freed, and unused blocks of the allocator go back to the device.
+
+    Args:
+        error: What the pass raised.
+        model: The model of the pass. One that FSDP2 shards can go on from torch 2.13 on.
+        tokens: Tokens of all rows of the batch.
+        micro_batches: Rows that are still to be computed.
+        failed: Rows of the micro-batch that failed, or of the fullest one.
+    """
+    if not _active or not is_out_of_memory(error) or not can_abandon(model):
+        return None
+    record = _active[-1]
+    rows = [row for each in micro_batches for row in each]
+    cost, alone = tokens.cost(failed), tokens.each()
+    cap = max(cost // 2, max(alone[row] for row in rows))
+    if cap >= cost:
+        return None
+    again = pack_groups_under(tokens.select(rows), cap, [f"row {row}" for row in rows])
+    record.cap, record.retries = min(cap, record.cap or cap), record.retries + 1
+    # The traceback keeps the tensors of the failed pass alive, and empty_cache() could not give their memory back.
+    release_frames(error)
+    abandon_pass(model)
+    empty_cache(record.device)
+    logger.warning("out of device memory at %d tokens in a micro-batch: going on with at most %d", cost, cap)
+    return [[rows[place] for place in places] for places in again]

@@ -1,0 +1,58 @@
+"""Keep parameters in host memory outside the phases that need them.
+
+Use it when: parameters are a large part of the peak. Turn it on for the reference first, which only one phase needs.
+Saves: all parameters of a model in every phase that does not use it: 4 bytes each with fp32 masters, 2 with bfloat16.
+Costs: as many bytes of host memory, and one copy each way at every change of phase. Frozen parameters go one way only.
+Works with: an engine that sleeps (``rollout.free_cache_engine``), ``optimizer_offload``, and ``model.load_mode=mmap``, which lets
+    a reference rest in its file. It refuses ``offload_policy``, with which parameters never leave the host.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_memopt.memory.critic_rules import twin
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, for_roles
+
+_KEYS = tuple(f"actor_rollout_ref.{role}.fsdp_config.param_offload" for role in ("actor", "ref"))
+WITHOUT_ACTOR = ("gen", "testing", "reward", "ref", "values", "update_critic")
+"""Phases that do not use the policy's parameters."""
+WITHOUT_REFERENCE = (
+    *("gen", "testing", "reward", "old_log_prob", "values", "update_critic", "update_actor", "update_weights"),
+    "save_checkpoint",
+)
+"""Phases that do not use the reference's parameters."""
+WITHOUT_CRITIC = ("gen", "testing", "reward", "old_log_prob", "ref", "update_actor", "update_weights")
+"""Phases that do not use the critic's parameters."""
+
+
+@dataclass(frozen=True)
+class ParamOffload:
+    """Settings of parameter offload."""
+
+    param_offload: bool = False
+    """Parameters rest in one host buffer outside the phases that need them: 4 bytes a parameter (fp32) leave the device.
+    Turn it on for a reference first: it is needed in one phase only."""
+
+
+KNOB = Knob(
+    name="param_offload",
+    place=140,
+    cost="host memory, copies per phase",
+    settings={"fsdp": ParamOffload},
+    same_numbers=True,
+    known_as={
+        "offload_untrained_models": "actor_rollout_ref.ref.fsdp_config.param_offload",
+    },
+    advice=(
+        Advice("params", _KEYS[1], True, phases=WITHOUT_REFERENCE),
+        Advice("params", _KEYS[0], True, phases=WITHOUT_ACTOR),
+        Advice("params", twin(_KEYS[0]), True, phases=WITHOUT_CRITIC),
+    ),
+    claims=(
+        Claim("update_actor", "params", lambda _, after: after.reference_bytes),
+        Claim("ref", "params", lambda _, after: after.params * after.master_bytes),
+    ),
+    row=LadderRow(120, on=tuple(f"{key}=true" for key in _KEYS), off=tuple(f"{key}=false" for key in _KEYS)),
+    factors=for_roles("param_offload", off=False, on=True),
+)

@@ -1,1 +1,0 @@
-"""Knobs over the parameters: their place, dtype, sharding and adapters."""

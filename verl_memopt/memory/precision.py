@@ -1,0 +1,70 @@
+"""Choose the precision in which parameters rest, are computed with, and have their gradients reduced.
+
+Use it when: parameters and gradients are the peak (``model_dtype``). Compute is in bfloat16 by default.
+Saves: ``model_dtype=bfloat16`` halves masters and gradients at rest, 4 bytes a parameter. ``reduce_dtype=bfloat16`` halves the
+    input of gradient reductions.
+Costs: rounding. On a tiny Qwen3, bfloat16 compute moved log-probs by at most 0.0034 nats and the gradient by 0.94 % of its norm,
+    bfloat16 masters by 0.0019 nats and 0.51 %.
+Works with: stochastic rounding, without which bfloat16 masters lose small updates. Set ``rollout.dtype`` to the compute dtype, or
+    the engine's log-probs differ more.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Literal
+
+from verl_memopt.memory.formulas import Shapes
+from verl_memopt.memory.knob import Advice, Claim, Knob, LadderRow, for_roles
+
+Precision = Literal["fp32", "bfloat16"]
+
+_KEYS = tuple(
+    f"actor_rollout_ref.{role}.fsdp_config.{key}"
+    for role in ("actor", "ref")
+    for key in ("model_dtype", "dtype", "mixed_precision.reduce_dtype")
+)
+
+
+@dataclass(frozen=True)
+class MixedPrecision:
+    """The section ``mixed_precision``."""
+
+    reduce_dtype: Precision = "fp32"
+    """dtype of the gradient reduction."""
+
+
+@dataclass(frozen=True)
+class PrecisionSettings:
+    """Settings of precision."""
+
+    model_dtype: Precision = "fp32"
+    """dtype in which parameters rest (masters)."""
+    dtype: Precision = "bfloat16"
+    """dtype of compute."""
+    mixed_precision: MixedPrecision = field(default_factory=MixedPrecision)
+    """Gradient reduction."""
+
+
+def _narrower(before: Shapes, after: Shapes) -> float:
+    return (before.master_bytes - after.master_bytes) * after.params
+
+
+KNOB = Knob(
+    name="precision",
+    place=180,
+    cost="rounding",
+    settings={"fsdp": PrecisionSettings},
+    known_as={
+        "bf16": "actor_rollout_ref.actor.fsdp_config.dtype",
+    },
+    advice=(Advice("grads", _KEYS[0], "bfloat16"),),
+    claims=(Claim("update_actor", "params", _narrower), Claim("update_actor", "grads", _narrower)),
+    row=LadderRow(160, on=tuple(f"{key}=bfloat16" for key in _KEYS), off=tuple(f"{key}=fp32" for key in _KEYS)),
+    factors=(
+        *for_roles("dtype", lossy=True, fp32="fp32", bf16="bfloat16"),
+        *for_roles("mixed_precision.reduce_dtype", roles=("actor",), lossy=True, fp32="fp32", bf16="bfloat16"),
+        *for_roles("model_dtype", roles=("ref",), lossy=True, fp32="fp32", bf16="bfloat16"),
+    ),
+    no_factor={_KEYS[5]: "a reference has no gradients"},
+)

@@ -1,0 +1,41 @@
+"""Store the linear layers of a frozen model in 8 or 4 bits; each becomes a plain weight only while it is used.
+
+Use it when: a reference or a reward model shares a device with the policy and parameters are the peak.
+Saves: per parameter of the blocks' linear layers, all but 1.03 bytes with int8 and all but 0.56 with nf4.
+Costs: log-probs and scores are not exact. The error of a reference is measured when it is loaded, and logged.
+Works with: ``param_offload``, which then moves the codes. It refuses LoRA, whose reference is the policy's own base. Source of
+    the nf4 levels: arXiv 2305.14314.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+
+_KEY = "actor_rollout_ref.ref.quantization"
+
+
+@dataclass(frozen=True)
+class QuantizedFrozen:
+    """Settings of a quantised model."""
+
+    quantization: Literal["none", "int8", "nf4"] = "none"
+    """none, int8 or nf4: width at which the linear layers of the frozen model rest. Lossy; the error of a reference is measured
+    at load and logged."""
+
+
+KNOB = Knob(
+    name="quantized_frozen",
+    place=200,
+    cost="inexact reference",
+    settings={"ref": QuantizedFrozen, "scoring_model": QuantizedFrozen},
+    known_as={
+        "load_in_8bit": "actor_rollout_ref.ref.quantization",
+        "load_in_4bit": "actor_rollout_ref.ref.quantization",
+    },
+    claims=(Claim("update_actor", "params", lambda _, after: after.linear_params * (after.master_bytes - 1.03)),),
+    row=LadderRow(220, on=(f"{_KEY}=int8",), off=(f"{_KEY}=none",), on_top_of="rollout_memory"),
+    factors=(switch("quantization", _KEY, lossy=True, none="none", int8="int8", nf4="nf4"),),
+)

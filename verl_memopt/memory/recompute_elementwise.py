@@ -1,0 +1,37 @@
+"""Recompute norms, rotary embeddings and activations in backward, and keep only what they were computed from.
+
+Use it when: always; it is on. Set it to false only to compare.
+Saves: more than half of what a decoder block keeps for its backward, and part of what the last block holds at the peak.
+Costs: norms, rotary embeddings and activations once more in backward. These are elementwise, so no product is repeated; on a GPU
+    ``actor.use_torch_compile`` fuses each chain of them into one to three kernels.
+Works with: every knob. Results differ only in the order of sums. Source: arXiv 2205.05198.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_memopt.memory.formulas import activation_saving
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+
+_KEY = "actor_rollout_ref.model.recompute_elementwise"
+
+
+@dataclass(frozen=True)
+class RecomputeElementwise:
+    """Settings of recomputed elementwise values."""
+
+    recompute_elementwise: bool = True
+    """Recompute the outputs of norms, rotary embeddings and the MLP's activation in backward, without a product. Set it to false
+    only to compare."""
+
+
+KNOB = Knob(
+    name="recompute_elementwise",
+    place=20,
+    cost="elementwise work in backward",
+    settings={"model": RecomputeElementwise},
+    claims=(Claim("update_actor", "activations", activation_saving),),
+    row=LadderRow(50, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
+    factors=(switch("recomputed values", _KEY, off=False, on=True),),
+)

@@ -1,0 +1,506 @@
+"""Recomputed norms, rotations and activations: a block keeps their inputs, and backward computes their outputs again.
+
+Bytes saved: let A be the bytes that a block of Qwen3 keeps without the knob, and A' those that it keeps with it. A' is less
+than half of A in bfloat16. Without activation checkpointing the peak falls by (L - 1) x (A - A'). The last block sets the peak.
+Its backward walks over tiles of tokens, so it holds less too, with checkpointing as well. ``memory/formulas.py`` has A, A' and
+what the last block holds at each moment. On a GPU where functions are not compiled, elementwise tiles add 112 MiB; elsewhere
+1.5 MiB.
+
+Exact, except for the order of sums. A norm's gradient is computed in fp32 throughout. Rotations round once. A weight's gradient
+is summed over tiles of 2,048 tokens (8,192 on a GPU) in fp32, which in half precision rounds it once more. Source: arXiv
+2205.05198.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.nn.functional import linear, silu
+
+from verl_memopt.memory.formulas import ROWS_OF_BACKWARD
+from verl_memopt.memory.fused import over_rows, runs_compiled
+from verl_memopt.memory.lora_torch import LoraLinear
+
+KEY = "actor_rollout_ref.model.recompute_elementwise"
+
+FAMILY = ("Llama", "Mistral", "Qwen2", "Qwen3")
+"""Models that our own decoder computes, as transformers begins the names of their classes."""
+
+KNOWN = tuple(f"{name}DecoderLayer" for name in FAMILY)
+"""Blocks of two RMS norms, rotary attention with or without norms of queries and keys, and down(silu(gate(x)) * up(x))."""
+
+logger = logging.getLogger(__name__)
+
+
+def can_recompute(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> bool:
+    """Return whether all blocks of a Hugging Face model can recompute their cheap values; warn where one cannot.
+
+    Args:
+        blocks: The blocks, as transformers made them.
+        trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
+        key: The setting to name in the warning.
+    """
+    unknown = next((reason for block in blocks if (reason := _unlike(block, trained))), None)
+    if unknown is not None:
+        logger.warning("%s=true: %s; the blocks of this model keep these values", key, unknown)
+    return unknown is None
+
+
+def _unlike(block: Any, trained: bool) -> str | None:
+    """Return what keeps a block from being recomputed, if anything."""
+    name = type(block).__name__
+    if name not in KNOWN:
+        return f"{name} is not one of {', '.join(KNOWN)}"
+    if block.self_attn.config.hidden_act not in ("silu", "swish"):
+        return f"{name} has the activation {block.self_attn.config.hidden_act}, not silu"
+    layers = [module for module in block.modules() if hasattr(module, "in_features")]
+    other = next((layer for layer in layers if trained and type(layer) not in (nn.Linear, LoraLinear)), None)
+    return None if other is None else f"{name} has a layer of class {type(other).__name__}"
+
+
+def recomputed_outputs(
+    recomputable: Recomputable,
+    sources: tuple[Tensor, ...],
+    parameters: tuple[Tensor, ...],
+    layers: Sequence[Any],
+    rows: Rows | None = None,
+    row_layers: Sequence[Any] = (),
+) -> list[Tensor]:
+    """Return the output [T, m] of each linear layer over one value, which backward computes again.
+
+    Args:
+        recomputable: Computes the value [T, n] from the sources [T, n] and the parameters [n].
+        sources: What is kept in place of the value.
+        parameters: Parameters of the recomputable.
+        layers: The linear layers, with adapters or without. Without gradients they may be of any kind.
+        rows: The rows of ``row_layers``, which then return [R, m]; None for all.
+        row_layers: Some of the layers.
+    """
+    of_rows = [any(layer is one for one in row_layers) for layer in layers]
+    if not torch.is_grad_enabled():
+        # Without gradients nothing reads the sources again, so the value may be written over the first of them.
+        value = recomputable.compute(sources, parameters, sources[0] if recomputable.overwrites else None)
+        part = value if rows is None else value[rows.index]
+        return [layer(part if on_rows else value) for layer, on_rows in zip(layers, of_rows, strict=True)]
+    adapted = [layer for layer in layers if isinstance(layer, LoraLinear) and layer.active]
+    weights = [layer.weight for layer in layers] + [layer.lora_A for layer in adapted]
+    marked = of_rows + [any(layer is one for one in row_layers) for layer in adapted]
+    outs = list(recomputed_products(recomputable, sources, parameters, weights, rows, marked))
+    thin = dict(zip(map(id, adapted), outs[len(layers) :], strict=True))
+    return [_finished(layer, out, thin.get(id(layer))) for layer, out in zip(layers, outs, strict=False)]
+
+
+def _finished(layer: Any, out: Tensor, thin: Tensor | None) -> Tensor:
+    out = out if layer.bias is None else out + layer.bias
+    return out if thin is None else out + layer.scale * linear(thin, layer.lora_B)
+
+
+# Recomputation of cheap values: products keep what a value is computed from, and compute it again in backward.
+#
+# The output of a norm and a gated activation are as wide as their inputs and cost no product. Autograd would keep them, and what
+# lies between, until backward. Here the product that reads such a value keeps the inputs instead. Megatron-Core calls this
+# output-discarding recomputation (``recompute_modules=[layernorm, mlp_act]``; selective recomputation is arXiv 2205.05198).
+
+
+PRODUCT_ROWS = {"cpu": ROWS_OF_BACKWARD, "cuda": 8192}
+"""Rows of a tile in backward: enough for its products to be as fast as whole ones."""
+
+Tensors: TypeAlias = tuple[Tensor, ...]
+
+
+class Recomputable(Protocol):
+    """How a value [T, n] is computed from sources [T, n] and parameters [n], and how its gradient becomes theirs."""
+
+    @property
+    def sources(self) -> int:
+        """Number of sources."""
+        ...
+
+    @property
+    def overwrites(self) -> bool:
+        """Whether the gradients of the sources overwrite the sources."""
+        ...
+
+    def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
+        """Return the value, written into ``out`` if that is not None. ``out`` may be a source."""
+        ...
+
+    def differentiate(
+        self, grad: Tensor, sources: Tensors, parameters: Tensors, into: Tensors, sums: Sequence[Tensor | None]
+    ) -> None:
+        """Write the gradients of the sources into ``into``, and add those of the parameters to ``sums`` where it is not None."""
+        ...
+
+
+@dataclass(frozen=True)
+class RMSNorm:
+    """RMS norm of x under a weight, with the same statements as transformers. Source: arXiv 1910.07467."""
+
+    eps: float
+    sources: int = 1
+    overwrites: bool = False
+
+    def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
+        """Return the value, as :meth:`Recomputable.compute` says."""
+        (x,), (weight,) = sources, parameters
+        out = torch.empty_like(x) if out is None else out
+        over_rows(_norm, (x, out), weight, self.eps)
+        return out
+
+    def differentiate(
+        self, grad: Tensor, sources: Tensors, parameters: Tensors, into: Tensors, sums: Sequence[Tensor | None]
+    ) -> None:
+        """Write and add gradients, as :meth:`Recomputable.differentiate` says."""
+        (x,), (weight,) = sources, parameters
+        total = sums[0]
+        if total is not None and runs_compiled(grad):
+            # Compiled, the sum over rows has to be a statement of its own. It could otherwise run after `grad` was
+            # overwritten.
+            over_rows(norm_weight_gradient, (grad, x), self.eps, total)
+            total = None
+        over_rows(norm_gradient, (grad, x, into[0]), weight, self.eps, total)
+
+
+@dataclass(frozen=True)
+class SwiGLU:
+    """silu(gate) * up. Source: arXiv 2002.05202."""
+
+    sources: int = 2
+    overwrites: bool = True
+
+    def compute(self, sources: Tensors, parameters: Tensors, out: Tensor | None = None) -> Tensor:
+        """Return the value, as :meth:`Recomputable.compute` says."""
+        gate, up = sources
+        out = torch.empty_like(gate) if out is None else out
+        over_rows(_gate, (gate, up, out), narrow=True)
+        return out
+
+    def differentiate(
+        self, grad: Tensor, sources: Tensors, parameters: Tensors, into: Tensors, sums: Sequence[Tensor | None]
+    ) -> None:
+        """Write and add gradients, as :meth:`Recomputable.differentiate` says."""
+        over_rows(_gate_gradient, (grad, *sources, *into), narrow=True)
+
+
+def product_tiles(tensor: Tensor, least: int = 1) -> list[slice]:
+    """Return slices of a tensor's rows for products, as equal as they can be; one slice where there are no rows.
+
+    Args:
+        tensor: [rows, ...].
+        least: Least number of slices.
+    """
+    rows = tensor.shape[0]
+    count = max(-(-rows // PRODUCT_ROWS.get(tensor.device.type, 8192)), least)
+    size = max(-(-rows // count), 1)
+    return [slice(start, start + size) for start in range(0, max(rows, 1), size)]
+
+
+def normalized(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """Return x [..., n] over its root mean square in fp32 or wider, and the inverse of that root [..., 1]."""
+    wide = x.to(torch.promote_types(x.dtype, torch.float32))
+    inverse = torch.rsqrt(wide.pow(2).mean(-1, keepdim=True).add_(eps))
+    # If x is fp32 already, `wide` is x itself, which belongs to the caller and must not change.
+    return (wide * inverse if wide is x else wide.mul_(inverse)), inverse
+
+
+def norm_gradient(grad: Tensor, x: Tensor, into: Tensor, weight: Tensor, eps: float, sums: Tensor | None) -> None:
+    """Write the gradient of x into ``into``, and add that of the norm's weight to ``sums``.
+
+    Args:
+        grad: [..., n], the gradient of the norm's output.
+        x: [..., n], the norm's input.
+        into: [..., n], may be ``grad``.
+        weight: [n].
+        eps: The norm's epsilon.
+        sums: [n] in fp32 or wider; None where the weight's gradient is not needed.
+    """
+    normal, inverse = normalized(x, eps)
+    above = grad.to(normal.dtype)
+    product = above * normal
+    if sums is not None:
+        sums.add_(product.flatten(0, -2).sum(0))
+    shared = product.mul_(weight).mean(-1, keepdim=True).neg_()
+    del product  # before there is another tensor of its size
+    # Without a cast `above` is the caller's gradient, and only a copy of it may be overwritten.
+    weighted = above * weight if above is grad else above.mul_(weight)
+    into.copy_(weighted.addcmul_(normal, shared).mul_(inverse))
+
+
+def norm_weight_gradient(grad: Tensor, x: Tensor, eps: float, sums: Tensor) -> None:
+    """Add the gradient of the norm's weight alone to ``sums``; arguments as in :func:`norm_gradient`."""
+    normal, _ = normalized(x, eps)
+    sums.add_((grad.to(normal.dtype) * normal).flatten(0, -2).sum(0))
+
+
+def _norm(x: Tensor, out: Tensor, weight: Tensor, eps: float) -> None:
+    normal, _ = normalized(x, eps)
+    # The weight multiplies what is rounded already, because transformers does so. The other order gives other last bits.
+    torch.mul(normal.to(x.dtype), weight, out=out)
+
+
+def _gate(gate: Tensor, up: Tensor, out: Tensor) -> None:
+    torch.mul(silu(gate), up, out=out)
+
+
+def _gate_gradient(grad: Tensor, gate: Tensor, up: Tensor, into_gate: Tensor, into_up: Tensor) -> None:
+    # Both are computed before anything is written, because `into_gate` and `into_up` may be gate and up themselves.
+    active, above = silu(gate), grad * up
+    torch.mul(grad, active, out=into_up)
+    torch.ops.aten.silu_backward.grad_input(above, gate, grad_input=active)
+    into_gate.copy_(active)
+
+
+@dataclass(frozen=True)
+class Rows:
+    """Some rows of a tensor, in order.
+
+    Attributes:
+        index: int64 [R], on the device of the tensor.
+        places: The same on the host.
+    """
+
+    index: Tensor
+    places: np.ndarray
+
+    def within(self, tile: slice) -> tuple[slice, Tensor]:
+        """Return the slice of these rows that lie in a tile, and their places in the tile, int64."""
+        first, end = np.searchsorted(self.places, (tile.start, tile.stop)).tolist()
+        return slice(first, end), self.index[first:end] - tile.start
+
+
+def recomputed_products(
+    recomputable: Recomputable,
+    sources: Tensors,
+    parameters: Tensors,
+    weights: Sequence[Tensor],
+    rows: Rows | None = None,
+    of_rows: Sequence[bool] = (),
+) -> Tensors:
+    """Return the products of a value with some weights; backward computes the value again.
+
+    Keeps sources, parameters and weights for backward, and not the value. The gradient of a weight is summed over tiles of rows,
+    in fp32 where its dtype is narrower.
+
+    Args:
+        recomputable: Computes the value [T, n].
+        sources: [T, n] each. Nothing else may use sources that the recomputable overwrites.
+        parameters: [n] each.
+        weights: [m, n] each.
+        rows: The rows of the value that marked weights are multiplied with; None for all.
+        of_rows: Marks the weights that are multiplied with ``rows`` only. At least one weight is not marked.
+
+    Returns:
+        One product for each weight: [T, m], or [R, m] for a marked weight.
+    """
+    tensors, marked = (*sources, *parameters, *weights), tuple(of_rows) if rows is not None else (False,) * len(weights)
+    assert len(marked) == len(weights), (marked, len(weights))
+    assert not all(marked)
+    return _RecomputedProducts.apply(recomputable, len(parameters), rows, marked, keep(*tensors), *tensors)
+
+
+@dataclass(frozen=True)
+class Kept:
+    """Tensors that a node of the graph holds for the backward of another node.
+
+    The output of the node stands for it: before torch 2.13 a node drops its tensors once no tensor refers to it, even if
+    something else refers to the node.
+    """
+
+    output: Tensor  # of no elements, so that it costs nothing
+
+    def tensors(self) -> tuple[Tensor, ...]:
+        """Return the tensors."""
+        node: Any = self.output.grad_fn
+        return node.saved_tensors
+
+
+def keep(first: Tensor, *others: Tensor | None) -> Kept | None:
+    """Save tensors in the graph for the backward of another node.
+
+    An autograd function saves its tensors after its forward. A node of their own saves them before anything is computed from
+    them. So the second forward of a checkpointed block stops before the product, if nothing is saved after these.
+
+    Args:
+        first: A tensor.
+        others: More tensors; None stays None.
+
+    Returns:
+        What holds the tensors; None where none of them needs a gradient.
+    """
+    output = _Keep.apply(first, *others)
+    return None if output.grad_fn is None else Kept(output)
+
+
+class _Keep(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, first: Tensor, *others: Tensor | None) -> Tensor:
+        ctx.save_for_backward(first, *others)
+        return first.new_empty(0)
+
+    @staticmethod
+    def backward(ctx: Any, *_: Any) -> Any:
+        raise AssertionError("nothing is computed from this node's output")
+
+
+def kept(ctx: Any) -> tuple[Tensor, ...]:
+    """Return the tensors of ``ctx.kept``, and drop them there. A second backward is an assertion error."""
+    assert ctx.kept is not None, "this graph runs backward once"
+    held, ctx.kept = ctx.kept, None
+    return held.tensors()
+
+
+class _RecomputedProducts(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        recomputable: Recomputable,
+        parameters: int,
+        rows: Rows | None,
+        marked: Sequence[bool],
+        node: Any,
+        *tensors: Tensor,
+    ) -> Tensors:
+        ctx.recomputable, ctx.parameters, ctx.rows, ctx.marked, ctx.kept = recomputable, parameters, rows, marked, node
+        first, second = recomputable.sources, recomputable.sources + parameters
+        value = recomputable.compute(tensors[:first], tensors[first:second])
+        part = value if rows is None else value[rows.index]
+        return tuple(
+            torch.mm(part if of_rows else value, weight.t()) for weight, of_rows in zip(tensors[second:], marked, strict=True)
+        )
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        recomputable, tensors, needed = ctx.recomputable, kept(ctx), ctx.needs_input_grad[5:]
+        first, second = recomputable.sources, recomputable.sources + ctx.parameters
+        sources, parameters, weights = tensors[:first], tensors[first:second], tensors[second:]
+        further = any(needed[:second])
+        into = sources if recomputable.overwrites else tuple(torch.empty_like(source) for source in sources if further)
+        sums = [zeros_to_sum(one) if wanted else None for one, wanted in zip(parameters, needed[first:second], strict=True)]
+        weight_grads = [WeightSum(weight) if wanted else None for weight, wanted in zip(weights, needed[second:], strict=True)]
+        cuts = product_tiles(sources[0])
+        for rows in cuts:
+            cut = tuple(source[rows] for source in sources)
+            value = recomputable.compute(cut, parameters)
+            here, places = (rows, None) if ctx.rows is None else ctx.rows.within(rows)
+            above = [grad[here if of_rows else rows] for grad, of_rows in zip(grads, ctx.marked, strict=True)]
+            for grad, total, of_rows in zip(above, weight_grads, ctx.marked, strict=True):
+                if total is not None:
+                    total.add(grad, value[places] if of_rows else value, alone=len(cuts) == 1)
+            if further:
+                # The value is not read any more, so its memory takes its own gradient from here on.
+                _through(above, weights, ctx.marked, places, value)
+                recomputable.differentiate(value, cut, parameters, tuple(one[rows] for one in into), sums)
+            del value, above  # freed before those of the next tile are allocated
+        source_grads = into if further else (None,) * first
+        parameter_grads = (None if one is None else one.to(like.dtype) for one, like in zip(sums, parameters, strict=True))
+        return *(None,) * 5, *source_grads, *parameter_grads, *(None if one is None else one.gradient() for one in weight_grads)
+
+
+def _through(
+    grads: Sequence[Tensor], weights: Sequence[Tensor], marked: Sequence[bool], places: Tensor | None, out: Tensor
+) -> None:
+    """Write the sum of the products of gradients and weights into ``out``; marked ones are of the rows at ``places``."""
+    pairs = list(zip(grads, weights, marked, strict=True))
+    whole, part = ([(grad, weight) for grad, weight, of_rows in pairs if of_rows is wanted] for wanted in (False, True))
+    torch.mm(*whole[0], out=out)
+    for grad, weight in whole[1:]:
+        torch.addmm(out, grad, weight, out=out)
+    if part:
+        added = out[places]
+        for grad, weight in part:
+            torch.addmm(added, grad, weight, out=added)
+        out[places] = added
+
+
+class WeightSum:
+    """The gradient of a weight [m, n], summed over tiles of rows."""
+
+    def __init__(self, weight: Tensor) -> None:
+        """Start without a gradient for ``weight``; its first tile allocates one."""
+        self.dtype, self.total = weight.dtype, weight.new_empty(0)
+        self.wide = torch.promote_types(weight.dtype, torch.float32)
+
+    def add(self, grad: Tensor, value: Tensor, alone: bool) -> None:
+        """Add the product of a tile's gradient and value.
+
+        Args:
+            grad: [t, m].
+            value: [t, n].
+            alone: There is no other tile.
+        """
+        if not self.total.numel():
+            product = torch.mm(grad.t(), value)
+            # One tile needs no sum, so it stays in the dtype of the product and is rounded once.
+            self.total = product if alone else product.to(self.wide)
+        elif self.wide == self.dtype:
+            torch.addmm(self.total, grad.t(), value, out=self.total)  # counted by torch's FLOP counter
+        else:
+            # addmm cannot add a product in half precision to an fp32 sum.
+            self.total.add_(torch.mm(grad.t(), value))
+
+    def gradient(self) -> Tensor:
+        """Return the sum in the weight's dtype."""
+        return self.total.to(self.dtype)
+
+
+def recomputed_norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Return the RMS norm [T, n] of x [T, n]; it keeps x and the weight only, and backward computes the norm again."""
+    return _RecomputedNorm.apply(x, weight, eps)
+
+
+class _RecomputedNorm(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, eps: float) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(x, weight)
+        return RMSNorm(eps).compute((x,), (weight,))
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        into, sums = torch.empty_like(x), zeros_to_sum(weight) if ctx.needs_input_grad[1] else None
+        RMSNorm(ctx.eps).differentiate(grad, (x,), (weight,), (into,), (sums,))
+        return into, None if sums is None else sums.to(weight.dtype), None
+
+
+def zeros_to_sum(parameter: Tensor) -> Tensor:
+    """Return zeros of a parameter's shape in fp32 or wider, to sum its gradient in."""
+    return torch.zeros_like(parameter, dtype=torch.promote_types(parameter.dtype, torch.float32))
+
+
+# Some rows of a tensor that is also used whole, with one gradient of the whole instead of two.
+
+
+def select_rows(x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+    """Return x [T, n] and its rows at ``rows``, [R, n].
+
+    The gradient of the rows is added in place to the gradient of the whole. So the first result may be used by one function only,
+    and this function must return a gradient that nothing else uses.
+
+    Args:
+        x: [T, n].
+        rows: int64 [R], none twice; None returns x twice.
+    """
+    return (x, x) if rows is None else _SelectRows.apply(x, rows)
+
+
+class _SelectRows(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, rows: Tensor) -> tuple[Tensor, Tensor]:
+        ctx.save_for_backward(rows)
+        return x.view_as(x), x.index_select(0, rows)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, of_whole: Tensor, of_rows: Tensor) -> tuple[Tensor, None]:
+        (rows,) = ctx.saved_tensors
+        return of_whole.index_add_(0, rows, of_rows), None

@@ -1,0 +1,89 @@
+"""Choose what FSDP2 keeps gathered between forward and backward, over how many ranks it shards, and when it reduces gradients.
+
+Use it when: gathered parameters or whole gradients are part of the peak. The defaults save the most.
+Saves: ``reshard_after_forward=true`` frees gathered parameters between forward and backward; ``gradient_sync=every`` frees whole
+    gradients after each micro-batch.
+Costs: one more gather of each block in backward; one more reduction of each block per micro-batch.
+Works with: activation checkpointing, which gathers a block once for recomputation and backward; ``own_units``.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Literal
+
+from verl_memopt.memory.knob import Advice, Knob, LadderRow, Refusal, for_roles
+from verl_memopt.memory.ranges import CountOrMinusOne, needs_reference, num_devices
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Fsdp, Settings
+
+_RESHARD = tuple(f"actor_rollout_ref.{role}.fsdp_config.reshard_after_forward" for role in ("actor", "ref"))
+_SYNC = "actor_rollout_ref.actor.fsdp_config.gradient_sync"
+
+
+@dataclass(frozen=True)
+class Resharding:
+    """Settings of resharding."""
+
+    reshard_after_forward: bool | int = True
+    """Free gathered parameters between forward and backward. false keeps them, which saves a gather; a number keeps them
+    sharded over that many ranks, such as those of one machine."""
+    fsdp_size: CountOrMinusOne = -1
+    """Ranks per shard group; -1 = all (one flat mesh); smaller = replicate x shard (HSDP)."""
+
+
+@dataclass(frozen=True)
+class GradientSync:
+    """Settings of the gradient reduction."""
+
+    gradient_sync: Literal["every", "last"] = "every"
+    """every = reduce gradients at each micro-batch; last = keep them whole and reduce once, at the last micro-batch: fewer
+    collectives for 4 bytes a parameter (fp32 reduction) less this rank's share."""
+
+
+def _refusal(role: Literal["actor", "ref"]) -> Refusal:
+    prefix = f"actor_rollout_ref.{role}.fsdp_config"
+
+    def fsdp(settings: Settings) -> Fsdp:
+        roles = settings.actor_rollout_ref
+        return roles.actor.fsdp_config if role == "actor" else roles.ref.fsdp_config
+
+    def ranks(settings: Settings) -> int:
+        """Return the ranks of a shard group."""
+        size, devices = fsdp(settings).fsdp_size, num_devices(settings)
+        return devices if size == -1 else size
+
+    def does_not_divide(settings: Settings) -> bool:
+        number = fsdp(settings).reshard_after_forward
+        if isinstance(number, bool) or (role == "ref" and not needs_reference(settings)):
+            return False
+        return not (1 < number < ranks(settings) and ranks(settings) % number == 0)
+
+    return Refusal(
+        (f"{prefix}.reshard_after_forward", f"{prefix}.fsdp_size"),
+        does_not_divide,
+        "does not divide the ranks of a shard group into smaller ones",
+        lambda settings: f"Set true, false, or a divisor of {ranks(settings)} between 1 and {ranks(settings)}.",
+        lambda settings: f"does not divide the {ranks(settings)} ranks of a shard group into smaller ones",
+    )
+
+
+KNOB = Knob(
+    name="resharding",
+    place=160,
+    cost="one more gather per block",
+    settings={"fsdp": Resharding, "trained_fsdp": GradientSync},
+    refuses=(_refusal("actor"), _refusal("ref")),
+    advice=tuple(Advice(kind, _RESHARD[0], True) for kind in ("gathered parameters", "collective buffers")),
+    row=LadderRow(
+        130,
+        on=(*(f"{key}=true" for key in _RESHARD), f"{_SYNC}=every"),
+        off=(*(f"{key}=false" for key in _RESHARD), f"{_SYNC}=last"),
+    ),
+    factors=(
+        *for_roles("reshard_after_forward", false=False, true=True, two=2),
+        *for_roles("fsdp_size", all=-1, one=1),
+        *for_roles("gradient_sync", roles=("actor",), last="last", every="every"),
+    ),
+)

@@ -1,1 +1,0 @@
-"""Knobs over the memory of the rollout engine and of the weight sync."""

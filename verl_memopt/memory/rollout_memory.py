@@ -1,0 +1,118 @@
+"""Bound what the rollout engine holds (weights, KV cache, scratch), and let it sleep while the trainer computes.
+
+Use it when: generation runs out of memory, or the engine's memory is missing in training.
+Saves: ``free_cache_engine`` frees the engine's weights and its whole KV cache while the trainer computes. The other keys make the
+    cache, the scratch of a step or CUDA graphs smaller.
+Costs: fewer sequences at once mean more waves of decoding; sleeping costs a wake-up a step; an fp8 cache changes the engine's
+    log-probs (watch ``rollout/logprob_diff_mean``).
+Works with: ``memory.device_limit_gb``, of which the engine takes its share, and the weight sync, for which weights wake before
+    the cache does. vLLM cannot sleep on a CPU; ``rollout.name=hf`` can.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from verl_memopt.memory.formulas import width
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Refusal, UnusedKey, switch
+from verl_memopt.memory.ranges import POSITIVE, PositiveInt, PositiveShare, Range
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_ROLLOUT = "actor_rollout_ref.rollout"
+_ENGINE = f"{_ROLLOUT}.name"
+_SLEEP, _LEVEL, _SEQUENCES = f"{_ROLLOUT}.free_cache_engine", f"{_ROLLOUT}.sleep_level", f"{_ROLLOUT}.max_num_seqs"
+_SHARE, _CACHE, _CACHE_DTYPE = (f"{_ROLLOUT}.{key}" for key in ("gpu_memory_utilization", "kv_cache_memory_gb", "kv_cache_dtype"))
+_VLLM_ALONE = ("gpu_memory_utilization", "kv_cache_memory_gb", "max_num_batched_tokens", "enforce_eager", "enable_prefix_caching")
+SLEEP_LEVELS = Range("must be 1 or 2", lambda level: level in (1, 2))
+
+
+@dataclass(frozen=True)
+class RolloutMemory:
+    """Settings of the engine's memory."""
+
+    gpu_memory_utilization: PositiveShare = 0.5
+    """vLLM's share of total device memory (GPU)."""
+    kv_cache_memory_gb: Annotated[float | None, POSITIVE] = None
+    """Size of the KV cache in GiB; null = from ``gpu_memory_utilization`` on a GPU, 1 GiB on a CPU."""
+    kv_cache_dtype: Literal["auto", "bfloat16", "fp8", "fp8_e4m3", "fp8_e5m2"] = "auto"
+    """Elements of the KV cache: auto = ``dtype``; bfloat16; fp8 (e4m3), fp8_e4m3, fp8_e5m2 take one byte. Touch it when the
+    cache bounds how many sequences run at once, and watch rollout/logprob_diff_mean."""
+    max_model_len: Annotated[int | None, POSITIVE] = None
+    """Longest sequence; null = prompt_length + response_length."""
+    max_num_seqs: PositiveInt = 256
+    """Sequences decoded at once."""
+    max_num_batched_tokens: PositiveInt = 8192
+    """Prefill budget of one engine step."""
+    enforce_eager: bool = False
+    """No CUDA graphs."""
+    enable_prefix_caching: bool = True
+    """Share equal prompt blocks; reset after every weight sync."""
+    free_cache_engine: bool | None = None
+    """The engine sleeps outside rollout and validation; null = true on a GPU, false on a CPU (where vllm cannot; hf can)."""
+    sleep_level: Annotated[int | None, SLEEP_LEVELS] = None
+    """What a sleeping engine keeps: 1 = its weights, in host memory; 2 = nothing. null = 2: a sync brings all weights."""
+
+
+def _is_hf(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.rollout.name == "hf"
+
+
+def _unused_keys() -> Iterator[UnusedKey]:
+    yield UnusedKey(
+        _LEVEL,
+        lambda settings: settings.actor_rollout_ref.rollout.free_cache_engine is False,
+        "actor_rollout_ref.rollout.free_cache_engine is false",
+    )
+    for key in _VLLM_ALONE:
+        yield UnusedKey(f"{_ROLLOUT}.{key}", _is_hf, "it belongs to actor_rollout_ref.rollout.name=vllm")
+
+
+def _advice() -> Iterator[Advice]:
+    yield Advice("kv", _SHARE, LOWER, lambda settings: settings.actor_rollout_ref.rollout.kv_cache_memory_gb is None)
+    yield Advice("kv", _CACHE, LOWER)
+    for kind in ("kv", "rollout weights"):
+        yield Advice(kind, _SLEEP, True)
+    for kind in ("activations", "logits"):
+        yield Advice(kind, _SEQUENCES, LOWER, phases=("gen", "testing"))
+
+
+KNOB = Knob(
+    name="rollout_memory",
+    place=220,
+    cost="a wake-up per step",
+    settings={"rollout": RolloutMemory},
+    known_as={
+        "vllm_enable_sleep_mode": "actor_rollout_ref.rollout.free_cache_engine",
+        "vllm_sleep_level": "actor_rollout_ref.rollout.sleep_level",
+        "vllm_gpu_memory_utilization": "actor_rollout_ref.rollout.gpu_memory_utilization",
+        "vllm_max_model_length": "actor_rollout_ref.rollout.max_model_len",
+        "vllm_max_model_len": "actor_rollout_ref.rollout.max_model_len",
+    },
+    unused_keys=tuple(_unused_keys()),
+    refuses=(
+        Refusal(
+            (_ENGINE, _CACHE_DTYPE),
+            lambda settings: _is_hf(settings) and settings.actor_rollout_ref.rollout.kv_cache_dtype != "auto",
+            "this engine's cache has the dtype of its model",
+            f"Set {_ENGINE}=vllm, or auto.",
+        ),
+    ),
+    advice=tuple(_advice()),
+    claims=(Claim("update_actor", "rollout weights", lambda _, after: after.params * width(str(after.settings.rollout.dtype))),),
+    row=LadderRow(100, on=(f"{_SLEEP}=true",), off=(f"{_SLEEP}=false",)),
+    factors=(
+        Factor(
+            "engine",
+            {"awake": {_SLEEP: False}, "level 1": {_SLEEP: True, _LEVEL: 1}, "level 2": {_SLEEP: True, _LEVEL: 2}},
+        ),
+        switch("engine rows", _SEQUENCES, all=256, one=1),
+    ),
+    no_factor={
+        **dict.fromkeys((*(f"{_ROLLOUT}.{key}" for key in _VLLM_ALONE), _CACHE_DTYPE), "of vLLM alone"),
+        f"{_ROLLOUT}.max_model_len": "a check of lengths, where no cache is made ahead",
+    },
+)

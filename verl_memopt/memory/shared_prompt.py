@@ -1,0 +1,37 @@
+"""Compute the prompt of a group once for all its answers, in every pass.
+
+Use it when: always; it is on. It pays most where prompts are long beside answers and groups are large.
+Saves: all copies of the prompt but one, in compute and, where a group fits in one micro-batch, in activations.
+Costs: nothing in the result: log-probs and gradients differ only in the order of sums. A budget that splits a group makes each
+    part compute the prompt again, unless one device keeps the prompt's keys and values (then it costs their bytes).
+Works with: every knob; a token budget of at least one prompt and all its answers keeps groups whole. It refuses models with
+    sliding-window attention.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from verl_memopt.memory.formulas import activation_saving
+from verl_memopt.memory.knob import Claim, Knob, LadderRow, switch
+
+_KEY = "actor_rollout_ref.actor.use_prefix_grouper"
+
+
+@dataclass(frozen=True)
+class SharedPrompt:
+    """Settings of shared prompts."""
+
+    use_prefix_grouper: bool = True
+    """Compute the prompt of a group once for all its answers, in every pass; false = once for each answer."""
+
+
+KNOB = Knob(
+    name="shared_prompt",
+    place=70,
+    cost="nothing",
+    settings={"actor": SharedPrompt},
+    claims=(Claim("update_actor", "activations", activation_saving),),
+    row=LadderRow(20, on=(f"{_KEY}=true",), off=(f"{_KEY}=false",)),
+    factors=(switch("shared prompt", _KEY, off=False, on=True),),
+)

@@ -1,0 +1,64 @@
+"""Round updated bfloat16 weights up or down by chance, right on average, so that small updates are not lost.
+
+Use it when: weights rest in bfloat16 (``fsdp_config.model_dtype=bfloat16``).
+Saves: with it, weights and gradients can rest in bfloat16: 4 bytes a parameter less than in fp32.
+Costs: a weight is off by up to one bfloat16 spacing (2^-7 of it), with mean 0. Without it, a learning rate of 1e-6 never moves a
+    weight above 0.001 at all.
+Works with: ``optim.state_dtype`` and ``optimizer_offload``. It refuses fp32 weights, which are not rounded. Source: arXiv
+    1502.02551.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from verl_memopt.memory.bucketed_adamw import only_with_adamw
+from verl_memopt.memory.knob import Factor, Knob, LadderRow, Refusal
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_KEY, _MASTERS = "actor_rollout_ref.actor.optim.stochastic_rounding", "actor_rollout_ref.actor.fsdp_config.model_dtype"
+
+
+@dataclass(frozen=True)
+class StochasticRounding:
+    """Settings of stochastic rounding."""
+
+    stochastic_rounding: bool = False
+    """Round updated bfloat16 weights up or down by chance, right on average; for ``fsdp_config.model_dtype=bfloat16``, where
+    rounding to nearest loses updates below 2^-9 of a weight."""
+
+
+def _rounds(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.optim.stochastic_rounding
+
+
+KNOB = Knob(
+    name="stochastic_rounding",
+    place=120,
+    cost="weights rounded by chance",
+    settings={"optim": StochasticRounding},
+    refuses=(
+        *only_with_adamw(_KEY, _rounds),
+        Refusal(
+            (_KEY, _MASTERS),
+            lambda settings: _rounds(settings) and settings.actor_rollout_ref.actor.fsdp_config.model_dtype != "bfloat16",
+            "fp32 weights are not rounded",
+            f"Set {_MASTERS}=bfloat16, or remove stochastic_rounding.",
+        ),
+    ),
+    row=LadderRow(170, on=(f"{_KEY}=true", f"{_MASTERS}=bfloat16"), off=(f"{_KEY}=false", f"{_MASTERS}=fp32")),
+    factors=(
+        Factor(
+            "masters",
+            {
+                "fp32": {_MASTERS: "fp32"},
+                "bf16": {_MASTERS: "bfloat16"},
+                "rounded": {_MASTERS: "bfloat16", _KEY: True},
+            },
+            lossy=True,
+        ),
+    ),
+)

@@ -1,0 +1,55 @@
+"""Compute each MLP over tiles of tokens, again in backward, so that its wide tensors exist for one tile at a time.
+
+Use it when: micro-batches are long and activations are the peak.
+Saves: all but one tile of the gate, up and activation tensors of the MLP, which are most of a block's bytes.
+Costs: the MLP's forward once more in backward; nothing extra with full activation checkpointing. Small tiles slow the products.
+Works with: activation checkpointing, LoRA and sharding. With recomputed norms and checkpointing the MLP runs over tiles of 2,048
+    tokens anyway, and this makes them smaller.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from verl_memopt.memory.formulas import activation_saving
+from verl_memopt.memory.knob import Claim, Factor, Knob, LadderRow, UnusedKey
+from verl_memopt.memory.ranges import PositiveInt
+
+_KEY = "actor_rollout_ref.model.tiled_mlp"
+
+
+@dataclass(frozen=True)
+class TiledMlp:
+    """The section ``tiled_mlp``."""
+
+    enabled: bool = False
+    """Compute each MLP tile by tile, again in backward, so that its wide intermediates exist for one tile at a time.
+    For long micro-batches, where they are most of a block's bytes."""
+    num_shards: PositiveInt = 4
+    """Tiles a micro-batch's tokens are cut into."""
+
+
+@dataclass(frozen=True)
+class TiledMlpSettings:
+    """Settings of the tiled MLP."""
+
+    tiled_mlp: TiledMlp = field(default_factory=TiledMlp)
+    """The MLP of each block over tiles of tokens."""
+
+
+KNOB = Knob(
+    name="tiled_mlp",
+    place=40,
+    cost="MLP forward once more",
+    settings={"model": TiledMlpSettings},
+    unused_keys=(
+        UnusedKey(
+            f"{_KEY}.num_shards",
+            lambda settings: not settings.actor_rollout_ref.model.tiled_mlp.enabled,
+            "model.tiled_mlp.enabled is false",
+        ),
+    ),
+    claims=(Claim("update_actor", "activations", activation_saving),),
+    row=LadderRow(70, on=(f"{_KEY}.enabled=true",), off=(f"{_KEY}.enabled=false",)),
+    factors=(Factor("tiled mlp", {"off": {}, "3": {f"{_KEY}.enabled": True, f"{_KEY}.num_shards": 3}}),),
+)

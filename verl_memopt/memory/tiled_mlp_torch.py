@@ -1,0 +1,356 @@
+"""Tiled MLP: each MLP runs over tiles of tokens, and again in backward, so its wide tensors exist for one tile at a time.
+
+Bytes saved: let I be the width of the MLP and n ``tiled_mlp.num_shards``. At the MLP's backward six tensors of T x I x b bytes
+(gate, activation, up, their product and two gradients) shrink to one tile each. That is 6 x T x I x b x (1 - 1 / n), less the
+sums of the gradients of three weights and of the input. The peak can then move to the backward of attention, which limits the
+saving. Without activation checkpointing the other L - 1 blocks also keep 4 x T x I x b less each. Passes without gradients save
+3 x T x I x b x (1 - 1 / n), less T x h x b. With ``recompute_elementwise`` a block keeps only gate and up, so less is left to
+save. ``memory/formulas.py`` has the whole formula.
+
+Exact: outputs and gradients of inputs are those of the whole MLP. Gradients of weights differ by the order of one sum over
+tokens.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora_torch import LoraLinear
+from verl_memopt.memory.recompute_elementwise_torch import (
+    FAMILY,
+    RMSNorm,
+    SwiGLU,
+    WeightSum,
+    keep,
+    kept,
+    product_tiles,
+    zeros_to_sum,
+)
+
+KEY = "actor_rollout_ref.model.tiled_mlp"
+
+KNOWN = tuple(f"{name}MLP" for name in FAMILY)
+"""Classes that compute down(act(gate(x)) * up(x))."""
+
+LAYERS = ("gate_proj", "up_proj", "down_proj")
+
+
+def check_mlps(blocks: Iterable[nn.Module], trained: bool, key: str = KEY) -> None:
+    """Refuse blocks of a Hugging Face model whose MLPs cannot run over tiles.
+
+    Args:
+        blocks: The blocks, as transformers made them.
+        trained: false for a model that only ever runs without gradients; its layers may then be of any kind (quantised).
+        key: The setting to name in errors.
+
+    Raises:
+        ConfigError: This file does not know the mathematics of an MLP class, or of a layer in it. The message names it.
+    """
+    for block in blocks:
+        _check(block, getattr(block, "mlp", None), trained, key)
+
+
+def _check(block: nn.Module, mlp: Any, trained: bool, key: str) -> None:
+    if type(mlp).__name__ not in KNOWN:
+        actual = "has no mlp" if mlp is None else f"computes {type(mlp).__name__}"
+        raise ConfigError(
+            f"{key}.enabled=true: {type(block).__name__} {actual}; tiles are known for {', '.join(KNOWN)}. "
+            f"Set {key}.enabled=false."
+        )
+    for name in LAYERS if trained else ():
+        layer = getattr(mlp, name)
+        if type(layer) not in (nn.Linear, LoraLinear):
+            raise ConfigError(
+                f"{key}.enabled=true: {name} of {type(mlp).__name__} is {type(layer).__name__}, no linear layer whose gradient "
+                f"tiles can sum. Set {key}.enabled=false."
+            )
+
+
+def tiled_mlp(mlp: Any, x: Tensor, num_shards: int) -> Tensor:
+    """Return ``mlp.gated(x)`` [T, h] of a normed input x [T, h], computed over ``num_shards`` tiles; keep only x.
+
+    Args:
+        mlp: An MLP with ``gate_proj``, ``up_proj``, ``down_proj``, ``act_fn`` and ``gated``.
+        x: [T, h].
+        num_shards: Tiles of tokens.
+    """
+    if torch.is_grad_enabled():
+        names, weights = zip(*mlp.named_parameters(), strict=True)
+        # In a checkpointed block nothing is saved after this, so the block's second forward stops here.
+        return _Tiles.apply(mlp, num_shards, keep(x, *weights), names, x, *weights)
+    out = torch.empty_like(x)
+    for rows in _tiles(x.shape[0], num_shards):
+        out[rows] = mlp.gated(x[rows])
+    return out
+
+
+class _Tiles(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, mlp: nn.Module, num_shards: int, node: Any, names: tuple[str, ...], x: Tensor, *weights: Tensor
+    ) -> Tensor:
+        ctx.mlp, ctx.num_shards, ctx.kept, ctx.names = mlp, num_shards, node, names
+        held, out = dict(zip(names, weights, strict=True)), torch.empty_like(x)
+        for rows in _tiles(x.shape[0], num_shards):
+            out[rows] = _mlp(mlp, x[rows], held, {})
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, *weights = kept(ctx)
+        # Detached, because each tile's backward adds to the sums itself. Autograd would make a new gradient for every tile.
+        held = {name: weight.detach() for name, weight in zip(ctx.names, weights, strict=True)}
+        needed = dict(zip(ctx.names, ctx.needs_input_grad[5:], strict=True))
+        sums = {name: torch.zeros_like(weight) for name, weight in held.items() if needed[name]}
+        x = x.detach()
+        grad_x = torch.empty_like(x)
+        for rows in _tiles(x.shape[0], ctx.num_shards):
+            with torch.enable_grad():
+                tile = x[rows].requires_grad_()
+                out = _mlp(ctx.mlp, tile, held, sums)
+            (grad_x[rows],) = torch.autograd.grad(out, tile, grad[rows])
+        return None, None, None, None, grad_x, *(sums.get(name) for name in ctx.names)
+
+
+def _tiles(tokens: int, num_shards: int) -> list[slice]:
+    size = max(-(-tokens // num_shards), 1)
+    return [slice(start, min(start + size, tokens)) for start in range(0, tokens, size)]
+
+
+def _mlp(mlp: Any, x: Tensor, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
+    """Return the MLP's output for a tile; its backward adds the weights' gradients to ``sums``."""
+
+    def project(name: str, x: Tensor) -> Tensor:
+        layer = getattr(mlp, name)
+        out = _linear(x, f"{name}.weight", f"{name}.bias", held, sums)
+        if not isinstance(layer, LoraLinear) or not layer.active:
+            return out
+        thin = _linear(x, f"{name}.lora_A", "", held, sums)
+        return out + layer.scale * _linear(thin, f"{name}.lora_B", "", held, sums)
+
+    return project("down_proj", mlp.act_fn(project("gate_proj", x)) * project("up_proj", x))
+
+
+def _linear(x: Tensor, weight: str, bias: str, held: dict[str, Tensor], sums: dict[str, Tensor]) -> Tensor:
+    return _SummingLinear.apply(x, held[weight], held.get(bias), sums.get(weight), sums.get(bias))
+
+
+class _SummingLinear(torch.autograd.Function):
+    """A linear layer whose backward adds its weight's gradient to a tensor in place, without a temporary of its size."""
+
+    @staticmethod
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, bias: Tensor | None, weight_sum: Tensor | None, bias_sum: Tensor | None
+    ) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.sums = weight_sum, bias_sum
+        # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
+        out = x.new_empty(x.shape[0], weight.shape[0])
+        return torch.mm(x, weight.t(), out=out) if bias is None else torch.addmm(bias, x, weight.t(), out=out)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight = ctx.saved_tensors
+        weight_sum, bias_sum = ctx.sums
+        if weight_sum is not None:
+            # In place; torch's FLOP counter counts this form.
+            torch.addmm(weight_sum, grad.t(), x, out=weight_sum)
+        if bias_sum is not None:
+            bias_sum.add_(grad.sum(0))
+        return grad @ weight, None, None, None, None
+
+
+# A norm and an MLP that keep only their input, and are recomputed in backward over tiles of rows.
+#
+# In a block that is recomputed as a whole this costs no extra product: its second forward stops before the MLP, which is then
+# recomputed tile by tile, so gate and up of all rows never exist at once. Source of the tiles: arXiv 2506.13996.
+
+
+SWIGLU = SwiGLU()
+
+
+def recomputed_mlp(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Any], tiles: int = 1) -> Tensor:
+    """Return down(silu(gate(y)) * up(y)) [T, h], where y is the norm of x.
+
+    Keeps x and the parameters for backward where something needs a gradient.
+
+    Args:
+        x: [T, h].
+        norm: Norm of the MLP's input.
+        weight: [h], of the norm.
+        layers: The linear layers gate, up and down, with adapters or without.
+        tiles: Least number of tiles. There are more where a tile would have more rows than fast products need.
+    """
+    if not torch.is_grad_enabled():
+        return _whole(x, norm, weight, layers, tiles)
+    tensors = [tensor for layer in layers for tensor in _tensors(layer)]
+    scales = [layer.scale if isinstance(layer, LoraLinear) else 0.0 for layer in layers]
+    return _RecomputedMlp.apply(norm, tiles, scales, keep(x, weight, *tensors), x, weight, *tensors)
+
+
+def _tensors(layer: Any) -> tuple[Tensor | None, ...]:
+    """Return weight, bias, and an adapter's A and B."""
+    adapted = isinstance(layer, LoraLinear) and layer.active
+    return layer.weight, layer.bias, layer.lora_A if adapted else None, layer.lora_B if adapted else None
+
+
+def _whole(x: Tensor, norm: RMSNorm, weight: Tensor, layers: Sequence[Callable[[Tensor], Tensor]], tiles: int) -> Tensor:
+    """Return the MLP's output without a graph. Its layers may be of any kind."""
+    gate, up, down = layers
+    out = torch.empty_like(x)
+    for rows in product_tiles(x, tiles):
+        normal = norm.compute((x[rows],), (weight,))
+        value = gate(normal)
+        out[rows] = down(SWIGLU.compute((value, up(normal)), (), value))
+    return out
+
+
+class _Linear:
+    """A linear layer [m, n] in an autograd function: its output over a tile, and its gradients summed over tiles.
+
+    Args:
+        tensors: Weight, bias, and an adapter's A and B; None for what the layer lacks.
+        scale: Scale of the adapter.
+        needed: Which of the tensors need a gradient.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor | None], scale: float, needed: Sequence[bool] = (False,) * 4) -> None:
+        weight, self.bias, self.down, self.up = tensors
+        assert weight is not None
+        self.weight, self.scale = weight, scale
+        learning = [one if wanted else None for one, wanted in zip(tensors, needed, strict=True)]
+        self._of_bias = None if learning[1] is None else zeros_to_sum(learning[1])
+        weights = learning[0], learning[2], learning[3]
+        self._of_weight, self._of_down, self._of_up = (None if one is None else WeightSum(one) for one in weights)
+
+    def output(self, x: Tensor) -> Tensor:
+        """Return the output [t, m] over x [t, n]."""
+        # Written into ``out``: selective checkpointing keeps the outputs of products, and these are to be recomputed.
+        out = x.new_empty(x.shape[0], self.weight.shape[0])
+        torch.mm(x, self.weight.t(), out=out)
+        if self.bias is not None:
+            out.add_(self.bias)
+        if self.down is not None and self.up is not None:
+            torch.addmm(out, self._product(x, self.down.t()), self.up.t(), alpha=self.scale, out=out)
+        return out
+
+    def add(self, grad: Tensor, x: Tensor, alone: bool) -> None:
+        """Add the gradients of a tile.
+
+        Args:
+            grad: [t, m], of the output.
+            x: [t, n], the input.
+            alone: There is no other tile.
+        """
+        if self._of_weight is not None:
+            self._of_weight.add(grad, x, alone)
+        if self._of_bias is not None:
+            self._of_bias.add_(grad.sum(0, dtype=self._of_bias.dtype))
+        if self.up is not None and self._of_down is not None:
+            self._of_down.add(self._product(grad, self.up).mul_(self.scale), x, alone)
+        if self.down is not None and self._of_up is not None:
+            self._of_up.add(grad, self._product(x, self.down.t()).mul_(self.scale), alone)
+
+    def through(self, grad: Tensor, out: Tensor, add: bool) -> None:
+        """Write the input's gradient into ``out`` [t, n], or add it there."""
+        if add:
+            torch.addmm(out, grad, self.weight, out=out)
+        else:
+            torch.mm(grad, self.weight, out=out)
+        if self.down is not None and self.up is not None:
+            torch.addmm(out, self._product(grad, self.up), self.down, alpha=self.scale, out=out)
+
+    def gradients(self) -> tuple[Tensor | None, ...]:
+        """Return the gradients of weight, bias, A and B in their dtypes; None for what needs none."""
+        of_bias = None if self._of_bias is None else self._of_bias.to(self.weight.dtype)
+        of_weight, of_down, of_up = (
+            None if one is None else one.gradient() for one in (self._of_weight, self._of_down, self._of_up)
+        )
+        return of_weight, of_bias, of_down, of_up
+
+    @staticmethod
+    def _product(x: Tensor, y: Tensor) -> Tensor:
+        return torch.mm(x, y, out=x.new_empty(x.shape[0], y.shape[1]))
+
+
+class _RecomputedMlp(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        norm: RMSNorm,
+        tiles: int,
+        scales: Sequence[float],
+        node: Any,
+        x: Tensor,
+        weight: Tensor,
+        *tensors: Tensor | None,
+    ) -> Tensor:
+        ctx.norm, ctx.tiles, ctx.scales, ctx.kept = norm, tiles, scales, node
+        gate, up, down = (_Linear(four, scale) for four, scale in zip(_fours(tensors), scales, strict=True))
+        out = torch.empty_like(x)
+        for rows in product_tiles(x, tiles):
+            normal = norm.compute((x[rows],), (weight,))
+            value = gate.output(normal)
+            # Written over the gate's output, so that a tile holds two wide tensors and not three.
+            out[rows] = down.output(SWIGLU.compute((value, up.output(normal)), (), value))
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, *tensors = kept(ctx)
+        needed = ctx.needs_input_grad[4:]
+        layers = [
+            _Linear(four, scale, learn)
+            for four, scale, learn in zip(_fours(tensors), ctx.scales, _fours(needed[2:]), strict=True)
+        ]
+        of_x = torch.empty_like(x) if any(needed[:2]) else None
+        of_norm = zeros_to_sum(weight) if needed[1] else None
+        cuts = product_tiles(x, ctx.tiles)
+        for rows in cuts:
+            into = None if of_x is None else of_x[rows]
+            _tile_backward(ctx.norm, grad[rows], x[rows], weight, layers, into, of_norm, alone=len(cuts) == 1)
+        gradients = (gradient for layer in layers for gradient in layer.gradients())
+        return *(None,) * 4, of_x, None if of_norm is None else of_norm.to(weight.dtype), *gradients
+
+
+def _tile_backward(
+    norm: RMSNorm,
+    grad: Tensor,
+    x: Tensor,
+    weight: Tensor,
+    layers: Sequence[_Linear],
+    into: Tensor | None,
+    of_norm: Tensor | None,
+    alone: bool,
+) -> None:
+    """Add a tile's part of the gradients of the layers and the norm, and write that of x into ``into`` if it is not None."""
+    gate, up, down = layers
+    normal = norm.compute((x,), (weight,))
+    sources = gate.output(normal), up.output(normal)
+    value = SWIGLU.compute(sources, ())
+    down.add(grad, value, alone)
+    # The value is not read any more, so its memory takes its own gradient. The next line turns gate and up into theirs.
+    down.through(grad, value, add=False)
+    SWIGLU.differentiate(value, sources, (), sources, ())
+    del value
+    for layer, above in zip((gate, up), sources, strict=True):
+        layer.add(above, normal, alone)
+    if into is None:
+        return
+    for layer, above in zip((gate, up), sources, strict=True):
+        # A loop of its own: it overwrites `normal`, which the sums of both weights have read above.
+        layer.through(above, normal, add=layer is up)
+    norm.differentiate(normal, (x,), (weight,), (into,), (of_norm,))
+
+
+def _fours(values: Sequence[Any]) -> list[Sequence[Any]]:
+    return [values[place : place + 4] for place in range(0, len(values), 4)]

@@ -1,0 +1,231 @@
+"""Pack micro-batches by tokens under a hard cap, instead of by rows.
+
+Use it when: always with rows of different lengths. Lower the cap first when activations or logits are the peak.
+Saves: activations and logits grow with the tokens of a micro-batch, and no micro-batch ever has more than the cap.
+Costs: nothing in the result, since losses are normalised by global counts. A low cap makes products small and slow.
+    ``adaptive_token_budget`` learns the cap from measured peaks. On one device it also goes on after an out-of-memory error.
+Works with: chunked log-probs and checkpointing, which lower the bytes a token needs and so allow a higher cap.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Annotated, Literal
+
+from verl_memopt.memory.critic_rules import as_critic, has_critic
+from verl_memopt.memory.formulas import activation_saving
+from verl_memopt.memory.knob import LOWER, Advice, Claim, Factor, Knob, LadderRow, Predicate, Refusal, UnusedKey
+from verl_memopt.memory.ranges import POSITIVE, PositiveInt, longest_sample, needs_reference
+
+if TYPE_CHECKING:
+    from verl_memopt.config.schema import Settings
+
+_AR = "actor_rollout_ref"
+Role = Literal["actor", "rollout", "ref", "values"]
+_ROWS, _BY_TOKENS, _TOKENS = "micro_batch_size_per_gpu", "use_dynamic_bsz", "max_token_len_per_gpu"
+
+
+@dataclass(frozen=True)
+class UpdateBudget:
+    """Settings of the update's micro-batches."""
+
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
+    use_dynamic_bsz: bool = False
+    """Pack micro-batches by tokens instead of by sequences."""
+    ppo_max_token_len_per_gpu: PositiveInt = 16384
+    """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+    adaptive_token_budget: bool = False
+    """Learn the tokens of a micro-batch from measured peaks: from the cap down, so that the device's memory suffices, and up
+    again to the cap. On one device an update or a pass goes on after an out-of-memory error, with half the tokens."""
+
+
+@dataclass(frozen=True)
+class CriticBudget:
+    """Settings of the micro-batches of the critic: of its update, and of the pass that computes values."""
+
+    ppo_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward and backward; this or ``use_dynamic_bsz``."""
+    use_dynamic_bsz: bool | None = None
+    """Pack micro-batches by tokens instead of by sequences; follows the actor's."""
+    ppo_max_token_len_per_gpu: PositiveInt = 32768
+    """Hard cap of tokens per micro-batch with ``use_dynamic_bsz``."""
+    forward_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward of the values pass; follows ``ppo_micro_batch_size_per_gpu``."""
+    forward_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Hard cap of tokens per forward of the values pass; follows ``ppo_max_token_len_per_gpu``."""
+    adaptive_token_budget: bool | None = None
+    """Learn the tokens of a micro-batch from measured peaks, in both passes; follows the actor's."""
+
+
+@dataclass(frozen=True)
+class LogProbBudget:
+    """Settings of the micro-batches of a pass that only computes log-probs."""
+
+    log_prob_micro_batch_size_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Sequences per forward; follows the actor's micro-batch size."""
+    log_prob_use_dynamic_bsz: bool | None = None
+    """Follows ``actor.use_dynamic_bsz``."""
+    log_prob_max_token_len_per_gpu: Annotated[int | None, POSITIVE] = None
+    """Follows ``actor.ppo_max_token_len_per_gpu``."""
+    log_prob_adaptive_token_budget: bool | None = None
+    """Learn the tokens of a forward from measured peaks; follows ``actor.adaptive_token_budget``."""
+
+
+def _keys(role: Role) -> tuple[str, str, str]:
+    """Return the keys of a role's row count, its choice between rows and tokens, and its token cap."""
+    if role == "actor":
+        return f"{_AR}.actor.ppo_{_ROWS}", f"{_AR}.actor.{_BY_TOKENS}", f"{_AR}.actor.ppo_{_TOKENS}"
+    if role == "values":
+        return f"critic.forward_{_ROWS}", f"critic.{_BY_TOKENS}", f"critic.forward_{_TOKENS}"
+    rows, by_tokens, tokens = (f"{_AR}.{role}.log_prob_{name}" for name in (_ROWS, _BY_TOKENS, _TOKENS))
+    return rows, by_tokens, tokens
+
+
+def _rows(settings: Settings, role: Role) -> int | None:
+    """Return the most sequences of a role's micro-batch."""
+    roles, critic = settings.actor_rollout_ref, settings.critic
+    if role == "actor":
+        return roles.actor.ppo_micro_batch_size_per_gpu
+    if role == "values":
+        return critic.forward_micro_batch_size_per_gpu
+    return (roles.rollout if role == "rollout" else roles.ref).log_prob_micro_batch_size_per_gpu
+
+
+def _by_tokens(settings: Settings, role: Role) -> bool:
+    """Return whether tokens are counted in place of sequences."""
+    roles, critic = settings.actor_rollout_ref, settings.critic
+    if role == "actor":
+        return roles.actor.use_dynamic_bsz
+    if role == "values":
+        return bool(critic.use_dynamic_bsz)
+    return bool((roles.rollout if role == "rollout" else roles.ref).log_prob_use_dynamic_bsz)
+
+
+def _tokens(settings: Settings, role: Role) -> int:
+    """Return the most tokens of a role's micro-batch."""
+    roles, critic = settings.actor_rollout_ref, settings.critic
+    if role == "actor":
+        return roles.actor.ppo_max_token_len_per_gpu
+    if role == "values":
+        return critic.forward_max_token_len_per_gpu or 0
+    return (roles.rollout if role == "rollout" else roles.ref).log_prob_max_token_len_per_gpu or 0
+
+
+def _sizes(settings: Settings, role: Role) -> tuple[int | None, bool, int]:
+    return _rows(settings, role), _by_tokens(settings, role), _tokens(settings, role)
+
+
+def _is_checked(settings: Settings, role: Role) -> bool:
+    """Return whether a role runs, with other sizes than those of the update of its model, which are checked already."""
+    if role == "actor":
+        return True
+    if role == "values":
+        return has_critic(settings) and _sizes(settings, role) != _sizes(as_critic(settings), "actor")
+    return _sizes(settings, role) != _sizes(settings, "actor") and (role == "rollout" or needs_reference(settings))
+
+
+def _refusals(role: Role) -> Iterator[Refusal]:
+    rows_key, by_tokens_key, tokens_key = _keys(role)
+
+    def has_no_size(settings: Settings) -> bool:
+        return not _by_tokens(settings, role) and _rows(settings, role) is None and _is_checked(settings, role)
+
+    def is_too_small(settings: Settings) -> bool:
+        too_small = _by_tokens(settings, role) and _tokens(settings, role) < longest_sample(settings)
+        return too_small and _is_checked(settings, role)
+
+    yield Refusal(
+        (rows_key, by_tokens_key), has_no_size, "a micro-batch has no size", f"Set {rows_key}, or {by_tokens_key}=true."
+    )
+    yield Refusal(
+        (tokens_key,),
+        is_too_small,
+        "a sample may have more tokens (data.max_prompt_length + data.max_response_length)",
+        lambda settings: f"Raise it to at least {longest_sample(settings)}, or lower one of the two lengths.",
+        lambda settings: (
+            f"a sample may have {longest_sample(settings)} tokens (data.max_prompt_length + data.max_response_length)"
+        ),
+    )
+
+
+def _counts(role: Role, tokens: bool) -> Predicate:
+    """Return the question whether a role's micro-batches are cut by tokens, or by sequences."""
+    return lambda settings: _by_tokens(settings, role) == tokens
+
+
+def _advice() -> Iterator[Advice]:
+    """Yield "lower the cap" for the kinds of bytes that grow with it, under the key that bounds the phase."""
+    phases: dict[Role, str] = {"rollout": "old_log_prob", "ref": "ref", "actor": "update_actor", "values": "values"}
+    for kind in ("activations", "logits"):
+        for role, phase in phases.items():
+            rows, _, tokens = _keys(role)
+            yield Advice(kind, tokens, LOWER, _counts(role, tokens=True), (phase,))
+            yield Advice(kind, rows, LOWER, _counts(role, tokens=False), (phase,))
+
+
+def _log_prob_factor(role: Role, name: str) -> Factor:
+    rows, by_tokens, tokens = _keys(role)
+    return Factor(name, {"follows": {}, "tokens": {by_tokens: True, tokens: 30}, "rows": {by_tokens: False, rows: 2}})
+
+
+_ACTOR_ROWS, _ACTOR_BY_TOKENS, BUDGET_KEY = _keys("actor")
+ADAPTIVE_KEY, _IN_BACKWARD = f"{_AR}.actor.adaptive_token_budget", f"{_AR}.actor.optim.in_backward"
+_ADAPTIVE_KEYS = (ADAPTIVE_KEY, *(f"{_AR}.{role}.log_prob_adaptive_token_budget" for role in ("rollout", "ref")))
+
+_STEPS_IN_BACKWARD = Refusal(
+    (ADAPTIVE_KEY, _IN_BACKWARD),
+    lambda settings: (
+        settings.actor_rollout_ref.actor.adaptive_token_budget and settings.actor_rollout_ref.actor.optim.in_backward
+    ),
+    "after an out-of-memory error gradients are computed again, but not from weights that backward has updated",
+    "Set one of them to false.",
+)
+
+
+def _counts_tokens(settings: Settings) -> bool:
+    return settings.actor_rollout_ref.actor.use_dynamic_bsz
+
+
+KNOB = Knob(
+    name="token_budget",
+    place=80,
+    cost="more, smaller micro-batches",
+    settings={"actor": UpdateBudget, "critic": CriticBudget, "log_prob_pass": LogProbBudget},
+    known_as={
+        "per_device_train_batch_size": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu",
+        "gradient_accumulation_steps": "actor_rollout_ref.actor.ppo_micro_batch_size_per_gpu (accumulation follows from it)",
+        "local_rollout_forward_batch_size": "actor_rollout_ref.rollout.log_prob_micro_batch_size_per_gpu",
+    },
+    unused_keys=(
+        UnusedKey(_ACTOR_ROWS, _counts_tokens, "actor.use_dynamic_bsz packs by tokens"),
+        UnusedKey(BUDGET_KEY, lambda settings: not _counts_tokens(settings), "actor.use_dynamic_bsz is false"),
+        UnusedKey(ADAPTIVE_KEY, lambda settings: not _counts_tokens(settings), "actor.use_dynamic_bsz is false"),
+    ),
+    refuses=(
+        *_refusals("actor"),
+        *_refusals("rollout"),
+        *_refusals("ref"),
+        *_refusals("values"),
+        _STEPS_IN_BACKWARD,
+    ),  # fmt: skip,
+    advice=tuple(_advice()),
+    claims=(Claim("update_actor", "activations", activation_saving),),
+    row=LadderRow(40, on=(f"{BUDGET_KEY}={{pair}}",), off=(f"{BUDGET_KEY}={{all}}",)),
+    factors=(
+        Factor(
+            "batching",
+            {
+                "whole": {_ACTOR_BY_TOKENS: True},
+                "tokens": {_ACTOR_BY_TOKENS: True, BUDGET_KEY: 20},
+                "rows": {_ACTOR_BY_TOKENS: False, _ACTOR_ROWS: 3},
+            },
+        ),
+        Factor(
+            "adaptive budget", {"fixed": dict.fromkeys(_ADAPTIVE_KEYS, False), "learned": dict.fromkeys(_ADAPTIVE_KEYS, True)}
+        ),
+        _log_prob_factor("rollout", "old batching"),
+        _log_prob_factor("ref", "ref batching"),
+    ),
+)

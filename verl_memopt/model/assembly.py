@@ -1,0 +1,456 @@
+"""The options of a model's blocks, and what wraps the model afterwards, in the order of application."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import unset_fake_temporarily
+from torch.distributed.device_mesh import DeviceMesh
+from torch.distributed.fsdp import FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
+from transformers import PreTrainedModel
+
+from verl_memopt.config.schema import CriticModel, Fsdp, Model, ScoringModel
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.activation_checkpointing_torch import checkpoint_blocks, chosen_blocks
+from verl_memopt.memory.lora_torch import apply_lora
+from verl_memopt.memory.native_offload_torch import native_offload
+from verl_memopt.memory.prune_last_block_torch import can_prune
+from verl_memopt.memory.quantized_frozen_torch import quantize_blocks
+from verl_memopt.memory.recompute_elementwise_torch import can_recompute
+from verl_memopt.memory.tiled_mlp_torch import check_mlps
+from verl_memopt.model.attention import choose_attention
+from verl_memopt.model.decoder import BlockOptions, Decoder, DecoderBlock, class_name, of_llama_family
+from verl_memopt.model.families import POLICY_KEY
+from verl_memopt.model.packed_model import PackedModel, allocate
+from verl_memopt.model.policy_model import PolicyModel, dtype_of
+from verl_memopt.model.reward_folder import REWARD_KEY, frozen_value_model
+from verl_memopt.model.value_model import CRITIC_KEY, ValueHead, ValueModel, stored_head
+from verl_memopt.model.weights import (
+    REFERENCE_DTYPE,
+    empty_model,
+    fill_from_folder,
+    load_model_config,
+    mapped_weights,
+    rebuild_buffers,
+)
+
+TORCH = tuple(int(part) for part in torch.__version__.split(".")[:2])
+SHARDS_BYTES = (2, 13)
+"""The first version of torch whose FSDP2 is known to shard parameters that are no floating point numbers."""
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class ModelUse:
+    """What a run does with one model, and the settings sections that errors about it name.
+
+    Attributes:
+        model_key: The section of the model itself.
+        fsdp_key: The section of its sharding.
+        recompute: Activation checkpointing is on.
+        trained: A model that is trained, which has adapters if LoRA is on.
+        quantization: Quantization of a frozen model's blocks.
+    """
+
+    model_key: str
+    fsdp_key: str
+    recompute: bool = False
+    trained: bool = False
+    quantization: str = "none"
+
+
+def parallelize(
+    packed: PackedModel,
+    model: Model | CriticModel,
+    fsdp: Fsdp,
+    mesh: DeviceMesh,
+    dtypes: tuple[torch.dtype, torch.dtype, torch.dtype],
+    use: ModelUse,
+) -> None:
+    """Apply LoRA, quantisation, checkpointing, FSDP2 and parameter offload to a model without weights.
+
+    Args:
+        packed: The model; its blocks already have their options.
+        model: Settings of the model.
+        fsdp: Settings of its sharding.
+        mesh: Device mesh of the ranks.
+        dtypes: Dtypes of the masters, of compute and of the gradient reduction.
+        use: What the run does with the model.
+
+    Raises:
+        ConfigError: The model has no modules for the adapters or units.
+    """
+    if use.trained and model.lora_rank > 0:
+        apply_lora(packed.lm, model.lora_rank, model.lora_alpha, model.target_modules, model.exclude_modules, use.model_key)
+    precision, offload = mixed_precision(*dtypes), native_offload(fsdp.offload_policy)
+    if use.quantization != "none":
+        if not stays_plain(mesh, precision, offload) and TORCH < SHARDS_BYTES:
+            raise ConfigError(
+                f"{use.fsdp_key.rpartition('.')[0]}.quantization={use.quantization}: torch {torch.__version__} cannot shard "
+                f"quantized parameters. Install torch 2.13 or newer, set quantization=none, or keep the model unsharded: one "
+                f"device, {use.fsdp_key}.model_dtype equal to dtype, and {use.fsdp_key}.offload_policy=false."
+            )
+        quantize_blocks(packed.blocks(), use.quantization)
+    units = wrapped_modules(packed, packed.blocks(), fsdp)
+    _refuse_units_inside_blocks(packed, fsdp, use)
+    if use.recompute:  # before sharding, so that FSDP's hooks stay outside of the recomputed part
+        others = [unit for unit in units if not isinstance(unit, DecoderBlock)]  # a block of ours does it itself
+        checkpoint_blocks(others, model.gradient_checkpointing_mode, model.gradient_checkpointing_every)
+    # The value head is tiny and its product runs in fp32, so a cast to the compute dtype would only lose digits.
+    exact = [packed.head] if isinstance(packed.head, ValueHead) else []
+    large_head = None if exact else packed.head
+    sharded = sharding_units(packed.lm.get_input_embeddings(), units, large_head, packed.tied, fsdp.own_units)
+    shard_model(packed, sharded, mesh, precision, offload, fsdp.reshard_after_forward, exact)
+    if fsdp.forward_prefetch:
+        prefetch_forward(sharded)
+
+
+def block_options(
+    lm: PreTrainedModel, model: Model | CriticModel, fsdp: Fsdp, checkpoints: bool, trained: bool, key: str = POLICY_KEY
+) -> list[BlockOptions] | None:
+    """Return the options of each block; None for an architecture that computes its blocks itself.
+
+    A knob that such an architecture lacks is refused, or logged where the run is still correct without it.
+
+    Args:
+        lm: The model, as transformers made it.
+        model: Settings of the model.
+        fsdp: Settings of its sharding, whose units are what is checkpointed.
+        checkpoints: Activation checkpointing is on.
+        trained: false for a model that only ever runs without gradients.
+        key: The settings section of the model, to name in errors.
+
+    Raises:
+        ConfigError: MLPs cannot run over tiles.
+    """
+    blocks: Any = getattr(lm.get_decoder(), "layers", None)
+    if not isinstance(blocks, nn.ModuleList):
+        return None  # PackedModel refuses it by name
+    if not type(lm).__module__.startswith("transformers."):
+        _tell_own_code(lm, model, key)
+        return None
+    tiles = model.tiled_mlp.num_shards if model.tiled_mlp.enabled else None
+    if tiles is not None:
+        check_mlps(blocks, trained, f"{key}.tiled_mlp")
+    recompute = model.recompute_elementwise and can_recompute(blocks, trained, f"{key}.recompute_elementwise")
+    prunes = model.prune_last_block and can_prune(blocks[-1], f"{key}.prune_last_block")
+    if not of_llama_family(lm):
+        assert tiles is None, f"{class_name(blocks[0])} has an MLP that is known in a block that is not"
+        return None
+    mode, wanted = model.gradient_checkpointing_mode, fsdp.wrap_policy.transformer_layer_cls_to_wrap
+    among_units = checkpoints and (wanted is None or class_name(blocks[0]) in wanted)
+    chosen = chosen_blocks(len(blocks), mode, model.gradient_checkpointing_every) if among_units else ()
+    return [
+        BlockOptions(
+            recompute=recompute,
+            # A second forward of the whole block stops before an MLP that keeps its input alone.
+            mlp_tiles=1 if tiles is None and recompute and place in chosen and mode != "selective" else tiles,
+            prune=prunes and place == len(blocks) - 1,
+            checkpoint=None if place not in chosen else "selective" if mode == "selective" else "full",
+        )
+        for place in range(len(blocks))
+    ]
+
+
+def wrapped_modules(root: nn.Module, blocks: Sequence[nn.Module], fsdp: Fsdp) -> list[nn.Module]:
+    """Return the modules that are checkpointed and sharded one by one: the blocks, or those of the named classes.
+
+    Raises:
+        ConfigError: The model has no module of these classes.
+    """
+    wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap
+    if wanted is None:
+        return list(blocks)
+    units = [module for module in root.modules() if class_name(module) in wanted]
+    if not units:
+        kinds = sorted({class_name(block) for block in blocks})
+        raise ConfigError(
+            f"fsdp_config.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: the model has no such module. "
+            f"Its blocks are {', '.join(kinds)}; leave the key out to take them."
+        )
+    return units
+
+
+def _tell_own_code(lm: PreTrainedModel, model: Model | CriticModel, key: str) -> None:
+    """Refuse or log the knobs that do not act on a model with code of its own: they know blocks by their class."""
+    if model.tiled_mlp.enabled:
+        raise ConfigError(
+            f"{key}.tiled_mlp.enabled=true: {type(lm).__name__} runs code of its own, whose MLP is not known here. "
+            f"Set {key}.tiled_mlp.enabled=false."
+        )
+    for name in ("recompute_elementwise", "prune_last_block"):
+        if getattr(model, name):
+            logger.warning("%s.%s=true: %s runs code of its own; its blocks are left as they are", key, name, type(lm).__name__)
+
+
+def _refuse_units_inside_blocks(packed: PackedModel, fsdp: Fsdp, use: ModelUse) -> None:
+    wanted = fsdp.wrap_policy.transformer_layer_cls_to_wrap or ()
+    decoder: Any = packed.decoder
+    ours = isinstance(decoder, Decoder) and (decoder.recompute or decoder.prunes)
+    for block in packed.blocks() if ours else ():
+        inside = sorted({class_name(module) for module in block.modules() if module is not block} & set(wanted))
+        if inside:
+            raise ConfigError(
+                f"{use.fsdp_key}.wrap_policy.transformer_layer_cls_to_wrap={list(wanted)}: {', '.join(inside)} lies inside "
+                f"{class_name(block)}, whose weights recompute_elementwise=true and prune_last_block=true of "
+                f"{use.model_key} read as one unit. Leave the key out, or set both to false."
+            )
+
+
+# Build a sharded model, and fill it with the weights of a folder: the policy, the reference and the critic alike.
+
+
+AnyModel = TypeVar("AnyModel", bound=PackedModel)
+TakeOver = Callable[[PreTrainedModel, list[BlockOptions] | None, bool], AnyModel]
+"""Makes a packed model of a model of transformers, the options of its blocks, and whether answers may use a prefix KV."""
+
+
+def build_policy(
+    model: Model,
+    fsdp: Fsdp,
+    folder: Path,
+    mesh: DeviceMesh,
+    device: torch.device,
+    key: str,
+    compile_head: bool,
+    recompute: bool,
+    trained: bool = False,
+    quantization: str = "none",
+) -> PolicyModel:
+    """Return the sharded model without weights. :func:`materialize` fills it.
+
+    Args:
+        model: The ``model`` section of the settings.
+        fsdp: The ``fsdp_config`` section of the role.
+        folder: Folder of the model.
+        mesh: The mesh to shard over.
+        device: The device to compute on.
+        key: The settings section to name in errors.
+        compile_head: Compile the per-chunk functions.
+        recompute: Gradient checkpointing.
+        trained: The policy, which has adapters if LoRA is on.
+        quantization: Quantization of a frozen model's blocks.
+    """
+
+    def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> PolicyModel:
+        chunk, tile = model.logprob_chunk_tokens, model.logprob_vocab_tile
+        return PolicyModel(lm, chunk, compile_head, tile, blocks, supports_prefix_kv)
+
+    use = ModelUse(POLICY_KEY, f"{key}.fsdp_config", recompute, trained, quantization)
+    return _build(take_over, model, fsdp, folder, mesh, device, use)
+
+
+def build_critic(
+    model: CriticModel, folder: Path, mesh: DeviceMesh, device: torch.device, trained: bool = True, key: str = CRITIC_KEY
+) -> ValueModel:
+    """Return the sharded value model without weights. :func:`materialize_critic` fills it.
+
+    Args:
+        model: The ``critic.model`` section of the settings.
+        folder: Folder of the model.
+        mesh: The mesh to shard over.
+        device: The device to compute on.
+        trained: Add adapters if LoRA is on.
+        key: The settings section to name in errors.
+    """
+
+    def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> ValueModel:
+        return ValueModel(lm, blocks, supports_prefix_kv, key)
+
+    use = ModelUse(key, f"{key}.fsdp_config", model.enable_gradient_checkpointing, trained)
+    return _build(take_over, model, model.fsdp_config, folder, mesh, device, use)
+
+
+def build_reward_model(model: ScoringModel, policy: Model, folder: Path, mesh: DeviceMesh, device: torch.device) -> ValueModel:
+    """Return the sharded reward model without weights. :func:`materialize_critic` fills it.
+
+    Args:
+        model: The ``reward_model.model`` section of the settings.
+        policy: The policy's ``model`` section, whose knobs act in the reward model too.
+        folder: Folder of the model.
+        mesh: The mesh to shard over.
+        device: The device to compute on.
+    """
+
+    def take_over(lm: PreTrainedModel, blocks: list[BlockOptions] | None, supports_prefix_kv: bool) -> ValueModel:
+        return ValueModel(lm, blocks, supports_prefix_kv, REWARD_KEY)
+
+    use = ModelUse(REWARD_KEY, f"{REWARD_KEY}.fsdp_config", quantization=model.quantization)
+    as_critic = frozen_value_model(model, policy)
+    return _build(take_over, as_critic, model.fsdp_config, folder, mesh, device, use)
+
+
+def _build(
+    take_over: TakeOver[AnyModel],
+    model: Model | CriticModel,
+    fsdp: Fsdp,
+    folder: Path,
+    mesh: DeviceMesh,
+    device: torch.device,
+    use: ModelUse,
+) -> AnyModel:
+    masters = dtype_of(fsdp.model_dtype, f"{use.fsdp_key}.model_dtype")
+    compute = dtype_of(fsdp.dtype, f"{use.fsdp_key}.dtype")
+    reduce = dtype_of(fsdp.mixed_precision.reduce_dtype, f"{use.fsdp_key}.mixed_precision.reduce_dtype")
+    attention = choose_attention(model.attn_implementation or "auto", device, compute, use.model_key)
+    config = load_model_config(model, folder, use.model_key)
+    lm = empty_model(config, attention, masters, bool(model.trust_remote_code), use.model_key)
+    blocks = block_options(lm, model, fsdp, use.recompute, use.trained, use.model_key)
+    # Only one rank alone can reuse a prefix KV: several ranks must run the same forwards, but cut their groups differently.
+    supports_prefix_kv = blocks is not None and blocks[0].recompute and mesh.size() == 1
+    packed = take_over(lm, blocks, supports_prefix_kv)
+    parallelize(packed, model, fsdp, mesh, (masters, compute, reduce), use)
+    return packed
+
+
+def materialize(policy: PolicyModel, folder: Path, device: torch.device, on_host: bool = False) -> None:
+    """Allocate the model's storage and fill it from the folder, shard by shard.
+
+    Args:
+        policy: A model without weights.
+        folder: Folder of the weights.
+        device: The device to compute on.
+        on_host: Allocate on the host instead of the device.
+    """
+    allocate(policy, device, on_host)
+    rebuild_buffers(policy, device)
+    fill_from_folder(policy, folder)
+
+
+def materialize_critic(
+    critic: ValueModel, folder: Path, device: torch.device, on_host: bool = False, key: str = CRITIC_KEY
+) -> bool:
+    """Allocate the critic's storage and fill it from the folder. A head that the folder lacks starts with zeros.
+
+    Args:
+        critic: A model without weights.
+        folder: Folder of the weights.
+        device: The device to compute on.
+        on_host: Allocate on the host instead of the device.
+        key: The settings section to name in errors.
+
+    Returns:
+        Whether the folder has a value head.
+    """
+    stored = stored_head(folder, key)
+    allocate(critic, device, on_host)
+    rebuild_buffers(critic, device, key)
+    fill_from_folder(critic, folder, key, stored)
+    return stored["score.weight"] is not None
+
+
+def materialize_mapped(policy: PolicyModel, folder: Path, device: torch.device, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
+    """Allocate the model's storage on the device, unfilled.
+
+    Args:
+        policy: A model without weights.
+        folder: Folder of the weights.
+        device: The device to compute on.
+        dtype_key: The setting of the model's dtype, to name in errors.
+
+    Returns:
+        For each parameter its values in the memory-mapped folder.
+    """
+    allocate(policy, device)
+    rebuild_buffers(policy, device)
+    return mapped_weights(policy, folder, dtype_key)
+
+
+# FSDP2 sharding of a model, unit by unit.
+
+
+def stays_plain(mesh: DeviceMesh, precision: MixedPrecisionPolicy, offload: OffloadPolicy) -> bool:
+    """Return whether a model needs no sharding: one device, one dtype for storage and compute, and no offloading."""
+    return mesh.size() == 1 and precision.param_dtype is None and type(offload) is OffloadPolicy
+
+
+def shard_model(
+    root: nn.Module,
+    units: Sequence[nn.Module],
+    mesh: DeviceMesh,
+    precision: MixedPrecisionPolicy,
+    offload: OffloadPolicy,
+    reshard_after_forward: bool | int,
+    exact: Sequence[nn.Module] = (),
+) -> None:
+    """Shard ``units``, then the rest of ``root``, over the mesh, in place.
+
+    On one device there is nothing to shard, and a model whose storage dtype is its compute dtype stays plain: FSDP2 would gather
+    a copy of every unit.
+
+    Args:
+        root: The model.
+        units: The modules that are gathered together, such as decoder blocks, in the order of the forward.
+        mesh: The mesh of :func:`verl_memopt.distributed.device.training_mesh`.
+        precision: Dtypes of compute and of the gradient reduction.
+        offload: Where the shards are stored.
+        reshard_after_forward: As in FSDP2.
+        exact: Small units that compute in the dtype in which they rest.
+    """
+    if stays_plain(mesh, precision, offload):
+        return
+    options: dict[str, Any] = {
+        "mesh": mesh, "mp_policy": precision, "offload_policy": offload, "reshard_after_forward": reshard_after_forward,
+    }  # fmt: skip
+    # Building the sub-mesh of an integer reshard reads tensor values, which fake tensors do not have.
+    with unset_fake_temporarily():
+        for unit in units:
+            fully_shard(unit, **options)
+        for unit in exact:
+            in_own_dtype = MixedPrecisionPolicy(reduce_dtype=precision.reduce_dtype)
+            fully_shard(unit, **{**options, "mp_policy": in_own_dtype, "reshard_after_forward": False})
+        # The root's parameters are used until the end of the forward, and again from the start of the backward.
+        fully_shard(root, **{**options, "reshard_after_forward": False})
+
+
+def prefetch_forward(units: Sequence[nn.Module]) -> None:
+    """Let each sharded unit gather the next one while it computes. Units that are not sharded are left alone.
+
+    Args:
+        units: In the order of the forward.
+    """
+    for unit, following in pairwise(units):
+        if isinstance(unit, FSDPModule) and isinstance(following, FSDPModule):
+            unit.set_modules_to_forward_prefetch([following])
+
+
+# The precision of parameters at rest, of compute, and of the reduction of gradients.
+#
+# Bytes saved: ``model_dtype=bfloat16`` halves masters and gradients at rest, (4 + 4) x N / W bytes with fp32. The optimizer's
+# moments have a precision of their own, ``optim.state_dtype``. ``dtype=bfloat16`` halves activations and gathered parameters.
+# ``reduce_dtype=bfloat16`` halves the input of the largest unit's reduction, and so saves 2 x N_u x (1 - 1/W) bytes.
+
+
+def mixed_precision(masters: torch.dtype, compute: torch.dtype, reduce: torch.dtype) -> MixedPrecisionPolicy:
+    """Return FSDP2's policy for the three dtypes. Equal ones are left out, so that nothing is cast needlessly."""
+    return MixedPrecisionPolicy(
+        param_dtype=None if compute == masters else compute,
+        reduce_dtype=None if reduce == compute else reduce,
+    )
+
+
+# Embedding and LM head are FSDP units of their own: each is gathered while it computes, not for the whole pass.
+#
+# Bytes saved: in a log-prob pass b_c x (V x h + N_l) bytes, twice that where several ranks gather, less a chunk of logits. V is
+# the vocabulary, h the hidden size, N_l the parameters of a block, and b_c is 2 for bfloat16 compute. That is 9 % of the log-prob
+# peak of an 8B model over 8 devices (predicted by a run on fake tensors). In an update b_c x (4 x V x h + N_l) - V x h x (b_c +
+# b_r + b_r / W) bytes, if the gather of both matrices was the peak and the reduction of the head's gradient is the peak after it
+# (b_r is 4 for fp32 reduction over W ranks). The chunked head is gathered once an update, not once a chunk. So is the embedding.
+# Backward reads neither.
+
+
+def sharding_units(
+    embedding: nn.Module, blocks: Sequence[nn.Module], head: nn.Module | None, tied: bool, own_units: bool
+) -> list[nn.Module]:
+    """Return the modules to shard before the root, in the order of the forward. The head is None where it is no large matrix."""
+    if tied or not own_units:
+        return list(blocks)
+    return [embedding, *blocks, *([] if head is None else [head])]

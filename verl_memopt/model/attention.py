@@ -1,0 +1,259 @@
+"""Attention over packed sequences: the choice of a kernel, and the kernels under one signature."""
+
+from __future__ import annotations
+
+import importlib.util
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.nn.functional import pad, scaled_dot_product_attention
+
+from verl_memopt.distributed.device import is_gpu, supports_flash
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.attention_dense import dense_attention
+from verl_memopt.model.attention_flash import flash_attention
+from verl_memopt.model.families import POLICY_KEY
+from verl_memopt.model.packing import PrefixGroup, PrefixLayout
+from verl_memopt.model.rotary import Rotary
+
+# Attention written out with explicit masks, in plain autograd: the reference for every kernel; and sliding windows.
+
+
+def eager_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int | None) -> Tensor:
+    """Return attention [1, heads, Q, D]. It holds the scores of all pairs of tokens of one group at a time.
+
+    Args:
+        query: [1, heads, Q, D], of the queries of the layout.
+        key: [1, kv heads, T, D], of all tokens.
+        value: As ``key``.
+        layout: Which tokens share a prefix.
+        scale: Factor of the products of queries and keys.
+        window: How many positions back a token sees, itself included; None for all.
+    """
+    repeats = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(repeats, dim=1), value.repeat_interleave(repeats, dim=1)
+    queries = [prefix + sum(suffixes) for prefix, suffixes in layout.groups]
+    outputs, tensors = [], (query.split(queries, 2), *(x.split(layout.tokens, 2) for x in (key, value)))
+    for (prefix, suffixes), skipped, q, k, v in zip(layout.groups, layout.skipped, *tensors, strict=True):
+        hidden = ~group_mask((skipped + prefix, suffixes), window, query.device)[skipped:]
+        scores = (q @ k.transpose(2, 3) * scale).masked_fill(hidden, float("-inf"))
+        # The softmax is in fp32 as in transformers' own eager attention, which this is the reference for.
+        outputs.append(scores.softmax(-1, dtype=torch.float32).to(query.dtype) @ v)
+    return torch.cat(outputs, dim=2)
+
+
+def windowed_attention(query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, window: int) -> Tensor:
+    """Return sliding-window attention [1, heads, T, D] by torch's SDPA, one sequence after another.
+
+    Args:
+        query: [1, heads, T, D].
+        key: [1, kv heads, T, D].
+        value: As ``key``.
+        layout: Sequences that share no prefix.
+        scale: Factor of the products of queries and keys.
+        window: How many positions back a token sees, itself included.
+    """
+    assert not layout.prefix_spans, layout.groups
+    grouped, outputs = query.shape[1] != key.shape[1], []
+    for q, k, v in zip(*(x.split(layout.segments, 2) for x in (query, key, value)), strict=True):
+        whole = q.shape[2] <= window
+        mask = None if whole else group_mask((q.shape[2], ()), window, query.device)
+        outputs.append(scaled_dot_product_attention(q, k, v, mask, is_causal=whole, scale=scale, enable_gqa=grouped))
+    return torch.cat(outputs, dim=2)
+
+
+def group_mask(group: PrefixGroup, window: int | None, device: torch.device) -> Tensor:
+    """Return bool [tokens, tokens] of one group: which token (row) sees which (column).
+
+    Args:
+        group: Lengths of the prefix and of each suffix.
+        window: A token at position p sees positions p - window + 1 to p; None for all positions up to p.
+        device: Where the mask is needed.
+    """
+    prefix, suffixes = group
+    sizes, first_places = [prefix, *suffixes], [0] + [prefix] * len(suffixes)
+    # Built on the host by numpy and sent without waiting: this runs between the micro-batches of a step.
+    segment, place = (
+        torch.from_numpy(values).to(device, non_blocking=True)
+        for values in (
+            np.repeat(np.arange(len(sizes)), sizes),
+            np.concatenate([start + np.arange(size) for start, size in zip(first_places, sizes, strict=True)]),
+        )
+    )
+    distance = place[:, None] - place
+    visible = ((segment[:, None] == segment) | (segment == 0)) & (distance >= 0)
+    return visible if window is None else visible & (distance < window)
+
+
+REGISTERED = {"sdpa": "packed_sdpa", "eager": "packed_eager", "flash_attention_2": "packed_fa2", "varlen": "packed_varlen"}
+"""Names of our own in a model's config. Transformers has no mask function for them, so it builds no [T, T] mask."""
+
+HEAD_MULTIPLE = 8
+"""GPU kernels take head sizes that are multiples of this."""
+
+
+@dataclass(frozen=True)
+class AttentionChoice:
+    """The kernel that a model uses: its short name, its name in transformers, and why it was chosen."""
+
+    name: str
+    registered: str
+    reason: str
+
+
+def choose_attention(name: str, device: torch.device, dtype: torch.dtype, section: str = POLICY_KEY) -> AttentionChoice:
+    """Choose the kernel for ``model.attn_implementation``.
+
+    ``auto`` takes flash-attn where it is installed and supports device and dtype. Without flash-attn it takes torch's own flash
+    kernels under the same conditions, and else SDPA's other kernels.
+
+    Args:
+        name: The setting.
+        device: Where the model computes.
+        dtype: In which it computes.
+        section: The settings section of the model, to name in errors.
+
+    Raises:
+        ConfigError: For an unknown name, or for a kernel that cannot run here.
+    """
+    key = f"{section}.attn_implementation={name}"
+    if name not in ("auto", "flash_attention_2", "sdpa", "eager"):
+        raise ConfigError(f"{key}: unknown. Use auto, flash_attention_2, sdpa or eager.")
+    installed, supported = importlib.util.find_spec("flash_attn") is not None, supports_flash(device, dtype)
+    if name == "flash_attention_2":
+        if not installed:
+            raise ConfigError(f"{key}: the package flash-attn is not installed. Install the extra flash-attn, or use auto.")
+        if not supported:
+            raise ConfigError(
+                f"{key}: flash kernels need a GPU of capability 8.0 and half precision, not {device} {dtype}. Use auto."
+            )
+        return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], "asked for")
+    if name != "auto":
+        return AttentionChoice(name, REGISTERED[name], "asked for")
+    if supported and installed:
+        return AttentionChoice("flash_attention_2", REGISTERED["flash_attention_2"], f"installed, supports {device} {dtype}")
+    if supported:
+        return AttentionChoice("varlen", REGISTERED["varlen"], "flash-attn is not installed; torch has a kernel of its own")
+    return AttentionChoice("sdpa", REGISTERED["sdpa"], f"no flash kernel for {device} {dtype}")
+
+
+@dataclass(frozen=True)
+class AttentionArgs:
+    """What a kernel gets beside query, key and value.
+
+    Attributes:
+        layout: Which tokens share a prefix.
+        scale: Factor of the products of queries and keys.
+        window: How many positions back a token sees, itself included; None for all.
+        rotary: Rotates queries and keys; None where they are rotated already.
+    """
+
+    layout: PrefixLayout
+    scale: float
+    window: int | None
+    rotary: Rotary | None
+
+
+Attend: TypeAlias = Callable[[Tensor, Tensor, Tensor, AttentionArgs], Tensor]
+"""A kernel: (query [1, heads, Q, D], key and value [1, kv heads, T, D], arguments) -> [1, Q, heads, D]."""
+
+
+def _eager(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    query, key = _apply_rotary(query, key, args.rotary, args.layout)
+    return eager_attention(query, key, value, args.layout, args.scale, args.window).transpose(1, 2)
+
+
+def _sdpa(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    _refuse_shared_prefix(args)
+    if args.window is not None and max(args.layout.segments) > args.window:
+        query, key = _apply_rotary(query, key, args.rotary, args.layout)
+        return windowed_attention(query, key, value, args.layout, args.scale, args.window).transpose(1, 2)
+    return _one_size(lambda q, k, v, rotary: dense_attention(q, k, v, args.layout, args.scale, rotary), query, key, value, args)
+
+
+def _varlen(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    _refuse_shared_prefix(args)
+    options = args.layout, args.scale, args.window
+    return _one_size(lambda q, k, v, rotary: flash_attention(q, k, v, *options, rotary), query, key, value, args)
+
+
+def _flash(query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    if args.layout.prefix_spans:  # the package's backward cannot take merged log-sum-exps
+        return _varlen(query, key, value, args)
+    # Imported here, because the package is optional.
+    from flash_attn import flash_attn_varlen_func
+
+    query, key = _apply_rotary(query, key, args.rotary, args.layout)
+    cu_seqlens, longest = args.layout.cu_seqlens, max(args.layout.segments)
+    return flash_attn_varlen_func(
+        _flat(query),
+        _flat(key),
+        _flat(value),
+        cu_seqlens,
+        cu_seqlens,
+        longest,
+        longest,
+        softmax_scale=args.scale,
+        causal=True,
+        # The kernel counts positions besides the token's own. The setting counts the token itself too.
+        window_size=(-1, -1) if args.window is None else (args.window - 1, 0),
+    )[None]
+
+
+def _apply_rotary(query: Tensor, key: Tensor, rotary: Rotary | None, layout: PrefixLayout) -> tuple[Tensor, Tensor]:
+    """Return query and key rotated, for a kernel that cannot rotate them itself. Both versions are then kept for backward."""
+    if rotary is None:
+        return query, key
+    # Only some tokens may be queries (a pruned last block), so they need their own rows of the tables.
+    cos, sin = layout.at_queries(rotary.cos, rotary.sin)
+    at_queries = replace(rotary, cos=cos, sin=sin)
+    rotated = at_queries.query(_flat(query)), rotary.key(_flat(key))
+    return rotated[0].transpose(0, 1)[None], rotated[1].transpose(0, 1)[None]
+
+
+def _one_size(attend: Callable[..., Tensor], query: Tensor, key: Tensor, value: Tensor, args: AttentionArgs) -> Tensor:
+    """Return attention [1, Q, heads, D of the values] from a kernel whose heads all have one size, on a GPU a multiple of eight.
+
+    Queries and keys are padded with zeros, which add nothing to a score. The padding of values is cut off the output.
+    """
+    size = max(query.shape[-1], value.shape[-1])
+    size += -size % HEAD_MULTIPLE if is_gpu(query.device) else 0
+    rotary = args.rotary
+    if size != query.shape[-1]:
+        # The rotation joins the halves of a head, so it must come before the zeros that change where the halves lie.
+        (query, key), rotary = _apply_rotary(query, key, rotary, args.layout), None
+    q, k, v = (x if x.shape[-1] == size else pad(x, (0, size - x.shape[-1])) for x in map(_flat, (query, key, value)))
+    return attend(q, k, v, rotary)[None, ..., : value.shape[-1]]
+
+
+def _flat(tensor: Tensor) -> Tensor:
+    return tensor[0].transpose(0, 1)  # [T, heads, D]
+
+
+class WindowOverPrefixError(NotImplementedError):
+    """Attention with a sliding window cannot share a prefix: the window would cut it.
+
+    Attributes:
+        window: The sliding window in tokens.
+    """
+
+    def __init__(self, window: int) -> None:
+        """Name the window in the message."""
+        super().__init__(f"a sliding window of {window} tokens would cut the prefix that sequences share")
+        self.window = window
+
+
+def _refuse_shared_prefix(args: AttentionArgs) -> None:
+    if args.layout.prefix_spans and args.window is not None:
+        raise WindowOverPrefixError(args.window)
+
+
+KERNELS: dict[str, Attend] = {
+    REGISTERED[name]: attend
+    for name, attend in {"sdpa": _sdpa, "eager": _eager, "varlen": _varlen, "flash_attention_2": _flash}.items()
+}
+"""Kernels by the name of the attention in a model's config."""

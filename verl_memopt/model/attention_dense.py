@@ -1,0 +1,251 @@
+"""Attention over packed sequences by torch's fused kernels for rectangular batches: flash on a CPU, memory-efficient on a GPU.
+
+A token of a suffix attends in two passes: causally over its own segment, and over the whole prefix. Each pass gives an output and
+the log-sum-exp of its scores, from which the two outputs are merged exactly. In backward the same kernels get the merged output
+and log-sum-exp, and return the exact gradient of each pass. The gradients of the passes add up (arXiv 2310.01889).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from typing import Any, TypeAlias
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl_memopt.distributed.device import is_gpu
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.rotary import Rotary, apply_rotary, rotary_arguments, rotary_backward, weight_sums
+
+_Views: TypeAlias = tuple[Tensor, ...]
+
+
+@dataclass(frozen=True)
+class Kernel:
+    """A fused kernel over [batch, heads, length, D].
+
+    All strides are free but the last, which is 1. Key and value may repeat heads by a stride of 0.
+
+    Attributes:
+        forward: (q, k, v, causal, scale) -> output, log-sum-exp fp32 [batch, heads, length].
+        backward: (gradient, q, k, v, output, log-sum-exp, causal, scale) -> gradients of q, k, v.
+        float_parts: Whether passes that are merged are computed in fp32 and rounded once. This costs no time where half precision
+            is no faster.
+    """
+
+    forward: Callable[..., tuple[Tensor, Tensor]]
+    backward: Callable[..., tuple[Tensor, Tensor, Tensor]]
+    float_parts: bool
+
+    def working(self, layout: PrefixLayout, *tensors: Tensor) -> tuple[Tensor, ...]:
+        """Return the tensors in the dtype in which attention over this layout is computed."""
+        return tuple(tensor.float() for tensor in tensors) if self.float_parts and layout.prefix_spans else tensors
+
+
+def _cpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(q, k, v, 0.0, causal, scale=scale)
+
+
+def _cpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(grad, q, k, v, out, lse, 0.0, causal, scale=scale)
+
+
+LSE_ALIGNMENT = 32
+"""The memory-efficient kernel pads its log-sum-exps with infinity to a multiple of this length."""
+
+
+def _gpu_forward(q: Tensor, k: Tensor, v: Tensor, causal: bool, scale: float) -> tuple[Tensor, Tensor]:
+    out, lse, *_ = torch.ops.aten._scaled_dot_product_efficient_attention(q, k, v, None, True, 0.0, causal, scale=scale)
+    return out, lse[..., : q.shape[2]]
+
+
+def _gpu_backward(
+    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, causal: bool, scale: float
+) -> tuple[Tensor, Tensor, Tensor]:
+    # The kernel reads the infinities as weights of 0. Without them it would read beyond the log-sum-exps.
+    padded = torch.nn.functional.pad(lse, (0, -lse.shape[-1] % LSE_ALIGNMENT), value=float("inf")).contiguous()
+    out = out.transpose(1, 2).contiguous().transpose(1, 2)  # the kernel assumes a stride of heads x D between tokens
+    unused = torch.zeros((), dtype=torch.int64, device=q.device)  # state of a generator, for dropout
+    mask, needed = None, [True, True, True, False]
+    dq, dk, dv, _ = torch.ops.aten._scaled_dot_product_efficient_attention_backward(
+        grad, q, k, v, mask, out, padded, unused, unused, 0.0, needed, causal, scale=scale
+    )
+    return dq, dk, dv
+
+
+CPU_FLASH = Kernel(_cpu_forward, _cpu_backward, float_parts=True)
+EFFICIENT = Kernel(_gpu_forward, _gpu_backward, float_parts=False)
+
+
+def dense_attention(
+    query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, scale: float, rotary: Rotary | None = None
+) -> Tensor:
+    """Return attention [Q, heads, D].
+
+    Saves its arguments, its output and one log-sum-exp for each token and head. Key heads are computed one after another, each
+    with the query heads that share it, so temporary tensors are of one key head.
+
+    Args:
+        query: [Q, heads, D], of the queries of the layout.
+        key: [T, kv heads, D], of all tokens. The last stride must be 1.
+        value: As ``key``.
+        layout: Which tokens share a prefix.
+        scale: Factor of the products of queries and keys.
+        rotary: Rotates queries and keys here, and again in backward. Backward then overwrites the arguments with their gradients.
+    """
+    kernel = EFFICIENT if is_gpu(query.device) else CPU_FLASH
+    return _DenseAttention.apply(query, key, value, *rotary_arguments(rotary), layout, scale, kernel)
+
+
+class _DenseAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        cos: Tensor | None,
+        sin: Tensor | None,
+        query_norm: Tensor | None,
+        key_norm: Tensor | None,
+        eps: float,
+        layout: PrefixLayout,
+        scale: float,
+        kernel: Kernel,
+    ) -> Tensor:
+        tables, (query_cos, query_sin) = (eps, cos, sin), layout.at_queries(cos, sin)
+        query_tables = eps, query_cos, query_sin
+        out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+        lse = torch.empty(query.shape[:2], dtype=torch.float32, device=query.device)
+        for queries, keys in _heads(query, key):
+            rotated = apply_rotary(query[:, queries], query_norm, *query_tables), apply_rotary(key[:, keys], key_norm, *tables)
+            q, k, v = kernel.working(layout, *rotated, value[:, keys])
+            # The kernel's own outputs are not written to: selective checkpointing keeps them, and refuses outputs that were.
+            whole = out[:, queries] if q.dtype == out.dtype else torch.empty_like(q)
+            by_query, by_key = _views(q, whole, lse[:, queries]), _shared(_views(k, v), q)
+            for q_, out_, lse_, k_, v_ in _segment_calls(layout, by_query + _shared(_views(*layout.at_queries(k, v)), q)):
+                part, part_lse = kernel.forward(q_, k_, v_, True, scale)
+                out_.copy_(part)
+                lse_.copy_(part_lse)
+            for q_, out_, lse_, k_, v_ in _prefix_calls(layout, by_query, by_key):
+                part, part_lse = kernel.forward(q_, k_, v_, False, scale)
+                merged, merged_lse = merge(out_, lse_, part, part_lse)
+                out_.copy_(merged)
+                lse_.copy_(merged_lse)
+            if whole.dtype != out.dtype:
+                out[:, queries].copy_(whole)
+        ctx.save_for_backward(query, key, value, cos, sin, query_norm, key_norm, out, lse)
+        ctx.eps, ctx.layout, ctx.scale, ctx.kernel = eps, layout, scale, kernel
+        return out
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        layout, kernel, scale = ctx.layout, ctx.kernel, ctx.scale
+        query, key, value, cos, sin, query_norm, key_norm, out, lse = ctx.saved_tensors
+        grad, tables, norms = grad.contiguous(), (ctx.eps, cos, sin), (query_norm, key_norm)
+        query_cos, query_sin = layout.at_queries(cos, sin)
+        query_tables = ctx.eps, query_cos, query_sin
+        sums = weight_sums(norms, ctx.needs_input_grad[5:7])
+        # The saved queries, keys and values are not read again after their own head, so their memory takes their gradients.
+        into = (query, key, value) if cos is not None else tuple(torch.empty_like(x) for x in (query, key, value))
+        for queries, keys in _heads(query, key):
+            x, y = query[:, queries], key[:, keys]
+            rotated = apply_rotary(x, query_norm, *query_tables), apply_rotary(y, key_norm, *tables)
+            inputs = kernel.working(layout, *rotated, value[:, keys], grad[:, queries], out[:, queries])
+            dq, dk, dv = _backward_of_heads(kernel, layout, scale, (*inputs, lse[:, queries]))
+            # Back in the dtype of the inputs: merged passes on a CPU compute in fp32.
+            rotary_backward(dq.to(x.dtype), x, query_norm, *query_tables, into[0][:, queries], sums[0])
+            rotary_backward(dk.to(y.dtype), y, key_norm, *tables, into[1][:, keys], sums[1])
+            into[2][:, keys].copy_(dv)
+            del rotated, inputs, dq, dk, dv  # freed before those of the next head are allocated
+        norm_grads = (None if total is None else total.to(norm.dtype) for total, norm in zip(sums, norms, strict=True))
+        return *into, None, None, *norm_grads, None, None, None, None
+
+
+def _backward_of_heads(kernel: Kernel, layout: PrefixLayout, scale: float, inputs: _Views) -> tuple[Tensor, Tensor, Tensor]:
+    """Return the gradients of queries [Q, heads, D], and of the key and value [T, 1, D] that these heads share.
+
+    Args:
+        kernel: The fused kernel.
+        layout: Which tokens share a prefix.
+        scale: Factor of the products of queries and keys.
+        inputs: Queries, key, value, the output's gradient, the output, and its log-sum-exps.
+    """
+    q, k, v, grad, out, lse = inputs
+    dq, dk, dv = (torch.empty(x.shape, dtype=x.dtype, device=x.device) for x in (q, *layout.at_queries(k, v)))
+    by_query = _views(dq, grad, q, out, lse)
+    own = _views(dk, dv) + _shared(_views(*layout.at_queries(k, v)), q)
+    for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _segment_calls(layout, by_query + own):
+        parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, True, scale)
+        _collect(Tensor.copy_, (dq_, dk_, dv_), parts)
+        del parts
+    del own
+    # Back to the places of all tokens: the prefix pass also adds to keys whose queries are skipped.
+    dk, dv = layout.at_keys(dk, k), layout.at_keys(dv, v)
+    by_key = _views(dk, dv) + _shared(_views(k, v), q)
+    for dq_, grad_, q_, out_, lse_, dk_, dv_, k_, v_ in _prefix_calls(layout, by_query, by_key):
+        parts = kernel.backward(grad_, q_, k_, v_, out_, lse_, False, scale)
+        _collect(Tensor.add_, (dq_, dk_, dv_), parts)
+        del parts
+    return dq, dk, dv
+
+
+def merge(out: Tensor, lse: Tensor, other: Tensor, other_lse: Tensor) -> tuple[Tensor, Tensor]:
+    """Merge attention over two sets of keys into attention over both.
+
+    Args:
+        out: [..., D], attention over the first set.
+        lse: fp32 [...], log-sum-exp of the scores over the first set.
+        other: [..., D], attention over the second set.
+        other_lse: fp32 [...], as ``lse``.
+
+    Returns:
+        Output fp32 [..., D] and log-sum-exp fp32 [...].
+    """
+    # A sigmoid of the difference cannot overflow, which exponentials of the two log-sum-exps could.
+    share = torch.sigmoid(other_lse - lse)
+    return out.float().lerp(other.float(), share[..., None]), torch.logaddexp(lse, other_lse)
+
+
+def _heads(query: Tensor, key: Tensor) -> Iterator[tuple[slice, slice]]:
+    """Yield, for each key head, the slice of query heads that share it and the slice of itself."""
+    each = query.shape[1] // key.shape[1]
+    return ((slice(head * each, (head + 1) * each), slice(head, head + 1)) for head in range(key.shape[1]))
+
+
+def _views(*tensors: Tensor) -> _Views:
+    """Return views [1, heads, T, ...] of tensors [T, heads, ...]."""
+    return tuple(tensor.transpose(0, 1)[None] for tensor in tensors)
+
+
+def _shared(tensors: _Views, query: Tensor) -> _Views:
+    return tuple(tensor.expand(-1, query.shape[1], -1, -1) for tensor in tensors)
+
+
+def _collect(collect: Callable[[Tensor, Tensor], Tensor], targets: _Views, parts: _Views) -> None:
+    """Copy or add gradients into their targets; those of a shared key and value are summed over the heads that share them."""
+    for target, part in zip(targets, parts, strict=True):
+        collect(target, part if part.shape[1] == target.shape[1] else part.sum(1, keepdim=True))
+
+
+def _segment_calls(layout: PrefixLayout, tensors: _Views) -> Iterator[_Views]:
+    """Yield the views [segments, heads, length, ...] of each call of the segment pass."""
+    tokens = [run.count * run.length for run in layout.runs]
+    for run, *parts in zip(layout.runs, *(tensor.split(tokens, 2) for tensor in tensors), strict=True):
+        if run.count == 1:
+            yield tuple(parts)
+        else:
+            yield tuple(part[0].unflatten(1, (run.count, run.length)).transpose(0, 1) for part in parts)
+
+
+def _prefix_calls(layout: PrefixLayout, by_query: _Views, by_key: _Views) -> Iterator[_Views]:
+    """Yield the views of each call of the prefix pass."""
+    for span in layout.prefix_spans:
+        queries = (tensor.narrow(2, span.queries.start, span.queries.length) for tensor in by_query)
+        keys = (tensor.narrow(2, span.keys.start, span.keys.length) for tensor in by_key)
+        yield *queries, *keys

@@ -1,0 +1,298 @@
+"""The decoder of the Llama family (Llama, Mistral, Qwen2, Qwen3) over packed sequences, with each memory knob where it acts.
+
+The modules take over the submodules of a Hugging Face model under their own names, so that checkpoints, adapters, export and
+weight sync find the same parameters. Models of other architectures keep their own modules
+(:mod:`verl_memopt.model.packed_model`).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from verl_memopt.memory.activation_checkpointing_torch import checkpointed
+from verl_memopt.memory.prune_last_block_torch import window_of
+from verl_memopt.memory.recompute_elementwise_torch import (
+    KNOWN,
+    RMSNorm,
+    Rows,
+    SwiGLU,
+    product_tiles,
+    recomputed_norm,
+    recomputed_outputs,
+    select_rows,
+)
+from verl_memopt.memory.tiled_mlp_torch import recomputed_mlp, tiled_mlp
+from verl_memopt.model.attention import Attend, AttentionArgs
+from verl_memopt.model.packing import PrefixLayout
+from verl_memopt.model.prefix_kv import Prefix, PrefixKV, Tables
+from verl_memopt.model.rotary import Rotary
+
+PARTS = ("embed_tokens", "layers", "norm", "rotary_emb")
+"""The submodules of a decoder of the family, in the order of its parameters."""
+
+
+@dataclass(frozen=True)
+class BlockOptions:
+    """What one block does to hold less memory. By default it keeps for backward what plain autograd keeps."""
+
+    recompute: bool = False
+    """Compute norms, rotary positions and activations again in backward (``recompute_elementwise``)."""
+
+    mlp_tiles: int | None = None
+    """Keep only the input of the MLP and run it over at least so many tiles of tokens (``tiled_mlp``); None keeps gate and up."""
+
+    prune: bool = False
+    """Compute queries, attention and MLP only of the tokens whose state predicts something (``prune_last_block``)."""
+
+    checkpoint: Literal["full", "selective"] | None = None
+    """What activation checkpointing keeps: the input of the block ("full"), or also the outputs of products and attention."""
+
+
+class Attention(nn.Module):
+    """Queries, keys and values of a normed input, rotary positions, attention over packed sequences, output projection."""
+
+    def __init__(self, source: Any, options: BlockOptions) -> None:
+        """Take over the submodules of ``source``, a module of transformers."""
+        super().__init__()
+        self.source_class, self.options = type(source).__name__, options
+        self.q_proj, self.k_proj, self.v_proj, self.o_proj = source.q_proj, source.k_proj, source.v_proj, source.o_proj
+        self.q_norm, self.k_norm = getattr(source, "q_norm", None), getattr(source, "k_norm", None)
+        self.head_dim, self.scale, self.window = source.head_dim, source.scaling, window_of(source)
+        self.layer = source.layer_idx
+
+    def forward(
+        self, x: Tensor, norm: nn.Module, tables: Tables, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
+    ) -> Tensor:
+        """Return attention's output [Q, h], for the Q queries of the packed sequences.
+
+        Args:
+            x: [T, h], before ``norm``.
+            norm: Norm of the block's input.
+            tables: Cos and sin of the T positions, [1, T, D] each.
+            layout: Which of the T tokens share a prefix.
+            attend: The kernel.
+            prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
+        """
+        rows = query_rows(layout, prefix_kv)
+        if not self.options.recompute and rows is None:
+            assert prefix_kv is None, "prefix KV needs recomputed norms and rotations"
+            return self._plain(norm(x), tables, layout, attend)
+        # Queries and keys are kept before norm and rotary: attention applies both itself, and again in backward.
+        query, key, value = self._query_key_value(x, norm, layout, rows)
+        if prefix_kv is not None:
+            key, value, tables = prefix_kv.extend(self.layer, key, value, tables)
+        query, key, value = (self._heads(states) for states in (query, key, value))
+        return self._attended(query, key, value, layout, attend, self._rotary(tables))
+
+    def _query_key_value(self, x: Tensor, norm: Any, layout: PrefixLayout, rows: Tensor | None) -> Sequence[Tensor]:
+        """Return queries [Q, H x D], and keys and values [T, K x D]."""
+        layers = (self.q_proj, self.k_proj, self.v_proj)
+        if self.options.recompute:
+            at_rows = None if rows is None else Rows(rows, layout.query_places)
+            rms_norm = RMSNorm(norm.variance_epsilon)
+            return recomputed_outputs(rms_norm, (x,), (norm.weight,), layers, at_rows, row_layers=(self.q_proj,))
+        normal = norm(x)
+        return self.q_proj(normal[rows]), self.k_proj(normal), self.v_proj(normal)
+
+    def _plain(self, normal: Tensor, tables: Tables, layout: PrefixLayout, attend: Attend) -> Tensor:
+        query = _maybe(self.q_norm, self._heads(self.q_proj(normal)))
+        key = _maybe(self.k_norm, self._heads(self.k_proj(normal)))
+        value = self._heads(self.v_proj(normal))
+        query, key = apply_rotary(query, tables), apply_rotary(key, tables)
+        return self._attended(query, key, value, layout, attend, None)
+
+    def _attended(
+        self, query: Tensor, key: Tensor, value: Tensor, layout: PrefixLayout, attend: Attend, rotary: Rotary | None
+    ) -> Tensor:
+        q, k, v = (states.transpose(0, 1)[None] for states in (query, key, value))  # [1, heads, T, D]
+        out = attend(q, k, v, AttentionArgs(layout, self.scale, self.window, rotary))
+        return self.o_proj(out.reshape(query.shape[0], -1))
+
+    def _heads(self, states: Tensor) -> Tensor:
+        return states.view(states.shape[0], -1, self.head_dim)
+
+    def _rotary(self, tables: Tables) -> Rotary:
+        cos, sin = (table[0] for table in tables)
+        # Families without norms of queries and keys have no epsilon here either, and 0 is never read.
+        if self.q_norm is None or self.k_norm is None:
+            return Rotary(cos, sin, (None, None), 0.0)
+        return Rotary(cos, sin, (self.q_norm.weight, self.k_norm.weight), self.q_norm.variance_epsilon)
+
+
+class MLP(nn.Module):
+    """down(act(gate(y)) * up(y)) of a normed input y."""
+
+    def __init__(self, source: Any, options: BlockOptions) -> None:
+        """Take over the submodules of ``source``, a module of transformers."""
+        super().__init__()
+        self.source_class, self.options = type(source).__name__, options
+        self.gate_proj, self.up_proj, self.down_proj = source.gate_proj, source.up_proj, source.down_proj
+        self.act_fn = source.act_fn
+
+    def forward(self, x: Tensor, norm: Any, least_tiles: int = 1) -> Tensor:
+        """Return the MLP's output [T, h].
+
+        Args:
+            x: [T, h], before ``norm``.
+            norm: Norm of the MLP's input.
+            least_tiles: A recomputed MLP that runs over tiles has at least so many.
+        """
+        tiles = self.options.mlp_tiles
+        if not self.options.recompute:
+            return self.gated(norm(x)) if tiles is None else tiled_mlp(self, norm(x), tiles)
+        rms_norm = RMSNorm(norm.variance_epsilon)
+        if tiles is not None or not torch.is_grad_enabled():
+            layers = (self.gate_proj, self.up_proj, self.down_proj)
+            return recomputed_mlp(x, rms_norm, norm.weight, layers, 1 if tiles is None else max(tiles, least_tiles))
+        gate, up = recomputed_outputs(rms_norm, (x,), (norm.weight,), (self.gate_proj, self.up_proj))
+        (down,) = recomputed_outputs(SwiGLU(), (gate, up), (), (self.down_proj,))
+        return down
+
+    def gated(self, normal: Tensor) -> Tensor:
+        """Return the output [T, h] of a normed input [T, h] in plain autograd."""
+        return self.down_proj(self.act_fn(self.gate_proj(normal)) * self.up_proj(normal))
+
+
+class DecoderBlock(nn.Module):
+    """Norm, attention, residual sum, norm, MLP, residual sum."""
+
+    def __init__(self, source: Any, options: BlockOptions) -> None:
+        """Take over the submodules of ``source``, a module of transformers."""
+        super().__init__()
+        self.source_class, self.options = type(source).__name__, options
+        self.self_attn = Attention(source.self_attn, options)
+        self.mlp = MLP(source.mlp, options)
+        self.input_layernorm = source.input_layernorm
+        self.post_attention_layernorm = source.post_attention_layernorm
+
+    def forward(
+        self,
+        hidden: Tensor,
+        cos: Tensor,
+        sin: Tensor,
+        layout: PrefixLayout,
+        attend: Attend,
+        prefix_kv: Prefix | None = None,
+    ) -> Tensor:
+        """Return the block's output [1, Q, h] for the Q queries: all T tokens, unless the block is pruned.
+
+        Args:
+            hidden: [1, T, h].
+            cos: [1, T, D], as ``sin``.
+            sin: Sines of the T positions.
+            layout: Which of the T tokens share a prefix.
+            attend: The attention kernel.
+            prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
+        """
+        # FSDP's hooks are outside of this call, so a block is gathered once for its second forward and its backward.
+        if self.options.checkpoint is not None:
+            return checkpointed(self.compute, hidden, cos, sin, layout, attend, prefix_kv, mode=self.options.checkpoint)
+        return self.compute(hidden, cos, sin, layout, attend, prefix_kv)
+
+    def compute(
+        self, hidden: Tensor, cos: Tensor, sin: Tensor, layout: PrefixLayout, attend: Attend, prefix_kv: Prefix | None
+    ) -> Tensor:
+        """Return what ``forward`` returns, and keep for backward what the options say."""
+        x, residual = self._residual(hidden[0], query_rows(layout, prefix_kv))
+        # The sums have three dimensions, so that FSDP2 gets no view.
+        hidden = residual[None] + self.self_attn(x, self.input_layernorm, (cos, sin), layout, attend, prefix_kv)[None]
+        # The tiles of a pruned block's MLP are no larger than those of all tokens would be.
+        return hidden + self.mlp(hidden[0], self.post_attention_layernorm, len(product_tiles(x)))[None]
+
+    def _residual(self, x: Tensor, rows: Tensor | None) -> tuple[Tensor, Tensor]:
+        """Return x [T, h], and its rows that are queries [Q, h] for the residual sum."""
+        if self.options.recompute:
+            return select_rows(x, rows)
+        return (x, x) if rows is None else (x, x[rows])
+
+
+class Decoder(nn.Module):
+    """Embedding, rotary tables, blocks and the final norm, in place of a Hugging Face decoder of the family."""
+
+    def __init__(self, source: Any, blocks: Sequence[BlockOptions], attend: Attend) -> None:
+        """Take over the submodules of a Hugging Face decoder.
+
+        Args:
+            source: The decoder.
+            blocks: The options of each block.
+            attend: The attention kernel.
+        """
+        super().__init__()
+        self.options = tuple(blocks)
+        self.recompute, self.prunes, self.attend = all(block.recompute for block in blocks), blocks[-1].prune, attend
+        self.embed_tokens = source.embed_tokens
+        self.layers = nn.ModuleList(DecoderBlock(block, own) for block, own in zip(source.layers, blocks, strict=True))
+        self.norm, self.rotary_emb = source.norm, source.rotary_emb
+
+    def forward(
+        self,
+        input_ids: Tensor,
+        position_ids: Tensor,
+        layout: PrefixLayout,
+        needed: PrefixLayout | None = None,
+        prefix_kv: Prefix | None = None,
+        attend: Attend | None = None,
+    ) -> Tensor:
+        """Return the states [Q, h] after the last block, before the final norm.
+
+        Args:
+            input_ids: int64 [1, T], packed sequences.
+            position_ids: int64 [1, T].
+            layout: Which of the T tokens share a prefix.
+            needed: The same with only Q tokens as queries, for a pruned last block; None for all tokens.
+            prefix_kv: The prefix KV of these answers, or the recorder where this is the forward of a prefix.
+            attend: Another kernel than the decoder's own, for comparisons.
+        """
+        hidden = self.embed_tokens(input_ids)
+        cos, sin = self.rotary_emb(hidden, position_ids=position_ids)
+        kernel = self.attend if attend is None else attend
+        for block, options in zip(self.layers, self.options, strict=True):
+            pruned = options.prune and needed is not None
+            hidden = block(hidden, cos, sin, needed if pruned else layout, kernel, prefix_kv)
+        return hidden[0]
+
+    def normed_rows(self, hidden: Tensor, rows: Tensor) -> Tensor:
+        """Return the final norm [R, h] of the states [Q, h] at ``rows``, int64 [R]. If recomputed, only these rows are normed."""
+        if not self.recompute:
+            return self.norm(hidden).index_select(0, rows)
+        return recomputed_norm(hidden.index_select(0, rows), self.norm.weight, self.norm.variance_epsilon)
+
+    def get_decoder(self) -> Decoder:
+        """Return itself, as the decoders of transformers do."""
+        return self
+
+
+def query_rows(layout: PrefixLayout, prefix_kv: Prefix | None) -> Tensor | None:
+    """Return the places of the queries among a block's tokens, int64 [Q]; None where every token is a query."""
+    # With a prefix KV the skipped tokens are not among the block's tokens.
+    return None if isinstance(prefix_kv, PrefixKV) else layout.query_index
+
+
+def apply_rotary(x: Tensor, tables: Tables) -> Tensor:
+    """Return x [T, heads, D] rotated by cos and sin [1, T, D], in plain autograd. Source: arXiv 2104.09864."""
+    cos, sin = (table[0][:, None] for table in tables)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos + torch.cat((-second, first), dim=-1) * sin
+
+
+def _maybe(norm: nn.Module | None, x: Tensor) -> Tensor:
+    return x if norm is None else norm(x)
+
+
+def of_llama_family(lm: Any) -> bool:
+    """Return whether :class:`Decoder` can replace the decoder of a causal LM: one of transformers' own four classes."""
+    decoder = lm.get_decoder()
+    known = all(type(block).__name__ in KNOWN for block in decoder.layers)
+    # A model folder may bring code of its own under the same class names.
+    own_code = not type(lm).__module__.startswith("transformers.")
+    return known and not own_code and {name for name, _ in decoder.named_children()} == set(PARTS)
+
+
+def class_name(module: nn.Module) -> str:
+    """Return the class name that a module has in a Hugging Face model, also where a module of this file replaces it."""
+    return getattr(module, "source_class", type(module).__name__)

@@ -1,0 +1,225 @@
+"""What every packed model shares: packed tokens in, the states that predict the response tokens out, and a head to read them.
+
+``PolicyModel`` reads log-probs, and ``ValueModel`` reads values.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AttentionInterface, PretrainedConfig, PreTrainedModel
+
+from verl_memopt.memory.embedding_gradient import TrainedEmbedding, is_plain
+from verl_memopt.memory.native_offload_torch import allocate_on_host
+from verl_memopt.model.attention import KERNELS, REGISTERED, Attend, AttentionArgs
+from verl_memopt.model.decoder import BlockOptions, Decoder, of_llama_family
+from verl_memopt.model.families import POLICY_KEY, refused
+from verl_memopt.model.packing import Pack, PrefixLayout
+from verl_memopt.model.prefix_kv import Prefix, PrefixKV, PrefixRecorder
+
+
+class PackedModel(nn.Module):
+    """A Hugging Face causal LM over packed rows. A subclass owns the head, and its ``forward`` says what the head reads.
+
+    :class:`Decoder` computes a decoder of the Llama family and takes over its submodules. Transformers computes any other.
+
+    Attributes:
+        lm: The model of transformers, whose decoder computes the states.
+        supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
+    """
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        blocks: Sequence[BlockOptions] | None = None,
+        supports_prefix_kv: bool = False,
+        key: str = POLICY_KEY,
+    ) -> None:
+        """Take over a model.
+
+        Args:
+            lm: Any causal LM with a decoder.
+            blocks: What each block does to hold less memory, only in the Llama family; None for nothing.
+            supports_prefix_kv: Answers may use the prefix KV of an earlier forward.
+            key: The settings section of the model, to name in errors.
+
+        Raises:
+            ConfigError: The model has no list of decoder blocks.
+        """
+        super().__init__()
+        if not isinstance(getattr(lm.get_decoder(), "layers", None), nn.ModuleList):
+            reason = f"do not keep their decoder blocks in a list named layers ({type(lm.get_decoder()).__name__})"
+            raise refused(lm.config, str(lm.config.name_or_path), reason, key)
+        embedding = lm.get_input_embeddings()
+        if is_plain(embedding):
+            lm.set_input_embeddings(TrainedEmbedding(embedding))
+        if of_llama_family(lm):
+            options = [BlockOptions()] * len(lm.model.layers) if blocks is None else blocks
+            lm.model = Decoder(lm.model, options, KERNELS[lm.config._attn_implementation])
+        else:
+            assert blocks is None, f"{type(lm).__name__} computes its blocks itself"
+        self.lm = lm
+        self.supports_prefix_kv = supports_prefix_kv
+
+    @property
+    def head(self) -> Any:
+        """The module that reads the states. A subclass names its own."""
+        raise NotImplementedError
+
+    @property
+    def tied(self) -> bool:
+        """Whether head and embedding are one tensor."""
+        return self.head.weight is self.embedding_weight
+
+    @property
+    def embedding_weight(self) -> Tensor:
+        """Weight of the token embedding, [V, H]."""
+        embedding: Any = self.lm.get_input_embeddings()
+        return embedding.weight
+
+    @property
+    def decoder(self) -> nn.Module:
+        """The embedding, the blocks and the final norm."""
+        return self.lm.get_decoder()
+
+    def blocks(self) -> list[nn.Module]:
+        """Return the decoder blocks in order."""
+        layers: Any = self.decoder.layers
+        return list(layers)
+
+    def predicting_states(self, pack: Pack, prefix: PrefixKV | None) -> Tensor:
+        """Return the normed states [R, h] that predict the pack's targets.
+
+        Args:
+            pack: The tokens of a micro-batch, and its targets.
+            prefix: The prefix KV for a pack of ``pack_suffixes``.
+        """
+        decoder = self.decoder
+        if not isinstance(decoder, Decoder):
+            return states_of_pack(decoder, pack).index_select(0, pack.predicts)
+        needed = pack.last_block if decoder.prunes else None
+        hidden = decoder(pack.input_ids, pack.position_ids, pack.layout, None if needed is None else needed.layout, prefix)
+        if prefix is not None:
+            hidden = prefix.prepend_state(hidden)
+        return decoder.normed_rows(hidden, pack.predicts if needed is None else needed.predicts)
+
+    def unpacked_states(self, row: Pack) -> Tensor:
+        """Return the normed states [R, h] that predict the targets of a row alone, in eager attention, for comparisons."""
+        assert row.num_rows == 1, row.num_rows
+        decoder = self.decoder
+        if not isinstance(decoder, Decoder):
+            return states_of_row(decoder, row)[row.predicts]
+        positions = torch.arange(row.input_ids.shape[1], device=row.input_ids.device)[None]
+        hidden = decoder(row.input_ids, positions, row.layout, attend=KERNELS[REGISTERED["eager"]])
+        return decoder.normed_rows(hidden, row.predicts)
+
+    def recorded(self, prompt: Pack, recorder: PrefixRecorder) -> tuple[Tensor, ...]:
+        """Return the state [1, h] of a prompt's last token, then the outputs of the recorder.
+
+        The result is a flat tuple, so FSDP2 sees the tensors from which backward will start.
+
+        Args:
+            prompt: A pack of ``pack_prompt``.
+            recorder: Collects keys and values.
+        """
+        decoder = self.decoder
+        needed = prompt.last_block.layout if decoder.prunes and prompt.last_block is not None else None
+        hidden = decoder(prompt.input_ids, prompt.position_ids, prompt.layout, needed, recorder)
+        # A copy of one row. A view would keep the states of the whole prompt alive as long as its prefix is used.
+        return hidden[-1:].clone(), *recorder.outputs()
+
+    def compute_prefix(self, prompt: Pack) -> PrefixKV:
+        """Compute the prefix KV of a prompt, for the answers in later micro-batches."""
+        recorder: Prefix = PrefixRecorder()
+        state, *outputs = self(prompt, prefix_kv=recorder)
+        return PrefixKV(state, outputs)
+
+
+def allocate(model: PackedModel, device: torch.device, on_host: bool = False) -> None:
+    """Allocate the parameters of a model, uninitialised. Tied parameters stay one tensor.
+
+    Args:
+        model: A model without storage.
+        device: The device to compute on.
+        on_host: Put the shards on the host.
+    """
+    # Allocation gives every parameter memory of its own, so a tie has to be made again.
+    tied = model.tied
+    if on_host:
+        allocate_on_host(model, device)
+    else:
+        model.to_empty(device=device)
+    if tied:
+        model.head.weight = model.lm.get_input_embeddings().weight
+
+
+# Decoders of other architectures: transformers' own modules, with attention over packs registered with transformers.
+#
+# The layout of a pack reaches attention through the keyword arguments of transformers' decoders. The kernels are registered
+# without a mask function, so no [T, T] mask is built, and fake tensors take the same bytes as real ones.
+
+
+def states_of_pack(decoder: nn.Module, pack: Pack) -> Tensor:
+    """Return the normed states [T, h] of a pack's tokens."""
+    output: Any = decoder(input_ids=pack.input_ids, position_ids=pack.position_ids, use_cache=False, prefix_layout=pack.layout)
+    return output.last_hidden_state[0]
+
+
+def logits_of_row(lm: nn.Module, pack: Pack) -> Tensor:
+    """Return the logits [T, V] of a pack of one row, by transformers' own forward and eager attention."""
+    with own_attention(lm):
+        return lm(input_ids=pack.input_ids, use_cache=False).logits[0]
+
+
+def states_of_row(decoder: nn.Module, pack: Pack) -> Tensor:
+    """Return the normed states [T, h] of a pack of one row, by transformers' own forward and eager attention."""
+    with own_attention(decoder):
+        output: Any = decoder(input_ids=pack.input_ids, use_cache=False)
+    return output.last_hidden_state[0]
+
+
+@contextmanager
+def own_attention(lm: nn.Module) -> Iterator[None]:
+    """Let a model use transformers' eager attention inside the body."""
+    configs = {
+        id(config): config for module in lm.modules() if isinstance(config := getattr(module, "config", None), PretrainedConfig)
+    }
+    before = [(config, config._attn_implementation) for config in configs.values()]
+    try:
+        for config in configs.values():
+            config._attn_implementation = "eager"
+        yield
+    finally:
+        for config, attention in before:
+            config._attn_implementation = attention
+
+
+def _registered(attend: Attend) -> Callable[..., tuple[Tensor, None]]:
+    """Return a kernel in the form that transformers calls."""
+
+    def packed(
+        module: Any,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        attention_mask: Tensor | None,
+        scaling: float | None = None,
+        sliding_window: int | None = None,
+        prefix_layout: PrefixLayout | None = None,
+        **_: Any,
+    ) -> tuple[Tensor, None]:
+        assert prefix_layout is not None, "attention over a pack needs the pack's layout"
+        scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        return attend(query, key, value, AttentionArgs(prefix_layout, scale, sliding_window, None)), None
+
+    return packed
+
+
+def register_kernels() -> None:
+    """Register the kernels with transformers under their own names. Call this before building a model with one."""
+    for name, attend in KERNELS.items():
+        AttentionInterface.register(name, _registered(attend))

@@ -1,0 +1,404 @@
+"""One micro-batch as the model sees it: packed sequences in one row, and the log-probs to compute."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from functools import cached_property
+from itertools import groupby
+from typing import Any, TypeAlias
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from verl_memopt.memory.token_packing import skipped_if_many
+
+
+@dataclass(frozen=True)
+class LastBlockQueries:
+    """The Q tokens whose output of the last block is used: those from the last token of each prompt on.
+
+    Attributes:
+        layout: These tokens as queries; all tokens of the pack are keys.
+        predicts: int64 [R], the pack's ``predicts`` as places among these Q tokens.
+    """
+
+    layout: PrefixLayout
+    predicts: Tensor
+
+
+@dataclass(frozen=True)
+class Pack:
+    """The packed tokens of some rows.
+
+    Attributes:
+        input_ids: int64 [1, T].
+        position_ids: int64 [1, T].
+        layout: Which of the T tokens share a prefix.
+        predicts: int64 [R], the token whose last hidden state predicts each response token.
+        targets: int64 [R], the response tokens.
+        row: int64 [R], the row of each response token.
+        row_lengths: int64 [rows], response tokens of each row.
+        last_block: The queries of a pruned last block; None where too few tokens can be skipped to matter.
+    """
+
+    input_ids: Tensor
+    position_ids: Tensor
+    layout: PrefixLayout
+    predicts: Tensor
+    targets: Tensor
+    row: Tensor
+    row_lengths: Tensor
+    last_block: LastBlockQueries | None = None
+
+    @property
+    def num_rows(self) -> int:
+        """Number of rows, those without a response included."""
+        return int(self.row_lengths.shape[0])
+
+    def to(self, device: torch.device) -> Pack:
+        """Return the pack on a device. The copies do not block the host."""
+        return self.map(lambda tensor: tensor.to(device, non_blocking=True))
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> Pack:
+        """Return the same pack with ``change`` applied to each tensor."""
+        changed = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        last = self.last_block
+        last = None if last is None else LastBlockQueries(last.layout.map(change), change(last.predicts))
+        return replace(self, layout=self.layout.map(change), last_block=last, **changed)
+
+
+def pack_rows(prompts: Tensor, prompt_sizes: Sequence[int], responses: Tensor, response_sizes: Sequence[int]) -> Pack:
+    """Pack rows, each with its own prompt.
+
+    Args:
+        prompts: int64, the prompts of all rows, one after another.
+        prompt_sizes: Tokens of each prompt.
+        responses: int64, the responses of all rows, one after another.
+        response_sizes: Tokens of each response.
+    """
+    return pack_groups(prompts, prompt_sizes, responses, response_sizes, range(len(response_sizes)))
+
+
+def pack_groups(
+    prompts: Tensor,
+    prompt_sizes: Sequence[int],
+    responses: Tensor,
+    response_sizes: Sequence[int],
+    groups: Sequence[int],
+) -> Pack:
+    """Pack rows so that the rows of one group share their prompt.
+
+    ``predicts``, ``targets`` and ``row`` keep the order of the rows. Three things are left out: the last token of a response,
+    which predicts nothing; a row with an empty response; the prompt of a group whose responses are all empty. Where nothing is
+    left, the pack has one placeholder token, so that ranks in step still run the same collectives. No shape depends on the values
+    of tokens, so fake tensors work.
+
+    Args:
+        prompts: int64, the prompts of all rows, one after another. The first row of a group provides the prompt that is packed.
+        prompt_sizes: Tokens of each prompt.
+        responses: int64, the responses of all rows, one after another.
+        response_sizes: Tokens of each response.
+        groups: The group of each row. Rows of one group need not be neighbours.
+    """
+    p, r = np.asarray(prompt_sizes, dtype=np.int64), np.asarray(response_sizes, dtype=np.int64)
+    assert len(p) == len(r) == len(groups), (len(p), len(r), len(groups))
+    members = _members(groups, r)
+    if not members:
+        return _nothing(responses, len(r))
+    # A group consists of pieces: one of ``prompts``, then one of ``responses`` for each row. Both tensors are read as one.
+    prompt_start, response_start = np.cumsum(p) - p, len(prompts) + np.cumsum(r) - r
+    pieces: list[tuple[int, int, int]] = []  # (first place in both tensors, tokens, position of the first)
+    prefix_groups: list[PrefixGroup] = []
+    last_block_groups: list[PrefixGroup] = []
+    skipped: list[int] = []
+    prompt_end, suffix_start = np.zeros_like(p), np.zeros_like(p)
+    token = 0
+    for rows in members:
+        prefix = int(p[rows[0]])
+        assert all(p[row] == prefix for row in rows), f"rows {rows} share a prompt, and their prompts have {p[rows]} tokens"
+        suffixes = [int(r[row]) - 1 for row in rows]
+        prefix_groups.append(_prefix_group(prefix, suffixes))
+        last_block_groups.append(_prefix_group(1, suffixes))
+        skipped.append(prefix - 1)
+        pieces.append((prompt_start[rows[0]], prefix, 0))
+        token += prefix
+        prompt_end[rows] = token
+        for row in rows:
+            pieces.append((response_start[row], r[row] - 1, prefix))
+            suffix_start[row] = token
+            token += int(r[row]) - 1
+    first, sizes, positions = np.array(pieces, dtype=np.int64).T
+    present = r > 0
+    # Two predictors a response: its first token is predicted by the prompt's last token, the others by the answer itself.
+    predictors = np.stack([prompt_end[present] - 1, suffix_start[present]], axis=1).reshape(-1)
+    predicted = np.stack([np.ones_like(r[present]), r[present] - 1], axis=1).reshape(-1)
+    predicts = ranges(predictors, predicted)
+    return Pack(
+        input_ids=torch.cat([prompts, responses])[_host(ranges(first, sizes))][None],
+        position_ids=_host(ranges(positions, sizes))[None],
+        layout=PrefixLayout.of(tuple(prefix_groups)),
+        predicts=_host(predicts),
+        targets=responses,
+        row=_host(np.repeat(np.arange(len(r)), r)),
+        row_lengths=_host(r),
+        last_block=_last_block(last_block_groups, skipped, predicts) if skipped_if_many(sum(skipped), token) else None,
+    )
+
+
+def pack_prompt(prompt: Tensor) -> Pack:
+    """Pack a prompt alone, int64 [P], to compute its prefix KV and the state of its last token. It has no targets."""
+    none = prompt.new_zeros(0)
+    # pack_rows leaves out a prompt without a response. A response of one token keeps it in and adds no token to the pack.
+    pack = pack_rows(prompt, [len(prompt)], prompt[:1], [1])
+    return replace(pack, targets=none, row=none, row_lengths=none)
+
+
+def pack_suffixes(prompt_size: int, responses: Tensor, response_sizes: Sequence[int]) -> Pack:
+    """Pack the answers to a prompt whose keys and values are computed elsewhere.
+
+    ``predicts`` counts the state of the prompt's last token as the first; the rest is as in :func:`pack_groups`.
+
+    Args:
+        prompt_size: Tokens of the prompt.
+        responses: int64, the responses of all rows, one after another.
+        response_sizes: Tokens of each response.
+    """
+    r = np.asarray(response_sizes, dtype=np.int64)
+    own = np.maximum(r - 1, 0)
+    start = np.cumsum(own) - own
+    present = r > 0
+    predictors = np.stack([np.zeros_like(r[present]), 1 + start[present]], axis=1).reshape(-1)
+    predicted = np.stack([np.ones_like(r[present]), own[present]], axis=1).reshape(-1)
+    return Pack(
+        input_ids=responses[_host(ranges(np.cumsum(r) - r, own))][None],
+        position_ids=_host(ranges(np.full_like(own, prompt_size), own))[None],
+        layout=PrefixLayout.of(((0, tuple(own[own > 0].tolist())),), (prompt_size,)),
+        predicts=_host(ranges(predictors, predicted)),
+        targets=responses,
+        row=_host(np.repeat(np.arange(len(r)), r)),
+        row_lengths=_host(r),
+    )
+
+
+def _last_block(groups: Sequence[PrefixGroup], skipped: Sequence[int], predicts: np.ndarray) -> LastBlockQueries:
+    before, queries = np.asarray(skipped), np.array([prefix + sum(suffixes) for prefix, suffixes in groups])
+    places = ranges(np.cumsum(before + queries) - queries, queries)
+    return LastBlockQueries(PrefixLayout.of(tuple(groups), tuple(skipped)), _host(np.searchsorted(places, predicts)))
+
+
+def _members(groups: Sequence[int], response_sizes: np.ndarray) -> list[list[int]]:
+    """Return the rows of each group that have a response. Groups are in the order of their first such row."""
+    members: dict[int, list[int]] = {}
+    for row, group in enumerate(groups):
+        if response_sizes[row] > 0:
+            members.setdefault(int(group), []).append(row)
+    return list(members.values())
+
+
+def _prefix_group(prefix: int, suffixes: list[int]) -> PrefixGroup:
+    if len(suffixes) == 1:  # nothing is shared: one segment costs one kernel call, not three
+        return prefix + suffixes[0], ()
+    return prefix, tuple(length for length in suffixes if length > 0)
+
+
+def _nothing(responses: Tensor, num_rows: int) -> Pack:
+    none = _host(np.zeros(0, dtype=np.int64))
+    token = _host(np.zeros((1, 1), dtype=np.int64))
+    row_lengths = _host(np.zeros(num_rows, dtype=np.int64))
+    return Pack(token, token, PrefixLayout.of(((1, ()),)), none, responses, none, row_lengths)
+
+
+def _host(values: np.ndarray) -> Tensor:
+    return torch.tensor(values, dtype=torch.int64)
+
+
+def ranges(starts: np.ndarray, sizes: np.ndarray) -> np.ndarray:
+    """Return the integers from each start on, as many as its size, one range after another: int64 [sum of sizes]."""
+    before = np.cumsum(sizes) - sizes
+    return np.repeat(starts - before, sizes) + np.arange(sizes.sum())
+
+
+# Which tokens of packed sequences share a prefix, and the index tensors that attention over them needs.
+#
+# A pack is one row of tokens. It holds groups, one after another; a group is a prefix followed by its suffixes. The prefix and
+# each suffix are a segment. A token sees the tokens before it in its own segment; a token of a suffix also sees the whole prefix
+# of its group. A group may skip queries: the outputs of the first tokens of its prefix are not computed, and these tokens are
+# keys only.
+
+
+PrefixGroup: TypeAlias = tuple[int, tuple[int, ...]]
+"""Number of tokens of the prefix, and of each suffix. The tokens lie in this order."""
+
+
+@dataclass(frozen=True)
+class Run:
+    """Neighbouring segments of one length: where the first begins, how many there are, and the tokens of each."""
+
+    start: int
+    count: int
+    length: int
+
+
+@dataclass(frozen=True)
+class PrefixSpan:
+    """One call of the prefix pass: contiguous queries that each see contiguous keys whole.
+
+    Attributes:
+        keys: Places among the keys.
+        queries: Places among the queries. They differ from places among the keys where tokens are skipped.
+    """
+
+    keys: Run
+    queries: Run
+
+
+@dataclass(frozen=True, eq=False)
+class PrefixLayout:
+    """The groups of a pack on the host, and the index tensors of its attention kernels on the device.
+
+    Attributes:
+        groups: Lengths of the queries of each group. The prefix may have length 0 where tokens of it are skipped.
+        skipped: For each group, the number of prefix tokens before its queries. They are keys only.
+        cu_seqlens: int32 [segments + 1], the first query of each segment, then the number of queries.
+        prefix_index_q: int64, the queries of all prefix spans, in order.
+        prefix_index_k: int64, the keys of all prefix spans, in order.
+        prefix_cu_seqlens_q: int32 [spans + 1], where the queries of each span begin in ``prefix_index_q``.
+        prefix_cu_seqlens_k: int32 [spans + 1], where the keys of each span begin in ``prefix_index_k``.
+        query_index: int64, the places of the queries among the keys; None where every key is also a query.
+    """
+
+    groups: tuple[PrefixGroup, ...]
+    skipped: tuple[int, ...]
+    cu_seqlens: Tensor
+    prefix_index_q: Tensor
+    prefix_index_k: Tensor
+    prefix_cu_seqlens_q: Tensor
+    prefix_cu_seqlens_k: Tensor
+    query_index: Tensor | None
+
+    @classmethod
+    def of(cls, groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...] | None = None) -> PrefixLayout:
+        """Build the layout of some groups on the CPU.
+
+        Args:
+            groups: Lengths of the queries of each group.
+            skipped: For each group, the number of tokens before these that are keys only; None for none.
+        """
+        num_skipped = (0,) * len(groups) if skipped is None else skipped
+        spans = tuple(prefix_spans(groups, num_skipped))
+        keys = [span.keys for span in spans]
+        queries = [span.queries for span in spans]
+        return cls(
+            groups,
+            num_skipped,
+            cu_seqlens=_cumulative(segments(groups)),
+            prefix_index_q=_places(queries),
+            prefix_index_k=_places(keys),
+            prefix_cu_seqlens_q=_cumulative(run.length for run in queries),
+            prefix_cu_seqlens_k=_cumulative(run.length for run in keys),
+            query_index=_places(_query_runs(groups, num_skipped)) if any(num_skipped) else None,
+        )
+
+    def map(self, change: Callable[[Tensor], Tensor]) -> PrefixLayout:
+        """Return the same layout with ``change`` applied to each tensor."""
+        changed: dict[str, Any] = {name: change(value) for name, value in vars(self).items() if isinstance(value, Tensor)}
+        return replace(self, **changed)
+
+    def at_queries(self, *tensors: Any) -> tuple[Any, ...]:
+        """Return the rows of the queries from tensors of all keys, or the tensors themselves where every key is a query.
+
+        Args:
+            tensors: [T, ...] each, or None, which stays None.
+        """
+        if self.query_index is None:
+            return tensors
+        return tuple(None if one is None else one[self.query_index] for one in tensors)
+
+    def at_keys(self, tensor: Tensor, like: Tensor) -> Tensor:
+        """Return a tensor of the queries as one of all keys, with zeros for the skipped tokens.
+
+        Args:
+            tensor: [Q, ...].
+            like: [T, ...], whose shape and dtype the result has.
+        """
+        if self.query_index is None:
+            return tensor
+        return torch.zeros_like(like).index_copy_(0, self.query_index, tensor)
+
+    @cached_property
+    def segments(self) -> tuple[int, ...]:
+        """Number of queries of every prefix and suffix, in order."""
+        return tuple(segments(self.groups))
+
+    @cached_property
+    def runs(self) -> tuple[Run, ...]:
+        """The segments, with neighbours of equal length together."""
+        runs: list[Run] = []
+        start = 0
+        for length, same in groupby(self.segments):
+            runs.append(Run(start, sum(1 for _ in same), length))
+            start += runs[-1].count * length
+        return tuple(runs)
+
+    @cached_property
+    def prefix_spans(self) -> tuple[PrefixSpan, ...]:
+        """The calls of the prefix pass: queries that see more than their own segment, and what they see."""
+        return tuple(prefix_spans(self.groups, self.skipped))
+
+    @cached_property
+    def query_places(self) -> np.ndarray:
+        """The places of the queries among the keys, int64 [Q] on the host."""
+        return _host_places(_query_runs(self.groups, self.skipped))
+
+    @cached_property
+    def tokens(self) -> tuple[int, ...]:
+        """Number of tokens of each group, skipped ones included."""
+        pairs = zip(self.skipped, self.groups, strict=True)
+        return tuple(skipped + prefix + sum(suffixes) for skipped, (prefix, suffixes) in pairs)
+
+
+def segments(groups: tuple[PrefixGroup, ...]) -> Iterator[int]:
+    """Yield the number of tokens of every prefix and suffix, in order."""
+    for prefix, suffixes in groups:
+        if prefix:
+            yield prefix
+        yield from suffixes
+
+
+def prefix_spans(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> Iterator[PrefixSpan]:
+    """Yield what the prefix pass computes, in order.
+
+    For each group these are the queries of its prefix over its skipped tokens, if it has both, and the queries of all its
+    suffixes over its whole prefix.
+    """
+    query = key = 0
+    for before, (prefix, suffixes) in zip(skipped, groups, strict=True):
+        if before and prefix:
+            yield PrefixSpan(keys=Run(key, 1, before), queries=Run(query, 1, prefix))
+        if suffixes:
+            yield PrefixSpan(keys=Run(key, 1, before + prefix), queries=Run(query + prefix, 1, sum(suffixes)))
+        query += prefix + sum(suffixes)
+        key += before + prefix + sum(suffixes)
+
+
+def _query_runs(groups: tuple[PrefixGroup, ...], skipped: tuple[int, ...]) -> Iterator[Run]:
+    """Yield, for each group, the places of its queries among the keys."""
+    key = 0
+    for before, (prefix, suffixes) in zip(skipped, groups, strict=True):
+        yield Run(key + before, 1, prefix + sum(suffixes))
+        key += before + prefix + sum(suffixes)
+
+
+def _cumulative(lengths: Iterable[int]) -> Tensor:
+    return torch.tensor(np.cumsum([0, *lengths]), dtype=torch.int32)
+
+
+def _places(runs: Iterable[Run]) -> Tensor:
+    return torch.tensor(_host_places(runs))
+
+
+def _host_places(runs: Iterable[Run]) -> np.ndarray:
+    places = [np.arange(run.start, run.start + run.length) for run in runs]
+    return np.concatenate([np.zeros(0, dtype=np.int64), *places])

@@ -1,0 +1,295 @@
+"""Compare random rows packed together with the same rows computed otherwise, once a model has its weights.
+
+A layer that carries state from token to token (linear attention, convolutions, state spaces) treats a pack as one sequence, so
+the log-probs of a row depend on the rows before it. Nothing fails, and training goes wrong.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from transformers import PretrainedConfig
+
+from verl_memopt.config.schema import Actor, CriticModel, Model
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.resharding_torch import reshard_units
+from verl_memopt.memory.token_packing import prompt_groups
+from verl_memopt.model.attention import REGISTERED, AttentionChoice, WindowOverPrefixError
+from verl_memopt.model.decoder import class_name
+from verl_memopt.model.families import PACKED_LAYERS, POLICY_KEY, TESTED, check_lengths, layer_types, refused, window
+from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.packing import Pack, pack_groups, pack_rows
+from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.value_model import CRITIC_KEY, ValueModel, random_head, stored_head
+from verl_memopt.model.weights import (
+    LM_HEAD,
+    TIED,
+    WeightFolder,
+    check_tied_head,
+    empty_model,
+    load_model_config,
+    named_weights,
+    rebuild_buffers,
+)
+
+GROUPS = (0, 1, 1, 2)
+PROMPTS = (7, 9, 9, 6)
+ANSWERS = (8, 10, 12, 9)
+"""Group, prompt tokens and answer tokens of each row."""
+
+WATCHED = 2
+"""The row that is compared. It lies behind a row of another group and one of its own, and before one of another."""
+
+MIXING_BOUND = 1e-5
+"""Largest mean difference in nats of one row's log-probs between two packs that differ only in the tokens of other rows.
+
+Both packs have the same shapes, so rounding is the same too: the difference is exactly 0 for every tested type, in fp32 and in
+bfloat16.
+"""
+
+PACKING_BOUND = {torch.float32: 1e-4}
+PACKING_BOUND_HALF = 0.3
+"""Largest mean difference in nats between a row's log-probs in a pack and alone, which sum in another order.
+
+Measured over the tested types, tiny, with weights of a standard deviation of 0.02 and 0.06: 3e-6 in fp32 and 7e-3 in bfloat16.
+Trained and deep models round worse; a wrong position or a missing mask costs them whole nats.
+"""
+
+
+@dataclass(frozen=True)
+class RowDifferences:
+    """Mean differences of one row's log-probs in nats.
+
+    Attributes:
+        mixing: Between packs with other rows beside it.
+        packing: Between a pack and the row alone, with eager attention and whole logits. Our decoder computes the row alone in
+            the Llama family, and transformers' own forward in any other.
+    """
+
+    mixing: float
+    packing: float
+
+
+def row_differences(packed_model: PackedModel, device: torch.device, prompt_groups: Sequence[int]) -> RowDifferences:
+    """Return how far packing changes one row, by three forwards of fewer than a hundred random tokens.
+
+    A value model is read by a random head: a head of zeros would hide every difference.
+
+    Args:
+        packed_model: The model, sharded and filled. All ranks call in step.
+        device: The device of its parameters.
+        prompt_groups: A number for each row. Rows with the same number compute their prompt once, together.
+    """
+    generator = torch.Generator().manual_seed(0)
+    prompts, answers = _random_rows(packed_model, generator)
+    others = _random_rows(packed_model, generator)
+    kept = {row for row in range(len(GROUPS)) if GROUPS[row] == GROUPS[WATCHED]}
+    changed_prompts = [prompts[row] if row in kept else others[0][row] for row in range(len(GROUPS))]
+    changed_answers = [answers[row] if row == WATCHED else others[1][row] for row in range(len(GROUPS))]
+    alone = pack_rows(prompts[WATCHED], PROMPTS[WATCHED : WATCHED + 1], answers[WATCHED], ANSWERS[WATCHED : WATCHED + 1])
+    try:
+        with random_head(packed_model, device) if isinstance(packed_model, ValueModel) else _uncompiled(packed_model.head):
+            packed = _watched(_outputs(packed_model, _pack(prompts, answers, prompt_groups).to(device)))
+            beside_others = _watched(_outputs(packed_model, _pack(changed_prompts, changed_answers, prompt_groups).to(device)))
+            by_itself = _outputs(packed_model, alone.to(device), unpacked=True)
+    finally:
+        reshard_units(packed_model)
+    return RowDifferences(float((packed - beside_others).abs().mean()), float((packed - by_itself).abs().mean()))
+
+
+@contextmanager
+def _uncompiled(head: Any) -> Iterator[None]:
+    """Run an LM head uncompiled in the body: kernels are to be compiled for the sizes of training, not for a few rows."""
+    compiled, head.compiled = head.compiled, False
+    try:
+        yield
+    finally:
+        head.compiled = compiled
+
+
+def check_packing(
+    packed_model: PackedModel, device: torch.device, dtype: torch.dtype, actor: Actor, source: str, key: str = POLICY_KEY
+) -> None:
+    """Refuse a model whose log-probs or values of a row depend on how rows are packed.
+
+    Args:
+        packed_model: The model, sharded and filled. All ranks call in step. Fake and meta tensors have no values, so
+            nothing is compared.
+        device: The device of its parameters.
+        dtype: The dtype that the model computes in. It bounds what rounding may do.
+        actor: The ``actor`` section of the settings. It says whether rows share their prompt.
+        source: The folder of the model, for errors.
+        key: The settings section of the model, to name in errors.
+
+    Raises:
+        ConfigError: Packing changes log-probs, or a sliding window would cut a shared prompt. The message names the model type
+            and the layers that mix rows, or the setting to change.
+    """
+    if any(isinstance(_local(parameter), FakeTensor) or parameter.is_meta for parameter in packed_model.parameters()):
+        return
+    config = packed_model.lm.config
+    try:
+        differences = row_differences(packed_model, device, prompt_groups(GROUPS, actor))
+    except WindowOverPrefixError as error:
+        raise ConfigError(_no_sharing(error.window)) from error
+    except (AssertionError, AttributeError, IndexError, KeyError, NotImplementedError, TypeError, ValueError) as error:
+        reason = " ".join(str(error).split())
+        raise refused(config, source, f"cannot compute packed rows ({type(error).__name__}: {reason})", key) from error
+    what, unit = ("values", "") if isinstance(packed_model, ValueModel) else ("log-probs", " nats")
+    if not differences.mixing <= MIXING_BOUND:
+        raise refused(
+            config,
+            source,
+            f"mix the tokens of different rows in {_mixing_layers(packed_model)}: other rows in a pack change a row's {what} by "
+            f"{differences.mixing:.2g}{unit} on average",
+            key,
+        )
+    bound = PACKING_BOUND.get(dtype, PACKING_BOUND_HALF)
+    if not differences.packing <= bound:
+        raise refused(
+            config,
+            source,
+            f"give a row in a pack {what} that are {differences.packing:.2g}{unit} on average from those of the row alone; "
+            f"rounding in {str(dtype).removeprefix('torch.')} explains {bound}. They compute {_mixing_layers(packed_model)}",
+            key,
+        )
+
+
+def refuse_sliding_window(config: PretrainedConfig, actor: Actor) -> None:
+    """Refuse to share prompts in a model whose sliding window would cut them.
+
+    Args:
+        config: The model's config.
+        actor: The ``actor`` section of the settings. It says whether rows share their prompt.
+
+    Raises:
+        ConfigError: A layer of the model has a sliding window, and rows share their prompt.
+    """
+    size = window(config)
+    if size is not None and actor.use_prefix_grouper:
+        raise ConfigError(_no_sharing(size, f"{config.model_type} model's"))
+
+
+def _no_sharing(window: int, whose: str = "model's") -> str:
+    key = "actor_rollout_ref.actor.use_prefix_grouper"
+    return f"{key}=true: the {whose} sliding_window={window} would cut the prompt that answers share. Set {key}=false."
+
+
+def _local(parameter: Tensor) -> Tensor:
+    """Return this rank's part of a parameter."""
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+def _random_rows(packed_model: PackedModel, generator: torch.Generator) -> tuple[list[Tensor], list[Tensor]]:
+    """Return the prompts and answers, int64 each; rows of one group have the same prompt."""
+    vocabulary = packed_model.embedding_weight.shape[0]
+
+    def tokens(size: int) -> Tensor:
+        return torch.randint(vocabulary, (size,), generator=generator)
+
+    by_group = {group: tokens(size) for group, size in dict(zip(GROUPS, PROMPTS, strict=True)).items()}
+    return [by_group[group] for group in GROUPS], [tokens(size) for size in ANSWERS]
+
+
+def _pack(prompts: list[Tensor], answers: list[Tensor], prompt_groups: Sequence[int]) -> Pack:
+    return pack_groups(torch.cat(prompts), PROMPTS, torch.cat(answers), ANSWERS, prompt_groups)
+
+
+def _watched(outputs: Tensor) -> Tensor:
+    return outputs.split(ANSWERS)[WATCHED]
+
+
+def _outputs(packed_model: PackedModel, pack: Pack, unpacked: bool = False) -> Tensor:
+    """Return the log-probs or the values of a pack, fp32 [R]."""
+    with torch.no_grad():
+        outputs = packed_model(pack, unpacked=unpacked)
+    return outputs if isinstance(packed_model, ValueModel) else outputs[0]
+
+
+def _mixing_layers(packed_model: PackedModel) -> str:
+    """Return the kinds of layer in the config that are no attention, or else the classes inside the blocks."""
+    kinds = sorted(set(layer_types(packed_model.lm.config)) - set(PACKED_LAYERS))
+    if kinds:
+        return "layers of type " + ", ".join(kinds)
+    parts = {class_name(module) for block in packed_model.blocks() for module in block.children() if any(module.children())}
+    return "blocks of " + ", ".join(sorted(parts) or sorted({class_name(block) for block in packed_model.blocks()}))
+
+
+# Build a model without its weights on the driver, so that an unsupported one is refused before any worker starts.
+
+
+ANY_ATTENTION = AttentionChoice("sdpa", REGISTERED["sdpa"], "nothing is computed")
+"""Nothing is computed. Transformers checks more of a model for this kernel than for the others."""
+
+
+class Checked(NamedTuple):
+    """What the files of a model say.
+
+    Attributes:
+        weights: name -> shape of each weight, without adapters.
+        embedding_rows: Rows of the token embedding.
+    """
+
+    weights: dict[str, tuple[int, ...]]
+    embedding_rows: int
+
+
+def check_architecture(model: Model | CriticModel, folder: Path, longest: int, actor: Actor) -> Checked:
+    """Refuse a model that cannot be trained, as far as its files say without loading the weights, and return what they say.
+
+    Args:
+        model: The settings of the policy's model, with which a reference is read too, or of the critic's. A critic's folder may
+            have a value head, and need not have a language model's.
+        folder: Folder of the model.
+        longest: Tokens of the longest prompt and response together.
+        actor: The ``actor`` section of the settings. It says how rows are packed.
+
+    Raises:
+        ConfigError: The model cannot be trained. The message names the model type, what is not supported and the types that are
+            tested. Or it names what the folder lacks, or a head of its own that the config ties to the embedding.
+    """
+    packed_model, stored = _empty(model, folder)
+    config = packed_model.lm.config
+    check_lengths(config, longest)
+    refuse_sliding_window(config, actor)
+    rebuild_buffers(packed_model, torch.device("cpu"), _key(model))
+    shapes = {name: tuple(parameter.shape) for name, parameter in named_weights(packed_model)}
+    weights = WeightFolder(folder, _key(model))
+    read = {there for name in shapes if (there := stored.get(name, name)) is not None}
+    missing = sorted(read - weights.names.keys())
+    left_over = sorted(weights.names.keys() - read - (LM_HEAD if stored else TIED))
+    if config.model_type not in TESTED and (missing or left_over):
+        one, has, other = (missing[0], "model", "checkpoint") if missing else (left_over[0], "checkpoint", "model")
+        raise refused(
+            config,
+            str(folder),
+            f"name their weights in a checkpoint otherwise than in the model (the {has} has {one}, the {other} not)",
+            _key(model),
+        )
+    embedding = packed_model.embedding_weight
+    if packed_model.tied:
+        name = next(name for name, parameter in named_weights(packed_model) if parameter is embedding)
+        check_tied_head(weights, name, folder)
+    return Checked(shapes, int(embedding.shape[0]))
+
+
+def _key(model: Model | CriticModel) -> str:
+    return CRITIC_KEY if isinstance(model, CriticModel) else POLICY_KEY
+
+
+def _empty(model: Model | CriticModel, folder: Path) -> tuple[PackedModel, Mapping[str, str | None]]:
+    """Return the model without weights, and the names in the folder of those that have another name there."""
+    key = _key(model)
+    config = load_model_config(model, folder, key)
+    lm = empty_model(config, ANY_ATTENTION, torch.float32, bool(model.trust_remote_code), key)
+    if isinstance(model, CriticModel):
+        return ValueModel(lm, key=key), stored_head(folder, key)
+    return PolicyModel(lm, 0, False), {}

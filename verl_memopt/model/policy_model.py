@@ -1,0 +1,170 @@
+"""The model of every pass: packed tokens in, log-probs (and entropies) of the response tokens out, without whole logits."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import linear
+from transformers import PreTrainedModel
+
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.chunked_logprob_torch import SumPiSquared, TokenGradient, head_log_probs
+from verl_memopt.memory.logit_tiles import Head
+from verl_memopt.memory.resharding_torch import gathered_for_forward
+from verl_memopt.model.decoder import BlockOptions, Decoder
+from verl_memopt.model.families import refused
+from verl_memopt.model.packed_model import PackedModel, logits_of_row
+from verl_memopt.model.packing import Pack
+from verl_memopt.model.prefix_kv import Prefix, PrefixRecorder
+
+
+class LogProbHead(nn.Module):
+    """The LM head. Its forward returns log-probs instead of logits.
+
+    The product runs inside this module's forward, so FSDP2 gathers a head that is a sharding unit of its own.
+    """
+
+    def __init__(self, linear: nn.Linear, chunk_tokens: int, compiled: bool, vocab_tile: int) -> None:
+        """Take over the weight and bias of a linear head.
+
+        Args:
+            linear: The head.
+            chunk_tokens: Response tokens per chunk, 0 = all.
+            compiled: Compile the functions of a chunk.
+            vocab_tile: Vocabulary entries per tile of a chunk, 0 = where they are free.
+        """
+        super().__init__()
+        self.weight = linear.weight
+        self.bias = linear.bias
+        self.chunk_tokens = chunk_tokens
+        self.compiled = compiled
+        self.vocab_tile = vocab_tile
+
+    def forward(
+        self,
+        hidden: Tensor,
+        targets: Tensor | None = None,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        token_gradient: TokenGradient | None = None,
+        sum_pi_squared: SumPiSquared | None = None,
+    ) -> Any:
+        """Return log-probs and entropies, fp32 [R] each, the latter or None.
+
+        Args:
+            hidden: [R, h].
+            targets: int64 [R]; None returns the logits [..., V], for transformers.
+            temperature: Temperature of the log-probs.
+            with_entropy: Compute entropies too.
+            token_gradient: Gives the gradients of log-probs and entropies before backward.
+            sum_pi_squared: Is filled with the sums of squared probabilities, in a pass without gradients.
+        """
+        if targets is None:
+            return linear(hidden, self.weight, self.bias)
+        # If this forward computes the head's gradient, backward never reads the weight and need not gather it.
+        gathered_for_forward(self, again_in_backward=token_gradient is None)
+        chunk, tile = self.chunk_tokens, self.vocab_tile
+        head = Head(self.weight, self.bias, temperature, chunk, tile, with_entropy, self.compiled)
+        return head_log_probs(head, hidden, targets, token_gradient, in_place=True, sum_pi_squared=sum_pi_squared)
+
+
+class PolicyModel(PackedModel):
+    """A causal LM whose forward returns the log-probs of a pack's response tokens."""
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        chunk_tokens: int,
+        compiled: bool,
+        vocab_tile: int = 0,
+        blocks: Sequence[BlockOptions] | None = None,
+        supports_prefix_kv: bool = False,
+    ) -> None:
+        """Take over a model.
+
+        Args:
+            lm: Any causal LM with a decoder and a linear head.
+            chunk_tokens: Response tokens per chunk of the head, 0 = all.
+            compiled: Compile the per-chunk functions.
+            vocab_tile: Vocabulary entries per tile of a chunk, 0 = where they are free.
+            blocks: As in :class:`PackedModel`.
+            supports_prefix_kv: As in :class:`PackedModel`.
+
+        Raises:
+            ConfigError: The model has no list of decoder blocks, or its head is no plain linear layer.
+        """
+        super().__init__(lm, blocks, supports_prefix_kv)
+        head = lm.get_output_embeddings()
+        if not isinstance(head, nn.Linear):
+            reason = f"have a head of class {type(head).__name__}, not a linear layer"
+            raise refused(lm.config, str(lm.config.name_or_path), reason)
+        lm.set_output_embeddings(LogProbHead(head, chunk_tokens, compiled, vocab_tile))
+
+    @property
+    def head(self) -> Any:
+        """The LM head, a :class:`LogProbHead`."""
+        return self.lm.get_output_embeddings()
+
+    def forward(
+        self,
+        pack: Pack,
+        temperature: float = 1.0,
+        with_entropy: bool = False,
+        token_gradient: TokenGradient | None = None,
+        prefix_kv: Prefix | None = None,
+        unpacked: bool = False,
+        sum_pi_squared: SumPiSquared | None = None,
+    ) -> Any:
+        """Return log-probs fp32 [R] of ``pack.targets``, and their entropies fp32 [R] if requested.
+
+        Args:
+            pack: The tokens of a micro-batch, and its targets.
+            temperature: Temperature of the log-probs.
+            with_entropy: Compute entropies too.
+            token_gradient: Gives the gradient of each log-prob before backward, so the head computes its own in forward.
+            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns what
+                :meth:`PackedModel.recorded` returns instead.
+            unpacked: Compute a pack of one row with eager attention and whole logits, for comparisons.
+            sum_pi_squared: As in :class:`LogProbHead`.
+        """
+        if unpacked:
+            return self._unpacked(pack, temperature)
+        if isinstance(prefix_kv, PrefixRecorder):
+            return self.recorded(pack, prefix_kv)
+        states = self.predicting_states(pack, prefix_kv)
+        return self.head(states, pack.targets, temperature, with_entropy, token_gradient, sum_pi_squared)
+
+    def _unpacked(self, row: Pack, temperature: float) -> tuple[Tensor, None]:
+        """Return the log-probs of a row alone, in eager attention and from whole logits."""
+        if isinstance(self.decoder, Decoder):
+            logits = self.head(self.unpacked_states(row))
+        else:
+            logits = logits_of_row(self.lm, row)[row.predicts]
+        return (logits.float() / temperature).log_softmax(-1).gather(-1, row.targets[:, None])[:, 0], None
+
+
+DTYPES = {
+    "fp32": torch.float32,
+    "float32": torch.float32,
+    "bf16": torch.bfloat16,
+    "bfloat16": torch.bfloat16,
+    "fp16": torch.float16,
+}
+
+
+def dtype_of(name: str, key: str) -> torch.dtype:
+    """Return the torch dtype for a setting's spelling.
+
+    Args:
+        name: The spelling.
+        key: The setting, to name in errors.
+
+    Raises:
+        ConfigError: The dtype is unknown.
+    """
+    if name not in DTYPES:
+        raise ConfigError(f"{key}={name}: unknown dtype. Use one of {', '.join(DTYPES)}.")
+    return DTYPES[name]

@@ -1,0 +1,166 @@
+"""Rotary positions of queries and keys, with the norm that some models apply before them; recomputed in backward."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.autograd.function import once_differentiable
+
+from verl_memopt.memory.fused import over_rows, runs_compiled
+from verl_memopt.memory.recompute_elementwise_torch import norm_gradient, norm_weight_gradient, normalized, zeros_to_sum
+
+
+@dataclass(frozen=True)
+class Rotary:
+    """What norms and rotates queries and keys [T, heads, D] as their projections give them.
+
+    Attention that gets a ``Rotary`` may overwrite queries, keys and values with their gradients, so nothing else may use them.
+    Source: arXiv 2104.09864.
+
+    Attributes:
+        cos: [T, D].
+        sin: [T, D].
+        norms: Weights [D] of the norms of queries and of keys; None for no norm.
+        eps: Epsilon of both norms.
+    """
+
+    cos: Tensor
+    sin: Tensor
+    norms: tuple[Tensor | None, Tensor | None]
+    eps: float
+
+    def query(self, x: Tensor) -> Tensor:
+        """Return queries normed and rotated, with a graph of their own. It keeps ``x`` for backward where there is a norm."""
+        return rotary_embedding(x, self.norms[0], self.eps, self.cos, self.sin)
+
+    def key(self, x: Tensor) -> Tensor:
+        """Return keys normed and rotated, as :meth:`query` does."""
+        return rotary_embedding(x, self.norms[1], self.eps, self.cos, self.sin)
+
+
+def rotary_embedding(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+    """Return x normed and rotated, differentiably.
+
+    Keeps ``x`` for backward where it is normed, and nothing of its size where it is not.
+
+    Args:
+        x: [T, heads, D].
+        weight: [D], of the norm; None for no norm.
+        eps: The norm's epsilon.
+        cos: [T, D].
+        sin: [T, D].
+    """
+    return _RotaryEmbedding.apply(x, weight, eps, cos, sin)
+
+
+class _RotaryEmbedding(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor | None, eps: float, cos: Tensor, sin: Tensor) -> Tensor:
+        ctx.eps = eps
+        ctx.save_for_backward(None if weight is None else x, weight, cos, sin)
+        return apply_rotary(x, weight, eps, cos, sin)
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        x, weight, cos, sin = ctx.saved_tensors
+        # Not empty_like, which would keep the strides of a gradient that is a transposed view.
+        x_grad = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+        sums = weight_sums((weight,), ctx.needs_input_grad[1:2])[0]
+        rotary_backward(grad, x, weight, ctx.eps, cos, sin, x_grad, sums)
+        return x_grad, None if sums is None else sums.to(weight.dtype), None, None, None
+
+
+def rotary_arguments(rotary: Rotary | None) -> tuple[Tensor | None, Tensor | None, Tensor | None, Tensor | None, float]:
+    """Return cos, sin, the weights of both norms and eps, as arguments of an autograd function."""
+    return (None, None, None, None, 0.0) if rotary is None else (rotary.cos, rotary.sin, *rotary.norms, rotary.eps)
+
+
+def apply_rotary(x: Tensor, weight: Tensor | None, eps: float, cos: Tensor | None, sin: Tensor | None) -> Tensor:
+    """Return what :func:`rotary_embedding` returns, as a new tensor outside any graph.
+
+    Args:
+        x: [T, heads, D] of any strides. Returned itself where there are no tables.
+        weight: [D], of the norm; None for no norm.
+        eps: The norm's epsilon.
+        cos: [T, D], or None.
+        sin: [T, D], or None.
+    """
+    if cos is None or sin is None:
+        return x
+    out = torch.empty(x.shape, dtype=x.dtype, device=x.device)
+    over_rows(_forward_statement, (x, cos, sin, out), weight, eps)
+    return out
+
+
+def rotary_backward(
+    grad: Tensor,
+    x: Tensor | None,
+    weight: Tensor | None,
+    eps: float,
+    cos: Tensor | None,
+    sin: Tensor | None,
+    into: Tensor,
+    sums: Tensor | None,
+) -> None:
+    """Write the gradient of the input of :func:`apply_rotary` into ``into``, from that of its output.
+
+    Args:
+        grad: [T, heads, D], the gradient of the output.
+        x: [T, heads, D], the input; read only where there is a norm.
+        weight: [D], of the norm; None for no norm.
+        eps: The norm's epsilon.
+        cos: [T, D], or None.
+        sin: [T, D], or None.
+        into: [T, heads, D], may be ``x``.
+        sums: [D] in fp32 or wider, to which the weight's gradient is added; None where it is not needed.
+    """
+    if cos is None or sin is None:
+        into.copy_(grad)
+        return
+    if sums is not None and x is not None and runs_compiled(grad):
+        # Compiled, the sum over rows has to be a statement of its own. It could otherwise run after `grad` was overwritten.
+        over_rows(_weight_statement, (grad, x, cos, sin), eps, sums)
+        sums = None
+    over_rows(_backward_statement, (grad, x, cos, sin, into), weight, eps, sums)
+
+
+def _forward_statement(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, weight: Tensor | None, eps: float) -> None:
+    _rotate(x if weight is None else normalized(x, eps)[0].to(x.dtype).mul_(weight), cos, sin, out, 1)
+
+
+def _backward_statement(
+    grad: Tensor, x: Tensor | None, cos: Tensor, sin: Tensor, into: Tensor, weight: Tensor | None, eps: float, sums: Tensor | None
+) -> None:
+    back = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    _rotate(grad, cos, sin, back, -1)
+    if weight is None or x is None:
+        into.copy_(back)
+    else:
+        norm_gradient(back, x, into, weight, eps, sums)
+
+
+def _weight_statement(grad: Tensor, x: Tensor, cos: Tensor, sin: Tensor, eps: float, sums: Tensor) -> None:
+    back = torch.empty(grad.shape, dtype=grad.dtype, device=grad.device)
+    _rotate(grad, cos, sin, back, -1)
+    norm_weight_gradient(back, x, eps, sums)
+
+
+def weight_sums(weights: Sequence[Tensor | None], needed: Sequence[bool]) -> list[Tensor | None]:
+    """Return, for each weight whose gradient is needed, zeros in fp32 or wider to sum it in; None for the others."""
+    return [zeros_to_sum(one) if one is not None and wanted else None for one, wanted in zip(weights, needed, strict=True)]
+
+
+def _rotate(x: Tensor, cos: Tensor, sin: Tensor, out: Tensor, sign: int) -> None:
+    """Write x [T, heads, D], rotated by the angles of cos and sin [T, D] times ``sign``, into ``out``."""
+    half = x.shape[-1] // 2
+    cos, sin = cos[:, None], sin[:, None]
+    torch.mul(x, cos, out=out)
+    # The transpose reads the sine of the other half.
+    first, second = (sin[..., :half], sin[..., half:]) if sign == 1 else (sin[..., half:], sin[..., :half])
+    out[..., :half].addcmul_(x[..., half:], first, value=-sign)
+    out[..., half:].addcmul_(x[..., :half], second, value=sign)

@@ -1,0 +1,222 @@
+"""The critic's model: packed tokens in, one value for each response token out.
+
+A value belongs to the state before its token, which is the state that the policy chooses the token from (as in verl).
+"""
+
+from __future__ import annotations
+
+import logging
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
+from torch.distributed.tensor import DTensor
+from transformers import MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING, PretrainedConfig, PreTrainedModel
+
+from verl_memopt.distributed.device import synchronize
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.resharding_torch import reshard_units
+from verl_memopt.model.decoder import BlockOptions
+from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.packing import Pack
+from verl_memopt.model.prefix_kv import Prefix, PrefixRecorder
+from verl_memopt.model.weights import WeightFolder, local_region
+
+logger = logging.getLogger(__name__)
+
+CRITIC_KEY = "critic.model"
+"""The settings section of the critic's model."""
+STORED_HEADS = ("score", "classifier")
+"""Names of the head in folders of transformers' token and sequence classifiers."""
+
+
+class ValueHead(nn.Module):
+    """A linear head with one output. It rests in the masters' dtype and computes in fp32.
+
+    Attributes:
+        weight: [1, h].
+        bias: [1].
+    """
+
+    def __init__(self, like: Tensor, hidden_size: int) -> None:
+        """Make the parameters, uninitialised.
+
+        Args:
+            like: A parameter of the model, whose dtype and device the head takes.
+            hidden_size: Size of a state, h.
+        """
+        super().__init__()
+        self.weight = nn.Parameter(like.new_empty(1, hidden_size))
+        self.bias = nn.Parameter(like.new_empty(1))
+
+    def forward(self, states: Tensor) -> Tensor:
+        """Return the values fp32 [R] of states [R, h]."""
+        return scalar_head(states, self.weight, self.bias)
+
+
+class ValueModel(PackedModel):
+    """A decoder with a scalar head in place of its LM head. Its forward returns the values of a pack's response tokens."""
+
+    def __init__(
+        self,
+        lm: PreTrainedModel,
+        blocks: Sequence[BlockOptions] | None = None,
+        supports_prefix_kv: bool = False,
+        key: str = CRITIC_KEY,
+    ) -> None:
+        """Take over a model and drop its LM head. Arguments and errors as in :class:`PackedModel`."""
+        super().__init__(lm, blocks, supports_prefix_kv, key)
+        # The head is no part of ``lm``, so its names are those of transformers' classifiers, and adapters leave it alone.
+        lm.set_output_embeddings(nn.Identity())
+        self.score = ValueHead(self.embedding_weight, lm.config.hidden_size)
+
+    @property
+    def head(self) -> Any:
+        """The scalar head, a :class:`ValueHead`."""
+        return self.score
+
+    def forward(self, pack: Pack, prefix_kv: Prefix | None = None, unpacked: bool = False) -> Any:
+        """Return values fp32 [R], one for each of ``pack.targets``.
+
+        Args:
+            pack: The tokens of a micro-batch.
+            prefix_kv: The prefix KV for a pack of ``pack_suffixes``; or a recorder for one of ``pack_prompt``, which returns what
+                :meth:`PackedModel.recorded` returns instead.
+            unpacked: Compute a pack of one row with eager attention, for comparisons.
+        """
+        if isinstance(prefix_kv, PrefixRecorder):
+            return self.recorded(pack, prefix_kv)
+        return self.score(self.unpacked_states(pack) if unpacked else self.predicting_states(pack, prefix_kv))
+
+
+def stored_head(folder: Path, key: str = CRITIC_KEY) -> dict[str, str | None]:
+    """Return the names of the value head's parameters in a folder, by their names in the model. None = the folder has none.
+
+    Args:
+        folder: Folder of the model.
+        key: The settings section of the model, to name in errors.
+
+    Raises:
+        ConfigError: The folder's head has several outputs.
+    """
+    weights = WeightFolder(folder, key)
+    stored = next((name for name in STORED_HEADS if f"{name}.weight" in weights.names), None)
+    if stored is None:
+        return {"score.weight": None, "score.bias": None}
+    shape = weights.shape(f"{stored}.weight")
+    if shape[0] != 1:
+        raise ConfigError(
+            f"{key}.path={folder}: its head {stored}.weight has {shape[0]} outputs, and a value head has 1. "
+            "Give a model with num_labels=1, or one without such a head."
+        )
+    return {f"score.{part}": name if (name := f"{stored}.{part}") in weights.names else None for part in ("weight", "bias")}
+
+
+def classifier_config(config: PretrainedConfig) -> PretrainedConfig:
+    """Return the config with which transformers loads a value model as a token classifier with one label.
+
+    Args:
+        config: Config of the causal LM. It is not changed.
+    """
+    # A copy, because the causal LM goes on with its own config.
+    changed = type(config).from_dict(config.to_dict())
+    changed.name_or_path = config.name_or_path
+    changed.num_labels = 1
+    known: Any = MODEL_FOR_TOKEN_CLASSIFICATION_MAPPING.get(type(config), None)
+    if known is None:
+        logger.warning("transformers has no token classifier of type %s: the critic is read back here only", config.model_type)
+    changed.architectures = ["ValueModel" if known is None else known.__name__]
+    return changed
+
+
+@contextmanager
+def random_head(model: ValueModel, device: torch.device) -> Iterator[None]:
+    """Give the head random weights inside the body, so that its values show differences of states.
+
+    Args:
+        model: The model, sharded and filled. Every rank draws the same weights.
+        device: The device that computes.
+    """
+    # After a forward the module may hold the gathered parameters instead of these.
+    sharded = dict(model.score.named_parameters())
+    before = {name: _local(parameter).detach().clone() for name, parameter in sharded.items()}
+    with torch.no_grad():
+        for name, parameter in sharded.items():
+            generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
+            whole = torch.randn(parameter.shape, generator=generator) / parameter.shape[-1] ** 0.5
+            _local(parameter).copy_(whole[local_region(parameter)])
+        try:
+            yield
+        finally:
+            reshard_units(model)
+            # Copies of weights that rest on the host may still be under way.
+            synchronize(device)
+            for name, parameter in sharded.items():
+                _local(parameter).copy_(before[name])
+
+
+def _local(parameter: Tensor) -> Tensor:
+    return parameter.to_local() if isinstance(parameter, DTensor) else parameter
+
+
+# One number per token: the product of states with one vector, computed in fp32 whatever dtype the states have.
+#
+# Plain autograd would keep an fp32 copy of all states for backward. Here backward reads the states themselves, and only a tile of
+# them is widened at a time.
+#
+# Bytes saved: 4 x R x h, for R tokens and a hidden size of h, where the states are not fp32.
+
+
+TILE_TOKENS = 2048
+"""Tokens that are widened to fp32 at a time."""
+
+
+def scalar_head(states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+    """Return ``states @ weight + bias`` in fp32, [R].
+
+    Gradients flow to all three, each in its own dtype. The weight's gradient is summed in fp32.
+
+    Args:
+        states: [R, h].
+        weight: [1, h].
+        bias: [1].
+    """
+    return _ScalarHead.apply(states, weight, bias)
+
+
+class _ScalarHead(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, states: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
+        ctx.save_for_backward(states)
+        # The weight is a parameter, which FSDP2 frees and gathers again under the same tensor.
+        ctx.weight, ctx.bias_dtype = weight, bias.dtype
+        vector, out = weight[0].float(), states.new_empty(states.shape[0], dtype=torch.float32)
+        for rows in _tiles(states):
+            torch.mv(states[rows].float(), vector, out=out[rows])
+        return out.add_(bias.float())
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
+        (states,), weight = ctx.saved_tensors, ctx.weight
+        needs_states, needs_weight, needs_bias = ctx.needs_input_grad
+        vector = weight[0].float()
+        grad_states = torch.empty_like(states) if needs_states else None
+        grad_vector = torch.zeros_like(vector) if needs_weight else None
+        for rows in _tiles(states):
+            if grad_states is not None:
+                grad_states[rows] = grad[rows, None] * vector
+            if grad_vector is not None:
+                grad_vector += grad[rows] @ states[rows].float()
+        of_weight = None if grad_vector is None else grad_vector[None].to(weight.dtype)
+        return grad_states, of_weight, grad.sum()[None].to(ctx.bias_dtype) if needs_bias else None
+
+
+def _tiles(states: Tensor) -> Iterator[slice]:
+    for start in range(0, states.shape[0], TILE_TOKENS):
+        yield slice(start, start + TILE_TOKENS)

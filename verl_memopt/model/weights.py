@@ -1,0 +1,362 @@
+"""Builds a causal language model without weights, and fills a sharded one from safetensors, tensor by tensor."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Iterator, Mapping
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import safe_open
+from torch import Tensor, nn
+from torch._guards import detect_fake_mode
+from torch.distributed.tensor import DTensor
+from torch.distributed.tensor._utils import compute_local_shape_and_global_offset
+from transformers import AutoConfig, AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+
+from verl_memopt.config.schema import CriticModel, Model
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.lora_torch import ADAPTERS
+from verl_memopt.memory.quantized_frozen_torch import QuantizedLinear, quantized_layers
+from verl_memopt.model.attention import AttentionChoice
+from verl_memopt.model.families import POLICY_KEY, impossible_size, refused, unsupported
+from verl_memopt.model.folder import files_of_index
+from verl_memopt.model.packed_model import register_kernels
+from verl_memopt.observe.byte_tracker import HOST, declare_host, mark, scope
+
+
+def load_model_config(model: Model | CriticModel, folder: Path, key: str = POLICY_KEY) -> PretrainedConfig:
+    """Return the model's config with ``override_config`` merged in.
+
+    Args:
+        model: Settings of the model.
+        folder: Folder of the model.
+        key: The settings section of the model, to name in errors.
+
+    Raises:
+        ConfigError: A library cannot be imported, the config cannot be read or does not have or take an override, or log-probs
+            of this architecture would be wrong.
+    """
+    if model.external_lib is not None:
+        try:
+            importlib.import_module(model.external_lib)
+        except ImportError as error:
+            raise ConfigError(
+                f"{key}.external_lib={model.external_lib}: {error}. Install the module, or remove the key."
+            ) from error
+    source = model.hf_config_path or str(folder)
+    try:
+        config = AutoConfig.from_pretrained(source, trust_remote_code=model.trust_remote_code)
+    except Exception as error:  # a folder's own code may raise anything
+        reason = " ".join(str(error).split())
+        raise ConfigError(
+            f"{key}.path={source}: its config.json cannot be read: {reason}. Mend or replace the folder."
+        ) from error
+    for name, value in model.override_config.items():
+        if not hasattr(config, name):
+            raise ConfigError(f"{key}.override_config.{name}: {type(config).__name__} has no such field. Remove it.")
+        try:
+            setattr(config, name, value)
+        except (TypeError, ValueError, StrictDataclassError) as error:
+            reason = " ".join(str(error).split())
+            raise ConfigError(f"{key}.override_config.{name}={value}: {reason}. Give a value the field takes.") from error
+    impossible = impossible_size(config)
+    if impossible is not None:
+        name, what = impossible
+        setting = f"override_config.{name}" if name in model.override_config else f"path={source}: {name}"
+        raise ConfigError(
+            f"{key}.{setting}={getattr(config, name)!r}: {what}. Mend the number in config.json or in override_config."
+        )
+    unfit = unsupported(config)
+    if unfit is not None:
+        raise refused(config, source, unfit, key)
+    return config
+
+
+def empty_model(
+    config: PretrainedConfig,
+    attention: AttentionChoice,
+    dtype: torch.dtype,
+    trust_remote_code: bool,
+    key: str = POLICY_KEY,
+) -> PreTrainedModel:
+    """Return the model without storage (on meta), or with fake storage inside a fake mode. Computed buffers are real.
+
+    The model is in evaluation mode, because its log-probs must be the engine's, which has no dropout.
+
+    Args:
+        config: Config of the model.
+        attention: The kernel.
+        dtype: Dtype of the parameters at rest (the masters).
+        trust_remote_code: Run code from the model's folder.
+        key: The settings section of the model, to name in errors.
+
+    Raises:
+        ConfigError: Transformers cannot build the model with attention over packs.
+    """
+    register_kernels()
+    source = str(config.name_or_path)
+    # A copy, because transformers writes into the config of a model, and the caller's one is shared by several models.
+    config = type(config).from_dict(config.to_dict())
+    # from_dict does not restore the name, which errors show.
+    config.name_or_path = source
+    config._attn_implementation = attention.registered
+    config.use_cache = False
+    with ExitStack() as stack:
+        if detect_fake_mode() is None:
+            stack.enter_context(torch.device("meta"))
+        try:
+            model = AutoModelForCausalLM.from_config(
+                config, dtype=dtype, attn_implementation=attention.registered, trust_remote_code=trust_remote_code
+            )
+        except Exception as error:
+            reason = " ".join(str(error).split())
+            raise refused(
+                config, source, f"cannot be built with attention over packed rows ({type(error).__name__}: {reason})", key
+            ) from error
+    return model.eval()
+
+
+def rebuild_buffers(model: nn.Module, device: torch.device, key: str = POLICY_KEY) -> None:
+    """Fill the buffers that no checkpoint holds (rotary frequencies) by building their module again on the CPU.
+
+    Args:
+        model: Its parameters have storage.
+        device: Where the buffers go.
+        key: The settings section of the model, to name in errors.
+
+    Raises:
+        ConfigError: A module's buffers cannot be computed from its config alone. The message names it.
+    """
+    for name, module in model.named_modules():
+        missing = [buffer for buffer in module._non_persistent_buffers_set if getattr(module, buffer) is not None]
+        # Transformers also keeps non-persistent names whose buffer is None. These have nothing to compute.
+        if not missing:
+            continue
+        try:
+            fresh = type(module)(module.config)
+        except Exception as error:  # the constructor of a module may raise anything
+            config: Any = getattr(model, "lm", model).config
+            where = f"{', '.join(missing)} of {name.removeprefix('lm.')} ({type(module).__name__})"
+            raise refused(
+                config, config.name_or_path, f"have buffers that cannot be computed from the config: {where}", key
+            ) from error
+        for buffer in missing:
+            setattr(module, buffer, getattr(fresh, buffer).to(device))
+
+
+class WeightFolder:
+    """The safetensors files of a model folder, read slice by slice. Only the requested slice is held in memory."""
+
+    def __init__(self, folder: Path, key: str = POLICY_KEY) -> None:
+        """Open the files of a folder.
+
+        Args:
+            folder: The folder.
+            key: The settings section of the model, to name in errors.
+
+        Raises:
+            ConfigError: The folder holds no safetensors, or its index names a file that is missing or outside of it.
+        """
+        self.folder = folder
+        index = folder / "model.safetensors.index.json"
+        files = files_of_index(index) if index.is_file() else {"model.safetensors"}
+        missing = [name for name in sorted(files) if not (folder / name).is_file()]
+        if missing:
+            raise ConfigError(
+                f"{key}.path={folder}: {missing[0]} is missing. "
+                "Weights must be in safetensors format; save the model again with save_pretrained."
+            )
+        self._files = {name: self._open(folder / name) for name in sorted(files)}
+        # A safetensors file lists its keys and cannot be iterated itself.
+        self.names = {tensor: name for name, file in self._files.items() for tensor in file.keys()}  # noqa: SIM118
+
+    def _open(self, path: Path) -> Any:
+        try:
+            return safe_open(path, framework="pt")
+        except Exception as error:
+            raise ConfigError(f"{path}: not a whole safetensors file ({error}). Fetch or save it again.") from error
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """Return the shape of a tensor."""
+        return tuple(self._files[self.names[name]].get_slice(name).get_shape())
+
+    def read(self, name: str, region: tuple[slice, ...]) -> Tensor:
+        """Return a region of one tensor in the file's dtype, as a view of the mapped file on the host.
+
+        Args:
+            name: Name of the tensor.
+            region: A slice for each dimension; empty for the whole tensor.
+        """
+        with mapping():
+            part = self._files[self.names[name]].get_slice(name)
+            return part[region] if region else self._files[self.names[name]].get_tensor(name)
+
+
+def named_weights(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """Yield every parameter once, with its name in a Hugging Face checkpoint."""
+    for name, parameter in model.named_parameters():
+        yield name.removeprefix("lm."), parameter
+
+
+def fill_from_folder(
+    model: nn.Module, folder: Path, key: str = POLICY_KEY, stored: Mapping[str, str | None] | None = None
+) -> None:
+    """Copy each parameter's own shard from safetensors into a model, one tensor at a time.
+
+    Args:
+        model: The model, sharded or not, with storage.
+        folder: Folder with safetensors files.
+        key: The settings section of the model, to name in errors.
+        stored: Name in the folder of each parameter that has another name there; None = it is not there, and starts with zeros.
+
+    Raises:
+        ConfigError: A tensor is missing, left over, or of another shape. The message lists them all.
+    """
+    weights, renamed = WeightFolder(folder, key), stored or {}
+    named = {name: parameter for name, parameter in named_weights(model) if name.rsplit(".", 1)[-1] not in ADAPTERS}
+    for name in (name for name, there in renamed.items() if there is None):
+        # The parameters are leaves that may require gradients, which autograd lets nobody write to in place.
+        with torch.no_grad():
+            named.pop(name).zero_()
+    parameters = {renamed.get(name) or name: parameter for name, parameter in named.items()}
+    layers = {f"{name}.qweight": layer for name, layer in quantized_layers(model).items()}
+    ignored = TIED if stored is None else LM_HEAD
+    _check_names(weights, dict(_stored_shapes(parameters, layers)), folder, key, ignored)
+    for name, parameter in parameters.items():
+        local = parameter.to_local() if isinstance(parameter, DTensor) else parameter.data
+        region = local_region(parameter)
+        # A rank may hold no row of a small tensor, where the file has nothing to read.
+        if not local.numel():
+            continue
+        if name in layers:
+            rows = weights.read(_stored(name), (region[0], slice(0, layers[name].in_features)))
+            local.detach().copy_(layers[name].quantize(rows))
+        else:
+            local.detach().copy_(weights.read(name, region))
+
+
+def _stored(name: str) -> str:
+    """Return the name in a checkpoint of the weight that a quantised layer keeps as bytes."""
+    return name.removesuffix("qweight") + "weight"
+
+
+def _stored_shapes(
+    parameters: dict[str, nn.Parameter], layers: dict[str, QuantizedLinear]
+) -> Iterator[tuple[str, tuple[int, ...]]]:
+    for name, parameter in parameters.items():
+        if name in layers:
+            yield _stored(name), (layers[name].out_features, layers[name].in_features)
+        else:
+            yield name, tuple(parameter.shape)
+
+
+TIED = frozenset({"lm_head.weight"})
+"""Weights that a folder may hold beside those of the model: a head that is tied to the embedding."""
+REFERENCE_DTYPE = "actor_rollout_ref.ref.fsdp_config.model_dtype"
+LM_HEAD = frozenset({"lm_head.weight", "lm_head.bias"})
+"""The same for a model that has another head."""
+TIED_ROWS = 4096
+"""Rows of an embedding that are compared at a time."""
+
+
+def check_tied_head(weights: WeightFolder, embedding: str, folder: Path) -> None:
+    """Refuse a folder whose config ties the LM head to the embedding while its files hold a head that differs.
+
+    Such a head would be ignored. Many folders hold one that is equal.
+
+    Args:
+        weights: Weights of the folder.
+        embedding: Name of the embedding in it.
+        folder: For the message.
+
+    Raises:
+        ConfigError: The weights differ. The message names the first rows that do.
+    """
+    head = "lm_head.weight"
+    if head not in weights.names or embedding not in weights.names:
+        return
+    rows, same = weights.shape(head)[0], weights.shape(head) == weights.shape(embedding)
+    # If the shapes differ, one round is enough to raise the error.
+    for start in range(0, rows if same else 1, TIED_ROWS):
+        part = (slice(start, min(start + TIED_ROWS, rows)),)
+        if not same or not torch.equal(weights.read(head, part).float(), weights.read(embedding, part).float()):
+            raise ConfigError(
+                f"actor_rollout_ref.model.path={folder}: its config ties the LM head to the embedding "
+                f"(tie_word_embeddings=true), and its files hold a {head} that differs from {embedding}. Set "
+                "actor_rollout_ref.model.override_config.tie_word_embeddings=false to use that head, or remove it from the files."
+            )
+
+
+def mapped_weights(model: nn.Module, folder: Path, dtype_key: str = REFERENCE_DTYPE) -> list[Tensor]:
+    """Return each parameter's shard as a view of the mapped file. None of it is read yet.
+
+    Args:
+        model: The model, sharded or not.
+        folder: Folder with safetensors files.
+        dtype_key: The setting of the model's dtype, to name in errors.
+
+    Raises:
+        ConfigError: As in :func:`fill_from_folder`. Or a file has another dtype than the model.
+    """
+    weights, parameters = WeightFolder(folder), dict(named_weights(model))
+    _check_names(weights, {name: tuple(parameter.shape) for name, parameter in parameters.items()}, folder, POLICY_KEY, TIED)
+    shards = []
+    for name, parameter in parameters.items():
+        part = mapped(weights.read(name, local_region(parameter)))
+        if part.dtype != parameter.dtype:
+            raise ConfigError(
+                f"actor_rollout_ref.model.load_mode=mmap: {name} is {part.dtype} in {folder}, and the model rests as "
+                f"{parameter.dtype}. Set {dtype_key} to the file's, or load_mode=stream."
+            )
+        shards.append(part)
+    return shards
+
+
+def local_region(parameter: Tensor) -> tuple[slice, ...]:
+    """Return the region of the whole tensor that this rank holds, a slice for each dimension."""
+    if not isinstance(parameter, DTensor):
+        return tuple(slice(0, size) for size in parameter.shape)
+    shape, offset = compute_local_shape_and_global_offset(parameter.shape, parameter.device_mesh, parameter.placements)
+    return tuple(slice(start, start + size) for start, size in zip(offset, shape, strict=True))
+
+
+def _check_names(
+    weights: WeightFolder, shapes: dict[str, tuple[int, ...]], folder: Path, key: str, ignored: frozenset[str]
+) -> None:
+    problems = [f"missing {name}" for name in shapes if name not in weights.names]
+    problems += [f"unexpected {name}" for name in weights.names if name not in shapes and name not in ignored]
+    for name in shapes.keys() & weights.names.keys():
+        if weights.shape(name) != shapes[name]:
+            problems.append(f"{name} has shape {weights.shape(name)}, the config says {shapes[name]}")
+    if problems:
+        more = f" and {len(problems) - 8} more" if len(problems) > 8 else ""
+        raise ConfigError(f"{key}.path={folder}: weights and config disagree: {'; '.join(problems[:8])}{more}.")
+
+
+# How weights come from their files: streamed shard by shard, or left in the mapped file until the device needs them.
+#
+# Bytes saved: in both modes no rank holds more of a model than its shard. The host holds no copy, because each file is mapped,
+# and each tensor's part of it is copied straight to its place. ``mmap`` also saves the host buffer in which a reference with
+# ``param_offload`` would rest, b_w x N / W bytes. The file takes its place, and the system may drop its pages when memory is
+# short. A rank's slice of a mapped tensor reserves the addresses of the whole tensor, but no memory.
+
+
+KIND = "mapped file"
+
+
+@contextmanager
+def mapping() -> Iterator[None]:
+    """Label tensors created inside as parts of a mapped file, which are of the host and no memory of the process."""
+    with scope(KIND, HOST):
+        yield
+
+
+def mapped(part: Tensor) -> Tensor:
+    """Label a tensor that stays as a part of a mapped file, and return it."""
+    declare_host(part.untyped_storage())
+    mark(KIND, [part], HOST)
+    return part

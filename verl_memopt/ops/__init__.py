@@ -1,1 +1,0 @@
-"""Operations with a backward of their own: what memory knobs compute with."""

@@ -1,0 +1,409 @@
+"""Checkpoint folders on disk. Each is written under another name and renamed when it is whole, so a stop leaves no half of one.
+
+The reasons are in docs/decisions/checkpoints.md.
+"""
+
+from __future__ import annotations
+
+import logging
+import math
+import os
+import re
+import shutil
+import sys
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import IO, Any, cast
+
+import torch
+
+from verl_memopt.distributed.file_records import Records, hashed_file, record_file, sync_folder, sync_folders
+from verl_memopt.distributed.sharded_state import READ_ERRORS
+from verl_memopt.errors import CheckpointError, UserError
+from verl_memopt.observe.files import disk_refusals
+from verl_memopt.run.manifest import (
+    BEYOND,
+    MANIFEST,
+    TRACKER,
+    Lineage,
+    Manifest,
+    find_fault,
+    read_lineage,
+    read_manifest,
+    write_manifest,
+)
+
+logger = logging.getLogger(__name__)
+
+STEP_FOLDER = re.compile(r"^global_step_(\d+)$")
+PROVEN = "proven"
+"""Empty file in a checkpoint whose weights have since given finite gradients. The manifest does not list it."""
+AWAY = ".partial"
+"""Suffix of a folder that is being written, replaced or removed."""
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """A whole checkpoint.
+
+    Attributes:
+        folder: Folder on disk.
+        step: Step of the run.
+        driver: State of the driver: data position, seed, controllers, settings.
+        passed_over: ``folder: not whole (fault)`` of each newer checkpoint.
+    """
+
+    folder: Path
+    step: int
+    driver: dict[str, Any]
+    passed_over: tuple[str, ...] = ()
+
+
+class CheckpointStore:
+    """The ``global_step_N`` folders of a run. Everything is read from disk, except the step that the run itself saved last."""
+
+    def __init__(self, root: Path, keep: int | None, keep_best: bool = False) -> None:
+        """Read nothing yet.
+
+        Args:
+            root: The run folder.
+            keep: How many of the newest checkpoints to keep; None for all.
+            keep_best: Also keep the checkpoint with the best validation score.
+        """
+        self.root = root
+        self.keep = keep
+        self.keep_best = keep_best
+        self.present: int | None = None
+        """Step of the checkpoint that this run saved last or started from; None before."""
+
+    def folder(self, step: int) -> Path:
+        """Return the folder of a step's checkpoint."""
+        return self.root / f"global_step_{step}"
+
+    def begin(self, step: int) -> Path:
+        """Return an empty folder for the checkpoint of ``step``. It is no checkpoint until :meth:`commit`.
+
+        Raises:
+            CheckpointError: The folder cannot be made.
+        """
+        aside = self._aside(step)
+        # A folder under this name is what a killed run left unfinished.
+        shutil.rmtree(aside, ignore_errors=True)
+        try:
+            aside.mkdir(parents=True)
+        except OSError as error:
+            raise self.failed(step, str(error)) from error
+        return aside
+
+    def commit(
+        self,
+        step: int,
+        driver: dict[str, Any],
+        world_size: int,
+        records: Mapping[str, Any] | None = None,
+        score: float | None = None,
+    ) -> Path:
+        """Make the folder of :meth:`begin` the newest checkpoint, and remove older ones that are no longer kept.
+
+        Args:
+            step: Step of the run.
+            driver: State of the driver.
+            world_size: Ranks that wrote.
+            records: name -> record of the files that their writers hashed. The others are hashed here.
+            score: Validation score of the step; None without a validation.
+
+        Raises:
+            CheckpointError: A file cannot be written, or its size differs from its record. Earlier checkpoints stay as they are.
+        """
+        aside, final = self._aside(step), self.folder(step)
+        try:
+            files = self._complete(aside, driver, dict(records or {}))
+            finite_score = score if score is not None and math.isfinite(score) else None
+            manifest = Manifest(step, self.lineage().last_commit + 1, world_size, torch.__version__, finite_score, files)
+            write_manifest(aside, manifest)
+            # Its checksum is inside the manifest, so this record is not kept. The call forces the file to disk.
+            record_file(aside / MANIFEST)
+            # Names must be on disk before the rename; otherwise a power failure could leave the final name with missing
+            # files.
+            sync_folders(aside)
+            if final.exists():
+                # The old one is removed once the new one is in its place.
+                os.replace(final, self._emptied(final))
+            # The rename makes the checkpoint visible at once and whole. What is before it can be lost without harm.
+            os.replace(aside, final)
+            # verl's tracker file comes after the checkpoint that it names, so that it never names a missing one.
+            _write_whole(self.root / TRACKER, f"{step}\n")
+            # A rename is a change of the folder, and lasts through a power failure only once the folder is on disk.
+            sync_folder(self.root)
+        except (OSError, RuntimeError) as error:
+            raise self.failed(step, str(error)) from error
+        self.present = step
+        self._prune()
+        return final
+
+    def failed(self, step: int, reason: str) -> CheckpointError:
+        """Remove the unfinished checkpoint of ``step`` and return the error to raise."""
+        shutil.rmtree(self._aside(step), ignore_errors=True)
+        kept = self.steps()
+        last = f"the checkpoint of step {kept[-1]} is untouched" if kept else "there is no earlier checkpoint"
+        return CheckpointError(
+            f"trainer.default_local_dir={self.root}: step {step} could not be saved: {reason} ({_free(self.root)}; {last}). "
+            "Free space, lower trainer.max_actor_ckpt_to_keep, or set another trainer.default_local_dir; "
+            "then start again to resume."
+        )
+
+    def lineage(self) -> Lineage:
+        """Return which checkpoints of the folder belong to this run, as they are on disk now."""
+        return read_lineage(self.root, self._folders())
+
+    def steps(self) -> list[int]:
+        """Return the steps of this run's checkpoints, whole or not, oldest first.
+
+        Steps of an earlier run that this one does not continue are not among them.
+        """
+        return self.lineage().steps
+
+    def newest(self, unreadable: Mapping[int, str] | None = None) -> Checkpoint | None:
+        """Return the newest whole checkpoint, from which the run continues; None where there is no checkpoint at all.
+
+        Damaged checkpoints are skipped, and each is logged with its fault.
+
+        Args:
+            unreadable: Step -> fault of checkpoints that looked whole but could not be loaded.
+
+        Raises:
+            CheckpointError: There are checkpoints, but none is whole.
+        """
+        lineage, faults = self.lineage(), dict(unreadable or {})
+        if lineage.doubt is not None:
+            logger.warning("%s", lineage.doubt)
+        passed_over: list[str] = []
+        for step in reversed(lineage.steps):
+            try:
+                checkpoint = _read(self.folder(step)) if step not in faults else None
+            except _DamagedError as error:
+                faults[step], checkpoint = str(error), None
+            if checkpoint is not None:
+                self.present = checkpoint.step
+                return replace(checkpoint, passed_over=tuple(passed_over))
+            passed_over.append(f"{self.folder(step)}: not whole ({faults[step]})")
+            logger.warning("%s; falling back to the one before it", passed_over[-1])
+        if lineage.commits:
+            raise self._none_whole([*passed_over, *(f"{self.folder(step)}: {BEYOND}" for step in lineage.beyond)])
+        return None
+
+    def resumed(self, checkpoint: Checkpoint) -> None:
+        """Note that the run continues from a checkpoint, which may be in another folder."""
+        self.present = checkpoint.step if checkpoint.folder == self.folder(checkpoint.step).resolve() else None
+
+    def prove(self, step: int) -> None:
+        """Mark the checkpoint of ``step`` as proven: its weights have since given finite gradients.
+
+        This applies only to the checkpoint that this run saved last or started from. Older checkpoints that were kept until a
+        newer one is proven are removed.
+
+        Raises:
+            CheckpointError: The mark cannot be written.
+        """
+        marker = self.folder(step) / PROVEN
+        if step != self.present or not marker.parent.is_dir() or marker.exists():
+            return
+        try:
+            marker.touch()
+            sync_folder(marker.parent)
+        except OSError as error:
+            raise CheckpointError(f"{marker}: cannot be written ({error.strerror}; {_free(self.root)}). Free space.") from error
+        self._prune()
+
+    def proven(self) -> int | None:
+        """Return the newest proven step of this run; None if there is none."""
+        return max((step for step in self.steps() if self.is_proven(step)), default=None)
+
+    def is_proven(self, step: int) -> bool:
+        """Return whether the checkpoint of a step is proven."""
+        return (self.folder(step) / PROVEN).is_file()
+
+    def best(self) -> int | None:
+        """Return the step with the best validation score, the newer of two equal ones; None if no step has a score."""
+        lineage = self.lineage()
+        scores = [(lineage.manifests[step].score, step) for step in lineage.steps if step in lineage.manifests]
+        scored = [(score, step) for score, step in scores if score is not None]
+        return max(scored, default=(0.0, None))[1]
+
+    def set_aside(self) -> Path | None:
+        """Move all checkpoints to a new folder in ``previous/`` and return that folder; None if there are none.
+
+        Raises:
+            UserError: The disk refused.
+        """
+        folders = self._folders()
+        if not folders:
+            return None
+        number = 1
+        while (target := self.root / "previous" / f"checkpoints_{number}").exists():
+            number += 1
+        with disk_refusals(target):
+            target.mkdir(parents=True)
+            for path in [*folders.values(), *([self.root / TRACKER] if (self.root / TRACKER).exists() else [])]:
+                os.replace(path, target / path.name)
+        return target
+
+    def _folders(self) -> dict[int, Path]:
+        """Return the ``global_step_N`` folders by step."""
+        if not self.root.is_dir():
+            return {}
+        matched = ((STEP_FOLDER.match(path.name), path) for path in self.root.iterdir() if path.is_dir())
+        return {int(match.group(1)): path for match, path in matched if match}
+
+    def _aside(self, step: int) -> Path:
+        return self.root / f"global_step_{step}{AWAY}"
+
+    def _complete(self, aside: Path, driver: dict[str, Any], records: Records) -> Records:
+        """Write the driver's state and return the records of all files, in the order of their names."""
+        with hashed_file(aside / "data.pt", records, "data.pt") as file:
+            torch.save(driver, cast("IO[bytes]", file))
+        present = {path.relative_to(aside).as_posix(): path for path in aside.rglob("*") if path.is_file()}
+        for name, path in present.items():
+            if name not in records:
+                records[name] = record_file(path)
+        for name, record in records.items():
+            # The disk may have cut a file short without an error, and the checksum alone would show that only on resume.
+            size = present[name].stat().st_size if name in present else 0
+            if size != record.size:
+                raise OSError(f"{name} has {size} bytes on disk, and {record.size} were written")
+        return {name: records[name] for name in sorted(records)}
+
+    def _prune(self) -> None:
+        # What a killed run has left half written or half removed.
+        for path in self.root.glob(f"global_step_*{AWAY}"):
+            shutil.rmtree(path, ignore_errors=True)
+        if self.keep is None:
+            return
+        steps = self.steps()
+        # A proven checkpoint stays, because the newest ones may hold weights that have already gone bad.
+        kept = {*steps[-self.keep :], self.proven(), self.best() if self.keep_best else None}
+        for step in steps:
+            if step not in kept:
+                self._discard(self.folder(step))
+
+    def _discard(self, folder: Path) -> None:
+        """Remove a folder. A kill in the middle leaves nothing that looks like a checkpoint.
+
+        Raises:
+            UserError: The disk refused.
+        """
+        away = self._emptied(folder)
+        with disk_refusals(folder):
+            # A rename first: removing a folder takes time, and a kill in the middle would leave a broken checkpoint under its
+            # name.
+            os.replace(folder, away)
+        shutil.rmtree(away, ignore_errors=True)
+
+    def _emptied(self, folder: Path) -> Path:
+        """Return a name that is free, to which ``folder`` can be renamed before it is removed."""
+        away = folder.with_name(f"{folder.name}.old{AWAY}")
+        shutil.rmtree(away, ignore_errors=True)
+        return away
+
+    def _none_whole(self, faults: list[str]) -> CheckpointError:
+        return CheckpointError(
+            f"trainer.default_local_dir={self.root}: there are checkpoints, and none can be resumed. {'; '.join(faults)}. "
+            "Nothing was changed. Put a whole copy in place, name a checkpoint elsewhere with trainer.resume_mode=resume_path, "
+            "or start over with trainer.resume_mode=disable, which moves these to previous/."
+        )
+
+
+class _DamagedError(Exception):
+    """A checkpoint is not whole. The message is its fault."""
+
+
+def read_checkpoint(folder: Path) -> Checkpoint:
+    """Return the checkpoint in a ``global_step_N`` folder. The path may be relative or have a ``~``.
+
+    Raises:
+        CheckpointError: The folder is no checkpoint, or it is not whole.
+    """
+    folder = folder.expanduser().resolve()
+    if STEP_FOLDER.match(folder.name) is None or not folder.is_dir():
+        raise CheckpointError(f"trainer.resume_from_path={folder}: not a checkpoint. Give a global_step_N folder that exists.")
+    try:
+        return _read(folder)
+    except _DamagedError as error:
+        raise CheckpointError(
+            f"trainer.resume_from_path={folder}: not whole ({error}). Give another step, or use resume_mode=auto."
+        ) from error
+
+
+def _read(folder: Path) -> Checkpoint:
+    fault = find_fault(folder)
+    if fault is not None:
+        raise _DamagedError(fault)
+    manifest = read_manifest(folder)
+    if folder.name != f"global_step_{manifest.step}":
+        raise _DamagedError(f"it was written as step {manifest.step}")
+    try:
+        driver = torch.load(folder / "data.pt", weights_only=True)
+    except READ_ERRORS as error:
+        raise _DamagedError(f"data.pt cannot be read: {error}") from error
+    return Checkpoint(folder, manifest.step, driver)
+
+
+def _free(folder: Path) -> str:
+    """Return the free space of the disk, in words."""
+    while not folder.exists():
+        folder = folder.parent
+    return f"{shutil.disk_usage(folder).free / 2**20:.0f} MiB free"
+
+
+def _write_whole(path: Path, text: str) -> None:
+    """Write a file under another name and rename it, so that a reader sees the old one or the new one."""
+    aside = path.with_name(path.name + ".new")
+    with aside.open("w") as file:
+        file.write(text)
+        file.flush()
+        os.fsync(file.fileno())
+    os.replace(aside, path)
+
+
+# ``verl-memopt check RUN_DIR``: verifies every checkpoint of a run and prints one line for each.
+
+
+def check_folder(run_dir: Path) -> int:
+    """Verify the checkpoints of a run folder and print one line for each, oldest step first.
+
+    Args:
+        run_dir: Folder of the run.
+
+    Returns:
+        The exit code: 0 if all are whole, 1 if one is not.
+
+    Raises:
+        UserError: The folder does not exist or has no checkpoint.
+    """
+    store = CheckpointStore(run_dir, None)
+    lineage = store.lineage()
+    if not lineage.commits:
+        raise UserError(f"{run_dir}: holds no checkpoint. Give a folder with global_step_N folders.")
+    if lineage.doubt is not None:
+        sys.stdout.write(f"{lineage.doubt}\n")
+    faults = {step: find_fault(store.folder(step)) for step in sorted(lineage.commits)}
+    for step, fault in faults.items():
+        state = "whole" if fault is None else f"NOT WHOLE ({fault})"
+        sys.stdout.write(f"global_step_{step}: {', '.join([state, *_facts(store, lineage, step)])}\n")
+    return 0 if all(fault is None for fault in faults.values()) else 1
+
+
+def _facts(store: CheckpointStore, lineage: Lineage, step: int) -> list[str]:
+    """Return what to print of a checkpoint besides whether it is whole."""
+    facts = []
+    manifest = lineage.manifests.get(step)
+    if manifest is not None:
+        size = sum(record.size for record in manifest.files.values())
+        facts.append(f"{len(manifest.files)} files, {size:,} bytes")
+        if manifest.score is not None:
+            facts.append(f"validation score {manifest.score:.4g}")
+    facts += ["best"] if step == store.best() else []
+    facts += ["proven: its weights gave finite gradients"] if store.is_proven(step) else []
+    facts += [BEYOND] if step in lineage.beyond else []
+    return facts

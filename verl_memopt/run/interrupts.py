@@ -1,0 +1,328 @@
+"""A request to stop a run: which signal made it, how much time is left, and the exit code.
+
+This file imports only the standard library, so that the command line can watch for signals before it loads anything heavy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import FrameType, TracebackType
+from typing import Any, NoReturn
+
+from verl_memopt.run.processes import kill_descendants
+
+logger = logging.getLogger(__name__)
+
+EXIT_CODES = {signal.SIGINT: 130, signal.SIGTERM: 143, signal.SIGHUP: 129}
+
+RESERVE_SHARE = 0.25
+"""Least share of the deadline that is kept for saving."""
+
+SAVES_RESERVED = 2.0
+"""How many saves as long as the last one must fit into the time that is kept for saving."""
+
+ONCE_MORE = "once more stops at once"
+
+
+class Interrupts:
+    """A request to stop, and the time that is left for it.
+
+    Used as a context manager, it handles SIGINT, SIGTERM and SIGHUP itself: the first signal requests a stop, the second
+    raises KeyboardInterrupt. This is for processes without a :class:`~verl_memopt.run.interrupts.SignalWatch`. Outside
+    the main thread Python allows no signal handlers, so none are set there.
+    """
+
+    def __init__(self, at_once: bool = False, watched: bool = False) -> None:
+        """Set no handlers yet.
+
+        Args:
+            at_once: The first signal raises KeyboardInterrupt too, for work that has nothing to finish.
+            watched: A SignalWatch handles the signals, so entering sets no handlers.
+        """
+        self._at_once = at_once
+        self._watched = watched
+        self._before: dict[int, Any] = {}
+        self._wakeup = -1
+        self._on_request: Callable[[float], None] = lambda moment: None
+        self.exit_code: int | None = None
+        self.requested_at = 0.0
+        """Seconds of the monotonic clock."""
+        self.in_steps = False
+        """The run takes steps, so a stop has something to finish and to save."""
+        self.deadline_seconds = 0.0
+        self.save_seconds = 0.0
+        """Time of the last save."""
+        self.last_saved = "No checkpoint was saved"
+        """A sentence that says from where a new start would continue."""
+
+    @property
+    def requested(self) -> bool:
+        """Whether a stop was requested."""
+        return self.exit_code is not None
+
+    def begin_steps(self, deadline_seconds: float, on_request: Callable[[float], None]) -> None:
+        """Note that from now on a stop has something to finish.
+
+        Args:
+            deadline_seconds: Time from the signal to the end of the process, in seconds.
+            on_request: Called once, when a stop is requested, with the moment (seconds since the epoch) to abandon a rollout.
+        """
+        self.deadline_seconds = deadline_seconds
+        self._on_request = on_request
+        self.in_steps = True
+        if self.requested:
+            self._call_on_request()
+
+    def request(self, number: int) -> str:
+        """Request a stop because of signal ``number``, and return the line to show for it."""
+        name = signal.Signals(number).name
+        self.requested_at = time.monotonic()
+        self.exit_code = EXIT_CODES[signal.Signals(number)]
+        if self.in_steps:
+            self._call_on_request()
+        return f"{name}: stopping after this step, then saving; {ONCE_MORE}"
+
+    def seconds_left(self) -> float:
+        """Return the seconds until the deadline of a requested stop."""
+        return self.requested_at + self.deadline_seconds - time.monotonic()
+
+    @property
+    def reserve_seconds(self) -> float:
+        """Return the seconds to keep for saving, with room to spare."""
+        return max(self.save_seconds * SAVES_RESERVED, self.deadline_seconds * RESERVE_SHARE)
+
+    def too_late_for(self, seconds: float) -> bool:
+        """Return whether a stop was requested and work of ``seconds`` would leave too little time to save."""
+        return self.requested and self.seconds_left() - seconds < self.reserve_seconds
+
+    def out_of_time(self) -> bool:
+        """Return whether a stop was requested and it is time to abandon what is not finished."""
+        return self.too_late_for(0.0)
+
+    def _call_on_request(self) -> None:
+        on_request, self._on_request = self._on_request, lambda moment: None
+        on_request(time.time() + max(0.0, self.seconds_left() - self.reserve_seconds))
+
+    def __enter__(self) -> Interrupts:
+        """Set handlers, unless a SignalWatch handles the signals."""
+        if not self._watched and threading.current_thread() is threading.main_thread():
+            self._wakeup = signal.set_wakeup_fd(-1)
+            self._before = {number: signal.getsignal(number) for number in EXIT_CODES}
+            for number, handler in self._before.items():
+                if not (number == signal.SIGHUP and handler is signal.SIG_IGN):  # nohup: the run outlives its terminal
+                    signal.signal(number, self._handle)
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None) -> None:
+        """Restore the handlers of before."""
+        for number, handler in self._before.items():
+            signal.signal(number, handler)
+        if self._before:
+            signal.set_wakeup_fd(self._wakeup)
+        self._before = {}
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        if self._at_once or self.requested:
+            self.exit_code = self.exit_code or EXIT_CODES[signal.Signals(number)]
+            raise KeyboardInterrupt
+        logger.warning("%s", self.request(number))
+
+
+_of_process = Interrupts()
+
+
+def of_process() -> Interrupts:
+    """Return the watched interrupts of this process; without a SignalWatch new ones, which set their own handlers."""
+    return _of_process if _of_process._watched else Interrupts()
+
+
+def set_of_process(interrupts: Interrupts) -> None:
+    """Make ``interrupts`` those of the whole process."""
+    global _of_process
+    _of_process = interrupts
+
+
+# Watches for the signals of a process in a thread, so that it reacts at once, whatever the main thread is doing.
+#
+# A Python signal handler runs only when the main thread returns to Python code. During an import, Ray's start or a long kernel
+# this may take a minute, and an exception raised there leaves tracebacks or crashes C++ code. So the handlers do nothing: the
+# interpreter writes each signal's number to a pipe, and a thread reads it. The reasons are in docs/decisions/stopping.md.
+#
+# This file imports nothing heavy: watching is the first thing that a command does.
+
+
+SAME_SECONDS = 0.5
+"""Signals this soon after the first count as the same: ``timeout`` and service managers send it twice."""
+
+FLUSH_SECONDS = 0.5
+"""Most time to write buffered output when the process is ended at once."""
+
+SHOW_CURSOR = b"\r\x1b[2K\x1b[?25h"
+"""Clears the line of a progress bar and shows the cursor."""
+
+
+class SignalWatch:
+    """Handles SIGINT, SIGTERM and SIGHUP of this process, from now to its end.
+
+    Before the first step, the first signal ends the process, since there is nothing to save. During the steps the first one
+    requests a stop; a second one, or the deadline, ends the process. Ending kills every process that this one started, and
+    exits with 130, 143 or 129. Where SIGHUP is ignored, as under nohup, it stays so.
+
+    Use it only in the main thread of a command's own process.
+    """
+
+    def __init__(self) -> None:
+        """Start to watch."""
+        self.interrupts = Interrupts(watched=True)
+        set_of_process(self.interrupts)
+        self._ending = threading.Event()
+        self._read, write = os.pipe()
+        # A full pipe must not block the interpreter inside its signal handler.
+        os.set_blocking(write, False)
+        for number in EXIT_CODES:
+            if not (number == signal.SIGHUP and signal.getsignal(number) is signal.SIG_IGN):
+                signal.signal(number, _nothing)
+        signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        os.register_at_fork(after_in_child=_as_if_never_watched)
+        threading.Thread(target=self._watch, name="signals", daemon=True).start()
+
+    def hold_while_ending(self) -> None:
+        """Return at once, or never if the watch is ending the process, so that no other exit code or message comes after it."""
+        while self._ending.is_set():
+            time.sleep(FLUSH_SECONDS)
+
+    def _watch(self) -> None:
+        # The start of Ray blocks these signals in the main thread; then this thread gets them.
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, EXIT_CODES)
+        stop = self.interrupts
+        while True:
+            left = max(0.0, stop.seconds_left()) if stop.requested and stop.in_steps else None
+            if select.select([self._read], [], [], left)[0]:
+                for number in os.read(self._read, 256):
+                    if number in EXIT_CODES:
+                        self._handle(number)
+            elif stop.seconds_left() <= 0:
+                self._end(
+                    stop.exit_code or 1,
+                    f"the stop was not finished within trainer.stop_deadline_seconds={stop.deadline_seconds:g}; ended at once. "
+                    f"{stop.last_saved}.",
+                )
+
+    def _handle(self, number: int) -> None:
+        stop, name = self.interrupts, signal.Signals(number).name
+        if not stop.in_steps:
+            self._end(EXIT_CODES[signal.Signals(number)], f"{name}: ended before the first step; there was nothing to save.")
+        if not stop.requested:
+            _write_line(stop.request(number))
+        elif time.monotonic() - stop.requested_at > SAME_SECONDS:
+            self._end(stop.exit_code or 1, f"{name}: the second signal; ended at once. {stop.last_saved}.")
+
+    def _end(self, code: int, text: str) -> NoReturn:
+        """End this process and all that it started. Python and C++ clean nothing up, so nothing can crash or hang."""
+        self._ending.set()
+        try:
+            _last_words(text)
+            kill_descendants()
+        finally:
+            os._exit(code)
+
+
+def _last_words(text: str) -> None:
+    """Write buffered output and then ``text``. Later output, of libraries whose processes are killed, is discarded."""
+    flusher = threading.Thread(target=_flush, daemon=True)
+    flusher.start()
+    flusher.join(FLUSH_SECONDS)
+    for descriptor in (1, 2):
+        if os.isatty(descriptor):
+            os.write(descriptor, SHOW_CURSOR)
+    _write_line(text)
+    # On the level of descriptors, so that C++ libraries are silent too.
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    for descriptor in (1, 2):
+        os.dup2(nowhere, descriptor)
+
+
+def _flush() -> None:
+    # This runs in a thread of its own: the main thread may hold a stream's lock as long as a pipe is full.
+    for stream in (sys.stdout, sys.stderr):
+        with contextlib.suppress(OSError, ValueError):
+            stream.flush()
+
+
+def _write_line(text: str) -> None:
+    """Write a line without Python's streams and loggers, whose locks another thread may hold."""
+    with contextlib.suppress(OSError):
+        os.write(2, f"{text}\n".encode())
+
+
+def _nothing(number: int, frame: FrameType | None) -> None:
+    """Do nothing. That a handler is set makes Python write the signal to the pipe, and programs start with the default action."""
+
+
+def _as_if_never_watched() -> None:
+    """Set the default actions in a forked child: it has inherited the pipe, but its signals are its own."""
+    signal.set_wakeup_fd(-1)
+    for number in EXIT_CODES:
+        if signal.getsignal(number) is _nothing:
+            signal.signal(number, signal.SIG_DFL)
+
+
+# How workers learn that a rollout must end early: a small file in the run folder, which each worker checks.
+#
+# A worker that generates answers no calls, and may run on another node. The run folder is the one place that all of them see.
+
+
+POLL_SECONDS = 1.0
+"""Shortest time between two checks of the file."""
+
+
+class StopFile:
+    """The time after which rollouts are abandoned. No file means never.
+
+    Args:
+        path: The file, in a folder that the driver and all workers see.
+    """
+
+    def __init__(self, path: Path) -> None:
+        """Remember the path; nothing is read yet."""
+        self._path = path
+        self._next_check = 0.0
+        self._moment: float | None = None
+
+    def write(self, moment: float) -> None:
+        """Ask all rollouts to end at ``moment`` (seconds since 1970)."""
+        aside = self._path.with_name(self._path.name + ".new")
+        aside.write_text(f"{moment}\n")
+        aside.replace(self._path)
+
+    def remove(self) -> None:
+        """Withdraw the request."""
+        self._path.unlink(missing_ok=True)
+
+    def passed(self) -> bool:
+        """Return whether a time was set and is over. The disk is checked at most once a second."""
+        now = time.monotonic()
+        if self._moment is None and now >= self._next_check:
+            self._next_check = now + POLL_SECONDS
+            self._moment = self._read()
+        return self._moment is not None and time.time() >= self._moment
+
+    def _read(self) -> float | None:
+        try:
+            return float(self._path.read_text())
+        except FileNotFoundError:
+            return None
+
+
+def never() -> bool:
+    """Return False: no stop is requested."""
+    return False

@@ -1,0 +1,348 @@
+"""Resuming: which checkpoint a run continues, with which seed, and how its settings differ from the checkpoint's."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.algorithms.records import WITH_CRITIC
+from verl_memopt.config.keys import flatten, leaf_keys, shown
+from verl_memopt.config.loader import to_plain
+from verl_memopt.config.schema import Actor, Critic, Data, Rollout, Settings, Trainer
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.knob import knobs
+from verl_memopt.run.checkpoints import Checkpoint, CheckpointStore, read_checkpoint
+from verl_memopt.run.environment import Environment
+
+logger = logging.getLogger(__name__)
+
+Shapes = Mapping[str, tuple[int, ...]]
+
+WAY_OUT = "Set it back to go on with this run, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
+MOST_NAMED = 3
+"""Most weights that an error names."""
+
+
+def checkpoint_store(trainer: Trainer, has_validation: bool, run_dir: Path) -> CheckpointStore:
+    """Return the checkpoint store of a run. ``trainer.keep_best=null`` means true for a run that validates."""
+    validates = has_validation and trainer.test_freq > 0
+    keep_best = validates if trainer.keep_best is None else trainer.keep_best
+    return CheckpointStore(run_dir, trainer.max_actor_ckpt_to_keep, keep_best)
+
+
+def loaded_parts(actor: Actor, critic: Critic | None) -> dict[str, list[str]]:
+    """Return the setting of each trained role that lists what it loads from a checkpoint, with its value."""
+    roles: dict[str, Actor | Critic] = {"actor_rollout_ref.actor": actor}
+    if critic is not None:
+        roles["critic"] = critic
+    return {f"{name}.checkpoint.load_contents": list(role.checkpoint.load_contents or []) for name, role in roles.items()}
+
+
+def find_checkpoint(
+    trainer: Trainer, loaded: Mapping[str, Sequence[str]], store: CheckpointStore, unreadable: Mapping[int, str]
+) -> Checkpoint | None:
+    """Return the checkpoint that ``trainer.resume_mode`` selects; None for a fresh start.
+
+    Args:
+        trainer: ``resume_mode`` and ``resume_from_path``.
+        loaded: as :func:`loaded_parts` gives it.
+        store: checkpoints of the run.
+        unreadable: step -> fault of checkpoints that looked whole but could not be loaded.
+
+    Raises:
+        CheckpointError: the named checkpoint is not whole, or there are checkpoints but none is.
+        ConfigError: the checkpoint would be loaded without the model.
+    """
+    if trainer.resume_mode == "disable":
+        return None
+    if trainer.resume_mode == "auto":
+        checkpoint = store.newest(unreadable)
+    else:
+        assert trainer.resume_from_path is not None, "checked when settings are loaded"
+        checkpoint = read_checkpoint(Path(trainer.resume_from_path))
+        # The checkpoint may lie in another run's folder, and must then not be marked or removed as one of this run.
+        store.resumed(checkpoint)
+    for key, contents in loaded.items():
+        if checkpoint is not None and "model" not in contents:
+            raise ConfigError(
+                f"{key}={list(contents)}: a run cannot go on from {checkpoint.folder} without "
+                "the model. Add model (and to save_contents), or set trainer.resume_mode=disable."
+            )
+    return checkpoint
+
+
+def compare_settings(settings: Settings, environment: Environment, checkpoint: Checkpoint) -> None:
+    """Log how the settings differ from those of the checkpoint, one line for each key.
+
+    Args:
+        settings: of the run, with concrete seeds.
+        environment: has the shapes of the weights that the run trains.
+        checkpoint: from which the run continues.
+
+    Raises:
+        ConfigError: the run cannot continue with such a change.
+    """
+    driver, folder = checkpoint.driver, checkpoint.folder
+    _check_seed(settings, checkpoint)
+    differences = changes(driver["settings"], settings)
+    for change in differences:
+        logger.log(logging.INFO if change.kind == HARMLESS else logging.WARNING, "since %s: %s", folder.name, change)
+    refused = [f"{change.key}={change.new}: {change}" for change in differences if change.kind == REFUSED]
+    models = [("actor_rollout_ref.model.path", settings.actor_rollout_ref.model.path, driver["weights"], environment.weights)]
+    # A run without a critic goes on from a checkpoint that has one.
+    if environment.critic_weights and driver.get("critic_weights"):
+        models.append(
+            ("critic.model.path", str(settings.critic.model.path), driver["critic_weights"], environment.critic_weights)
+        )
+    elif environment.critic_weights:
+        refused.append(f"algorithm.adv_estimator={settings.algorithm.adv_estimator}: there is no critic in {folder}")
+    for key, path, before, now in models:
+        different = _different(before, now)
+        if different:
+            refused.append(f"{key}={path}: its weights are not those of {folder} ({different})")
+    if refused:
+        raise ConfigError(f"{'. '.join(refused)}. {WAY_OUT}")
+
+
+def with_seeds(data: Data, rollout: Rollout, resumed_seed: int | None) -> tuple[Data, Rollout]:
+    """Return both sections with concrete seeds: those of the settings, else the resumed run's, else drawn and logged.
+
+    Args:
+        data: its seed may be None.
+        rollout: its seed may be None, and is then that of the data.
+        resumed_seed: ``data.seed`` of the checkpoint; None for a fresh start.
+
+    Returns:
+        The very sections that were passed if both have a seed, else copies.
+    """
+    seed = data.seed
+    if seed is not None and rollout.seed is not None:
+        return data, rollout
+    if seed is None:
+        seed = secrets.randbelow(2**31) if resumed_seed is None else resumed_seed
+        logger.info(
+            "data.seed is not set; this run uses %d (%s)", seed, "drawn" if resumed_seed is None else "from the checkpoint"
+        )
+    rollout_seed = seed if rollout.seed is None else rollout.seed
+    return dataclasses.replace(data, seed=seed), dataclasses.replace(rollout, seed=rollout_seed)
+
+
+def plain_shapes(weights: Shapes) -> dict[str, list[int]]:
+    """Return the shapes of a model as a checkpoint stores them."""
+    return {name: list(shape) for name, shape in weights.items()}
+
+
+def _check_seed(settings: Settings, checkpoint: Checkpoint) -> None:
+    """Refuse another ``data.seed`` than the checkpoint's."""
+    if checkpoint.driver["seed"] != settings.data.seed:
+        raise ConfigError(
+            f"data.seed={settings.data.seed}: the run in {checkpoint.folder.parent} was made with {checkpoint.driver['seed']}. "
+            "Leave data.seed out to go on with it, or start another: trainer.experiment_name=..., or trainer.resume_mode=disable."
+        )
+
+
+def _different(before: Mapping[str, Any], now: Shapes) -> str:
+    """Return a text that names weights whose shapes differ or that one side lacks; empty where all are equal."""
+    shapes = {name: (_shape(before.get(name)), _shape(now.get(name))) for name in sorted(before.keys() | now.keys())}
+    names = [name for name, (there, here) in shapes.items() if there != here]
+    texts = [f"{name}: {shapes[name][0]} there, {shapes[name][1]} here" for name in names[:MOST_NAMED]]
+    more = [f"{len(names) - MOST_NAMED} more"] if len(names) > MOST_NAMED else []
+    return "; ".join([*texts, *more])
+
+
+def _shape(shape: Any) -> str:
+    return "missing" if shape is None else "x".join(map(str, shape))
+
+
+# What a resumed run changed in its settings, and what each change means for the run.
+
+
+_AR = "actor_rollout_ref"
+_SHARDED = (f"{_AR}.actor", f"{_AR}.ref", "critic.model", "reward_model.model")
+_TRAINED = {f"{_AR}.actor": f"{_AR}.model", "critic": "critic.model"}
+"""Section of each trained role -> section of its model."""
+
+HARMLESS = "harmless"
+TRAJECTORY = "changes the trajectory"
+REFUSED = "refused"
+
+HARMLESS_KEYS = {
+    **dict.fromkeys(
+        (
+            *("trainer.logger", "trainer.table_every_steps", "trainer.track_memory_every_steps"),
+            *("trainer.log_val_generations", "trainer.rollout_data_dir", "trainer.validation_data_dir"),
+            *("trainer.project_name", "trainer.experiment_name", "trainer.default_local_dir"),
+        ),
+        "it says what is recorded, and where",
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.save_freq", "trainer.max_actor_ckpt_to_keep", "trainer.max_critic_ckpt_to_keep", "trainer.keep_best"),
+            *("trainer.resume_mode", "trainer.resume_from_path"),
+            *(f"{role}.checkpoint.save_contents" for role in _TRAINED),
+        ),
+        "it says which checkpoints are kept and read",
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.test_freq", "trainer.val_before_train", "trainer.val_only", "data.val_files", "data.val_max_samples"),
+            *("data.val_batch_size", "data.validation_shuffle", f"{_AR}.rollout.val_kwargs.n"),
+            *(f"{_AR}.rollout.val_kwargs.do_sample", f"{_AR}.rollout.val_kwargs.temperature"),
+            *(f"{_AR}.rollout.val_kwargs.top_p", f"{_AR}.rollout.val_kwargs.top_k"),
+        ),
+        "training does not read it; validation scores before and after may not be comparable",
+    ),
+    **dict.fromkeys(
+        (
+            *("trainer.ray_wait_register_center_timeout", "trainer.stop_deadline_seconds", "trainer.max_skipped_steps"),
+            *("ray_kwargs.ray_init", "ray_kwargs.timeline_json_file", "debug.mode"),
+            *(
+                f"{_AR}.nccl_timeout",
+                "reward_model.num_workers",
+                "reward_model.max_concurrent",
+                "reward_model.sandbox_fusion.max_concurrent",
+                f"{_AR}.rollout.disable_log_stats",
+                f"{_AR}.rollout.mode",
+            ),
+            *("memory.host_limit_gb", "memory.pinned_limit_gb", f"{_AR}.rollout.max_logprob_diff"),
+        ),
+        "it says how processes run and when they stop",
+    ),
+    **dict.fromkeys(
+        (
+            *(key for knob in knobs() if knob.same_numbers for key in knob.keys),
+            *(f"{role}.fsdp_config.forward_prefetch" for role in _SHARDED),
+        ),
+        "the same values are kept elsewhere, or computed again",
+    ),
+    "reward_model.residency": "the same weights lie elsewhere",
+    **{f"{model}.lora_adapter_path": "the adapters come from the checkpoint" for model in _TRAINED.values()},
+}
+"""Key -> why no number of the training can depend on it. A key that is neither here nor refused changes the trajectory."""
+
+ADAPTERS = dict.fromkeys(
+    [f"{model}.{key}" for model in _TRAINED.values() for key in ("lora_rank", "target_modules", "exclude_modules")],
+    "the weights of the checkpoint do not fit these adapters",
+)
+LENGTH_KEYS = ("trainer.total_training_steps", "trainer.total_epochs")
+QUANTISED = ("int8", "int4")
+STATE_FREE = frozenset({"eps", "betas", "lr", "weight_decay", "fused", "foreach", "maximize", "capturable", "differentiable"})
+"""Arguments of an optimizer that its saved state does not depend on."""
+
+
+@dataclass(frozen=True)
+class Change:
+    """A key that differs from the checkpoint's settings. kind: HARMLESS, TRAJECTORY or REFUSED. reason: may be empty."""
+
+    key: str
+    old: Any
+    new: Any
+    kind: str
+    reason: str = ""
+
+    def __str__(self) -> str:
+        """Return the change as a log line shows it."""
+        reason = f": {self.reason}" if self.reason else ""
+        return f"{self.key}: {shown(self.old)} -> {shown(self.new)} ({self.kind}{reason})"
+
+
+def kept_settings(settings: Settings) -> dict[str, Any]:
+    """Return the settings as a checkpoint keeps them: dotted key -> plain value."""
+    flat = flatten(to_plain(settings))
+    return {key: flat.get(key, {}) for key in leaf_keys()}
+
+
+def changes(before: Mapping[str, Any], settings: Settings) -> list[Change]:
+    """Return what settings change of those that a checkpoint kept, in the order of the schema.
+
+    A key that did not exist when the checkpoint was made counts as if it had had its default. In a run without a critic,
+    the critic's keys are left out.
+
+    Args:
+        before: as :func:`kept_settings` gave it.
+        settings: of the run that goes on.
+    """
+    defaults, now = kept_settings(Settings()), kept_settings(settings)
+    # A checkpoint of an older version lacks keys that came later.
+    old = {key: before.get(key, defaults[key]) for key in now}
+    has_critic = now["algorithm.adv_estimator"] in WITH_CRITIC
+    return [_judged(key, old, now) for key in now if old[key] != now[key] and (has_critic or not key.startswith("critic."))]
+
+
+def _judged(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> Change:
+    kind, reason = _meaning(key, old, now)
+    return Change(key, old[key], now[key], kind, reason)
+
+
+def _meaning(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    if key in HARMLESS_KEYS:
+        return HARMLESS, HARMLESS_KEYS[key]
+    if key in ADAPTERS:
+        return REFUSED, ADAPTERS[key]
+    rule = RULES.get(key)
+    return (TRAJECTORY, "") if rule is None else rule(key, old, now)
+
+
+def _length(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    """Return the kind of a change in the run's length. It matters where the schedule has no length of its own and needs one."""
+    if any(_reads_length(f"{role}.optim", now) for role in _TRAINED):
+        return TRAJECTORY, "the learning rate depends on the length of the run"
+    return HARMLESS, "the learning rate does not depend on it"
+
+
+def _reads_length(optim: str, now: Mapping[str, Any]) -> bool:
+    """Return whether the schedule of a section ``optim`` depends on the length of the run."""
+    flat = now[f"{optim}.lr_scheduler_type"] in ("constant", "constant_with_warmup", "inverse_sqrt")
+    warm = now[f"{optim}.lr_warmup_steps"] >= 0 or now[f"{optim}.lr_warmup_steps_ratio"] == 0
+    return not (now[f"{optim}.total_training_steps"] > 0 or (flat and warm))
+
+
+def _another_optimizer(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    if not _optimizer_is_loaded(key, now):
+        return TRAJECTORY, ""
+    return REFUSED, "the optimizer's state in the checkpoint does not fit"
+
+
+def _state_dtype(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    quantised = old[key] in QUANTISED or now[key] in QUANTISED
+    return _another_optimizer(key, old, now) if quantised else (TRAJECTORY, "")
+
+
+def _optimizer_arguments(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    one, other = old[key] or {}, now[key] or {}
+    changed = {name for name in one.keys() | other.keys() if one.get(name) != other.get(name)}
+    return (TRAJECTORY, "") if changed <= STATE_FREE else _another_optimizer(key, old, now)
+
+
+def _optimizer_is_loaded(key: str, now: Mapping[str, Any]) -> bool:
+    """Return whether the state of the optimizer that a key is about is read from the checkpoint."""
+    role = next(role for role in _TRAINED if key.startswith(role + "."))
+    return "optimizer" in (now[f"{role}.checkpoint.load_contents"] or [])
+
+
+def _reference_sync(key: str, old: Mapping[str, Any], now: Mapping[str, Any]) -> tuple[str, str]:
+    if now[key] is None:
+        return TRAJECTORY, "the reference goes back to the weights of its folder"
+    return TRAJECTORY, "" if old[key] is not None else "the reference starts from the weights of its folder"
+
+
+RULES: dict[str, Callable[[str, Mapping[str, Any], Mapping[str, Any]], tuple[str, str]]] = {
+    **dict.fromkeys(LENGTH_KEYS, _length),
+    f"{_AR}.ref.sync_every_steps": _reference_sync,
+    **{
+        f"{role}.optim.{key}": rule
+        for role in _TRAINED
+        for key, rule in {
+            "optimizer": _another_optimizer,
+            "optimizer_impl": _another_optimizer,
+            "state_dtype": _state_dtype,
+            "override_optimizer_config": _optimizer_arguments,
+        }.items()
+    },
+}
+"""Keys whose meaning depends on other keys or on the values."""

@@ -1,1 +1,0 @@
-"""Transfer of policy weights to the rollout engine, bucket by bucket."""

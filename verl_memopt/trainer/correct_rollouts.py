@@ -1,0 +1,274 @@
+"""The rollout correction of a step: weights and rejected tokens before the update, or the update of bypass mode."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.rollout_correction import bounded_weights, correct, mean_weight
+from verl_memopt.config.schema import Fsdp, Rollout, RolloutCorrection
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens, token_index
+from verl_memopt.errors import RolloutError
+from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.trainer.micro_batching import Budget, PolicyUpdate
+from verl_memopt.trainer.rollouts import StepBatch
+from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.policy import Updated
+from verl_memopt.worker.trained_model import ACTOR, MiniBatch
+from verl_memopt.worker.worker import Worker
+
+
+def correct_before_update(rows: RolloutBatch, settings: RolloutCorrection) -> dict[str, float]:
+    """Add the importance weights and the kept tokens to a batch, and return the metrics ``rollout_corr/*``.
+
+    All tokens of the step are seen at once, so nothing depends on mini-batches, micro-batches or ranks.
+
+    Args:
+        rows: Batch of the step, with the engine's log-probs and the trainer's.
+        settings: The section ``algorithm.rollout_correction``, in decoupled mode.
+    """
+    engine, trainer = rows.rollout_log_probs, rows.old_log_probs
+    assert engine is not None, "the rollout correction needs the engine's log-probs"
+    assert trainer is not None, "the rollout correction needs old log-probs"
+    if not engine.numel():
+        return {}
+    correction = correct(trainer, engine, rows.response_row(), rows.responses.lengths, settings)
+    rows.weights, rows.kept = correction.weights, correction.kept
+    return correction.metrics
+
+
+def divergence_metrics(rows: RolloutBatch) -> dict[str, float]:
+    """Return ``rollout_corr/*`` of how far the trainer's log-probs are from the engine's, whether or not they are corrected.
+
+    Args:
+        rows: Batch of the step, with the trainer's log-probs. Without the engine's there is nothing to compare.
+    """
+    engine, trainer = rows.rollout_log_probs, rows.old_log_probs
+    if engine is None or trainer is None or not engine.numel():
+        return {}
+    return correct(trainer, engine, rows.response_row(), rows.responses.lengths, RolloutCorrection()).metrics
+
+
+@dataclass(frozen=True)
+class BypassUpdate:
+    """The update of bypass mode, in which the engine's log-probs are the old ones.
+
+    No pass computes log-probs before the update. Its own forward returns them, for the metrics. The importance weights follow
+    from the policy's present log-probs. ``rollout_is_batch_normalize`` needs their mean over a mini-batch before its backward,
+    which takes one more log-prob pass per mini-batch.
+
+    Attributes:
+        workers: Workers that hold the policy.
+        policy_update: Cuts the batch for the optimizer steps.
+        mismatch: Compares the engine's log-probs with the trainer's.
+        settings: The section ``algorithm.rollout_correction``.
+    """
+
+    workers: TimedGroup
+    policy_update: PolicyUpdate
+    mismatch: MismatchCheck
+    settings: RolloutCorrection
+
+    def old_log_probs(self, batch: StepBatch, update_follows: bool) -> None:
+        """Take the engine's log-probs as those before the update."""
+        batch.rows.old_log_probs = batch.rows.rollout_log_probs
+
+    def budgets(self) -> dict[str, Budget]:
+        """Return the token budget of the update."""
+        return {"update_actor": self.policy_update.cutter.budget}
+
+    def update(self, batch: StepBatch) -> None:
+        """Take the optimizer steps of a training step, and add their metrics and the policy's log-probs to the batch."""
+        rows, names = batch.for_update()
+        per_rank = self.policy_update.cut(rows, names, batch.step)
+        updates, mean_weights = self._run([list(minis) for minis in zip(*per_rank, strict=True)])
+        self.policy_update.cutter.learn(per_rank, self.workers.figures)
+        batch.metrics |= _over_mini_batches([self._metrics(ranks, batch.step) for ranks in updates])
+        log_probs, first = self._log_probs(rows, updates, batch.step)
+        batch.metrics |= self._corrections(rows, log_probs, first, batch.step)
+        if mean_weights:
+            batch.metrics["rollout_corr/rollout_is_batch_norm_factor"] = sum(mean_weights) / len(mean_weights)
+        batch.keep_log_probs(log_probs)
+
+    def _run(self, mini_batches: list[list[MiniBatch]]) -> tuple[list[list[Updated]], list[float]]:
+        """Return the results per mini-batch and rank, and the mean weight of each mini-batch where weights are normalised."""
+        settings = self.settings
+        if settings.loss_type != "reinforce" or settings.rollout_is is None or not settings.rollout_is_batch_normalize:
+            arguments = [(list(minis),) for minis in zip(*mini_batches, strict=True)]
+            return [list(ranks) for ranks in zip(*self._call(arguments), strict=True)], []
+        updates, means = [], []
+        for ranks in mini_batches:
+            means.append(self.mean_weight(ranks))
+            normalised = [replace(mini, counts=replace(mini.counts, mean_weight=means[-1])) for mini in ranks]
+            updates.append([updated for (updated,) in self._call([([mini],) for mini in normalised])])
+        return updates, means
+
+    def _call(self, arguments: Sequence[tuple[list[MiniBatch]]]) -> list[list[Updated]]:
+        return self.workers.each("update_actor", Worker.update_bypass, arguments)
+
+    def mean_weight(self, ranks: Sequence[MiniBatch]) -> float:
+        """Return the mean importance weight of a mini-batch under the present policy.
+
+        Args:
+            ranks: The share of each rank.
+        """
+        level = self.settings.rollout_is
+        assert level is not None
+        arguments = [(mini.batch, mini.micro_batches, False) for mini in ranks]
+        results = self.workers.each("old_log_prob", Worker.old_log_probs, arguments)
+        log_ratios = []
+        for mini, result in zip(ranks, results, strict=True):
+            assert mini.batch.rollout_log_probs is not None, "bypass mode needs the engine's log-probs"
+            log_ratios.append(result.log_probs - mini.batch.rollout_log_probs)
+        log_ratio = torch.cat(log_ratios)
+        lengths = torch.cat([mini.batch.responses.lengths for mini in ranks])
+        row = torch.repeat_interleave(torch.arange(lengths.shape[0]), lengths)
+        _, weights = bounded_weights(log_ratio, row, lengths, level, self.settings.rollout_is_threshold)
+        return mean_weight(weights, row, lengths, level)
+
+    def _metrics(self, ranks: Sequence[Updated], step: int) -> dict[str, float]:
+        return self.policy_update.metrics([updated.metrics for updated in ranks], step)
+
+    def _log_probs(self, rows: RolloutBatch, updates: Sequence[Sequence[Updated]], step: int) -> tuple[Tensor, Tensor]:
+        """Return the policy's log-probs of all rows, fp32 [R], and the tokens of the first mini-batch.
+
+        Those of a row are from the forward of its first optimizer step. Only in the first mini-batch has the policy the weights
+        that the engine had.
+        """
+        cutter = self.policy_update.cutter
+        mini_batches = cutter.mini_batch_rows(rows, step)
+        once = len(mini_batches) // self.policy_update.actor.ppo_epochs
+        parts: list[tuple[Sequence[int], Tensor]] = []
+        for chosen, ranks in zip(mini_batches[:once], updates[:once], strict=True):
+            shares = cutter.shares(rows, chosen)
+            parts += [(share, updated.log_probs) for share, updated in zip(shares, ranks, strict=True)]
+        sizes = rows.responses.sizes()
+        return scatter_tokens(parts, sizes), token_index(sizes, mini_batches[0])
+
+    def _corrections(self, rows: RolloutBatch, log_probs: Tensor, first: Tensor, step: int) -> dict[str, float]:
+        """Return how engine and trainer differ, and the metrics ``rollout_corr/*`` over all rows."""
+        engine = rows.rollout_log_probs
+        assert engine is not None, "bypass mode needs the engine's log-probs"
+        metrics = self.mismatch.compare(engine[first], log_probs[first], step)
+        if not engine.numel():
+            return metrics
+        settings = replace(self.settings, rollout_is_batch_normalize=False)
+        return metrics | correct(log_probs, engine, rows.response_row(), rows.responses.lengths, settings).metrics
+
+
+def _over_mini_batches(metrics: Sequence[dict[str, float]]) -> dict[str, float]:
+    """Return the mean of each metric over mini-batches, or the sum for those that count steps or bytes."""
+    totals = {name: sum(each[name] for each in metrics) for name in metrics[0]}
+    return {name: total if _is_total(name) else total / len(metrics) for name, total in totals.items()}
+
+
+def _is_total(name: str) -> bool:
+    return name in ACTOR.counts or name.startswith("memory/")
+
+
+# Compares the engine's log-probs with the trainer's, and stops a run where they differ too much.
+
+
+LIMIT_FP32 = 1e-3
+LIMIT_HALF = 0.2
+LIMIT_FP8_CACHE = 1.0
+"""Nats, on average. How they were measured: docs/decisions/log_prob_agreement.md."""
+
+
+def log_prob_limit(rollout: Rollout, fsdp: Fsdp) -> float | None:
+    """Return the largest mean difference in nats that ``rollout.max_logprob_diff`` allows; None for any.
+
+    ``auto`` depends on the coarsest dtype among the engine's weights, its KV cache and the trainer's compute (``fsdp``).
+    """
+    setting = rollout.max_logprob_diff
+    if setting is None or isinstance(setting, float):
+        return setting
+    assert setting == "auto", setting
+    if rollout.kv_cache_dtype.startswith("fp8"):
+        return LIMIT_FP8_CACHE
+    names: list[str] = [rollout.dtype, fsdp.dtype, fsdp.model_dtype]
+    names += [rollout.kv_cache_dtype] if rollout.kv_cache_dtype != "auto" else []
+    sizes = [dtype_of(name, "dtype").itemsize for name in names]
+    return LIMIT_FP32 if min(sizes) == 4 else LIMIT_HALF
+
+
+def same_distribution(rollout: Rollout) -> bool:
+    """Return whether engine and trainer compute log-probs of the same distribution, so that a difference is a fault."""
+    if not rollout.do_sample:
+        return False
+    if rollout.logprobs_mode == "raw_logprobs":
+        return rollout.temperature == 1.0
+    return rollout.top_p == 1.0 and rollout.top_k <= 0 and rollout.repetition_penalty == 1.0
+
+
+def mismatch_metrics(engine: Tensor, trainer: Tensor) -> dict[str, float]:
+    """Return how log-probs and probabilities differ.
+
+    Args:
+        engine: Log-probs fp32 [R], R > 0.
+        trainer: The same.
+    """
+    difference = (engine - trainer).abs()
+    engine_probs, trainer_probs = engine.exp(), trainer.exp()
+    probs = (engine_probs - trainer_probs).abs()
+    metrics = {
+        "rollout/logprob_diff_mean": float(difference.mean()),
+        "rollout/logprob_diff_max": float(difference.max()),
+        "training/rollout_probs_diff_valid": 1.0,
+        "training/rollout_probs_diff_mean": float(probs.mean()),
+        "training/rollout_probs_diff_max": float(probs.max()),
+        "training/rollout_probs_diff_std": float(probs.std(correction=0)),
+    }
+    if engine_probs.numel() > 1 and float(engine_probs.std()) > 0 and float(trainer_probs.std()) > 0:
+        correlation = torch.corrcoef(torch.stack([engine_probs, trainer_probs]))[0, 1]
+        metrics["training/rollout_actor_probs_pearson_corr"] = float(correlation)
+    return metrics
+
+
+@dataclass(frozen=True)
+class MismatchCheck:
+    """Compares the log-probs of each step.
+
+    Attributes:
+        rollout: Settings of the engine.
+        fsdp: Dtypes of the trainer.
+    """
+
+    rollout: Rollout
+    fsdp: Fsdp
+
+    def compare(self, engine: Tensor | None, trainer: Tensor, step: int) -> dict[str, float]:
+        """Return how much the engine's log-probs differ from the trainer's.
+
+        With sampling filters the two are different distributions, so the limit does not apply. Nor does it apply where the
+        trainer's own log-probs are not finite: then the weights are at fault, and not the weight sync. Such a step updates
+        nothing, and :class:`~verl_memopt.trainer.update_guard.UpdateGuard` counts it.
+
+        Args:
+            engine: fp32 [R]; None where the engine returned none.
+            trainer: fp32 [R], under the weights that the engine had.
+            step: Number of the step, for the error.
+
+        Raises:
+            RolloutError: The mean difference is above the limit.
+        """
+        if engine is None or not engine.numel():
+            return {}
+        metrics = mismatch_metrics(engine, trainer)
+        limit, mean = log_prob_limit(self.rollout, self.fsdp), metrics["rollout/logprob_diff_mean"]
+        weights_at_fault = not bool(trainer.isfinite().all())
+        if limit is not None and not weights_at_fault and not mean <= limit and same_distribution(self.rollout):
+            raise RolloutError(self._message(limit, mean, step))
+        return metrics
+
+    def _message(self, limit: float, mean: float, step: int) -> str:
+        shown = f"auto ({limit} for these dtypes)" if self.rollout.max_logprob_diff == "auto" else str(limit)
+        return (
+            f"actor_rollout_ref.rollout.max_logprob_diff={shown}: in step {step} the engine's log-probs "
+            f"are {mean:.4g} nats from the trainer's on average: the weight sync is stale or wrong, or their precisions "
+            "differ too much. Compare rollout.dtype with actor.fsdp_config.dtype; raise the limit only if the difference is "
+            "expected."
+        )

@@ -1,0 +1,387 @@
+"""Cuts the rows of a pass: first into the share of each rank, then into micro-batches. The driver decides it, by tokens."""
+
+from __future__ import annotations
+
+import heapq
+import math
+import random
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
+from itertools import groupby
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.custom import needed_inputs
+from verl_memopt.algorithms.records import LOSSES, load
+from verl_memopt.algorithms.rollout_correction import corrects_before_update
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.schema import Actor, ActorRolloutRef, Algorithm, Critic, PolicyLoss, Ref, Rollout
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens, token_index
+from verl_memopt.errors import TrainingError
+from verl_memopt.memory.adaptive_budget import LearnedBudget, PassFigures
+from verl_memopt.memory.token_packing import RowTokens, balance, pack_fixed, pack_groups_under, split_to_count
+from verl_memopt.run.checkpoints import CheckpointStore
+from verl_memopt.trainer.update_guard import way_back
+from verl_memopt.worker.trained_model import ACTOR, MiniBatch, Role
+
+
+@dataclass(frozen=True)
+class Budget:
+    """The size of a micro-batch in one pass.
+
+    Attributes:
+        by_tokens: Limit the tokens of a micro-batch, else its rows.
+        max_tokens: Hard limit.
+        rows: Rows of a micro-batch, without ``by_tokens``.
+        key: Setting that errors name.
+        learned: A limit that learns from measured peaks, at most ``max_tokens``. None = the limit stays as it is.
+    """
+
+    by_tokens: bool
+    max_tokens: int
+    rows: int | None
+    key: str
+    learned: LearnedBudget | None = None
+
+    def micro_batches(self, tokens: RowTokens, names: Sequence[str]) -> list[list[int]]:
+        """Return the rows of each micro-batch of one rank.
+
+        Args:
+            tokens: Tokens of the rank's rows.
+            names: Names of the rows, for errors.
+
+        Raises:
+            ConfigError: One row alone is over the limit.
+        """
+        if self.by_tokens:
+            limit = self.max_tokens if self.learned is None else self.learned.tokens(max(tokens.each(), default=1))
+            return pack_groups_under(tokens, limit, names, self.key)
+        assert self.rows is not None
+        return pack_fixed(len(tokens), self.rows)
+
+    def learn(self, cut: Iterable[tuple[RowTokens, Sequence[Sequence[int]]]], figures: PassFigures) -> None:
+        """Learn from a pass that was cut by this budget.
+
+        Args:
+            cut: (tokens of the rows, micro-batches) of each rank.
+            figures: What the pass took of the devices.
+        """
+        if self.learned is not None:
+            fullest = max((tokens.cost(rows) for tokens, bins in cut for rows in bins), default=0)
+            self.learned.learn(fullest, figures)
+
+
+def learned_budget(adaptive: bool | None, by_tokens: bool, max_tokens: int) -> LearnedBudget | None:
+    """Return the learned limit of a budget; None where the settings ask for none."""
+    return LearnedBudget(max_tokens) if adaptive and by_tokens else None
+
+
+def budgets(roles: ActorRolloutRef) -> tuple[Budget, Budget, Budget]:
+    """Return the budgets of the update, of the pass for old log-probs and of the reference pass."""
+    actor = roles.actor
+    update = Budget(
+        actor.use_dynamic_bsz,
+        actor.ppo_max_token_len_per_gpu,
+        actor.ppo_micro_batch_size_per_gpu,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu",
+        learned_budget(actor.adaptive_token_budget, actor.use_dynamic_bsz, actor.ppo_max_token_len_per_gpu),
+    )
+    return update, _log_prob_budget(update, roles.rollout, "rollout"), _log_prob_budget(update, roles.ref, "ref")
+
+
+def _log_prob_budget(update: Budget, role: Rollout | Ref, name: str) -> Budget:
+    by_tokens, max_tokens = bool(role.log_prob_use_dynamic_bsz), role.log_prob_max_token_len_per_gpu or 0
+    return replace(
+        update,
+        by_tokens=by_tokens,
+        max_tokens=max_tokens,
+        rows=role.log_prob_micro_batch_size_per_gpu,
+        key=f"actor_rollout_ref.{name}.log_prob_max_token_len_per_gpu",
+        learned=learned_budget(role.log_prob_adaptive_token_budget, by_tokens, max_tokens),
+    )
+
+
+def update_gives_old_log_probs(actor: Actor, train_batch_size: int, algorithm: Algorithm) -> bool:
+    """Return whether the forward of the only optimizer step computes the old log-probs, so that they need no own pass."""
+    once = actor.ppo_epochs == 1 and train_batch_size == actor.ppo_mini_batch_size
+    read_before = algorithm.use_kl_in_reward or algorithm.use_pf_ppo or corrects_before_update(algorithm.rollout_correction)
+    read_before |= actor.calculate_entropy or LOSSES[actor.policy_loss.loss_mode].selects is not None
+    read_before |= "old_log_probs" in needed_inputs(algorithm)
+    return actor.old_log_prob_pass == "auto" and once and not read_before
+
+
+def updates_per_step(train_batch_size: int, mini_batch_size: int, epochs: int) -> int:
+    """Return the optimizer steps of one training step: ``epochs`` passes over mini-batches of ``mini_batch_size`` prompts."""
+    return train_batch_size // mini_batch_size * epochs
+
+
+def mini_batch_rows(num_prompts: int, samples: int, prompts_per_mini: int, shuffle_seed: int | None) -> list[list[int]]:
+    """Return the rows of each mini-batch. The rows of a group stay together.
+
+    Args:
+        num_prompts: Groups of the batch.
+        samples: Rows of a group.
+        prompts_per_mini: Groups of a mini-batch.
+        shuffle_seed: Shuffles the groups; None keeps their order.
+    """
+    order = list(range(num_prompts))
+    if shuffle_seed is not None:
+        random.Random(shuffle_seed).shuffle(order)
+    chunks = [order[start : start + prompts_per_mini] for start in range(0, num_prompts, prompts_per_mini)]
+    return [[prompt * samples + sample for prompt in chunk for sample in range(samples)] for chunk in chunks]
+
+
+def rows_per_rank(tokens: RowTokens, rows: Sequence[int], world_size: int, even_out: bool) -> list[list[int]]:
+    """Return the rows of each rank, the same number on each. Rows of a group stay together as far as that allows.
+
+    Args:
+        tokens: Tokens of every row of the batch.
+        rows: The rows to distribute: whole groups, one after another.
+        world_size: ranks.
+        even_out: Give each rank about the same number of tokens.
+    """
+    if world_size == 1:
+        return [list(rows)]
+    assert len(rows) % world_size == 0, (len(rows), world_size)
+    share = len(rows) // world_size
+    if not even_out:
+        return [list(rows[rank * share : (rank + 1) * share]) for rank in range(world_size)]
+    unit = _together(tokens, rows, share)
+    # Units of equal size, because each rank must have the same number of rows.
+    units = [rows[start : start + unit] for start in range(0, len(rows), unit)]
+    parts = balance([tokens.cost(members) for members in units], world_size)
+    return [sorted(row for index in part for row in units[index]) for part in parts]
+
+
+def _together(tokens: RowTokens, rows: Sequence[int], share: int) -> int:
+    """Return how many rows can stay together: the greatest common divisor of a rank's share and of all group sizes."""
+    sizes = [len(list(members)) for _, members in groupby(rows, key=lambda row: tokens.groups[row])]
+    return math.gcd(share, *sizes)
+
+
+def uneven_shares(tokens: RowTokens, world_size: int) -> list[list[int]]:
+    """Return the rows of each rank, any number on each, with about the same tokens. A rank may have none.
+
+    Rows of a group stay together where there are enough groups.
+
+    Args:
+        tokens: Tokens of every row.
+        world_size: Number of ranks.
+    """
+    families = tokens.families()
+    units = split_to_count(families, max(world_size, len(families)), tokens.each())
+    shares: list[list[int]] = [[] for _ in range(world_size)]
+    load = [(0, rank) for rank in range(world_size)]
+    for unit in sorted((rows for rows in units if rows), key=tokens.cost, reverse=True):
+        total, rank = heapq.heappop(load)
+        shares[rank].extend(unit)
+        # A unit without tokens counts as one, so that empty rows are spread over the ranks too.
+        heapq.heappush(load, (total + max(tokens.cost(unit), 1), rank))
+    return [sorted(share) for share in shares]
+
+
+def cut_ranks(tokens_per_rank: Sequence[RowTokens], names: Sequence[Sequence[str]], budget: Budget) -> list[list[list[int]]]:
+    """Return the micro-batches of each rank. All ranks get the same number, since their collectives must match.
+
+    Args:
+        tokens_per_rank: Tokens of the rows of each rank.
+        names: Names of the rows of each rank, for errors.
+        budget: Size of a micro-batch.
+
+    Raises:
+        ConfigError: One row alone is over the limit.
+    """
+    cut = [budget.micro_batches(tokens, name) for tokens, name in zip(tokens_per_rank, names, strict=True)]
+    count = max(len(bins) for bins in cut)
+    return [split_to_count(bins, count, tokens.each()) for bins, tokens in zip(cut, tokens_per_rank, strict=True)]
+
+
+# Cuts the batch of a training step for optimizer steps: into mini-batches, into each rank's share, into micro-batches.
+
+
+Prepare = Callable[[list[int], int], RolloutBatch]
+"""Returns the batch with what one mini-batch adds to it, from the rows and the seed of the mini-batch."""
+
+
+@dataclass(frozen=True)
+class MiniBatchCutter:
+    """Cuts batches for the optimizer steps of one trained role.
+
+    Attributes:
+        world_size: Ranks that share each mini-batch.
+        role: Section of the role: size of a mini-batch, passes over the batch, shuffle.
+        samples: Responses to each prompt.
+        budget: How a rank's share of a mini-batch is cut into micro-batches.
+        balance: Even out tokens over the ranks.
+    """
+
+    world_size: int
+    role: Actor | Critic
+    samples: int
+    budget: Budget
+    balance: bool
+
+    def cut(self, batch: RolloutBatch, names: Sequence[str], step: int, prepare: Prepare | None = None) -> list[list[MiniBatch]]:
+        """Return for each rank its shares of the mini-batches, in the order of the optimizer steps.
+
+        Args:
+            batch: Batch of the training step.
+            names: Names of the rows, for errors.
+            step: Number of the training step; seeds the shuffle.
+            prepare: Adds to the batch what depends on a mini-batch; None = nothing does.
+        """
+        mini_batches = []
+        for index, rows in enumerate(self.mini_batch_rows(batch, step)):
+            prepared = batch if prepare is None else prepare(rows, self.seed(step, index))
+            mini_batches.append(self.mini_batches(prepared, rows, names))
+        return [list(shares) for shares in zip(*mini_batches, strict=True)]
+
+    def learn(self, per_rank: Sequence[Sequence[MiniBatch]], figures: PassFigures) -> None:
+        """Let the budget learn from an update, if it learns.
+
+        Args:
+            per_rank: Mini-batches of each rank, as :meth:`cut` returned them.
+            figures: What the update took of the devices.
+        """
+        cut = ((mini.batch.row_tokens(), mini.micro_batches) for minis in per_rank for mini in minis)
+        self.budget.learn(cut, figures)
+
+    def mini_batch_rows(self, batch: RolloutBatch, step: int) -> list[list[int]]:
+        """Return the rows of each mini-batch, over all passes over the batch."""
+        role, rows = self.role, []
+        assert role.ppo_epochs is not None, "follows the actor's"
+        assert role.ppo_mini_batch_size is not None, "follows the actor's"
+        for epoch in range(role.ppo_epochs):
+            seed = self.seed(step, epoch) if role.shuffle else None
+            rows += mini_batch_rows(batch.num_rows // self.samples, self.samples, role.ppo_mini_batch_size, seed)
+        return rows
+
+    def seed(self, step: int, index: int) -> int:
+        """Return the seed of what is drawn for one part of a training step. Every start of a run draws alike."""
+        return self.role.data_loader_seed * 1_000_003 + step * 1_009 + index
+
+    def shares(self, batch: RolloutBatch, rows: Sequence[int]) -> list[list[int]]:
+        """Return each rank's rows of a mini-batch."""
+        return rows_per_rank(batch.row_tokens(), rows, self.world_size, self.balance)
+
+    def mini_batches(self, batch: RolloutBatch, rows: Sequence[int], names: Sequence[str]) -> list[MiniBatch]:
+        """Return each rank's share of one mini-batch, which has these rows."""
+        tokens, sizes = batch.row_tokens(), batch.kept_sizes()
+        # At least one token, because the loss of a mini-batch without any would be 0 / 0.
+        counts = GlobalCounts(tokens=float(max(sum(sizes[row] for row in rows), 1)), sequences=float(len(rows)))
+        shares = self.shares(batch, rows)
+        bins = cut_ranks([tokens.select(share) for share in shares], [[names[r] for r in share] for share in shares], self.budget)
+        return [MiniBatch(batch.select(share), cut, counts) for share, cut in zip(shares, bins, strict=True)]
+
+
+def role_updates(role: Actor | Critic, train_batch_size: int) -> int:
+    """Return the optimizer steps that a role takes in one training step.
+
+    Args:
+        role: Section of the role.
+        train_batch_size: Prompts of a training step.
+    """
+    assert role.ppo_mini_batch_size is not None, "follows the actor's"
+    assert role.ppo_epochs is not None, "follows the actor's"
+    return updates_per_step(train_batch_size, role.ppo_mini_batch_size, role.ppo_epochs)
+
+
+# The update of a step: mini-batches cut for the ranks, and the metrics of their optimizer steps over all ranks.
+
+
+SEEDS = 2**63
+"""Number of seeds that a generator takes."""
+
+
+@dataclass(frozen=True)
+class PolicyUpdate:
+    """Plans the optimizer steps of a training step, and reads their results.
+
+    Attributes:
+        cutter: Cuts the batch for the optimizer steps.
+        actor: Settings of the update.
+        store: Checkpoints, one of which an error names as the way back.
+    """
+
+    cutter: MiniBatchCutter
+    actor: Actor
+    store: CheckpointStore
+
+    def cut(self, batch: RolloutBatch, names: Sequence[str], step: int) -> list[list[MiniBatch]]:
+        """Return for each rank its shares of the mini-batches, in the order of the optimizer steps.
+
+        Args:
+            batch: Batch of the training step.
+            names: Names of the rows, for errors.
+            step: Number of the training step; seeds the shuffle.
+        """
+        return self.cutter.cut(batch, names, step, lambda rows, seed: with_selection(batch, rows, self.actor.policy_loss, seed))
+
+    def gather_log_probs(self, batch: RolloutBatch, per_rank: Sequence[Tensor], step: int) -> Tensor:
+        """Return the log-probs of the whole batch, fp32 [R], from those of each rank's share of the only mini-batch."""
+        (rows,) = self.cutter.mini_batch_rows(batch, step)
+        return scatter_tokens(list(zip(self.cutter.shares(batch, rows), per_rank, strict=True)), batch.responses.sizes())
+
+    def metrics(self, per_rank: Sequence[dict[str, float]], step: int) -> dict[str, float]:
+        """Return the metrics of the update over all ranks.
+
+        Raises:
+            TrainingError: A skipped update had already changed some weights.
+        """
+        metrics = global_metrics(per_rank, ACTOR)
+        refuse_partial(metrics, ACTOR, step, way_back(ACTOR, self.actor.optim.lr, self.store))
+        if self.actor.use_kl_loss:
+            metrics["actor/kl_coef"] = self.actor.kl_loss_coef
+        return metrics
+
+
+def with_selection(batch: RolloutBatch, rows: Sequence[int], loss: PolicyLoss, seed: int) -> RolloutBatch:
+    """Return the batch with the tokens of one mini-batch that its loss acts on, or the batch itself if the loss selects none.
+
+    The tokens are chosen here, from the whole mini-batch, so that they depend neither on micro-batches nor on ranks.
+
+    Args:
+        batch: Batch of the training step, with old log-probs and advantages.
+        rows: Rows of the mini-batch.
+        loss: The section ``actor.policy_loss``.
+        seed: Seed of a random choice.
+    """
+    selects = LOSSES[loss.loss_mode].selects
+    if selects is None:
+        return batch
+    assert batch.old_log_probs is not None, f"{loss.loss_mode} selects tokens by their old log-probs"
+    assert batch.advantages is not None
+    tokens = token_index(batch.responses.sizes(), rows)
+    generator = torch.Generator().manual_seed(seed % SEEDS)
+    selected = torch.zeros(batch.advantages.shape[0], dtype=torch.bool)
+    selected[tokens] = load(selects)(batch.old_log_probs[tokens], batch.advantages[tokens], loss, generator)
+    marked: RolloutBatch = batch.clone(recurse=False)
+    marked.selected = selected
+    return marked
+
+
+def global_metrics(per_rank: Sequence[dict[str, float]], role: Role) -> dict[str, float]:
+    """Return the metrics of a role's update over all ranks: the sum of the ranks' shares, and once what every rank knows."""
+    assert len({metrics[role.skipped] for metrics in per_rank}) == 1, [metrics[role.skipped] for metrics in per_rank]
+    first = per_rank[0]
+    return {name: first[name] if name in role.same_on_all_ranks else sum(metrics[name] for metrics in per_rank) for name in first}
+
+
+def refuse_partial(metrics: dict[str, float], role: Role, step: int, way_out: str) -> None:
+    """Take the count of partial updates out of the metrics, and stop the run where there is one.
+
+    Args:
+        metrics: Metrics of an update over all ranks.
+        role: The role that took it.
+        step: Number of the training step.
+        way_out: How to continue.
+
+    Raises:
+        TrainingError: A skipped update had already changed some weights.
+    """
+    if metrics.pop(role.partial, 0.0):
+        raise TrainingError(
+            f"{role.key}.optim.in_backward=true: in step {step} a gradient was not finite after other parameters had been "
+            f"updated, and that cannot be taken back. With in_backward=false such an update is skipped. {way_out}"
+        )

@@ -1,0 +1,452 @@
+"""Generates responses with the rollout engines, for training and for validation."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.estimators import AdvantageInputs, check_rewards, estimate, group_counts
+from verl_memopt.algorithms.kl import KlController, kl_estimate, shaped_rewards, token_level_rewards
+from verl_memopt.config.schema import Actor, Algorithm, Rollout
+from verl_memopt.data.batch import Ragged, RolloutBatch, prompt_rows, rollout_batch, token_index
+from verl_memopt.data.dataset import PromptRow
+from verl_memopt.data.prompts import StepPrompts
+from verl_memopt.errors import Stopped
+from verl_memopt.rewards.score import RewardResult
+from verl_memopt.rollout.engine import Generation, SamplingSettings, row_seed, train_sampling, validation_sampling
+from verl_memopt.trainer.micro_batching import Budget, cut_ranks, rows_per_rank
+from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.policy import LogProbs, in_batch_order
+from verl_memopt.worker.worker import Worker
+
+
+@dataclass(frozen=True)
+class Answers:
+    """Prompts and their responses; row = prompt * n + sample.
+
+    Attributes:
+        rows: Dataset row of each response.
+        prompt_ids: Tokens of each prompt. Rows of one prompt may be one list object, and must not be changed.
+        generation: Tokens and log-probs of the responses.
+        texts: Responses, decoded without special tokens.
+    """
+
+    rows: list[PromptRow]
+    prompt_ids: list[list[int]]
+    generation: Generation
+    texts: list[str]
+
+
+def join_answers(parts: Sequence[Answers]) -> Answers:
+    """Return the answers of several calls as those of one."""
+    generations = [part.generation for part in parts]
+    log_probs = [generation.log_probs for generation in generations]
+    generation = Generation(
+        response_ids=[ids for each in generations for ids in each.response_ids],
+        log_probs=None if None in log_probs else [row for each in log_probs for row in each or ()],
+        finish_reasons=[reason for each in generations for reason in each.finish_reasons],
+        cached_tokens=sum(each.cached_tokens for each in generations),
+    )
+    return Answers(
+        rows=[row for part in parts for row in part.rows],
+        prompt_ids=[ids for part in parts for ids in part.prompt_ids],
+        generation=generation,
+        texts=[text for part in parts for text in part.texts],
+    )
+
+
+class Generator:
+    """Generates responses under the settings of ``rollout``."""
+
+    def __init__(
+        self, rollout: Rollout, tokenizer: Any, workers: TimedGroup, frees_engine: bool, has_engine: bool = True
+    ) -> None:
+        """Keep what later calls need.
+
+        Args:
+            rollout: How many samples of a prompt, and how they are drawn; with a concrete seed.
+            tokenizer: Decodes the responses.
+            workers: Workers that hold the engines.
+            frees_engine: The engine releases its memory after each rollout.
+            has_engine: The workers have an engine. False = another source gives the responses.
+        """
+        assert rollout.seed is not None
+        self.rollout = rollout
+        self.tokenizer = tokenizer
+        self.workers = workers
+        self.frees_engine = frees_engine and has_engine
+        self.has_engine = has_engine
+        self.seed: int = rollout.seed
+
+    def generate(self, prompts: StepPrompts, step: int, earlier_rounds: int = 0, stays_awake: bool = False) -> Answers:
+        """Return ``rollout.n`` answers to each prompt of a training step. The engine releases its memory afterwards.
+
+        Args:
+            prompts: The prompts.
+            step: Seeds the sampling.
+            earlier_rounds: Calls before this one in the same step. A prompt that returns is answered with other seeds.
+            stays_awake: The engine keeps its memory, because another round may follow.
+
+        Raises:
+            Stopped: a stop was requested and the rollout abandoned.
+        """
+        n = self.rollout.n
+        # Another round must not repeat the samples of an earlier one, so it counts its samples on from there.
+        seeds = sampling_seeds(prompts.prompts, n, self.seed, step, first_sample=earlier_rounds * n)
+        sampling, tensor_parallel = train_sampling(self.rollout), self.rollout.tensor_model_parallel_size
+        try:
+            generation = generate(self.workers, "gen", prompts.prompt_ids, seeds, sampling, tensor_parallel, may_stop=True)
+        except Stopped:
+            self.release_engine()
+            raise
+        if not stays_awake:
+            self.release_engine()
+        return self._decoded(prompts.prompts, n, prompts.prompt_ids, generation)
+
+    def generate_validation(self, rows: Sequence[PromptRow], prompt_ids: list[list[int]], step: int) -> Answers:
+        """Return ``val_kwargs.n`` answers to each held-out row.
+
+        Args:
+            rows: Rows of the validation set.
+            prompt_ids: Tokens of the prompt of each sample; row = prompt * n + sample.
+            step: Seeds the sampling.
+        """
+        samples = self.rollout.val_kwargs.n
+        seeds = sampling_seeds(rows, samples, self.seed, step)
+        sampling, tensor_parallel = validation_sampling(self.rollout), self.rollout.tensor_model_parallel_size
+        generation = generate(self.workers, "testing", prompt_ids, seeds, sampling, tensor_parallel)
+        return self._decoded(rows, samples, prompt_ids, generation)
+
+    def generate_greedy(self, prompts: StepPrompts, step: int) -> Answers:
+        """Return one greedy answer to each prompt of a training step. The engine releases its memory afterwards.
+
+        Args:
+            prompts: The prompts, each ``rollout.n`` times in ``prompt_ids``.
+            step: Number of the step.
+
+        Raises:
+            Stopped: a stop was requested and the rollout abandoned.
+        """
+        prompt_ids = prompts.prompt_ids[:: self.rollout.n]
+        seeds = sampling_seeds(prompts.prompts, 1, self.seed, step)
+        sampling = replace(train_sampling(self.rollout), do_sample=False, log_probs=False)
+        tensor_parallel = self.rollout.tensor_model_parallel_size
+        try:
+            generation = generate(self.workers, "gen", prompt_ids, seeds, sampling, tensor_parallel, may_stop=True)
+        finally:
+            self.release_engine()
+        return self._decoded(prompts.prompts, 1, prompt_ids, generation)
+
+    def wake_and_release(self) -> None:
+        """Let the engine take all its memory, as for a rollout, and release it."""
+        self.workers.all("gen", Worker.wake_engine)
+        self.release_engine()
+
+    def release_engine(self) -> None:
+        """Let the engine release its memory, if it does so between rollouts."""
+        if self.frees_engine:
+            self.workers.all("gen", Worker.release_engine)
+
+    def restore_engine(self) -> None:
+        """Give an engine that released its memory the policy's weights again."""
+        if self.frees_engine:
+            self.workers.all("update_weights", Worker.update_weights)
+
+    def _decoded(self, rows: Sequence[PromptRow], samples: int, prompt_ids: list[list[int]], generation: Generation) -> Answers:
+        texts = self.tokenizer.batch_decode(generation.response_ids, skip_special_tokens=True)
+        return Answers([row for row in rows for _ in range(samples)], prompt_ids, generation, texts)
+
+
+def dataset_answers(rows: Sequence[PromptRow], prompt_ids: list[list[int]], tokenizer: Any) -> Answers:
+    """Return the dataset's own responses to its prompts, one each.
+
+    Args:
+        rows: Rows with responses.
+        prompt_ids: Tokens of each prompt.
+        tokenizer: Decodes the responses.
+    """
+    responses = [list(row.response) for row in rows]
+    texts = tokenizer.batch_decode(responses, skip_special_tokens=True)
+    return Answers(list(rows), prompt_ids, Generation(responses, None, ["stop"] * len(rows)), texts)
+
+
+def generate(
+    workers: TimedGroup,
+    phase: str,
+    prompt_ids: list[list[int]],
+    seeds: list[int],
+    sampling: SamplingSettings,
+    tensor_parallel: int,
+    may_stop: bool = False,
+) -> Generation:
+    """Generate a response to each prompt, spread over the engines. The ranks of one engine get the same prompts.
+
+    Args:
+        workers: Workers that hold the engines.
+        phase: Name under which time and memory are recorded.
+        prompt_ids: Tokens of each prompt.
+        seeds: Seeds of each prompt.
+        sampling: How tokens are drawn.
+        tensor_parallel: Ranks of one engine.
+        may_stop: Engines may abandon the rollout when a stop is requested.
+
+    Raises:
+        Stopped: an engine abandoned the rollout.
+    """
+    num_engines = workers.world_size // tensor_parallel
+    # Rounded bounds, so that the shares differ by at most one prompt and none is lost.
+    bounds = [len(prompt_ids) * index // num_engines for index in range(num_engines + 1)]
+    shares = [slice(bounds[index], bounds[index + 1]) for index in range(num_engines)]
+    arguments = [(prompt_ids[share], seeds[share], sampling, may_stop) for share in shares for _ in range(tensor_parallel)]
+    # The ranks of one engine return the same answers, so one of each is taken.
+    answered = workers.each(phase, Worker.generate, arguments)[::tensor_parallel]
+    generations = [generation for generation in answered if generation is not None]
+    if len(generations) < len(answered):
+        raise Stopped
+    return Generation(
+        response_ids=[ids for generation in generations for ids in generation.response_ids],
+        log_probs=[row for generation in generations for row in generation.log_probs or ()] if sampling.log_probs else None,
+        finish_reasons=[reason for generation in generations for reason in generation.finish_reasons],
+        cached_tokens=sum(generation.cached_tokens for generation in generations),
+    )
+
+
+def sampling_seeds(rows: Sequence[PromptRow], samples: int, seed: int, step: int, first_sample: int = 0) -> list[int]:
+    """Return one seed for each sample of each row. It depends only on the run's seed, the step, the prompt and the sample.
+
+    Args:
+        rows: The prompts.
+        samples: Samples of each prompt.
+        seed: Of the run.
+        step: Number of the step.
+        first_sample: Number of a prompt's first sample; above 0 where earlier rounds of the step may have had the prompt.
+    """
+    numbers = range(first_sample, first_sample + samples)
+    return [row_seed(seed, step, row.index, sample) for row in rows for sample in numbers]
+
+
+# The batch of a step: answers, scores, log-probs and advantages, each added by one phase.
+
+
+Result = TypeVar("Result")
+
+
+@dataclass(frozen=True)
+class Advantages:
+    """The advantages of a batch of B rows with R response tokens.
+
+    Attributes:
+        per_token: fp32 [R].
+        returns: fp32 [R], the rewards from each token on; equal to ``per_token`` where an estimator scores whole responses.
+        rewards: fp32 [B], with the KL subtracted where the settings say so.
+        kl_mean: Mean of that KL; None without it.
+        counts: Rows and groups from which nothing is learned, by reason.
+    """
+
+    per_token: Tensor
+    returns: Tensor
+    rewards: Tensor
+    kl_mean: float | None
+    counts: dict[str, float]
+
+
+@dataclass
+class StepBatch:
+    """The rollouts of one step, with what each phase adds to them.
+
+    Attributes:
+        step: Number of the step, from 1.
+        prompts: Prompts of the step.
+        answers: Prompts and responses as text and as lists of ids.
+        rows: The same as ragged tensors; log-probs and advantages are added to them.
+        results: Reward of each row.
+        entropy: fp32 [R]; None where the log-prob pass does not compute it.
+        advantages: None before the phase that computes them.
+        metrics: Metrics of the phases so far.
+        baselines: fp32 [B], the score of the greedy response to each row's prompt; None without ReMax.
+        sum_pi_squared: fp32 [R], the sum of squared probabilities at each token; None where no estimator reads it.
+        drawn: The rows of the update, where PF-PPO draws them; None = all rows, once each.
+    """
+
+    step: int
+    prompts: StepPrompts
+    answers: Answers
+    rows: RolloutBatch
+    results: list[RewardResult] = field(default_factory=list)
+    entropy: Tensor | None = None
+    advantages: Advantages | None = None
+    metrics: dict[str, float] = field(default_factory=dict)
+    baselines: Tensor | None = None
+    sum_pi_squared: Tensor | None = None
+    drawn: list[int] | None = None
+
+    def for_update(self) -> tuple[RolloutBatch, list[str]]:
+        """Return the rows that the update learns from, and their names for errors."""
+        names = self.names
+        if self.drawn is None:
+            return self.rows, names
+        rows = self.rows.select(self.drawn)
+        if len(set(self.rows.prompt_groups())) == self.rows.num_rows:  # each row computes its own prompt
+            rows.prompt_group = None
+        return rows, [names[row] for row in self.drawn]
+
+    def keep_log_probs(self, log_probs: Tensor) -> None:
+        """Take over log-probs that the update computed, fp32 [tokens of its rows]. Rows that it did not read keep theirs."""
+        if self.drawn is None:
+            self.rows.old_log_probs = log_probs
+        elif self.rows.old_log_probs is not None:
+            kept = self.rows.old_log_probs.clone()
+            kept[token_index(self.rows.responses.sizes(), self.drawn)] = log_probs
+            self.rows.old_log_probs = kept
+
+    @property
+    def names(self) -> list[str]:
+        """Return the name of each row for errors."""
+        return [f"{row.address} (sample of step {self.step})" for row in self.answers.rows]
+
+    @property
+    def scores(self) -> Tensor:  # [B]
+        """Return the rewards as the reward function returned them, fp32 [B]; NaN where nothing is scored."""
+        scores = [result.score for result in self.results] or [math.nan] * self.rows.num_rows
+        return torch.tensor(scores, dtype=torch.float32)
+
+
+@dataclass(frozen=True)
+class LogProbPass:
+    """A forward pass over a whole batch that computes its log-probs, spread over the ranks.
+
+    Attributes:
+        workers: Workers that hold the model.
+        phase: Name under which time and memory are recorded.
+        method: Method of the worker.
+        budget: How a rank's rows are cut into micro-batches.
+        balance: Even out tokens over the ranks.
+        options: Further arguments of the method.
+    """
+
+    workers: TimedGroup
+    phase: str
+    method: Callable[..., LogProbs]
+    budget: Budget
+    balance: bool
+    options: tuple[bool, ...] = ()
+
+    def compute(self, batch: RolloutBatch, names: Sequence[str]) -> LogProbs:
+        """Return log-probs and further statistics of all tokens, fp32 [R] each, in batch order.
+
+        Args:
+            batch: Batch of the step.
+            names: Names of the rows, for errors.
+        """
+        parts = run_pass(self.workers, self.phase, self.method, self.budget, self.balance, self.options, batch, names)
+        return in_batch_order(parts, batch.responses.sizes())
+
+
+def run_pass(
+    workers: TimedGroup,
+    phase: str,
+    method: Callable[..., Result],
+    budget: Budget,
+    balance: bool,
+    options: tuple[Any, ...],
+    batch: RolloutBatch,
+    names: Sequence[str],
+) -> list[tuple[list[int], Result]]:
+    """Run a forward pass over a whole batch, spread over the ranks, and return each rank's rows with its result.
+
+    Args:
+        workers: Workers that hold the model.
+        phase: Name under which time and memory are recorded.
+        method: Method of the worker. It gets a rank's rows and its micro-batches.
+        budget: How a rank's rows are cut into micro-batches.
+        balance: Even out tokens over the ranks.
+        options: Further arguments of the method.
+        batch: Batch of the step.
+        names: Names of the rows, for errors.
+    """
+    tokens = batch.row_tokens()
+    shares = rows_per_rank(tokens, range(batch.num_rows), workers.world_size, balance)
+    of_ranks = [tokens.select(share) for share in shares]
+    bins = cut_ranks(of_ranks, [[names[r] for r in share] for share in shares], budget)
+    arguments = [(batch.select(share), cut, *options) for share, cut in zip(shares, bins, strict=True)]
+    results = workers.each(phase, method, arguments)
+    budget.learn(zip(of_ranks, bins, strict=True), workers.figures)
+    return list(zip(shares, results, strict=True))
+
+
+def to_batch(answers: Answers, samples: int, actor: Actor) -> RolloutBatch:
+    """Return the ragged batch of the answers.
+
+    Args:
+        answers: The rollouts of a step: all answers to a prompt, then those to the next.
+        samples: Answers to each prompt.
+        actor: The ``actor`` section of the settings. It says how the passes compute prompts.
+    """
+    generation = answers.generation
+    log_probs = generation.log_probs
+    assert len(answers.prompt_ids) % samples == 0, f"{len(answers.prompt_ids)} rows are no groups of {samples}"
+    return rollout_batch(
+        prompts=prompt_rows(answers.prompt_ids),
+        responses=Ragged.from_rows(generation.response_ids, torch.int64),
+        group=torch.arange(len(answers.prompt_ids)) // samples,
+        actor=actor,
+        rollout_log_probs=None if log_probs is None else Ragged.from_rows(log_probs, torch.float32).flat,
+    )
+
+
+def compute_advantages(
+    batch: RolloutBatch,
+    scores: Tensor,
+    addresses: Sequence[str],
+    algorithm: Algorithm,
+    controller: KlController,
+    baselines: Tensor | None = None,
+    sum_pi_squared: Tensor | None = None,
+) -> Advantages:
+    """Return the advantages of a batch.
+
+    An estimator that reads rewards per token finds the KL at each token, and the score at the last one.
+
+    Args:
+        batch: The batch, with old and reference log-probs if the KL is part of the reward.
+        scores: fp32 [B].
+        addresses: Names of the rows, for errors.
+        algorithm: Estimator of the advantages, and the KL in the reward.
+        controller: Coefficient of that KL.
+        baselines: As in :class:`StepBatch`.
+        sum_pi_squared: As in :class:`StepBatch`.
+
+    Raises:
+        RewardError: A score is infinite.
+    """
+    valid = check_rewards(scores, addresses)
+    row, lengths, beta = batch.response_row(), batch.responses.lengths, controller.coefficient
+    rewards, kl, kl_mean = scores, None, None
+    if algorithm.use_kl_in_reward:
+        assert batch.old_log_probs is not None, "the KL in the reward needs old log-probs"
+        assert batch.ref_log_probs is not None, "the KL in the reward needs the reference's log-probs"
+        kl = kl_estimate(batch.old_log_probs, batch.ref_log_probs, algorithm.kl_penalty)
+        rewards = shaped_rewards(scores, kl, row, beta)
+        kl_mean = float(kl.mean()) if kl.numel() else 0.0
+    inputs = AdvantageInputs(
+        rewards=rewards,
+        group=batch.group,
+        valid=valid,
+        row=row,
+        lengths=lengths,
+        token_rewards=token_level_rewards(scores, row, lengths, kl, beta),
+        values=batch.old_values,
+        baselines=baselines,
+        old_log_probs=batch.old_log_probs,
+        ref_log_probs=batch.ref_log_probs,
+        rollout_log_probs=batch.rollout_log_probs,
+        sum_pi_squared=sum_pi_squared,
+        weights=batch.weights,
+    )
+    estimated = estimate(inputs, algorithm)
+    return Advantages(estimated.per_token, estimated.returns, rewards, kl_mean, group_counts(rewards, batch.group, valid))

@@ -1,0 +1,413 @@
+"""What gives each answer its reward: a function or a reward model, followed by the manager, or a recipe's own scorer."""
+
+from __future__ import annotations
+
+import logging
+import math
+from collections.abc import Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field, replace
+from itertools import accumulate
+from typing import Any, Protocol, Self
+
+import torch
+from jinja2 import TemplateError
+
+from verl_memopt.algorithms.kl import overlong_penalty
+from verl_memopt.config.schema import Actor, RewardKwargs, RewardModel, Settings
+from verl_memopt.data.batch import Ragged, RolloutBatch, rollout_batch
+from verl_memopt.data.dataset import PromptRow, PromptRows
+from verl_memopt.data.encoder import Spans, special_tokens_of, tokenize
+from verl_memopt.errors import ConfigError, DataError, RewardError
+from verl_memopt.memory.adaptive_budget import LearnedBudget
+from verl_memopt.model.reward_folder import REWARD_KEY
+from verl_memopt.observe.phase import PhaseClock
+from verl_memopt.rewards.runner import RewardRunner
+from verl_memopt.rewards.score import RewardResult, RewardRow
+from verl_memopt.run.environment import Environment
+from verl_memopt.trainer.micro_batching import Budget, learned_budget
+from verl_memopt.trainer.rollouts import Answers, run_pass
+from verl_memopt.worker.group import TimedGroup
+from verl_memopt.worker.plan import RolePlan
+from verl_memopt.worker.worker import Worker
+
+RM_SCORE = "rm_score"
+"""Name of the reward model's score among what a reward function receives, and among the entries of a row."""
+
+
+@dataclass(frozen=True)
+class Scored:
+    """The rewards of some answers.
+
+    Attributes:
+        results: The reward of each answer.
+        metrics: What the scorer measured, under whole names.
+    """
+
+    results: list[RewardResult]
+    metrics: dict[str, float] = field(default_factory=dict)
+
+
+@dataclass(frozen=True)
+class Computed:
+    """What a training step has computed before its answers are scored.
+
+    Attributes:
+        rows: The answers as tensors, with the log-probs that the scorer reads.
+        names: Names of the rows, for errors.
+    """
+
+    rows: RolloutBatch
+    names: list[str]
+
+
+class Scorer(Protocol):
+    """Gives each answer its reward, once a step, when everything that it reads exists."""
+
+    @property
+    def reads(self) -> frozenset[str]:
+        """What it reads beside the text: ``old_log_probs`` or ``ref_log_probs`` of the batch."""
+        ...
+
+    @property
+    def learned_budget(self) -> LearnedBudget | None:
+        """The token budget of its pass, where that learns from measured peaks."""
+        ...
+
+    def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
+        """Return the reward of each answer.
+
+        Args:
+            answers: Prompts and answers.
+            computed: What the training step has computed; None in a validation, which computes no log-probs.
+        """
+        ...
+
+
+class PreparedRecipe(Protocol):
+    """A recipe's part of one run, checked before a worker starts."""
+
+    @property
+    def role(self) -> RolePlan | None:
+        """What each worker builds for the recipe; None for nothing."""
+        ...
+
+    def scorer(self, workers: TimedGroup) -> Scorer:
+        """Return what scores the answers.
+
+        Args:
+            workers: Workers with the recipe's role.
+        """
+        ...
+
+
+class RecipeHooks(Protocol):
+    """What a recipe of :mod:`verl_memopt.recipes.registry` brings to training."""
+
+    def datasets(self, settings: Settings, tokenizer: Any) -> tuple[PromptRows, PromptRows | None]:
+        """Return the training rows and the held-out rows.
+
+        Args:
+            settings: Of the run.
+            tokenizer: The policy's.
+        """
+        ...
+
+    def prepare(self, settings: Settings, environment: Environment, datasets: Sequence[PromptRows | None]) -> PreparedRecipe:
+        """Check the recipe's models and rows, and return its part of the run.
+
+        Args:
+            settings: Of the run.
+            environment: Folders and tokenizer on this machine.
+            datasets: The rows of each split; None where the run reads none.
+
+        Raises:
+            ConfigError, DataError: For what the user must mend.
+        """
+        ...
+
+
+@dataclass(frozen=True)
+class Dapo:
+    """The manager ``dapo``: reports each score as ``acc``, and subtracts the penalty for long responses.
+
+    Attributes:
+        settings: ``reward_model.reward_kwargs``.
+    """
+
+    settings: RewardKwargs
+
+    @classmethod
+    def of(cls, reward_model: RewardModel) -> Self | None:
+        """Return the manager; None where another one is set."""
+        return cls(reward_model.reward_kwargs) if reward_model.reward_manager == "dapo" else None
+
+    def shaped(self, results: Sequence[RewardResult], lengths: Sequence[int]) -> list[RewardResult]:
+        """Return the results with penalties. A row that failed keeps its fallback score.
+
+        A function that returns a plain number gives no ``acc`` of its own; then the score before the penalty is one, as in verl.
+
+        Args:
+            results: Result of each row.
+            lengths: Response tokens of each row.
+        """
+        buffer, longest = self.settings.overlong_buffer_cfg, self.settings.max_resp_len
+        penalties = [0.0] * len(results)
+        if buffer.enable and results:
+            assert longest is not None, "it follows data.max_response_length"
+            tokens = torch.tensor(lengths, dtype=torch.int64)
+            penalties = overlong_penalty(tokens, longest, buffer.len, buffer.penalty_factor).tolist()
+        shaped = []
+        for result, penalty in zip(results, penalties, strict=True):
+            if result.failed:
+                shaped.append(result)
+                continue
+            extra = result.extra or {"acc": result.score}
+            if buffer.enable and buffer.log:
+                extra = {**extra, "overlong_reward": penalty, "overlong": penalty < 0}
+            shaped.append(replace(result, score=result.score + penalty, extra=extra))
+        return shaped
+
+
+@dataclass(frozen=True)
+class Rewarder:
+    """Scores answers, in training and in validation alike.
+
+    Attributes:
+        runner: The reward processes; None where nothing is scored.
+        dapo: What the manager ``dapo`` adds; None with another manager.
+        model: The reward model; None where the settings have none.
+        model_alone: The model's score is the reward. False = the reward function reads it and returns the reward.
+        clock: Times the functions of a training step; None = nothing is timed.
+        reads: Nothing but the text, as :class:`Scorer` has it.
+    """
+
+    runner: RewardRunner | None
+    dapo: Dapo | None = None
+    model: ModelScores | None = None
+    model_alone: bool = False
+    clock: PhaseClock | None = None
+    reads: frozenset[str] = frozenset()
+
+    @property
+    def learned_budget(self) -> LearnedBudget | None:
+        """The token budget of the reward model, where it learns."""
+        return None if self.model is None else self.model.budget.learned
+
+    def score_answers(self, answers: Answers, computed: Computed | None) -> Scored:
+        """Return the reward of each answer. Arguments as for :class:`Scorer`; errors as for :meth:`score`."""
+        timed = None if computed is None or self.clock is None else self.clock.phase("reward")
+        return Scored(self.score(answers, timed))
+
+    def score(self, answers: Answers, timed: AbstractContextManager[None] | None = None) -> list[RewardResult]:
+        """Return the reward of each answer.
+
+        Args:
+            answers: Prompts and answers.
+            timed: Entered while functions score. The workers time the reward model themselves.
+
+        Raises:
+            RewardError: The reward function failed on a row, or the model gave no finite score.
+            Stopped: A stop was requested.
+        """
+        model_scores = None if self.model is None else self.model.score(answers)
+        with timed or nullcontext():
+            if model_scores is not None and self.model_alone:
+                results = [RewardResult(score) for score in model_scores]
+            else:
+                results = self._by_function(answers, model_scores)
+            if self.dapo is None:
+                return results
+            return self.dapo.shaped(results, [len(ids) for ids in answers.generation.response_ids])
+
+    def _by_function(self, answers: Answers, model_scores: list[float] | None) -> list[RewardResult]:
+        infos = [row.extra_info for row in answers.rows]
+        if model_scores is not None:
+            infos = [{**info, RM_SCORE: score} for info, score in zip(infos, model_scores, strict=True)]
+        rows = [
+            RewardRow(row.data_source, text, row.ground_truth, info, row.address)
+            for row, text, info in zip(answers.rows, answers.texts, infos, strict=True)
+        ]
+        assert self.runner is not None, "this debug mode scores nothing"
+        results = self.runner.score(rows)
+        if model_scores is None:
+            return results
+        return [
+            replace(result, extra={RM_SCORE: score, **result.extra}) for result, score in zip(results, model_scores, strict=True)
+        ]
+
+
+# The reward model's score of each answer, computed by the workers.
+
+
+BUDGET_KEY = "reward_model.forward_max_token_len_per_gpu"
+END = 0
+"""The token that follows each conversation. No model sees it: it only asks for the state of the last token."""
+
+
+@dataclass(frozen=True)
+class ModelScores:
+    """Scores answers with the reward model, spread over the ranks.
+
+    Attributes:
+        workers: Workers that hold the model.
+        conversations: Turns answers into what the model reads.
+        budget: How a rank's rows are cut into micro-batches.
+        actor: The ``actor`` section of the settings, which says whether rows of a group compute their prompt once.
+        balance: Even out tokens over the ranks.
+    """
+
+    workers: TimedGroup
+    conversations: Conversations
+    budget: Budget
+    actor: Actor
+    balance: bool
+
+    def score(self, answers: Answers) -> list[float]:
+        """Return the score of each answer. The phase is ``reward``.
+
+        Raises:
+            ConfigError: A conversation alone is over the limit of a micro-batch.
+            RewardError: A score is not finite. The message names the row.
+        """
+        num_rows = len(answers.rows)
+        if not num_rows:
+            return []
+        batch = self._batch(answers)
+        names = [row.address for row in answers.rows]
+        names += names[:1] * (batch.num_rows - num_rows)
+        scores = torch.empty(batch.num_rows)
+        for share, part in run_pass(self.workers, "reward", Worker.reward_scores, self.budget, self.balance, (), batch, names):
+            scores[share] = part
+        for row, score in zip(answers.rows, scores[:num_rows].tolist(), strict=True):
+            if not math.isfinite(score):
+                raise RewardError(f"{row.address}: the reward model gave the score {score}. Check its weights and its dtype.")
+        return scores[:num_rows].tolist()
+
+    def _batch(self, answers: Answers) -> RolloutBatch:
+        """Return the conversations, and copies of the first so that each rank gets the same number of rows."""
+        before, after, groups = self.conversations.of(answers)
+        missing = -len(before) % self.workers.world_size
+        rows = [*range(len(before)), *[0] * missing]
+        return rollout_batch(
+            prompts=Ragged.from_rows([before[row] for row in rows], torch.int64),
+            responses=Ragged.from_rows([[*after[row], END] for row in rows], torch.int64),
+            group=torch.tensor([*groups, *range(len(before), len(rows))], dtype=torch.int64),
+            actor=self.actor,
+        )
+
+
+def reward_budget(reward_model: RewardModel) -> Budget:
+    """Return the budget of the reward model's pass."""
+    rows, tokens = reward_model.micro_batch_size_per_gpu, reward_model.forward_max_token_len_per_gpu or 0
+    by_tokens = bool(reward_model.use_dynamic_bsz)
+    learned = learned_budget(reward_model.adaptive_token_budget, by_tokens, tokens)
+    return Budget(by_tokens, tokens, rows, BUDGET_KEY, learned)
+
+
+# Prompts and answers as the reward model reads them: the policy's ids, or text rendered with the model's own chat template.
+
+
+logger = logging.getLogger(__name__)
+
+Ids = list[int]
+
+
+@dataclass(frozen=True)
+class Conversations:
+    """Turns answers into the token ids of conversations.
+
+    Attributes:
+        tokenizer: The reward model's own tokenizer; None where it reads the policy's ids.
+        max_length: Tokens beyond which the end of a conversation is cut off; None where none is cut.
+    """
+
+    tokenizer: Any
+    max_length: int | None
+
+    def of(self, answers: Answers) -> tuple[list[Ids], list[Ids], list[int]]:
+        """Return, for each row, the ids before and after the point where the conversations of its group part, and its group.
+
+        A group is a prompt: its rows compute the ids before that point once.
+
+        Args:
+            answers: Prompts and answers; the rows of a prompt follow one another.
+
+        Raises:
+            DataError: A conversation cannot be rendered.
+        """
+        groups = _groups(answers.rows)
+        if self.tokenizer is None:
+            pairs = zip(answers.prompt_ids, answers.generation.response_ids, strict=True)
+            whole = self._cut([[*prompt, *response] for prompt, response in pairs])
+        else:
+            whole = self._cut(self._encoded(answers))
+        members: dict[int, list[Ids]] = {}
+        for group, ids in zip(groups, whole, strict=True):
+            members.setdefault(group, []).append(ids)
+        shared = {group: max(1, _shared(rows)) for group, rows in members.items()}
+        before = [ids[: shared[group]] for group, ids in zip(groups, whole, strict=True)]
+        after = [ids[shared[group] :] for group, ids in zip(groups, whole, strict=True)]
+        return before, after, groups
+
+    def _cut(self, rows: list[Ids]) -> list[Ids]:
+        longest = self.max_length
+        if longest is None:
+            return rows
+        num_cut = sum(len(ids) > longest for ids in rows)
+        if num_cut:
+            logger.warning(
+                "reward_model.max_length=%d: the end of %d of %d conversations is cut off", longest, num_cut, len(rows)
+            )
+        return [ids[:longest] for ids in rows]
+
+    def _encoded(self, answers: Answers) -> list[Ids]:
+        rendered = [self._rendered(row, text) for row, text in zip(answers.rows, answers.texts, strict=True)]
+        return tokenize(self.tokenizer, [text for text, _ in rendered], [plain for _, plain in rendered])
+
+    def _rendered(self, row: PromptRow, answer: str) -> tuple[str, Spans]:
+        """Return a conversation as text, and the spans of special tokens that are plain text: those of messages and answers.
+
+        A prompt that is a text, and no list of messages, is followed by the answer as it is.
+        """
+        special = special_tokens_of(self.tokenizer)
+        if row.messages is None:
+            text = row.text + answer
+            return text, special.find(text) if special.count(text) else ()
+        messages = [*row.messages, {"role": "assistant", "content": answer}]
+        hides = special.count(messages) > 0
+        shown = special.hide(messages) if hides else messages
+        try:
+            text = self.tokenizer.apply_chat_template(shown, tokenize=False, add_generation_prompt=False)
+            return special.reveal(text) if hides else (text, ())
+        except (TemplateError, ValueError, TypeError) as problem:
+            raise DataError(
+                f"{row.address}: the chat template of the reward model cannot render this conversation ({problem}). "
+                "Correct the row, or use another reward model."
+            ) from problem
+
+    def check(self, rows: PromptRows) -> None:
+        """Check that the tokenizer can render the conversations of a data set.
+
+        Raises:
+            ConfigError: The rows have messages, and the tokenizer has no chat template.
+        """
+        if self.tokenizer is None or self.tokenizer.chat_template is not None:
+            return
+        if any(rows[index].messages is not None for index in range(len(rows))):
+            raise ConfigError(
+                f"{REWARD_KEY}.input_tokenizer: the reward model's tokenizer has no chat template, and the prompts are messages. "
+                f"Add a template to its folder, or set {REWARD_KEY}.input_tokenizer=null where it shares the policy's tokenizer."
+            )
+
+
+def _shared(rows: Sequence[Ids]) -> int:
+    """Return how many ids at their start all rows share."""
+    first, last = min(rows), max(rows)  # in the order of lists, so that all others lie between
+    return next((place for place, pair in enumerate(zip(first, last, strict=False)) if pair[0] != pair[1]), len(first))
+
+
+def _groups(rows: Sequence[PromptRow]) -> list[int]:
+    """Return a number for each row. Neighbours with the same prompt have the same number."""
+    starts = [index == 0 or rows[index - 1] is not row for index, row in enumerate(rows)]
+    return [number - 1 for number in accumulate(map(int, starts))]

@@ -1,0 +1,109 @@
+"""What a checkpoint holds of the policy and of the critic: this rank's part of the training state, and a Hugging Face folder."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from contextlib import ExitStack
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+
+from verl_memopt.config.schema import CriticModel, Model
+from verl_memopt.distributed.file_records import Records, record_folder
+from verl_memopt.distributed.sharded_state import load_training_state, save_training_state
+from verl_memopt.errors import CheckpointError
+from verl_memopt.memory.lora_torch import merged_weights, save_adapter
+from verl_memopt.model.export import export_folder
+from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.policy_model import dtype_of
+from verl_memopt.model.value_model import ValueModel, classifier_config
+from verl_memopt.model.weights import named_weights
+from verl_memopt.rollout.weight_map import full_weights
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.trained_model import ACTOR, TrainedModel
+
+
+def plain_weights(model: PackedModel) -> Iterator[tuple[str, torch.Tensor]]:
+    """Return the weights under the names of a plain model: adapters merged, still sharded."""
+    return merged_weights(named_weights(model), model)
+
+
+def save_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, contents: Sequence[str]) -> Records:
+    """Write this rank's part of a checkpoint. With hf_model in ``contents``, also write the weights in Hugging Face format.
+
+    Parameters that are on the host are written from there. Every file is forced to disk.
+
+    Args:
+        trained: The policy's model or the critic's.
+        plan: What the worker was built from.
+        rank: This rank. Only rank 0 writes the Hugging Face files.
+        folder: Folder of the role in the checkpoint.
+        contents: Parts to write.
+
+    Returns:
+        The record of each file that this rank wrote, relative to ``folder``.
+
+    Raises:
+        CheckpointError: The disk refuses. The message names the folder.
+    """
+    model, exported, adapter = _model_section(trained, plan), folder / "huggingface", folder / "lora_adapter"
+    with ExitStack() as stack:
+        if trained.home is not None:
+            stack.enter_context(trained.home.readable())
+        records = save_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
+        try:
+            export_trained(trained, plan, rank, exported, weights="hf_model" in contents)
+            if model.lora_rank > 0:
+                save_adapter(adapter, trained.model, str(model.path), model.lora_rank, model.lora_alpha, rank == 0)
+            if rank == 0:
+                # Recorded after both are written: a safetensors file gets its header last, so it cannot be hashed while it is
+                # written.
+                records |= record_folder(exported, folder) | record_folder(adapter, folder)
+            return records
+        except (OSError, SafetensorError) as error:
+            raise CheckpointError(f"{folder}: the model could not be written: {error}.") from error
+
+
+def export_trained(trained: TrainedModel, plan: WorkerPlan, rank: int, folder: Path, weights: bool) -> None:
+    """Write a model in Hugging Face format: config, tokenizer and chat template, and weights tensor by tensor.
+
+    The critic is written as a token classifier of transformers with one label.
+
+    Args:
+        trained: The policy's model or the critic's.
+        plan: What the worker was built from.
+        rank: This rank. Only rank 0 writes.
+        folder: The folder to write.
+        weights: Write the weights too.
+    """
+    settings, model = plan.settings, trained.model
+    masters = dtype_of(trained.fsdp.model_dtype, f"{trained.role.key}: model_dtype")
+    bucket = settings.rollout.checkpoint_engine.update_weights_bucket_megabytes
+    stream = full_weights(plain_weights(model), masters, bucket) if weights else None
+    config = classifier_config(model.lm.config) if isinstance(model, ValueModel) else model.lm.config
+    export_folder(folder, config, Path(plan.tokenizer_folder), stream, rank == 0)
+    template = settings.model.custom_chat_template
+    if rank == 0 and template is not None:
+        # transformers prefers this file to tokenizer_config.json.
+        (folder / "chat_template.jinja").write_text(template)
+
+
+def load_trained(trained: TrainedModel, folder: Path, contents: Sequence[str]) -> None:
+    """Read this rank's part of a checkpoint, written by any number of ranks.
+
+    Args:
+        trained: The policy's model or the critic's. Its parameters are on the device.
+        folder: Folder of the role in the checkpoint.
+        contents: Parts to read.
+    """
+    load_training_state(folder, trained.model, trained.optimizer, trained.schedule, trained.device, contents)
+    if trained.home is not None:
+        trained.home.changed()
+
+
+def _model_section(trained: TrainedModel, plan: WorkerPlan) -> Model | CriticModel:
+    if trained.role is ACTOR:
+        return plan.settings.model
+    assert plan.critic is not None
+    return plan.critic.model

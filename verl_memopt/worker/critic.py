@@ -1,0 +1,93 @@
+"""The critic: values of a batch, and update steps on the clipped value loss."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.losses import ValueTokens, value_loss
+from verl_memopt.algorithms.rollout_correction import kept_lengths
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config import schema
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.model.packing import Pack
+from verl_memopt.model.prefix_kv import PrefixKV
+from verl_memopt.model.value_model import ValueModel
+from verl_memopt.worker.policy import forward_pass
+from verl_memopt.worker.trained_model import CRITIC, MicroBatch, MiniBatch, SavedTensorHooks, TrainedModel
+
+
+class Critic:
+    """The trained critic. All ranks call the same methods in the same order.
+
+    Args:
+        model: The model, sharded and filled.
+        settings: The ``critic`` section of the settings.
+        optimizer_steps: Optimizer steps of the critic in the whole run, for the schedule.
+        world_size: Number of ranks.
+        device: The device of the model.
+        offload: Offloads its activations. None = they stay on the device.
+
+    Attributes:
+        trained: The model with its optimizer.
+    """
+
+    def __init__(
+        self,
+        model: ValueModel,
+        settings: schema.Critic,
+        optimizer_steps: int,
+        world_size: int,
+        device: torch.device,
+        offload: SavedTensorHooks | None = None,
+    ) -> None:
+        """Build optimizer and schedule."""
+        self.model = model
+        self.settings = settings
+        fsdp = settings.model.fsdp_config
+        self.trained = TrainedModel(CRITIC, model, settings.optim, fsdp, optimizer_steps, world_size, device, offload)
+
+    def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> Tensor:
+        """Return the value of the state before each response token, fp32 [R] on the host, in batch order.
+
+        Args:
+            batch: The batch of this rank.
+            micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
+        """
+
+        def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> Tensor:
+            return self.model(pack, prefix_kv)
+
+        parts = forward_pass(self.model, batch, micro_batches, self.trained.device, forward)
+        return scatter_tokens(parts, batch.responses.sizes())
+
+    def update(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`.
+
+        Args:
+            mini_batches: One per optimizer step. Their batches have ``old_values`` and ``returns``.
+        """
+        return self.trained.update(mini_batches, self.loss)
+
+    def loss(
+        self, micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None = None
+    ) -> tuple[Tensor, dict[str, Tensor]]:
+        """Return the micro-batch's share of the clipped value loss, and of its metrics.
+
+        Args:
+            micro: The micro-batch, on the device, with old values and returns.
+            counts: Tokens and sequences of the mini-batch over all ranks.
+            prefix_kv: The prefix KV of the prompt of its responses.
+        """
+        assert micro.old_values is not None
+        assert micro.returns is not None
+        settings, pack = self.settings, micro.pack
+        assert settings.loss_agg_mode is not None
+        predictions = self.model(pack, prefix_kv)
+        kept = micro.kept
+        lengths = pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
+        tokens = ValueTokens(predictions, micro.old_values, micro.returns, pack.row, lengths, counts, kept)
+        loss, metrics = value_loss(tokens, settings.cliprange_value, settings.loss_agg_mode, settings.loss_scale_factor)
+        return loss, {f"{CRITIC.name}/{name}": value for name, value in metrics.items()}

@@ -1,0 +1,593 @@
+"""The interface of a group of workers. It answers calls in rank order, wherever its members live."""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import signal
+import socket
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+from types import FrameType
+from typing import Any, Concatenate, ParamSpec, Protocol, TypeVar
+
+from verl_memopt.errors import ConfigError, UserError, WorkerError
+from verl_memopt.memory.adaptive_budget import PassFigures
+from verl_memopt.observe.phase import PhaseClock, PhaseMemory, combine, host_rss_bytes
+from verl_memopt.worker.ray_cluster import STOP_SIGNALS, Connection, Request, release, reserve
+
+
+@dataclass(frozen=True)
+class Placement:
+    """The place of a member in its group."""
+
+    rank: int
+    world_size: int
+    local_rank: int
+    """Rank of the member on its node, and the index of its device among the devices that its process sees."""
+    master_addr: str
+    """Address of rank 0's node, where process groups meet."""
+    master_port: int
+    """A port that was free there when the group started."""
+    device: str
+    """Kind of device, as :func:`verl_memopt.distributed.device.resolve_device` names it."""
+
+
+WorkerFactory = Callable[[Placement], Any]
+"""Builds a worker inside the process that will hold it. Must be picklable."""
+
+
+class WorkerGroup(Protocol):
+    """Members that are called by method name, one call at a time, and that answer together."""
+
+    world_size: int
+
+    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Make the same call on each member and return the results in rank order.
+
+        After an error the group is gone.
+
+        Raises:
+            UserError: As a member raised it.
+            WorkerError: A member raised any other error. The message carries its traceback. A group in this process raises the
+                error itself.
+        """
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order.
+
+        Raises:
+            UserError: As in :meth:`all`.
+        """
+
+    def shutdown(self) -> None:
+        """End the members and all that was started for them. May be called again."""
+
+
+def process_environment(placement: Placement, local_world_size: int) -> dict[str, str]:
+    """Return the environment variables from which torch.distributed and vLLM read their place."""
+    return {
+        "RANK": str(placement.rank),
+        "WORLD_SIZE": str(placement.world_size),
+        "LOCAL_RANK": str(placement.local_rank),
+        "LOCAL_WORLD_SIZE": str(local_world_size),
+        "MASTER_ADDR": placement.master_addr,
+        "MASTER_PORT": str(placement.master_port),
+    }
+
+
+def free_port(address: str) -> int:
+    """Return a port that is free on this node at this moment."""
+    with socket.socket() as probe:
+        probe.bind((address, 0))
+        return int(probe.getsockname()[1])
+
+
+# A group of one member in this process: for a debugger, and for machines without Ray.
+
+
+LOOPBACK = "127.0.0.1"
+
+
+class LocalGroup:
+    """One worker in the driver's process. Its environment variables are set for as long as the group lives.
+
+    The worker's errors come through unchanged, so a debugger stops at their cause.
+
+    Args:
+        factory: Builds the worker.
+        device: Kind of its device.
+    """
+
+    world_size = 1
+
+    def __init__(self, factory: WorkerFactory, device: str) -> None:
+        """Set the environment variables and build the worker."""
+        port = free_port(LOOPBACK)
+        placement = Placement(rank=0, world_size=1, local_rank=0, master_addr=LOOPBACK, master_port=port, device=device)
+        variables = process_environment(placement, local_world_size=1)
+        self._before = {name: os.environ.get(name) for name in variables}
+        self._worker: Any = None
+        os.environ.update(variables)
+        try:
+            self._worker = factory(placement)
+        except BaseException:
+            self._restore_environment()
+            raise
+
+    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Call the worker and return its result as a list of one."""
+        assert self._worker is not None, "the group was shut down"
+        return [getattr(self._worker, method)(*args, **kwargs)]
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call the worker with the only tuple of ``arguments``."""
+        (only_arguments,) = arguments
+        return self.all(method, *only_arguments)
+
+    def shutdown(self) -> None:
+        """Close the worker, if it has a ``close``, and drop it."""
+        worker, self._worker = self._worker, None
+        if worker is None:
+            return
+        try:
+            if hasattr(worker, "close"):
+                worker.close()
+        finally:
+            self._restore_environment()
+
+    def _restore_environment(self) -> None:
+        for name, value in self._before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+# The workers as the driver calls them: each call is a timed phase, and its memory is recorded.
+
+
+P = ParamSpec("P")
+Result = TypeVar("Result")
+
+
+class TimedGroup:
+    """A worker group with a clock.
+
+    Attributes:
+        track: Count live bytes on a CPU in the calls that follow.
+        figures: What the last call took of the devices.
+    """
+
+    def __init__(self, group: WorkerGroup, clock: PhaseClock, in_process: bool) -> None:
+        """Record the memory of the start.
+
+        Args:
+            group: The workers.
+            clock: Times each call as a phase.
+            in_process: The worker runs in this process, so its figures include the driver's resident memory.
+        """
+        self.group = group
+        self.clock = clock
+        self.in_process = in_process
+        self.track = False
+        self.figures = PassFigures()
+        init = combine(group.all("started"), 0 if in_process else host_rss_bytes())
+        self._memories: dict[str, list[PhaseMemory]] = {"init": [init]}
+
+    @property
+    def world_size(self) -> int:
+        """Number of workers."""
+        return self.group.world_size
+
+    def all(self, phase: str, method: Callable[Concatenate[Any, P], Result], *args: P.args, **options: P.kwargs) -> list[Result]:
+        """Call a method on each worker with the same arguments, and return the results in rank order.
+
+        Args:
+            phase: Name of the phase.
+            method: A method of the worker's class, such as ``Worker.generate``.
+            *args: Its arguments.
+            **options: None: arguments travel by position.
+        """
+        assert not options, f"{method.__name__}: give {', '.join(options)} by position"
+        return self.each(phase, method, [args] * self.world_size)
+
+    def each(self, phase: str, method: Callable[..., Result], arguments: Sequence[tuple[Any, ...]]) -> list[Result]:
+        """Call a method on each worker, with one tuple of arguments per rank, and return the results in rank order.
+
+        Args:
+            phase: Name of the phase.
+            method: A method of the worker's class.
+            arguments: The arguments of each rank.
+        """
+        name = method.__name__
+        with self.clock.phase(phase):
+            replies = self.group.each("call", [(phase, self.track, name, *args) for args in arguments])
+        driver = 0 if self.in_process else host_rss_bytes()
+        self._memories.setdefault(phase, []).append(combine([reply.memory for reply in replies], driver))
+        self.figures = _figures(replies)
+        return [reply.value for reply in replies]
+
+    def take_memories(self) -> list[PhaseMemory]:
+        """Return the memory of each phase since the last call of this method, in the order in which the phases began."""
+        memories = [_over_calls(calls) for calls in self._memories.values()]
+        self._memories = {}
+        return memories
+
+
+def _figures(replies: Sequence[Any]) -> PassFigures:
+    """Return the figures of one call over all ranks."""
+    peaks = [reply.memory.peak_allocated_bytes for reply in replies]
+    budgets = [reply.budget_bytes for reply in replies]
+    caps = [reply.cap_after_error for reply in replies if reply.cap_after_error is not None]
+    return PassFigures(
+        peak_bytes=None if None in peaks else max(peaks),
+        budget_bytes=None if None in budgets else min(budgets),
+        cap_after_error=min(caps, default=None),
+        retries=sum(reply.retries for reply in replies),
+    )
+
+
+def _over_calls(calls: Sequence[PhaseMemory]) -> PhaseMemory:
+    """Return the figures of a phase over its successive calls: the largest peaks, and the live bytes at both ends."""
+    return replace(
+        combine(calls),
+        seconds=sum(call.seconds for call in calls),
+        allocated_bytes=calls[-1].allocated_bytes,
+        entered_bytes=calls[0].entered_bytes,
+        host_rss_bytes=max(call.host_rss_bytes for call in calls),
+        host_buffer_bytes=max(call.host_buffer_bytes for call in calls),
+    )
+
+
+# A group of one Ray actor per device, on one node or many.
+#
+# A member that fails ends the group: other members may wait for it in a collective, so they are killed.
+#
+# Each member sees all GPUs that Ray gave to its group on its node, in the order of the local ranks. Its own GPU is the one of its
+# local rank, as under torchrun. Why: docs/decisions/visible_devices.md.
+
+
+VISIBLE_DEVICES = "CUDA_VISIBLE_DEVICES"
+"""The GPUs that a process sees, by index or UUID. CUDA reads it when it starts."""
+
+NO_GPU = {VISIBLE_DEVICES: ""}
+"""Hides all GPUs from a worker of a CPU run. Ray hides none from a process that requested none."""
+
+SETTLE_SECONDS = 1.0
+"""Wait for further failures after the first: a broken connection is often reported before the death that caused it."""
+
+SLICE_SECONDS = 1.0
+"""Time between two checks that Ray itself is still alive, while calls run."""
+
+KILL_SECONDS = 10.0
+"""Longest time in which killed members must be gone."""
+
+
+@dataclass(frozen=True)
+class Home:
+    """Where a member runs.
+
+    ``port`` was free there when the member started. ``gpus`` are the GPUs that Ray assigned, by the names of the node; empty on a
+    CPU.
+    """
+
+    pid: int
+    node: str
+    address: str
+    port: int
+    gpus: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        """Return process id and address."""
+        return f"pid {self.pid} on {self.address}"
+
+
+class Member:
+    """The process of one worker. It starts empty, so that its environment is set before anything heavy is imported.
+
+    Args:
+        rank: Rank of the worker.
+    """
+
+    def __init__(self, rank: int) -> None:
+        """Ignore the signals that stop a run."""
+        # The driver decides what a signal to all processes of a run means, and this process ends with the driver. A handler,
+        # not SIG_IGN: programs that this process starts then have the default actions.
+        for number in STOP_SIGNALS:
+            signal.signal(number, _left_to_the_driver)
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, STOP_SIGNALS)
+        self._rank = rank
+        self._worker: Any = None
+
+    def __repr__(self) -> str:
+        """Return the name that Ray prints before each line that the worker logs."""
+        return f"worker {self._rank}"
+
+    def home(self) -> Home:
+        """Return where this process runs."""
+        import ray
+
+        context = ray.get_runtime_context()
+        address = ray.util.get_node_ip_address()
+        gpus = tuple(map(str, ray.get_gpu_ids()))
+        return Home(os.getpid(), context.get_node_id(), address, free_port(""), gpus)
+
+    def build(self, pickled_factory: bytes, placement: Placement, environment: dict[str, str]) -> None:
+        """Build the worker.
+
+        Args:
+            pickled_factory: The factory, pickled, because unpickling it imports modules that read the environment.
+            placement: The worker's place.
+            environment: Variables to set first.
+        """
+        from ray import cloudpickle
+
+        os.environ.update(environment)
+        self._worker = cloudpickle.loads(pickled_factory)(placement)
+
+    def call(self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        """Call a method of the worker."""
+        return getattr(self._worker, method)(*args, **kwargs)
+
+
+def _left_to_the_driver(number: int, frame: FrameType | None) -> None:
+    """Ignore the signal, because the driver handles it."""
+
+
+def start_ray_group(
+    factory: WorkerFactory,
+    nnodes: int,
+    devices_per_node: int,
+    device: str,
+    timeout_seconds: float,
+    ray_init: Mapping[str, Any],
+    num_threads: int,
+) -> RayGroup:
+    """Return a group of ``nnodes * devices_per_node`` workers, built and ready, with ranks in the order of the nodes.
+
+    If it fails, nothing that it started is left behind.
+
+    Args:
+        factory: Builds a worker.
+        nnodes: Number of nodes.
+        devices_per_node: Workers per node.
+        device: Kind of device, cuda or cpu.
+        timeout_seconds: Longest wait for placement, and again for the start of the processes.
+        ray_init: Arguments of ray.init, where this process is not connected yet.
+        num_threads: OMP_NUM_THREADS of each worker.
+
+    Raises:
+        ConfigError: The cluster is too small for the group, or Ray refuses ``ray_init``.
+        WorkerError: The cluster had no room in time, or a worker failed while it was built.
+        UserError: As the factory raised it.
+    """
+    request = Request(nnodes, devices_per_node, gpu=device != "cpu")
+    group = RayGroup(Connection(ray_init, request))
+    try:
+        group.start(request, timeout_seconds)
+        group.build(factory, device, num_threads)
+    except BaseException:
+        group.shutdown()
+        raise
+    return group
+
+
+def visible_devices(homes: Sequence[Home], rank: int) -> dict[str, str]:
+    """Return the variable that shows a member the GPUs of its group on its node, in the order of their local ranks.
+
+    Empty on a CPU.
+
+    Raises:
+        ConfigError: Ray assigned more or fewer GPUs than one to a member of the node.
+    """
+    neighbours = [home.gpus for home in homes if home.node == homes[rank].node]
+    if not any(neighbours):
+        return {}
+    if any(len(gpus) != 1 for gpus in neighbours):
+        raise ConfigError(
+            f"ray_kwargs.ray_init: Ray gave worker {rank} on {homes[rank].address} the GPUs {sorted(homes[rank].gpus)} instead "
+            f"of one. Remove {VISIBLE_DEVICES} from its runtime_env. To use a part of a node's GPUs, set {VISIBLE_DEVICES} "
+            "before Ray starts on that node."
+        )
+    return {VISIBLE_DEVICES: ",".join(gpu for (gpu,) in neighbours)}
+
+
+class RayGroup:
+    """One actor per device. Created by :func:`start_ray_group`.
+
+    Args:
+        connection: The connection to Ray.
+    """
+
+    def __init__(self, connection: Connection) -> None:
+        """Start without members."""
+        self.world_size = 0
+        self.homes: list[Home] = []
+        self._connection = connection
+        self._members: list[Any] = []
+        self._room: list[Any] = []
+        atexit.register(self.shutdown)
+
+    def start(self, request: Request, timeout_seconds: float) -> None:
+        """Reserve room, and start an empty process in each bundle.
+
+        Args:
+            request: The room that the group needs.
+            timeout_seconds: Longest wait for room, and again for the processes.
+        """
+        import ray
+        from ray.util.scheduling_strategies import PlacementGroupSchedulingStrategy
+
+        self._room = reserve(request, timeout_seconds)
+        for room in self._room:
+            for bundle in range(request.devices_per_node):
+                options = ray.remote(Member).options(
+                    num_cpus=1,
+                    num_gpus=1 if request.gpu else 0,
+                    # A worker meets others in collectives, so its calls must run one at a time and in their order.
+                    max_concurrency=1,
+                    scheduling_strategy=PlacementGroupSchedulingStrategy(room, placement_group_bundle_index=bundle),
+                )
+                self._members.append(options.remote(len(self._members)))
+        self.world_size = len(self._members)
+        self.homes = self._gather([member.home.remote() for member in self._members], timeout_seconds)
+
+    def build(self, factory: WorkerFactory, device: str, num_threads: int) -> None:
+        """Build the worker of each process. Workers may meet in collectives meanwhile.
+
+        Args:
+            factory: Builds a worker.
+            device: Kind of device, cuda or cpu.
+            num_threads: OMP_NUM_THREADS of each worker.
+        """
+        from ray import cloudpickle
+
+        pickled = cloudpickle.dumps(factory)
+        nodes = [home.node for home in self.homes]
+        # On one node the loopback address needs no firewall to be open, and nobody else can connect.
+        address = LOOPBACK if len(set(nodes)) == 1 else self.homes[0].address
+        calls = []
+        for rank, member in enumerate(self._members):
+            local_rank = nodes[:rank].count(nodes[rank])
+            placement = Placement(rank, self.world_size, local_rank, address, self.homes[0].port, device)
+            environment = process_environment(placement, nodes.count(nodes[rank]))
+            environment |= {"OMP_NUM_THREADS": str(num_threads)}
+            environment |= NO_GPU if device == "cpu" else visible_devices(self.homes, rank)
+            calls.append(member.build.remote(pickled, placement, environment))
+        self._gather(calls)
+
+    def all(self, method: str, *args: Any, **kwargs: Any) -> list[Any]:
+        """Make the same call on each member and return the results in rank order.
+
+        Raises:
+            UserError: As a member raised it.
+            WorkerError: A member raised any other error, or died. The message names its rank.
+        """
+        return self._gather([member.call.remote(method, args, kwargs) for member in self._members])
+
+    def each(self, method: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Call member ``rank`` with ``arguments[rank]`` and return the results in rank order.
+
+        Raises:
+            UserError: As in :meth:`all`.
+        """
+        calls = zip(self._members, arguments, strict=True)
+        return self._gather([member.call.remote(method, tuple(member_arguments), {}) for member, member_arguments in calls])
+
+    def write_timeline(self, path: str) -> None:
+        """Write Ray's record of its tasks as a Chrome trace.
+
+        Raises:
+            ConfigError: The file cannot be written.
+        """
+        import ray
+
+        try:
+            ray.timeline(filename=path)
+        except OSError as error:
+            raise ConfigError(
+                f"ray_kwargs.timeline_json_file={path}: cannot be written ({error.strerror}). Set another path."
+            ) from error
+
+    def shutdown(self) -> None:
+        """Kill the members, release their room, and stop Ray if this group started it. May be called again."""
+        import ray
+
+        atexit.unregister(self.shutdown)
+        if ray.is_initialized() and not self._connection.is_lost:
+            self._kill_members()
+            release(self._room)
+        self._members, self._room = [], []
+        self._connection.close()
+
+    def _gather(self, calls: list[Any], timeout_seconds: float | None = None) -> list[Any]:
+        """Wait for all calls, or for the first that fails. Then kill every member and raise its error."""
+        import ray
+
+        assert calls, "the group was shut down, or ended with an earlier error"
+        results: dict[int, Any] = {}
+        failures: dict[int, ray.exceptions.RayError] = {}
+        pending = {call: rank for rank, call in enumerate(calls)}
+        deadline = None if timeout_seconds is None else time.monotonic() + timeout_seconds
+        while pending:
+            done, _ = ray.wait(list(pending), timeout=SETTLE_SECONDS if failures else SLICE_SECONDS)
+            lost = self._connection.lost()
+            if lost is not None:
+                raise self._lost(lost)
+            if not done:
+                if not failures and (deadline is None or time.monotonic() < deadline):
+                    continue
+                break
+            rank = pending.pop(done[0])
+            try:
+                results[rank] = ray.get(done[0])
+            except ray.exceptions.RayError as failure:
+                failures[rank] = failure
+        if len(results) == len(calls):
+            return [results[rank] for rank in range(len(calls))]
+        self._kill_members()
+        if not failures:
+            raise WorkerError(
+                f"trainer.ray_wait_register_center_timeout={timeout_seconds}: workers {sorted(pending.values())} did not start "
+                f"in that time. Raise it, or see Ray's logs in {self._connection.logs()}."
+            )
+        raise self._cause(failures)
+
+    def _cause(self, failures: dict[int, Any]) -> UserError:
+        """Return the error to raise for several failures.
+
+        A death comes first, because it explains the broken connections of its peers; then an error for the user; then the first
+        one.
+        """
+        import ray
+
+        deaths = [rank for rank, failure in failures.items() if not isinstance(failure, ray.exceptions.RayTaskError)]
+        user_errors = [
+            failure.cause for rank, failure in failures.items() if rank not in deaths and isinstance(failure.cause, UserError)
+        ]
+        if user_errors and not deaths:
+            return user_errors[0]
+        rank = (deaths + list(failures))[0]
+        where = f"worker {rank} ({self.homes[rank]})" if self.homes else f"worker {rank}"
+        if deaths:
+            return WorkerError(f"{where} died: {_reason(str(failures[rank]))} {DEATH_HINT} {self._connection.logs()}.")
+        return WorkerError(f"{where} raised an error. Its traceback:\n{_plain(str(failures[rank]))}")
+
+    def _lost(self, reason: str) -> WorkerError:
+        """Drop the members, which end with the connection, and return the error to raise."""
+        self._members = []
+        return WorkerError(
+            f"{reason}, and the run cannot go on without it. The same command resumes from the last checkpoint. "
+            f"See Ray's logs in {self._connection.logs()}."
+        )
+
+    def _kill_members(self) -> None:
+        import ray
+
+        # A call to a killed actor fails once the actor is gone, so waiting for the call means waiting for the process to end.
+        last_calls = [member.home.remote() for member in self._members]
+        for member in self._members:
+            ray.kill(member)
+        if last_calls:
+            ray.wait(last_calls, num_returns=len(last_calls), timeout=KILL_SECONDS)
+        self._members = []
+
+
+DEATH_HINT = (
+    "A process that ends without a traceback was usually killed for its memory use: compare the host memory of the run with the "
+    "machine's, lower the micro-batch or the KV cache, and see Ray's logs in"
+)
+
+
+def _reason(text: str) -> str:
+    """Return Ray's facts about a death, without its general advice."""
+    match = re.search(r"Worker exit type: .*?(?= Some common causes|$)", _plain(text), re.DOTALL)
+    return match.group() if match else _plain(text)
+
+
+def _plain(text: str) -> str:
+    """Remove terminal colours."""
+    return re.sub(r"\x1b\[[0-9;]*m", "", text).strip()

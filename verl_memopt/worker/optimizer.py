@@ -1,0 +1,145 @@
+"""Optimizer and learning-rate schedule from the settings."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Iterable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.lr_scheduler import LambdaLR
+from transformers import get_scheduler
+
+from verl_memopt.config.schema import Optim
+from verl_memopt.errors import ConfigError
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+
+KEY = "actor_rollout_ref.actor.optim"
+SAME_SHAPE = {"constant_with_warmup": "constant", "cosine_with_min_lr": "cosine"}
+"""Schedules of transformers with a warm-up or a minimum. Here every schedule has both."""
+
+
+def build_optimizer(
+    parameters: Iterable[nn.Parameter], optim: Optim, offload: bool = False, seed: int = 0, key: str = KEY
+) -> Optimizer:
+    """Return the optimizer that ``optim`` names, fused where possible (its step then has no parameter-sized temporaries).
+
+    AdamW of torch.optim is torch's own, unless the settings need a feature of :class:`BucketedAdamW`. Without one, both are equal
+    bit for bit and equally fast, and torch's is better known.
+
+    Args:
+        parameters: The trained parameters.
+        optim: The optimizer's settings. ``betas`` go to classes that accept them.
+        offload: Keep the state on the host.
+        seed: Seed of the stochastic rounding.
+        key: The settings section of the optimizer, to name in errors.
+
+    Raises:
+        ConfigError: The module or class is missing, or rejects an argument.
+    """
+    parameters = list(parameters)
+    kind = _named_class(optim, key)
+    options: dict[str, Any] = {"lr": optim.lr, "weight_decay": optim.weight_decay}
+    optional = {"betas": tuple(optim.betas)} | ({"fused": True} if optim.optimizer_impl == "torch.optim" else {})
+    buckets = _bucket_options(parameters[0].dtype, optim, offload, seed) if kind is AdamW else None
+    if buckets is not None:
+        kind, options = BucketedAdamW, options | buckets
+    try:
+        accepted = inspect.signature(kind).parameters
+        # A class of another library gets only the arguments that it knows, so that it need not have torch's.
+        options |= {name: value for name, value in optional.items() if name in accepted}
+        return kind(parameters, **{**options, **(optim.override_optimizer_config or {})})
+    except (TypeError, ValueError, RuntimeError) as error:
+        raise ConfigError(
+            f"{key}.optimizer={optim.optimizer}, override_optimizer_config={optim.override_optimizer_config}: {error}. "
+            "Change the arguments, or name another optimizer."
+        ) from error
+
+
+def _named_class(optim: Optim, key: str) -> type[Optimizer]:
+    try:
+        return getattr(importlib.import_module(optim.optimizer_impl), optim.optimizer)
+    except (ImportError, AttributeError) as error:
+        raise ConfigError(
+            f"{key}.optimizer_impl={optim.optimizer_impl}, optimizer={optim.optimizer}: {error}. Name a module that is installed "
+            "and an optimizer class in it."
+        ) from error
+
+
+def _bucket_options(masters: torch.dtype, optim: Optim, offload: bool, seed: int) -> dict[str, Any] | None:
+    """Return the further arguments of BucketedAdamW, or None if torch's AdamW supports all settings."""
+    torch_dtype = "bfloat16" if masters is torch.bfloat16 else "fp32"
+    state_dtype = optim.state_dtype or torch_dtype
+    if not (offload or optim.stochastic_rounding or optim.in_backward or state_dtype != torch_dtype):
+        return None
+    return {
+        "state_dtype": state_dtype,
+        "offload": offload,
+        "stochastic_rounding": optim.stochastic_rounding,
+        "bucket_megabytes": optim.bucket_megabytes,
+        "seed": seed,
+    }
+
+
+def build_schedule(optimizer: Optimizer, optim: Optim, optimizer_steps: int, key: str = KEY) -> LambdaLR:
+    """Return the schedule: a linear warm-up, then the shape that ``optim.lr_scheduler_type`` names.
+
+    Args:
+        optimizer: Holds ``lr`` of each parameter group.
+        optim: The optimizer's settings.
+        optimizer_steps: Optimizer steps of the whole run. ``optim.total_training_steps`` replaces it when given.
+        key: The settings section of the optimizer, to name in errors.
+
+    Raises:
+        ConfigError: The schedule rejects an argument.
+    """
+    total = optim.total_training_steps if optim.total_training_steps > 0 else optimizer_steps
+    warmup = optim.lr_warmup_steps if optim.lr_warmup_steps >= 0 else int(optim.lr_warmup_steps_ratio * total)
+    return LambdaLR(optimizer, learning_rate_factors(warmup, total, optim, key))
+
+
+def learning_rate_factors(warmup: int, total: int, optim: Optim, key: str = KEY) -> Callable[[int], float]:
+    """Return a function from an optimizer step, counted from 0, to the share of ``lr`` at that step.
+
+    The first step already updates: a warm-up of ``warmup`` steps begins at ``1 / (warmup + 1)``, where transformers begins at 0.
+    After step ``total`` the rate keeps its last value, where transformers' cosine rises again.
+    """
+    steps = max(total - warmup, 1)
+    shape = _shape(warmup, steps, optim, key)
+
+    def factor(step: int) -> float:
+        if step < warmup:
+            return (step + 1) / (warmup + 1)
+        return optim.min_lr_ratio + (1.0 - optim.min_lr_ratio) * shape(min(step - warmup, steps))
+
+    return factor
+
+
+def _shape(warmup: int, steps: int, optim: Optim, key: str) -> Callable[[int], float]:
+    """Return transformers' schedule without its warm-up: from a step after the warm-up to a share of ``lr``."""
+    name = SAME_SHAPE.get(optim.lr_scheduler_type, optim.lr_scheduler_type)
+    arguments: dict[str, dict[str, Any]] = {
+        "cosine": {"num_cycles": optim.num_cycles},
+        "cosine_with_restarts": {"num_cycles": optim.num_cycles},
+        "inverse_sqrt": {"timescale": warmup or None},
+        "polynomial": {"lr_end": 0.0},
+    }
+    # Only the lambda is needed, which reads nothing but its step, so the optimizer is a stand-in.
+    stand_in = SGD([torch.zeros(1, device="cpu")], lr=1.0)
+    try:
+        if name == "constant" and optim.lr_scheduler_kwargs:
+            raise ValueError("it takes no arguments")
+        if name == "cosine_with_restarts" and (optim.num_cycles < 1 or optim.num_cycles % 1):
+            raise ValueError(f"num_cycles={optim.num_cycles} is not a whole number of cycles")
+        schedule = get_scheduler(name, stand_in, 0, steps, {**arguments.get(name, {}), **(optim.lr_scheduler_kwargs or {})})
+        # Called once, because some schedules show a wrong argument only when they are computed.
+        schedule.lr_lambdas[0](steps)
+    except (TypeError, ValueError, ArithmeticError) as error:
+        raise ConfigError(
+            f"{key}.lr_scheduler_type={optim.lr_scheduler_type}, lr_scheduler_kwargs={optim.lr_scheduler_kwargs}: {error}. "
+            "Change the arguments, or name another schedule."
+        ) from error
+    return schedule.lr_lambdas[0]

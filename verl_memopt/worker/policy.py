@@ -1,0 +1,460 @@
+"""The policy: log-probs of a batch, and update steps on the policy's loss."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from verl_memopt.algorithms.kl import kl_estimate
+from verl_memopt.algorithms.losses import LossAndMetrics, LossSettings, LossTokens, policy_loss, with_shared_metrics
+from verl_memopt.algorithms.records import LOSSES
+from verl_memopt.algorithms.rollout_correction import bypass_loss, is_token_local, kept_lengths
+from verl_memopt.algorithms.rows import GlobalCounts, aggregate
+from verl_memopt.config.schema import Actor, Rollout, RolloutCorrection
+from verl_memopt.data.batch import RolloutBatch, scatter_tokens
+from verl_memopt.memory.chunked_logprob_torch import SumPiSquared, TokenGradient
+from verl_memopt.memory.out_of_memory import cut_again
+from verl_memopt.memory.resharding_torch import reshard_units
+from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.packing import Pack
+from verl_memopt.model.policy_model import PolicyModel
+from verl_memopt.model.prefix_kv import PrefixKV
+from verl_memopt.model.value_model import ValueModel
+from verl_memopt.worker.trained_model import (
+    ACTOR,
+    LossOf,
+    MicroBatch,
+    MiniBatch,
+    SavedTensorHooks,
+    TrainedModel,
+    micro_batches_of,
+)
+
+
+@dataclass(frozen=True)
+class Updated:
+    """The result of an optimizer step that also returns the log-probs of its forward.
+
+    ``log_probs`` is fp32 [R] on the host, in batch order.
+    """
+
+    metrics: dict[str, float]
+    log_probs: Tensor
+
+
+class Policy:
+    """The trained policy. All ranks call the same methods in the same order.
+
+    Args:
+        model: The model, sharded and filled.
+        actor: The ``actor`` section of the settings.
+        optimizer_steps: Optimizer steps of the whole run, for the schedule.
+        world_size: Number of ranks.
+        device: The device of the model.
+        offload: Offloads its activations. None = they stay on the device.
+
+    Attributes:
+        trained: The model with its optimizer.
+        bypass: The rollout correction in bypass mode. None = decoupled mode, or no correction.
+    """
+
+    def __init__(
+        self,
+        model: PolicyModel,
+        actor: Actor,
+        optimizer_steps: int,
+        world_size: int,
+        device: torch.device,
+        offload: SavedTensorHooks | None = None,
+    ) -> None:
+        """Build optimizer and schedule."""
+        self.model = model
+        self.bypass: RolloutCorrection | None = None
+        self.actor = actor
+        self.trained = TrainedModel(ACTOR, model, actor.optim, actor.fsdp_config, optimizer_steps, world_size, device, offload)
+        self._log_probs: list[Tensor] | None = None
+
+    def compute_log_probs(
+        self,
+        batch: RolloutBatch,
+        micro_batches: Sequence[Sequence[int]],
+        temperature: float,
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
+    ) -> LogProbs:
+        """Return the log-probs of a batch under the present weights.
+
+        Args:
+            batch: The batch of this rank.
+            micro_batches: Rows of each forward.
+            temperature: Divides the logits.
+            with_entropy: Compute entropies too.
+            with_sum_pi_squared: Compute the sums of squared probabilities too.
+        """
+        options = temperature, with_entropy, self.trained.device, with_sum_pi_squared
+        return compute_log_probs(self.model, batch, micro_batches, *options)
+
+    def update(self, mini_batches: Sequence[MiniBatch], temperature: float) -> dict[str, float]:
+        """Take one optimizer step per mini-batch and return the mean of their metrics, as :meth:`TrainedModel.update`.
+
+        Args:
+            mini_batches: One per optimizer step.
+            temperature: Divides the logits.
+        """
+        return self.trained.update(mini_batches, self.loss_at(temperature))
+
+    def update_on_policy(self, mini: MiniBatch, temperature: float) -> Updated:
+        """Take one optimizer step, and return its metrics with the log-probs of its forward.
+
+        A mini-batch without old log-probs is strictly on-policy.
+
+        Args:
+            mini: The mini-batch.
+            temperature: Divides the logits.
+        """
+        self._log_probs = []
+        metrics = self.update([mini], temperature)
+        # Those of forwards that an out-of-memory error made void come first.
+        parts, self._log_probs = self._log_probs[-len(mini.micro_batches) :], None
+        return Updated(metrics, scatter_tokens(list(zip(mini.micro_batches, parts, strict=True)), mini.batch.responses.sizes()))
+
+    def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, temperature: float) -> dict[str, Tensor]:
+        """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.
+
+        Args:
+            micro_batches: The micro-batches, read one at a time.
+            counts: Tokens and sequences of the mini-batch over all ranks.
+            temperature: Divides the logits.
+        """
+        return self.trained.accumulate(micro_batches, counts, self.loss_at(temperature))
+
+    def loss_at(self, temperature: float) -> LossOf:
+        """Return the policy's loss of a micro-batch, whose log-probs divide the logits by ``temperature``."""
+
+        def loss(micro: MicroBatch, counts: GlobalCounts, prefix_kv: PrefixKV | None) -> tuple[Tensor, dict[str, Tensor]]:
+            objective = Objective(micro, counts, self.actor, self.bypass)
+            token_gradient = objective.token_gradient(self.trained.world_size)
+            # With a token_gradient the head computes its gradient in this forward. The backward() of the loss, which
+            # TrainedModel runs, then only hands it on to the blocks.
+            log_probs, entropy = self.model(micro.pack, temperature, objective.with_entropy, token_gradient, prefix_kv)
+            if self._log_probs is not None:
+                # Detached, because the list outlives the graph of the micro-batch.
+                self._log_probs.append(log_probs.detach())
+            return objective.loss(log_probs, entropy)
+
+        return loss
+
+
+# The loss of the policy on one micro-batch, and its gradient per token before any backward.
+
+
+EVERYTHING = slice(None)
+
+
+@dataclass(frozen=True)
+class Objective:
+    """The loss of a micro-batch, as this rank's share of a mini-batch whose sizes are ``counts``.
+
+    Without ``old_log_probs`` the policy is strictly on-policy, and its own log-probs take their place. ``bypass`` is the rollout
+    correction in bypass mode, where the engine's log-probs are the old ones; None = decoupled mode, or no correction.
+    """
+
+    micro: MicroBatch
+    counts: GlobalCounts
+    actor: Actor
+    bypass: RolloutCorrection | None = None
+
+    @property
+    def with_entropy(self) -> bool:
+        """True if the loss has an entropy term."""
+        return self.actor.entropy_coeff != 0
+
+    def loss(self, log_probs: Tensor, entropy: Tensor | None) -> LossAndMetrics:
+        """Return the share of the loss (scalar, with gradient) and of its metrics (scalars, without).
+
+        Args:
+            log_probs: fp32 [R], in the order of ``pack.targets``.
+            entropy: fp32 [R], required if ``with_entropy``.
+        """
+        loss, parts = self._policy(log_probs, self._old(log_probs, EVERYTHING), EVERYTHING)
+        metrics = {f"actor/{name}": value for name, value in parts.items()}
+        for weight, name, value in self._penalties(log_probs, entropy, EVERYTHING):
+            metrics[f"actor/{name}"] = value.detach()
+            loss = loss + weight * value
+        metrics["actor/loss"] = loss.detach()
+        return loss, metrics
+
+    def token_gradient(self, scale: float) -> TokenGradient | None:
+        """Return a function from log-probs and entropies of some tokens to their gradients of ``scale`` times the loss.
+
+        Returns:
+            The function, or None if a token's gradient depends on other tokens' log-probs: a ratio of sequences, off-policy.
+        """
+        on_policy = self.micro.old_log_probs is None
+        if not on_policy and not self._is_token_local:
+            return None
+        known_before = on_policy and (self.bypass is not None or LOSSES[self.actor.policy_loss.loss_mode].of_ratio)
+        on_policy_gradient = self._on_policy_gradient() if known_before else None
+
+        def gradient(rows: slice, log_probs: Tensor, entropy: Tensor | None) -> tuple[Tensor, Tensor | None]:
+            with torch.enable_grad():
+                # Leaves of a small graph of their own: the head's graph does not exist yet when this is called.
+                log_probs = log_probs.detach().requires_grad_()
+                entropy = None if entropy is None else entropy.detach().requires_grad_()
+                if on_policy_gradient is None:
+                    loss, _ = self._policy(log_probs, self._old(log_probs, rows), rows)
+                else:
+                    loss = (log_probs * on_policy_gradient[rows]).sum()
+                for weight, _, value in self._penalties(log_probs, entropy, rows):
+                    loss = loss + weight * value
+                # Backward starts from the loss times the number of ranks, so the gradient that is computed before it has the
+                # same factor.
+                loss = loss * scale
+            if entropy is None:
+                return torch.autograd.grad(loss, log_probs)[0], None
+            log_probs_gradient, entropy_gradient = torch.autograd.grad(loss, (log_probs, entropy))
+            return log_probs_gradient, entropy_gradient
+
+        return gradient
+
+    def _policy(self, log_probs: Tensor, old: Tensor, rows: slice) -> LossAndMetrics:
+        micro = self.micro
+        assert micro.advantages is not None
+        fields = (micro.weights, micro.kept, micro.selected)
+        weights, kept, selected = (None if field is None else field[rows] for field in fields)
+        row, counts, advantages = micro.pack.row[rows], self.counts, micro.advantages[rows]
+        if self.bypass is None:
+            tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts, weights, kept, selected)
+            return policy_loss(tokens, self.actor)
+        tokens = LossTokens(log_probs, old, advantages, row, self._lengths, counts)
+        return with_shared_metrics(tokens, *bypass_loss(tokens, LossSettings.of(self.actor), self.bypass))
+
+    @property
+    def _is_token_local(self) -> bool:
+        if self.bypass is not None:
+            return is_token_local(self.bypass, self.actor.loss_agg_mode)
+        return LOSSES[self.actor.policy_loss.loss_mode].token_local
+
+    @cached_property
+    def _lengths(self) -> Tensor:
+        """The response tokens of each row that count, int64 [rows]: those that were not rejected before the update."""
+        pack, kept = self.micro.pack, self.micro.kept
+        return pack.row_lengths if kept is None else kept_lengths(kept, pack.row, pack.row_lengths)
+
+    def _old(self, log_probs: Tensor, rows: slice) -> Tensor:
+        old = self.micro.old_log_probs
+        # Detached: strictly on-policy the ratio has the value 1, and its gradient is that of the new log-prob alone.
+        return log_probs.detach() if old is None else old[rows]
+
+    def _penalties(self, log_probs: Tensor, entropy: Tensor | None, rows: slice) -> list[tuple[float, str, Tensor]]:
+        """Return (weight, name, value) of the terms that are added to the policy's loss, each summed over ``rows``."""
+        actor, pack, kept = self.actor, self.micro.pack, self.micro.kept
+        penalties = []
+
+        def mean(values: Tensor) -> Tensor:
+            mode, scale_factor = actor.loss_agg_mode, actor.loss_scale_factor
+            # Set to 0 before the sum. A product with a mask would keep a NaN of a rejected token.
+            values = values if kept is None else values.where(kept[rows], 0.0)
+            return aggregate(values, pack.row[rows], self._lengths, mode, self.counts, scale_factor)
+
+        if entropy is not None:
+            penalties.append((-actor.entropy_coeff, "entropy", mean(entropy)))
+        if actor.use_kl_loss:
+            assert self.micro.ref_log_probs is not None
+            divergence = kl_estimate(log_probs, self.micro.ref_log_probs[rows], actor.kl_loss_type)
+            penalties.append((actor.kl_loss_coef, "kl_loss", mean(divergence)))
+        return penalties
+
+    def _on_policy_gradient(self) -> Tensor:
+        """Return the on-policy gradient of the log-probs, fp32 [R].
+
+        On-policy every ratio is 1 whatever the log-probs are, so zeros take their place.
+        """
+        assert self.micro.advantages is not None
+        with torch.enable_grad():
+            log_probs = torch.zeros_like(self.micro.advantages, requires_grad=True)
+            loss, _ = self._policy(log_probs, log_probs.detach(), EVERYTHING)
+        return torch.autograd.grad(loss, log_probs)[0]
+
+
+# A pass without gradients: one forward of each micro-batch. Log-probs, values and scores are all computed by it.
+
+
+Output = TypeVar("Output")
+
+
+Forward = Callable[[Pack, PrefixKV | None, Sequence[int]], Output]
+"""Runs a model on the pack of some rows, with the prefix KV of their prompt if there is one, and the rows themselves."""
+
+
+def forward_pass(
+    model: PackedModel,
+    batch: RolloutBatch,
+    micro_batches: Sequence[Sequence[int]],
+    device: torch.device,
+    forward: Forward[Output],
+) -> list[tuple[Sequence[int], Output]]:
+    """Return (rows, output) of each micro-batch, without gradients. What the pass gathered is freed.
+
+    After an out-of-memory error the rows that are left are cut into smaller micro-batches, where :func:`recutting` allows it.
+
+    Args:
+        model: The model, which computes the prefix KV of prompts whose answers lie in several micro-batches.
+        batch: The batch of this rank.
+        micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
+        device: The device of the model.
+        forward: Runs the model on a pack.
+    """
+    outputs: list[tuple[Sequence[int], Output]] = []
+    remaining: Sequence[Sequence[int]] = micro_batches
+    while remaining:
+        done = len(outputs)
+        try:
+            _forward_each(model, batch, remaining, device, forward, outputs)
+            break
+        except RuntimeError as error:
+            remaining = remaining[len(outputs) - done :]
+            smaller = cut_again(error, model, batch.row_tokens(), remaining, remaining[0])
+            if smaller is None:
+                raise
+            remaining = smaller
+    reshard_units(model)
+    return outputs
+
+
+def _forward_each(
+    model: PackedModel,
+    batch: RolloutBatch,
+    micro_batches: Sequence[Sequence[int]],
+    device: torch.device,
+    forward: Forward[Output],
+    outputs: list[tuple[Sequence[int], Output]],
+) -> None:
+    """Append (rows, output) of each micro-batch to ``outputs``."""
+    micros = [micro.to(device) for micro in micro_batches_of(batch, micro_batches, model.supports_prefix_kv)]
+    prefix_kv: PrefixKV | None = None
+    with torch.no_grad():
+        for rows, micro in zip(micro_batches, micros, strict=True):
+            if micro.prompt is not None and prefix_kv is None:
+                prefix_kv = model.compute_prefix(micro.prompt)
+            outputs.append((rows, forward(micro.pack, prefix_kv, rows)))
+            prefix_kv = None if micro.ends else prefix_kv
+
+
+# The log-prob pass: log-probs of every response token, without gradients. The policy and the reference run it alike.
+
+
+@dataclass(frozen=True)
+class LogProbs:
+    """The result of a log-prob pass.
+
+    ``log_probs`` is fp32 [R] on the host, in batch order. ``entropy`` and ``sum_pi_squared``, the sum of squared probabilities
+    over the vocabulary, have the same form, and are None if not requested.
+    """
+
+    log_probs: Tensor
+    entropy: Tensor | None
+    sum_pi_squared: Tensor | None = None
+
+
+def scoring_temperature(rollout: Rollout) -> float:
+    """Return what log-probs divide the logits by: the temperature of the rollouts, or 1 where the rollouts are greedy."""
+    # Greedy rollouts have no distribution that they sample from, and a temperature of 0 would divide by 0.
+    return rollout.temperature if rollout.do_sample else 1.0
+
+
+def pack_log_probs(
+    policy: PolicyModel,
+    pack: Pack,
+    temperature: float,
+    with_entropy: bool,
+    prefix_kv: PrefixKV | None = None,
+    sums: SumPiSquared | None = None,
+) -> tuple[Tensor, Tensor | None]:
+    """Return log-probs fp32 [R] of a pack's targets and, if requested, their entropies, without gradients.
+
+    ``sums`` is filled with the sums of squared probabilities; None where they are not requested.
+    """
+    with torch.no_grad():
+        return policy(pack, temperature, with_entropy, None, prefix_kv, sum_pi_squared=sums)
+
+
+def compute_log_probs(
+    policy: PolicyModel,
+    batch: RolloutBatch,
+    micro_batches: Sequence[Sequence[int]],
+    temperature: float,
+    with_entropy: bool,
+    device: torch.device,
+    with_sum_pi_squared: bool = False,
+) -> LogProbs:
+    """Return the log-probs of every response token, without gradients.
+
+    Args:
+        policy: The model.
+        batch: The batch of this rank.
+        micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
+        temperature: Divides the logits.
+        with_entropy: Compute entropies too.
+        device: The device of the model.
+        with_sum_pi_squared: Compute the sums of squared probabilities too.
+    """
+
+    def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> LogProbs:
+        sums = SumPiSquared() if with_sum_pi_squared else None
+        log_probs, entropy = pack_log_probs(policy, pack, temperature, with_entropy, prefix_kv, sums)
+        return LogProbs(log_probs, entropy, None if sums is None else sums.values)
+
+    return in_batch_order(forward_pass(policy, batch, micro_batches, device, forward), batch.responses.sizes())
+
+
+def in_batch_order(parts: Sequence[tuple[Sequence[int], LogProbs]], sizes: Sequence[int]) -> LogProbs:
+    """Return the results of parts of a batch as one, in batch order.
+
+    Args:
+        parts: (rows, result) of each part. All parts have the same statistics.
+        sizes: Response tokens of each row of the batch.
+    """
+
+    def together(values: Sequence[Tensor | None]) -> Tensor | None:
+        present = [(rows, value) for (rows, _), value in zip(parts, values, strict=True) if value is not None]
+        return scatter_tokens(present, sizes) if present else None
+
+    return LogProbs(
+        scatter_tokens([(rows, part.log_probs) for rows, part in parts], sizes),
+        together([part.entropy for _, part in parts]),
+        together([part.sum_pi_squared for _, part in parts]),
+    )
+
+
+# The pass of a reward model: one score for each conversation, without gradients.
+
+
+def compute_scores(
+    model: ValueModel, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], device: torch.device
+) -> Tensor:
+    """Return the score of each row, fp32 [B] on the host, in batch order.
+
+    A score belongs to the last token of its conversation, as in transformers' sequence classifiers. A value belongs to the token
+    after its state, so each response ends with one token more, whose value is the score. No model sees that token.
+
+    Args:
+        model: A value model with the head of a classifier.
+        batch: The conversations of this rank, each with one token more at its end.
+        micro_batches: Rows of each forward. Together they hold every row once, and all ranks have the same number of them.
+        device: The device of the model.
+    """
+    assert all(batch.responses.sizes()), "each conversation ends with one token more"
+
+    def forward(pack: Pack, prefix_kv: PrefixKV | None, rows: Sequence[int]) -> Tensor:
+        return model(pack, prefix_kv)[pack.row_lengths.cumsum(0) - 1]
+
+    scores = torch.empty(batch.num_rows, dtype=torch.float32)
+    parts = forward_pass(model, batch, micro_batches, device, forward)
+    scores[[row for rows, _ in parts for row in rows]] = torch.cat([part for _, part in parts]).cpu()  # one wait for all
+    return scores

@@ -1,0 +1,368 @@
+"""The Ray cluster of a group of workers: joined or started, with room reserved on it."""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+import signal
+import socket
+import stat
+import tempfile
+import threading
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from verl_memopt.errors import ConfigError, WorkerError
+from verl_memopt.run.processes import Guardian, descendants, is_alive, kill, wait_until_gone
+
+OBJECT_STORE_BYTES = 256 * 2**20
+"""Shared memory of a cluster started here. Batches without padding are small, and beyond this Ray spills to disk."""
+
+CONNECT_SECONDS = 10.0
+"""Longest time in which a cluster must accept a connection."""
+
+JOINED_SECONDS = 5.0
+"""Time between two checks that a joined cluster still answers."""
+
+GONE_SECONDS = 5.0
+"""Longest time in which killed processes must be gone."""
+
+HEADS = {"gcs_server": "head process (gcs_server)", "raylet": "node process (raylet)"}
+"""Processes without which Ray cannot carry a run, by their process names."""
+
+STOP_SIGNALS = frozenset({signal.SIGTERM, signal.SIGINT, signal.SIGHUP})
+
+SOCKET_BYTES = 107
+"""Longest path of a socket in bytes."""
+
+SESSION = "/ray/session_2026-01-01_00-00-00_000000_4194304/sockets/plasma_store.1"
+"""The longest path that Ray adds to its folder."""
+
+LOCAL_CLUSTER: dict[str, Any] = {"include_dashboard": False, "object_store_memory": OBJECT_STORE_BYTES}
+"""Arguments of ray.init where it starts a cluster; ``ray_kwargs.ray_init`` wins over each."""
+
+
+@dataclass(frozen=True)
+class Request:
+    """The room of a group: one CPU per device, and one GPU if the device is a GPU."""
+
+    nnodes: int
+    devices_per_node: int
+    gpu: bool
+
+    @property
+    def bundle(self) -> dict[str, float]:
+        """Resources of one member."""
+        return {"CPU": 1.0, "GPU": 1.0} if self.gpu else {"CPU": 1.0}
+
+    def __str__(self) -> str:
+        """Return the settings behind the request and what they ask for."""
+        node = " and ".join(f"{self.devices_per_node} {name}" for name in self.bundle)
+        return f"trainer.nnodes={self.nnodes}, trainer.n_gpus_per_node={self.devices_per_node} needs {node} on each node"
+
+
+class Connection:
+    """This process's connection to Ray. It connects where there is no connection yet, and :meth:`close` undoes that.
+
+    Args:
+        ray_init: Arguments of ray.init from the settings.
+        request: The room that the group needs.
+
+    Raises:
+        ConfigError: Ray refuses ``ray_init`` or its address, or several nodes are requested without an address.
+    """
+
+    def __init__(self, ray_init: Mapping[str, Any], request: Request) -> None:
+        """Connect to Ray, or start it, unless this process is connected already."""
+        os.environ.setdefault("RAY_USAGE_STATS_ENABLED", "0")
+        os.environ.setdefault("RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO", "0")
+        import ray
+
+        self._guardian: Guardian | None = None
+        self._started: list[int] = []
+        self._known: set[Any] = set()
+        self._heads: dict[int, str] = {}
+        self._joined: str | None = None
+        self._looked_at = time.monotonic()
+        self.is_lost = False
+        self._owned = not ray.is_initialized()
+        if self._owned:
+            self._connect({name: value for name, value in ray_init.items() if value is not None}, request)
+
+    def close(self) -> None:
+        """Disconnect, and stop the cluster if it was started here. May be called again."""
+        if self._owned:
+            if self.is_lost:
+                # Its other processes would try to reach the dead one for a minute, and so would this process.
+                self._kill_started()
+                # Ray needs five seconds to notice that no process is left. Its own exit hook waits for this thread.
+                threading.Thread(target=self._shutdown, name="ray-shutdown", daemon=True).start()
+            else:
+                self._shutdown()
+        if self._guardian is not None:
+            self._guardian.dismiss()
+        self._owned, self._guardian = False, None
+
+    def lost(self) -> str | None:
+        """Return, in words, why Ray can no longer carry a run, or None while it can."""
+        self._remember_started()
+        for pid, name in self._heads.items():
+            if not is_alive(pid):
+                self.is_lost = True
+                return f"Ray's {name} (pid {pid}) died"
+        now = time.monotonic()
+        if self._joined is not None and now - self._looked_at > JOINED_SECONDS:
+            self._looked_at = now
+            reason = _does_not_answer(self._joined)
+            if reason is not None:
+                self.is_lost = True
+                return f"nothing answers any more at ray_kwargs.ray_init.address={self._joined} ({reason})"
+        return None
+
+    def logs(self) -> str:
+        """Return the folder of Ray's logs, or where to find it."""
+        import ray
+
+        node = ray._private.worker._global_node
+        return "the folder session_latest/logs of Ray" if node is None else node.get_logs_dir_path()
+
+    def _remember_started(self) -> None:
+        """Record Ray's processes and their descendants now, because an orphan can no longer be found later."""
+        import psutil
+
+        for parent in self._started:
+            for pid in (parent, *descendants(parent)):
+                with suppress(psutil.NoSuchProcess):
+                    self._known.add(psutil.Process(pid))
+
+    def _kill_started(self) -> None:
+        """Kill Ray's processes that were started here, and their descendants. A process with a reused id is spared."""
+        self._remember_started()
+        running = [process.pid for process in self._known if process.is_running()]
+        kill(running)
+        wait_until_gone(running, GONE_SECONDS)
+
+    def _shutdown(self) -> None:
+        """Disconnect, and kill the cluster's processes if they were started here.
+
+        Ray would send SIGTERM to one after another and wait a second for each. They block SIGTERM, because every process of the
+        run is started with it blocked.
+        """
+        import ray
+
+        self._remember_started()
+        node = ray._private.worker._global_node
+        if self._started and node is not None:
+            node.kill_all_processes = lambda **_: self._kill_started()
+        ray.shutdown()
+        self._kill_started()
+
+    def _connect(self, arguments: dict[str, Any], request: Request) -> None:
+        """Join the cluster of ``address`` or RAY_ADDRESS, else start one on this machine."""
+        import psutil
+        import ray
+
+        joins = arguments.get("address") not in (None, "local") or "RAY_ADDRESS" in os.environ
+        if request.nnodes > 1 and not joins:
+            raise ConfigError(
+                f"trainer.nnodes={request.nnodes}: a cluster started here has one node. "
+                "Start Ray on the nodes and set ray_kwargs.ray_init.address, or set trainer.nnodes=1."
+            )
+        if joins:
+            _check_answers(str(arguments.get("address") or os.environ["RAY_ADDRESS"]))
+        num_cpus = max(request.nnodes * request.devices_per_node, os.cpu_count() or 1)
+        folder = arguments.get("_temp_dir") or ("" if joins else str(own_folder() / "ray"))
+        defaults = {} if joins else {**LOCAL_CLUSTER, "num_cpus": num_cpus, "_temp_dir": folder}
+        self._guardian = None if joins else Guardian()
+        before = set(psutil.Process().children())
+        try:
+            with stop_signals_blocked(), nullcontext() if joins else _one_node():
+                ray.init(**{"logging_level": logging.ERROR, **defaults, **arguments})
+        except (ConnectionError, TypeError, ValueError, RuntimeError, OSError, ray.exceptions.RayError) as error:
+            self.close()
+            raise ConfigError(
+                f"ray_kwargs.ray_init={arguments}: Ray could not start: {error}. Correct or remove the argument."
+            ) from error
+        self._joined = ray.get_runtime_context().gcs_address if joins else None
+        self._started = [child.pid for child in psutil.Process().children() if child not in before]
+        if self._started:
+            self._heads = {pid: name for pid in self._started if (name := HEADS.get(psutil.Process(pid).name()))}
+            self._remember_started()
+        # From here on the guardian follows parents only, so processes that others start later are left alone.
+        if self._guardian is not None:
+            self._guardian.all_started()
+
+
+@contextmanager
+def stop_signals_blocked() -> Iterator[None]:
+    """Block the signals that stop a run, in this thread and in the threads and processes that it starts, which inherit the mask.
+
+    A scheduler sends SIGTERM to every process of a job. Ray's processes set their own handlers and would end before the run has
+    saved. A blocked signal never reaches a handler. At the end the handlers of this process are restored, because Ray sets some.
+    """
+    handlers = {number: signal.getsignal(number) for number in STOP_SIGNALS}
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        # Python allows signal.signal() in the main thread only.
+        if threading.current_thread() is threading.main_thread():
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+        # After the handlers are in place again, so that a signal that waits reaches the run's handler and not Ray's.
+        signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+
+
+@contextmanager
+def _one_node() -> Iterator[None]:
+    """Restrict a cluster that starts in the body to this node: its loopback address and its own token.
+
+    Ray turns 127.0.0.1 into the node's address, unless it is configured for a machine without clusters.
+    """
+    from ray._private import ray_constants
+
+    name, could = ray_constants.ENABLE_RAY_CLUSTERS_ENV_VAR, ray_constants.ENABLE_RAY_CLUSTER
+    variable = os.environ.get(name)
+    if "RAY_AUTH_TOKEN_PATH" not in os.environ:
+        os.environ.setdefault("RAY_AUTH_TOKEN", secrets.token_hex(32))
+    os.environ[name] = "0"
+    ray_constants.ENABLE_RAY_CLUSTER = False
+    try:
+        yield
+    finally:
+        ray_constants.ENABLE_RAY_CLUSTER = could
+        if variable is None:
+            del os.environ[name]
+        else:
+            os.environ[name] = variable
+
+
+def own_folder() -> Path:
+    """Return this user's own folder for Ray's sessions: sockets, logs and spilled objects. Its mode is 0700.
+
+    It is ``verl_memopt_<user id>`` below RAY_TMPDIR, else below the system's folder for temporary files, else below /tmp if that
+    folder's path is too long for sockets.
+
+    Raises:
+        ConfigError: RAY_TMPDIR is too long for a socket, or the folder belongs to someone else, or it cannot be created.
+    """
+    ray_tmpdir = os.environ.get("RAY_TMPDIR")
+    name, parent = ("RAY_TMPDIR", Path(ray_tmpdir)) if ray_tmpdir else ("TMPDIR", Path(tempfile.gettempdir()))
+    if not ray_tmpdir and _bytes_too_long(parent) > 0:
+        parent = Path("/tmp")
+    if _bytes_too_long(parent) > 0:
+        raise ConfigError(
+            f"{name}={parent}: the path is {_bytes_too_long(parent)} bytes too long. Ray puts sockets below it, whose paths have "
+            f"at most {SOCKET_BYTES} bytes. Set RAY_TMPDIR to a shorter folder, for example RAY_TMPDIR=/tmp."
+        )
+    folder = _own(parent)
+    try:
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+        status = folder.lstat()
+    except OSError as error:
+        raise ConfigError(
+            f"{name}={parent}: {folder} cannot be created ({error.strerror}). Set RAY_TMPDIR to a folder of yours."
+        ) from error
+    # lstat and not stat: a link that another user has put there must not lead elsewhere.
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.getuid():
+        raise ConfigError(f"{name}={parent}: {folder} is not a folder of yours. Set RAY_TMPDIR to a folder of yours.")
+    folder.chmod(0o700)
+    return folder
+
+
+def _own(parent: Path) -> Path:
+    return parent / f"verl_memopt_{os.getuid()}"
+
+
+def _bytes_too_long(parent: Path) -> int:
+    return len(os.fsencode(_own(parent))) + len(SESSION) - SOCKET_BYTES
+
+
+def _check_answers(address: str) -> None:
+    """Check that something listens at a ``host:port``. Ray itself would retry for a quarter of an hour.
+
+    Raises:
+        ConfigError: Nothing listens.
+    """
+    reason = _does_not_answer(address)
+    if reason is not None:
+        raise ConfigError(
+            f"ray_kwargs.ray_init.address={address}: nothing answers there ({reason}). Start Ray there (ray start --head), "
+            "or remove the key (and the variable RAY_ADDRESS) to start a cluster on this machine."
+        )
+
+
+def _does_not_answer(address: str) -> str | None:
+    """Return why nothing can be reached at a ``host:port``. None if something answers, or for another form."""
+    host, _, port = address.removeprefix("ray://").rpartition(":")
+    if not port.isdigit():
+        return None
+    try:
+        socket.create_connection((host.strip("[]"), int(port)), timeout=CONNECT_SECONDS).close()
+    except OSError as error:
+        return str(error)
+    return None
+
+
+def reserve(request: Request, timeout_seconds: float) -> list[Any]:
+    """Return one placement group per node, each with one bundle per device, all placed.
+
+    Args:
+        request: The room that the group needs.
+        timeout_seconds: Longest wait for room.
+
+    Raises:
+        ConfigError: The cluster is too small for the request.
+        WorkerError: The cluster is large enough, but had no room for ``timeout_seconds``.
+    """
+    import ray
+    from ray.util.placement_group import placement_group
+
+    _check_possible(request)
+    bundles = [request.bundle] * request.devices_per_node
+    groups = [placement_group(bundles, strategy="STRICT_PACK") for _ in range(request.nnodes)]
+    placed, waiting = ray.wait([group.ready() for group in groups], num_returns=len(groups), timeout=timeout_seconds)
+    if waiting:
+        # Groups that were placed hold their room until they are removed, and the error would leave them behind.
+        release(groups)
+        free = _resources(ray.available_resources())
+        raise WorkerError(
+            f"trainer.ray_wait_register_center_timeout={timeout_seconds}: {request}; only {len(placed)} of {len(groups)} nodes "
+            f"had room in that time, free now: {free} of {_resources(ray.cluster_resources())}. "
+            "Wait for other jobs to end, raise the timeout, or lower trainer.n_gpus_per_node."
+        )
+    return groups
+
+
+def release(groups: list[Any]) -> None:
+    """Release the reserved room."""
+    from ray.util.placement_group import remove_placement_group
+
+    for group in groups:
+        remove_placement_group(group)
+
+
+def _check_possible(request: Request) -> None:
+    import ray
+
+    nodes = [node["Resources"] for node in ray.nodes() if node["Alive"]]
+    large_enough = [
+        node
+        for node in nodes
+        if all(node.get(name, 0) >= request.devices_per_node * each for name, each in request.bundle.items())
+    ]
+    if len(large_enough) < request.nnodes:
+        available = "; ".join(_resources(node) for node in nodes)
+        raise ConfigError(
+            f"{request}, but the cluster's nodes have: {available}. Lower trainer.n_gpus_per_node or trainer.nnodes, "
+            "raise ray_kwargs.ray_init.num_cpus if CPUs are short, or join a larger cluster with ray_kwargs.ray_init.address."
+        )
+
+
+def _resources(resources: Mapping[str, float]) -> str:
+    return " and ".join(f"{resources.get(name, 0):g} {name}" for name in ("CPU", "GPU"))

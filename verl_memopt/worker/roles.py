@@ -1,0 +1,298 @@
+"""Build the roles of a worker: each a sharded model, filled from its folder, with a place on the host if it may rest there."""
+
+from __future__ import annotations
+
+import logging
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from verl_memopt.config.schema import CriticModel, Fsdp, Model
+from verl_memopt.distributed.device import is_gpu, training_mesh
+from verl_memopt.memory.activation_offload_torch import BYTES_MOVED, CRITIC_BYTES_MOVED, ActivationOffload
+from verl_memopt.memory.fused import compiler_works
+from verl_memopt.memory.lora_torch import initialize_adapters, load_adapter
+from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.quantized_frozen_torch import exact_weights
+from verl_memopt.memory.resharding_torch import reshard_units
+from verl_memopt.memory.residency import CRITIC, POLICY, REFERENCE, REWARD_MODEL, Residency
+from verl_memopt.model.assembly import (
+    build_critic,
+    build_policy,
+    build_reward_model,
+    materialize,
+    materialize_critic,
+    materialize_mapped,
+)
+from verl_memopt.model.families import POLICY_KEY
+from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.packing import pack_rows
+from verl_memopt.model.packing_check import check_packing, refuse_sliding_window
+from verl_memopt.model.policy_model import PolicyModel, dtype_of
+from verl_memopt.model.reward_folder import REWARD_KEY
+from verl_memopt.model.value_model import CRITIC_KEY, ValueModel
+from verl_memopt.model.weights import WeightFolder
+from verl_memopt.worker.critic import Critic
+from verl_memopt.worker.group import Placement
+from verl_memopt.worker.moving_reference import MovingReference, moving_reference
+from verl_memopt.worker.plan import WorkerPlan
+from verl_memopt.worker.policy import Policy, pack_log_probs, scoring_temperature
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass(frozen=True)
+class FrozenModel:
+    """A model that is never trained: the reference, or a recipe's own.
+
+    Attributes:
+        part: Its name in the residency table.
+        key: The section that says how it is stored, for errors.
+        model_key: The section that names its model, for errors.
+        model: Settings of the model.
+        fsdp: The ``fsdp_config`` section.
+        compiled: The settings ask for compiled functions.
+        quantization: Quantization of its blocks.
+    """
+
+    part: str
+    key: str
+    model_key: str
+    model: Model
+    fsdp: Fsdp
+    compiled: bool
+    quantization: str = "none"
+
+
+@dataclass(frozen=True)
+class RoleBuilder:
+    """Builds the roles of one worker. All members of a group build the same roles in step.
+
+    Attributes:
+        plan: What to build.
+        placement: The worker's place in its group.
+        device: The device of the worker.
+        residency: Gets each part that may rest on the host.
+    """
+
+    plan: WorkerPlan
+    placement: Placement
+    device: torch.device
+    residency: Residency
+
+    def policy(self) -> Policy:
+        """Return the policy with its optimizer."""
+        actor, model = self.plan.settings.actor, self.plan.settings.model
+        fsdp, folder = actor.fsdp_config, Path(self.plan.folder)
+        mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
+        compiles = compiles_functions(actor.use_torch_compile, fsdp, self.device)
+        recompute, key = model.enable_gradient_checkpointing, "actor_rollout_ref.actor"
+        policy_model = build_policy(model, fsdp, folder, mesh, self.device, key, compiles, recompute, trained=True)
+        refuse_sliding_window(policy_model.lm.config, actor)
+        materialize(policy_model, folder, self.device, fsdp.offload_policy)
+        start_adapters(policy_model, model, fsdp.seed, POLICY_KEY)
+        self._check_packing(policy_model, fsdp, folder)
+        offload, world_size = self._offload(policy_model, model, BYTES_MOVED), self.placement.world_size
+        policy = Policy(policy_model, actor, self.plan.optimizer_steps, world_size, self.device, offload)
+        policy.bypass = self.plan.bypass
+        if fsdp.param_offload:
+            policy.trained.home = ParamHome(POLICY, policy_model.parameters(), self.device)
+            # With LoRA the reference is the policy without its adapters.
+            self.residency.add(policy.trained.home, (REFERENCE, *self._also) if model.lora_rank > 0 else ())
+        return policy
+
+    def critic(self, folder: Path) -> Critic:
+        """Return the critic with its optimizer.
+
+        Args:
+            folder: Folder of its model.
+        """
+        settings, world_size = self.plan.critic, self.placement.world_size
+        assert settings is not None
+        model, fsdp = settings.model, settings.model.fsdp_config
+        mesh = training_mesh(self.device.type, world_size, fsdp.fsdp_size)
+        with torch.random.fork_rng(devices=[]):
+            make_deterministic(fsdp, self.placement.rank)
+            value_model = build_critic(model, folder, mesh, self.device)
+        refuse_sliding_window(value_model.lm.config, self.plan.settings.actor)
+        has_head = materialize_critic(value_model, folder, self.device, fsdp.offload_policy)
+        logger.info("the critic's value head %s", f"is that of {folder}" if has_head else f"starts at 0: {folder} has none")
+        start_adapters(value_model, model, fsdp.seed, CRITIC_KEY)
+        self._check_packing(value_model, fsdp, folder, CRITIC_KEY)
+        offload = self._offload(value_model, model, CRITIC_BYTES_MOVED)
+        critic = Critic(value_model, settings, self.plan.critic_steps, world_size, self.device, offload)
+        if fsdp.param_offload:
+            critic.trained.home = ParamHome(CRITIC, value_model.parameters(), self.device)
+            self.residency.add(critic.trained.home)
+        return critic
+
+    def reference(self, folder: Path) -> PolicyModel:
+        """Return the frozen reference.
+
+        Args:
+            folder: Folder of its model.
+        """
+        settings = self.plan.settings
+        ref = settings.ref
+        compiled, key = bool(ref.use_torch_compile), "actor_rollout_ref.ref"
+        plan = FrozenModel(REFERENCE, key, POLICY_KEY, settings.model, ref.fsdp_config, compiled, ref.quantization)
+        return self.frozen(plan, folder, self._also)
+
+    def frozen(self, plan: FrozenModel, folder: Path, also: tuple[str, ...] = ()) -> PolicyModel:
+        """Return a frozen model, filled from its folder.
+
+        Args:
+            plan: How it is built.
+            folder: Folder of its model.
+            also: Names of further parts that are this model, so that it is on the device in their phases.
+        """
+        fsdp, actor = plan.fsdp, self.plan.settings.actor
+        compiles = compiles_functions(plan.compiled, fsdp, self.device)
+        with torch.random.fork_rng(devices=[]):
+            make_deterministic(fsdp, self.placement.rank)
+            mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
+            quantization = plan.quantization
+            model = build_policy(
+                plan.model, fsdp, folder, mesh, self.device, plan.key, compiles, False, quantization=quantization
+            )
+            model.requires_grad_(False)
+            mapped = self._fill_frozen(model, folder, fsdp, f"{plan.key}.fsdp_config.model_dtype")
+        if quantization != "none":
+            self._log_quantization_error(model, folder, plan.key, quantization)
+        if fsdp.param_offload:
+            self._rest_on_host(ParamHome(plan.part, model.parameters(), self.device, mapped), mapped is not None, also)
+        refuse_sliding_window(model.lm.config, actor)
+        self._check_packing(model, fsdp, folder, plan.model_key)
+        return model
+
+    def moving_reference(self, reference: PolicyModel, policy: Policy) -> MovingReference:
+        """Return the reference as one that follows the policy.
+
+        Args:
+            reference: The reference.
+            policy: The policy.
+
+        Raises:
+            ConfigError: The two models differ in their weights' names or shapes.
+        """
+        home = self.residency.find(REFERENCE)
+        assert home is None or isinstance(home, ParamHome), home
+        native = self.plan.settings.ref.fsdp_config.offload_policy
+        return moving_reference(reference, home, native, policy.trained, str(self.plan.reference_folder))
+
+    def reward_model(self, folder: Path) -> ValueModel:
+        """Return the frozen reward model.
+
+        Args:
+            folder: Folder of its model, which has a scalar head.
+        """
+        settings = self.plan.reward_model
+        assert settings is not None
+        fsdp = settings.fsdp_config
+        with torch.random.fork_rng(devices=[]):
+            make_deterministic(fsdp, self.placement.rank)
+            mesh = training_mesh(self.device.type, self.placement.world_size, fsdp.fsdp_size)
+            reward_model = build_reward_model(settings, self.plan.settings.model, folder, mesh, self.device)
+            reward_model.requires_grad_(False)
+            has_head = materialize_critic(reward_model, folder, self.device, fsdp.offload_policy, REWARD_KEY)
+        assert has_head, f"{folder} was checked before the workers started"
+        if fsdp.param_offload:
+            self.residency.add(ParamHome(REWARD_MODEL, reward_model.parameters(), self.device))
+        refuse_sliding_window(reward_model.lm.config, self.plan.settings.actor)
+        self._check_packing(reward_model, fsdp, folder, REWARD_KEY)
+        return reward_model
+
+    @property
+    def _also(self) -> tuple[str, ...]:
+        """Name of a recipe's model where the reference is that model."""
+        role = self.plan.role
+        return (REWARD_MODEL,) if role is not None and role.is_reference else ()
+
+    def _offload(self, packed_model: PackedModel, model: Model | CriticModel, metric: str) -> ActivationOffload | None:
+        if not model.enable_activation_offload:
+            return None
+        min_bytes, in_flight = model.activation_offload_min_bytes, model.activation_offload_in_flight
+        return ActivationOffload(packed_model, self.device, min_bytes, in_flight, metric=metric)
+
+    def _check_packing(self, packed_model: PackedModel, fsdp: Fsdp, folder: Path, key: str = POLICY_KEY) -> None:
+        dtype = dtype_of(fsdp.dtype, "fsdp_config.dtype")
+        check_packing(packed_model, self.device, dtype, self.plan.settings.actor, str(folder), key)
+
+    def _fill_frozen(self, model: PolicyModel, folder: Path, fsdp: Fsdp, dtype_key: str) -> list[torch.Tensor] | None:
+        """Fill a frozen model from its folder, and return None. Or return its mapped weights, and leave it unfilled."""
+        if self.plan.settings.model.load_mode == "mmap" and fsdp.param_offload:
+            return materialize_mapped(model, folder, self.device, dtype_key)
+        materialize(model, folder, self.device, fsdp.offload_policy)
+        return None
+
+    def _rest_on_host(self, home: ParamHome, is_mapped: bool, also: tuple[str, ...] = ()) -> None:
+        """Let a frozen model rest on the host. A mapped one gets its values on the device."""
+        self.residency.add(home, also)
+        if is_mapped:
+            home.to_host()
+            home.to_device()
+
+    def _log_quantization_error(self, model: PolicyModel, folder: Path, key: str, quantization: str) -> None:
+        temperature = scoring_temperature(self.plan.settings.rollout)
+        mean, largest = quantization_error(model, folder, self.device, temperature)
+        logger.info(
+            "%s.quantization=%s: log-probs differ from the unquantised model's by %.2g nats on average, %.2g at most "
+            "(256 random tokens)", key, quantization, mean, largest,
+        )  # fmt: skip
+
+
+def start_adapters(packed_model: PackedModel, model: Model | CriticModel, seed: int, key: str) -> None:
+    """Give the adapters of a model, if it has any, their first values: those of a folder, or a random A and a B of zeros.
+
+    Args:
+        packed_model: The model, sharded and filled.
+        model: Settings of the model.
+        seed: Seed of the random values.
+        key: The settings section of the model, to name in errors.
+    """
+    if model.lora_adapter_path is not None:
+        load_adapter(Path(model.lora_adapter_path), packed_model, key)
+    else:
+        initialize_adapters(packed_model, seed)
+
+
+def compiles_functions(requested: bool, fsdp: Fsdp, device: torch.device) -> bool:
+    """Return whether small functions are compiled: on a GPU with a working compiler, without full determinism.
+
+    Args:
+        requested: The role's ``use_torch_compile``.
+        fsdp: The ``fsdp_config`` section of the role.
+        device: The device of the worker.
+    """
+    return requested and is_gpu(device) and not fsdp.full_determinism and compiler_works(device)
+
+
+def make_deterministic(fsdp: Fsdp, rank: int) -> None:
+    """Seed torch's generators for this rank. With ``full_determinism`` also use deterministic kernels alone."""
+    torch.manual_seed(fsdp.seed + rank)
+    if fsdp.full_determinism:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+
+
+# Measure what quantising a frozen model changes in its log-probs.
+
+
+def quantization_error(policy: PolicyModel, folder: Path, device: torch.device, temperature: float) -> tuple[float, float]:
+    """Return the (mean, largest) difference in nats between the log-probs of a quantised model and of its unquantised weights.
+
+    Measured on 4 x 64 random tokens. The unquantised weights are read from the folder, one layer at a time.
+    """
+    generator = torch.Generator().manual_seed(0)
+    vocabulary = int(policy.lm.config.vocab_size)
+    tokens = torch.randint(vocabulary, (4 * 65,), generator=generator)
+    pack = pack_rows(tokens[:4], [1] * 4, tokens[4:], [64] * 4).to(device)
+    weights = WeightFolder(folder)
+    quantized, _ = pack_log_probs(policy, pack, temperature, False)
+    with exact_weights(policy, lambda name: weights.read(name, ()).to(device)):
+        exact, _ = pack_log_probs(policy, pack, temperature, False)
+    reshard_units(policy)
+    difference = (quantized - exact).abs()
+    return float(difference.mean()), float(difference.max())

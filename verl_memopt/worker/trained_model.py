@@ -1,0 +1,419 @@
+"""A model that is trained: its optimizer, its schedule, and optimizer steps on a loss that the caller gives."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.distributed.tensor import DTensor
+from torch.nn.utils import clip_grad_norm_, get_total_norm
+
+from verl_memopt.algorithms.rows import GlobalCounts
+from verl_memopt.config.schema import Optim, TrainedFsdp
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.memory.bucketed_adamw_torch import BucketedAdamW
+from verl_memopt.memory.optimizer_in_backward_torch import StepInBackward
+from verl_memopt.memory.out_of_memory import cut_again
+from verl_memopt.memory.param_offload_torch import ParamHome
+from verl_memopt.memory.resharding_torch import synced
+from verl_memopt.memory.token_packing import chains
+from verl_memopt.model.packed_model import PackedModel
+from verl_memopt.model.packing import Pack, pack_groups, pack_prompt, pack_suffixes
+from verl_memopt.model.prefix_kv import PrefixKV
+from verl_memopt.observe.device_ledger import gradient_kinds, optimizer_scope
+from verl_memopt.worker.optimizer import build_optimizer, build_schedule
+
+# Micro-batches: the rows of one forward, packed, with the fields that the loss reads.
+
+
+Field = Tensor | None
+TokenTensors = tuple[Field, Field, Field, Field, Field, Field, Field, Field]
+"""The tensors with one value per response token, in the order of the fields of :class:`MicroBatch`."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """The input of one forward of some rows. The optional tensors have one value per target, in the order of ``pack.targets``.
+
+    ``selected`` is bool [R]: the tokens that the losses ``clip_cov`` and ``kl_cov`` act on. ``kept`` is bool [R]: False for
+    tokens that the rollout correction rejects. The others are fp32 [R]; ``old_values`` and ``returns`` are for the critic.
+    ``prompt`` is the prompt to compute before the first of its responses, if the pack contains responses alone. ``ends`` is True
+    if the last of its responses is in this micro-batch.
+    """
+
+    pack: Pack
+    old_log_probs: Tensor | None = None
+    ref_log_probs: Tensor | None = None
+    advantages: Tensor | None = None
+    selected: Tensor | None = None
+    old_values: Tensor | None = None
+    returns: Tensor | None = None
+    weights: Tensor | None = None
+    kept: Tensor | None = None
+    prompt: Pack | None = None
+    ends: bool = True
+
+    def to(self, device: torch.device) -> MicroBatch:
+        """Return the micro-batch on a device. The copies are asynchronous."""
+
+        def moved(tensor: Tensor | None) -> Tensor | None:
+            return None if tensor is None else tensor.to(device, non_blocking=True)
+
+        fields = (
+            moved(self.old_log_probs), moved(self.ref_log_probs), moved(self.advantages), moved(self.selected),
+            moved(self.old_values), moved(self.returns), moved(self.weights), moved(self.kept),
+        )  # fmt: skip
+        prompt = None if self.prompt is None else self.prompt.to(device)
+        return MicroBatch(self.pack.to(device), *fields, prompt, self.ends)
+
+
+def micro_batch(batch: RolloutBatch, rows: Sequence[int]) -> MicroBatch:
+    """Return the micro-batch of the chosen rows, on the host. Only this function reads lengths from tensors."""
+    chosen = batch.select(rows)
+    prompts, responses = chosen.prompts, chosen.responses
+    tokens = (prompts.flat, prompts.sizes(), responses.flat, responses.sizes())
+    pack = pack_groups(*tokens, chosen.prompt_groups())
+    return MicroBatch(pack, *_flat(chosen))
+
+
+def micro_batches_of(batch: RolloutBatch, rows: Sequence[Sequence[int]], with_prefix_kv: bool) -> Iterator[MicroBatch]:
+    """Yield the micro-batches of the chosen rows.
+
+    Args:
+        batch: The batch.
+        rows: Rows of each micro-batch.
+        with_prefix_kv: Compute one prompt for neighbouring micro-batches, as :func:`chains` groups them.
+    """
+    for chain in chains(rows, batch.row_tokens()) if with_prefix_kv else [[single] for single in rows]:
+        if len(chain) == 1:
+            yield micro_batch(batch, chain[0])
+            continue
+        # The prompt is packed once for the chain. Each part holds the same object, and the first one has it computed.
+        prompt = pack_prompt(batch.select(chain[0][:1]).prompts.flat)
+        for part in chain:
+            chosen = batch.select(part)
+            pack = pack_suffixes(prompt.input_ids.shape[1], chosen.responses.flat, chosen.responses.sizes())
+            yield MicroBatch(pack, *_flat(chosen), prompt, part is chain[-1])
+
+
+def _flat(batch: RolloutBatch) -> TokenTensors:
+    return (
+        batch.old_log_probs, batch.ref_log_probs, batch.advantages, batch.selected, batch.old_values, batch.returns,
+        batch.weights, batch.kept,
+    )  # fmt: skip
+
+
+@dataclass(frozen=True)
+class MiniBatch:
+    """This rank's share of the rows of one optimizer step.
+
+    ``micro_batches`` are the rows of ``batch`` for each forward and backward. Every rank has as many of them. After an
+    out-of-memory error they are replaced by smaller ones. ``counts`` are tokens and sequences of the mini-batch over all ranks,
+    so that the loss does not depend on how the mini-batch is split.
+    """
+
+    batch: RolloutBatch
+    micro_batches: list[list[int]]
+    counts: GlobalCounts
+
+
+LossOf = Callable[[MicroBatch, GlobalCounts, PrefixKV | None], tuple[Tensor, dict[str, Tensor]]]
+"""Returns a micro-batch's share of the loss (scalar, with gradient) and of its metrics (scalars, without).
+
+Its arguments are the micro-batch on the device, the sizes of the mini-batch, and the prefix KV of the prompt of its responses.
+The caller runs the backward of ``world_size`` times the loss, exactly once."""
+
+
+Restart = Callable[[RuntimeError], Iterable[MicroBatch] | None]
+"""Returns smaller micro-batches of a whole mini-batch after an error, or None where the error must be raised."""
+
+
+class SavedTensorHooks(Protocol):
+    """What decides where the tensors rest that a forward saves for its backward."""
+
+    def forward(self) -> AbstractContextManager[None]:
+        """Return a context for the forward of one micro-batch."""
+
+    def metrics(self) -> dict[str, float]:
+        """Return what was done since the last call."""
+
+    def close(self) -> None:
+        """Free what the next step does not need."""
+
+
+@dataclass(frozen=True)
+class Role:
+    """A role that is trained: its name in metrics, and its section of the settings.
+
+    Attributes:
+        name: Metrics are ``{name}/grad_norm`` and so on.
+        key: The section that errors name.
+    """
+
+    name: str
+    key: str
+
+    @property
+    def grad_norm(self) -> str:
+        """Metric: the global gradient norm before clipping."""
+        return f"{self.name}/grad_norm"
+
+    @property
+    def lr(self) -> str:
+        """Metric: the learning rate."""
+        return f"{self.name}/lr"
+
+    @property
+    def skipped(self) -> str:
+        """Metric: how many optimizer steps of an update were skipped."""
+        return f"{self.name}/skipped_updates"
+
+    @property
+    def partial(self) -> str:
+        """Metric of a skipped step: 1 if this rank had already changed parameters."""
+        return f"{self.name}/partial_updates"
+
+    @property
+    def counts(self) -> tuple[str, str]:
+        """Metrics that are summed over the optimizer steps of an update. The others are averaged."""
+        return self.skipped, self.partial
+
+    @property
+    def same_on_all_ranks(self) -> tuple[str, str, str]:
+        """Metrics with the same value on every rank. The others are each rank's share of a sum."""
+        return self.grad_norm, self.lr, self.skipped
+
+
+ACTOR = Role("actor", "actor_rollout_ref.actor")
+CRITIC = Role("critic", "critic")
+
+
+class TrainedModel:
+    """A sharded model with an optimizer. All ranks call the same methods in the same order.
+
+    Args:
+        role: The role of the model.
+        model: The model, sharded and filled.
+        optim: The role's ``optim`` section of the settings.
+        fsdp: The role's ``fsdp_config`` section.
+        optimizer_steps: Optimizer steps of the whole run, for the schedule.
+        world_size: Number of ranks.
+        device: The device of the model.
+        offload: Offloads its activations. None = they stay on the device.
+
+    Attributes:
+        home: The place of the parameters on the host. None = they stay on the device.
+    """
+
+    def __init__(
+        self,
+        role: Role,
+        model: PackedModel,
+        optim: Optim,
+        fsdp: TrainedFsdp,
+        optimizer_steps: int,
+        world_size: int,
+        device: torch.device,
+        offload: SavedTensorHooks | None = None,
+    ) -> None:
+        """Build optimizer and schedule."""
+        self.role = role
+        self.model = model
+        self.optim = optim
+        self.fsdp = fsdp
+        self.world_size = world_size
+        self.device = device
+        self.offload = offload
+        self.home: ParamHome | None = None
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        key = f"{role.key}.optim"
+        self.optimizer = build_optimizer(trained, optim, fsdp.optimizer_offload, fsdp.seed, key)
+        self.in_backward = None
+        if optim.in_backward:
+            assert isinstance(self.optimizer, BucketedAdamW), type(self.optimizer)
+            self.in_backward = StepInBackward(self.optimizer, role.key, device)
+        self.schedule = build_schedule(self.optimizer, optim, optimizer_steps, key)
+
+    def resident_tensors(self) -> Iterator[tuple[str, Tensor]]:
+        """Yield (kind, tensor) of what the model holds between calls, on the device or on the host."""
+        parameters = list(self.model.parameters())
+        yield from (("params", parameter) for parameter in parameters)
+        yield from (("grads", parameter.grad) for parameter in parameters if parameter.grad is not None)
+        values = (value for state in self.optimizer.state.values() for value in state.values())
+        yield from (("optimizer", value) for value in values if isinstance(value, Tensor))
+
+    def update(self, mini_batches: Sequence[MiniBatch], loss_of: LossOf) -> dict[str, float]:
+        """Take one optimizer step per mini-batch and return the mean of their metrics.
+
+        ``{role}/skipped_updates`` counts the skipped steps. With ``optim.in_backward`` a skipped step also has
+        ``{role}/partial_updates``: 1 if this rank had already changed parameters. Sum all metrics over ranks, except those in
+        ``Role.same_on_all_ranks``, to get the global values.
+
+        Args:
+            mini_batches: One per optimizer step.
+            loss_of: The loss.
+        """
+        if self.in_backward is not None:
+            self.in_backward.check(max(len(mini.micro_batches) for mini in mini_batches))
+        reuse = self.model.supports_prefix_kv
+        steps = [
+            self.step(micro_batches_of(mini.batch, mini.micro_batches, reuse), mini.counts, loss_of, self._restart_of(mini))
+            for mini in mini_batches
+        ]
+        metrics = over_steps(steps, self.role.counts)
+        if self.offload is not None:
+            metrics |= self.offload.metrics()
+        return metrics
+
+    def _restart_of(self, mini: MiniBatch) -> Restart:
+        """Return what cuts a mini-batch again after an out-of-memory error in its forward or backward."""
+
+        def restart(error: RuntimeError) -> Iterable[MicroBatch] | None:
+            tokens = mini.batch.row_tokens()
+            fullest = max(mini.micro_batches, key=tokens.cost)
+            smaller = cut_again(error, self.model, tokens, mini.micro_batches, fullest)
+            if smaller is None:
+                return None
+            # In place, because the caller matches the outputs of the step with the micro-batches that were really run.
+            mini.micro_batches[:] = smaller
+            return micro_batches_of(mini.batch, smaller, self.model.supports_prefix_kv)
+
+        return restart
+
+    def step(
+        self,
+        micro_batches: Iterable[MicroBatch],
+        counts: GlobalCounts,
+        loss_of: LossOf,
+        restart: Restart | None = None,
+    ) -> dict[str, Tensor]:
+        """Take one optimizer step, unless the gradient norm is not finite, and return its metrics as host tensors.
+
+        A skipped step drops the gradient and leaves weights, optimizer state and schedule unchanged. The norm is the same on all
+        ranks, so they all decide alike. The host waits for the device once, between backward and update.
+
+        Args:
+            micro_batches: The micro-batches, read one at a time.
+            counts: Tokens and sequences of the mini-batch over all ranks.
+            loss_of: The loss.
+            restart: Cuts the mini-batch again after an out-of-memory error. None = the error is raised.
+        """
+        # The learning rate is read first, because apply() advances the schedule.
+        role, learning_rate = self.role, self.schedule.get_last_lr()[0]
+        metrics = self._accumulate_whole(micro_batches, counts, loss_of, restart)
+        metrics[role.grad_norm] = self.clip()
+        metrics[role.lr] = torch.tensor(learning_rate)
+        if self.in_backward is not None:
+            metrics[role.partial] = self.in_backward.take_moved()
+        metrics = on_host(metrics)
+        finite = _is_finite(metrics[role.grad_norm])
+        metrics[role.skipped] = torch.tensor(0.0 if finite else 1.0)
+        if finite:
+            metrics.pop(role.partial, None)
+            self.apply()
+        self.optimizer.zero_grad(set_to_none=True)
+        return metrics
+
+    def apply(self) -> None:
+        """Update the weights from their gradients, and advance the schedule."""
+        with optimizer_scope(self.optimizer, on_host=self.fsdp.offload_policy):
+            self.optimizer.step()
+        self.schedule.step()
+
+    def clip(self) -> Tensor:
+        """Return the global gradient norm before clipping, and clip the gradient if ``optim.clip_grad`` is set."""
+        parameters, limit = self.model.parameters(), self.optim.clip_grad
+        if self.in_backward is not None:
+            norm = self.in_backward.norm()
+        elif limit is None:
+            norm = get_total_norm([parameter.grad for parameter in parameters if parameter.grad is not None])
+        else:
+            norm = clip_grad_norm_(parameters, limit)
+        return norm.full_tensor() if isinstance(norm, DTensor) else norm
+
+    def _accumulate_whole(
+        self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf, restart: Restart | None
+    ) -> dict[str, Tensor]:
+        """Add the gradient of a mini-batch. After an out-of-memory error drop it and start again with smaller micro-batches."""
+        remaining: Iterable[MicroBatch] | None = micro_batches
+        while True:
+            try:
+                assert remaining is not None
+                return self.accumulate(remaining, counts, loss_of)
+            except RuntimeError as error:
+                remaining = None if restart is None else restart(error)
+                if remaining is None:
+                    raise
+            self.optimizer.zero_grad(set_to_none=True)
+
+    def accumulate(self, micro_batches: Iterable[MicroBatch], counts: GlobalCounts, loss_of: LossOf) -> dict[str, Tensor]:
+        """Add the gradient of a mini-batch, micro-batch by micro-batch, and return the summed metrics.
+
+        Args:
+            micro_batches: The micro-batches, read one at a time.
+            counts: Tokens and sequences of the mini-batch over all ranks.
+            loss_of: The loss.
+        """
+        total: dict[str, Tensor] = {}
+        prefix_kv: PrefixKV | None = None
+        with gradient_kinds(parameter for block in self.model.blocks() for parameter in block.parameters()):
+            for micro in synced(micro_batches, self.model, self.fsdp.gradient_sync):
+                micro = micro.to(self.device)
+                if micro.prompt is not None and prefix_kv is None:
+                    with self._offloaded():
+                        prefix_kv = self.model.compute_prefix(micro.prompt)
+                for name, value in self.backward(micro, counts, loss_of, prefix_kv).items():
+                    total[name] = total[name] + value if name in total else value
+                if micro.ends and prefix_kv is not None:
+                    prefix_kv.backward()
+                    prefix_kv = None
+        return total
+
+    def backward(
+        self, micro: MicroBatch, counts: GlobalCounts, loss_of: LossOf, prefix_kv: PrefixKV | None = None
+    ) -> dict[str, Tensor]:
+        """Add the gradient of one micro-batch and return its metrics. None of its tensors outlives the call.
+
+        Args:
+            micro: The micro-batch, on the device.
+            counts: Tokens and sequences of the mini-batch over all ranks.
+            loss_of: The loss.
+            prefix_kv: Keys and values of the prompt of its responses, computed before. Their own backward follows later.
+        """
+        with self._offloaded():
+            loss, metrics = loss_of(micro, counts, prefix_kv)
+        # FSDP averages gradients over ranks, but the loss is this rank's share of a global mean, so it is scaled up again.
+        # The head may have computed its gradients in its forward above, with the same factor (see _PrecomputedGradient in
+        # memory/chunked_logprob_torch.py). Its backward then only hands them on to the blocks.
+        (loss * self.world_size).backward()
+        return metrics
+
+    def _offloaded(self) -> AbstractContextManager[None]:
+        return nullcontext() if self.offload is None else self.offload.forward()
+
+
+def over_steps(steps: Sequence[Mapping[str, Tensor]], counts: Sequence[str]) -> dict[str, float]:
+    """Return the mean of each metric over optimizer steps, or, for ``counts``, the sum over the steps that have it."""
+    means = {name: torch.stack([step[name] for step in steps]).mean().item() for name in steps[0] if name not in counts}
+    counted = {name: [step[name].item() for step in steps if name in step] for name in counts}
+    return means | {name: sum(values) for name, values in counted.items() if values}
+
+
+def on_host(metrics: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Return the metrics as fp32 scalars on the host. An optimizer step waits for the device only here, once."""
+    values = {name: value.float() for name, value in metrics.items()}
+    on_device = [name for name, value in values.items() if value.device.type != "cpu"]
+    if on_device:
+        values |= zip(on_device, torch.stack([values[name] for name in on_device]).cpu(), strict=True)
+    return values
+
+
+def _is_finite(norm: Tensor) -> bool:
+    """Return whether a norm on the host is finite. A fake tensor, which plans an update, has no value and counts as finite."""
+    return isinstance(norm, FakeTensor) or math.isfinite(float(norm.numpy()))

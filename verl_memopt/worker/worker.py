@@ -1,0 +1,435 @@
+"""One worker process: its roles, and each call measured as a phase of the step."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, TypeVar
+
+import torch
+
+from verl_memopt.data.batch import RolloutBatch
+from verl_memopt.distributed.device import empty_cache, join_process_group, leave_process_group, local_device
+from verl_memopt.distributed.file_records import Records
+from verl_memopt.errors import Stopped
+from verl_memopt.memory.fused import fused_statements
+from verl_memopt.memory.host_buffers import host_allocator
+from verl_memopt.memory.limits_torch import available_bytes, limit_bytes, memory_limits
+from verl_memopt.memory.lora_torch import adapters_off
+from verl_memopt.memory.out_of_memory import MemorySnapshot, out_of_memory_report, recutting
+from verl_memopt.memory.residency import Residency
+from verl_memopt.memory.weight_buckets_torch import weight_slices
+from verl_memopt.model.policy_model import PolicyModel, dtype_of
+from verl_memopt.model.value_model import ValueModel
+from verl_memopt.observe.log_setup import is_set_up, setup_logging
+from verl_memopt.observe.phase import MemoryProbe, PhaseMemory
+from verl_memopt.rollout.engine import EnginePlace, Generation, RolloutEngine, SamplingSettings, build_engine, max_model_len
+from verl_memopt.rollout.weight_checks import SyncCheck
+from verl_memopt.run.interrupts import StopFile, never
+from verl_memopt.worker.checkpoint import export_trained, load_trained, plain_weights, save_trained
+from verl_memopt.worker.critic import Critic
+from verl_memopt.worker.group import Placement
+from verl_memopt.worker.moving_reference import MovingReference
+from verl_memopt.worker.plan import FrozenRole, WorkerPlan
+from verl_memopt.worker.policy import LogProbs, Policy, Updated, compute_log_probs, compute_scores, scoring_temperature
+from verl_memopt.worker.roles import RoleBuilder, compiles_functions, make_deterministic
+from verl_memopt.worker.trained_model import MiniBatch, TrainedModel
+
+# The methods of a worker that read and write files: checkpoints and exported models.
+
+
+class WorkerFiles:
+    """The part of :class:`verl_memopt.worker.worker.Worker` that reads and writes files. The worker sets all attributes."""
+
+    plan: WorkerPlan
+    placement: Placement
+    residency: Residency
+    policy: Policy | None
+    critic: Critic | None
+    moving_reference: MovingReference | None
+
+    def save(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of the policy's checkpoint and return the record of each file. As :func:`save_trained`."""
+        assert self.policy is not None
+        return save_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), contents)
+
+    def save_critic(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of the critic's checkpoint and return the record of each file. As :func:`save_trained`."""
+        assert self.critic is not None
+        return save_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), contents)
+
+    def load(self, folder: str, contents: Sequence[str]) -> None:
+        """Read this rank's part of the policy's checkpoint, written by any number of ranks."""
+        assert self.policy is not None
+        load_trained(self.policy.trained, Path(folder), contents)
+
+    def load_critic(self, folder: str, contents: Sequence[str]) -> None:
+        """Read this rank's part of the critic's checkpoint, written by any number of ranks.
+
+        The phase ``load_checkpoint`` has the policy on the device. The critic takes its place.
+        """
+        assert self.critic is not None
+        with self.residency.phase("load_critic"):
+            load_trained(self.critic.trained, Path(folder), contents)
+
+    def save_reference(self, folder: str, contents: Sequence[str]) -> Records:
+        """Write this rank's part of a reference that follows the policy, and return the record of each file."""
+        assert self.moving_reference is not None
+        return self.moving_reference.save(Path(folder))
+
+    def load_reference(self, folder: str, contents: Sequence[str]) -> None:
+        """Read this rank's part of a reference that follows the policy, written by any number of ranks."""
+        assert self.moving_reference is not None
+        with self.residency.phase("sync_ref"):
+            self.moving_reference.load(Path(folder))
+
+    def export(self, folder: str, weights: bool) -> None:
+        """Write the policy in Hugging Face format, with or without its weights."""
+        assert self.policy is not None
+        export_trained(self.policy.trained, self.plan, self.placement.rank, Path(folder), weights)
+
+    def export_critic(self, folder: str, weights: bool) -> None:
+        """Write the critic in Hugging Face format, as a token classifier with one label, with or without its weights."""
+        assert self.critic is not None
+        export_trained(self.critic.trained, self.plan, self.placement.rank, Path(folder), weights)
+
+
+Result = TypeVar("Result")
+
+ENGINE_METHODS = ("generate",)
+"""Methods that run the engine's own model."""
+
+
+class Worker(WorkerFiles):
+    """The roles of one device. The driver calls :meth:`call`. All members of a group make the same calls in step.
+
+    Args:
+        plan: What to build.
+        placement: The worker's place in its group.
+    """
+
+    def __init__(self, plan: WorkerPlan, placement: Placement) -> None:
+        """Build the engine, the policy, the reference, the critic, the reward model, and a recipe's own role."""
+        if not is_set_up():
+            setup_logging(placement.rank)
+        self.plan = plan
+        self.settings = plan.settings
+        self.placement = placement
+        self.device = local_device(placement.device, placement.local_rank)
+        self.temperature = scoring_temperature(plan.settings.rollout)
+        actor = plan.settings.actor
+        make_deterministic(actor.fsdp_config, placement.rank)
+        self.device_limit = limit_bytes(plan.memory.device_limit_gb)
+        self.probe = MemoryProbe(self.device, self._resident, self.device_limit, plan.kinds_on_gpu)
+        self.residency = Residency(self.device)
+        folder = plan.snapshot_folder
+        self.snapshot = None if folder is None else MemorySnapshot(Path(folder), placement.rank, self.device, self._resident)
+        self.engine: RolloutEngine | None = None
+        self.sync_check = SyncCheck(max_model_len(plan.settings.rollout)) if plan.sync_check else None
+        self.policy: Policy | None = None
+        self.reference: PolicyModel | None = None
+        self.moving_reference: MovingReference | None = None
+        self.critic: Critic | None = None
+        self.reward_model: ValueModel | None = None
+        self.role: FrozenRole | None = None
+        self.limits = ExitStack()
+        try:
+            self.limits.enter_context(memory_limits(plan.memory, self.device))
+            self.limits.enter_context(
+                fused_statements(compiles_functions(actor.use_torch_compile, actor.fsdp_config, self.device))
+            )
+            counted = plan.track_init and self._counts_engine
+            with self._report_out_of_memory("init"), self.probe.phase("init", counted, kind="built") as report:
+                self._build()
+        except BaseException:
+            # A worker that is half built still holds engines and limits of the process, and nobody else has a reference to
+            # it.
+            self.close()
+            raise
+        self.init_memory = report()
+
+    def call(self, phase: str, track: bool, method: str, *args: Any) -> Reply:
+        """Run one method as a phase and return its result with the memory of the phase.
+
+        Args:
+            phase: Name of the phase.
+            track: Count live bytes on a CPU.
+            method: Name of the method.
+            *args: Its arguments.
+        """
+        counted = track and (method not in ENGINE_METHODS or self._counts_engine)
+        may_go_on = phase in self.plan.adaptive_phases and self.placement.world_size == 1
+        with (
+            self._report_out_of_memory(phase),
+            self.residency.phase(phase),
+            self.probe.phase(phase, counted) as report,
+            recutting(self.device, may_go_on) as recut,
+        ):
+            # Host buffers are counted anew in each phase, as the device's bytes are.
+            host_allocator().reset_peak()
+            value = getattr(self, method)(*args)
+        memory = dataclasses.replace(report(), host_buffer_bytes=host_allocator().peak_bytes)
+        return Reply(value, memory, available_bytes(self.device, self.device_limit), recut.cap, recut.retries)
+
+    def started(self) -> PhaseMemory:
+        """Return the memory of the start."""
+        return self.init_memory
+
+    # The methods a phase can run.
+
+    def generate(
+        self, prompt_ids: list[list[int]], seeds: list[int], sampling: SamplingSettings, may_stop: bool = False
+    ) -> Generation | None:
+        """Return one response per prompt, under the weights of the last sync.
+
+        Args:
+            prompt_ids: Token ids of each row.
+            seeds: One seed per row.
+            sampling: How tokens are drawn.
+            may_stop: The rollout may be abandoned when the run is asked to stop.
+
+        Returns:
+            The responses, or None if the rollout was abandoned.
+        """
+        assert self.engine is not None
+        self.wake_engine()
+        if self.sync_check is not None:
+            self.sync_check.check_cache(self.engine)
+        stoppable = may_stop and self.plan.stop_file is not None
+        stopped = StopFile(Path(str(self.plan.stop_file))).passed if stoppable else never
+        try:
+            return self.engine.generate(prompt_ids, seeds, sampling, stopped)
+        except Stopped:
+            return None
+
+    def wake_engine(self) -> None:
+        """Let the engine allocate its KV cache, if it sleeps between rollouts."""
+        assert self.engine is not None
+        if self.plan.free_engine:
+            self.engine.wake_up("kv_cache")
+
+    def release_engine(self) -> None:
+        """Put the engine to sleep, if it can sleep, so that it returns its device memory."""
+        if self.plan.free_engine and self.engine is not None:
+            self.engine.sleep()
+            empty_cache(self.device)
+
+    def update_weights(self) -> None:
+        """Copy the policy's weights into the engine, bucket by bucket."""
+        assert self.engine is not None
+        assert self.policy is not None
+        rollout = self.settings.rollout
+        if self.plan.free_engine:
+            # The engine takes its memory from the driver, so the trainer's unused blocks must go back first.
+            empty_cache(self.device)
+            self.engine.wake_up("weights")
+        dtype = dtype_of(rollout.dtype, "actor_rollout_ref.rollout.dtype")
+        bucket = rollout.checkpoint_engine.update_weights_bucket_megabytes
+        self.engine.load_weights(weight_slices(plain_weights(self.policy.model), dtype, bucket))
+        if self.sync_check is not None:
+            self.sync_check.check_weights(self.engine, weight_slices(plain_weights(self.policy.model), dtype, bucket))
+
+    def old_log_probs(
+        self,
+        batch: RolloutBatch,
+        micro_batches: Sequence[Sequence[int]],
+        with_entropy: bool,
+        with_sum_pi_squared: bool = False,
+    ) -> LogProbs:
+        """Return the log-probs of a batch under the policy."""
+        assert self.policy is not None
+        return self.policy.compute_log_probs(batch, micro_batches, self.temperature, with_entropy, with_sum_pi_squared)
+
+    def ref_log_probs(
+        self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float | None = None
+    ) -> LogProbs:
+        """Return the log-probs of a batch under the reference.
+
+        The reference is a model of its own, or with LoRA the policy without its adapters.
+
+        Args:
+            batch: The batch.
+            micro_batches: Rows of each forward.
+            temperature: Divides the logits; None = as the rollouts.
+        """
+        heat = self.temperature if temperature is None else temperature
+        if self.reference is None:
+            assert self.policy is not None
+            with adapters_off(self.policy.model):
+                return self.policy.compute_log_probs(batch, micro_batches, heat, False)
+        return compute_log_probs(self.reference, batch, micro_batches, heat, False, self.device)
+
+    def policy_log_probs(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]], temperature: float) -> LogProbs:
+        """Return the log-probs of a batch under the policy at a temperature of its own."""
+        assert self.policy is not None
+        return self.policy.compute_log_probs(batch, micro_batches, temperature, False)
+
+    def of_role(self, method: Callable[..., Result], *args: Any) -> Result:
+        """Return what a method of the recipe's role returns. The phase is ``reward``.
+
+        Args:
+            method: A method of the role's class.
+            *args: Its arguments.
+        """
+        return method(self.role, *args)
+
+    def sync_reference(self) -> None:
+        """Move the reference towards the policy."""
+        assert self.moving_reference is not None
+        self.moving_reference.follow(self.settings.ref.sync_mixup_alpha)
+
+    def update_actor(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Take one optimizer step per mini-batch and return the mean of their metrics."""
+        assert self.policy is not None
+        return self.policy.update(mini_batches, self.temperature)
+
+    def update_on_policy(self, mini: MiniBatch) -> Updated:
+        """Take one optimizer step whose own forward computes the old log-probs."""
+        assert self.policy is not None
+        return self.policy.update_on_policy(mini, self.temperature)
+
+    def values(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the critic's value of the state before each response token, fp32 [R] on the host, in batch order."""
+        assert self.critic is not None
+        return self.critic.values(batch, micro_batches)
+
+    def reward_scores(self, batch: RolloutBatch, micro_batches: Sequence[Sequence[int]]) -> torch.Tensor:
+        """Return the reward model's score of each conversation, fp32 [B]. As :func:`compute_scores`; the phase is ``reward``."""
+        assert self.reward_model is not None
+        return compute_scores(self.reward_model, batch, micro_batches, self.device)
+
+    def update_critic(self, mini_batches: Sequence[MiniBatch]) -> dict[str, float]:
+        """Take one optimizer step of the critic per mini-batch and return the mean of their metrics."""
+        assert self.critic is not None
+        return self.critic.update(mini_batches)
+
+    def update_bypass(self, mini_batches: Sequence[MiniBatch]) -> list[Updated]:
+        """Take one optimizer step per mini-batch, and return the metrics of each with the log-probs of its forward."""
+        assert self.policy is not None
+        return [self.policy.update_on_policy(mini, self.temperature) for mini in mini_batches]
+
+    def close(self) -> None:
+        """Free the models and the engine, and leave the process group. A second call does nothing.
+
+        The models are freed first: a sleeping engine must wake before its shutdown, and needs the room.
+        """
+        self._free_models()
+        engine, self.engine = self.engine, None
+        try:
+            if engine is not None:
+                engine.shutdown()
+        finally:
+            self.limits.close()
+            leave_process_group()
+
+    def _free_models(self) -> None:
+        for trained in self._trained():
+            if trained.offload is not None:
+                trained.offload.close()
+        self.policy = self.reference = self.moving_reference = self.critic = self.reward_model = self.role = None
+        self.residency = Residency(self.device)
+
+    # Building.
+
+    def _build(self) -> None:
+        # The engine is first: it measures the free memory, sleeps, and leaves the device to the trainer.
+        place, settings = self.placement, self.settings
+        join_process_group(self.device, place.rank, place.world_size, place.master_addr, place.master_port, settings.nccl_timeout)
+        if self.plan.engine_folder is not None:
+            self.engine = build_engine(settings.rollout, self._engine_place(self.plan.engine_folder))
+            self.release_engine()
+        roles = RoleBuilder(self.plan, place, self.device, self.residency)
+        self.policy = roles.policy()
+        # Each model rests before the next one is built, so that two of them need not fit on the device at once.
+        self.residency.rest()
+        if self.plan.reference_folder is not None:
+            self.reference = roles.reference(Path(self.plan.reference_folder))
+            if self.settings.ref.sync_every_steps is not None:
+                self.moving_reference = roles.moving_reference(self.reference, self.policy)
+            self.residency.rest()
+        if self.plan.critic is not None:
+            self.critic = roles.critic(Path(str(self.plan.critic_folder)))
+            self.residency.rest()
+        if self.plan.reward_model is not None:
+            self.reward_model = roles.reward_model(Path(str(self.plan.reward_folder)))
+            self.residency.rest()
+        if self.plan.role is not None:
+            self.role = self.plan.role.build(roles, self.policy.model, self.reference)
+            self.residency.rest()
+
+    def _engine_place(self, folder: str) -> EnginePlace:
+        place, plan = self.placement, self.plan
+        return EnginePlace(
+            rank=place.rank,
+            world_size=place.world_size,
+            local_rank=place.local_rank,
+            tensor_parallel_size=self.settings.rollout.tensor_model_parallel_size,
+            device=self.device,
+            model_folder=folder,
+            tokenizer_folder=plan.tokenizer_folder,
+            trust_remote_code=self.settings.model.trust_remote_code,
+            eos_token_ids=plan.eos_token_ids,
+            device_limit_bytes=self.device_limit,
+        )
+
+    def _trained(self) -> Iterator[TrainedModel]:
+        """Yield the models that are trained."""
+        if self.policy is not None:
+            yield self.policy.trained
+        if self.critic is not None:
+            yield self.critic.trained
+
+    def _frozen(self) -> Iterator[torch.nn.Module]:
+        """Yield the models that are not trained, each module once."""
+        yield from (model for model in (self.reference, self.reward_model) if model is not None)
+        shared = (self.reference, None if self.policy is None else self.policy.model)
+        if self.role is not None and all(self.role.model is not model for model in shared):
+            yield self.role.model
+
+    @contextmanager
+    def _report_out_of_memory(self, phase: str) -> Iterator[None]:
+        snapshot = nullcontext() if self.snapshot is None else self.snapshot.on_out_of_memory(phase)
+        with self._report(phase), snapshot:
+            yield
+
+    def _report(self, phase: str) -> AbstractContextManager[None]:
+        return out_of_memory_report(phase, self.device, self._resident, self.settings, self.device_limit, self.plan.critic)
+
+    @property
+    def _counts_engine(self) -> bool:
+        # A function that is compiled while bytes are counted stays uncompiled afterwards, so only an eager engine is counted.
+        return self.settings.rollout.name == "hf" or self.settings.rollout.enforce_eager
+
+    def _resident(self) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield the tensors that exist before a phase with their kinds, on the device or on the host."""
+        for trained in self._trained():
+            yield from trained.resident_tensors()
+        for frozen in self._frozen():
+            yield from (("params", parameter) for parameter in frozen.parameters())
+        if self.engine is not None:
+            yield from self.engine.resident_tensors()
+
+
+# What a worker answers to a call.
+
+
+@dataclass(frozen=True)
+class Reply:
+    """The result of a call and its memory.
+
+    Attributes:
+        value: The result.
+        memory: Memory of the phase.
+        budget_bytes: What the process may take of its device. None = there is no limit.
+        cap_after_error: Tokens of a micro-batch after the last out-of-memory error that the call survived. None = there was none.
+        retries: Number of such errors.
+    """
+
+    value: Any
+    memory: PhaseMemory
+    budget_bytes: int | None = None
+    cap_after_error: int | None = None
+    retries: int = 0
